@@ -1,0 +1,21 @@
+"""The plain Dispatcher on Penn Treebank (Dispatcher paper, Sec. 3.3, Table 1).
+
+  python train.py --config=configs/dispatcher_ptb.py --workdir=runs/dispatcher_ptb
+  python train.py --config=configs/dispatcher_ptb.py:tiny --workdir=runs/tiny
+
+Needs data/ptb/{train,valid,test}.txt (Mikolov's preparation) and
+data/tokenizers/bert_base_cased_vocab.txt, or other places by --config.data.path and
+--config.data.tokenizer_file.
+
+Parameters:      15.1M (the paper says 17M); 1,220,032 training tokens, vocabulary 8,558
+Hardware, hours: one GPU; 120 steps of 20 x 512 tokens an epoch, 60 epochs; not yet timed
+Test perplexity: the paper's 35.40; ours not yet measured
+"""
+
+from configs import dispatcher_wikitext2
+
+
+def get_config(variant: str = ""):
+  config = dispatcher_wikitext2.get_config(variant)
+  config.data.path = "data/ptb"
+  return config

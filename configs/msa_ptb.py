@@ -1,0 +1,19 @@
+"""Masked self-attention, the baseline, on Penn Treebank (Dispatcher paper, Table 1).
+
+  python train.py --config=configs/msa_ptb.py --workdir=runs/msa_ptb
+  python train.py --config=configs/msa_ptb.py:tiny --workdir=runs/tiny
+
+Data as for configs/dispatcher_ptb.py.
+
+Parameters:      18.2M (the paper: 18M)
+Hardware, hours: one GPU; 120 steps an epoch, 60 epochs; not yet timed
+Test perplexity: the paper's 40.58; ours not yet measured
+"""
+
+from configs import dispatcher_ptb
+
+
+def get_config(variant: str = ""):
+  config = dispatcher_ptb.get_config(variant)
+  config.model.mixer = "attention"
+  return config

@@ -1,0 +1,22 @@
+"""Masked self-attention, the baseline, on WikiText-103 (Dispatcher paper, Table 1).
+
+  python train.py --config=configs/msa_wikitext103.py --workdir=runs/msa_wikitext103
+  python train.py --config=configs/msa_wikitext103.py:tiny --workdir=runs/tiny
+
+Data as for configs/dispatcher_wikitext103.py; learning rate and epsilon as the authors'
+code has them for this model.
+
+Parameters:      39.2M (the paper: 39M)
+Hardware, hours: one GPU, up to 60 epochs; not yet timed
+Test perplexity: the paper's 22.56; ours not yet measured
+"""
+
+from configs import dispatcher_wikitext103
+
+
+def get_config(variant: str = ""):
+  config = dispatcher_wikitext103.get_config(variant)
+  config.model.mixer = "attention"
+  config.train.learning_rate = 1e-4
+  config.train.eps = 1e-8
+  return config

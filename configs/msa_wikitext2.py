@@ -1,0 +1,19 @@
+"""Masked self-attention, the baseline, on WikiText-2 (Dispatcher paper, Table 1).
+
+  python train.py --config=configs/msa_wikitext2.py --workdir=runs/msa_wikitext2
+  python train.py --config=configs/msa_wikitext2.py:tiny --workdir=runs/tiny
+
+Data as for configs/dispatcher_wikitext2.py.
+
+Parameters:      30.0M (the paper: 30M)
+Hardware, hours: one GPU; 243 steps an epoch, 60 epochs; not yet timed
+Test perplexity: the paper's 55.05; ours not yet measured
+"""
+
+from configs import dispatcher_wikitext2
+
+
+def get_config(variant: str = ""):
+  config = dispatcher_wikitext2.get_config(variant)
+  config.model.mixer = "attention"
+  return config

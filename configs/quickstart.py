@@ -1,0 +1,27 @@
+"""A small Dispatcher on Python's own language manual, which every Python has.
+
+  python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+from dpjax import config as config_lib
+
+
+def get_config():
+  config = config_lib.default()
+  config.model.num_layers = 4
+  config.model.width = 128
+  config.model.feed_forward_width = 512
+  config.model.num_heads = 4
+  config.model.mixer = "dispatcher_multihead"
+  config.model.max_length = 128
+  config.train.batch_size = 16
+  config.train.num_steps = 300
+  config.train.num_epochs = 0.0
+  config.train.learning_rate = 2e-3
+  config.train.schedule = "cosine"
+  config.train.warmup_steps = 50
+  config.train.eval_every_steps = 100
+  config.train.eval_every_epochs = 0.0
+  config.sample.prompt = "The statement"
+  config.sample.temperature = 0.7
+  return config

@@ -1,0 +1,30 @@
+"""dpjax: language models cheaper than self-attention.
+
+`import dpjax` costs nothing; each name below is loaded when it is first used, so that
+`dpjax.ops` needs JAX alone.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_MODULES = ("config", "data", "decoding", "interop", "layers", "models", "ops", "text",
+            "training")
+_NAMES = {
+  "build_model": "dpjax.models.build",
+  "load": "dpjax.run",
+  "train": "dpjax.run",
+}
+__all__ = [*_MODULES, *_NAMES]
+
+
+def __getattr__(name: str):
+  if name in _MODULES:
+    return importlib.import_module(f"dpjax.{name}")
+  if name in _NAMES:
+    return getattr(importlib.import_module(_NAMES[name]), name)
+  raise AttributeError(f"module 'dpjax' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+  return sorted([*__all__, "__version__"])

@@ -1,0 +1,324 @@
+"""The settings of a run: every key with its default, and the rules between them.
+
+A file of `configs/` starts from `default()` and changes what its experiment needs.
+Durations carry their unit in the key; of two units of one duration, one is set.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from ml_collections import ConfigDict
+
+MIXERS = ("dispatcher", "dispatcher_multihead", "attention")
+CHOICES = {
+  "model.mixer": MIXERS,
+  "model.norm": ("post", "pre"),
+  "model.positions": ("sinusoidal", "learned"),
+  "model.activation": ("relu", "gelu"),
+  "model.dtype": ("float32", "bfloat16"),
+  "train.optimizer": ("adam", "adamw"),
+  "train.schedule": ("constant", "cosine"),
+  "train.parameters": ("replicated", "sharded"),
+}
+# What may differ between a run and its continuation: it changes no trained number.
+FREE_KEYS = (
+  "train.num_steps",
+  "train.num_epochs",
+  "train.log_every_steps",
+  "train.checkpoint_every_steps",
+  "train.keep_checkpoints",
+  "train.parameters",
+  "sample.",
+)
+
+
+def default_model() -> ConfigDict:
+  """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
+  model = ConfigDict()
+  model.mixer = "dispatcher"  # one of MIXERS
+  model.vocab_size = 0  # V; 0: the tokenizer's
+  model.num_layers = 6
+  model.width = 512  # D
+  model.feed_forward_width = 512
+  model.num_heads = 1  # H, a divisor of the width
+  model.max_length = 512  # longest T, tokens
+  model.num_levels = 0  # K of the Dispatcher; 0: ceil(log2(max_length))
+  model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
+  model.positions = "sinusoidal"  # or "learned"
+  model.activation = "relu"  # or "gelu" (by erf)
+  model.dropout = 0.0  # of embeddings and of each branch
+  model.hidden_dropout = 0.0  # within the feed-forward network
+  model.mixer_dropout = 0.0  # of levels (Dispatcher) or of attention weights
+  model.implementation = ""  # of the mixer's operator; "": the measured best
+  model.scan_layers = True  # compile one layer and loop, or compile each
+  model.remat = False  # recompute each layer in the gradient: less memory
+  model.dtype = "float32"  # of the computation; parameters are float32
+  return model
+
+
+def default() -> ConfigDict:
+  """Every setting of a run, with the values of the Dispatcher paper where it has any."""
+  config = ConfigDict()
+  config.seed = 0
+  config.model = default_model()
+
+  data = config.data = ConfigDict()
+  data.name = "python_manual"  # a corpus by its name
+  data.path = ""  # or a text file, or a folder with train/valid/test.txt; wins over name
+  data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
+  data.tokenizer = "characters"
+  data.tokenizer_file = ""  # a vocabulary to load; "": train one on the train split
+  data.tokenizer_size = 8000  # entries of a vocabulary that is trained
+  data.lower_text = False  # WordPiece: lower-case the text first
+  data.lower_pieces = False  # WordPiece: lower-case the pieces
+  data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
+
+  train = config.train = ConfigDict()
+  train.batch_size = 20  # rows of all devices together
+  train.window = 0  # tokens a row; 0: model.max_length
+  train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
+  train.num_steps = 0
+  train.num_epochs = 60.0
+  train.optimizer = "adam"
+  train.learning_rate = 1e-4  # the peak, where there is a schedule
+  train.b1 = 0.9
+  train.b2 = 0.999
+  train.eps = 1e-8
+  train.weight_decay = 0.01  # of adamw
+  train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
+  train.schedule = "constant"  # after the warm-up; or "cosine", to 0 at the end
+  train.warmup_steps = 0
+  train.log_every_steps = 20
+  train.eval_every_steps = 0
+  train.eval_every_epochs = 1.0
+  train.checkpoint_every_steps = 500
+  train.keep_checkpoints = 2  # of the last; the best is kept beside them
+  train.parameters = "replicated"  # or "sharded" over the devices
+
+  config.eval = ConfigDict()
+  config.eval.window = 0  # tokens; 0: model.max_length
+  config.eval.stride = 0  # new tokens a window; 0: the window, so without context
+  config.eval.batch_size = 10
+
+  sample = config.sample = ConfigDict()
+  sample.prompt = ""  # shown, continued, at the end of a run; "": nothing is
+  sample.length = 300  # new tokens
+  sample.temperature = 1.0
+  sample.top_k = 0  # 0: all
+  sample.top_p = 1.0
+  return config
+
+
+def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
+  """Makes an experiment's `tiny` variant, a minute's work on a CPU; "" leaves it whole.
+
+  Args:
+    config: changed in place.
+    variant: what stood after the colon in --config=FILE:VARIANT.
+
+  Returns:
+    `config`.
+
+  Raises:
+    ValueError: the variant is neither "tiny" nor "".
+  """
+  if variant not in ("", "tiny"):
+    raise ValueError(f"expected the variant tiny, or none, got {variant}")
+  if variant:
+    config.model.update(
+      dict(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    )
+    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0,
+                             eval_every_steps=25, eval_every_epochs=0.0,
+                             learning_rate=1e-3))
+    config.sample.length = 20
+  return config
+
+
+def check(config: ConfigDict) -> None:
+  """Refuses a configuration that cannot run, before anything is compiled.
+
+  Raises:
+    ValueError: `key: expected ..., got ...`, for the first key that is unknown, of the
+      wrong type, or at odds with another.
+  """
+  _check_keys(config, default(), "")
+  check_model(config.model)
+  _check_choices(config, "train.")
+  for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
+              "train.checkpoint_every_steps", "train.keep_checkpoints",
+              "eval.batch_size", "data.tokenizer_size"):
+    _at_least(config, key, 1)
+  for key in ("seed", "train.window", "train.num_steps", "train.warmup_steps",
+              "eval.window", "eval.stride", "train.clip_norm", "train.weight_decay",
+              "train.learning_rate"):
+    _at_least(config, key, 0)
+  longest = config.model.max_length
+  for key in ("train.window", "eval.window"):
+    _expect(_get(config, key) <= longest, key, f"at most model.max_length = {longest}",
+            _get(config, key))
+  window = config.eval.window or longest
+  _expect(config.eval.stride <= window, "eval.stride", f"at most the window {window}",
+          config.eval.stride)
+  rows, parts = config.train.batch_size, config.train.accumulate_steps
+  _expect(rows % parts == 0, "train.accumulate_steps",
+          f"a divisor of train.batch_size = {rows}", parts)
+  fractions = config.data.split_fractions
+  _expect(len(fractions) == 3 and min(fractions) > 0 and abs(sum(fractions) - 1) < 1e-6,
+          "data.split_fractions", "three positive numbers with the sum 1", fractions)
+  steps_in(config.train, "num", steps_per_epoch=1)
+  steps_in(config.train, "eval_every", steps_per_epoch=1)
+  check_sampling(config.sample)
+
+
+def check_model(model: Mapping) -> None:
+  """Refuses the settings of a model that cannot be built.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  config = ConfigDict({"model": dict(model)})
+  _check_keys(config.model, default_model(), "model.")
+  _check_choices(config, "model.")
+  for key in ("num_layers", "width", "feed_forward_width", "num_heads", "max_length"):
+    _at_least(config, f"model.{key}", 1)
+  for key in ("vocab_size", "num_levels"):
+    _at_least(config, f"model.{key}", 0)
+  for key in ("dropout", "hidden_dropout", "mixer_dropout"):
+    rate = config.model[key]
+    _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
+  width, heads = config.model.width, config.model.num_heads
+  _expect(width % heads == 0, "model.num_heads",
+          f"a divisor of model.width = {width}", heads)
+
+
+def check_sampling(sample: Mapping) -> None:
+  """Refuses settings no sampler can follow.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  for key, is_valid, expected in (
+    ("length", sample["length"] >= 1, "at least 1"),
+    ("temperature", sample["temperature"] >= 0, "at least 0 (0 is greedy)"),
+    ("top_k", sample["top_k"] >= 0, "at least 0 (0 is all)"),
+    ("top_p", 0 < sample["top_p"] <= 1, "a number in (0, 1]"),
+  ):
+    _expect(is_valid, f"sample.{key}", expected, sample[key])
+
+
+def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
+  """Reads the duration `name`, given as `name_steps` or as `name_epochs`.
+
+    {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
+
+  Args:
+    settings: has both keys; 0 is "not given".
+    name: the keys without their unit.
+    steps_per_epoch: optimiser steps that one pass over the train split takes.
+
+  Returns:
+    Steps, at least 1.
+
+  Raises:
+    ValueError: both units are given, or none, or one is negative.
+  """
+  steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
+  if min(steps, epochs) < 0 or (steps > 0) == (epochs > 0):
+    raise ValueError(
+      f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
+      f"other 0, got {steps} steps and {epochs} epochs"
+    )
+  return steps or max(1, round(epochs * steps_per_epoch))
+
+
+def from_dict(settings: Mapping) -> ConfigDict:
+  """A configuration from what JSON made of it.
+
+  Settings that were added since it was written take their defaults, so that a later
+  version reads it.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  config = default()
+  known = _flatten(config)
+  for key, value in _flatten(settings).items():
+    if key not in known:
+      raise unknown_key(key, known)
+    *parents, name = key.split(".")
+    section = config
+    for parent in parents:
+      section = section[parent]
+    section[name] = tuple(value) if isinstance(value, list) else value
+  check(config)
+  return config
+
+
+def differences(old: Mapping, new: Mapping) -> list[str]:
+  """What keeps `new` from continuing a run of `old`: lines `key: old there, new here`."""
+  there, here = _flatten(old), _flatten(new)
+  return [
+    f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
+    for key in sorted(there.keys() | here.keys())
+    if there.get(key) != here.get(key) and not key.startswith(FREE_KEYS)
+  ]
+
+
+def unknown_key(key: str, known: Iterable[str]) -> ValueError:
+  """The error for a key that does not exist, with the nearest one that does."""
+  near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+  hint = f"; the nearest known is {near[0]}" if near else ""
+  return ValueError(f"{key}: expected a known setting, got an unknown one{hint}")
+
+
+def known_keys() -> list[str]:
+  """Every setting by its full name, `model.width` for one."""
+  return sorted(_flatten(default()))
+
+
+def _flatten(config: Mapping, prefix: str = "") -> dict:
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, (Mapping, ConfigDict)):
+      flat.update(_flatten(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+  return flat
+
+
+def _check_keys(config, known, prefix: str) -> None:
+  flat, known = _flatten(config, prefix), _flatten(known, prefix)
+  for key, value in flat.items():
+    if key not in known:
+      raise unknown_key(key, known)
+    kind = type(known[key])
+    is_number = kind is float and type(value) in (int, float)
+    _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
+            repr(value))
+  missing = sorted(known.keys() - flat.keys())
+  _expect(not missing, ", ".join(missing), "a value", "none")
+
+
+def _check_choices(config, section: str) -> None:
+  for key, choices in CHOICES.items():
+    if key.startswith(section):
+      value = _get(config, key)
+      near = difflib.get_close_matches(str(value), choices, n=1)
+      hint = f"; did you mean {near[0]}?" if near else ""
+      _expect(value in choices, key, f"one of {', '.join(choices)}", f"{value}{hint}")
+
+
+def _at_least(config, key: str, least: int) -> None:
+  _expect(_get(config, key) >= least, key, f"at least {least}", _get(config, key))
+
+
+def _get(config, key: str):
+  for part in key.split("."):
+    config = config[part]
+  return config
+
+
+def _expect(is_true, key: str, expected: str, got) -> None:
+  if not is_true:
+    raise ValueError(f"{key}: expected {expected}, got {got}")

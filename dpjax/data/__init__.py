@@ -1,0 +1,1 @@
+"""Texts, their tokens on disk, and batches of them."""

@@ -1,0 +1,114 @@
+"""Batches as pure functions of their number: nothing to save but the step.
+
+Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
+[b, T], where a target with weight 0 does not count. Of the B rows of a batch, a host
+asks for its own b by a slice. T is the window.
+"""
+
+import numpy as np
+
+
+class ContiguousRows:
+  """Training batches as the Dispatcher's authors have them: in order, never shuffled.
+
+  The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
+  has tokens i*T .. i*T + T - 1 of every row, and as targets those one further on:
+
+    tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 3
+    step 0: tokens [[0 1 2] [5 6 7]]  targets [[1 2 3] [6 7 8]]  weights all 1
+    step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
+
+  The epoch's last window is shorter, and filled up with weight 0. Step s is of epoch
+  s // steps_per_epoch, and every epoch is the same.
+
+  Attributes:
+    batch_size: B.
+    window: T.
+    steps_per_epoch: ceil((n - 1) / T).
+  """
+
+  def __init__(self, tokens: np.ndarray, batch_size: int, window: int):
+    """Takes the stream, ids [N] of any integer type.
+
+    Raises:
+      ValueError: a row has fewer than T + 1 tokens.
+    """
+    length = len(tokens) // batch_size
+    if length < window + 1:
+      raise ValueError(
+        f"train.window: expected at most {max(0, length - 1)} ({len(tokens)} tokens of "
+        f"the train split in {batch_size} rows give {length} each, the last of them a "
+        f"target alone), got {window}"
+      )
+    self.batch_size = batch_size
+    self.window = window
+    self.steps_per_epoch = -(-(length - 1) // window)
+    self._rows = tokens[:batch_size * length].reshape(batch_size, length)
+
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step >= 0."""
+    begin = step % self.steps_per_epoch * self.window
+    found = self._rows[rows, begin:begin + self.window + 1].astype(np.int32)
+    real = found.shape[1] - 1
+    padding = ((0, 0), (0, self.window - real))
+    return {
+      "tokens": np.pad(found[:, :-1], padding),
+      "targets": np.pad(found[:, 1:], padding),
+      "weights": np.pad(np.ones((len(found), real), np.float32), padding),
+    }
+
+
+class EvaluationWindows:
+  """Evaluation batches that count every token of a stream once, the first included.
+
+  Target p is token p, and its input is token p - 1, or `start_id` for p = 0. Window i
+  counts targets i*S .. i*S + S - 1 (S is the stride) and has before them as many as
+  fit in T, for context alone:
+
+    targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
+
+  S = T is evaluation without context, as the Dispatcher's authors have it; S < T is
+  that of the dynamic-pooling authors. Windows are filled up at the end, the last batch
+  with empty rows, both with weight 0.
+
+  Attributes:
+    batch_size: B.
+  """
+
+  def __init__(self, tokens: np.ndarray, window: int, stride: int, batch_size: int,
+               start_id: int):
+    """Takes the stream, ids [N] of any integer type, N >= 1.
+
+    Raises:
+      ValueError: the stride is not in 1 .. window.
+    """
+    if not 1 <= stride <= window:
+      raise ValueError(f"eval.stride: expected 1 .. {window} (the window), got "
+                       f"{stride}")
+    self.batch_size = batch_size
+    self._tokens = tokens
+    self._window = window
+    self._stride = stride
+    self._start_id = start_id
+
+  def __len__(self) -> int:
+    """How many batches: ceil(ceil(N / S) / B)."""
+    windows = -(-len(self._tokens) // self._stride)
+    return -(-windows // self.batch_size)
+
+  def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of batch `index`, 0 .. len - 1."""
+    window_b1 = index * self.batch_size + np.arange(self.batch_size)[rows, None]
+    end_b1 = (window_b1 + 1) * self._stride
+    place_bt = np.maximum(0, end_b1 - self._window) + np.arange(self._window)
+    real_bt = place_bt < np.minimum(end_b1, len(self._tokens))
+    counted_bt = real_bt & (place_bt >= end_b1 - self._stride)
+    place_bt = np.where(real_bt, place_bt, 0)
+    targets_bt = np.where(real_bt, self._tokens[place_bt], 0)
+    before_bt = self._tokens[np.maximum(0, place_bt - 1)]
+    tokens_bt = np.where(place_bt == 0, self._start_id, before_bt)
+    return {
+      "tokens": np.where(real_bt, tokens_bt, 0).astype(np.int32),
+      "targets": targets_bt.astype(np.int32),
+      "weights": counted_bt.astype(np.float32),
+    }

@@ -1,0 +1,1 @@
+"""Parameters round the pure functions of `dpjax.ops`."""

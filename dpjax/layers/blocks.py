@@ -1,0 +1,99 @@
+"""One layer of a model: a mixer and a feed-forward network, each with norm and residual."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dpjax.layers import initializers
+
+ACTIVATIONS = {
+  "relu": nn.relu,
+  # By erf, as PyTorch's default.
+  "gelu": lambda x: nn.gelu(x, approximate=False),
+}
+
+
+def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
+  """LayerNorm with PyTorch's epsilon; mean and variance are taken in float32."""
+  return nn.LayerNorm(epsilon=1e-5, dtype=dtype, name=name)
+
+
+class FeedForward(nn.Module):
+  """W2 drop(activation(W1 x + b1)) + b2.
+
+  Attributes:
+    hidden_width: rows of W2.
+    activation: "relu" or "gelu".
+    dropout: of the hidden layer.
+    dtype: of the computation; parameters are float32.
+  """
+
+  hidden_width: int
+  activation: str = "relu"
+  dropout: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    """[B, T, D] -> [B, T, D], every position by itself."""
+    x = self._linear(inputs, self.hidden_width, "hidden")
+    x = ACTIVATIONS[self.activation](x)
+    x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
+    return self._linear(x, inputs.shape[-1], "out")
+
+  def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
+    return nn.Dense(
+      features,
+      dtype=self.dtype,
+      kernel_init=initializers.linear_kernel,
+      bias_init=initializers.symmetric_uniform(x.shape[-1] ** -0.5),
+      name=name,
+    )(x)
+
+
+class Block(nn.Module):
+  """A mixer and a feed-forward network, with residuals and dropout.
+
+    norm = "post":  x = LN(x + drop(mix(x)));  x = LN(x + drop(ffn(x)))
+    norm = "pre":   x = x + drop(mix(LN(x)));  x = x + drop(ffn(LN(x)))
+
+  Attributes:
+    make_mixer: called with `name`, gives the mixer (`dpjax.layers.mixer.Mixer`).
+    hidden_width: of the feed-forward network.
+    norm: "post" or "pre".
+    activation: "relu" or "gelu".
+    dropout: of both branches, before they are added.
+    hidden_dropout: within the feed-forward network.
+    dtype: of the computation; parameters are float32.
+  """
+
+  make_mixer: Callable[..., nn.Module]
+  hidden_width: int
+  norm: str = "post"
+  activation: str = "relu"
+  dropout: float = 0.0
+  hidden_dropout: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    """[B, T, D] -> [B, T, D]."""
+    mix = self.make_mixer(name="mixer")
+    feed_forward = FeedForward(
+      self.hidden_width,
+      self.activation,
+      self.hidden_dropout,
+      self.dtype,
+      name="feed_forward",
+    )
+    x = inputs
+    for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
+      norm = layer_norm(self.dtype, norm_name)
+      drop = nn.Dropout(self.dropout, deterministic=deterministic)
+      if self.norm == "post":
+        x = norm(x + drop(branch(x, deterministic=deterministic)))
+      else:
+        x = x + drop(branch(norm(x), deterministic=deterministic))
+    return x

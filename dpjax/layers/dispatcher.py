@@ -1,0 +1,121 @@
+"""The Dispatcher in the place of self-attention. B batch, T position, D width, K level.
+
+Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Where
+this differs from the authors' code:
+- heads split the D features; there a reshape of [B, T, D] to [B * H, T, D / H] cuts the
+  positions (the same for one head, and all published results have one);
+- K = ceil(log2(max_length)), there the floor (the same at powers of two).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dpjax import ops
+from dpjax.layers import initializers, mixer
+
+
+class Dispatcher(nn.Module):
+  """The paper's layer: y = W_out shift_and_sum(W_in x, sigmoid(W_c x)).
+
+  The three matrices have the size of a head and are shared by the heads; there are no
+  biases.
+
+  Attributes:
+    num_heads: H, a divisor of D.
+    max_length: the longest T.
+    num_levels: K; None is ceil(log2(max_length)), with which the last position reaches
+      the first. Position t reaches back to t - 2**K + 1.
+    level_dropout: probability with which a level is skipped in training, for the
+      whole batch (Dispatcher dropout, Sec. 2.1).
+    implementation: of `dpjax.ops.shift_and_sum`.
+    dtype: of the computation; parameters are float32.
+  """
+
+  num_heads: int
+  max_length: int
+  num_levels: int | None = None
+  level_dropout: float = 0.0
+  implementation: str | None = None
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    level_keep: jax.Array | None = None,
+  ) -> jax.Array:
+    """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    num_levels = self.num_levels or ops.num_levels(self.max_length)
+    if level_keep is None:
+      level_keep = _draw_levels(self, num_levels, deterministic)
+    x_bthe = inputs.reshape(*inputs.shape[:2], self.num_heads, -1)
+    v_bthe = _linear(self, x_bthe.shape[-1], "values")(x_bthe)
+    g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_bthe))
+    v_bthe = ops.shift_and_sum(
+      v_bthe, g_bthk, level_keep=level_keep, implementation=self.implementation
+    )
+    return _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
+
+
+class MultiHeadDispatcher(nn.Module):
+  """The authors' later layer: matrices of full width, and gates without the sigmoid.
+
+  W_in and W_out are [D, D], W_c is [D, H * K]; head h of level k reads column h * K + k.
+  Level 0 is never skipped.
+
+  Attributes: those of `Dispatcher`.
+  """
+
+  num_heads: int
+  max_length: int
+  num_levels: int | None = None
+  level_dropout: float = 0.0
+  implementation: str | None = None
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    level_keep: jax.Array | None = None,
+  ) -> jax.Array:
+    """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    width = inputs.shape[-1]
+    num_levels = self.num_levels or ops.num_levels(self.max_length)
+    if level_keep is None:
+      level_keep = _draw_levels(self, num_levels, deterministic)
+      if level_keep is not None and num_levels:
+        level_keep = level_keep.at[0].set(True)
+    per_head = (*inputs.shape[:2], self.num_heads, -1)
+    v_bthe = _linear(self, width, "values")(inputs).reshape(per_head)
+    g_btc = _linear(self, self.num_heads * num_levels, "gates")(inputs)
+    g_bthk = g_btc.reshape(*per_head[:3], num_levels)
+    v_bthe = ops.shift_and_sum(
+      v_bthe, g_bthk, level_keep=level_keep, implementation=self.implementation
+    )
+    return _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
+
+
+def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:
+  return nn.Dense(
+    features,
+    use_bias=False,
+    dtype=module.dtype,
+    kernel_init=initializers.linear_kernel,
+    name=name,
+  )
+
+
+def _draw_levels(module, num_levels: int, deterministic: bool) -> jax.Array | None:
+  """[K] booleans, one draw for the whole batch; None where every level is kept."""
+  if deterministic or not module.level_dropout:
+    return None
+  key = module.make_rng("dropout")
+  return jax.random.bernoulli(key, 1 - module.level_dropout, (num_levels,))

@@ -1,0 +1,257 @@
+"""Shift-and-sum, the token mixer of the Dispatcher, in O(T log T).
+
+Letters: B batch, T position, H head, E feature of a head, K level.
+
+Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
+fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py. Differences: with
+more than one head its reshape cuts positions, here heads are an axis of their
+own; sums here are carried in float32.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+def num_levels(max_length: int) -> int:
+  """Levels whose shifts 1, 2, 4, ... reach across `max_length` positions.
+
+  The smallest K with 2**K >= max_length: 1 -> 0, 2 -> 1, 5 -> 3, 512 -> 9.
+
+  Args:
+    max_length: positions, at least 1.
+
+  Returns:
+    ceil(log2(max_length)).
+
+  Raises:
+    ValueError: `max_length` is below 1.
+  """
+  if max_length < 1:
+    raise ValueError(f"max_length: expected at least 1, got {max_length}")
+  return (max_length - 1).bit_length()
+
+
+def shift_and_sum(
+    values: jax.Array,
+    gates: jax.Array,
+    *,
+    level_keep: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+  """Adds to every position a gated sum over the positions before it.
+
+  For k = 0 .. K-1, where v_k[t] is zero for t < 0:
+
+    v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
+
+  Position t ends with t - 2**K + 1 .. t in it and nothing later, for O(T * K)
+  work; levels with 2**k >= T do nothing and are not run. For one head of one
+  feature and two levels whose gates are 1,
+
+    [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
+
+  Sums are carried in float32.
+
+  Implementations: "loop", Alg. 1 to the letter and the reference; "unrolled",
+  static shifts; "recompute", whose backward pass keeps `values` and `gates`
+  alone and recomputes the levels, a block of features at a time, so that
+  training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K).
+  "recompute" has reverse-mode derivatives only.
+
+  Args:
+    values: [B, T, H, E], floats.
+    gates: [B, T, H, K], floats without unit; the paper's lie in (0, 1).
+    level_keep: [K] booleans: a level with False is skipped as a whole, its work
+      too, and nothing is rescaled (Dispatcher dropout, Sec. 2.1). None keeps
+      all.
+    implementation: "loop", "unrolled", "recompute", or None for the best
+      measured.
+
+  Returns:
+    [B, T, H, E], in the dtype of `values`.
+
+  Raises:
+    ValueError: `gates` or `level_keep` does not match `values`, an array has
+      the wrong kind of dtype, or the implementation is unknown.
+  """
+  _check(values, gates, level_keep)
+  if implementation is None:
+    implementation = DEFAULT_IMPLEMENTATION
+  if implementation not in _IMPLEMENTATIONS:
+    raise ValueError(f"implementation: expected one of {[*_IMPLEMENTATIONS]} or "
+                     f"None, got {implementation!r}")
+  levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
+  if levels == 0 or values.size == 0:
+    return values
+  if level_keep is not None:
+    level_keep = jnp.asarray(level_keep)[:levels]
+  return _IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
+
+
+def dispatch_matrix(
+    gates: jax.Array, *, level_keep: jax.Array | None = None
+) -> jax.Array:
+  """The matrix that the levels of `shift_and_sum` multiply to.
+
+    M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
+
+  where D_k is the diagonal matrix of gates[:, k] and S shifts by one position,
+  so that shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. It
+  is lower triangular with a diagonal of ones: the layer's counterpart of an
+  attention map. For T = 3 and gates a (k = 0) and b (k = 1),
+
+    [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]] where a[1] a[2] is not added to
+    b[2], because level 0 reads what stood there before it.
+
+  Args:
+    gates: [B, T, H, K], floats.
+    level_keep: as in `shift_and_sum`.
+
+  Returns:
+    [B, H, T, T], float32; axes 2 and 3 are the reading and the read position.
+
+  Raises:
+    ValueError: as in `shift_and_sum`.
+  """
+  if gates.ndim != 4:
+    raise ValueError(f"gates: expected [B, T, H, K], got shape {gates.shape}")
+  batch, length, heads, _ = gates.shape
+  eye = jnp.eye(length, dtype=jnp.float32)[None, :, None, :]
+  eye_bths = jnp.broadcast_to(eye, (batch, length, heads, length))
+  m_bths = shift_and_sum(eye_bths, gates, level_keep=level_keep)
+  return jnp.moveaxis(m_bths, 1, 2)
+
+
+def _check(values, gates, level_keep):
+  if values.ndim != 4 or not jnp.issubdtype(values.dtype, jnp.floating):
+    raise ValueError("values: expected floats [B, T, H, E], got "
+                     f"{values.dtype} {values.shape}")
+  if (gates.ndim != 4 or gates.shape[:3] != values.shape[:3]
+      or not jnp.issubdtype(gates.dtype, jnp.floating)):
+    raise ValueError("gates: expected floats [B, T, H, K] with [B, T, H] = "
+                     f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
+  if level_keep is not None:
+    shape, dtype = jnp.shape(level_keep), jnp.result_type(level_keep)
+    if shape != gates.shape[3:] or dtype != jnp.bool_:
+      raise ValueError(f"level_keep: expected booleans {gates.shape[3:]}, got "
+                       f"{dtype} {shape}")
+
+
+def _run_if(keep, level, v):
+  """level(v); where `keep` is given and False, v without the level's work."""
+  return level(v) if keep is None else lax.cond(keep, level, lambda v: v, v)
+
+
+def _loop(values, gates, level_keep):
+  position = jnp.arange(values.shape[1])[None, :, None]
+
+  def body(k, v_bthe):
+    shift = 2**k
+
+    def level(v_bthe):
+      mask = (position >= shift).astype(jnp.float32)
+      c_bth = mask * gates[..., k].astype(jnp.float32)
+      return v_bthe + c_bth[..., None] * jnp.roll(v_bthe, shift, axis=1)
+
+    return _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
+
+  v_bthe = lax.fori_loop(0, gates.shape[3], body, values.astype(jnp.float32))
+  return v_bthe.astype(values.dtype)
+
+
+def _unrolled(values, gates, level_keep):
+  v_bthe = values.astype(jnp.float32)
+  for k in range(gates.shape[3]):
+    c_bthe = gates[..., k, None].astype(jnp.float32)
+    def level(v_bthe, shift=2**k, c_bthe=c_bthe):
+      past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
+      return v_bthe + c_bthe * past_bthe[:, :v_bthe.shape[1]]
+    v_bthe = _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
+  return v_bthe.astype(values.dtype)
+
+
+def _past(v_bthe, shift):
+  """v[t - shift], zero where t < shift, for a traced shift."""
+  length = v_bthe.shape[1]
+  padded = jnp.pad(v_bthe, ((0, 0), (length, 0), (0, 0), (0, 0)))
+  return lax.dynamic_slice_in_dim(padded, length - shift, length, axis=1)
+
+
+def _future(v_bthe, shift):
+  """v[t + shift], zero where t + shift >= T, for a traced shift."""
+  length = v_bthe.shape[1]
+  padded = jnp.pad(v_bthe, ((0, 0), (0, length), (0, 0), (0, 0)))
+  return lax.dynamic_slice_in_dim(padded, shift, length, axis=1)
+
+
+def _levels(gates, level_keep):
+  """What a scan over the levels reads: c[K, B, T, H, 1], shifts, keep."""
+  c_kbth1 = jnp.moveaxis(gates.astype(jnp.float32), 3, 0)[..., None]
+  return c_kbth1, 2 ** jnp.arange(gates.shape[3]), level_keep
+
+
+@jax.custom_vjp
+def _recompute(values, gates, level_keep):
+  def level(v_bthe, x):
+    c_bth1, shift, keep = x
+    run = lambda v_bthe: v_bthe + c_bth1 * _past(v_bthe, shift)
+    return _run_if(keep, run, v_bthe), None
+
+  v_bthe = values.astype(jnp.float32)
+  v_bthe, _ = lax.scan(level, v_bthe, _levels(gates, level_keep))
+  return v_bthe.astype(values.dtype)
+
+
+def _recompute_forward(values, gates, level_keep):
+  return _recompute(values, gates, level_keep), (values, gates, level_keep)
+
+
+def _recompute_backward(residuals, grad):
+  values, gates, level_keep = residuals
+  features, levels = values.shape[3], gates.shape[3]
+  # All levels of one block take about as much room as one level of all blocks.
+  size = -(-features // levels)
+  blocks = -(-features // size)
+  spare = ((0, 0), (0, 0), (0, 0), (0, blocks * size - features))
+  values_bthe, grad_bthe = jnp.pad(values, spare), jnp.pad(grad, spare)
+  xs = _levels(gates, level_keep)
+
+  def forward(v_bthe, x):
+    c_bth1, shift, keep = x
+    run = lambda v_bthe: v_bthe + c_bth1 * _past(v_bthe, shift)
+    return _run_if(keep, run, v_bthe), v_bthe
+
+  def backward(g_bthe, x):
+    (c_bth1, shift, keep), v_bthe = x
+
+    def run(g_bthe, _):
+      dc_bth = (g_bthe * _past(v_bthe, shift)).sum(axis=3)
+      return g_bthe + _future(c_bth1 * g_bthe, shift), dc_bth
+
+    carry = (g_bthe, jnp.zeros_like(c_bth1[..., 0]))
+    return run(*carry) if keep is None else lax.cond(
+        keep, run, lambda *carry: carry, *carry)
+
+  def block(i, carry):
+    dv_bthe, dc_kbth = carry
+    cut = lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis=3)
+    _, v_kbthe = lax.scan(forward, cut(values_bthe).astype(jnp.float32), xs)
+    g_bthe, dc = lax.scan(backward, cut(grad_bthe).astype(jnp.float32),
+                          (xs, v_kbthe), reverse=True)
+    dv_bthe = lax.dynamic_update_slice_in_dim(
+        dv_bthe, g_bthe.astype(values.dtype), i * size, axis=3)
+    return dv_bthe, dc_kbth + dc
+
+  init = jnp.zeros_like(values_bthe), jnp.zeros_like(xs[0][..., 0])
+  dv_bthe, dc_kbth = lax.fori_loop(0, blocks, block, init)
+  dc_bthk = jnp.moveaxis(dc_kbth, 0, 3).astype(gates.dtype)
+  return dv_bthe[..., :features], dc_bthk, None
+
+
+_recompute.defvjp(_recompute_forward, _recompute_backward)
+
+_IMPLEMENTATIONS = {"loop": _loop, "unrolled": _unrolled, "recompute": _recompute}
+
+# Fastest forward, and least training memory, in benchmarks/shift_and_sum.py.
+DEFAULT_IMPLEMENTATION = "recompute"

@@ -1,0 +1,387 @@
+"""A run and its folder: made by `train`, read by `load`.
+
+  config.json      the settings, as they were given
+  data/            the tokens of each split, the vocabulary, how long the texts are
+  checkpoints/     last/ and best/ (by validation)
+  metrics.jsonl    scores of each report; tensorboard/ has the same
+  scores_<split>_<step>.json    of a whole split, written by `train` and evaluate.py
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from dpjax import config as config_lib
+from dpjax.data import batches, corpora, prepared
+from dpjax.decoding.generate import generate
+from dpjax.models.build import build_model
+from dpjax.text.tokens import Tokenizer
+from dpjax.training import checkpoints, evaluation, loop, optimizer, sharding
+from dpjax.training import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A trained model with all that is needed to use it.
+
+  Attributes:
+    config: its settings; `config.model.vocab_size` is filled in.
+    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
+    params: its parameters.
+    tokenizer: `encode` and `decode`.
+    step: updates made.
+    data: the prepared corpus, or None where there is only a model.
+    workdir: the run's folder, or None.
+  """
+
+  config: ConfigDict
+  model: nn.Module
+  params: dict
+  tokenizer: Tokenizer
+  step: int
+  data: prepared.Prepared | None = None
+  workdir: Path | None = None
+
+  def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
+    """Scores a text, its first token included.
+
+    Args:
+      text: not empty.
+      window: tokens the model sees at once; 0 is the configuration's.
+      stride: tokens it scores of them, the others being context; 0 is likewise.
+
+    Returns:
+      "nats_per_token", "perplexity", "perplexity_per_word", "bits_per_character" and
+      "bits_per_byte" (`dpjax.training.metrics.text_scores`).
+
+    Raises:
+      ValueError: the text is empty, or the window is longer than the model's.
+    """
+    if not text:
+      raise ValueError("text: expected at least one character, got none")
+    tokens = self.tokenizer.encode(text)
+    counts = {"tokens": len(tokens), **prepared.count_text([text])}
+    return self._score(self.params, tokens, counts, window, stride)
+
+  def score_split(
+    self, split: str = "test", *, window: int = 0, stride: int = 0, progress: bool = False
+  ) -> dict[str, float]:
+    """Scores a split of the run's corpus, each of its tokens once.
+
+    Args:
+      split: "train", "valid" or "test".
+      window: as in `score`.
+      stride: as in `score`.
+      progress: show a bar.
+
+    Returns:
+      As `score`.
+
+    Raises:
+      ValueError: there is no such split, or the window is longer than the model's.
+    """
+    if self.data is None or split not in self.data.splits:
+      known = ", ".join(self.data.splits) if self.data else "none"
+      raise ValueError(f"split: expected one of {known}, got {split}")
+    tokens, counts = self.data.splits[split], self.data.counts[split]
+    return self._score(self.params, tokens, counts, window, stride, progress)
+
+  def generate(
+    self,
+    prompt: str,
+    *,
+    length: int = 300,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_samples: int = 1,
+  ) -> list[str]:
+    """Continues a prompt.
+
+    Args:
+      prompt: at most as long as the model's window; "" starts a text.
+      length: new tokens a sample.
+      temperature: at least 0; 0 always takes the most likely token.
+      top_k: draw from the k most likely tokens; 0 is all.
+      top_p: draw from the most likely tokens that reach this probability, in (0, 1].
+      seed: sample i of a seed is the same whatever `num_samples` is.
+      num_samples: continuations.
+
+    Returns:
+      The continuations, without the prompt.
+
+    Raises:
+      ValueError: a setting is out of its range, or the prompt is too long.
+    """
+    config_lib.check_sampling(
+      dict(length=length, temperature=temperature, top_k=top_k, top_p=top_p)
+    )
+    if num_samples < 1:
+      raise ValueError(f"num_samples: expected at least 1, got {num_samples}")
+    ids = self.tokenizer.encode(prompt) if prompt else [self.tokenizer.start_id]
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
+      jnp.arange(num_samples)
+    )
+    new = self._generate(
+      self.params,
+      np.tile(np.asarray(ids, np.int32), (num_samples, 1)),
+      keys,
+      jnp.float32(temperature),
+      jnp.float32(top_p),
+      length=length,
+      top_k=top_k,
+    )
+    return [self.tokenizer.decode(row) for row in np.asarray(new)]
+
+  @cached_property
+  def _generate(self):
+    def run(params, prompt, keys, temperature, top_p, *, length, top_k):
+      return generate(
+        lambda tokens: self.model.apply({"params": params}, tokens).logits,
+        prompt,
+        keys,
+        length=length,
+        window=self.config.model.max_length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+      )
+
+    return jax.jit(run, static_argnames=("length", "top_k"))
+
+  @cached_property
+  def _mesh(self):
+    return sharding.make_mesh()
+
+  @cached_property
+  def _eval_step(self):
+    return step_lib.jit_eval_step(self.model, self._mesh)
+
+  def _score(self, params, tokens, counts, window=0, stride=0, progress=False):
+    settings = self.config.eval
+    longest = self.config.model.max_length
+    window = window or settings.window or longest
+    if window > longest:
+      raise ValueError(
+        f"eval.window: expected at most model.max_length = {longest}, got {window}"
+      )
+    rows = batches.EvaluationWindows(
+      tokens,
+      window,
+      stride or min(settings.stride, window) or window,
+      # Whole rows for every device; rows without text count nothing.
+      -(-settings.batch_size // self._mesh.size) * self._mesh.size,
+      self.tokenizer.start_id,
+    )
+    return evaluation.evaluate(
+      self._eval_step, params, rows, counts, self._mesh, progress=progress
+    )
+
+
+def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float]]:
+  """Trains what a configuration describes, or goes on where the folder's run stopped.
+
+  Args:
+    config: of `dpjax.config`.
+    workdir: the run's folder; made where there is none.
+
+  Returns:
+    The run with the parameters that were best by validation, and their test scores.
+
+  Raises:
+    ValueError: `setting: expected ..., got ...`.
+    dpjax.training.loop.NonFiniteError: the training diverged.
+    dpjax.training.loop.Interrupted: a signal stopped it; it has saved.
+  """
+  config_lib.check(config)
+  workdir = Path(workdir)
+  _claim(workdir, config)
+  data = _prepare(config, workdir / "data")
+  config = _with_vocabulary(config, data.tokenizer)
+  settings = config.train
+  model = build_model(config.model)
+  train_batches = batches.ContiguousRows(
+    data.splits["train"], settings.batch_size, settings.window or config.model.max_length
+  )
+  steps_per_epoch = train_batches.steps_per_epoch
+  num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
+  run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
+  if jax.process_index() == 0:
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    print(
+      f"{config.model.mixer}, {size:,} parameters; {data.name}, "
+      f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
+      f"{config.model.vocab_size:,}; {num_steps:,} steps on {jax.device_count()} "
+      f"{jax.devices()[0].platform} device(s)"
+    )
+  valid = data.splits["valid"], data.counts["valid"]
+  loop.fit(
+    model,
+    _make_optimizer(config, num_steps),
+    train_batches,
+    lambda params: run._score(params, *valid),
+    workdir=workdir,
+    num_steps=num_steps,
+    eval_every_steps=config_lib.steps_in(
+      settings, "eval_every", steps_per_epoch=steps_per_epoch
+    ),
+    log_every_steps=settings.log_every_steps,
+    checkpoint_every_steps=settings.checkpoint_every_steps,
+    keep_checkpoints=settings.keep_checkpoints,
+    accumulate_steps=settings.accumulate_steps,
+    parameters=settings.parameters,
+    seed=config.seed,
+    meta={"config": config.to_dict(), "tokenizer": data.tokenizer.to_json()},
+  )
+  best = load(workdir)
+  scores = best.score_split("test", progress=True)
+  write_scores(best, "test", scores)
+  return best, scores
+
+
+def load(workdir: str | Path, step: int | None = None) -> Run:
+  """Reads a run from its folder.
+
+  Args:
+    workdir: of `train`.
+    step: of the checkpoint; None is the best by validation.
+
+  Returns:
+    The run. A checkpoint that is damaged is named in a warning, and the one before it
+    is read, unless `step` asks for it.
+
+  Raises:
+    ValueError: there is no run, no such step, or no checkpoint that is whole.
+  """
+  workdir = Path(workdir)
+  if not (workdir / "config.json").exists():
+    raise ValueError(f"workdir: expected the folder of a run, got {workdir}")
+  config = config_lib.from_dict(_read_json(workdir / "config.json"))
+  data = prepared.open_prepared(workdir / "data")
+  config = _with_vocabulary(config, data.tokenizer)
+  model = build_model(config.model)
+  optimizer_ = _make_optimizer(config, num_steps=2**31)
+  mesh = sharding.make_mesh()
+  shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer_, config.seed))
+  abstract = jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    shapes,
+    sharding.state_sharding(shapes, mesh),
+  )
+  with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
+    found = saved.restore_step(abstract, step)
+  return Run(
+    config, model, found.state.params, data.tokenizer, found.step, data, workdir
+  )
+
+
+def write_scores(run: Run, split: str, scores: Mapping[str, float]) -> None:
+  """Writes the scores of a split into the run's folder, as JSON."""
+  if jax.process_index() == 0 and run.workdir is not None:
+    counts = run.data.counts[split] if run.data else {}
+    name = f"scores_{split}_{run.step}.json"
+    _write_json(
+      run.workdir / name,
+      {"split": split, "step": run.step, "scores": dict(scores), "counts": dict(counts)},
+    )
+
+
+def table(scores: Mapping[str, float]) -> str:
+  """Scores for people, a line each."""
+  return "\n".join(f"  {name.replace('_', ' '):22s}{scores[name]:12.4f}" for name in scores)
+
+
+def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
+  size = config.model.vocab_size
+  if size not in (0, tokenizer.vocab_size):
+    raise ValueError(
+      f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
+    )
+  config = config.copy_and_resolve_references()
+  config.model.vocab_size = tokenizer.vocab_size
+  return config
+
+
+def _make_optimizer(config: ConfigDict, num_steps: int):
+  settings = config.train
+  rate = optimizer.learning_rate(
+    settings.schedule,
+    settings.learning_rate,
+    warmup_steps=settings.warmup_steps,
+    num_steps=num_steps,
+  )
+  return optimizer.make_optimizer(
+    settings.optimizer,
+    rate,
+    b1=settings.b1,
+    b2=settings.b2,
+    eps=settings.eps,
+    weight_decay=settings.weight_decay,
+    clip_norm=settings.clip_norm,
+  )
+
+
+def _prepare(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  if jax.process_index() == 0 and not folder.exists():
+    settings = config.data
+    corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
+    prepared.prepare(
+      corpus,
+      folder,
+      settings.tokenizer,
+      file=settings.tokenizer_file,
+      vocab_size=settings.tokenizer_size,
+      lower_text=settings.lower_text,
+      lower_pieces=settings.lower_pieces,
+      restrict=settings.restrict_vocabulary,
+    )
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices("corpus prepared")
+  return prepared.open_prepared(folder)
+
+
+def _claim(workdir: Path, config: ConfigDict) -> None:
+  """Makes the folder this configuration's, unless it is another's."""
+  path = workdir / "config.json"
+  settings = config.to_dict()
+  if path.exists():
+    differences = config_lib.differences(_read_json(path), settings)
+    if differences:
+      raise ValueError(
+        f"workdir: expected an empty folder or a run of this configuration, got "
+        f"{workdir}, whose run has another: {'; '.join(differences)}"
+      )
+  if jax.process_index() == 0:
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+      _write_json(path, settings)
+    except OSError as error:
+      raise ValueError(
+        f"workdir: expected a folder that can be written, got {workdir} "
+        f"({error.strerror})"
+      ) from error
+
+
+def _read_json(path: Path) -> dict:
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise ValueError(f"workdir: expected a readable {path}, got: {error}") from error
+
+
+def _write_json(path: Path, value) -> None:
+  temporary = path.with_suffix(".tmp")
+  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  os.replace(temporary, path)

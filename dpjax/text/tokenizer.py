@@ -1,0 +1,129 @@
+"""What every tokenizer does, and what several of them share."""
+
+import abc
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+FORMAT = 1
+
+
+class Tokenizer(abc.ABC):
+  r"""Text to ids 0 .. vocab_size - 1, and back.
+
+  Attributes:
+    kind: the name under which it is asked for and saved.
+    vocab_size: V, how many ids there are.
+    start_id: stands before a text's first token, where a model needs one to predict
+      that token from: the line end where the vocabulary has it.
+    lossless: `decode(encode(text)) == text`, for any text ("characters": of the
+      characters it knows).
+  """
+
+  kind: str
+  vocab_size: int
+  start_id: int
+  lossless: bool
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> np.ndarray:
+    """The ids of a text, int32 [N].
+
+    Encoding a long text in parts that end with its lines gives the same ids ("bpe":
+    but for runs of line ends that are cut).
+    """
+
+  @abc.abstractmethod
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """The text of ids [N], which are any in 0 .. vocab_size - 1."""
+
+  @abc.abstractmethod
+  def fields(self) -> dict:
+    """What `from_fields` builds an equal tokenizer from, as JSON values."""
+
+  @classmethod
+  @abc.abstractmethod
+  def from_fields(cls, kind: str, fields: dict) -> "Tokenizer":
+    """The tokenizer that `fields` came from."""
+
+  def to_json(self) -> str:
+    """All of it, vocabulary included, as JSON; `tokenizer_from_json` reads it."""
+    content = {"format": FORMAT, "kind": self.kind, **self.fields()}
+    return json.dumps(content, ensure_ascii=False)
+
+
+def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+  """Ids as an int64 array [N].
+
+  Raises:
+    ValueError: one is outside 0 .. vocab_size - 1.
+  """
+  array = np.asarray(ids, np.int64).reshape(-1)
+  if array.size and not 0 <= array.min() <= array.max() < vocab_size:
+    raise ValueError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. "
+                     f"{array.max()}")
+  return array
+
+
+def cut_lines(text: str, longest: int) -> Iterator[str]:
+  r"""Cuts a text into its lines, and lines of more than `longest` before a space.
+
+    "one\ntwo three\n", 6  ->  "one\n", "two", " three", "\n"
+
+  Only "\n" ends a line. Where no space is in reach, the cut falls anywhere.
+  """
+  for line in re.findall(r"[^\n]*\n|[^\n]+", text):
+    begin = 0
+    while len(line) - begin > longest:
+      space = line.rfind(" ", begin + 1, begin + longest + 1)
+      end = space if space > 0 else begin + longest
+      yield line[begin:end]
+      begin = end
+    yield line[begin:]
+
+
+def read_file(file: str | Path) -> bytes:
+  """The content of a vocabulary file.
+
+  Raises:
+    ValueError: `data.tokenizer_file: ...`, it is empty or cannot be read.
+  """
+  try:
+    content = Path(file).read_bytes()
+  except OSError as error:
+    raise file_error("a readable file", f"{file} ({error.strerror})") from error
+  if not content:
+    raise file_error("a vocabulary", f"the empty file {file}")
+  return content
+
+
+def file_error(expected: str, got: str) -> ValueError:
+  """The error for a vocabulary file that is not what it should be."""
+  return ValueError(f"data.tokenizer_file: expected {expected}, got {got}")
+
+
+def size_error(expected: str, got: int) -> ValueError:
+  """The error for a vocabulary that cannot have the size asked for."""
+  return ValueError(f"data.tokenizer_size: expected {expected}, got {got}")
+
+
+def library_tokenizer(content: dict):
+  """A tokenizer of the `tokenizers` library from its own JSON.
+
+  Raises:
+    ValueError: it is none.
+  """
+  from tokenizers import Tokenizer as LibraryTokenizer
+
+  return library_call(LibraryTokenizer.from_str, json.dumps(content))
+
+
+def library_call(read, *arguments):
+  """Calls a reader of the `tokenizers` library, whose errors are plain Exceptions."""
+  try:
+    return read(*arguments)
+  except Exception as error:
+    raise ValueError(f"the tokenizers library answers: {error}") from error

@@ -1,0 +1,186 @@
+r"""Tokenizers by name: trained on a text, loaded from a file, saved as JSON.
+
+Of train_tokenizer("characters", ["to be\n", "or not"]):
+
+  encode("be\n")  ->  [2, 3, 0]        decode([2, 3, 8])  ->  "be\ufffd"
+"""
+
+import difflib
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from dpjax.text.subwords import BytePairs, SentencePiece
+from dpjax.text.tokenizer import FORMAT, Tokenizer, as_ids
+from dpjax.text.wordpiece import WordPiece
+
+__all__ = ["KINDS", "Tokenizer", "tokenizer_from_json", "train_tokenizer"]
+
+
+class Characters(Tokenizer):
+  """One id a character, in the order of their code points, and one for all unknown.
+
+  The last id, V - 1, is that of unknown characters; it is decoded as U+FFFD.
+  """
+
+  kind = "characters"
+  lossless = True
+
+  def __init__(self, characters: str):
+    """Takes the known characters, each once, sorted."""
+    self._characters = characters
+    self._points = np.array([ord(character) for character in characters], np.uint32)
+    self.vocab_size = len(characters) + 1
+    self.start_id = max(0, characters.find("\n"))
+
+  @classmethod
+  def train(cls, chunks: Iterable[str]) -> "Characters":
+    """Collects the characters of a text."""
+    found = set()
+    for chunk in chunks:
+      found.update(chunk)
+    return cls("".join(sorted(found)))
+
+  def encode(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    ids = np.searchsorted(self._points, points)
+    known = np.append(self._points, 0)[ids] == points
+    unknown = self.vocab_size - 1
+    return np.where(known & (ids < unknown), ids, unknown).astype(np.int32)
+
+  def decode(self, ids) -> str:
+    """See `Tokenizer`."""
+    characters = self._characters + "\N{REPLACEMENT CHARACTER}"
+    return "".join(characters[i] for i in as_ids(ids, self.vocab_size))
+
+  def fields(self) -> dict:
+    """See `Tokenizer`."""
+    return {"characters": self._characters}
+
+  @classmethod
+  def from_fields(cls, kind: str, fields: dict) -> "Characters":
+    """See `Tokenizer`."""
+    if list(fields["characters"]) != sorted(set(fields["characters"])):
+      raise ValueError("characters that are not sorted")
+    return cls(fields["characters"])
+
+
+class Bytes(Tokenizer):
+  """The bytes of UTF-8 as ids; decoding puts U+FFFD for what is not UTF-8."""
+
+  kind = "bytes"
+  vocab_size = 256
+  start_id = ord("\n")
+  lossless = True
+
+  def encode(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+  def decode(self, ids) -> str:
+    """See `Tokenizer`."""
+    return bytes(as_ids(ids, 256).tolist()).decode(errors="replace")
+
+  def fields(self) -> dict:
+    """See `Tokenizer`."""
+    return {}
+
+  @classmethod
+  def from_fields(cls, kind: str, fields: dict) -> "Bytes":
+    """See `Tokenizer`."""
+    return cls()
+
+
+KINDS = {
+  "characters": Characters,
+  "bytes": Bytes,
+  "sentencepiece_unigram": SentencePiece,
+  "sentencepiece_bpe": SentencePiece,
+  "wordpiece": WordPiece,
+  "bpe": BytePairs,
+}
+
+
+def train_tokenizer(
+  kind: str,
+  chunks: Iterable[str],
+  *,
+  vocab_size: int = 0,
+  file: str = "",
+  lower_text: bool = False,
+  lower_pieces: bool = False,
+  restrict: bool = False,
+) -> Tokenizer:
+  r"""Makes a tokenizer: learned from a text, or loaded from a vocabulary file.
+
+  Args:
+    kind: a key of `KINDS`. "characters" and "bytes" need nothing more.
+    chunks: the text in parts, best cut after line ends; gone through once or twice,
+      so not a bare iterator.
+    vocab_size: V of a vocabulary that is learned; where the text has too few pieces,
+      the result of "wordpiece" and "bpe" is smaller.
+    file: a vocabulary to load in place of learning one. SentencePiece: a `.model`.
+      WordPiece: a `vocab.txt`, one piece a line. BPE: a `tokenizer.json`, or a merges
+      file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
+    lower_text: "wordpiece" alone: lower-case the text first.
+    lower_pieces: "wordpiece" alone: lower-case the pieces, found in the cased text.
+    restrict: "wordpiece" alone: only the pieces that this text has.
+
+  Returns:
+    The tokenizer; equal arguments give an equal one.
+
+  Raises:
+    ValueError: an unknown kind (`data.tokenizer`), a file that is missing, empty or
+      of another kind (`data.tokenizer_file`), a size the text or the kind does not
+      admit (`data.tokenizer_size`), or a setting of another kind.
+  """
+  if kind not in KINDS:
+    near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)
+    hint = f"; the nearest is {near[0]}" if near else ""
+    raise ValueError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got "
+                     f"{kind!r}{hint}")
+  for setting, value in (("lower_text", lower_text), ("lower_pieces", lower_pieces),
+                         ("restrict_vocabulary", restrict)):
+    if value and kind != "wordpiece":
+      raise ValueError(f"data.{setting}: expected False with the tokenizer {kind}, got "
+                       "True (it is a setting of wordpiece)")
+  if kind in ("characters", "bytes"):
+    if file:
+      raise ValueError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
+                       f"got {file}")
+    return Characters.train(chunks) if kind == "characters" else Bytes()
+  if kind == "wordpiece":
+    options = {"lower_text": lower_text, "lower_pieces": lower_pieces}
+    return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **options)
+  if kind == "bpe":
+    return BytePairs.load(file) if file else BytePairs.train(chunks, vocab_size)
+  if file:
+    return SentencePiece.load(kind, file)
+  return SentencePiece.train(kind, chunks, vocab_size)
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+  """Reads what `Tokenizer.to_json` wrote.
+
+  Raises:
+    ValueError: it is damaged, or of a later format.
+  """
+  expected = "tokenizer.json: expected the JSON of a tokenizer, got"
+  try:
+    content = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{expected} damaged JSON ({error})") from error
+  if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+    raise ValueError(f"{expected} JSON without a format number")
+  if content["format"] > FORMAT:
+    raise ValueError(f"tokenizer.json: expected a format up to {FORMAT}, got "
+                     f"{content['format']}: a later version of dpjax wrote it")
+  kind = content.get("kind")
+  if kind not in KINDS:
+    raise ValueError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
+  try:
+    return KINDS[kind].from_fields(kind, content)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{expected} a damaged {kind}: {error}") from error

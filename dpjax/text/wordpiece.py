@@ -1,0 +1,178 @@
+"""WordPiece, with the vocabularies of the Dispatcher paper."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dpjax.text.tokenizer import (
+  Tokenizer,
+  as_ids,
+  cut_lines,
+  file_error,
+  library_tokenizer,
+  read_file,
+  size_error,
+)
+
+
+class WordPiece(Tokenizer):
+  r"""BERT's WordPiece, cased, with a line-end token for each "\n"; not lossless.
+
+  The raw pieces that the library finds are turned into the vocabulary's: lower-cased
+  or not, restricted to those of the train split or not. Restricted, the vocabulary is
+  in the order of the Dispatcher's authors, which their checkpoints need: `<unk>`,
+  `<pad>`, `<sos>`, `<eos>`, then the pieces by falling frequency, ties by their
+  characters. Else it is the file's, as it stands, and a line ends with its `[SEP]`, or
+  with an `<eos>` that is added.
+  """
+
+  kind = "wordpiece"
+  lossless = False
+
+  def __init__(self, raw, pieces: Sequence[str], lower_text: bool, lower_pieces: bool):
+    """Takes the library's tokenizer and the vocabulary in the order of its ids."""
+    self._raw = raw
+    self._pieces = list(pieces)
+    self._lower_text = lower_text
+    self._lower_pieces = lower_pieces
+    ids = {piece: i for i, piece in enumerate(self._pieces)}
+    self.vocab_size = len(ids)
+    self.start_id = ids["<eos>"] if "<eos>" in ids else ids["[SEP]"]
+    unknown = ids["<unk>"] if "<unk>" in ids else ids["[UNK]"]
+    raw_pieces = _raw_pieces(raw, lower_pieces)
+    self._table = np.array(
+      [ids.get(piece, unknown) for piece in raw_pieces] + [self.start_id], np.int32
+    )
+
+  @classmethod
+  def train(
+    cls,
+    chunks: Iterable[str],
+    vocab_size: int,
+    file: str,
+    *,
+    lower_text: bool,
+    lower_pieces: bool,
+    restrict: bool,
+  ) -> "WordPiece":
+    """Loads the raw pieces, or learns them, and makes the vocabulary of them."""
+    if file:
+      raw = _bert(_read_pieces(file))
+    else:
+      raw = _train_bert(chunks, vocab_size, lower_text)
+    raw_pieces = _raw_pieces(raw, lower_pieces)
+    if restrict:
+      pieces = _restrict(raw, raw_pieces, chunks, lower_text)
+    else:
+      pieces = list(dict.fromkeys(raw_pieces))
+      if "<eos>" not in pieces and "[SEP]" not in pieces:
+        pieces.append("<eos>")
+    return cls(raw, pieces, lower_text, lower_pieces)
+
+  def encode(self, text: str) -> np.ndarray:
+    """See `Tokenizer`; a text that does not end with a line end gets none."""
+    return self._table[_encode_raw(self._raw, text, self._lower_text)]
+
+  def decode(self, ids) -> str:
+    """Joins `##` pieces, puts spaces between words, and ends lines."""
+    parts, joins = [], True
+    for i in as_ids(ids, self.vocab_size):
+      piece = "\n" if i == self.start_id else self._pieces[i]
+      continues = piece.startswith("##") and len(piece) > 2
+      if not (joins or continues or piece == "\n"):
+        parts.append(" ")
+      parts.append(piece[2:] if continues else piece)
+      joins = piece == "\n"
+    return "".join(parts)
+
+  def fields(self) -> dict:
+    """See `Tokenizer`."""
+    return {"tokenizer": json.loads(self._raw.to_str()), "pieces": self._pieces,
+            "lower_text": self._lower_text, "lower_pieces": self._lower_pieces}
+
+  @classmethod
+  def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
+    """See `Tokenizer`."""
+    raw = library_tokenizer(fields["tokenizer"])
+    return cls(raw, fields["pieces"], fields["lower_text"], fields["lower_pieces"])
+
+
+def _lower(text: str, lower: bool) -> str:
+  return text.lower() if lower else text
+
+
+def _bert(vocabulary: dict[str, int]):
+  """BERT's cased WordPiece, which keeps accents, over raw pieces."""
+  from tokenizers import Tokenizer as LibraryTokenizer
+  from tokenizers import models, normalizers, pre_tokenizers
+
+  raw = LibraryTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+  raw.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+  raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+  marks = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+  raw.add_special_tokens([mark for mark in marks if mark in vocabulary])
+  return raw
+
+
+def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
+  from tokenizers import trainers
+
+  raw = _bert({})
+  trainer = trainers.WordPieceTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    limit_alphabet=1000,
+    special_tokens=["[UNK]", "<eos>"],
+    show_progress=False,
+  )
+  lines = (_lower(line, lower) for chunk in chunks for line in cut_lines(chunk, 2**14))
+  raw.train_from_iterator(lines, trainer)
+  if raw.get_vocab_size() > vocab_size:
+    raise size_error(f"at least {raw.get_vocab_size()} for the characters of this text",
+                     vocab_size)
+  return raw
+
+
+def _read_pieces(file: str) -> dict[str, int]:
+  """Reads a vocab.txt: piece to number of its line."""
+  expected = "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them"
+  try:
+    lines = read_file(file).decode().rstrip("\r\n").split("\n")
+  except UnicodeDecodeError as error:
+    raise file_error(expected, file) from error
+  pieces = {line.rstrip("\r"): i for i, line in enumerate(lines)}
+  if "[UNK]" not in pieces or len(pieces) < len(lines):
+    raise file_error(expected, file)
+  return pieces
+
+
+def _raw_pieces(raw, lower: bool) -> list[str]:
+  """The library's pieces in the order of its ids, in the vocabulary's case."""
+  pieces = [raw.id_to_token(i) for i in range(raw.get_vocab_size())]
+  return [piece if piece in ("[UNK]", "[SEP]") else _lower(piece, lower)
+          for piece in pieces]
+
+
+def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
+  r"""The library's ids of a text, and one past its last id for each "\n"."""
+  lines = _lower(text, lower).split("\n")
+  line_end = [raw.get_vocab_size()]
+  found = raw.encode_batch_fast(lines, add_special_tokens=False)
+  ids = list(itertools.chain.from_iterable(f.ids + line_end for f in found))
+  return np.array(ids[:-1], np.int32)
+
+
+def _restrict(raw, raw_pieces, chunks: Iterable[str], lower: bool) -> list[str]:
+  """The pieces of a text, most frequent first, behind the authors' four marks."""
+  counts_raw = np.zeros(len(raw_pieces) + 1, np.int64)
+  for chunk in chunks:
+    counts_raw += np.bincount(_encode_raw(raw, chunk, lower), minlength=len(counts_raw))
+  counts = Counter()
+  for piece, count in zip(raw_pieces, counts_raw[:-1].tolist(), strict=True):
+    counts[piece] += count
+  marks = ["<unk>", "<pad>", "<sos>", "<eos>"]
+  found = [piece for piece in counts if counts[piece] and piece not in marks]
+  return marks + sorted(found, key=lambda piece: (-counts[piece], piece))

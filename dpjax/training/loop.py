@@ -1,0 +1,220 @@
+"""The order of things in training: restore, step, report, evaluate, save."""
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.experimental import multihost_utils
+
+from dpjax.training import checkpoints, reporting, sharding
+from dpjax.training import step as step_lib
+
+# What validation is judged by; the lower the better.
+BEST_BY = "nats_per_token"
+
+
+class TrainBatches(Protocol):
+  """Batches as a function of the step alone (`dpjax.data.batches`)."""
+
+  batch_size: int
+
+  def batch(self, step: int, rows: slice) -> Mapping[str, np.ndarray]:
+    """The given rows of the batch of update `step`."""
+    ...
+
+
+class NonFiniteError(RuntimeError):
+  """The loss or the gradient of a step was not finite; the message names the step."""
+
+
+class Interrupted(Exception):  # noqa: N818
+  """The run was asked to stop, and has saved; the message names the step."""
+
+
+def fit(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  batches: TrainBatches,
+  evaluate: Callable[[dict], Mapping[str, float]],
+  *,
+  workdir: str | Path,
+  num_steps: int,
+  eval_every_steps: int,
+  log_every_steps: int,
+  checkpoint_every_steps: int,
+  keep_checkpoints: int = 2,
+  accumulate_steps: int = 1,
+  parameters: str = "replicated",
+  seed: int = 0,
+  meta: Mapping | None = None,
+) -> None:
+  """Trains until `num_steps`, going on from the newest checkpoint in `workdir`.
+
+  The state after step n depends on the seed and on the batches before it alone, so a run
+  that was stopped, or killed, ends as one that never was (on the same machine, bit for
+  bit). What a step measured is read while the next one runs. SIGTERM and SIGINT end the
+  step, save, and raise `Interrupted`.
+
+  Args:
+    model: takes [B, T] tokens.
+    optimizer: of `dpjax.training.optimizer`.
+    batches: what to train on.
+    evaluate: parameters -> scores of the validation split, "nats_per_token" among them.
+    workdir: the run's folder, which exists.
+    num_steps: updates in all.
+    eval_every_steps: updates between two evaluations; there is one at the end, too.
+    log_every_steps: updates between two reports, of the mean over them.
+    checkpoint_every_steps: updates between two checkpoints; the best by validation and
+      the end are saved, too.
+    keep_checkpoints: how many of the last to keep.
+    accumulate_steps: parts of a batch.
+    parameters: "replicated" or "sharded".
+    seed: of parameters and dropout.
+    meta: saved with each checkpoint.
+
+  Raises:
+    NonFiniteError: a loss is not finite. The last checkpoint is from before.
+    Interrupted: a signal came.
+    ValueError: the batch does not divide over the devices, or no checkpoint is whole.
+  """
+  mesh = sharding.make_mesh()
+  parts = mesh.size * accumulate_steps
+  if batches.batch_size % parts:
+    raise ValueError(
+      f"train.batch_size: expected a multiple of {parts} ({mesh.size} devices x "
+      f"{accumulate_steps} accumulated parts), got {batches.batch_size}"
+    )
+  abstract = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, seed))
+  shardings = sharding.state_sharding(abstract, mesh, parameters)
+  abstract = jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    abstract,
+    shardings,
+  )
+  train_step = step_lib.jit_train_step(
+    model, optimizer, shardings, mesh, accumulate_steps=accumulate_steps
+  )
+  rows = sharding.process_rows(batches.batch_size)
+  with (
+    checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
+    _stop_signal() as should_stop,
+  ):
+    found = saved.restore(abstract)
+    if found is None:
+      state = step_lib.jit_init(model, optimizer, seed, mesh, parameters)
+      best = {"step": 0, BEST_BY: math.inf}
+    else:
+      state, best = found.state, found.meta["best"]
+    start = int(state.step)
+
+    with reporting.Reporter(workdir, start, num_steps) as reporter:
+      if found is not None:
+        reporter.say(f"Going on from the checkpoint of step {start}.")
+      meter = _Meter(reporter, batches, log_every_steps)
+      for step in range(start, num_steps):
+        batch = sharding.put_batch(batches.batch(step, rows), mesh)
+        state, measured = train_step(state, batch)
+        meter.read_previous(step + 1, measured)
+        done = step + 1
+        stopping = should_stop(done)
+        at_end = done == num_steps
+        if at_end or done % eval_every_steps == 0:
+          meter.read_pending()
+          scores = evaluate(state.params)
+          reporter.report(done, "valid", scores)
+          is_best = scores[BEST_BY] < best[BEST_BY]
+          if is_best:
+            best = {"step": done, BEST_BY: scores[BEST_BY]}
+          reporter.say(
+            f"step {done}: validation {scores[BEST_BY]:.4f} nats per token, perplexity "
+            f"{scores['perplexity']:.2f}, {scores['bits_per_character']:.4f} bits per "
+            f"character{' (best so far)' if is_best else ''}"
+          )
+        else:
+          is_best = False
+        if is_best or at_end or stopping or done % checkpoint_every_steps == 0:
+          meter.read_pending()
+          saved.save(state, {**(meta or {}), "best": best}, best=is_best)
+        if stopping and not at_end:
+          saved.wait()
+          raise Interrupted(f"Stopped at step {done} of {num_steps}, which is saved.")
+
+
+class _Meter:
+  """Reads what a step measured once the next one is under way, and reports means."""
+
+  def __init__(self, reporter: reporting.Reporter, batches, log_every_steps: int):
+    self._reporter, self._log_every_steps = reporter, log_every_steps
+    self._tokens_each = batches.batch_size * batches.window
+    self._pending, self._losses, self._since = None, [], time.perf_counter()
+
+  def read_previous(self, step: int, measured: Mapping[str, jax.Array]) -> None:
+    """Takes what step `step` is measuring and reads what the one before measured."""
+    previous, self._pending = self._pending, (step, measured)
+    self._read(previous)
+
+  def read_pending(self) -> None:
+    """Waits for the newest step; afterwards the state is known to be finite."""
+    pending, self._pending = self._pending, None
+    self._read(pending)
+
+  def _read(self, step_and_measured) -> None:
+    if step_and_measured is None:
+      return
+    step, measured = step_and_measured
+    values = {name: float(value) for name, value in jax.device_get(measured).items()}
+    for name, value in values.items():
+      if not math.isfinite(value):
+        raise NonFiniteError(
+          f"Step {step}: expected a finite {name}, got {value}. The last checkpoint is "
+          "from before it. A lower train.learning_rate, a warm-up or a tighter "
+          "train.clip_norm may help."
+        )
+    self._losses.append(values["loss"])
+    self._reporter.advance(values["loss"])
+    if step % self._log_every_steps == 0:
+      now = time.perf_counter()
+      self._reporter.report(
+        step,
+        "train",
+        {
+          "loss": sum(self._losses) / len(self._losses),
+          "grad_norm": values["grad_norm"],
+          "tokens_per_second": self._tokens_each * len(self._losses) / (now - self._since),
+        },
+      )
+      self._losses, self._since = [], now
+
+
+@contextlib.contextmanager
+def _stop_signal():
+  """Gives a function of the step that says whether the run was asked to stop."""
+  if jax.process_count() > 1:
+    # All processes have to stop at one step; JAX agrees on it for them.
+    yield lambda step: bool(multihost_utils.reached_preemption_sync_point(step))
+    return
+  if threading.current_thread() is not threading.main_thread():
+    yield lambda step: False
+    return
+  asked = threading.Event()
+
+  def ask(number, frame):
+    asked.set()
+    signal.signal(number, before[number])  # A second one ends it at once.
+
+  numbers = (signal.SIGTERM, signal.SIGINT)
+  before = {number: signal.signal(number, ask) for number in numbers}
+  try:
+    yield lambda step: asked.is_set()
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)

@@ -1,0 +1,84 @@
+"""Where a run's scores go: the terminal, metrics.jsonl and TensorBoard files."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+
+class Reporter:
+  """Writes scores, on the first process only.
+
+  `metrics.jsonl` has a line for each report: {"step": 20, "split": "train", "loss": ...}.
+  A run that is taken up at an earlier step writes the steps since again: their old lines
+  are dropped first.
+
+  Args:
+    workdir: the run's folder, which exists.
+    step: the step at which the run begins or goes on.
+    num_steps: of the whole run, for the progress bar.
+  """
+
+  def __init__(self, workdir: str | Path, step: int, num_steps: int):
+    self._is_first = jax.process_index() == 0
+    self._bar = tqdm(
+      total=num_steps,
+      initial=step,
+      unit="step",
+      desc="training",
+      disable=None if self._is_first else True,
+    )
+    if self._is_first:
+      path = Path(workdir) / "metrics.jsonl"
+      _drop_lines_after(path, step)
+      self._file = path.open("a", encoding="utf-8")
+      self._tensorboard = SummaryWriter(
+        str(Path(workdir) / "tensorboard"), purge_step=step + 1 if step else None
+      )
+
+  def __enter__(self) -> "Reporter":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.close()
+    if self._is_first:
+      self._file.close()
+      self._tensorboard.close()
+
+  def advance(self, loss: float) -> None:
+    """One more step is done."""
+    self._bar.update()
+    self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+
+  def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
+    """Writes scores of a split at a step to the files."""
+    if not self._is_first:
+      return
+    self._file.write(json.dumps({"step": step, "split": split, **scores}) + "\n")
+    self._file.flush()
+    for name, value in scores.items():
+      self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+  def say(self, message: str) -> None:
+    """Prints a line above the progress bar."""
+    if self._is_first:
+      self._bar.write(message)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+  if not path.exists():
+    return
+  kept = []
+  for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+      if json.loads(line)["step"] <= step:
+        kept.append(line + "\n")
+    except json.JSONDecodeError:
+      continue  # The line that was being written when the run was killed.
+  temporary = path.with_suffix(".tmp")
+  temporary.write_text("".join(kept), encoding="utf-8")
+  os.replace(temporary, path)

@@ -1,0 +1,58 @@
+"""How a run lies on its devices: one axis, over which the batch is split."""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXIS = "data"
+
+
+def make_mesh(devices: list[jax.Device] | None = None) -> Mesh:
+  """All devices of all processes (or the given ones) in one row, the axis "data"."""
+  devices = jax.devices() if devices is None else devices
+  return jax.make_mesh(
+    (len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices
+  )
+
+
+def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
+  """Where each array of a train state lies.
+
+  Args:
+    state: a pytree of arrays or of their shapes.
+    mesh: of `make_mesh`.
+    parameters: "replicated", every device holds all; or "sharded", an array is cut
+      along its longest axis that the number of devices divides, and stays whole
+      where there is none.
+
+  Returns:
+    The same pytree, of `NamedSharding`.
+  """
+
+  def place(leaf) -> NamedSharding:
+    spec = PartitionSpec()
+    if parameters == "sharded":
+      whole = [size for size in leaf.shape if size >= mesh.size and size % mesh.size == 0]
+      if whole:
+        axis = leaf.shape.index(max(whole))
+        spec = PartitionSpec(*[None] * axis, AXIS)
+    return NamedSharding(mesh, spec)
+
+  return jax.tree.map(place, state)
+
+
+def process_rows(batch_size: int) -> slice:
+  """The rows of a batch that this process feeds."""
+  each = batch_size // jax.process_count()
+  return slice(jax.process_index() * each, (jax.process_index() + 1) * each)
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+  """Puts this process's rows on its devices, as a part of the whole batch."""
+  sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+  return {
+    name: jax.make_array_from_process_local_data(sharding, rows)
+    for name, rows in batch.items()
+  }

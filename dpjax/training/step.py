@@ -1,0 +1,148 @@
+"""One update and one evaluation, pure and jitted. B batch, T position, V vocabulary."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dpjax.training import losses, sharding
+
+Batch = dict[str, jax.Array]
+
+
+class TrainState(struct.PyTreeNode):
+  """All that a run needs to go on.
+
+  Attributes:
+    step: updates made, int32; batch `step` is the next one to read.
+    params: the model's parameters, float32.
+    opt_state: the optimiser's.
+    key: dropout of update `step` draws from fold_in(key, step).
+  """
+
+  step: jax.Array
+  params: dict
+  opt_state: optax.OptState
+  key: jax.Array
+
+
+def init_state(
+  model: nn.Module, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+  """A state before the first update; the same for every number of devices.
+
+  Args:
+    model: takes [B, T] tokens.
+    optimizer: of `dpjax.training.optimizer`.
+    seed: of parameters and dropout.
+
+  Returns:
+    The state (under `jax.eval_shape`, its shapes).
+  """
+  init_key, dropout_key = jax.random.split(jax.random.key(seed))
+  params = model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"]
+  return TrainState(
+    jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key
+  )
+
+
+def train_step(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  accumulate_steps: int,
+  state: TrainState,
+  batch: Batch,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """One update by the mean loss of the batch's tokens.
+
+  With `accumulate_steps` A the batch is taken in A parts one after the other, whose
+  summed gradients are divided by the summed weights: without dropout the result is that
+  of A = 1, whatever the parts hold.
+
+  Args:
+    model: called with `deterministic=False` and the random stream "dropout".
+    optimizer: of the state.
+    accumulate_steps: A, a divisor of B.
+    state: before the update.
+    batch: "tokens", "targets", "weights", each [B, T].
+
+  Returns:
+    The state after it, and "loss" (nats per token) and "grad_norm" (before clipping).
+  """
+  key = jax.random.fold_in(state.key, state.step)
+
+  def sum_of_nats(params, part: Batch, part_key):
+    output = model.apply(
+      {"params": params},
+      part["tokens"],
+      deterministic=False,
+      rngs={"dropout": part_key},
+    )
+    return losses.cross_entropy(output.logits, part["targets"], part["weights"])
+
+  gradient = jax.value_and_grad(sum_of_nats, has_aux=True)
+  if accumulate_steps == 1:
+    (nats, count), grads = gradient(state.params, batch, key)
+  else:
+    # Row b goes to part b % A, so that each part lies on all devices.
+    parts = jax.tree.map(
+      lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
+    )
+    zeros = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
+
+    def add_part(sums, part_and_key):
+      return jax.tree.map(jnp.add, sums, gradient(state.params, *part_and_key)), None
+
+    keys = jax.random.split(key, accumulate_steps)
+    ((nats, count), grads), _ = jax.lax.scan(add_part, zeros, (parts, keys))
+  grads = jax.tree.map(lambda g: g / count, grads)
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  metrics = {"loss": nats / count, "grad_norm": optax.global_norm(grads)}
+  params = optax.apply_updates(state.params, updates)
+  return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+
+def jit_train_step(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  state_shardings,
+  mesh: Mesh,
+  *,
+  accumulate_steps: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+  """`train_step` compiled for a mesh; the state that goes in is used up (donated)."""
+
+  def step(state, batch):
+    return train_step(model, optimizer, accumulate_steps, state, batch)
+
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole))
+
+
+def jit_eval_step(
+  model: nn.Module, mesh: Mesh
+) -> Callable[[dict, Batch], jax.Array]:
+  """Compiles (parameters, batch) -> the nats of the batch's weighted targets."""
+
+  def step(params, batch):
+    logits = model.apply({"params": params}, batch["tokens"]).logits
+    return losses.cross_entropy(logits, batch["targets"], batch["weights"])[0]
+
+  return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def jit_init(
+  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh,
+  parameters: str = "replicated",
+) -> TrainState:
+  """`init_state`, made where it will lie (`sharding.state_sharding`)."""
+
+  def init():
+    return init_state(model, optimizer, seed)
+
+  shardings = sharding.state_sharding(jax.eval_shape(init), mesh, parameters)
+  return jax.jit(init, out_shardings=shardings)()

@@ -1,0 +1,44 @@
+"""Scores a run: python evaluate.py --workdir=runs/quickstart [--split=test] [--step=N].
+
+A file of the authors' PyTorch code, on the data and with the tokenizer of a configuration:
+python evaluate.py --torch_checkpoint=FILE.pt --config=configs/dispatcher_wikitext2.py
+"""
+
+import tempfile
+
+from absl import flags
+
+from dpjax import command_line
+
+_CONFIG = command_line.define_config(required=False)
+_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
+_SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
+_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
+_WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees; 0: eval.window")
+_STRIDE = flags.DEFINE_integer("stride", 0, "new tokens a window; 0: eval.stride")
+_TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' code")
+
+
+def main(_) -> None:
+  """Prints a table, and writes JSON into the run's folder."""
+  from dpjax import run as run_lib
+
+  with tempfile.TemporaryDirectory() as scratch:
+    if _TORCH.value:
+      if _CONFIG.value is None:
+        raise ValueError("--config: expected one, which names data and tokenizer, got none")
+      run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
+    elif _WORKDIR.value:
+      run = run_lib.load(_WORKDIR.value, _STEP.value)
+    else:
+      raise ValueError("--workdir: expected the folder of a run, got none")
+    scores = run.score_split(
+      _SPLIT.value, window=_WINDOW.value, stride=_STRIDE.value, progress=True
+    )
+  print(f"The {_SPLIT.value} split, by the parameters of step {run.step}:")
+  print(run_lib.table(scores))
+  run_lib.write_scores(run, _SPLIT.value, scores)
+
+
+if __name__ == "__main__":
+  command_line.start(main)

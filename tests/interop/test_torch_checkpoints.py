@@ -1,0 +1,289 @@
+"""The authors' checkpoints against what the authors' code computed from them."""
+
+import pathlib
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax.interop import from_torch
+from dpjax.layers import dispatcher, embeddings
+from dpjax.training import losses, optimizer, step
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+FORWARD = dict(atol=1e-5, rtol=1e-5)
+MODEL_GRADIENT = dict(atol=1e-6, rtol=1e-4)
+LAYER_GRADIENT = dict(atol=1e-4, rtol=0)
+
+CASES = {
+  "A_dispatcher_nhead1_L16": {},
+  "A_dispatcher_nhead1_L13": {},
+  "A_dispatcher_nhead1_L5": {},
+  "B_dispatcher_multihead_nhead1_L16": {"variant": "multihead"},
+  "B_dispatcher_multihead_nhead1_L13": {"variant": "multihead"},
+  "C_msa_nhead1_L16": {},
+  "C_msa_nhead1_L13": {},
+  "C_msa_nhead4_L16": {"num_heads": 4},
+  "C_msa_nhead4_L13": {"num_heads": 4},
+}
+RUNS = [(case, "") for case in CASES] + [
+  ("A_dispatcher_nhead1_L13", name) for name in ("loop", "unrolled", "recompute")
+]
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+  # optax raises floats to integer powers, which strict promotion refuses.
+  with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def load(case):
+  with np.load(GOLDEN / f"{case}.npz") as arrays:
+    return dict(arrays)
+
+
+def part(arrays, prefix):
+  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def state_dict(arrays):
+  return part(arrays, "param/") | part(arrays, "buf/")
+
+
+def batch_first(array):
+  return np.swapaxes(array, 0, 1)
+
+
+@pytest.mark.parametrize("case, implementation", RUNS)
+def test_logits_loss_and_every_gradient(case, implementation):
+  golden = load(case)
+  config, params = from_torch(state_dict(golden), **CASES[case])
+  config.implementation = implementation
+  model = dpjax.build_model(config)
+  tokens, targets = (batch_first(golden[f"in/{name}"]) for name in ("src", "targets"))
+
+  def loss_of(params):
+    logits = model.apply({"params": params}, tokens).logits
+    weights = jnp.ones(targets.shape)
+    nats, count = losses.cross_entropy(logits, jnp.asarray(targets), weights)
+    return nats / count, logits
+
+  (loss, logits), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+  np.testing.assert_allclose(logits, batch_first(golden["out/logits"]), **FORWARD)
+  np.testing.assert_allclose(loss, golden["out/loss"], **FORWARD)
+  # The conversion is linear, so the authors' gradients go through it as well.
+  _, expected = from_torch(part(golden, "grad/"), max_length=16, **CASES[case])
+  assert jax.tree.structure(grads) == jax.tree.structure(expected)
+  jax.tree.map_with_path(
+    lambda path, got, want: np.testing.assert_allclose(
+      got, want, err_msg=jax.tree_util.keystr(path), **MODEL_GRADIENT
+    ),
+    grads,
+    expected,
+  )
+
+
+@pytest.mark.parametrize(
+  "case",
+  ["A_dispatcher_nhead1_L13", "B_dispatcher_multihead_nhead1_L16", "C_msa_nhead4_L13"],
+)
+def test_the_output_of_every_layer(case):
+  golden = load(case)
+  config, params = from_torch(state_dict(golden), **CASES[case])
+  block = dpjax.build_model(config).make_block()
+  embedding = embeddings.TokenAndPosition(31, 16, 16)
+  x_btd = embedding.apply(
+    {"params": params["embedding"]}, batch_first(golden["in/src"])
+  )
+
+  @jax.jit
+  def run(params, x_btd):
+    y_btd = block.make_mixer().apply({"params": params["mixer"]}, x_btd)
+    return y_btd, block.apply({"params": params}, x_btd)
+
+  for index in range(2):
+    layer = {
+      name: jax.tree.map(lambda x, index=index: x[index], group)
+      for name, group in params["layers"].items()
+    }
+    y_btd, x_btd = run(layer, x_btd)
+    for got, name in ((y_btd, f"layer{index}_mixer"), (x_btd, f"layer{index}")):
+      expected = batch_first(golden[f"out/{name}"])
+      np.testing.assert_allclose(got, expected, **FORWARD)
+
+
+@pytest.mark.parametrize("case", ["A_layer_nhead1_L16", "A_layer_leveldrop"])
+@pytest.mark.parametrize("implementation", ["loop", "unrolled", "recompute"])
+def test_the_layer_alone_and_its_level_dropout(case, implementation):
+  golden = load(case)
+  layer = dispatcher.Dispatcher(1, 16, implementation=implementation)
+  names = {
+    "values": "linear_in.weight",
+    "gates": "internal_attention.weight",
+    "out": "linear_out.weight",
+  }
+  params = {k: {"kernel": golden[f"param/{name}"].T} for k, name in names.items()}
+  level_keep = golden["in/uniform"] >= 0.5 if "in/uniform" in golden else None
+
+  @jax.jit
+  def run(params, value, cotangent):
+    def forward(params, value):
+      return layer.apply({"params": params}, value, level_keep=level_keep)
+
+    output, pull_back = jax.vjp(forward, params, value)
+    return output, *pull_back(cotangent)
+
+  inputs = (batch_first(golden[f"in/{name}"]) for name in ("value", "cotangent"))
+  output, grads, grad_value = run(params, *inputs)
+  np.testing.assert_allclose(output, batch_first(golden["out/out"]), **FORWARD)
+  expected = batch_first(golden["grad_in/value"])
+  np.testing.assert_allclose(grad_value, expected, **LAYER_GRADIENT)
+  for key, name in names.items():
+    expected = golden[f"grad/{name}"].T
+    np.testing.assert_allclose(grads[key]["kernel"], expected, **LAYER_GRADIENT)
+
+
+def test_six_updates():
+  golden = load("J_train_dispatcher")
+  config, params = from_torch(part(golden, "param/"), max_length=16)
+  model = dpjax.build_model(config)
+  rates = jnp.asarray(golden["out/lrs"])
+  update = optimizer.make_optimizer(
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-10, clip_norm=0.5
+  )
+  state = step.TrainState(
+    jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
+  )
+  one_step = jax.jit(partial(step.train_step, model, update, 1))
+  weights = np.ones((2, 16), np.float32)
+  seen = []
+  for stream in golden["in/stream"]:
+    tokens = batch_first(stream)
+    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+    state, metrics = one_step(state, batch)
+    seen.append((metrics["loss"], metrics["grad_norm"]))
+  loss, grad_norm = np.asarray(seen).T
+  np.testing.assert_allclose(loss, golden["out/losses"], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(grad_norm, golden["out/grad_norms"], rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def dispatcher_state():
+  return state_dict(load("A_dispatcher_nhead1_L5"))
+
+
+@pytest.fixture
+def attention_state():
+  return state_dict(load("C_msa_nhead4_L13"))
+
+
+class Parameter(NamedTuple):
+  """As PyTorch's: NumPy can read what detach() and cpu() return, and not before."""
+
+  array: np.ndarray
+  is_detached: bool = False
+
+  def detach(self):
+    return Parameter(self.array, is_detached=True)
+
+  def cpu(self):
+    if not self.is_detached:
+      raise TypeError("call detach() first")
+    return self.array
+
+
+def test_tensors_and_whole_checkpoints(dispatcher_state):
+  tensors = {name: Parameter(array) for name, array in dispatcher_state.items()}
+  checkpoint = {"epoch": 7, "model_state_dict": tensors}
+  config, params = from_torch(checkpoint)
+  expected_config, expected = from_torch(dispatcher_state)
+  assert config == expected_config
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+def test_configuration(dispatcher_state, attention_state):
+  config, params = from_torch(dispatcher_state)
+  sizes = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_heads")
+  assert [config[key] for key in sizes] == [31, 16, 24, 2, 1]
+  assert (config.mixer, config.max_length, config.num_levels) == ("dispatcher", 5, 4)
+  shapes = jax.eval_shape(
+    dpjax.build_model(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+  config, _ = from_torch(attention_state, num_heads=4)
+  assert (config.mixer, config.max_length, config.num_heads) == ("attention", 13, 4)
+  config, _ = from_torch(dispatcher_state, variant="multihead")
+  assert config.mixer == "dispatcher_multihead"
+
+
+def test_a_given_length_wins_and_leaves_the_levels(dispatcher_state):
+  config, params = from_torch(dispatcher_state, max_length=300)
+  assert (config.max_length, config.num_levels) == (300, 4)
+  tokens = np.zeros((2, 37), np.int32)
+  logits = dpjax.build_model(config).apply({"params": params}, tokens).logits
+  assert logits.shape == (2, 37, 31)
+
+
+def test_the_authors_5000_positions(dispatcher_state):
+  width = 16
+  # Their table is computed in float32, whose angles are off by up to 5e-4 at the end.
+  position = np.arange(5000, dtype=np.float32)[:, None]
+  index = np.arange(0, width, 2, dtype=np.float32)
+  angles = position * np.exp(index * np.float32(-np.log(1e4) / width))
+  table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(5000, 1, width)
+  config, _ = from_torch(dispatcher_state | {"pos_encoder.pe": table})
+  assert (config.max_length, config.num_levels) == (5000, 4)
+
+
+@pytest.mark.parametrize("variant", ["paper", "multihead"])
+def test_a_dispatcher_of_several_heads_is_refused(dispatcher_state, variant):
+  with pytest.raises(ValueError, match="num_heads = 2.*cuts positions"):
+    from_torch(dispatcher_state, num_heads=2, variant=variant)
+
+
+def test_several_heads_are_seen_in_the_shapes(dispatcher_state):
+  halves, stacked = dict(dispatcher_state), dict(dispatcher_state)
+  for name in dispatcher_state:
+    if name.endswith(("linear_in.weight", "linear_out.weight")):
+      halves[name] = halves[name][:8, :8]
+    if name.endswith("internal_attention.weight"):
+      halves[name] = halves[name][:, :8]
+      stacked[name] = np.concatenate(4 * [stacked[name]])
+  with pytest.raises(ValueError, match="8 of the 16 features.*cuts positions"):
+    from_torch(halves)
+  with pytest.raises(ValueError, match="16 rows of gates.*cuts positions"):
+    from_torch(stacked, variant="multihead")
+
+
+def test_refusals_name_what_is_wrong(dispatcher_state, attention_state):
+  layer = "transformer_encoder.layers.1."
+
+  def refused(state, message, **options):
+    with pytest.raises(ValueError, match=message):
+      from_torch(state, **options)
+
+  def changed(name, value):
+    return dispatcher_state | {name: value}
+
+  missing = dict(dispatcher_state)
+  del missing[f"{layer}norm2.bias"]
+  refused(missing, "layers.1.norm2.bias'.* missing")
+  refused({}, "encoder.weight.* missing")
+  refused(changed("encoder.norm", np.ones(3)), r"\['encoder.norm'\] unknown")
+  refused(changed(f"{layer}linear1.bias", np.ones(23)), r"linear1.bias.*24.*23")
+  refused(changed("decoder.weight", np.ones((31, 17))), r"decoder.weight.*16.*17")
+  refused(changed("encoder.weight", np.ones(31)), r"encoder.weight.*\(31,\)")
+  table = dispatcher_state["pos_encoder.pe"]
+  refused(changed("pos_encoder.pe", table + np.float32(1e-4)), "sinusoidal")
+  refused(changed("pos_encoder.pe", table[:, 0]), r"pos_encoder.pe.*\(5, 16\)")
+  refused(attention_state, "num_heads.*3", num_heads=3)
+  refused(dispatcher_state, "variant.*later", variant="later")
+  del missing["pos_encoder.pe"]
+  missing[f"{layer}norm2.bias"] = np.ones(16)
+  refused(missing, "max_length")

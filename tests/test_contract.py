@@ -1,0 +1,250 @@
+"""The contract of `dpjax.layers.mixer.Mixer`, for every mixer. A new one is a new row."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from dpjax.layers.attention import SelfAttention
+from dpjax.layers.dispatcher import Dispatcher, MultiHeadDispatcher
+
+BATCH, LENGTH, WIDTH, MAX_LENGTH = 2, 11, 6, 13
+SHIFT_AND_SUM = ("loop", "unrolled", "recompute")
+
+
+class Mixer(NamedTuple):
+  """A mixer and what it promises beyond the contract.
+
+  Attributes:
+    make: called with `num_heads`, `max_length`, `dtype` and the settings below.
+    settings: fixed ones.
+    reach: positions that an output sees, itself included; None is all before it.
+    implementations: of its operator, by name; the first is the reference.
+    dropout: its setting for dropout.
+  """
+
+  make: Callable[..., nn.Module]
+  settings: dict = {}  # noqa: RUF012
+  reach: int | None = None
+  implementations: tuple[str, ...] = ()
+  dropout: str = "dropout"
+
+  def __call__(self, num_heads=2, **settings) -> nn.Module:
+    """Builds it."""
+    return self.make(num_heads, MAX_LENGTH, **self.settings | settings)
+
+
+_DISPATCHER = dict(implementations=SHIFT_AND_SUM, dropout="level_dropout")
+MIXERS = {
+  "dispatcher": Mixer(Dispatcher, **_DISPATCHER),
+  "dispatcher_2_levels": Mixer(Dispatcher, {"num_levels": 2}, 4, **_DISPATCHER),
+  "dispatcher_3_levels": Mixer(Dispatcher, {"num_levels": 3}, 8, **_DISPATCHER),
+  "multihead": Mixer(MultiHeadDispatcher, **_DISPATCHER),
+  "multihead_1_level": Mixer(MultiHeadDispatcher, {"num_levels": 1}, 2, **_DISPATCHER),
+  "attention": Mixer(SelfAttention),
+}
+
+
+@pytest.fixture(params=MIXERS.values(), ids=MIXERS.keys())
+def mixer(request):
+  return request.param
+
+
+def draw(length=LENGTH, seed=0):
+  return jax.random.normal(jax.random.key(seed), (BATCH, length, WIDTH))
+
+
+def draw_params(module):
+  """Normal numbers in the place of the initial ones: biases too are not zero."""
+  shapes = jax.eval_shape(module.init, jax.random.key(0), draw())["params"]
+  leaves, tree = jax.tree.flatten(shapes)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  draws = [jax.random.normal(k, x.shape) / 2 for k, x in zip(keys, leaves, strict=True)]
+  return jax.tree.unflatten(tree, draws)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3])
+def test_causal_and_of_the_promised_reach(mixer, num_heads):
+  module = mixer(num_heads)
+  params = draw_params(module)
+  jacobian = jax.jit(jax.jacrev(lambda x: module.apply({"params": params}, x)))(draw())
+  # The largest derivative of an output position by an input position, row by row.
+  depends_btcs = np.abs(jacobian).max(axis=(2, 5))
+  reach = mixer.reach or LENGTH
+  distance_ts = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+  is_seen_ts = (distance_ts >= 0) & (distance_ts < reach)
+  for row in range(BATCH):
+    np.testing.assert_array_equal(depends_btcs[row, :, row] != 0, is_seen_ts)
+    assert (depends_btcs[row, :, row][is_seen_ts] > 1e-7).all()
+    assert (np.delete(depends_btcs[row], row, axis=1) == 0).all()
+
+
+def test_rows_of_a_batch_do_not_meet(mixer):
+  module = mixer()
+  params = draw_params(module)
+  apply = jax.jit(lambda x: module.apply({"params": params}, x))
+  inputs = draw()
+  output, changed = apply(inputs), apply(inputs.at[1].set(draw(seed=2)[1]))
+  np.testing.assert_array_equal(output[0], changed[0])
+  assert (output[1] != changed[1]).any()
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, MAX_LENGTH])
+def test_any_length_gives_the_beginning_of_the_longest(mixer, length):
+  module, inputs = mixer(), draw(MAX_LENGTH)
+  params = draw_params(module)
+  whole = module.apply({"params": params}, inputs)
+  begin = module.apply({"params": params}, inputs[:, :length])
+  assert begin.shape == (BATCH, length, WIDTH)
+  np.testing.assert_allclose(begin, whole[:, :length], rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_do_not_depend_on_the_length(mixer):
+  module = mixer()
+  params = [module.init(jax.random.key(3), draw(length)) for length in (1, LENGTH)]
+  jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_refusals(mixer):
+  def refused(module, inputs, message):
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(module.init, jax.random.key(0), inputs)
+
+  refused(mixer(), draw(MAX_LENGTH + 1), "max_length = 13, got T = 14")
+  refused(mixer(num_heads=4), draw(), "num_heads: expected a divisor of the width 6")
+  refused(mixer(), draw()[0], r"expected \[B, T, D\], got the shape \(11, 6\)")
+
+
+def test_bfloat16_computes_what_float32_does(mixer):
+  exact, rounded = mixer(), mixer(dtype=jnp.bfloat16)
+  params = rounded.init(jax.random.key(4), draw().astype(jnp.bfloat16))["params"]
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+  def run(module, x):
+    def loss(params):
+      output = module.apply({"params": params}, x.astype(module.dtype))
+      return jnp.sum(output.astype(jnp.float32) ** 2), output
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+  (_, expected), expected_grads = run(exact, draw())
+  (_, output), grads = run(rounded, draw())
+  assert output.dtype == jnp.bfloat16 and expected.dtype == jnp.float32
+  for got, want in zip(
+    jax.tree.leaves((output, grads)),
+    jax.tree.leaves((expected, expected_grads)),
+    strict=True,
+  ):
+    # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
+    tolerance = 0.03 * np.abs(want).max() + 1e-5
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize(
+  "name", [name for name, mixer in MIXERS.items() if mixer.implementations]
+)
+def test_implementations_agree(name, num_heads):
+  mixer, inputs, weights = MIXERS[name], draw(), draw(seed=5)
+
+  def run(**settings):
+    module = mixer(num_heads, **settings)
+    params = draw_params(module)
+
+    def loss(params, x):
+      output = module.apply({"params": params}, x)
+      return jnp.sum(output * weights), output
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return jax.jit(gradient)(params, inputs)
+
+  reference = run(implementation=mixer.implementations[0])
+  others = [dict(implementation=other) for other in mixer.implementations[1:]]
+  for settings in [{}, *others]:
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+      run(**settings),
+      reference,
+    )
+  with pytest.raises(ValueError, match="implementation: expected"):
+    run(implementation="fastest")
+
+
+def test_dropout_is_drawn_from_its_key_and_in_training_alone(mixer):
+  module = mixer(**{mixer.dropout: 0.5})
+  params = draw_params(module)
+  expected = mixer().apply({"params": params}, draw())
+  np.testing.assert_array_equal(module.apply({"params": params}, draw()), expected)
+
+  @jax.jit
+  def train(seed):
+    rngs = {"dropout": jax.random.key(seed)}
+    return module.apply({"params": params}, draw(), deterministic=False, rngs=rngs)
+
+  draws = [train(seed) for seed in range(17)]
+  np.testing.assert_array_equal(draws[0], train(0))
+  # The later Dispatcher never skips level 0, and there may be no other.
+  has_choice = not (module.__class__ is MultiHeadDispatcher and mixer.reach == 2)
+  assert has_choice == any((other != expected).any() for other in draws)
+  assert has_choice == any((other != draws[0]).any() for other in draws)
+
+
+def test_without_dropout_training_needs_no_key(mixer):
+  module = mixer()
+  params = draw_params(module)
+  output = module.apply({"params": params}, draw(), deterministic=False)
+  np.testing.assert_array_equal(output, module.apply({"params": params}, draw()))
+
+
+@pytest.mark.parametrize("layer, kept", [(Dispatcher, False), (MultiHeadDispatcher, True)])
+def test_level_0_is_skipped_in_the_first_dispatcher_alone(layer, kept):
+  module = layer(2, MAX_LENGTH, level_dropout=0.9)
+  params = draw_params(module)
+
+  @jax.jit
+  @jax.vmap
+  def previous_counts(seed):
+    def last_output(x):
+      rngs = {"dropout": jax.random.key(seed)}
+      y_btd = module.apply({"params": params}, x, deterministic=False, rngs=rngs)
+      return jnp.sum(y_btd[:, 8])
+
+    # Level 0 alone brings position 7 to position 8.
+    return jnp.any(jax.grad(last_output)(draw())[:, 7] != 0)
+
+  counts = previous_counts(jnp.arange(41))
+  assert counts.all() if kept else 0 < counts.sum() < 20
+
+
+@pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
+def test_given_levels_are_the_kept_ones(layer):
+  three, module = layer(2, MAX_LENGTH, num_levels=3), layer(2, MAX_LENGTH)
+  params = draw_params(module)
+  keep = np.array([True, True, True, False])
+  output = module.apply({"params": params}, draw(), level_keep=keep)
+  gates = params["gates"]["kernel"]
+  first = gates.reshape(gates.shape[0], -1, 4)[..., :3].reshape(gates.shape[0], -1)
+  expected = three.apply({"params": params | {"gates": {"kernel": first}}}, draw())
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_parameter_has_a_gradient(mixer):
+  module = mixer()
+  params = draw_params(module)
+
+  def loss(params):
+    output = module.apply({"params": params}, draw(MAX_LENGTH))
+    return jnp.sum(output * draw(MAX_LENGTH, seed=5))
+
+  grads = jax.jit(jax.grad(loss))(params)
+  if isinstance(module, SelfAttention):
+    # A bias of all keys moves every score of a query alike: no effect.
+    bias = grads["queries_keys_values"]["bias"]
+    np.testing.assert_allclose(bias[1], 0, atol=1e-4)
+    grads["queries_keys_values"]["bias"] = bias[::2]
+  for path, grad in jax.tree.leaves_with_path(grads):
+    assert jnp.isfinite(grad).all() and (grad != 0).all(), jax.tree_util.keystr(path)

@@ -1,0 +1,49 @@
+"""Trains a model: python train.py --config=configs/quickstart.py --workdir=runs/quickstart.
+
+Called again, it goes on where the folder's run stopped.
+"""
+
+import sys
+
+from absl import flags
+
+from dpjax import command_line
+
+_CONFIG = command_line.define_config(required=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
+
+
+def main(_) -> None:
+  """Trains, then scores the test split and shows a sample."""
+  import jax
+
+  from dpjax import run as run_lib
+  from dpjax.training import loop
+
+  try:
+    run, scores = run_lib.train(_CONFIG.value, _WORKDIR.value)
+  except loop.NonFiniteError as error:
+    sys.exit(str(error))
+  except loop.Interrupted as message:
+    if jax.process_index() == 0:
+      print(f"{message} The same command goes on from there.")
+    return
+  if jax.process_index() != 0:
+    return
+  print(f"\nThe test split, by the parameters of step {run.step} (best by validation):")
+  print(run_lib.table(scores))
+  sample = run.config.sample
+  if sample.prompt:
+    text = run.generate(
+      sample.prompt,
+      length=sample.length,
+      temperature=sample.temperature,
+      top_k=sample.top_k,
+      top_p=sample.top_p,
+      seed=run.config.seed,
+    )[0]
+    print(f"\nA sample:\n{sample.prompt}{text}")
+
+
+if __name__ == "__main__":
+  command_line.start(main)
