@@ -10,6 +10,7 @@ from absl import flags
 
 from dpjax import command_line
 
+flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config(required=False)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
 _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
@@ -26,7 +27,7 @@ def main(_) -> None:
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
       if _CONFIG.value is None:
-        raise ValueError("--config: expected one, which names data and tokenizer, got none")
+        raise ValueError("--config: expected one, for data and tokenizer, got none")
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
     elif _WORKDIR.value:
       run = run_lib.load(_WORKDIR.value, _STEP.value)
@@ -37,7 +38,7 @@ def main(_) -> None:
     )
   print(f"The {_SPLIT.value} split, by the parameters of step {run.step}:")
   print(run_lib.table(scores))
-  run_lib.write_scores(run, _SPLIT.value, scores)
+  run.write_scores(_SPLIT.value, scores)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from absl import flags
 
 from dpjax import command_line
 
+flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")

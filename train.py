@@ -9,6 +9,7 @@ from absl import flags
 
 from dpjax import command_line
 
+flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config(required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
 

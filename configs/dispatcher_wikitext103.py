@@ -1,6 +1,6 @@
 """The plain Dispatcher on WikiText-103 (Dispatcher paper, Sec. 3.3, Table 1).
 
-  python train.py --config=configs/dispatcher_wikitext103.py --workdir=runs/dispatcher_wikitext103
+  python train.py --config=configs/dispatcher_wikitext103.py --workdir=runs/wikitext103
   python train.py --config=configs/dispatcher_wikitext103.py:tiny --workdir=runs/tiny
 
 Needs data/wikitext103/{train,valid,test}.txt (the tokenised form) and
@@ -11,7 +11,7 @@ Learning rate and epsilon are those of the authors' code, which differ from its 
 Parameters:      36.1M (the paper: 36M)
 Hardware, hours: one GPU, up to 60 epochs; not yet timed
 Test perplexity: the paper's 24.39; ours not yet measured
-"""  # noqa: E501
+"""
 
 from configs import dispatcher_wikitext2
 

@@ -1,6 +1,6 @@
 """The plain Dispatcher on WikiText-2 (Dispatcher paper, Sec. 3.3, Table 1).
 
-  python train.py --config=configs/dispatcher_wikitext2.py --workdir=runs/dispatcher_wikitext2
+  python train.py --config=configs/dispatcher_wikitext2.py --workdir=runs/wikitext2
   python train.py --config=configs/dispatcher_wikitext2.py:tiny --workdir=runs/tiny
 
 Needs data/wikitext2/{train,valid,test}.txt (the tokenised form, with <unk> and @-@) and

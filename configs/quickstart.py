@@ -1,12 +1,13 @@
 """A small Dispatcher on Python's own language manual, which every Python has.
 
-  python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+python train.py --config=configs/quickstart.py --workdir=runs/quickstart
+python train.py --config=configs/quickstart.py:tiny --workdir=runs/tiny
 """
 
 from dpjax import config as config_lib
 
 
-def get_config():
+def get_config(variant: str = ""):
   config = config_lib.default()
   config.model.num_layers = 4
   config.model.width = 128
@@ -24,4 +25,4 @@ def get_config():
   config.train.eval_every_epochs = 0.0
   config.sample.prompt = "The statement"
   config.sample.temperature = 0.7
-  return config
+  return config_lib.apply_variant(config, variant)

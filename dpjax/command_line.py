@@ -40,13 +40,18 @@ def start(main: Callable[[Sequence[str]], None]) -> None:
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
-    rest = app.parse_flags_with_usage(argv)
+    rest = flags.FLAGS(argv)
     if len(rest) > 1:
       raise ValueError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
     # An error within the file shows when the configuration is first looked at.
     if "config" in flags.FLAGS and flags.FLAGS.config is not None:
       flags.FLAGS.config.is_locked  # noqa: B018
     return rest
+  except flags.Error as error:
+    # An error within the configuration's file comes as the text of a traceback.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    in_file = any(line.startswith("Traceback") for line in lines)
+    sys.exit(f"{lines[0]} {lines[-1]}" if in_file else " ".join(lines))
   except (AttributeError, KeyError) as error:
     sys.exit(str(_unknown_setting(argv) or f"--config: {error}"))
   except (ImportError, OSError, SyntaxError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ Durations carry their unit in the key; of two units of one duration, one is set.
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 from ml_collections import ConfigDict
@@ -20,10 +21,10 @@ CHOICES = {
   "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
 }
-# What may differ between a run and its continuation: it changes no trained number.
+# What may differ between a run and its continuation: it changes no trained number. (The
+# length of a run does, where the schedule ends with it.)
+LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
-  "train.num_steps",
-  "train.num_epochs",
   "train.log_every_steps",
   "train.checkpoint_every_steps",
   "train.keep_checkpoints",
@@ -151,8 +152,10 @@ def check(config: ConfigDict) -> None:
     _at_least(config, key, 1)
   for key in ("seed", "train.window", "train.num_steps", "train.warmup_steps",
               "eval.window", "eval.stride", "train.clip_norm", "train.weight_decay",
-              "train.learning_rate"):
+              "train.learning_rate", "train.eps"):
     _at_least(config, key, 0)
+  for key in ("train.b1", "train.b2"):
+    _expect(0 <= _get(config, key) < 1, key, "a number in [0, 1)", _get(config, key))
   longest = config.model.max_length
   for key in ("train.window", "eval.window"):
     _expect(_get(config, key) <= longest, key, f"at most model.max_length = {longest}",
@@ -164,7 +167,9 @@ def check(config: ConfigDict) -> None:
   _expect(rows % parts == 0, "train.accumulate_steps",
           f"a divisor of train.batch_size = {rows}", parts)
   fractions = config.data.split_fractions
-  _expect(len(fractions) == 3 and min(fractions) > 0 and abs(sum(fractions) - 1) < 1e-6,
+  are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
+  _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
+          and abs(sum(fractions) - 1) < 1e-6,
           "data.split_fractions", "three positive numbers with the sum 1", fractions)
   steps_in(config.train, "num", steps_per_epoch=1)
   steps_in(config.train, "eval_every", steps_per_epoch=1)
@@ -221,10 +226,11 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
     Steps, at least 1.
 
   Raises:
-    ValueError: both units are given, or none, or one is negative.
+    ValueError: both units are given, or none, or one is negative or not finite.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
-  if min(steps, epochs) < 0 or (steps > 0) == (epochs > 0):
+  is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
+  if not (is_one and math.isfinite(epochs)):
     raise ValueError(
       f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
       f"other 0, got {steps} steps and {epochs} epochs"
@@ -244,24 +250,28 @@ def from_dict(settings: Mapping) -> ConfigDict:
   config = default()
   known = _flatten(config)
   for key, value in _flatten(settings).items():
-    if key not in known:
-      raise unknown_key(key, known)
+    _check_value(key, value, known)
     *parents, name = key.split(".")
     section = config
     for parent in parents:
       section = section[parent]
-    section[name] = tuple(value) if isinstance(value, list) else value
+    section[name] = value
   check(config)
   return config
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
-  """What keeps `new` from continuing a run of `old`: lines `key: old there, new here`."""
-  there, here = _flatten(old), _flatten(new)
+  """What keeps `new` from continuing a run of `old`: lines `key: old there, new here`.
+
+  A setting that was added since `old` was written has its default there.
+  """
+  there, here = {**_flatten(default()), **_flatten(old)}, _flatten(new)
+  is_endless = here.get("train.schedule") == "constant"
+  free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [
     f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
     for key in sorted(there.keys() | here.keys())
-    if there.get(key) != here.get(key) and not key.startswith(FREE_KEYS)
+    if there.get(key) != here.get(key) and not key.startswith(free)
   ]
 
 
@@ -283,21 +293,25 @@ def _flatten(config: Mapping, prefix: str = "") -> dict:
     if isinstance(value, (Mapping, ConfigDict)):
       flat.update(_flatten(value, f"{prefix}{key}."))
     else:
-      flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+      flat[prefix + key] = tuple(value) if isinstance(value, list) else value
   return flat
 
 
 def _check_keys(config, known, prefix: str) -> None:
   flat, known = _flatten(config, prefix), _flatten(known, prefix)
   for key, value in flat.items():
-    if key not in known:
-      raise unknown_key(key, known)
-    kind = type(known[key])
-    is_number = kind is float and type(value) in (int, float)
-    _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
-            repr(value))
+    _check_value(key, value, known)
   missing = sorted(known.keys() - flat.keys())
   _expect(not missing, ", ".join(missing), "a value", "none")
+
+
+def _check_value(key: str, value, known: Mapping) -> None:
+  if key not in known:
+    raise unknown_key(key, known)
+  kind = type(known[key])
+  is_number = kind is float and type(value) in (int, float)
+  _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
+          repr(value))
 
 
 def _check_choices(config, section: str) -> None:

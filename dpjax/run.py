@@ -1,15 +1,9 @@
-"""A run and its folder: made by `train`, read by `load`.
+"""A trained model with all that belongs to it: made by `train`, read by `load`.
 
-  config.json      the settings, as they were given
-  data/            the tokens of each split, the vocabulary, how long the texts are
-  checkpoints/     last/ and best/ (by validation)
-  metrics.jsonl    scores of each report; tensorboard/ has the same
-  scores_<split>_<step>.json    of a whole split, written by `train` and evaluate.py
+`dpjax.workdir` says which files its folder has.
 """
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from dpjax import config as config_lib
-from dpjax.data import batches, corpora, prepared
+from dpjax import workdir as workdir_lib
+from dpjax.data import batches, prepared
 from dpjax.decoding.generate import generate
+from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, optimizer, sharding
@@ -95,6 +90,19 @@ class Run:
       raise ValueError(f"split: expected one of {known}, got {split}")
     tokens, counts = self.data.splits[split], self.data.counts[split]
     return self._score(self.params, tokens, counts, window, stride, progress)
+
+  def write_scores(self, split: str, scores: Mapping[str, float]) -> None:
+    """Writes the scores of a split into the run's folder, as JSON."""
+    if self.workdir is not None and self.data is not None and jax.process_index() == 0:
+      workdir_lib.write_json(
+        self.workdir / f"scores_{split}_{self.step}.json",
+        {
+          "split": split,
+          "step": self.step,
+          "scores": dict(scores),
+          "counts": dict(self.data.counts[split]),
+        },
+      )
 
   def generate(
     self,
@@ -206,8 +214,8 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   """
   config_lib.check(config)
   workdir = Path(workdir)
-  _claim(workdir, config)
-  data = _prepare(config, workdir / "data")
+  workdir_lib.claim(workdir, config)
+  data = workdir_lib.prepare_data(config, workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
   settings = config.train
   model = build_model(config.model)
@@ -247,7 +255,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   )
   best = load(workdir)
   scores = best.score_split("test", progress=True)
-  write_scores(best, "test", scores)
+  best.write_scores("test", scores)
   return best, scores
 
 
@@ -266,9 +274,7 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
     ValueError: there is no run, no such step, or no checkpoint that is whole.
   """
   workdir = Path(workdir)
-  if not (workdir / "config.json").exists():
-    raise ValueError(f"workdir: expected the folder of a run, got {workdir}")
-  config = config_lib.from_dict(_read_json(workdir / "config.json"))
+  config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
   model = build_model(config.model)
@@ -287,20 +293,60 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
   )
 
 
-def write_scores(run: Run, split: str, scores: Mapping[str, float]) -> None:
-  """Writes the scores of a split into the run's folder, as JSON."""
-  if jax.process_index() == 0 and run.workdir is not None:
-    counts = run.data.counts[split] if run.data else {}
-    name = f"scores_{split}_{run.step}.json"
-    _write_json(
-      run.workdir / name,
-      {"split": split, "step": run.step, "scores": dict(scores), "counts": dict(counts)},
+def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
+  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
+
+  Their files hold no vocabulary: `config.data` has to make the one they trained with,
+  as configs/dispatcher_wikitext2.py does.
+
+  Args:
+    file: as their scripts save it.
+    config: names mixer, heads, longest input, data and tokenizer.
+    folder: where the tokens are prepared, unless they are there.
+
+  Returns:
+    The run, without a folder.
+
+  Raises:
+    ValueError: PyTorch is missing, or the file is not of this configuration.
+  """
+  try:
+    import torch
+  except ImportError as error:
+    raise ValueError(
+      "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    ) from error
+  try:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+  # A damaged file shows as any of several types.
+  except Exception as error:
+    raise ValueError(
+      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    ) from error
+  config_lib.check(config)
+  settings = config.model
+  model_config, params = from_torch(
+    content,
+    num_heads=settings.num_heads,
+    variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
+    max_length=settings.max_length,
+  )
+  if model_config.mixer != settings.mixer:
+    raise ValueError(
+      f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
     )
+  data = workdir_lib.prepare_data(config, Path(folder) / "data")
+  config = config.copy_and_resolve_references()
+  config.model = model_config
+  config = _with_vocabulary(config, data.tokenizer)
+  return Run(config, build_model(model_config), params, data.tokenizer, 0, data)
 
 
 def table(scores: Mapping[str, float]) -> str:
   """Scores for people, a line each."""
-  return "\n".join(f"  {name.replace('_', ' '):22s}{scores[name]:12.4f}" for name in scores)
+  return "\n".join(
+    f"  {name.replace('_', ' '):22s}{value:12.4f}" for name, value in scores.items()
+  )
 
 
 def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
@@ -331,57 +377,3 @@ def _make_optimizer(config: ConfigDict, num_steps: int):
     weight_decay=settings.weight_decay,
     clip_norm=settings.clip_norm,
   )
-
-
-def _prepare(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  if jax.process_index() == 0 and not folder.exists():
-    settings = config.data
-    corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
-    prepared.prepare(
-      corpus,
-      folder,
-      settings.tokenizer,
-      file=settings.tokenizer_file,
-      vocab_size=settings.tokenizer_size,
-      lower_text=settings.lower_text,
-      lower_pieces=settings.lower_pieces,
-      restrict=settings.restrict_vocabulary,
-    )
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("corpus prepared")
-  return prepared.open_prepared(folder)
-
-
-def _claim(workdir: Path, config: ConfigDict) -> None:
-  """Makes the folder this configuration's, unless it is another's."""
-  path = workdir / "config.json"
-  settings = config.to_dict()
-  if path.exists():
-    differences = config_lib.differences(_read_json(path), settings)
-    if differences:
-      raise ValueError(
-        f"workdir: expected an empty folder or a run of this configuration, got "
-        f"{workdir}, whose run has another: {'; '.join(differences)}"
-      )
-  if jax.process_index() == 0:
-    try:
-      workdir.mkdir(parents=True, exist_ok=True)
-      _write_json(path, settings)
-    except OSError as error:
-      raise ValueError(
-        f"workdir: expected a folder that can be written, got {workdir} "
-        f"({error.strerror})"
-      ) from error
-
-
-def _read_json(path: Path) -> dict:
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError) as error:
-    raise ValueError(f"workdir: expected a readable {path}, got: {error}") from error
-
-
-def _write_json(path: Path, value) -> None:
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-  os.replace(temporary, path)

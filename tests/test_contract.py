@@ -1,8 +1,9 @@
-"""The contract of `dpjax.layers.mixer.Mixer`, for every mixer. A new one is a new row."""
+"""The contract of `dpjax.layers.mixer.Mixer`, for every mixer; a new one is a new row."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,31 +21,27 @@ class Mixer(NamedTuple):
   """A mixer and what it promises beyond the contract.
 
   Attributes:
-    make: called with `num_heads`, `max_length`, `dtype` and the settings below.
-    settings: fixed ones.
-    reach: positions that an output sees, itself included; None is all before it.
+    make: called with `num_heads`, `max_length` and settings, gives the module.
+    reaches: settings -> positions that an output sees, itself included; None is all
+      before it.
     implementations: of its operator, by name; the first is the reference.
-    dropout: its setting for dropout.
+    dropout: the setting that drops out.
   """
 
   make: Callable[..., nn.Module]
-  settings: dict = {}  # noqa: RUF012
-  reach: int | None = None
+  reaches: tuple[tuple[dict, int | None], ...] = (({}, None),)
   implementations: tuple[str, ...] = ()
   dropout: str = "dropout"
 
   def __call__(self, num_heads=2, **settings) -> nn.Module:
     """Builds it."""
-    return self.make(num_heads, MAX_LENGTH, **self.settings | settings)
+    return self.make(num_heads, MAX_LENGTH, **settings)
 
 
-_DISPATCHER = dict(implementations=SHIFT_AND_SUM, dropout="level_dropout")
+LEVELS = (({}, None), ({"num_levels": 1}, 2), ({"num_levels": 3}, 8))
 MIXERS = {
-  "dispatcher": Mixer(Dispatcher, **_DISPATCHER),
-  "dispatcher_2_levels": Mixer(Dispatcher, {"num_levels": 2}, 4, **_DISPATCHER),
-  "dispatcher_3_levels": Mixer(Dispatcher, {"num_levels": 3}, 8, **_DISPATCHER),
-  "multihead": Mixer(MultiHeadDispatcher, **_DISPATCHER),
-  "multihead_1_level": Mixer(MultiHeadDispatcher, {"num_levels": 1}, 2, **_DISPATCHER),
+  "dispatcher": Mixer(Dispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
+  "multihead": Mixer(MultiHeadDispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
   "attention": Mixer(SelfAttention),
 }
 
@@ -55,32 +52,35 @@ def mixer(request):
 
 
 def draw(length=LENGTH, seed=0):
-  return jax.random.normal(jax.random.key(seed), (BATCH, length, WIDTH))
+  normal = np.random.default_rng(seed).standard_normal((BATCH, length, WIDTH))
+  return jnp.asarray(normal, jnp.float32)
 
 
 def draw_params(module):
-  """Normal numbers in the place of the initial ones: biases too are not zero."""
+  """Normal numbers in the place of the initial ones, so that no bias is zero."""
   shapes = jax.eval_shape(module.init, jax.random.key(0), draw())["params"]
-  leaves, tree = jax.tree.flatten(shapes)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  draws = [jax.random.normal(k, x.shape) / 2 for k, x in zip(keys, leaves, strict=True)]
-  return jax.tree.unflatten(tree, draws)
+  generator = np.random.default_rng(1)
+
+  def normal(x):
+    return jnp.asarray(generator.standard_normal(x.shape) / 2, x.dtype)
+
+  return jax.tree.map(normal, shapes)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3])
 def test_causal_and_of_the_promised_reach(mixer, num_heads):
-  module = mixer(num_heads)
-  params = draw_params(module)
-  jacobian = jax.jit(jax.jacrev(lambda x: module.apply({"params": params}, x)))(draw())
-  # The largest derivative of an output position by an input position, row by row.
-  depends_btcs = np.abs(jacobian).max(axis=(2, 5))
-  reach = mixer.reach or LENGTH
   distance_ts = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
-  is_seen_ts = (distance_ts >= 0) & (distance_ts < reach)
-  for row in range(BATCH):
-    np.testing.assert_array_equal(depends_btcs[row, :, row] != 0, is_seen_ts)
-    assert (depends_btcs[row, :, row][is_seen_ts] > 1e-7).all()
-    assert (np.delete(depends_btcs[row], row, axis=1) == 0).all()
+  for settings, reach in mixer.reaches:
+    module = mixer(num_heads, **settings)
+    params = draw_params(module)
+    forward = jax.jacrev(lambda x: module.apply({"params": params}, x))  # noqa: B023
+    # The largest derivative of an output position by an input position, row by row.
+    depends_btcs = np.abs(jax.jit(forward)(draw())).max(axis=(2, 5))
+    is_seen_ts = (distance_ts >= 0) & (distance_ts < (reach or LENGTH))
+    for row in range(BATCH):
+      np.testing.assert_array_equal(depends_btcs[row, :, row] != 0, is_seen_ts)
+      assert (depends_btcs[row, :, row][is_seen_ts] > 1e-7).all()
+      assert (np.delete(depends_btcs[row], row, axis=1) == 0).all()
 
 
 def test_rows_of_a_batch_do_not_meet(mixer):
@@ -93,20 +93,27 @@ def test_rows_of_a_batch_do_not_meet(mixer):
   assert (output[1] != changed[1]).any()
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 8, MAX_LENGTH])
-def test_any_length_gives_the_beginning_of_the_longest(mixer, length):
+def test_any_length_gives_the_beginning_of_the_longest(mixer):
   module, inputs = mixer(), draw(MAX_LENGTH)
   params = draw_params(module)
-  whole = module.apply({"params": params}, inputs)
-  begin = module.apply({"params": params}, inputs[:, :length])
-  assert begin.shape == (BATCH, length, WIDTH)
-  np.testing.assert_allclose(begin, whole[:, :length], rtol=1e-5, atol=1e-5)
+  lengths = (1, 2, 5, 8, MAX_LENGTH)
+
+  @jax.jit
+  def run(inputs):
+    return [module.apply({"params": params}, inputs[:, :length]) for length in lengths]
+
+  outputs = run(inputs)
+  for length, output in zip(lengths, outputs, strict=True):
+    assert output.shape == (BATCH, length, WIDTH)
+    np.testing.assert_allclose(output, outputs[-1][:, :length], rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_do_not_depend_on_the_length(mixer):
   module = mixer()
-  params = [module.init(jax.random.key(3), draw(length)) for length in (1, LENGTH)]
-  jax.tree.map(np.testing.assert_array_equal, *params)
+  short, long = (
+    jax.eval_shape(module.init, jax.random.key(0), draw(length)) for length in (1, LENGTH)
+  )
+  assert short == long
 
 
 def test_refusals(mixer):
@@ -119,9 +126,11 @@ def test_refusals(mixer):
   refused(mixer(), draw()[0], r"expected \[B, T, D\], got the shape \(11, 6\)")
 
 
+# jax.nn.dot_product_attention mixes the two dtypes itself.
+@jax.numpy_dtype_promotion("standard")
 def test_bfloat16_computes_what_float32_does(mixer):
   exact, rounded = mixer(), mixer(dtype=jnp.bfloat16)
-  params = rounded.init(jax.random.key(4), draw().astype(jnp.bfloat16))["params"]
+  params = draw_params(rounded)
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
   def run(module, x):
@@ -134,13 +143,17 @@ def test_bfloat16_computes_what_float32_does(mixer):
   (_, expected), expected_grads = run(exact, draw())
   (_, output), grads = run(rounded, draw())
   assert output.dtype == jnp.bfloat16 and expected.dtype == jnp.float32
+  if "queries_keys_values" in grads:
+    # The gradient by the keys' bias is zero but for rounding.
+    for tree in (grads, expected_grads):
+      tree["queries_keys_values"]["bias"] = tree["queries_keys_values"]["bias"][::2]
   for got, want in zip(
     jax.tree.leaves((output, grads)),
     jax.tree.leaves((expected, expected_grads)),
     strict=True,
   ):
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
-    tolerance = 0.03 * np.abs(want).max() + 1e-5
+    tolerance = 0.03 * np.abs(want).max()
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=tolerance)
 
 
@@ -177,20 +190,21 @@ def test_implementations_agree(name, num_heads):
 def test_dropout_is_drawn_from_its_key_and_in_training_alone(mixer):
   module = mixer(**{mixer.dropout: 0.5})
   params = draw_params(module)
-  expected = mixer().apply({"params": params}, draw())
-  np.testing.assert_array_equal(module.apply({"params": params}, draw()), expected)
 
   @jax.jit
   def train(seed):
     rngs = {"dropout": jax.random.key(seed)}
     return module.apply({"params": params}, draw(), deterministic=False, rngs=rngs)
 
+  expected = mixer().apply({"params": params}, draw())
+  np.testing.assert_array_equal(module.apply({"params": params}, draw()), expected)
   draws = [train(seed) for seed in range(17)]
   np.testing.assert_array_equal(draws[0], train(0))
-  # The later Dispatcher never skips level 0, and there may be no other.
-  has_choice = not (module.__class__ is MultiHeadDispatcher and mixer.reach == 2)
-  assert has_choice == any((other != expected).any() for other in draws)
-  assert has_choice == any((other != draws[0]).any() for other in draws)
+  assert any(not np.allclose(other, expected, atol=1e-3) for other in draws)
+  assert any(not np.allclose(other, draws[0], atol=1e-3) for other in draws)
+  # A forgotten key is an error, not a constant mask.
+  with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
+    module.apply({"params": params}, draw(), deterministic=False)
 
 
 def test_without_dropout_training_needs_no_key(mixer):
@@ -200,24 +214,27 @@ def test_without_dropout_training_needs_no_key(mixer):
   np.testing.assert_array_equal(output, module.apply({"params": params}, draw()))
 
 
-@pytest.mark.parametrize("layer, kept", [(Dispatcher, False), (MultiHeadDispatcher, True)])
-def test_level_0_is_skipped_in_the_first_dispatcher_alone(layer, kept):
+@pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
+def test_only_the_later_dispatcher_never_skips_level_0(layer):
   module = layer(2, MAX_LENGTH, level_dropout=0.9)
   params = draw_params(module)
 
   @jax.jit
-  @jax.vmap
-  def previous_counts(seed):
-    def last_output(x):
-      rngs = {"dropout": jax.random.key(seed)}
-      y_btd = module.apply({"params": params}, x, deterministic=False, rngs=rngs)
-      return jnp.sum(y_btd[:, 8])
+  def derivatives(seeds):
+    def by_the_past(seed):
+      def output(x):
+        rngs = {"dropout": jax.random.key(seed)}
+        y_btd = module.apply({"params": params}, x, deterministic=False, rngs=rngs)
+        return jnp.sum(y_btd[:, 8])
 
-    # Level 0 alone brings position 7 to position 8.
-    return jnp.any(jax.grad(last_output)(draw())[:, 7] != 0)
+      return jnp.abs(jax.grad(output)(draw())).max(axis=(0, 2))
 
-  counts = previous_counts(jnp.arange(41))
-  assert counts.all() if kept else 0 < counts.sum() < 20
+    return jax.lax.map(by_the_past, seeds)
+
+  seen = derivatives(jnp.arange(41)) != 0
+  # Position 7 comes to position 8 by level 0, position 4 by level 2.
+  assert 0 < seen[:, 4].sum() < 20
+  assert seen[:, 7].all() if layer is MultiHeadDispatcher else 0 < seen[:, 7].sum() < 20
 
 
 @pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
@@ -241,7 +258,7 @@ def test_every_parameter_has_a_gradient(mixer):
     return jnp.sum(output * draw(MAX_LENGTH, seed=5))
 
   grads = jax.jit(jax.grad(loss))(params)
-  if isinstance(module, SelfAttention):
+  if "queries_keys_values" in grads:
     # A bias of all keys moves every score of a query alike: no effect.
     bias = grads["queries_keys_values"]["bias"]
     np.testing.assert_allclose(bias[1], 0, atol=1e-4)

@@ -167,6 +167,6 @@ def _line_end(content, begin: int, end: int) -> int:
 def _between_characters(content, place: int) -> int:
   """The last place at or before `place` where a UTF-8 character begins."""
   for begin in range(place, max(0, place - 4), -1):
-    if content[begin] & 0xC0 != 0x80:
+    if begin == len(content) or content[begin] & 0xC0 != 0x80:
       return begin
   return place

@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from dpjax.data.corpora import SPLITS, Chunks, Corpus
+from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.text.tokens import Tokenizer, tokenizer_from_json, train_tokenizer
 
 FORMAT = 1
@@ -117,7 +117,7 @@ def open_prepared(folder: str | Path) -> Prepared:
   return Prepared(name, tokenizer, splits, counts)
 
 
-def count_text(chunks: Chunks) -> dict:
+def count_text(chunks: Iterable[str]) -> dict:
   r"""Counts a text that comes in parts.
 
   ["to b", "e\n"]  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
@@ -125,7 +125,7 @@ def count_text(chunks: Chunks) -> dict:
   sha256 = hashlib.sha256()
   characters = words = num_bytes = 0
   in_word = False
-  for chunk in chunks:
+  for chunk in filter(None, chunks):
     encoded = chunk.encode()
     sha256.update(encoded)
     characters += len(chunk)

@@ -1,4 +1,4 @@
-"""Text token by token, each from the window before it. B batch, T position, V vocabulary."""
+"""Text, each token from the window before it. B batch, T position, V vocabulary."""
 
 from collections.abc import Callable
 

@@ -23,7 +23,8 @@ def sample(
     temperature: at least 0; 0 takes the largest logit (the first of equals).
     top_k: only the k most likely tokens; 0 is all. Ties with the k-th stay.
     top_p: only the most likely tokens that together reach this probability, in (0, 1]
-      (nucleus sampling, Holtzman et al. 2020), counted after `top_k`.
+      (nucleus sampling, Holtzman et al. 2020), counted after `top_k`. Ties with the last
+      of them stay, too.
 
   Returns:
     [B], int32.

@@ -9,8 +9,8 @@ own; sums here are carried in float32.
 """
 
 import jax
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 
 
 def num_levels(max_length: int) -> int:
@@ -75,6 +75,8 @@ def shift_and_sum(
     ValueError: `gates` or `level_keep` does not match `values`, an array has
       the wrong kind of dtype, or the implementation is unknown.
   """
+  if level_keep is not None:
+    level_keep = jnp.asarray(level_keep)
   _check(values, gates, level_keep)
   if implementation is None:
     implementation = DEFAULT_IMPLEMENTATION
@@ -85,7 +87,7 @@ def shift_and_sum(
   if levels == 0 or values.size == 0:
     return values
   if level_keep is not None:
-    level_keep = jnp.asarray(level_keep)[:levels]
+    level_keep = level_keep[:levels]
   return _IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
 
 
@@ -99,10 +101,9 @@ def dispatch_matrix(
   where D_k is the diagonal matrix of gates[:, k] and S shifts by one position,
   so that shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. It
   is lower triangular with a diagonal of ones: the layer's counterpart of an
-  attention map. For T = 3 and gates a (k = 0) and b (k = 1),
+  attention map. For T = 3 and two levels with the gates a and b,
 
-    [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]] where a[1] a[2] is not added to
-    b[2], because level 0 reads what stood there before it.
+    [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
   Args:
     gates: [B, T, H, K], floats.
@@ -132,10 +133,9 @@ def _check(values, gates, level_keep):
     raise ValueError("gates: expected floats [B, T, H, K] with [B, T, H] = "
                      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
   if level_keep is not None:
-    shape, dtype = jnp.shape(level_keep), jnp.result_type(level_keep)
-    if shape != gates.shape[3:] or dtype != jnp.bool_:
+    if level_keep.shape != gates.shape[3:] or level_keep.dtype != jnp.bool_:
       raise ValueError(f"level_keep: expected booleans {gates.shape[3:]}, got "
-                       f"{dtype} {shape}")
+                       f"{level_keep.dtype} {level_keep.shape}")
 
 
 def _run_if(keep, level, v):
@@ -171,35 +171,24 @@ def _unrolled(values, gates, level_keep):
   return v_bthe.astype(values.dtype)
 
 
-def _past(v_bthe, shift):
-  """v[t - shift], zero where t < shift, for a traced shift."""
-  length = v_bthe.shape[1]
-  padded = jnp.pad(v_bthe, ((0, 0), (length, 0), (0, 0), (0, 0)))
-  return lax.dynamic_slice_in_dim(padded, length - shift, length, axis=1)
-
-
-def _future(v_bthe, shift):
-  """v[t + shift], zero where t + shift >= T, for a traced shift."""
-  length = v_bthe.shape[1]
-  padded = jnp.pad(v_bthe, ((0, 0), (0, length), (0, 0), (0, 0)))
-  return lax.dynamic_slice_in_dim(padded, shift, length, axis=1)
-
-
-def _levels(gates, level_keep):
-  """What a scan over the levels reads: c[K, B, T, H, 1], shifts, keep."""
-  c_kbth1 = jnp.moveaxis(gates.astype(jnp.float32), 3, 0)[..., None]
-  return c_kbth1, 2 ** jnp.arange(gates.shape[3]), level_keep
-
-
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
-  def level(v_bthe, x):
-    c_bth1, shift, keep = x
-    run = lambda v_bthe: v_bthe + c_bth1 * _past(v_bthe, shift)
-    return _run_if(keep, run, v_bthe), None
+  length = values.shape[1]
 
-  v_bthe = values.astype(jnp.float32)
-  v_bthe, _ = lax.scan(level, v_bthe, _levels(gates, level_keep))
+  def body(v_bthe, x):
+    c_bth, shift, keep = x
+
+    def level(v_bthe):
+      padded = jnp.pad(v_bthe, ((0, 0), (length, 0), (0, 0), (0, 0)))
+      past_bthe = lax.dynamic_slice_in_dim(padded, length - shift, length, axis=1)
+      return v_bthe + c_bth[..., None] * past_bthe
+
+    return _run_if(keep, level, v_bthe), None
+
+  c_kbth = jnp.moveaxis(gates.astype(jnp.float32), 3, 0)
+  shifts = 2 ** jnp.arange(gates.shape[3])
+  v_bthe, _ = lax.scan(
+      body, values.astype(jnp.float32), (c_kbth, shifts, level_keep))
   return v_bthe.astype(values.dtype)
 
 
@@ -210,43 +199,57 @@ def _recompute_forward(values, gates, level_keep):
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
   features, levels = values.shape[3], gates.shape[3]
-  # All levels of one block take about as much room as one level of all blocks.
+  keep = [None] * levels if level_keep is None else list(level_keep)
+  c_bth = [gates[..., k].astype(jnp.float32) for k in range(levels)]
+  # All levels of one block take the room of one level of all features.
   size = -(-features // levels)
-  blocks = -(-features // size)
-  spare = ((0, 0), (0, 0), (0, 0), (0, blocks * size - features))
-  values_bthe, grad_bthe = jnp.pad(values, spare), jnp.pad(grad, spare)
-  xs = _levels(gates, level_keep)
 
-  def forward(v_bthe, x):
-    c_bth1, shift, keep = x
-    run = lambda v_bthe: v_bthe + c_bth1 * _past(v_bthe, shift)
-    return _run_if(keep, run, v_bthe), v_bthe
-
-  def backward(g_bthe, x):
-    (c_bth1, shift, keep), v_bthe = x
-
-    def run(g_bthe, _):
-      dc_bth = (g_bthe * _past(v_bthe, shift)).sum(axis=3)
-      return g_bthe + _future(c_bth1 * g_bthe, shift), dc_bth
-
-    carry = (g_bthe, jnp.zeros_like(c_bth1[..., 0]))
-    return run(*carry) if keep is None else lax.cond(
-        keep, run, lambda *carry: carry, *carry)
+  def write(x, part, start):
+    if level_keep is not None:
+      return jnp.concatenate(
+          [x[:, :start], part, x[:, start + part.shape[1]:]], axis=1)
+    # With no branch between the levels XLA would fuse the concatenation into
+    # those that follow and compute each level once for every one of them.
+    return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
   def block(i, carry):
-    dv_bthe, dc_kbth = carry
-    cut = lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis=3)
-    _, v_kbthe = lax.scan(forward, cut(values_bthe).astype(jnp.float32), xs)
-    g_bthe, dc = lax.scan(backward, cut(grad_bthe).astype(jnp.float32),
-                          (xs, v_kbthe), reverse=True)
-    dv_bthe = lax.dynamic_update_slice_in_dim(
-        dv_bthe, g_bthe.astype(values.dtype), i * size, axis=3)
-    return dv_bthe, dc_kbth + dc
+    dv_bthe, dc_bth = carry[0], list(carry[1])
+    # The last block begins early where `size` does not divide the features:
+    # what it shares with the one before it must count once in the gates.
+    start = jnp.minimum(i * size, features - size)
+    fresh_e = (start + jnp.arange(size) >= i * size).astype(jnp.float32)
 
-  init = jnp.zeros_like(values_bthe), jnp.zeros_like(xs[0][..., 0])
-  dv_bthe, dc_kbth = lax.fori_loop(0, blocks, block, init)
-  dc_bthk = jnp.moveaxis(dc_kbth, 0, 3).astype(gates.dtype)
-  return dv_bthe[..., :features], dc_bthk, None
+    def cut(x_bthe):
+      x_bthe = lax.dynamic_slice_in_dim(x_bthe, start, size, axis=3)
+      return x_bthe.astype(jnp.float32)
+
+    v_bthe = [cut(values)]
+    for k in range(levels - 1):
+      def level(v_bthe, shift=2**k, c_bth=c_bth[k]):
+        more_bthe = c_bth[:, shift:, :, None] * v_bthe[:, :-shift]
+        return write(v_bthe, v_bthe[:, shift:] + more_bthe, shift)
+      v_bthe.append(_run_if(keep[k], level, v_bthe[k]))
+
+    g_bthe = cut(grad)
+    for k in reversed(range(levels)):
+      def level(g_dc, shift=2**k, c_bth=c_bth[k], v_bthe=v_bthe[k]):
+        g_bthe, dc_bth = g_dc
+        # A product with ones, as XLA's sum over the last axis is slow on CPU.
+        more_bth = jnp.einsum(
+            "bthe,e->bth", g_bthe[:, shift:] * v_bthe[:, :-shift], fresh_e,
+            precision="highest")
+        dc_bth = write(dc_bth, dc_bth[:, shift:] + more_bth, shift)
+        more_bthe = c_bth[:, shift:, :, None] * g_bthe[:, shift:]
+        return write(g_bthe, g_bthe[:, :-shift] + more_bthe, 0), dc_bth
+      g_bthe, dc_bth[k] = _run_if(keep[k], level, (g_bthe, dc_bth[k]))
+
+    dv_bthe = lax.dynamic_update_slice_in_dim(
+        dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
+    return dv_bthe, dc_bth
+
+  init = jnp.zeros_like(values), [jnp.zeros_like(c) for c in c_bth]
+  dv_bthe, dc_bth = lax.fori_loop(0, -(-features // size), block, init)
+  return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
 
 
 _recompute.defvjp(_recompute_forward, _recompute_backward)

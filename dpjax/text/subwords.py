@@ -1,6 +1,7 @@
 """SentencePiece and byte-level BPE: subwords that keep the whole text."""
 
 import base64
+import io
 import itertools
 import json
 import re
@@ -67,8 +68,6 @@ class SentencePiece(Tokenizer):
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
     """Learns `vocab_size` pieces; bytes, three marks and the line end are of them."""
-    import io
-
     import sentencepiece
 
     model = io.BytesIO()
@@ -176,8 +175,8 @@ class BytePairs(Tokenizer):
       vocabulary = merges.with_name(merges.name[:-len("merges.txt")] + "vocab.json")
       read_file(merges)
       read_file(vocabulary)
-      return cls(_byte_level(library_call(models.BPE.from_file, str(vocabulary),
-                                     str(merges))))
+      model = library_call(models.BPE.from_file, str(vocabulary), str(merges))
+      return cls(_byte_level(model))
     except ValueError as error:
       if str(error).startswith("data."):
         raise

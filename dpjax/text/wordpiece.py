@@ -118,6 +118,21 @@ def _bert(vocabulary: dict[str, int]):
 
 
 def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
+  marks = ["[UNK]", "<eos>"]
+  alphabet = _learn_pieces(chunks, 0, lower, marks)
+  if len(alphabet) > vocab_size:
+    raise size_error(f"at least {len(alphabet)} for the characters of this text",
+                     vocab_size)
+  # The trainer numbers the characters within words in a random order, by which it then
+  # breaks ties between merges; given as marks, they have the same numbers every time.
+  marks += sorted(piece for piece in alphabet if len(piece) == 3 and piece[:2] == "##")
+  return _bert(_learn_pieces(chunks, vocab_size, lower, marks))
+
+
+def _learn_pieces(
+  chunks: Iterable[str], vocab_size: int, lower: bool, marks: list[str]
+) -> dict[str, int]:
+  """Raw pieces: the marks, the characters of a text, merges up to `vocab_size`."""
   from tokenizers import trainers
 
   raw = _bert({})
@@ -125,15 +140,12 @@ def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
     vocab_size=vocab_size,
     min_frequency=2,
     limit_alphabet=1000,
-    special_tokens=["[UNK]", "<eos>"],
+    special_tokens=marks,
     show_progress=False,
   )
   lines = (_lower(line, lower) for chunk in chunks for line in cut_lines(chunk, 2**14))
   raw.train_from_iterator(lines, trainer)
-  if raw.get_vocab_size() > vocab_size:
-    raise size_error(f"at least {raw.get_vocab_size()} for the characters of this text",
-                     vocab_size)
-  return raw
+  return raw.get_vocab()
 
 
 def _read_pieces(file: str) -> dict[str, int]:

@@ -1,7 +1,10 @@
 """What a run can be taken up from: written whole or not at all, and checked when read."""
 
+import contextlib
 import dataclasses
+import gc
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,11 +140,10 @@ class Checkpoints:
     if step is not None and step not in known:
       raise ValueError(f"step: expected one of {known}, got {step}")
     best = self.best_step()
-    if step is None and best is None:
-      step = known[-1]
-    tries = [(best, self._best)] if step in (None, best) else []
-    others = known[::-1] if step is None else [step]
-    tries += [(each, self._last) for each in others if each in self._last.all_steps()]
+    wanted = known[::-1] if step is None else [step]
+    tries = [(each, self._last) for each in wanted if each in self._last.all_steps()]
+    if best is not None and step in (None, best):
+      tries.insert(0, (best, self._best))
     found, damaged = self._first_readable(tries, abstract)
     if found is None:
       raise ValueError(
@@ -163,17 +165,18 @@ class Checkpoints:
   def _first_readable(self, tries, abstract: TrainState):
     damaged = []
     for step, manager in tries:
-      try:
-        return _read(manager, step, abstract), damaged
-      except _LaterFormatError:
-        raise
-      # Damage shows as any of a dozen types, a bare Exception among them.
-      except Exception as error:
-        damaged.append((step, manager))
-        reason = str(error).split("\n")[0][:200]
-        _log.warning(
-          "The checkpoint of step %d is damaged (%s); trying the one before.", step, reason
-        )
+      with _silent_coroutines():
+        try:
+          return _read(manager, step, abstract), damaged
+        except _LaterFormatError:
+          raise
+        # Damage shows as any of a dozen types, a bare Exception among them.
+        except Exception as error:
+          reason = str(error).split("\n")[0][:200]
+      damaged.append((step, manager))
+      _log.warning(
+        "The checkpoint of step %d is damaged (%s); trying the one before.", step, reason
+      )
     return None, damaged
 
   def _set_aside(self, step: int, manager: ocp.CheckpointManager) -> None:
@@ -207,6 +210,18 @@ def _fingerprints(tree) -> list[jax.Array]:
     return jnp.sum(words * places, dtype=jnp.uint32)
 
   return [of_array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@contextlib.contextmanager
+def _silent_coroutines():
+  """Orbax abandons coroutines where a file is damaged, each with a page of its state."""
+  hook = sys.unraisablehook
+  sys.unraisablehook = lambda _: None
+  try:
+    yield
+    gc.collect()
+  finally:
+    sys.unraisablehook = hook
 
 
 class _LaterFormatError(ValueError):

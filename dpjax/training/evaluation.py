@@ -48,7 +48,8 @@ def evaluate(
   """
   rows = sharding.process_rows(batches.batch_size)
   pending, nats = None, 0.0
-  for index in tqdm(range(len(batches)), "evaluating", leave=False, disable=not progress):
+  hidden = None if progress else True  # None: hidden where there is no terminal
+  for index in tqdm(range(len(batches)), "evaluating", leave=False, disable=hidden):
     batch = sharding.put_batch(batches.batch(index, rows), mesh)
     # One sum is read while the next is computed; in float64, so that it stays exact.
     pending, done = eval_step(params, batch), pending

@@ -10,8 +10,8 @@ def learning_rate(
 
     k < warmup_steps:  peak * k / warmup_steps
     "constant":        peak, ever after
-    "cosine":          peak * (1 + cos(pi (k - warmup_steps) / (num_steps - warmup_steps))) / 2,
-                       and 0 from num_steps on
+    "cosine":          peak * (1 + cos(pi x)) / 2, and 0 from num_steps on, with
+                       x = (k - warmup_steps) / (num_steps - warmup_steps)
 
   Args:
     schedule: "constant" or "cosine".

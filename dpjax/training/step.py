@@ -101,7 +101,7 @@ def train_step(
     ((nats, count), grads), _ = jax.lax.scan(add_part, zeros, (parts, keys))
   grads = jax.tree.map(lambda g: g / count, grads)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  metrics = {"loss": nats / count, "grad_norm": optax.global_norm(grads)}
+  metrics = {"loss": nats / count, "grad_norm": optax.tree.norm(grads)}
   params = optax.apply_updates(state.params, updates)
   return TrainState(state.step + 1, params, opt_state, state.key), metrics
 

@@ -1,0 +1,148 @@
+import builtins
+import sys
+
+import pytest
+
+from dpjax.data import corpora
+from dpjax.data.corpora import load_corpus
+
+SPLITS = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
+
+
+def write(folder, splits):
+  for split, text in splits.items():
+    (folder / f"{split}.txt").write_bytes(text.encode())
+  return folder
+
+
+def joined(corpus):
+  return {split: "".join(chunks) for split, chunks in corpus.splits.items()}
+
+
+@pytest.mark.parametrize("valid", ["valid", "validation"])
+def test_folder(tmp_path, valid):
+  write(tmp_path, SPLITS)
+  (tmp_path / "valid.txt").rename(tmp_path / f"{valid}.txt")
+  corpus = load_corpus("ignored", tmp_path)
+  assert joined(corpus) == SPLITS
+  assert joined(corpus) == SPLITS  # again
+  assert corpus.name == tmp_path.name
+  assert {split: len(chunks) for split, chunks in corpus.splits.items()} == {
+    "train": 8, "valid": 3, "test": 2}
+
+
+def test_file_is_cut_at_line_ends_in_order(tmp_path):
+  lines = [f"line {i} \u00e9\r\n" for i in range(101)]
+  path = tmp_path / "lines.txt"
+  path.write_bytes("".join(lines).encode())
+  splits = joined(load_corpus(path=str(path), split_fractions=(0.7, 0.2, 0.1)))
+  assert "".join(splits.values()) == "".join(lines)
+  assert all(text.endswith("\n") for text in splits.values())
+  sizes = [len(text) / len("".join(lines)) for text in splits.values()]
+  assert sizes == pytest.approx([0.7, 0.2, 0.1], abs=0.02)
+
+
+def test_file_of_one_line_is_cut_exactly(tmp_path):
+  path = tmp_path / "text8"
+  path.write_bytes(b"word " * 205)
+  splits = joined(load_corpus(path=path))
+  # Valid and test are rounded down, train takes the rest.
+  assert [len(splits[split]) for split in corpora.SPLITS] == [923, 51, 51]
+
+
+def test_file_is_cut_between_characters(tmp_path):
+  path = tmp_path / "emoji.txt"
+  path.write_bytes(("\N{GRINNING FACE}" * 53).encode())
+  assert "".join(joined(load_corpus(path=path)).values()) == "\N{GRINNING FACE}" * 53
+
+
+@pytest.mark.parametrize("text, ends", [
+  ("one line\n" * 97, "\n"), ("two \u00e9\n\n" * 97, "\n"), ("\u00e9 " * 307, "\u00e9"),
+  ("\N{GRINNING FACE}" * 101, "\N{GRINNING FACE}"),
+])
+def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 61)
+  write(tmp_path, {**SPLITS, "train": text})
+  parts = list(load_corpus(path=tmp_path).splits["train"])
+  assert "".join(parts) == text
+  assert len(parts) > 5 and max(len(part.encode()) for part in parts) <= 61
+  assert all(part.endswith(ends) for part in parts[:-1])
+
+
+def test_not_utf_8(tmp_path, monkeypatch):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 7)
+  write(tmp_path, SPLITS)
+  (tmp_path / "valid.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+  corpus = load_corpus(path=tmp_path)
+  with pytest.raises(ValueError, match="data.path: .* 0xe9 at offset 11 of .*valid.txt"):
+    list(corpus.splits["valid"])
+
+
+def test_missing(tmp_path):
+  with pytest.raises(ValueError, match="^data.path: .*nothing.txt .No such file"):
+    load_corpus(path=tmp_path / "nothing.txt")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_folder_that_lacks_a_split(tmp_path, split):
+  write(tmp_path, SPLITS)
+  (tmp_path / f"{split}.txt").unlink()
+  with pytest.raises(ValueError, match=f"^data.path: expected {split}.txt"):
+    load_corpus(path=tmp_path)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_empty_split(tmp_path, split):
+  write(tmp_path, {**SPLITS, split: ""})
+  with pytest.raises(ValueError, match=f"^data.path: .*empty file .*{split}.txt"):
+    load_corpus(path=tmp_path)
+
+
+def test_empty_and_tiny_file(tmp_path):
+  path = tmp_path / "text.txt"
+  path.write_bytes(b"")
+  with pytest.raises(ValueError, match="^data.path: .*empty file"):
+    load_corpus(path=path)
+  path.write_bytes(b"abcdefg")
+  with pytest.raises(ValueError, match="^data.path: .*three splits, got 7 bytes"):
+    load_corpus(path=path)
+
+
+def test_no_permission(tmp_path, monkeypatch):
+  def refuse(path, *arguments, **settings):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  path = write(tmp_path, SPLITS) / "train.txt"
+  monkeypatch.setattr("pathlib.Path.open", refuse)
+  with pytest.raises(ValueError, match="^data.path: .*train.txt .Permission denied"):
+    load_corpus(path=path)
+  with pytest.raises(ValueError, match="^data.path: .*train.txt .Permission denied"):
+    load_corpus(path=tmp_path)
+
+
+def test_unknown_name():
+  with pytest.raises(ValueError, match="^data.name: .*the nearest is python_manual"):
+    load_corpus("python_manuel")
+
+
+def test_python_manual():
+  pytest.importorskip("pydoc_data.topics")
+  splits = joined(load_corpus("python_manual"))
+  text = "".join(splits.values())
+  assert "The \"assert\" statement" in text
+  assert len(text) > 4 * 10**5
+  assert len(splits["train"]) / len(text) == pytest.approx(0.9, abs=0.01)
+
+
+def test_python_without_its_manual(monkeypatch):
+  real = builtins.__import__
+
+  def without(name, *arguments, **settings):
+    if name.startswith("pydoc_data"):
+      raise ImportError(name)
+    return real(name, *arguments, **settings)
+
+  monkeypatch.delitem(sys.modules, "pydoc_data.topics", raising=False)
+  monkeypatch.setattr(builtins, "__import__", without)
+  with pytest.raises(ValueError, match="libpython3-stdlib.*data.path"):
+    load_corpus("python_manual")

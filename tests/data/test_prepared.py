@@ -1,0 +1,155 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from dpjax.data import corpora, prepared
+from dpjax.data.corpora import load_corpus
+from dpjax.data.prepared import count_text, open_prepared, prepare
+
+SPLITS = {
+  "train": "one  two\r\nthree\u2003four \u00e9\n\n five" * 31,
+  "valid": "one two\r\n\r\nthree",
+  "test": " \nfour\n",
+}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  for split, text in SPLITS.items():
+    (folder / f"{split}.txt").write_bytes(text.encode())
+  return load_corpus(path=folder)
+
+
+@pytest.mark.parametrize("chunk_bytes", [11, 2**20])
+@pytest.mark.parametrize("kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263),
+                                        ("sentencepiece_bpe", 283)])
+def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind,
+                                      size):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
+  data = prepare(corpus, tmp_path / "data", kind, vocab_size=size)
+  for split, text in SPLITS.items():
+    tokens = data.splits[split]
+    assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
+    assert data.tokenizer.decode(tokens) == text
+    assert data.counts[split] == {
+      "tokens": len(tokens),
+      "characters": len(text),
+      "words": len(text.split()) + text.count("\n"),
+      "bytes": len(text.encode()),
+      "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+  assert data.name == "texts"
+  assert not (tmp_path / "data.partial").exists()
+
+
+def test_counts_do_not_depend_on_the_parts():
+  text = "a bc\n\n  de\tf\u00e9 \u2003g\r\nh i"
+  whole = count_text([text])
+  assert whole["words"] == 7 + 3
+  for first in range(len(text)):
+    for second in range(first, len(text)):
+      parts = [text[:first], text[first:second], text[second:]]
+      assert count_text(parts) == whole
+
+
+def test_opened_again(tmp_path, corpus):
+  written = prepare(corpus, tmp_path / "data", "characters")
+  read = open_prepared(tmp_path / "data")
+  assert read.counts == written.counts and read.name == written.name
+  assert read.tokenizer.to_json() == written.tokenizer.to_json()
+  for split in SPLITS:
+    np.testing.assert_array_equal(read.splits[split], written.splits[split])
+    assert not read.splits[split].flags.writeable
+
+
+@pytest.mark.parametrize("extra, dtype", [(0, np.uint16), (1, np.int32)])
+def test_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dtype):
+  class Wide(prepared.Tokenizer):
+    kind, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
+    decode = from_fields = fields = None
+
+    def encode(self, text):
+      return np.full(len(text), self.vocab_size - 1, np.int32)
+
+    def to_json(self):
+      return '{"format": 1, "kind": "bytes"}'
+
+  monkeypatch.setattr(prepared, "train_tokenizer", lambda kind, chunks: Wide())
+  data = prepare(corpus, tmp_path / "data", "characters")
+  assert data.splits["test"].dtype == dtype
+  assert set(data.splits["test"].tolist()) == {2**16 + extra - 1}
+
+
+def test_what_a_kill_left_is_replaced(tmp_path, corpus):
+  partial = tmp_path / "data.partial"
+  partial.mkdir()
+  (partial / "train.bin").write_bytes(b"half")
+  (partial / "other").write_bytes(b"")
+  prepare(corpus, tmp_path / "data", "bytes")
+  assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+    "data.json", "test.bin", "tokenizer.json", "train.bin", "valid.bin"]
+  assert not partial.exists()
+
+
+def test_an_earlier_folder_is_replaced(tmp_path, corpus):
+  prepare(corpus, tmp_path / "data", "bytes")
+  data = prepare(corpus, tmp_path / "data", "characters")
+  assert data.tokenizer.kind == "characters"
+
+
+def test_nothing_is_left_of_an_error(tmp_path, monkeypatch, corpus):
+  monkeypatch.setattr(prepared, "_write_text", lambda path, text: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    prepare(corpus, tmp_path / "data", "bytes")
+  assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_text_that_is_not_utf_8_is_named(tmp_path, corpus):
+  (tmp_path / "texts" / "test.txt").write_bytes(b"caf\xe9")
+  corpus = load_corpus(path=tmp_path / "texts")
+  for kind in ("characters", "sentencepiece_bpe"):
+    with pytest.raises(ValueError, match="data.path: .*offset 3 of .*test.txt"):
+      prepare(corpus, tmp_path / "data", kind, vocab_size=300)
+
+
+def test_split_without_tokens(tmp_path, corpus):
+  (tmp_path / "texts" / "valid.txt").write_bytes(b"   ")
+  (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
+  corpus = load_corpus(path=tmp_path / "texts")
+  with pytest.raises(ValueError, match="data.path: .*none in the valid split"):
+    prepare(corpus, tmp_path / "data", "wordpiece", file=str(tmp_path / "vocab.txt"))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "tokenizer.json", "data.json"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_damage_is_named(tmp_path, corpus, name, damage):
+  prepare(corpus, tmp_path / "data", "characters")
+  file = tmp_path / "data" / name
+  content = file.read_bytes()
+  file.unlink()
+  if damage == "short":
+    file.write_bytes(content[:-1])
+  with pytest.raises(ValueError, match=f"{name}: expected"):
+    open_prepared(tmp_path / "data")
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bits"}, {"splits": []}, {"format": None},
+                                    {"splits": {"train": {"tokens": 3}}}])
+def test_damaged_counts(tmp_path, corpus, change):
+  prepare(corpus, tmp_path / "data", "characters")
+  file = tmp_path / "data" / "data.json"
+  file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+  with pytest.raises(ValueError, match="data.json: expected the counts"):
+    open_prepared(tmp_path / "data")
+
+
+def test_later_format(tmp_path, corpus):
+  prepare(corpus, tmp_path / "data", "characters")
+  file = tmp_path / "data" / "data.json"
+  file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+  with pytest.raises(ValueError, match="data.json: expected a format up to 1, got 2"):
+    open_prepared(tmp_path / "data")

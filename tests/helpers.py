@@ -1,0 +1,71 @@
+"""What several tests of whole runs need: a small text and a small configuration."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from dpjax import config as config_lib
+
+ROOT = Path(__file__).parents[1]
+WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
+
+
+def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
+  """Lines of random words: text with a little to learn, the same everywhere."""
+  draw = np.random.default_rng(seed)
+  lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
+  path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+  return path
+
+
+def small_config(text: Path, **train):
+  """A Dispatcher that takes a second to compile, on the text."""
+  config = config_lib.default()
+  config.data.path = str(text)
+  config.model.update(
+    dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
+  )
+  config.model.update(dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1))
+  config.train.update(
+    dict(batch_size=8, num_steps=12, num_epochs=0.0, learning_rate=3e-3,
+         eval_every_steps=6, eval_every_epochs=0.0, log_every_steps=2,
+         checkpoint_every_steps=4)
+  )
+  config.train.update(train)
+  config.eval.batch_size = 8
+  return config
+
+
+def overrides(config) -> list[str]:
+  """The flags that make configs/quickstart.py the given configuration."""
+  flags = []
+  for section in ("model", "data", "train", "eval", "sample"):
+    for key, value in config[section].items():
+      if isinstance(value, tuple):
+        value = f"({','.join(map(str, value))},)"
+      if isinstance(value, bool):
+        flags.append(f"--{'' if value else 'no'}config.{section}.{key}")
+      else:
+        flags.append(f"--config.{section}.{key}={value}")
+  return [f"--config={ROOT / 'configs/quickstart.py'}", *flags]
+
+
+def environment(**changes) -> dict[str, str]:
+  """Of a script: one CPU device, unless XLA_FLAGS says otherwise."""
+  names = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+  return {**os.environ, **names, **changes}
+
+
+def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess:
+  """Runs a script to its end, and gives what it printed."""
+  return subprocess.run(
+    [sys.executable, str(ROOT / name), *arguments],
+    env=environment(**changes),
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )

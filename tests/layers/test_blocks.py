@@ -1,0 +1,102 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from dpjax.layers import blocks
+from tests.reference import transformer
+
+BATCH, LENGTH, WIDTH, HIDDEN = 2, 5, 6, 11
+
+
+class Mixer(nn.Module):
+  """A running sum over the positions: with no parameters and easy to compute."""
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True):
+    return jnp.cumsum(inputs, axis=1)
+
+
+def draw(shape, seed=0, scale=1.0):
+  normal = np.random.default_rng(seed).standard_normal(shape)
+  return jnp.asarray(scale * normal, jnp.float32)
+
+
+def make(**settings):
+  """A block and normal parameters in the place of the initial ones."""
+  block = blocks.Block(lambda name: Mixer(name=name), HIDDEN, **settings)
+  shapes = jax.eval_shape(block.init, jax.random.key(0), draw((BATCH, LENGTH, WIDTH)))
+  leaves, tree = jax.tree.flatten(shapes["params"])
+  return block, jax.tree.unflatten(tree, [draw(x.shape, i) for i, x in enumerate(leaves)])
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_block(norm, activation):
+  block, params = make(norm=norm, activation=activation)
+  inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
+  exact_params = jax.tree.map(np.float64, params)
+  expected = transformer.block(
+    np.float64(inputs), exact_params, lambda x: np.cumsum(x, axis=1), norm, activation
+  )
+  output = block.apply({"params": params}, inputs)
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gelu_is_by_erf():
+  x = np.float32([-2, -0.5, 0, 0.5, 2])
+  expected = [-0.04550026, -0.15426877, 0, 0.34573123, 1.9544997]
+  # The approximation by tanh is off by 1e-4 at 0.5, and by 1e-3 at 2.
+  np.testing.assert_allclose(blocks.ACTIVATIONS["gelu"](x), expected, atol=2e-7)
+
+
+def test_the_epsilon_of_layer_norm_shows_where_the_variance_is_small():
+  norm = blocks.layer_norm(jnp.float32, "norm")
+  x = draw((3, WIDTH), scale=1e-3)
+  params = {"scale": draw((WIDTH,), 1), "bias": draw((WIDTH,), 2)}
+  output = norm.apply({"params": params}, x)
+  exact_params = jax.tree.map(np.float64, params)
+  expected = transformer.layer_norm(np.float64(x), exact_params)
+  np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", ["dropout", "hidden_dropout"])
+def test_dropout(rate):
+  block, params = make(**{rate: 0.5})
+  exact, _ = make()
+  inputs = draw((BATCH, LENGTH, WIDTH))
+
+  @jax.jit
+  def train(seed):
+    rngs = {"dropout": jax.random.key(seed)}
+    return block.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
+
+  still = block.apply({"params": params}, inputs)
+  np.testing.assert_array_equal(still, exact.apply({"params": params}, inputs))
+  np.testing.assert_array_equal(train(3), train(3))
+  assert not np.allclose(train(3), train(4), atol=1e-2)
+  assert not np.allclose(train(3), still, atol=1e-2)
+
+
+def test_each_branch_drops_features_of_its_own_before_they_are_added():
+  # Biases of the network's output alone: each branch is a known constant, or dropped.
+  block, params = make(norm="pre", dropout=0.5)
+  params = jax.tree.map(jnp.zeros_like, params)
+  params["mixer_norm"]["bias"] = jnp.ones(WIDTH)
+  params["feed_forward"]["out"]["bias"] = jnp.full(WIDTH, 100.0)
+  rngs = {"dropout": jax.random.key(0)}
+  inputs = jnp.zeros((2, 1, WIDTH))
+  output = block.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
+  # Kept values grow by 1 / (1 - 0.5).
+  assert {*np.unique(output)} == {0.0, 2.0, 200.0, 202.0}
+
+
+# Flax's LayerNorm mixes the two dtypes itself.
+@jax.numpy_dtype_promotion("standard")
+def test_bfloat16_keeps_float32_parameters():
+  block = blocks.Block(lambda name: Mixer(name=name), HIDDEN, dtype=jnp.bfloat16)
+  inputs = draw((BATCH, LENGTH, WIDTH)).astype(jnp.bfloat16)
+  output, variables = block.init_with_output(jax.random.key(0), inputs)
+  assert output.dtype == jnp.bfloat16
+  assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}

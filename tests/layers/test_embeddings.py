@@ -1,0 +1,77 @@
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax.layers import embeddings
+from tests.reference import transformer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+VOCAB, WIDTH, MAX_LENGTH = 11, 6, 7
+TOKENS = np.array([[3, 10, 0, 3, 7], [5, 1, 2, 8, 4]])
+
+
+def apply(positions="sinusoidal", tokens=TOKENS, **settings):
+  layer = embeddings.TokenAndPosition(VOCAB, WIDTH, MAX_LENGTH, positions, **settings)
+  output, variables = layer.init_with_output(jax.random.key(0), tokens)
+  return output, variables["params"]
+
+
+@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
+def test_sinusoidal_positions(length, width):
+  table = embeddings.sinusoidal_positions(length, width)
+  assert table.dtype == np.float32
+  np.testing.assert_allclose(table, transformer.positions(length, width), atol=1e-6)
+
+
+def test_sinusoidal_positions_are_the_authors():
+  with np.load(GOLDEN / "A_dispatcher_nhead1_L16.npz") as golden:
+    expected = golden["buf/pos_encoder.pe"][:, 0]
+  np.testing.assert_allclose(
+    embeddings.sinusoidal_positions(16, 16), expected, rtol=0, atol=1e-6
+  )
+
+
+def test_tokens_are_scaled_and_sinusoidal_positions_are_not():
+  output, params = apply()
+  table = params["tokens"]["embedding"]
+  expected = table[TOKENS] * np.sqrt(6) + transformer.positions(5, WIDTH)[None]
+  np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
+  assert params.keys() == {"tokens"}
+
+
+def test_tokens_and_learned_positions_are_both_scaled():
+  output, params = apply("learned")
+  table, places = params["tokens"]["embedding"], params["positions"]
+  assert places.shape == (MAX_LENGTH, WIDTH) and places.dtype == jnp.float32
+  expected = np.sqrt(6) * (table[TOKENS] + places[:5][None])
+  np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_refusals(positions):
+  with pytest.raises(ValueError, match=r"max_length = 7, got the shape \(2, 8\)"):
+    apply(positions, tokens=np.zeros((2, 8), np.int32))
+  with pytest.raises(ValueError, match=r"expected \[B, T\].*\(3,\)"):
+    apply(positions, tokens=np.zeros(3, np.int32))
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_bfloat16(positions):
+  expected, _ = apply(positions)
+  output, params = apply(positions, dtype=jnp.bfloat16)
+  assert output.dtype == jnp.bfloat16
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  np.testing.assert_allclose(output.astype(jnp.float32), expected, rtol=0, atol=0.02)
+
+
+def test_dropout_is_of_the_sum():
+  layer = embeddings.TokenAndPosition(VOCAB, WIDTH, MAX_LENGTH, dropout=0.5)
+  expected, params = apply()
+  rngs = {"dropout": jax.random.key(1)}
+  output = layer.apply({"params": params}, TOKENS, deterministic=False, rngs=rngs)
+  is_kept = np.asarray(output != 0)
+  assert 10 < is_kept.sum() < 50
+  np.testing.assert_allclose(output[is_kept], 2 * expected[is_kept], rtol=1e-6)

@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+
+
+def settings(**changes):
+  model = config_lib.default_model()
+  model.update(dict(vocab_size=11, width=6, feed_forward_width=10, max_length=13))
+  model.update(changes)
+  return model
+
+
+def init_shapes(model):
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+
+# The sizes of the paper (Sec. 3.3): width and feed-forward network 512, 6 layers, 512
+# tokens; vocabularies are the types of the train split and 3 special tokens.
+@pytest.mark.parametrize(
+  "mixer, vocab_size, expected, in_millions",
+  [
+    ("dispatcher", 20_044, 26_882_636, 26.9),
+    ("attention", 20_044, 30_013_004, 30.0),
+    ("dispatcher", 8_558, 15_109_486, 15.1),
+    ("attention", 8_558, 18_239_854, 18.2),
+  ],
+)
+def test_parameter_counts(mixer, vocab_size, expected, in_millions):
+  model = config_lib.default_model()
+  model.update(mixer=mixer, vocab_size=vocab_size)
+  leaves = jax.tree.leaves(init_shapes(dpjax.build_model(model)))
+  assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+  assert sum(leaf.size for leaf in leaves) == expected
+  assert round(expected / 1e6, 1) == in_millions
+  width, levels = 512, 9
+  mix = 2 * width**2 + levels * width
+  if mixer == "attention":
+    mix = 4 * width**2 + 4 * width
+  feed_forward_and_norms = 2 * width**2 + 2 * width + 4 * width
+  tables = (2 * width + 1) * vocab_size
+  assert expected == tables + 6 * (mix + feed_forward_and_norms)
+
+
+@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+def test_every_setting_arrives(mixer):
+  model = dpjax.build_model(
+    settings(
+      mixer=mixer, num_layers=3, num_heads=2, num_levels=2, norm="pre",
+      positions="learned", activation="gelu", dropout=0.1, hidden_dropout=0.2,
+      mixer_dropout=0.3, implementation="loop", scan_layers=False, remat=True,
+      dtype="bfloat16",
+    )
+  )
+  names = ("vocab_size", "width", "num_layers", "max_length", "positions", "dropout",
+           "final_norm", "scan_layers", "remat", "dtype")
+  assert [getattr(model, name) for name in names] == [
+    11, 6, 3, 13, "learned", 0.1, True, False, True, jnp.bfloat16
+  ]
+  block = model.make_block()
+  names = ("hidden_width", "norm", "activation", "dropout", "hidden_dropout", "dtype")
+  assert [getattr(block, name) for name in names] == [
+    10, "pre", "gelu", 0.1, 0.2, jnp.bfloat16
+  ]
+  layer = block.make_mixer()
+  assert (layer.num_heads, layer.max_length, layer.dtype) == (2, 13, jnp.bfloat16)
+  if mixer == "attention":
+    assert layer.dropout == 0.3
+  else:
+    assert (layer.num_levels, layer.level_dropout) == (2, 0.3)
+    assert layer.implementation == "loop"
+
+
+def test_what_is_left_open_is_the_best_and_the_longest():
+  layer = dpjax.build_model(settings()).make_block().make_mixer()
+  assert layer.implementation is None and layer.num_levels is None
+  shapes = init_shapes(dpjax.build_model(settings()))
+  assert shapes["layers"]["mixer"]["gates"]["kernel"].shape == (6, 6, 4)
+
+
+def test_takes_any_mapping():
+  assert dpjax.build_model(settings().to_dict()) is not None
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(vocab_size=0), "model.vocab_size: expected the tokenizer's size, got 0"),
+    (dict(mixer="dispacher"), "model.mixer: expected .*did you mean dispatcher"),
+    (dict(num_heads=4), "model.num_heads: expected a divisor of model.width = 6, got 4"),
+    (dict(dropout=1.0), "model.dropout: expected a probability"),
+    (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
+  ],
+)
+def test_refusals(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dpjax.build_model(settings(**changes))
+
+
+def test_unknown_and_missing_keys_are_refused():
+  model = settings().to_dict()
+  with pytest.raises(ValueError, match="model.num_layer: .*nearest.* model.num_layers"):
+    dpjax.build_model(model | {"num_layer": 3})
+  del model["norm"]
+  with pytest.raises(ValueError, match="model.norm: expected a value"):
+    dpjax.build_model(model)

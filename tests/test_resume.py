@@ -1,0 +1,147 @@
+"""Runs that are killed, and runs of several processes: what they leave is one result."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import chex
+import numpy as np
+import pytest
+
+import dpjax
+from tests import helpers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def start(config, workdir, *arguments, **changes) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, str(helpers.ROOT / "train.py"), *helpers.overrides(config),
+     f"--workdir={workdir}", *arguments],
+    env=helpers.environment(**changes),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> str:
+  """Waits for the end of a script, or ends it; gives what it printed."""
+  try:
+    return process.communicate(timeout=seconds)[0]
+  finally:
+    process.kill()
+
+
+def last_step(workdir) -> int:
+  path = workdir / "metrics.jsonl"
+  lines = path.read_text().splitlines() if path.exists() else []
+  steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+  return steps[-1] if steps else 0
+
+
+def is_saving(workdir) -> bool:
+  return any(workdir.glob("checkpoints/*/*orbax-checkpoint-tmp*"))
+
+
+def kill_when(process, is_time) -> None:
+  """SIGKILL at the moment that `is_time` says, or none if the run ends before."""
+  while process.poll() is None and not is_time():
+    time.sleep(0.001)
+  process.kill()
+  process.communicate()
+
+
+def params_of(workdir, step):
+  return dpjax.load(workdir, step).params
+
+
+def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
+  seed = random.SystemRandom().randrange(2**32)
+  print(f"seed {seed}")
+  draw = random.Random(seed)
+  # Wide enough that writing a checkpoint takes a while.
+  config = helpers.small_config(
+    text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1
+  )
+  config.model.update(dict(width=96, feed_forward_width=384))
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  printed = finish(start(config, whole))
+  assert "The test split" in printed
+
+  def after_steps(number):
+    wait = draw.uniform(0, 0.05)
+
+    def is_time():
+      if last_step(killed) < number:
+        return False
+      time.sleep(wait)
+      return True
+
+    return is_time
+
+  begin = time.monotonic()
+  delay = draw.uniform(0.5, 5)
+  kill_when(start(config, killed), lambda: time.monotonic() > begin + delay)
+  was_saving = False
+  for number in sorted(draw.sample(range(5, 55), 3)):
+    kill_when(start(config, killed), after_steps(number))
+  process = start(config, killed)
+  begin = last_step(killed)
+  kill_when(process, lambda: last_step(killed) > begin and is_saving(killed))
+  was_saving = is_saving(killed)
+  assert was_saving, "expected the kill to fall inside a save"
+  printed = finish(start(config, killed))
+  assert "The test split" in printed, printed
+  chex.assert_trees_all_equal(params_of(killed, 60), params_of(whole, 60))
+  one, other = dpjax.load(whole), dpjax.load(killed)
+  assert one.step == other.step
+  chex.assert_trees_all_equal(one.params, other.params)
+
+
+def test_sigterm_saves_and_exits_with_0(text, tmp_path):
+  config = helpers.small_config(
+    text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
+  )
+  process = start(config, tmp_path)
+  while process.poll() is None and last_step(tmp_path) < 3:
+    time.sleep(0.01)
+  process.send_signal(signal.SIGTERM)
+  printed = finish(process, 60)
+  assert process.returncode == 0
+  assert "which is saved. The same command goes on from there." in printed
+  assert dpjax.load(tmp_path).step >= 3
+
+
+def test_two_processes_train_as_one(text, tmp_path):
+  config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  processes = [
+    start(
+      config, tmp_path / "two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
+      f"--process_id={number}", NPROC="4",
+    )
+    for number in range(2)
+  ]
+  printed = [finish(process, 200) for process in processes]
+  assert [process.returncode for process in processes] == [0, 0], printed
+  assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
+  printed = finish(start(config, tmp_path / "one"))
+  assert "The test split" in printed
+  chex.assert_trees_all_close(
+    params_of(tmp_path / "two", 10), params_of(tmp_path / "one", 10), atol=1e-5
+  )
+  one, two = (dpjax.load(tmp_path / name) for name in ("one", "two"))
+  text_two = two.score("the cat sat on a mat")["nats_per_token"]
+  assert np.isclose(one.score("the cat sat on a mat")["nats_per_token"], text_two, rtol=1e-4)

@@ -1,0 +1,223 @@
+"""Whole runs, in this process: train, stop, go on, score, generate."""
+
+import json
+import math
+import signal
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import workdir as workdir_lib
+from dpjax.training import loop
+from tests import helpers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+  """Optax raises floats to the power of its integer count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+  """A run of 12 steps that was never stopped, and its test scores."""
+  workdir = tmp_path_factory.mktemp("finished")
+  run, scores = dpjax.train(helpers.small_config(text), workdir)
+  return workdir, run, scores
+
+
+def reports(workdir, split):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [line for line in map(json.loads, lines) if line["split"] == split]
+
+
+def test_training_learns_reports_and_scores(finished):
+  workdir, run, scores = finished
+  train, valid = reports(workdir, "train"), reports(workdir, "valid")
+  assert [line["step"] for line in train] == [2, 4, 6, 8, 10, 12]
+  assert [line["step"] for line in valid] == [6, 12]
+  assert train[-1]["loss"] < train[0]["loss"]
+  assert run.step == min(valid, key=lambda line: line["nats_per_token"])["step"]
+  written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
+  assert written["scores"] == scores
+  # Characters are tokens here.
+  assert scores["bits_per_character"] == pytest.approx(
+    scores["nats_per_token"] / math.log(2)
+  )
+  assert list((workdir / "tensorboard").iterdir())
+
+
+def test_score_of_the_text_is_the_score_of_the_split(finished):
+  _, run, scores = finished
+  text = run.tokenizer.decode(run.data.splits["test"])
+  assert run.score(text) == pytest.approx(scores)
+  # Context helps to no lower a score than the model's own; it only has to differ.
+  assert run.score(text, stride=3)["perplexity"] != scores["perplexity"]
+  with pytest.raises(ValueError, match="text: expected at least one character"):
+    run.score("")
+  with pytest.raises(ValueError, match="eval.window: expected at most .* 19, got 20"):
+    run.score(text, window=20)
+  with pytest.raises(ValueError, match="split: expected one of train, valid, test"):
+    run.score_split("dev")
+
+
+def test_score_is_the_mean_of_what_the_model_says(finished):
+  _, run, _ = finished
+  text = "the cat sat on a mat\nno"
+  ids = run.tokenizer.encode(text)
+  inputs = np.concatenate([[run.tokenizer.start_id], ids[:-1]])
+  nats = 0.0
+  for begin in range(0, len(ids), 19):
+    logits = run.model.apply({"params": run.params}, inputs[None, begin : begin + 19]).logits
+    log_p = jax.nn.log_softmax(logits[0])
+    targets = ids[begin : begin + 19]
+    nats -= float(log_p[np.arange(len(targets)), targets].sum())
+  assert run.score(text)["nats_per_token"] == pytest.approx(nats / len(ids), rel=1e-5)
+
+
+def test_loading_gives_the_same_model(finished):
+  workdir, run, scores = finished
+  loaded = dpjax.load(workdir)
+  chex.assert_trees_all_equal(loaded.params, run.params)
+  assert loaded.score_split("test") == scores
+  last = dpjax.load(workdir, step=12)
+  assert last.step == 12
+  with pytest.raises(ValueError, match="step: expected one of"):
+    dpjax.load(workdir, step=11)
+
+
+def test_generation(finished):
+  _, run, _ = finished
+  texts = run.generate("the ", length=30, num_samples=3, seed=5)
+  assert [len(text) for text in texts] == [30] * 3 and len(set(texts)) == 3
+  # A sample depends on its number and the seed alone.
+  assert run.generate("the ", length=30, num_samples=2, seed=5) == texts[:2]
+  greedy = run.generate("the ", length=25, temperature=0.0)
+  assert greedy == run.generate("the ", length=25, top_k=1, seed=9)
+  assert len(run.generate("", length=3)[0]) == 3
+  with pytest.raises(ValueError, match=r"prompt: expected 1 to 19 tokens .* got 20"):
+    run.generate("x" * 20)
+  with pytest.raises(ValueError, match=r"sample.top_p: expected a number in \(0, 1\]"):
+    run.generate("the ", top_p=0.0)
+  with pytest.raises(ValueError, match="num_samples: expected at least 1, got 0"):
+    run.generate("the ", num_samples=0)
+
+
+def stop_at(monkeypatch, step):
+  """SIGTERM arrives while the batch of that step is read."""
+  from dpjax.data.batches import ContiguousRows
+
+  read = ContiguousRows.batch
+
+  def batch(self, number, rows=slice(None)):
+    if number == step:
+      signal.raise_signal(signal.SIGTERM)
+    return read(self, number, rows)
+
+  monkeypatch.setattr(ContiguousRows, "batch", batch)
+
+
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
+  text, finished, tmp_path, monkeypatch, step
+):
+  workdir, _, scores = finished
+  config = helpers.small_config(text)
+  with monkeypatch.context() as patch:
+    stop_at(patch, step)
+    with pytest.raises(loop.Interrupted, match=f"Stopped at step {step + 1} of 12"):
+      dpjax.train(config, tmp_path)
+  # A line that was being written when the run was killed, and one that is written again.
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write(json.dumps({"step": 12, "split": "train", "loss": 0.0}) + '\n{"step": 3')
+  _, again = dpjax.train(config, tmp_path)
+  assert again == scores
+  chex.assert_trees_all_equal(
+    dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params
+  )
+  valid = [(line["step"], line["nats_per_token"]) for line in reports(tmp_path, "valid")]
+  assert valid == [
+    (line["step"], line["nats_per_token"]) for line in reports(workdir, "valid")
+  ]
+  steps = [line["step"] for line in reports(tmp_path, "train")]
+  assert steps == sorted(set(steps)) and steps[-1] == 12
+
+
+def test_signals_are_given_back(text, tmp_path, monkeypatch):
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+  stop_at(monkeypatch, 1)
+  with pytest.raises(loop.Interrupted):
+    dpjax.train(helpers.small_config(text), tmp_path)
+  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_finished_run_goes_on_to_more_steps(text, tmp_path):
+  dpjax.train(helpers.small_config(text, num_steps=4), tmp_path)
+  run, _ = dpjax.train(helpers.small_config(text, num_steps=7), tmp_path)
+  assert reports(tmp_path, "valid")[-1]["step"] == 7
+  assert run.workdir == tmp_path
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
+  # Adam's first update has the size of the learning rate: step 1 is finite, step 2 is not.
+  config = helpers.small_config(text, learning_rate=1e30, checkpoint_every_steps=1)
+  with pytest.raises(loop.NonFiniteError, match=r"Step 2: expected a finite"):
+    dpjax.train(config, tmp_path)
+  assert dpjax.load(tmp_path).step == 1
+
+
+def test_another_configuration_is_refused(text, finished):
+  workdir, _, _ = finished
+  config = helpers.small_config(text)
+  config.model.num_layers = 3
+  before = (workdir / "config.json").read_bytes()
+  with pytest.raises(ValueError, match="model.num_layers: 2 there, 3 here"):
+    dpjax.train(config, workdir)
+  assert (workdir / "config.json").read_bytes() == before
+
+
+def test_accumulated_and_sharded_runs_train(text, finished, tmp_path):
+  workdir, _, _ = finished
+  config = helpers.small_config(text, parameters="sharded", num_steps=8)
+  dpjax.train(config, tmp_path / "sharded")
+  one, other = dpjax.load(workdir, 8), dpjax.load(tmp_path / "sharded", 8)
+  chex.assert_trees_all_close(one.params, other.params, atol=1e-5)
+  config = helpers.small_config(text, accumulate_steps=2, batch_size=16, num_steps=3)
+  _, scores = dpjax.train(config, tmp_path / "accumulated")
+  assert math.isfinite(scores["perplexity"])
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"batch_size": 12}, r"train.batch_size: expected a multiple of 8 \(8 devices x 1"),
+    ({"batch_size": 8000}, "train.window: expected at most"),
+    ({"schedule": "cosine", "warmup_steps": 20}, "train.warmup_steps: expected fewer than"),
+  ],
+)
+def test_training_that_cannot_be(text, tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    dpjax.train(helpers.small_config(text, **changes), tmp_path)
+
+
+def test_a_workdir_that_is_a_file(text):
+  with pytest.raises(ValueError, match="workdir: expected a folder that can be written"):
+    dpjax.train(helpers.small_config(text), text)
+
+
+def test_a_folder_without_a_run(tmp_path):
+  with pytest.raises(ValueError, match="workdir: expected the folder of a run"):
+    dpjax.load(tmp_path)
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(ValueError, match="workdir: expected a readable"):
+    workdir_lib.read_config(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

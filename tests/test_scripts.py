@@ -1,0 +1,145 @@
+"""train.py, evaluate.py and generate.py as a user calls them, with right and wrong input.
+
+Most cases run the scripts' functions in this process, which saves a start of JAX each.
+"""
+
+import json
+import re
+import runpy
+import sys
+
+import jax
+import pytest
+from absl import flags
+
+from dpjax import command_line
+from tests import helpers
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+  """Optax raises floats to the power of its integer count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def call(name: str, *arguments: str):
+  """Runs a script here, as `python name arguments`; gives the message it exits with."""
+  before = set(flags.FLAGS)
+  argv, sys.argv = sys.argv, [name, *map(str, arguments)]
+  main = runpy.run_path(str(helpers.ROOT / name), run_name="script")["main"]
+  try:
+    rest = command_line._parse(sys.argv)
+    command_line._run(main, rest)
+    return None
+  except SystemExit as end:
+    return end.code
+  finally:
+    sys.argv = argv
+    for flag in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, flag)
+    flags.FLAGS.unparse_flags()
+
+
+@pytest.fixture(scope="module")
+def workdir(text, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("runs") / "small"
+  config = helpers.small_config(text)
+  config.sample.prompt, config.sample.length = "the cat", 9
+  assert call("train.py", *helpers.overrides(config), f"--workdir={workdir}") is None
+  return workdir
+
+
+def test_evaluate_prints_and_writes(workdir, capsys):
+  assert call("evaluate.py", f"--workdir={workdir}", "--split=valid", "--step=12") is None
+  printed = capsys.readouterr().out
+  assert "The valid split, by the parameters of step 12" in printed
+  scores = json.loads((workdir / "scores_valid_12.json").read_text())["scores"]
+  assert f"{scores['perplexity']:.4f}" in printed
+  assert call("evaluate.py", f"--workdir={workdir}", "--stride=5") is None
+  assert "The test split" in capsys.readouterr().out
+
+
+def test_generate_prints_samples(workdir, capsys):
+  assert call(
+    "generate.py", f"--workdir={workdir}", "--prompt=on a", "--num_samples=2",
+    "--length=11", "--temperature=0.5", "--top_k=3", "--top_p=0.9", "--seed=4",
+  ) is None
+  printed = capsys.readouterr().out
+  assert "--- sample 2 ---\non a" in printed
+  assert call("generate.py", f"--workdir={workdir}") is None
+  # What is not given is as the run's configuration has it.
+  assert len(capsys.readouterr().out.removesuffix("\n")) == len("the cat") + 9
+
+
+@pytest.mark.parametrize(
+  ("script", "arguments", "message"),
+  [
+    ("train.py", ["--config={quickstart}", "--config.model.widht=3", "--workdir={new}"],
+     "model.widht: expected a known setting, .* nearest known is model.width"),
+    ("train.py", ["--config={quickstart}", "--config.model.width=a", "--workdir={new}"],
+     "--config.model.width=a"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer=dispacher",
+                  "--workdir={new}"],
+     "model.mixer: expected one of .* did you mean dispatcher"),
+    ("train.py", ["--config={quickstart}", "--config.data.tokenizer=character",
+                  "--workdir={new}"], "data.tokenizer: .* nearest is characters"),
+    ("train.py", ["--config={quickstart}", "--config.model.num_heads=7",
+                  "--workdir={new}"], "model.num_heads: expected a divisor"),
+    ("train.py", ["--config={quickstart}", "--config.data.path={new}",
+                  "--workdir={new}"], "data.path: .*no_such"),
+    ("train.py", ["--config={new}.py", "--workdir={new}"], "--config: .*No such file"),
+    ("train.py", ["--config={quickstart}:huge", "--workdir={new}"],
+     "--config=.*expected the variant tiny, or none, got huge"),
+    ("train.py", ["--config={quickstart}", "workdir={new}", "--workdir={new}"],
+     "flags: expected --name=value"),
+    ("train.py", ["--config={quickstart}", "--config.data.path={latin}",
+                  "--workdir={new}"], "data.path: .*UTF-8"),
+    ("train.py", ["--config={quickstart}", "--config.data.path={empty}",
+                  "--workdir={new}"], "data.path: .*empty"),
+    ("train.py", ["--config={quickstart}", "--config.data.path={text}",
+                  "--workdir={text}"], "workdir: expected a folder that can be written"),
+    ("train.py", ["--config={quickstart}", "--config.data.path={text}",
+                  "--config.train.batch_size=800", "--workdir={new}"], "train.window:"),
+    ("train.py", ["--config={quickstart}", "--workdir={workdir}"],
+     "workdir: expected an empty folder or a run of this configuration"),
+    ("evaluate.py", ["--workdir={new}"], "workdir: expected the folder of a run"),
+    ("evaluate.py", ["--workdir={workdir}", "--step=5"], "step: expected one of"),
+    ("evaluate.py", [], "--workdir: expected the folder of a run, got none"),
+    ("evaluate.py", ["--torch_checkpoint={new}"], "--config: expected one"),
+    ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
+    ("generate.py", ["--workdir={workdir}", "--top_p=1.5"], "sample.top_p: expected"),
+    ("generate.py", ["--workdir={workdir}", "--temperature=-1"], "sample.temperature:"),
+  ],
+)
+def test_wrong_input_ends_with_a_message(
+  script, arguments, message, workdir, text, tmp_path
+):
+  (tmp_path / "latin").write_bytes("naïve\n".encode("latin-1") * 50)
+  (tmp_path / "empty").write_bytes(b"")
+  places = dict(
+    quickstart=helpers.ROOT / "configs/quickstart.py", workdir=workdir, text=text,
+    new=tmp_path / "no_such", latin=tmp_path / "latin", empty=tmp_path / "empty",
+    long="x" * 20,
+  )
+  result = call(script, *(argument.format(**places) for argument in arguments))
+  assert isinstance(result, str), "expected a message"
+  assert re.search(message, result, re.DOTALL) and "Traceback" not in result
+  assert not (tmp_path / "no_such" / "checkpoints").exists()
+
+
+def test_a_wrong_flag_shows_no_traceback(tmp_path):
+  done = helpers.script(
+    "train.py", f"--config={helpers.ROOT / 'configs/quickstart.py'}",
+    "--config.train.bach_size=3", f"--workdir={tmp_path / 'run'}",
+  )
+  assert done.returncode == 1
+  assert done.stderr.strip().splitlines() == [
+    "train.bach_size: expected a known setting, got an unknown one; the nearest known is "
+    "train.batch_size"
+  ]

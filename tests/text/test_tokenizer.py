@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from dpjax.text import tokenizer
+
+
+def test_cut_lines_keeps_every_character():
+  text = "one\r\n\ntwo three  four\u2028five\n  " + 23 * "x" + "\n\tend"
+  for longest in (2, 3, 7, 100):
+    parts = list(tokenizer.cut_lines(text, longest))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= longest + 1  # + 1: of a line's end
+  assert parts == ["one\r\n", "\n", "two three  four\u2028five\n", f"  {23 * 'x'}\n",
+                   "\tend"]
+
+
+def test_cut_lines_cuts_before_spaces():
+  assert list(tokenizer.cut_lines("one two three\n", 7)) == ["one two", " three\n"]
+  assert list(tokenizer.cut_lines("one\ntwo three\n", 6)) == ["one\n", "two", " three",
+                                                              "\n"]
+
+
+@pytest.mark.parametrize("ids", [[3, 7], [-1], np.array([2, 9], np.uint16)])
+def test_as_ids_refuses_unknown_ids(ids):
+  with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 6, got"):
+    tokenizer.as_ids(ids, 7)
+
+
+def test_as_ids_takes_lists_and_arrays():
+  assert tokenizer.as_ids([], 7).shape == (0,)
+  assert tokenizer.as_ids(np.array([6, 0], np.uint16), 7).tolist() == [6, 0]

@@ -1,0 +1,149 @@
+import json
+
+import numpy as np
+import pytest
+
+from dpjax.text.tokens import KINDS, tokenizer_from_json, train_tokenizer
+
+# Lines of every length, blank ones, and white space that tokenizers like to lose.
+LINES = [
+  "  leading and trailing  \n", "\n", "\n", "tabs\t\there\t\n", "carriage\r\n", "\r\n",
+  "emoji \N{GRINNING FACE}\N{ZERO WIDTH JOINER}\N{BROKEN HEART}, e\u0301 and \u00e9\n",
+  "marks \u2581\u2581 \u2581x, \u2585, \u2047, <s> </s> <unk> <eos> <0x0A>\n",
+  "a line separator\u2028a no-break\u00a0space\ufeff and a \x7f delete\n",
+  "    " + 300 * "the quick brown fox jumps over the lazy dog " + "\n", 97 * " " + "\n",
+  "no line end at the end ",
+]
+TEXT = "".join(LINES)
+SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101,
+            "bpe": 293}
+LOSSLESS = [kind for kind in KINDS if kind != "wordpiece"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+  return {kind: train_tokenizer(kind, LINES, vocab_size=SUBWORDS.get(kind, 0))
+          for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_in_the_vocabulary(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  ids = tokenizer.encode(TEXT)
+  assert tokenizer.kind == kind
+  assert ids.dtype == np.int32 and ids.ndim == 1
+  assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
+  assert tokenizer.encode("").shape == (0,) and tokenizer.decode([]) == ""
+  assert tokenizer.vocab_size <= SUBWORDS.get(kind, 256)
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+def test_lossless(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  assert tokenizer.lossless
+  assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+  for text in (*LINES, " ", "  ", "\n", "\n\n\n", " \n ", "\r", "\u2581"):
+    if kind != "characters" or set(text) <= set(TEXT):
+      assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", LOSSLESS[1:])
+def test_lossless_on_unseen_characters(tokenizers, kind):
+  text = "\u05e9\u05dc\u05d5\u05dd \u4e2d\u6587 \N{SNOWMAN}\0\n"
+  tokenizer = tokenizers[kind]
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_end_with_lines_give_the_same_ids(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  lines = [line for line in LINES if not line.isspace()]  # BPE may join blank lines
+  parts = [tokenizer.encode(line) for line in lines]
+  np.testing.assert_array_equal(np.concatenate(parts),
+                                tokenizer.encode("".join(lines)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_is_the_line_end(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  assert tokenizer.encode("word\nword")[1:-1].tolist().count(tokenizer.start_id) == 1
+  assert tokenizer.decode([tokenizer.start_id]) == "\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_holds_all_of_it(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  text = tokenizer.to_json()
+  again = tokenizer_from_json(text)
+  assert json.loads(text)["format"] == 1 and json.loads(text)["kind"] == kind
+  assert again.to_json() == text
+  for name in ("kind", "vocab_size", "start_id", "lossless"):
+    assert getattr(again, name) == getattr(tokenizer, name)
+  ids = tokenizer.encode(TEXT)
+  np.testing.assert_array_equal(again.encode(TEXT), ids)
+  assert again.decode(ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_twice_gives_the_same(tokenizers, kind):
+  again = train_tokenizer(kind, [TEXT], vocab_size=SUBWORDS.get(kind, 0))
+  assert again.to_json() == tokenizers[kind].to_json()
+
+
+def test_characters_are_sorted_and_the_last_id_is_unknown():
+  tokenizer = train_tokenizer("characters", ["to be\n", "or not"])
+  assert tokenizer.vocab_size == 9  # "\n", " ", b, e, n, o, r, t, unknown
+  assert tokenizer.encode("be\nxt\0\U0010ffff").tolist() == [2, 3, 0, 8, 7, 8, 8]
+  assert tokenizer.decode([2, 3, 8, 0]) == "be\ufffd\n"
+  assert train_tokenizer("characters", ["no line end"]).start_id == 0
+
+
+def test_bytes_are_those_of_utf_8():
+  tokenizer = train_tokenizer("bytes", [])
+  assert tokenizer.encode("\u00e9\n").tolist() == [0xC3, 0xA9, 10]
+  assert tokenizer.decode([0xC3, 10, 0xC3, 0xA9]) == "\ufffd\n\u00e9"
+
+
+def test_unknown_kind_names_the_nearest():
+  with pytest.raises(ValueError, match="data.tokenizer: .*bytes, .*nearest is wordpiece"):
+    train_tokenizer("wordpieces", [TEXT])
+
+
+@pytest.mark.parametrize("setting", ["lower_text", "lower_pieces", "restrict"])
+def test_settings_of_wordpiece_alone(setting):
+  with pytest.raises(ValueError, match=f"data.{setting}.*: expected False"):
+    train_tokenizer("bpe", [TEXT], vocab_size=300, **{setting: True})
+
+
+def test_characters_take_no_file():
+  with pytest.raises(ValueError, match="data.tokenizer_file: expected none"):
+    train_tokenizer("characters", [TEXT], file="vocabulary.txt")
+
+
+@pytest.mark.parametrize("kind", SUBWORDS)
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0 not a vocabulary", b"[]"])
+def test_file_that_is_no_vocabulary(tmp_path, kind, content):
+  file = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
+  if content is not None:
+    file.write_bytes(content)
+  with pytest.raises(ValueError, match="^data.tokenizer_file: expected ") as caught:
+    train_tokenizer(kind, [TEXT], file=str(file))
+  assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("text, reason", [
+  ("{", "damaged JSON"),
+  ("[]", "without a format number"),
+  ('{"kind": "bytes"}', "without a format number"),
+  ('{"format": 2, "kind": "bytes"}', "a format up to 1, got 2"),
+  ('{"format": 1, "kind": "runes"}', "the kind 'runes'"),
+  ('{"format": 1, "kind": "characters"}', "a damaged characters"),
+  ('{"format": 1, "kind": "characters", "characters": "ba"}', "a damaged characters"),
+  ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "a damaged sentencep"),
+  ('{"format": 1, "kind": "sentencepiece_bpe", "model": "AAAA"}', "a damaged sentencep"),
+  ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "a damaged bpe"),
+  ('{"format": 1, "kind": "wordpiece", "tokenizer": null}', "a damaged wordpiece"),
+])
+def test_damaged_json(text, reason):
+  with pytest.raises(ValueError, match=f"^tokenizer.json: expected.* {reason}"):
+    tokenizer_from_json(text)
