@@ -15,7 +15,6 @@ _NAMES = {
   "load": "dpjax.run",
   "train": "dpjax.run",
 }
-__all__ = [*_MODULES, *_NAMES]
 
 
 def __getattr__(name: str):
@@ -27,4 +26,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-  return sorted([*__all__, "__version__"])
+  return sorted([*_MODULES, *_NAMES, "__version__"])

@@ -7,8 +7,18 @@ Durations carry their unit in the key; of two units of one duration, one is set.
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from ml_collections import ConfigDict
+if TYPE_CHECKING:
+
+  class ConfigDict(dict[str, Any]):
+    """Its attributes are the settings, which no type checker knows."""
+
+    def __init__(self, settings: Mapping | None = None): ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value) -> None: ...
+else:
+  from ml_collections import ConfigDict
 
 MIXERS = ("dispatcher", "dispatcher_multihead", "attention")
 CHOICES = {
@@ -192,6 +202,10 @@ def check_model(model: Mapping) -> None:
   for key in ("dropout", "hidden_dropout", "mixer_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
+  if config.model.mixer == "attention":
+    for key, nothing in (("num_levels", 0), ("implementation", "")):
+      _expect(config.model[key] == nothing, f"model.{key}",
+              f"{nothing!r} with the mixer attention", repr(config.model[key]))
   width, heads = config.model.width, config.model.num_heads
   _expect(width % heads == 0, "model.num_heads",
           f"a divisor of model.width = {width}", heads)

@@ -7,21 +7,22 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from ml_collections import ConfigDict
 
 from dpjax import config as config_lib
 from dpjax import workdir as workdir_lib
+from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
 from dpjax.decoding.generate import generate
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, optimizer, sharding
+from dpjax.training import checkpoints, evaluation, loop, metrics, optimizer, sharding
 from dpjax.training import step as step_lib
 
 
@@ -62,9 +63,9 @@ class Run:
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
     """
-    if not text:
-      raise ValueError("text: expected at least one character, got none")
     tokens = self.tokenizer.encode(text)
+    if not len(tokens):
+      raise ValueError(f"text: expected at least one token, got none in {text!r}")
     counts = {"tokens": len(tokens), **prepared.count_text([text])}
     return self._score(self.params, tokens, counts, window, stride)
 
@@ -99,7 +100,7 @@ class Run:
         {
           "split": split,
           "step": self.step,
-          "scores": dict(scores),
+          "scores": metrics.for_json(scores),
           "counts": dict(self.data.counts[split]),
         },
       )
@@ -137,7 +138,9 @@ class Run:
     )
     if num_samples < 1:
       raise ValueError(f"num_samples: expected at least 1, got {num_samples}")
-    ids = self.tokenizer.encode(prompt) if prompt else [self.tokenizer.start_id]
+    ids = self.tokenizer.encode(prompt)
+    if not len(ids):
+      ids = [self.tokenizer.start_id]
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
       jnp.arange(num_samples)
     )
@@ -155,8 +158,12 @@ class Run:
   @cached_property
   def _generate(self):
     def run(params, prompt, keys, temperature, top_p, *, length, top_k):
+      def next_logits(tokens: jax.Array) -> jax.Array:
+        output: Any = self.model.apply({"params": params}, tokens)
+        return output.logits
+
       return generate(
-        lambda tokens: self.model.apply({"params": params}, tokens).logits,
+        next_logits,
         prompt,
         keys,
         length=length,
@@ -214,8 +221,9 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   """
   config_lib.check(config)
   workdir = Path(workdir)
-  workdir_lib.claim(workdir, config)
-  data = workdir_lib.prepare_data(config, workdir / "data")
+  goes_on = workdir_lib.check(workdir, config)
+  data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
+  given = config
   config = _with_vocabulary(config, data.tokenizer)
   settings = config.train
   model = build_model(config.model)
@@ -224,6 +232,9 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   )
   steps_per_epoch = train_batches.steps_per_epoch
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
+  update = _make_optimizer(config, num_steps)
+  sharding.check_rows(settings.batch_size, settings.accumulate_steps)
+  workdir_lib.claim(workdir, given)
   run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
   if jax.process_index() == 0:
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -237,7 +248,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   valid = data.splits["valid"], data.counts["valid"]
   loop.fit(
     model,
-    _make_optimizer(config, num_steps),
+    update,
     train_batches,
     lambda params: run._score(params, *valid),
     workdir=workdir,
@@ -311,7 +322,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     ValueError: PyTorch is missing, or the file is not of this configuration.
   """
   try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (optional)
   except ImportError as error:
     raise ValueError(
       "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"

@@ -13,67 +13,83 @@ from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 from dpjax import config as config_lib
+from dpjax.config import ConfigDict
 from dpjax.data import corpora, prepared
 
 
-def prepare_data(config: ConfigDict, folder: Path) -> prepared.Prepared:
+def check(workdir: Path, config: ConfigDict) -> bool:
+  """Whether the folder holds a run of this configuration to go on with.
+
+  Raises:
+    ValueError: it holds a run of another configuration, or it cannot be made.
+  """
+  path = workdir / "config.json"
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
+  if not path.exists():
+    return False
+  differences = config_lib.differences(_read_json(path), config.to_dict())
+  if differences:
+    raise ValueError(
+      f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
+      f"whose run has another: {'; '.join(differences)}"
+    )
+  return True
+
+
+def claim(workdir: Path, config: ConfigDict) -> None:
+  """Makes the folder this configuration's, once all is known to be in order.
+
+  Raises:
+    ValueError: it cannot be written.
+  """
+  if jax.process_index() == 0:
+    try:
+      write_json(workdir / "config.json", config.to_dict())
+    except OSError as error:
+      raise _not_writable(workdir, error) from error
+
+
+def prepare_data(
+  config: ConfigDict, folder: Path, *, anew: bool = False
+) -> prepared.Prepared:
   """Opens the corpus in `folder`, having made it first where it is missing.
 
   Args:
     config: of which `config.data` says what to make.
     folder: all processes of a run must see the same.
+    anew: make it even if there is one.
 
   Returns:
     The corpus as tokens.
 
   Raises:
-    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged.
+    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
+      cannot be written.
   """
-  if jax.process_index() == 0 and not folder.exists():
+  if jax.process_index() == 0 and (anew or not folder.exists()):
     settings = config.data
     corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
-    prepared.prepare(
-      corpus,
-      folder,
-      settings.tokenizer,
-      file=settings.tokenizer_file,
-      vocab_size=settings.tokenizer_size,
-      lower_text=settings.lower_text,
-      lower_pieces=settings.lower_pieces,
-      restrict=settings.restrict_vocabulary,
-    )
+    try:
+      prepared.prepare(
+        corpus,
+        folder,
+        settings.tokenizer,
+        file=settings.tokenizer_file,
+        vocab_size=settings.tokenizer_size,
+        lower_text=settings.lower_text,
+        lower_pieces=settings.lower_pieces,
+        restrict=settings.restrict_vocabulary,
+      )
+    except OSError as error:
+      raise _not_writable(folder, error) from error
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices("corpus prepared")
   return prepared.open_prepared(folder)
-
-
-def claim(workdir: Path, config: ConfigDict) -> None:
-  """Makes the folder this configuration's, unless it is another's.
-
-  Raises:
-    ValueError: a run of another configuration is in it, or it cannot be written.
-  """
-  path = workdir / "config.json"
-  settings = config.to_dict()
-  if path.exists():
-    differences = config_lib.differences(_read_json(path), settings)
-    if differences:
-      raise ValueError(
-        f"workdir: expected an empty folder or a run of this configuration, got "
-        f"{workdir}, whose run has another: {'; '.join(differences)}"
-      )
-  if jax.process_index() == 0:
-    try:
-      workdir.mkdir(parents=True, exist_ok=True)
-      write_json(path, settings)
-    except OSError as error:
-      raise ValueError(
-        f"workdir: expected a folder that can be written, got {workdir} "
-        f"({error.strerror})"
-      ) from error
 
 
 def read_config(workdir: Path) -> ConfigDict:
@@ -97,6 +113,15 @@ def write_json(path: Path, value) -> None:
 
 def _read_json(path: Path) -> dict:
   try:
-    return json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+      raise ValueError(f"{type(content).__name__} for a dict of settings")
+    return content
   except (OSError, ValueError) as error:
     raise ValueError(f"workdir: expected a readable {path}, got: {error}") from error
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+  return ValueError(
+    f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
+  )

@@ -1,6 +1,7 @@
 """What every test runs under: 8 virtual devices, and JAX at its strictest."""
 
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -10,3 +11,8 @@ import jax  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Many tests compile the same small runs; one compilation of each is enough.
+_CACHE = tempfile.TemporaryDirectory()
+jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

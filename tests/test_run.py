@@ -62,7 +62,7 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   assert run.score(text) == pytest.approx(scores)
   # Context helps to no lower a score than the model's own; it only has to differ.
   assert run.score(text, stride=3)["perplexity"] != scores["perplexity"]
-  with pytest.raises(ValueError, match="text: expected at least one character"):
+  with pytest.raises(ValueError, match="text: expected at least one token"):
     run.score("")
   with pytest.raises(ValueError, match="eval.window: expected at most .* 19, got 20"):
     run.score(text, window=20)
@@ -77,7 +77,8 @@ def test_score_is_the_mean_of_what_the_model_says(finished):
   inputs = np.concatenate([[run.tokenizer.start_id], ids[:-1]])
   nats = 0.0
   for begin in range(0, len(ids), 19):
-    logits = run.model.apply({"params": run.params}, inputs[None, begin : begin + 19]).logits
+    window = inputs[None, begin : begin + 19]
+    logits = run.model.apply({"params": run.params}, window).logits
     log_p = jax.nn.log_softmax(logits[0])
     targets = ids[begin : begin + 19]
     nats -= float(log_p[np.arange(len(targets)), targets].sum())
@@ -207,6 +208,16 @@ def test_accumulated_and_sharded_runs_train(text, finished, tmp_path):
 def test_training_that_cannot_be(text, tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     dpjax.train(helpers.small_config(text, **changes), tmp_path)
+  assert not (tmp_path / "config.json").exists()
+
+
+def test_after_a_refusal_the_folder_is_free_for_other_settings(text, tmp_path):
+  with pytest.raises(ValueError, match="train.batch_size"):
+    dpjax.train(helpers.small_config(text, batch_size=12), tmp_path)
+  config = helpers.small_config(text, num_steps=2)
+  config.data.tokenizer = "bytes"
+  run, _ = dpjax.train(config, tmp_path)
+  assert run.tokenizer.vocab_size == 256
 
 
 def test_a_workdir_that_is_a_file(text):

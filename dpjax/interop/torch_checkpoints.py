@@ -13,9 +13,9 @@ from collections.abc import Mapping, Set
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from ml_collections import ConfigDict
 
 from dpjax import config as config_lib
+from dpjax.config import ConfigDict
 from dpjax.layers import embeddings
 
 _POSITIONS = "pos_encoder.pe"

@@ -17,7 +17,8 @@ ACTIVATIONS = {
 
 def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
   """LayerNorm with PyTorch's epsilon; mean and variance are taken in float32."""
-  return nn.LayerNorm(epsilon=1e-5, dtype=dtype, name=name)
+  # The variance of the deviations, as PyTorch: a large mean costs it no digits.
+  return nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
 
 
 class FeedForward(nn.Module):

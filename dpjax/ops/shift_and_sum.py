@@ -139,7 +139,7 @@ def _check(values, gates, level_keep):
 
 
 def _run_if(keep, level, v):
-  """level(v); where `keep` is given and False, v without the level's work."""
+  """level(v), or v itself, without the level's work, where `keep` is False."""
   return level(v) if keep is None else lax.cond(keep, level, lambda v: v, v)
 
 
@@ -201,15 +201,16 @@ def _recompute_backward(residuals, grad):
   features, levels = values.shape[3], gates.shape[3]
   keep = [None] * levels if level_keep is None else list(level_keep)
   c_bth = [gates[..., k].astype(jnp.float32) for k in range(levels)]
-  # All levels of one block take the room of one level of all features.
-  size = -(-features // levels)
+  # All levels of one block take the room of one or two levels of all features;
+  # blocks of whole vectors of 8 are the faster ones.
+  size = min(features, max(-(-features // levels), 2 * features // levels // 8 * 8))
 
   def write(x, part, start):
     if level_keep is not None:
       return jnp.concatenate(
           [x[:, :start], part, x[:, start + part.shape[1]:]], axis=1)
-    # With no branch between the levels XLA would fuse the concatenation into
-    # those that follow and compute each level once for every one of them.
+    # Where no branch parts the levels, XLA would fuse the concatenation into
+    # the levels that follow and compute it again in each of them.
     return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
   def block(i, carry):
@@ -247,8 +248,12 @@ def _recompute_backward(residuals, grad):
         dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
     return dv_bthe, dc_bth
 
-  init = jnp.zeros_like(values), [jnp.zeros_like(c) for c in c_bth]
-  dv_bthe, dc_bth = lax.fori_loop(0, -(-features // size), block, init)
+  def all_blocks(dv_dc):
+    return lax.fori_loop(0, -(-features // size), block, dv_dc)
+
+  any_keep = None if level_keep is None else level_keep.any()
+  init = grad, [jnp.zeros_like(c) for c in c_bth]
+  dv_bthe, dc_bth = _run_if(any_keep, all_blocks, init)
   return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
 
 
@@ -256,5 +261,6 @@ _recompute.defvjp(_recompute_forward, _recompute_backward)
 
 _IMPLEMENTATIONS = {"loop": _loop, "unrolled": _unrolled, "recompute": _recompute}
 
-# Fastest forward, and least training memory, in benchmarks/shift_and_sum.py.
+# By benchmarks/shift_and_sum.py on a CPU: the fastest forward and backward from
+# T = 128 to T = 16384, and the least memory in training.
 DEFAULT_IMPLEMENTATION = "recompute"

@@ -47,8 +47,7 @@ class Characters(Tokenizer):
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     ids = np.searchsorted(self._points, points)
     known = np.append(self._points, 0)[ids] == points
-    unknown = self.vocab_size - 1
-    return np.where(known & (ids < unknown), ids, unknown).astype(np.int32)
+    return np.where(known, ids, self.vocab_size - 1).astype(np.int32)
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""

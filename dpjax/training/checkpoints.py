@@ -202,7 +202,7 @@ def fingerprints(state: TrainState) -> list[int]:
 @jax.jit
 def _fingerprints(tree) -> list[jax.Array]:
   def of_array(array: jax.Array) -> jax.Array:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.random.key_data(array)
     bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
     words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
@@ -230,7 +230,7 @@ class _LaterFormatError(ValueError):
 
 def _read(manager: ocp.CheckpointManager, step: int, abstract: TrainState) -> Checkpoint:
   meta_args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-  meta = manager.restore(step, args=meta_args).meta
+  meta = manager.restore(step, args=meta_args)["meta"]
   if meta["format"] > FORMAT:
     raise _LaterFormatError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
@@ -238,7 +238,7 @@ def _read(manager: ocp.CheckpointManager, step: int, abstract: TrainState) -> Ch
     )
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_dict(abstract))
   state_args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-  state = TrainState(**manager.restore(step, args=state_args).state)
+  state = TrainState(**manager.restore(step, args=state_args)["state"])
   if fingerprints(state) != meta["fingerprints"]:
     raise ValueError("its arrays are not those that were saved")
   return Checkpoint(step, state, meta)

@@ -86,13 +86,8 @@ def fit(
     Interrupted: a signal came.
     ValueError: the batch does not divide over the devices, or no checkpoint is whole.
   """
+  sharding.check_rows(batches.batch_size, accumulate_steps)
   mesh = sharding.make_mesh()
-  parts = mesh.size * accumulate_steps
-  if batches.batch_size % parts:
-    raise ValueError(
-      f"train.batch_size: expected a multiple of {parts} ({mesh.size} devices x "
-      f"{accumulate_steps} accumulated parts), got {batches.batch_size}"
-    )
   abstract = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, seed))
   shardings = sharding.state_sharding(abstract, mesh, parameters)
   abstract = jax.tree.map(

@@ -33,6 +33,11 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
   }
 
 
+def for_json(scores: Mapping[str, float]) -> dict[str, float | None]:
+  """The scores with None for what is not finite, which JSON has no number for."""
+  return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+
+
 def _exp(value: float) -> float:
   try:
     return math.exp(value)

@@ -9,6 +9,8 @@ import jax
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from dpjax.training import metrics
+
 
 class Reporter:
   """Writes scores, on the first process only.
@@ -37,7 +39,7 @@ class Reporter:
       _drop_lines_after(path, step)
       self._file = path.open("a", encoding="utf-8")
       self._tensorboard = SummaryWriter(
-        str(Path(workdir) / "tensorboard"), purge_step=step + 1 if step else None
+        str(Path(workdir) / "tensorboard"), purge_step=step + 1
       )
 
   def __enter__(self) -> "Reporter":
@@ -58,7 +60,8 @@ class Reporter:
     """Writes scores of a split at a step to the files."""
     if not self._is_first:
       return
-    self._file.write(json.dumps({"step": step, "split": split, **scores}) + "\n")
+    line = {"step": step, "split": split, **metrics.for_json(scores)}
+    self._file.write(json.dumps(line) + "\n")
     self._file.flush()
     for name, value in scores.items():
       self._tensorboard.add_scalar(f"{split}/{name}", value, step)

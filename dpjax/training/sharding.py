@@ -1,6 +1,6 @@
 """How a run lies on its devices: one axis, over which the batch is split."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 AXIS = "data"
 
 
-def make_mesh(devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(devices: Sequence | None = None) -> Mesh:
   """All devices of all processes (or the given ones) in one row, the axis "data"."""
   devices = jax.devices() if devices is None else devices
   return jax.make_mesh(
@@ -41,6 +41,24 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
     return NamedSharding(mesh, spec)
 
   return jax.tree.map(place, state)
+
+
+def check_rows(batch_size: int, accumulate_steps: int = 1) -> None:
+  """Refuses a batch that cannot be cut evenly.
+
+  Args:
+    batch_size: rows of all devices together.
+    accumulate_steps: parts, one after the other, each of them on all devices.
+
+  Raises:
+    ValueError: the rows do not divide.
+  """
+  devices = jax.device_count()
+  if batch_size % (devices * accumulate_steps):
+    raise ValueError(
+      f"train.batch_size: expected a multiple of {devices * accumulate_steps} ({devices} "
+      f"devices x {accumulate_steps} accumulated parts), got {batch_size}"
+    )
 
 
 def process_rows(batch_size: int) -> slice:

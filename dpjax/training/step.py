@@ -1,6 +1,7 @@
 """One update and one evaluation, pure and jitted. B batch, T position, V vocabulary."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class TrainState(struct.PyTreeNode):
   """
 
   step: jax.Array
-  params: dict
+  params: Any
   opt_state: optax.OptState
   key: jax.Array
 
@@ -76,7 +77,7 @@ def train_step(
   key = jax.random.fold_in(state.key, state.step)
 
   def sum_of_nats(params, part: Batch, part_key):
-    output = model.apply(
+    output: Any = model.apply(
       {"params": params},
       part["tokens"],
       deterministic=False,
@@ -129,8 +130,8 @@ def jit_eval_step(
   """Compiles (parameters, batch) -> the nats of the batch's weighted targets."""
 
   def step(params, batch):
-    logits = model.apply({"params": params}, batch["tokens"]).logits
-    return losses.cross_entropy(logits, batch["targets"], batch["weights"])[0]
+    output: Any = model.apply({"params": params}, batch["tokens"])
+    return losses.cross_entropy(output.logits, batch["targets"], batch["weights"])[0]
 
   return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

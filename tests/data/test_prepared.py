@@ -108,12 +108,14 @@ def test_nothing_is_left_of_an_error(tmp_path, monkeypatch, corpus):
   assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
-def test_text_that_is_not_utf_8_is_named(tmp_path, corpus):
-  (tmp_path / "texts" / "test.txt").write_bytes(b"caf\xe9")
+@pytest.mark.parametrize("kind", ["characters", "sentencepiece_bpe", "bpe"])
+def test_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, corpus, kind):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 5)
+  (tmp_path / "texts" / "train.txt").write_bytes(b"one\ncaf\xe9")
   corpus = load_corpus(path=tmp_path / "texts")
-  for kind in ("characters", "sentencepiece_bpe"):
-    with pytest.raises(ValueError, match="data.path: .*offset 3 of .*test.txt"):
-      prepare(corpus, tmp_path / "data", kind, vocab_size=300)
+  with pytest.raises(ValueError, match="^data.path: .*offset 7 of .*train.txt"):
+    prepare(corpus, tmp_path / "data", kind, vocab_size=300)
+  assert not (tmp_path / "data").exists()
 
 
 def test_split_without_tokens(tmp_path, corpus):

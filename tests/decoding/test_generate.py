@@ -45,9 +45,8 @@ def greedy(next_logits, prompt, length: int, window: int) -> list[list[int]]:
 def test_the_counter_counts():
   assert greedy(counter, [[3, 4], [7, 8]], 3, 11) == [[5, 6, 7], [9, 10, 11]]
   # Over the end of the vocabulary, and of the window.
-  rows = [[0, 0, 10], [5, 5, 2]]
-  expected = [[(10 + i) % VOCAB for i in range(1, 18)], [(2 + i) % VOCAB for i in range(1, 18)]]
-  assert greedy(counter, rows, 17, 5) == expected
+  expected = [[(last + i) % VOCAB for i in range(1, 18)] for last in (10, 2)]
+  assert greedy(counter, [[0, 0, 10], [5, 5, 2]], 17, 5) == expected
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_top_k_keeps_the_k_most_likely_and_ties_with_the_last():
   assert set(draw([2, 1, 0, -1], 2000, top_k=2).tolist()) == {0, 1}
   assert drawn([0.1, 0.4, 0.2, 0.2, 0.1], top_k=2) == {1, 2, 3}
   assert drawn([0.1, 0.4, 0.2, 0.2, 0.1], top_k=1) == {1}
-  for everything in (0, 5, 7):
+  for everything in (5, 7):
     assert drawn([0.1, 0.4, 0.2, 0.2, 0.1], top_k=everything) == {0, 1, 2, 3, 4}
 
 

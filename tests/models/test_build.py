@@ -47,12 +47,12 @@ def test_parameter_counts(mixer, vocab_size, expected, in_millions):
 
 @pytest.mark.parametrize("mixer", config_lib.MIXERS)
 def test_every_setting_arrives(mixer):
+  own = {} if mixer == "attention" else dict(num_levels=2, implementation="loop")
   model = dpjax.build_model(
     settings(
-      mixer=mixer, num_layers=3, num_heads=2, num_levels=2, norm="pre",
-      positions="learned", activation="gelu", dropout=0.1, hidden_dropout=0.2,
-      mixer_dropout=0.3, implementation="loop", scan_layers=False, remat=True,
-      dtype="bfloat16",
+      mixer=mixer, num_layers=3, num_heads=2, norm="pre", positions="learned",
+      activation="gelu", dropout=0.1, hidden_dropout=0.2, mixer_dropout=0.3,
+      scan_layers=False, remat=True, dtype="bfloat16", **own,
     )
   )
   names = ("vocab_size", "width", "num_layers", "max_length", "positions", "dropout",

@@ -12,6 +12,7 @@ from dpjax.training import checkpoints
 from dpjax.training.checkpoints import Checkpoints
 from dpjax.training.step import TrainState
 
+
 def make_state(step: int) -> TrainState:
   draw = jax.random.normal(jax.random.key(step), (700, 11))
   params = {"w": draw, "b": jnp.arange(13.0) * step}

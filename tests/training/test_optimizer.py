@@ -1,0 +1,113 @@
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpjax.training import optimizer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+  # optax raises floats to integer powers, which strict promotion refuses.
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def rates(schedule, steps, **settings):
+  rate = optimizer.learning_rate(schedule, 0.5, **settings)
+  return [float(rate(step)) for step in steps]
+
+
+def test_constant():
+  assert rates("constant", (0, 1, 99), warmup_steps=0, num_steps=7) == [0.5, 0.5, 0.5]
+  got = rates("constant", (0, 1, 2, 3, 4, 5, 99), warmup_steps=4, num_steps=7)
+  np.testing.assert_allclose(got, [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+
+
+def test_cosine():
+  got = rates("cosine", (0, 1, 2, 4, 5, 6, 10, 11), warmup_steps=2, num_steps=10)
+  steps = np.array([2, 4, 5, 6, 10, 10]) - 2
+  expected = [0, 0.25, *(0.25 * (1 + np.cos(np.pi * steps / 8)))]
+  np.testing.assert_allclose(got, expected, atol=1e-7)
+  assert rates("cosine", (0, 10), warmup_steps=0, num_steps=10) == [0.5, 0]
+
+
+def test_is_the_authors_from_the_second_update():
+  golden = json.loads((GOLDEN / "H_lr_schedule.json").read_text())
+  settings = golden["config"]
+  rate = optimizer.learning_rate(
+    "cosine",
+    settings["lr"],
+    warmup_steps=settings["warmup_step"],
+    num_steps=settings["max_step"],
+  )
+  # Their first update is at the full rate, and past the end their cosine rises again.
+  last = settings["max_step"] + 1
+  expected = golden["lr_used_by_update"][1:last]
+  got = [float(rate(step)) for step in range(1, last)]
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-10)
+  assert rate(0) == 0 and rate(last) == 0
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match="train.schedule: expected .* got linear"):
+    optimizer.learning_rate("linear", 0.5, warmup_steps=0, num_steps=7)
+  with pytest.raises(ValueError, match="train.warmup_steps: expected fewer than the 7"):
+    optimizer.learning_rate("cosine", 0.5, warmup_steps=7, num_steps=7)
+  with pytest.raises(ValueError, match="train.optimizer: expected .* got sgd"):
+    optimizer.make_optimizer("sgd", 0.5)
+
+
+PARAMS = {"a": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([[4.0, 0.5]])}
+GRADS = [
+  {"a": jnp.array([3.0, 0.0, -4.0]), "b": jnp.array([[0.0, 12.0]])},
+  {"a": jnp.array([0.3, 0.1, 0.2]), "b": jnp.array([[-0.2, 0.1]])},
+]
+
+
+def run(update):
+  params, state = PARAMS, update.init(PARAMS)
+  for grads in GRADS:
+    updates, state = update.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("clip_norm", [0.0, 2.0])
+def test_updates_are_those_of_the_papers(name, clip_norm):
+  b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.03
+  rate = lambda step: 0.1 / (1 + step)  # noqa: E731
+  got = run(
+    optimizer.make_optimizer(
+      name, rate, b1=b1, b2=b2, eps=eps, weight_decay=decay, clip_norm=clip_norm
+    )
+  )
+  for key, x in PARAMS.items():
+    x = np.float64(x)
+    mean, square = 0.0, 0.0
+    for step, grads in enumerate(GRADS):
+      norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
+      scale = min(1, clip_norm / norm) if clip_norm else 1
+      grad = scale * np.float64(grads[key])
+      mean = b1 * mean + (1 - b1) * grad
+      square = b2 * square + (1 - b2) * grad**2
+      direction = mean / (1 - b1 ** (step + 1)) / (
+        np.sqrt(square / (1 - b2 ** (step + 1))) + eps
+      )
+      direction += decay * x if name == "adamw" else 0
+      x = x - rate(step) * direction
+    np.testing.assert_allclose(got[key], x, rtol=1e-5)
+
+
+def test_the_first_update_of_a_warm_up_changes_nothing():
+  rate = optimizer.learning_rate("constant", 0.5, warmup_steps=3, num_steps=7)
+  update = optimizer.make_optimizer("adam", rate)
+  updates, _ = update.update(GRADS[0], update.init(PARAMS), PARAMS)
+  assert not any(x.any() for x in jax.tree.leaves(updates))

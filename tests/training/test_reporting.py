@@ -1,0 +1,107 @@
+"""Scores in files: a line for each report, and the same for TensorBoard."""
+
+import json
+import struct
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from dpjax.training import reporting
+
+
+def lines(workdir) -> list[dict]:
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(workdir) -> list:
+  """The events of all files, oldest first: length, checksum, content, checksum each."""
+  found = []
+  for path in sorted((workdir / "tensorboard").iterdir()):
+    content = path.read_bytes()
+    assert content
+    while content:
+      (size,) = struct.unpack("<Q", content[:8])
+      found.append(event_pb2.Event.FromString(content[12 : 12 + size]))
+      content = content[16 + size :]
+  return found
+
+
+def scalars(workdir) -> list[tuple[int, str, float]]:
+  return [
+    (event.step, value.tag, value.simple_value)
+    for event in events(workdir)
+    for value in event.summary.value
+  ]
+
+
+def test_every_report_is_a_line_and_a_scalar(tmp_path):
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    reporter.advance(3.5)
+    reporter.report(2, "train", {"loss": 3.5, "grad_norm": 0.25})
+    # It is on disk at once: a run may be killed.
+    assert len(lines(tmp_path)) == 1
+    reporter.report(2, "valid", {"nats_per_token": 2.5})
+  assert lines(tmp_path) == [
+    {"step": 2, "split": "train", "loss": 3.5, "grad_norm": 0.25},
+    {"step": 2, "split": "valid", "nats_per_token": 2.5},
+  ]
+  assert scalars(tmp_path) == [
+    (2, "train/loss", 3.5),
+    (2, "train/grad_norm", 0.25),
+    (2, "valid/nats_per_token", 2.5),
+  ]
+
+
+def write(workdir, steps, begin=0):
+  with reporting.Reporter(workdir, begin, 11) as reporter:
+    for step in steps:
+      reporter.report(step, "train", {"loss": float(step)})
+
+
+def test_lines_after_the_step_it_goes_on_from_are_dropped(tmp_path):
+  write(tmp_path, [2, 3, 5, 7])
+  write(tmp_path, [5, 11], begin=3)
+  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5, 11]
+  assert not list(tmp_path.glob("*.tmp"))
+  # TensorBoard's readers drop what came before from this step on.
+  (start,) = [event for event in events(tmp_path) if event.HasField("session_log")]
+  assert start.step == 4
+  assert start.session_log.status == event_pb2.SessionLog.START
+
+
+def test_a_run_from_the_beginning_drops_all_lines(tmp_path):
+  write(tmp_path, [2, 3])
+  write(tmp_path, [1], begin=0)
+  assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("cut", ["{", '{"step": 3', '{"step": 3, "split": "train", "lo'])
+def test_a_cut_last_line_is_dropped(tmp_path, cut):
+  write(tmp_path, [2])
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write(cut)
+  write(tmp_path, [5], begin=4)
+  assert [line["step"] for line in lines(tmp_path)] == [2, 5]
+
+
+def test_a_line_without_its_end_is_completed(tmp_path):
+  write(tmp_path, [2])
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 3, "split": "train", "loss": 3.0}')
+  write(tmp_path, [5], begin=4)
+  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5]
+
+
+def test_a_message_is_printed(tmp_path, capsys):
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    reporter.say("step 3: better")
+  assert "step 3: better\n" in capsys.readouterr().out
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(reporting.jax, "process_index", lambda: 1)
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    reporter.advance(1.0)
+    reporter.report(1, "train", {"loss": 1.0})
+    reporter.say("step 1: better")
+  assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
