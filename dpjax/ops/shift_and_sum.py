@@ -171,8 +171,7 @@ def _unrolled(values, gates, level_keep):
   return v_bthe.astype(values.dtype)
 
 
-@jax.custom_vjp
-def _recompute(values, gates, level_keep):
+def _scan(values, gates, level_keep):
   length = values.shape[1]
 
   def body(v_bthe, x):
@@ -193,7 +192,7 @@ def _recompute(values, gates, level_keep):
 
 
 def _recompute_forward(values, gates, level_keep):
-  return _recompute(values, gates, level_keep), (values, gates, level_keep)
+  return _scan(values, gates, level_keep), (values, gates, level_keep)
 
 
 def _recompute_backward(residuals, grad):
@@ -233,7 +232,7 @@ def _recompute_backward(residuals, grad):
 
     g_bthe = cut(grad)
     for k in reversed(range(levels)):
-      def level(g_dc, shift=2**k, c_bth=c_bth[k], v_bthe=v_bthe[k]):
+      def gradients(g_dc, shift=2**k, c_bth=c_bth[k], v_bthe=v_bthe[k]):
         g_bthe, dc_bth = g_dc
         # A product with ones, as XLA's sum over the last axis is slow on CPU.
         more_bth = jnp.einsum(
@@ -242,7 +241,7 @@ def _recompute_backward(residuals, grad):
         dc_bth = write(dc_bth, dc_bth[:, shift:] + more_bth, shift)
         more_bthe = c_bth[:, shift:, :, None] * g_bthe[:, shift:]
         return write(g_bthe, g_bthe[:, :-shift] + more_bthe, 0), dc_bth
-      g_bthe, dc_bth[k] = _run_if(keep[k], level, (g_bthe, dc_bth[k]))
+      g_bthe, dc_bth[k] = _run_if(keep[k], gradients, (g_bthe, dc_bth[k]))
 
     dv_bthe = lax.dynamic_update_slice_in_dim(
         dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
@@ -257,6 +256,7 @@ def _recompute_backward(residuals, grad):
   return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
 
 
+_recompute = jax.custom_vjp(_scan)
 _recompute.defvjp(_recompute_forward, _recompute_backward)
 
 _IMPLEMENTATIONS = {"loop": _loop, "unrolled": _unrolled, "recompute": _recompute}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from dpjax.training import metrics
 class Reporter:
   """Writes scores, on the first process only.
 
-  `metrics.jsonl` has a line for each report: {"step": 20, "split": "train", "loss": ...}.
+  `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
+  "loss": ...}; the time is in seconds since 1970.
   A run that is taken up at an earlier step writes the steps since again: their old lines
   are dropped first.
 
@@ -60,7 +62,8 @@ class Reporter:
     """Writes scores of a split at a step to the files."""
     if not self._is_first:
       return
-    line = {"step": step, "split": split, **metrics.for_json(scores)}
+    line = {"step": step, "split": split, "time": round(time.time(), 3)}
+    line |= metrics.for_json(scores)
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
     for name, value in scores.items():

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 from tensorboardX.proto import event_pb2
@@ -41,7 +42,10 @@ def test_every_report_is_a_line_and_a_scalar(tmp_path):
     # It is on disk at once: a run may be killed.
     assert len(lines(tmp_path)) == 1
     reporter.report(2, "valid", {"nats_per_token": 2.5})
-  assert lines(tmp_path) == [
+  written = lines(tmp_path)
+  times = [line.pop("time") for line in written]
+  assert times == sorted(times) and abs(times[0] - time.time()) < 60
+  assert written == [
     {"step": 2, "split": "train", "loss": 3.5, "grad_norm": 0.25},
     {"step": 2, "split": "valid", "nats_per_token": 2.5},
   ]
