@@ -124,7 +124,7 @@ def draw_figure(report, path):
         axis.bar(places, heights, 0.25, label=name)
       axis.set_xticks(range(len(labels)), labels)
       axis.set_title(f"{kind}: {title}")
-      axis.legend()
+  axes[0, 0].legend()
   figure.tight_layout()
   figure.savefig(path, dpi=120)
 
