@@ -22,23 +22,33 @@ _TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' c
 
 def main(_) -> None:
   """Prints a table, and writes JSON into the run's folder."""
+  import jax
+
   from dpjax import run as run_lib
 
+  if bool(_TORCH.value) == bool(_WORKDIR.value):
+    raise ValueError(
+      "--workdir, --torch_checkpoint: expected one of them, got "
+      f"{'both' if _WORKDIR.value else 'none'}"
+    )
+  if bool(_TORCH.value) != (_CONFIG.value is not None):
+    raise ValueError(
+      "--config: expected it with --torch_checkpoint, to name data and tokenizer, and "
+      "not with --workdir, which has its own"
+    )
+  if _TORCH.value and _STEP.value is not None:
+    raise ValueError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
-      if _CONFIG.value is None:
-        raise ValueError("--config: expected one, for data and tokenizer, got none")
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
-    elif _WORKDIR.value:
-      run = run_lib.load(_WORKDIR.value, _STEP.value)
     else:
-      raise ValueError("--workdir: expected the folder of a run, got none")
-    scores = run.score_split(
-      _SPLIT.value, window=_WINDOW.value, stride=_STRIDE.value, progress=True
-    )
-  print(f"The {_SPLIT.value} split, by the parameters of step {run.step}:")
-  print(run_lib.table(scores))
-  run.write_scores(_SPLIT.value, scores)
+      run = run_lib.load(_WORKDIR.value, _STEP.value)
+    size = dict(window=_WINDOW.value, stride=_STRIDE.value)
+    scores = run.score_split(_SPLIT.value, progress=True, **size)
+  if jax.process_index() == 0:
+    print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}:")
+    print(run_lib.table(scores))
+  run.write_scores(_SPLIT.value, scores, **size)
 
 
 if __name__ == "__main__":

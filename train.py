@@ -31,7 +31,7 @@ def main(_) -> None:
     return
   if jax.process_index() != 0:
     return
-  print(f"\nThe test split, by the parameters of step {run.step} (best by validation):")
+  print(f"\nThe test split, by step {run.step} (best by validation):")
   print(run_lib.table(scores))
   sample = run.config.sample
   if sample.prompt:

@@ -13,9 +13,10 @@ Test perplexity: the paper's 35.40; ours not yet measured
 """
 
 from configs import dispatcher_wikitext2
+from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
-  config = dispatcher_wikitext2.get_config(variant)
+  config = dispatcher_wikitext2.get_config()
   config.data.path = "data/ptb"
-  return config
+  return config_lib.apply_variant(config, variant)

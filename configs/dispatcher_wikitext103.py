@@ -14,14 +14,15 @@ Test perplexity: the paper's 24.39; ours not yet measured
 """
 
 from configs import dispatcher_wikitext2
+from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
-  config = dispatcher_wikitext2.get_config(variant)
+  config = dispatcher_wikitext2.get_config()
   config.data.path = "data/wikitext103"
   config.data.lower_pieces = False
   config.data.restrict_vocabulary = False
   config.data.lower_text = True
   config.train.learning_rate = 2e-4
   config.train.eps = 1e-10
-  return config
+  return config_lib.apply_variant(config, variant)

@@ -44,8 +44,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     if len(rest) > 1:
       raise ValueError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
     # An error within the file shows when the configuration is first looked at.
-    if "config" in flags.FLAGS and flags.FLAGS.config is not None:
-      flags.FLAGS.config.is_locked  # noqa: B018
+    config = flags.FLAGS.config if "config" in flags.FLAGS else None
+    if config is not None and not isinstance(config, config_lib.ConfigDict):
+      if type(config).__module__.startswith("ml_collections"):
+        config.is_locked  # noqa: B018  (raises what went wrong within the file)
+      raise ValueError("expected a file whose get_config() gives a ConfigDict")
     return rest
   except flags.Error as error:
     # An error within the configuration's file comes as the text of a traceback.
@@ -55,7 +58,7 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
   except (AttributeError, KeyError) as error:
     sys.exit(str(_unknown_setting(argv) or f"--config: {error}"))
   except (ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
-    sys.exit(f"--config: {error}")
+    sys.exit(f"--config: {' '.join(str(error).split())}")
 
 
 def _unknown_setting(argv: Sequence[str]) -> ValueError | None:
@@ -80,6 +83,8 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
     sys.exit(str(error))
+  except OSError as error:
+    sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
 
 
 def _join_processes() -> None:

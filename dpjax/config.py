@@ -23,6 +23,7 @@ else:
 MIXERS = ("dispatcher", "dispatcher_multihead", "attention")
 CHOICES = {
   "model.mixer": MIXERS,
+  "model.implementation": ("", "loop", "unrolled", "recompute"),
   "model.norm": ("post", "pre"),
   "model.positions": ("sinusoidal", "learned"),
   "model.activation": ("relu", "gelu"),
@@ -31,8 +32,8 @@ CHOICES = {
   "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
 }
-# What may differ between a run and its continuation: it changes no trained number. (The
-# length of a run does, where the schedule ends with it.)
+# What may differ between a run and its continuation, since it changes no trained number
+# beyond the order of sums; the length does where the schedule ends with it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "train.log_every_steps",
@@ -139,7 +140,7 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
     config.model.update(
       dict(num_layers=2, width=32, feed_forward_width=64, max_length=64)
     )
-    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0,
+    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0, warmup_steps=5,
                              eval_every_steps=25, eval_every_epochs=0.0,
                              learning_rate=1e-3))
     config.sample.length = 20
@@ -160,7 +161,8 @@ def check(config: ConfigDict) -> None:
               "train.checkpoint_every_steps", "train.keep_checkpoints",
               "eval.batch_size", "data.tokenizer_size"):
     _at_least(config, key, 1)
-  for key in ("seed", "train.window", "train.num_steps", "train.warmup_steps",
+  check_seed(config.seed)
+  for key in ("train.window", "train.num_steps", "train.warmup_steps",
               "eval.window", "eval.stride", "train.clip_norm", "train.weight_decay",
               "train.learning_rate", "train.eps"):
     _at_least(config, key, 0)
@@ -183,6 +185,10 @@ def check(config: ConfigDict) -> None:
           "data.split_fractions", "three positive numbers with the sum 1", fractions)
   steps_in(config.train, "num", steps_per_epoch=1)
   steps_in(config.train, "eval_every", steps_per_epoch=1)
+  steps, warmup = config.train.num_steps, config.train.warmup_steps
+  if steps and config.train.schedule == "cosine":
+    _expect(warmup < steps, "train.warmup_steps",
+            f"fewer than the {steps} steps of the run", warmup)
   check_sampling(config.sample)
 
 
@@ -211,6 +217,16 @@ def check_model(model: Mapping) -> None:
           f"a divisor of model.width = {width}", heads)
 
 
+def check_seed(seed: int) -> None:
+  """Refuses what no random key can be made of.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)",
+          repr(seed))
+
+
 def check_sampling(sample: Mapping) -> None:
   """Refuses settings no sampler can follow.
 
@@ -218,9 +234,9 @@ def check_sampling(sample: Mapping) -> None:
     ValueError: as `check`.
   """
   for key, is_valid, expected in (
-    ("length", sample["length"] >= 1, "at least 1"),
+    ("length", _is_whole(sample["length"], 1), "an integer of at least 1"),
     ("temperature", sample["temperature"] >= 0, "at least 0 (0 is greedy)"),
-    ("top_k", sample["top_k"] >= 0, "at least 0 (0 is all)"),
+    ("top_k", _is_whole(sample["top_k"], 0), "an integer of at least 0 (0 is all)"),
     ("top_p", 0 < sample["top_p"] <= 1, "a number in (0, 1]"),
   ):
     _expect(is_valid, f"sample.{key}", expected, sample[key])
@@ -337,11 +353,15 @@ def _check_choices(config, section: str) -> None:
       _expect(value in choices, key, f"one of {', '.join(choices)}", f"{value}{hint}")
 
 
+def _is_whole(value, least: int) -> bool:
+  return isinstance(value, int) and value >= least
+
+
 def _at_least(config, key: str, least: int) -> None:
   _expect(_get(config, key) >= least, key, f"at least {least}", _get(config, key))
 
 
-def _get(config, key: str):
+def _get(config, key: str) -> Any:
   for part in key.split("."):
     config = config[part]
   return config

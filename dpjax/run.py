@@ -92,18 +92,25 @@ class Run:
     tokens, counts = self.data.splits[split], self.data.counts[split]
     return self._score(self.params, tokens, counts, window, stride, progress)
 
-  def write_scores(self, split: str, scores: Mapping[str, float]) -> None:
-    """Writes the scores of a split into the run's folder, as JSON."""
-    if self.workdir is not None and self.data is not None and jax.process_index() == 0:
-      workdir_lib.write_json(
-        self.workdir / f"scores_{split}_{self.step}.json",
-        {
-          "split": split,
-          "step": self.step,
-          "scores": metrics.for_json(scores),
-          "counts": dict(self.data.counts[split]),
-        },
-      )
+  def write_scores(
+    self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
+  ) -> None:
+    """Writes what `score_split` gave into the run's folder, as JSON."""
+    if self.workdir is None or self.data is None or jax.process_index() != 0:
+      return
+    used = window, stride = self._window_and_stride(window, stride)
+    name = f"scores_{split}_{self.step}"
+    if used != self._window_and_stride(0, 0):
+      name += f"_window{window}_stride{stride}"
+    content = {
+      "split": split,
+      "step": self.step,
+      "window": window,
+      "stride": stride,
+      "scores": metrics.for_json(scores),
+      "counts": dict(self.data.counts[split]),
+    }
+    workdir_lib.write_json(self.workdir / f"{name}.json", content)
 
   def generate(
     self,
@@ -136,8 +143,10 @@ class Run:
     config_lib.check_sampling(
       dict(length=length, temperature=temperature, top_k=top_k, top_p=top_p)
     )
-    if num_samples < 1:
-      raise ValueError(f"num_samples: expected at least 1, got {num_samples}")
+    config_lib.check_seed(seed)
+    if not isinstance(num_samples, int) or num_samples < 1:
+      raise ValueError(f"num_samples: expected an integer of at least 1, got {num_samples}")
+    _check_prompt(self.config, self.tokenizer, prompt, "prompt")
     ids = self.tokenizer.encode(prompt)
     if not len(ids):
       ids = [self.tokenizer.start_id]
@@ -183,21 +192,21 @@ class Run:
   def _eval_step(self):
     return step_lib.jit_eval_step(self.model, self._mesh)
 
-  def _score(self, params, tokens, counts, window=0, stride=0, progress=False):
-    settings = self.config.eval
-    longest = self.config.model.max_length
+  def _window_and_stride(self, window: int, stride: int) -> tuple[int, int]:
+    settings, longest = self.config.eval, self.config.model.max_length
     window = window or settings.window or longest
-    if window > longest:
+    if not 1 <= window <= longest:
       raise ValueError(
-        f"eval.window: expected at most model.max_length = {longest}, got {window}"
+        f"eval.window: expected 1 to model.max_length = {longest}, got {window}"
       )
+    return window, stride or min(settings.stride, window) or window
+
+  def _score(self, params, tokens, counts, window=0, stride=0, progress=False):
+    # Whole rows for every device; rows without text count nothing.
+    num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
+    window, stride = self._window_and_stride(window, stride)
     rows = batches.EvaluationWindows(
-      tokens,
-      window,
-      stride or min(settings.stride, window) or window,
-      # Whole rows for every device; rows without text count nothing.
-      -(-settings.batch_size // self._mesh.size) * self._mesh.size,
-      self.tokenizer.start_id,
+      tokens, window, stride, num_rows, self.tokenizer.start_id
     )
     return evaluation.evaluate(
       self._eval_step, params, rows, counts, self._mesh, progress=progress
@@ -234,10 +243,11 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
   update = _make_optimizer(config, num_steps)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
+  _check_prompt(config, data.tokenizer, config.sample.prompt, "sample.prompt")
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   workdir_lib.claim(workdir, given)
   run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
   if jax.process_index() == 0:
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     print(
       f"{config.model.mixer}, {size:,} parameters; {data.name}, "
@@ -262,7 +272,8 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
     accumulate_steps=settings.accumulate_steps,
     parameters=settings.parameters,
     seed=config.seed,
-    meta={"config": config.to_dict(), "tokenizer": data.tokenizer.to_json()},
+    meta={"config": config.to_dict()},
+    origin=_origin(data),
   )
   best = load(workdir)
   scores = best.score_split("test", progress=True)
@@ -298,7 +309,8 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
     sharding.state_sharding(shapes, mesh),
   )
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-    found = saved.restore_step(abstract, step)
+    origin = {"tokenizer": data.tokenizer.to_json()}
+    found = saved.restore_step(abstract, step, origin)
   return Run(
     config, model, found.state.params, data.tokenizer, found.step, data, workdir
   )
@@ -347,6 +359,8 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
       f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
     )
   data = workdir_lib.prepare_data(config, Path(folder) / "data")
+  for key in ("dtype", "implementation", "remat", "scan_layers"):
+    model_config[key] = settings[key]
   config = config.copy_and_resolve_references()
   config.model = model_config
   config = _with_vocabulary(config, data.tokenizer)
@@ -356,7 +370,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
 def table(scores: Mapping[str, float]) -> str:
   """Scores for people, a line each."""
   return "\n".join(
-    f"  {name.replace('_', ' '):22s}{value:12.4f}" for name, value in scores.items()
+    f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()
   )
 
 
@@ -369,6 +383,22 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
   return config
+
+
+def _origin(data: prepared.Prepared) -> dict[str, str]:
+  """What has to stay the same while a run goes on, and is in no setting."""
+  return {
+    "tokenizer": data.tokenizer.to_json(),
+    "training text": data.counts["train"]["sha256"],
+  }
+
+
+def _check_prompt(config: ConfigDict, tokenizer, prompt: str, setting: str) -> None:
+  length, longest = len(tokenizer.encode(prompt)), config.model.max_length
+  if length > longest:
+    raise ValueError(
+      f"{setting}: expected 1 to {longest} tokens (the model's window), got {length}"
+    )
 
 
 def _make_optimizer(config: ConfigDict, num_steps: int):

@@ -9,9 +9,11 @@ scores_<split>_<step>.json    of a whole split, written by train.py and evaluate
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
@@ -31,6 +33,11 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   except OSError as error:
     raise _not_writable(workdir, error) from error
   if not path.exists():
+    if (workdir / "checkpoints").exists():
+      raise ValueError(
+        f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
+        "checkpoints and no config.json"
+      )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
   if differences:
@@ -47,11 +54,14 @@ def claim(workdir: Path, config: ConfigDict) -> None:
   Raises:
     ValueError: it cannot be written.
   """
-  if jax.process_index() == 0:
+
+  def write() -> None:
     try:
       write_json(workdir / "config.json", config.to_dict())
     except OSError as error:
       raise _not_writable(workdir, error) from error
+
+  _on_first_process(write)
 
 
 def prepare_data(
@@ -71,7 +81,10 @@ def prepare_data(
     ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
       cannot be written.
   """
-  if jax.process_index() == 0 and (anew or not folder.exists()):
+
+  def make() -> None:
+    if folder.exists() and not anew:
+      return
     settings = config.data
     corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
     try:
@@ -87,8 +100,8 @@ def prepare_data(
       )
     except OSError as error:
       raise _not_writable(folder, error) from error
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("corpus prepared")
+
+  _on_first_process(make)
   return prepared.open_prepared(folder)
 
 
@@ -119,6 +132,24 @@ def _read_json(path: Path) -> dict:
     return content
   except (OSError, ValueError) as error:
     raise ValueError(f"workdir: expected a readable {path}, got: {error}") from error
+
+
+def _on_first_process(work: Callable[[], None]) -> None:
+  """Does it once for all processes, which wait, and all raise what it raises."""
+  message = ""
+  if jax.process_index() == 0:
+    try:
+      work()
+    except ValueError as error:
+      message = str(error)
+  if jax.process_count() > 1:
+    encoded = np.zeros(4096, np.uint8)
+    letters = np.frombuffer(message.encode()[: encoded.size], np.uint8)
+    encoded[: letters.size] = letters
+    encoded = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
+    message = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
+  if message:
+    raise ValueError(message)
 
 
 def _not_writable(folder: Path, error: OSError) -> ValueError:

@@ -1,10 +1,13 @@
 """The rules between the settings, and what a configuration is read back from."""
 
 import json
+import re
 
+import jax.numpy as jnp
 import pytest
 
 from dpjax import config as config_lib
+from dpjax import ops
 
 
 def changed(settings: dict):
@@ -82,8 +85,8 @@ def test_the_default_is_valid():
     ("eval.stride", -1, "expected at least 0, got -1"),
     ("eval.stride", 513, "expected at most the window 512, got 513"),
     ("eval.batch_size", 0, "expected at least 1, got 0"),
-    ("seed", -1, "expected at least 0, got -1"),
-    ("sample.length", 0, "expected at least 1, got 0"),
+    ("seed", -1, "expected an integer in .*got -1"),
+    ("sample.length", 0, "expected an integer of at least 1, got 0"),
   ],
 )
 def test_what_cannot_run_is_refused(key, value, message):
@@ -129,10 +132,10 @@ def test_a_model_is_checked_by_itself():
 @pytest.mark.parametrize(
   ("name", "value", "expected"),
   [
-    ("length", 0, "at least 1"),
+    ("length", 0, "an integer of at least 1"),
     ("temperature", -0.1, r"at least 0 \(0 is greedy\)"),
     ("temperature", float("nan"), "at least 0"),
-    ("top_k", -1, r"at least 0 \(0 is all\)"),
+    ("top_k", -1, r"an integer of at least 0 \(0 is all\)"),
     ("top_p", 0.0, r"a number in \(0, 1\]"),
     ("top_p", 1.01, r"a number in \(0, 1\]"),
   ],
@@ -250,3 +253,11 @@ def test_variants():
   assert config.model.width == 32 and config.train.num_steps == 50
   with pytest.raises(ValueError, match="expected the variant tiny, or none, got tinny"):
     config_lib.apply_variant(config, "tinny")
+
+
+def test_the_implementations_are_those_of_the_operator():
+  values = jnp.ones((2, 3, 1, 5))
+  with pytest.raises(ValueError) as error:
+    ops.shift_and_sum(values, values, implementation="none of them")
+  known = re.findall(r"'(\w+)'", str(error.value).partition(", got")[0])
+  assert {"", *known} == set(config_lib.CHOICES["model.implementation"])

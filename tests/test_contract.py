@@ -116,6 +116,13 @@ def test_parameters_do_not_depend_on_the_length(mixer):
   assert short == long
 
 
+def test_a_mixer_of_a_single_position(mixer):
+  module = mixer.make(2, 1)
+  output, variables = module.init_with_output(jax.random.key(0), draw(1))
+  assert output.shape == (BATCH, 1, WIDTH) and np.isfinite(output).all()
+  assert all(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+
+
 def test_refusals(mixer):
   def refused(module, inputs, message):
     with pytest.raises(ValueError, match=message):

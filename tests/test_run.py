@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 
 import chex
@@ -64,7 +65,7 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   assert run.score(text, stride=3)["perplexity"] != scores["perplexity"]
   with pytest.raises(ValueError, match="text: expected at least one token"):
     run.score("")
-  with pytest.raises(ValueError, match="eval.window: expected at most .* 19, got 20"):
+  with pytest.raises(ValueError, match="eval.window: expected 1 to .* 19, got 20"):
     run.score(text, window=20)
   with pytest.raises(ValueError, match="split: expected one of train, valid, test"):
     run.score_split("dev")
@@ -109,8 +110,9 @@ def test_generation(finished):
     run.generate("x" * 20)
   with pytest.raises(ValueError, match=r"sample.top_p: expected a number in \(0, 1\]"):
     run.generate("the ", top_p=0.0)
-  with pytest.raises(ValueError, match="num_samples: expected at least 1, got 0"):
-    run.generate("the ", num_samples=0)
+  for wrong in (dict(num_samples=0), dict(seed=2**32), dict(length=2.5), dict(top_k=-1)):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected an integer"):
+      run.generate("the ", **wrong)
 
 
 def stop_at(monkeypatch, step):
@@ -218,6 +220,54 @@ def test_after_a_refusal_the_folder_is_free_for_other_settings(text, tmp_path):
   config.data.tokenizer = "bytes"
   run, _ = dpjax.train(config, tmp_path)
   assert run.tokenizer.vocab_size == 256
+
+
+def test_a_folder_that_is_not_a_run_is_left_alone(text, tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "train.txt").write_text("mine")
+  with pytest.raises(ValueError, match="workdir: expected room for prepared data"):
+    dpjax.train(helpers.small_config(text), tmp_path)
+  assert (tmp_path / "data" / "train.txt").read_text() == "mine"
+  (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+  with pytest.raises(ValueError, match="has checkpoints and no config.json"):
+    dpjax.train(helpers.small_config(text), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "what"), [("c", "b", "tokenizer"), ("bat", "tab", "training text")]
+)
+def test_going_on_with_another_text_is_refused(text, tmp_path, old, new, what):
+  mine = tmp_path / "mine.txt"
+  mine.write_text(text.read_text())
+  config = helpers.small_config(mine, num_steps=2)
+  dpjax.train(config, tmp_path / "run")
+  shutil.rmtree(tmp_path / "run" / "data")
+  mine.write_text(text.read_text().replace(old, new))
+  config.train.num_steps = 4
+  with pytest.raises(ValueError, match=f"workdir: expected the {what} that its checkp"):
+    dpjax.train(config, tmp_path / "run")
+  if what == "tokenizer":
+    with pytest.raises(ValueError, match="workdir: expected the tokenizer"):
+      dpjax.load(tmp_path / "run")
+
+
+def test_a_prompt_that_will_be_too_long_is_refused_before_training(text, tmp_path):
+  config = helpers.small_config(text)
+  config.sample.prompt = "x" * 20
+  with pytest.raises(ValueError, match="sample.prompt: expected 1 to 19 tokens"):
+    dpjax.train(config, tmp_path)
+  assert not (tmp_path / "config.json").exists()
+
+
+def test_scores_of_another_window_have_a_file_of_their_own(finished):
+  workdir, run, scores = finished
+  run.write_scores("test", {"perplexity": math.inf}, window=7, stride=3)
+  name = f"scores_test_{run.step}_window7_stride3.json"
+  written = json.loads((workdir / name).read_text())
+  assert (written["window"], written["stride"]) == (7, 3)
+  assert written["scores"] == {"perplexity": None}
+  written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
+  assert written["scores"] == scores and written["window"] == written["stride"] == 19
 
 
 def test_a_workdir_that_is_a_file(text):

@@ -58,9 +58,9 @@ def workdir(text, tmp_path_factory):
 def test_evaluate_prints_and_writes(workdir, capsys):
   assert call("evaluate.py", f"--workdir={workdir}", "--split=valid", "--step=12") is None
   printed = capsys.readouterr().out
-  assert "The valid split, by the parameters of step 12" in printed
+  assert "The valid split, by step 12" in printed
   scores = json.loads((workdir / "scores_valid_12.json").read_text())["scores"]
-  assert f"{scores['perplexity']:.4f}" in printed
+  assert f"{scores['perplexity']:.6g}" in printed
   assert call("evaluate.py", f"--workdir={workdir}", "--stride=5") is None
   assert "The test split" in capsys.readouterr().out
 
@@ -110,8 +110,17 @@ def test_generate_prints_samples(workdir, capsys):
      "workdir: expected an empty folder or a run of this configuration"),
     ("evaluate.py", ["--workdir={new}"], "workdir: expected the folder of a run"),
     ("evaluate.py", ["--workdir={workdir}", "--step=5"], "step: expected one of"),
-    ("evaluate.py", [], "--workdir: expected the folder of a run, got none"),
-    ("evaluate.py", ["--torch_checkpoint={new}"], "--config: expected one"),
+    ("evaluate.py", [], "--workdir, --torch_checkpoint: expected one of them, got none"),
+    ("evaluate.py", ["--torch_checkpoint={new}"], "--config: expected it with --torch"),
+    ("evaluate.py", ["--workdir={workdir}", "--config={quickstart}"], "--config: expected"),
+    ("evaluate.py", ["--workdir={workdir}", "--window=-5"],
+     "eval.window: expected 1 to model.max_length = 19, got -5"),
+    ("train.py", ["--config={quickstart}", "--config.model.implementation=fast",
+                  "--workdir={new}"], "model.implementation: expected one of"),
+    ("train.py", ["--config={quickstart}", "--config.model.max_length=5",
+                  "--workdir={new}"], "sample.prompt: expected 1 to 5 tokens"),
+    ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
+    ("generate.py", ["--workdir={workdir}", "--length=0"], "sample.length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
     ("generate.py", ["--workdir={workdir}", "--top_p=1.5"], "sample.top_p: expected"),
     ("generate.py", ["--workdir={workdir}", "--temperature=-1"], "sample.temperature:"),

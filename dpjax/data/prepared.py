@@ -43,7 +43,7 @@ class Prepared:
 def prepare(corpus: Corpus, folder: str | Path, kind: str, **settings) -> Prepared:
   """Makes a tokenizer on the train split, and writes the tokens of every split.
 
-  The folder appears at the end, whole; one that was there is replaced.
+  The folder appears at the end, whole; one that an earlier call made is replaced.
 
   Args:
     corpus: the text.
@@ -55,10 +55,14 @@ def prepare(corpus: Corpus, folder: str | Path, kind: str, **settings) -> Prepar
     `open_prepared(folder)`.
 
   Raises:
-    ValueError: of the text (`data.path: ...`) or the tokenizer (`data.tokenizer...`).
+    ValueError: of the text (`data.path: ...`) or the tokenizer (`data.tokenizer...`), or
+      there is a folder that holds something else.
     OSError: the folder cannot be written.
   """
   folder = Path(folder)
+  if folder.exists() and any(folder.iterdir()) and not (folder / "data.json").exists():
+    raise ValueError(f"workdir: expected room for prepared data, got {folder}, which "
+                     "holds something else")
   counts = {split: count_text(chunks) for split, chunks in corpus.splits.items()}
   tokenizer = train_tokenizer(kind, corpus.splits["train"], **settings)
   dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
@@ -77,7 +81,7 @@ def prepare(corpus: Corpus, folder: str | Path, kind: str, **settings) -> Prepar
     content = {"format": FORMAT, "name": corpus.name, "dtype": dtype.name,
                "splits": counts}
     _write_text(partial / "data.json", json.dumps(content, indent=2))
-    if folder.exists():
+    if (folder / "data.json").exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
   finally:

@@ -89,7 +89,13 @@ def from_torch(
   """
   if variant not in ("paper", "multihead"):
     raise ValueError(f"variant: expected paper or multihead, got {variant}")
-  names = state_dict.get("model_state_dict", state_dict)
+  names = state_dict
+  if isinstance(names, Mapping):
+    names = names.get("model_state_dict", names)
+  if not isinstance(names, Mapping):
+    raise ValueError(
+      f"state_dict: expected a mapping of names to arrays, got {type(names).__name__}"
+    )
   is_attention = any(name.endswith(".in_proj_weight") for name in names)
   layers = _LAYER | (_ATTENTION if is_attention else _DISPATCHER)
   num_layers = _check_names(names.keys() - {_POSITIONS}, layers)

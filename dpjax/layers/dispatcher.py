@@ -24,8 +24,8 @@ class Dispatcher(nn.Module):
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T.
-    num_levels: K; None is ceil(log2(max_length)), with which the last position reaches
-      the first. Position t reaches back to t - 2**K + 1.
+    num_levels: K; None is ceil(log2(max_length)), at least 1, with which the last
+      position reaches the first. Position t reaches back to t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the
       whole batch (Dispatcher dropout, Sec. 2.1).
     implementation: of `dpjax.ops.shift_and_sum`.
@@ -49,7 +49,7 @@ class Dispatcher(nn.Module):
   ) -> jax.Array:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
-    num_levels = self.num_levels or ops.num_levels(self.max_length)
+    num_levels = self.num_levels or max(1, ops.num_levels(self.max_length))
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
     x_bthe = inputs.reshape(*inputs.shape[:2], self.num_heads, -1)
@@ -88,7 +88,7 @@ class MultiHeadDispatcher(nn.Module):
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
     width = inputs.shape[-1]
-    num_levels = self.num_levels or ops.num_levels(self.max_length)
+    num_levels = self.num_levels or max(1, ops.num_levels(self.max_length))
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
       if level_keep is not None and num_levels:

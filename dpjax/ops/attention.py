@@ -17,10 +17,10 @@ def causal_attention(
     weights[b, h, t, s] = softmax over s <= t of queries[b, t, h] . keys[b, s, h] / sqrt(E)
     output[b, t, h]     = sum over s <= t of weights[b, h, t, s] values[b, s, h]
 
-  Without dropout this is `jax.nn.dot_product_attention`, which never builds the
-  mask and uses the platform's fused kernel where there is one. Dropout of the
-  attention weights is not to be had there, so with it the weights are built
-  here. The softmax is taken in float32 either way.
+  Without dropout this is `jax.nn.dot_product_attention`, in the form that it takes
+  by itself. Dropout of the attention weights is not to be had there, so with it
+  the weights are built here. Either way they take O(B H T T) memory, and the
+  softmax is taken in float32.
 
   Args:
     queries: [B, T, H, E], floats.

@@ -68,16 +68,29 @@ class Checkpoints:
     """The step that was best by validation, if any was saved."""
     return self._best.latest_step()
 
-  def save(self, state: TrainState, meta: Mapping, *, best: bool = False) -> None:
+  def save(
+    self,
+    state: TrainState,
+    meta: Mapping,
+    *,
+    origin: Mapping[str, str] | None = None,
+    best: bool = False,
+  ) -> None:
     """Writes a checkpoint in the background; the state may be used up at once.
 
     Args:
       state: its step becomes the checkpoint's.
       meta: anything JSON can hold.
+      origin: what the run is made from, by name: its vocabulary, a hash of its text.
       best: put it in the place of the best, too.
     """
     step = int(state.step)
-    meta = {**meta, "format": FORMAT, "fingerprints": fingerprints(state)}
+    meta = {
+      **meta,
+      "origin": dict(origin or {}),
+      "format": FORMAT,
+      "fingerprints": fingerprints(state),
+    }
     if best:
       self._save(self._best, step, state, meta)
       # The last names the best, so it must not come first.
@@ -93,25 +106,29 @@ class Checkpoints:
       )
       manager.save(step, args=items, force=True)
 
-  def restore(self, abstract: TrainState) -> Checkpoint | None:
+  def restore(
+    self, abstract: TrainState, origin: Mapping[str, str] | None = None
+  ) -> Checkpoint | None:
     """Reads the newest undamaged checkpoint, to go on from it.
 
     Damaged ones are moved into the folder "damaged", out of the way of those to come.
 
     Args:
       abstract: shapes, dtypes and shardings of the state.
+      origin: what the run is made from now, by name, as in `save`.
 
     Returns:
       The checkpoint, or None where there is none.
 
     Raises:
-      ValueError: there are checkpoints, and all are damaged or of a later format.
+      ValueError: there are checkpoints, and all are damaged, or one is of a later format
+        or another origin.
     """
     tries = [(step, self._last) for step in sorted(self._last.all_steps(), reverse=True)]
     best = self.best_step()
     if best is not None and best not in self._last.all_steps():
       tries.append((best, self._best))
-    found, damaged = self._first_readable(tries, abstract)
+    found, damaged = self._first_readable(tries, abstract, origin or {})
     if found is None and damaged:
       raise ValueError(
         f"workdir: expected a whole checkpoint in {self._root}, got damaged ones of the "
@@ -121,12 +138,18 @@ class Checkpoints:
       self._set_aside(step, manager)
     return found
 
-  def restore_step(self, abstract: TrainState, step: int | None = None) -> Checkpoint:
+  def restore_step(
+    self,
+    abstract: TrainState,
+    step: int | None = None,
+    origin: Mapping[str, str] | None = None,
+  ) -> Checkpoint:
     """Reads one checkpoint to look at: `step`, or the best, or else the newest.
 
     Args:
       abstract: shapes, dtypes and shardings of the state.
       step: of the checkpoint; None is the best by validation.
+      origin: as in `restore`, of which it may be a part.
 
     Returns:
       The checkpoint.
@@ -140,11 +163,13 @@ class Checkpoints:
     if step is not None and step not in known:
       raise ValueError(f"step: expected one of {known}, got {step}")
     best = self.best_step()
-    wanted = known[::-1] if step is None else [step]
+    wanted = [step] if step is not None else known[::-1]
+    if step is None and best is not None:
+      wanted.insert(0, best)
     tries = [(each, self._last) for each in wanted if each in self._last.all_steps()]
     if best is not None and step in (None, best):
       tries.insert(0, (best, self._best))
-    found, damaged = self._first_readable(tries, abstract)
+    found, damaged = self._first_readable(tries, abstract, origin or {})
     if found is None:
       raise ValueError(
         f"step: expected a whole checkpoint, got a damaged one of step {damaged[0][0]}"
@@ -162,13 +187,13 @@ class Checkpoints:
     self._last.close()
     self._best.close()
 
-  def _first_readable(self, tries, abstract: TrainState):
+  def _first_readable(self, tries, abstract: TrainState, origin: Mapping[str, str]):
     damaged = []
     for step, manager in tries:
       with _silent_coroutines():
         try:
-          return _read(manager, step, abstract), damaged
-        except _LaterFormatError:
+          return _read(manager, step, abstract, origin), damaged
+        except (_RefusedError, MemoryError, jax.errors.JaxRuntimeError):
           raise
         # Damage shows as any of a dozen types, a bare Exception among them.
         except Exception as error:
@@ -224,18 +249,29 @@ def _silent_coroutines():
     sys.unraisablehook = hook
 
 
-class _LaterFormatError(ValueError):
-  pass
+class _RefusedError(ValueError):
+  """The checkpoint is whole, and not to be used."""
 
 
-def _read(manager: ocp.CheckpointManager, step: int, abstract: TrainState) -> Checkpoint:
+def _read(
+  manager: ocp.CheckpointManager,
+  step: int,
+  abstract: TrainState,
+  origin: Mapping[str, str],
+) -> Checkpoint:
   meta_args = ocp.args.Composite(meta=ocp.args.JsonRestore())
   meta = manager.restore(step, args=meta_args)["meta"]
   if meta["format"] > FORMAT:
-    raise _LaterFormatError(
+    raise _RefusedError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
       "later version of dpjax wrote"
     )
+  for name, value in origin.items():
+    if meta["origin"].get(name) != value:
+      raise _RefusedError(
+        f"workdir: expected the {name} that its checkpoints were made with, got another; "
+        "was the folder data/ changed?"
+      )
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_dict(abstract))
   state_args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
   state = TrainState(**manager.restore(step, args=state_args)["state"])

@@ -56,6 +56,7 @@ def fit(
   parameters: str = "replicated",
   seed: int = 0,
   meta: Mapping | None = None,
+  origin: Mapping[str, str] | None = None,
 ) -> None:
   """Trains until `num_steps`, going on from the newest checkpoint in `workdir`.
 
@@ -72,7 +73,7 @@ def fit(
     workdir: the run's folder, which exists.
     num_steps: updates in all.
     eval_every_steps: updates between two evaluations; there is one at the end, too.
-    log_every_steps: updates between two reports, of the mean over them.
+    log_every_steps: updates between two reports, of the mean since the last.
     checkpoint_every_steps: updates between two checkpoints; the best by validation and
       the end are saved, too.
     keep_checkpoints: how many of the last to keep.
@@ -80,11 +81,14 @@ def fit(
     parameters: "replicated" or "sharded".
     seed: of parameters and dropout.
     meta: saved with each checkpoint.
+    origin: saved likewise, and refused where a checkpoint to go on from has another: the
+      vocabulary, or a hash of the text.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal came.
-    ValueError: the batch does not divide over the devices, or no checkpoint is whole.
+    ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
+      has another origin.
   """
   sharding.check_rows(batches.batch_size, accumulate_steps)
   mesh = sharding.make_mesh()
@@ -103,7 +107,7 @@ def fit(
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
     _stop_signal() as should_stop,
   ):
-    found = saved.restore(abstract)
+    found = saved.restore(abstract, origin)
     if found is None:
       state = step_lib.jit_init(model, optimizer, seed, mesh, parameters)
       best = {"step": 0, BEST_BY: math.inf}
@@ -138,7 +142,8 @@ def fit(
           is_best = False
         if is_best or at_end or stopping or done % checkpoint_every_steps == 0:
           meter.read_pending()
-          saved.save(state, {**(meta or {}), "best": best}, best=is_best)
+          kept = {**(meta or {}), "best": best}
+          saved.save(state, kept, origin=origin, best=is_best)
         if stopping and not at_end:
           saved.wait()
           raise Interrupted(f"Stopped at step {done} of {num_steps}, which is saved.")
@@ -170,9 +175,9 @@ class _Meter:
     for name, value in values.items():
       if not math.isfinite(value):
         raise NonFiniteError(
-          f"Step {step}: expected a finite {name}, got {value}. The last checkpoint is "
-          "from before it. A lower train.learning_rate, a warm-up or a tighter "
-          "train.clip_norm may help."
+          f"Step {step}: expected a finite {name}, got {value}. The checkpoints are from "
+          "before it. A lower train.learning_rate, a warm-up or a tighter "
+          "train.clip_norm may help, in a new workdir."
         )
     self._losses.append(values["loss"])
     self._reporter.advance(values["loss"])
@@ -183,6 +188,8 @@ class _Meter:
         "train",
         {
           "loss": sum(self._losses) / len(self._losses),
+          # Fewer than usual where the run was taken up in between.
+          "mean_over_steps": len(self._losses),
           "grad_norm": values["grad_norm"],
           "tokens_per_second": self._tokens_each * len(self._losses) / (now - self._since),
         },

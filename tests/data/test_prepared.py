@@ -101,6 +101,14 @@ def test_an_earlier_folder_is_replaced(tmp_path, corpus):
   assert data.tokenizer.kind == "characters"
 
 
+def test_a_folder_of_something_else_is_refused(tmp_path, corpus):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "mine.txt").write_text("not to be lost")
+  with pytest.raises(ValueError, match="workdir: .* which holds something else"):
+    prepare(corpus, tmp_path / "data", "bytes")
+  assert (tmp_path / "data" / "mine.txt").read_text() == "not to be lost"
+
+
 def test_nothing_is_left_of_an_error(tmp_path, monkeypatch, corpus):
   monkeypatch.setattr(prepared, "_write_text", lambda path, text: 1 / 0)
   with pytest.raises(ZeroDivisionError):
