@@ -16,7 +16,7 @@ def get_config(variant: str = ""):
   config.model.mixer = "dispatcher_multihead"
   config.model.max_length = 128
   config.train.batch_size = 16
-  config.train.num_steps = 300
+  config.train.num_steps = 400
   config.train.num_epochs = 0.0
   config.train.learning_rate = 2e-3
   config.train.schedule = "cosine"
@@ -24,5 +24,5 @@ def get_config(variant: str = ""):
   config.train.eval_every_steps = 100
   config.train.eval_every_epochs = 0.0
   config.sample.prompt = "The statement"
-  config.sample.temperature = 0.7
+  config.sample.temperature = 0.8
   return config_lib.apply_variant(config, variant)

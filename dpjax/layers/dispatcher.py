@@ -61,21 +61,12 @@ class Dispatcher(nn.Module):
     return _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
 
 
-class MultiHeadDispatcher(nn.Module):
+class MultiHeadDispatcher(Dispatcher):
   """The authors' later layer: matrices of full width, and gates without the sigmoid.
 
   W_in and W_out are [D, D], W_c is [D, H * K]; head h of level k reads column h * K + k.
-  Level 0 is never skipped.
-
-  Attributes: those of `Dispatcher`.
+  Level 0 is never skipped. The attributes are those of `Dispatcher`.
   """
-
-  num_heads: int
-  max_length: int
-  num_levels: int | None = None
-  level_dropout: float = 0.0
-  implementation: str | None = None
-  dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
@@ -91,7 +82,7 @@ class MultiHeadDispatcher(nn.Module):
     num_levels = self.num_levels or max(1, ops.num_levels(self.max_length))
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
-      if level_keep is not None and num_levels:
+      if level_keep is not None:
         level_keep = level_keep.at[0].set(True)
     per_head = (*inputs.shape[:2], self.num_heads, -1)
     v_bthe = _linear(self, width, "values")(inputs).reshape(per_head)

@@ -1,0 +1,60 @@
+"""What the README says is what results/ and the docstrings hold."""
+
+import doctest
+import importlib
+import json
+import pkgutil
+import re
+
+import dpjax
+from tests import helpers
+
+README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def result(name: str) -> dict:
+  return json.loads((helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_of_shift_and_sum_is_that_of_its_benchmark():
+  for case in result("shift_and_sum")["cases"]:
+    gradient, ours = case["gradient"], case["gradient"]["recompute"]
+    row = (
+      f"| {case['batch']}, {case['length']}, {case['width']} "
+      f"| {case['forward']['recompute']['ratio']:.2f} | {ours['ratio']:.2f} "
+      f"| {gradient['unrolled']['temporary_mib']:.0f} → {ours['temporary_mib']:.0f} MiB "
+      f"| {case['level_dropout']['0.9']['ratio_to_none_dropped']:.2f} |"
+    )
+    assert row in README, f"expected the row {row}"
+    assert case["level_dropout"]["0.9"]["ratio_to_none_dropped"] <= 0.5
+
+
+def test_what_is_said_of_the_quickstart_is_measured():
+  measured = result("quickstart")
+  said = re.sub(r"\s+", " ", README)
+  for sentence in (
+    f"reaches {measured['test_bits_per_character']:.2f} bits per character",
+    f"in {measured['minutes_of_the_command']:.1f} minutes",
+    f"gives {measured['witten_bell']['1']:.2f} with one character of context, passed "
+    f"after {measured['minutes_to_pass']['1']:.2f} minutes",
+    f"{measured['witten_bell']['2']:.2f} with two, passed after "
+    f"{measured['minutes_to_pass']['2']:.2f}",
+  ):
+    assert sentence in said, f"expected the words {sentence}"
+  assert measured["minutes_of_the_command"] < 3
+
+
+def test_the_first_commands_begin_with_pip_install():
+  commands = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+  assert [command.split(" && ")[0] for command in commands] == [
+    "pip install -e .",
+    "pip install -e '.[dev]'",
+  ]
+  assert commands[1].endswith("&& pytest")
+
+
+def test_every_module_says_what_it_is_and_its_doctests_hold():
+  for found in pkgutil.walk_packages(dpjax.__path__, "dpjax."):
+    module = importlib.import_module(found.name)
+    assert module.__doc__, found.name
+    assert doctest.testmod(module).failed == 0, found.name
