@@ -121,9 +121,11 @@ def test_reading_changes_nothing(tmp_path):
   with Checkpoints(tmp_path) as saved:
     assert saved.steps() == [5]
   assert unfinished.exists()
+  # What a kill left is in nobody's way.
   with Checkpoints(tmp_path, keep=2) as saved:
-    assert saved.steps() == [5]
-  assert not unfinished.exists()
+    saved.save(make_state(7), {"note": "of 7"})
+  with Checkpoints(tmp_path) as saved:
+    assert saved.restore(abstract()).meta["note"] == "of 7"
 
 
 def test_a_better_one_at_an_earlier_step_takes_the_place_of_the_best(tmp_path):
