@@ -1,5 +1,6 @@
 """Runs that are killed, and runs of several processes: what they leave is one result."""
 
+import contextlib
 import json
 import random
 import signal
@@ -48,8 +49,12 @@ def last_step(workdir) -> int:
   return steps[-1] if steps else 0
 
 
-def is_saving(workdir) -> bool:
-  return any(workdir.glob("checkpoints/*/*orbax-checkpoint-tmp*"))
+def unfinished_saves(workdir) -> set[tuple]:
+  found = set()
+  for path in workdir.glob("checkpoints/*/*orbax-checkpoint-tmp*"):
+    with contextlib.suppress(FileNotFoundError):  # It was just finished.
+      found.add((path, path.stat().st_ino))
+  return found
 
 
 def kill_when(process, is_time) -> None:
@@ -94,9 +99,10 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   for number in sorted(draw.sample(range(5, 55), 3)):
     kill_when(start(config, killed), after_steps(number))
   for _ in range(5):  # The save may end between the look and the kill.
+    left = unfinished_saves(killed)
     process = start(config, killed)
-    kill_when(process, lambda: is_saving(killed))
-    was_saving = is_saving(killed)
+    kill_when(process, lambda left=left: unfinished_saves(killed) - left)
+    was_saving = unfinished_saves(killed) - left
     if was_saving:
       break
   assert was_saving, "expected the kill to fall inside a save"
