@@ -13,6 +13,7 @@ import pytest
 import dpjax
 from dpjax import workdir as workdir_lib
 from dpjax.training import loop
+from dpjax.training.checkpoints import Checkpoints
 from tests import helpers
 
 
@@ -153,6 +154,29 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   ]
   steps = [line["step"] for line in reports(tmp_path, "train")]
   assert steps == sorted(set(steps)) and steps[-1] == 12
+
+
+def test_ended_between_the_best_and_the_last_checkpoint(
+  text, finished, tmp_path, monkeypatch
+):
+  workdir, run, scores = finished
+  save = Checkpoints._save
+
+  def save_or_end(self, manager, step, *arguments):
+    if manager is self._last and step == 6:
+      raise InterruptedError
+    save(self, manager, step, *arguments)
+
+  config = helpers.small_config(text)
+  with monkeypatch.context() as patch:
+    patch.setattr(Checkpoints, "_save", save_or_end)
+    with pytest.raises(InterruptedError):
+      dpjax.train(config, tmp_path)
+  best, last = (tmp_path / f"checkpoints/{name}/6" for name in ("best", "last"))
+  assert best.exists() and not last.exists()
+  again, scores_again = dpjax.train(config, tmp_path)
+  assert (again.step, scores_again) == (run.step, scores)
+  chex.assert_trees_all_equal(again.params, run.params)
 
 
 def test_signals_are_given_back(text, tmp_path, monkeypatch):

@@ -41,3 +41,18 @@ def test_a_batch_is_split_over_the_rows():
 
 def test_one_process_feeds_every_row():
   assert np.arange(16)[sharding.process_rows(16)].tolist() == list(range(16))
+
+
+def test_several_processes_share_the_rows(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  fed = []
+  for number in range(3):
+    monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+    fed.append(np.arange(15)[sharding.process_rows(15)].tolist())
+  assert fed == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+
+
+def test_rows_that_do_not_divide_are_refused():
+  sharding.check_rows(48, 3)
+  with pytest.raises(ValueError, match=r"train.batch_size: .* multiple of 24 .* got 36"):
+    sharding.check_rows(36, 3)
