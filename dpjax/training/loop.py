@@ -134,9 +134,10 @@ def fit(
           if is_best:
             best = {"step": done, BEST_BY: scores[BEST_BY]}
           reporter.say(
-            f"step {done}: validation {scores[BEST_BY]:.4f} nats per token, perplexity "
-            f"{scores['perplexity']:.2f}, {scores['bits_per_character']:.4f} bits per "
-            f"character{' (best so far)' if is_best else ''}"
+            f"step {done}: nats per token {meter.mean:.4f} in training, "
+            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}, "
+            f"bits per character {scores['bits_per_character']:.4f}"
+            f"{' (best so far)' if is_best else ''}"
           )
         else:
           is_best = False
@@ -156,6 +157,7 @@ class _Meter:
     self._reporter, self._log_every_steps = reporter, log_every_steps
     self._tokens_each = batches.batch_size * batches.window
     self._pending, self._losses, self._since = None, [], time.perf_counter()
+    self.mean = math.nan  # of the losses since the report before
 
   def read_previous(self, step: int, measured: Mapping[str, jax.Array]) -> None:
     """Takes what step `step` is measuring and reads what the one before measured."""
@@ -180,6 +182,7 @@ class _Meter:
           "train.clip_norm may help, in a new workdir."
         )
     self._losses.append(values["loss"])
+    self.mean = sum(self._losses) / len(self._losses)
     self._reporter.advance(values["loss"])
     if step % self._log_every_steps == 0:
       now = time.perf_counter()
@@ -187,7 +190,7 @@ class _Meter:
         step,
         "train",
         {
-          "loss": sum(self._losses) / len(self._losses),
+          "loss": self.mean,
           # Fewer than usual where the run was taken up in between.
           "mean_over_steps": len(self._losses),
           "grad_norm": values["grad_norm"],
