@@ -300,14 +300,9 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
   model = build_model(config.model)
-  optimizer_ = _make_optimizer(config, num_steps=2**31)
-  mesh = sharding.make_mesh()
-  shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer_, config.seed))
-  abstract = jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    shapes,
-    sharding.state_sharding(shapes, mesh),
-  )
+  # The state's shapes do not depend on the length of the run.
+  update = _make_optimizer(config, num_steps=2**31)
+  abstract = step_lib.abstract_state(model, update, config.seed, sharding.make_mesh())
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
     origin = {"tokenizer": data.tokenizer.to_json()}
     found = saved.restore_step(abstract, step, origin)

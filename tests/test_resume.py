@@ -57,10 +57,20 @@ def unfinished_saves(workdir) -> set[tuple]:
   return found
 
 
+def wait_until(is_time, processes, seconds: float = 120) -> None:
+  """Looks often, until it is time, a process has ended, or too long has passed."""
+  end = time.monotonic() + seconds
+  while all(process.poll() is None for process in processes) and not is_time():
+    if time.monotonic() > end:
+      for process in processes:
+        process.kill()
+      raise TimeoutError(f"nothing happened in {seconds} seconds")
+    time.sleep(0.001)
+
+
 def kill_when(process, is_time) -> None:
   """SIGKILL at the moment that `is_time` says, or none if the run ends before."""
-  while process.poll() is None and not is_time():
-    time.sleep(0.001)
+  wait_until(is_time, [process])
   process.kill()
   process.communicate()
 
@@ -119,8 +129,7 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
     text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
   )
   process = start(config, tmp_path)
-  while process.poll() is None and last_step(tmp_path) < 3:
-    time.sleep(0.01)
+  wait_until(lambda: last_step(tmp_path) >= 3, [process])
   process.send_signal(signal.SIGTERM)
   printed = finish(process, 60)
   assert process.returncode == 0
@@ -170,11 +179,8 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
     text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
   )
   processes = start_two(config, tmp_path / "run")
-  while all(process.poll() is None for process in processes):
-    if last_step(tmp_path / "run") >= 3:
-      processes[1].send_signal(signal.SIGTERM)
-      break
-    time.sleep(0.01)
+  wait_until(lambda: last_step(tmp_path / "run") >= 3, processes)
+  processes[1].send_signal(signal.SIGTERM)
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "which is saved" in printed[0]

@@ -92,13 +92,8 @@ def fit(
   """
   sharding.check_rows(batches.batch_size, accumulate_steps)
   mesh = sharding.make_mesh()
-  abstract = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, seed))
-  shardings = sharding.state_sharding(abstract, mesh, parameters)
-  abstract = jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    abstract,
-    shardings,
-  )
+  abstract = step_lib.abstract_state(model, optimizer, seed, mesh, parameters)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
     model, optimizer, shardings, mesh, accumulate_steps=accumulate_steps
   )

@@ -136,14 +136,24 @@ def jit_eval_step(
   return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def abstract_state(
+  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh,
+  parameters: str = "replicated",
+) -> TrainState:
+  """The shapes, dtypes and places (`sharding.state_sharding`) of a state."""
+  shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed))
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    shapes,
+    sharding.state_sharding(shapes, mesh, parameters),
+  )
+
+
 def jit_init(
   model: nn.Module, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh,
   parameters: str = "replicated",
 ) -> TrainState:
-  """`init_state`, made where it will lie (`sharding.state_sharding`)."""
-
-  def init():
-    return init_state(model, optimizer, seed)
-
-  shardings = sharding.state_sharding(jax.eval_shape(init), mesh, parameters)
-  return jax.jit(init, out_shardings=shardings)()
+  """`init_state`, made where it will lie."""
+  abstract = abstract_state(model, optimizer, seed, mesh, parameters)
+  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+  return jax.jit(lambda: init_state(model, optimizer, seed), out_shardings=places)()
