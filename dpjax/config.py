@@ -6,7 +6,7 @@ Durations carry their unit in the key; of two units of one duration, one is set.
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,14 +20,34 @@ if TYPE_CHECKING:
 else:
   from ml_collections import ConfigDict
 
-MIXERS = ("dispatcher", "dispatcher_multihead", "attention")
+SHIFT_AND_SUM = ("loop", "unrolled", "recompute")
+CAUSAL_CONVOLUTION = ("conv", "scan", "toeplitz", "fft")
+# The mixers, each with the implementations of its operator.
+MIXERS = {
+  "dispatcher": SHIFT_AND_SUM,
+  "dispatcher_multihead": SHIFT_AND_SUM,
+  "attention": (),
+  "she": CAUSAL_CONVOLUTION,
+  "he": CAUSAL_CONVOLUTION,
+  "we": CAUSAL_CONVOLUTION,
+  "me": CAUSAL_CONVOLUTION,
+}
+# Settings that only some mixers have; for the others they stay as they are by default.
+ONLY_FOR = {
+  "num_heads": ("dispatcher", "dispatcher_multihead", "attention"),
+  "num_levels": ("dispatcher", "dispatcher_multihead"),
+  "mixer_dropout": ("dispatcher", "dispatcher_multihead", "attention"),
+  "attention_bias": ("attention",),
+  "adjustment": ("she", "he", "we"),
+  "output_projection": ("she", "he", "we"),
+}
 CHOICES = {
-  "model.mixer": MIXERS,
-  "model.implementation": ("", "loop", "unrolled", "recompute"),
+  "model.mixer": tuple(MIXERS),
   "model.norm": ("post", "pre"),
   "model.positions": ("sinusoidal", "learned"),
   "model.activation": ("relu", "gelu"),
   "model.dtype": ("float32", "bfloat16"),
+  "train.batches": ("contiguous", "random_windows"),
   "train.optimizer": ("adam", "adamw"),
   "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
@@ -37,6 +57,7 @@ CHOICES = {
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "train.log_every_steps",
+  "train.median_every_steps",
   "train.checkpoint_every_steps",
   "train.keep_checkpoints",
   "train.parameters",
@@ -53,14 +74,18 @@ def default_model() -> ConfigDict:
   model.width = 512  # D
   model.feed_forward_width = 512
   model.num_heads = 1  # H, a divisor of the width
-  model.max_length = 512  # longest T, tokens
+  model.max_length = 512  # longest T, tokens; l of the Extractors
   model.num_levels = 0  # K of the Dispatcher; 0: ceil(log2(max_length))
+  model.attention_bias = True  # biases of the mixer "attention"
+  model.adjustment = True  # Eq. 24 of she, he and we: times x W_adj
+  model.output_projection = True  # their Eq. 25: W_out
   model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
   model.positions = "sinusoidal"  # or "learned"
   model.activation = "relu"  # or "gelu" (by erf)
   model.dropout = 0.0  # of embeddings and of each branch
   model.hidden_dropout = 0.0  # within the feed-forward network
   model.mixer_dropout = 0.0  # of levels (Dispatcher) or of attention weights
+  model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
   model.implementation = ""  # of the mixer's operator; "": the measured best
   model.scan_layers = True  # compile one layer and loop, or compile each
   model.remat = False  # recompute each layer in the gradient: less memory
@@ -86,6 +111,7 @@ def default() -> ConfigDict:
   data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
 
   train = config.train = ConfigDict()
+  train.batches = "contiguous"  # in order; or "random_windows", at any offset
   train.batch_size = 20  # rows of all devices together
   train.window = 0  # tokens a row; 0: model.max_length
   train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
@@ -101,6 +127,7 @@ def default() -> ConfigDict:
   train.schedule = "constant"  # after the warm-up; or "cosine", to 0 at the end
   train.warmup_steps = 0
   train.log_every_steps = 20
+  train.median_every_steps = 2000  # between two reports of the median loss since
   train.eval_every_steps = 0
   train.eval_every_epochs = 1.0
   train.checkpoint_every_steps = 500
@@ -158,8 +185,8 @@ def check(config: ConfigDict) -> None:
   check_model(config.model)
   _check_choices(config, "train.")
   for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
-              "train.checkpoint_every_steps", "train.keep_checkpoints",
-              "eval.batch_size", "data.tokenizer_size"):
+              "train.median_every_steps", "train.checkpoint_every_steps",
+              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size"):
     _at_least(config, key, 1)
   check_seed(config.seed)
   for key in ("train.window", "train.num_steps", "train.warmup_steps",
@@ -203,15 +230,17 @@ def check_model(model: Mapping) -> None:
   _check_choices(config, "model.")
   for key in ("num_layers", "width", "feed_forward_width", "num_heads", "max_length"):
     _at_least(config, f"model.{key}", 1)
-  for key in ("vocab_size", "num_levels"):
+  for key in ("vocab_size", "num_levels", "init_std"):
     _at_least(config, f"model.{key}", 0)
   for key in ("dropout", "hidden_dropout", "mixer_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
-  if config.model.mixer == "attention":
-    for key, nothing in (("num_levels", 0), ("implementation", "")):
-      _expect(config.model[key] == nothing, f"model.{key}",
-              f"{nothing!r} with the mixer attention", repr(config.model[key]))
+  mixer, usual = config.model.mixer, default_model()
+  for key, mixers in ONLY_FOR.items():
+    _expect(mixer in mixers or config.model[key] == usual[key], f"model.{key}",
+            f"{usual[key]!r} with the mixer {mixer}", repr(config.model[key]))
+  _check_choice("model.implementation", config.model.implementation,
+                ("", *MIXERS[mixer]))
   width, heads = config.model.width, config.model.num_heads
   _expect(width % heads == 0, "model.num_heads",
           f"a divisor of model.width = {width}", heads)
@@ -347,10 +376,14 @@ def _check_value(key: str, value, known: Mapping) -> None:
 def _check_choices(config, section: str) -> None:
   for key, choices in CHOICES.items():
     if key.startswith(section):
-      value = _get(config, key)
-      near = difflib.get_close_matches(str(value), choices, n=1)
-      hint = f"; did you mean {near[0]}?" if near else ""
-      _expect(value in choices, key, f"one of {', '.join(choices)}", f"{value}{hint}")
+      _check_choice(key, _get(config, key), choices)
+
+
+def _check_choice(key: str, value, choices: Sequence[str]) -> None:
+  near = difflib.get_close_matches(str(value), choices, n=1)
+  hint = f"; did you mean {near[0]}?" if near else ""
+  known = ", ".join(choice or repr(choice) for choice in choices)
+  _expect(value in choices, key, f"one of {known}", f"{value}{hint}")
 
 
 def _is_whole(value, least: int) -> bool:

@@ -236,9 +236,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   config = _with_vocabulary(config, data.tokenizer)
   settings = config.train
   model = build_model(config.model)
-  train_batches = batches.ContiguousRows(
-    data.splits["train"], settings.batch_size, settings.window or config.model.max_length
-  )
+  train_batches = _train_batches(config, data.splits["train"])
   steps_per_epoch = train_batches.steps_per_epoch
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
   update = _make_optimizer(config, num_steps)
@@ -267,6 +265,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
       settings, "eval_every", steps_per_epoch=steps_per_epoch
     ),
     log_every_steps=settings.log_every_steps,
+    median_every_steps=settings.median_every_steps,
     checkpoint_every_steps=settings.checkpoint_every_steps,
     keep_checkpoints=settings.keep_checkpoints,
     accumulate_steps=settings.accumulate_steps,
@@ -394,6 +393,14 @@ def _check_prompt(config: ConfigDict, tokenizer, prompt: str, setting: str) -> N
     raise ValueError(
       f"{setting}: expected 1 to {longest} tokens (the model's window), got {length}"
     )
+
+
+def _train_batches(config: ConfigDict, tokens: np.ndarray):
+  settings = config.train
+  window = settings.window or config.model.max_length
+  if settings.batches == "random_windows":
+    return batches.RandomWindows(tokens, settings.batch_size, window, config.seed)
+  return batches.ContiguousRows(tokens, settings.batch_size, window)
 
 
 def _make_optimizer(config: ConfigDict, num_steps: int):

@@ -4,6 +4,7 @@ config.json      the settings, as they were given
 data/            the tokens of each split, the vocabulary, how long the texts are
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
+losses.f32       the loss of every update, as float32
 scores_<split>_<step>.json    of a whole split, written by train.py and evaluate.py
 """
 

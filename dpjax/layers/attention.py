@@ -9,21 +9,25 @@ from dpjax.layers import initializers, mixer
 
 
 class SelfAttention(nn.Module):
-  """Multi-head masked self-attention with biases, as torch.nn.MultiheadAttention.
+  """Multi-head masked self-attention, as torch.nn.MultiheadAttention.
 
-  Queries, keys and values come from one [D, 3D] matrix, drawn as one Xavier-uniform
-  matrix; all biases begin at 0.
+  Queries, keys and values come from one [D, 3D] matrix; all biases begin at 0.
 
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T.
     dropout: probability with which an attention weight is dropped in training.
+    use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
+    init_std: of all weights, N(0, init_std**2); 0: PyTorch's, so that the [D, 3D] matrix
+      is drawn as one Xavier-uniform matrix.
     dtype: of the computation; parameters are float32.
   """
 
   num_heads: int
   max_length: int
   dropout: float = 0.0
+  use_bias: bool = True
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -33,8 +37,9 @@ class SelfAttention(nn.Module):
     width = inputs.shape[-1]
     qkv_btpd = nn.DenseGeneral(
       (3, width),
+      use_bias=self.use_bias,
       dtype=self.dtype,
-      kernel_init=nn.initializers.xavier_uniform(),
+      kernel_init=initializers.weights(self.init_std, nn.initializers.xavier_uniform()),
       name="queries_keys_values",
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
@@ -46,7 +51,8 @@ class SelfAttention(nn.Module):
     )
     return nn.Dense(
       width,
+      use_bias=self.use_bias,
       dtype=self.dtype,
-      kernel_init=initializers.linear_kernel,
+      kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
       name="out",
     )(y_bthe.reshape(inputs.shape))

@@ -28,12 +28,14 @@ class FeedForward(nn.Module):
     hidden_width: rows of W2.
     activation: "relu" or "gelu".
     dropout: of the hidden layer.
+    init_std: of the weights, N(0, init_std**2), the biases being 0; 0: PyTorch's defaults.
     dtype: of the computation; parameters are float32.
   """
 
   hidden_width: int
   activation: str = "relu"
   dropout: float = 0.0
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -45,11 +47,12 @@ class FeedForward(nn.Module):
     return self._linear(x, inputs.shape[-1], "out")
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
+    bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
     return nn.Dense(
       features,
       dtype=self.dtype,
-      kernel_init=initializers.linear_kernel,
-      bias_init=initializers.symmetric_uniform(x.shape[-1] ** -0.5),
+      kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
+      bias_init=initializers.biases(self.init_std, bias_init),
       name=name,
     )(x)
 
@@ -67,6 +70,7 @@ class Block(nn.Module):
     activation: "relu" or "gelu".
     dropout: of both branches, before they are added.
     hidden_dropout: within the feed-forward network.
+    init_std: of the feed-forward network's weights; as `FeedForward`.
     dtype: of the computation; parameters are float32.
   """
 
@@ -76,6 +80,7 @@ class Block(nn.Module):
   activation: str = "relu"
   dropout: float = 0.0
   hidden_dropout: float = 0.0
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -86,6 +91,7 @@ class Block(nn.Module):
       self.hidden_width,
       self.activation,
       self.hidden_dropout,
+      self.init_std,
       self.dtype,
       name="feed_forward",
     )

@@ -29,6 +29,7 @@ class Dispatcher(nn.Module):
     level_dropout: probability with which a level is skipped in training, for the
       whole batch (Dispatcher dropout, Sec. 2.1).
     implementation: of `dpjax.ops.shift_and_sum`.
+    init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: of the computation; parameters are float32.
   """
 
@@ -37,6 +38,7 @@ class Dispatcher(nn.Module):
   num_levels: int | None = None
   level_dropout: float = 0.0
   implementation: str | None = None
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -99,7 +101,7 @@ def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:
     features,
     use_bias=False,
     dtype=module.dtype,
-    kernel_init=initializers.linear_kernel,
+    kernel_init=initializers.weights(module.init_std, initializers.linear_kernel),
     name=name,
   )
 

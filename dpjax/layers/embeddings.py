@@ -37,6 +37,7 @@ class TokenAndPosition(nn.Module):
     max_length: the longest T.
     positions: "sinusoidal", added as they are; or "learned", a table times sqrt(D).
     dropout: of the sum.
+    init_std: of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
     dtype: of the computation; parameters are float32.
   """
 
@@ -45,6 +46,7 @@ class TokenAndPosition(nn.Module):
   max_length: int
   positions: str = "sinusoidal"
   dropout: float = 0.0
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -60,7 +62,9 @@ class TokenAndPosition(nn.Module):
         f"the shape {tokens.shape}"
       )
     length = tokens.shape[1]
-    embedding_init = initializers.symmetric_uniform(0.1)
+    embedding_init = initializers.weights(
+      self.init_std, initializers.symmetric_uniform(0.1)
+    )
     x_btd = nn.Embed(
       self.vocab_size,
       self.width,

@@ -1,4 +1,4 @@
-"""How parameters begin: PyTorch's defaults, which the authors' models started from."""
+"""How parameters begin: as the authors' models did, by PyTorch's defaults or N(0, s**2)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,20 @@ from flax import linen as nn
 
 # U(-1/sqrt(fan_in), 1/sqrt(fan_in)), the weights of torch.nn.Linear.
 linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+def weights(
+  std: float, default: nn.initializers.Initializer
+) -> nn.initializers.Initializer:
+  """N(0, std**2), as the Extractors' paper has it (Sec. 6); `default` where std is 0."""
+  return nn.initializers.normal(std) if std else default
+
+
+def biases(
+  std: float, default: nn.initializers.Initializer
+) -> nn.initializers.Initializer:
+  """0 where `weights` are normal; else `default`."""
+  return nn.initializers.zeros if std else default
 
 
 def symmetric_uniform(bound: float) -> nn.initializers.Initializer:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax.layers import attention, blocks, dispatcher
+from dpjax.layers import attention, blocks, dispatcher, extractors
 from dpjax.models.language_model import LanguageModel
 
 
@@ -39,6 +39,7 @@ def build_model(model_config: Mapping) -> LanguageModel:
     activation=model["activation"],
     dropout=model["dropout"],
     hidden_dropout=model["hidden_dropout"],
+    init_std=model["init_std"],
     dtype=dtype,
   )
   return LanguageModel(
@@ -52,24 +53,45 @@ def build_model(model_config: Mapping) -> LanguageModel:
     final_norm=norm == "pre",
     scan_layers=model["scan_layers"],
     remat=model["remat"],
+    init_std=model["init_std"],
     dtype=dtype,
   )
 
 
 def _mixer(model: Mapping, dtype: jnp.dtype) -> partial[nn.Module]:
+  name, heads, dropout = model["mixer"], model["num_heads"], model["mixer_dropout"]
   shared = dict(
-    num_heads=model["num_heads"], max_length=model["max_length"], dtype=dtype
+    max_length=model["max_length"], init_std=model["init_std"], dtype=dtype
   )
-  if model["mixer"] == "attention":
-    return partial(attention.SelfAttention, dropout=model["mixer_dropout"], **shared)
-  layers = {
+  implementation = model["implementation"] or None
+  if name == "attention":
+    return partial(
+      attention.SelfAttention,
+      num_heads=heads,
+      dropout=dropout,
+      use_bias=model["attention_bias"],
+      **shared,
+    )
+  dispatchers = {
     "dispatcher": dispatcher.Dispatcher,
     "dispatcher_multihead": dispatcher.MultiHeadDispatcher,
   }
+  if name in dispatchers:
+    return partial(
+      dispatchers[name],
+      num_heads=heads,
+      num_levels=model["num_levels"] or None,
+      level_dropout=dropout,
+      implementation=implementation,
+      **shared,
+    )
+  shared |= dict(implementation=implementation)
+  if name == "me":
+    return partial(extractors.ME, **shared)
+  layers = {"she": extractors.SHE, "he": extractors.HE, "we": extractors.WE}
   return partial(
-    layers[model["mixer"]],
-    num_levels=model["num_levels"] or None,
-    level_dropout=model["mixer_dropout"],
-    implementation=model["implementation"] or None,
+    layers[name],
+    adjustment=model["adjustment"],
+    output_projection=model["output_projection"],
     **shared,
   )

@@ -37,6 +37,8 @@ class LanguageModel(nn.Module):
     final_norm: a LayerNorm before the output layer (pre-norm models have it).
     scan_layers: compile one layer and loop over it; else compile each layer.
     remat: keep only each layer's input for the gradient, and compute the rest again.
+    init_std: of the weights of embeddings and logits, N(0, init_std**2), the biases
+      being 0; 0: U(-0.1, 0.1), the biases 0.
     dtype: of the computation; parameters are float32.
   """
 
@@ -50,6 +52,7 @@ class LanguageModel(nn.Module):
   final_norm: bool = False
   scan_layers: bool = True
   remat: bool = False
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -74,6 +77,7 @@ class LanguageModel(nn.Module):
       self.max_length,
       self.positions,
       self.dropout,
+      self.init_std,
       self.dtype,
       name="embedding",
     )(tokens, deterministic=deterministic)
@@ -97,7 +101,9 @@ class LanguageModel(nn.Module):
     logits_btv = nn.Dense(
       self.vocab_size,
       dtype=self.dtype,
-      kernel_init=initializers.symmetric_uniform(0.1),
+      kernel_init=initializers.weights(
+        self.init_std, initializers.symmetric_uniform(0.1)
+      ),
       name="logits",
     )(x_btd)
     return LanguageModelOutput(logits_btv)

@@ -50,6 +50,7 @@ def fit(
   num_steps: int,
   eval_every_steps: int,
   log_every_steps: int,
+  median_every_steps: int,
   checkpoint_every_steps: int,
   keep_checkpoints: int = 2,
   accumulate_steps: int = 1,
@@ -73,7 +74,8 @@ def fit(
     workdir: the run's folder, which exists.
     num_steps: updates in all.
     eval_every_steps: updates between two evaluations; there is one at the end, too.
-    log_every_steps: updates between two reports, of the mean since the last.
+    log_every_steps: updates between two reports, of the mean loss since the last.
+    median_every_steps: updates between two reports of the median loss of as many.
     checkpoint_every_steps: updates between two checkpoints; the best by validation and
       the end are saved, too.
     keep_checkpoints: how many of the last to keep.
@@ -113,7 +115,7 @@ def fit(
     with reporting.Reporter(workdir, start, num_steps) as reporter:
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
-      meter = _Meter(reporter, batches, log_every_steps)
+      meter = _Meter(reporter, batches, log_every_steps, median_every_steps)
       for step in range(start, num_steps):
         batch = sharding.put_batch(batches.batch(step, rows), mesh)
         state, measured = train_step(state, batch)
@@ -146,10 +148,13 @@ def fit(
 
 
 class _Meter:
-  """Reads what a step measured once the next one is under way, and reports means."""
+  """Reads what a step measured once the next one is under way; reports means, medians."""
 
-  def __init__(self, reporter: reporting.Reporter, batches, log_every_steps: int):
-    self._reporter, self._log_every_steps = reporter, log_every_steps
+  def __init__(
+    self, reporter: reporting.Reporter, batches, log_every_steps: int, median_every: int
+  ):
+    self._reporter = reporter
+    self._log_every_steps, self._median_every = log_every_steps, median_every
     self._tokens_each = batches.batch_size * batches.window
     self._pending, self._losses, self._since = None, [], time.perf_counter()
     self.mean = math.nan  # of the losses since the report before
@@ -193,6 +198,10 @@ class _Meter:
         },
       )
       self._losses, self._since = [], now
+    if step % self._median_every == 0:
+      median = self._reporter.median(self._median_every)
+      scores = {"median_loss": median, "median_over_steps": self._median_every}
+      self._reporter.report(step, "train", scores)
 
 
 @contextlib.contextmanager

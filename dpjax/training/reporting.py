@@ -1,25 +1,31 @@
-"""Where a run's scores go: the terminal, metrics.jsonl and TensorBoard files."""
+"""Where a run's scores go: the terminal, metrics.jsonl, losses.f32, TensorBoard files."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dpjax.training import metrics
+
+LOSSES = "losses.f32"
 
 
 class Reporter:
   """Writes scores, on the first process only.
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
-  "loss": ...}; the time is in seconds since 1970.
-  A run that is taken up at an earlier step writes the steps since again: their old lines
-  are dropped first.
+  "loss": ...}; the time is in seconds since 1970. `losses.f32` has the loss of every
+  update, the first one first, as little-endian float32 (4 bytes each; NaN where it is
+  not known).
+  A run that is taken up at an earlier step writes the steps since again: what the files
+  have of them is dropped first.
 
   Args:
     workdir: the run's folder, which exists.
@@ -40,6 +46,7 @@ class Reporter:
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
       self._file = path.open("a", encoding="utf-8")
+      self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._tensorboard = SummaryWriter(
         str(Path(workdir) / "tensorboard"), purge_step=step + 1
       )
@@ -51,12 +58,22 @@ class Reporter:
     self._bar.close()
     if self._is_first:
       self._file.close()
+      self._losses.close()
       self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
     """One more step is done."""
     self._bar.update()
     self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+    if self._is_first:
+      self._losses.write(np.array([loss], "<f4").tobytes())
+
+  def median(self, num_steps: int) -> float:
+    """The median loss of the last steps that `advance` was told of, NaN left out."""
+    if not self._is_first:
+      return math.nan
+    self._losses.seek(-4 * num_steps, os.SEEK_END)
+    return float(np.nanmedian(np.frombuffer(self._losses.read(), "<f4")))
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
     """Writes scores of a split at a step to the files."""
@@ -73,6 +90,17 @@ class Reporter:
     """Prints a line above the progress bar."""
     if self._is_first:
       self._bar.write(message)
+
+
+def _open_losses(path: Path, step: int):
+  """The file with the losses of `step` updates, to be read and written on at its end."""
+  # Unbuffered: what a step reported outlives a kill.
+  file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+  known = file.seek(0, os.SEEK_END) // 4
+  file.truncate(4 * min(known, step))
+  file.seek(0, os.SEEK_END)
+  file.write(np.full(max(0, step - known), math.nan, "<f4").tobytes())
+  return file
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -1,0 +1,101 @@
+"""Extractors and attention on children's books (Extractors paper, Sec. 6, Table 1).
+
+  python train.py --config=configs/extractors_childrens_books.py:she --workdir=runs/she
+  python train.py --config=configs/extractors_childrens_books.py:he,tiny --workdir=runs/tiny
+  python -m dpjax.plots runs/she runs/he runs/attention_32 --out=costs.png
+
+After the colon, separated by commas:
+
+  she he we me he_extraction attention_1 attention_2 attention_4 ... attention_128
+             the mixer; he_extraction is HE's extraction alone; attention_N has N heads
+  fig10_L    Fig. 10: a window of L = 8, 16, 32 or 64, with 2 layers, 30,000 batches
+  fig11_M    Fig. 11: M = 1, 2, 4 or 8 layers, with a window of 32, 30,000 batches
+  tiny       a minute on a CPU
+
+Without fig10 or fig11 it is Table 1: a window of 128, 18 layers, 60,000 batches. The values
+of L and M are ours where the paper's figures do not say them.
+
+Needs data/childrens_books/{train,valid,test}.txt, or another place by --config.data.path.
+The paper's are 100 books of Project Gutenberg that it does not name, 8.4M tokens; ours are
+100 for training and 6 for validation and test.
+
+All models of one seed get the same batches in the same order, as in the paper. What it
+compares is the median training cost of each 2,000 batches: `median_loss` in metrics.jsonl.
+
+Parameters:      she 42.0M, he 4.9M, we 4.6M, me 3.7M, he_extraction 4.3M, attention 4.9M;
+                 9,573,949 training tokens, vocabulary 5,000
+Hardware, hours: the paper's GeForce RTX 4050, times not stated; not yet timed
+Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ ME
+"""
+
+from dpjax import config as config_lib
+
+MIXERS = ("she", "he", "we", "me", "he_extraction",
+          *(f"attention_{2**i}" for i in range(8)))
+LENGTHS = (8, 16, 32, 64)
+LAYERS = (1, 2, 4, 8)
+FIGURES = (*(f"fig10_{length}" for length in LENGTHS),
+           *(f"fig11_{layers}" for layers in LAYERS))
+
+
+def get_config(variant: str = "she"):
+  words = variant.split(",")
+  mixer = next((word for word in words if word in MIXERS), "she")
+  figure = next((word for word in words if word in FIGURES), "")
+  rest = [word for word in words if word not in (mixer, figure, "tiny", "")]
+  if rest or len(words) != len(set(words)):
+    known = ", ".join((*MIXERS, *FIGURES, "tiny"))
+    raise ValueError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
+
+  config = config_lib.default()
+  model = config.model
+  if mixer.startswith("attention"):
+    model.mixer, model.num_heads = "attention", int(mixer.split("_")[1])
+    model.attention_bias = False
+  else:
+    model.mixer = mixer.removesuffix("_extraction")
+    model.adjustment = model.output_projection = mixer != "he_extraction"
+  model.width = 128
+  model.num_layers = 18
+  model.max_length = 128
+  model.norm = "pre"
+  model.positions = "learned"
+  model.dropout = 0.1
+  model.init_std = 0.01
+
+  config.data.path = "data/childrens_books"
+  config.data.tokenizer = "bpe"
+  config.data.tokenizer_size = 5000
+
+  train = config.train
+  train.batches = "random_windows"
+  train.batch_size = 64
+  train.num_steps = 60_000
+  train.num_epochs = 0.0
+  train.optimizer = "adamw"
+  train.learning_rate = 1e-3
+  train.weight_decay = 0.01  # PyTorch's default: the paper states none
+  train.clip_norm = 0.0
+  train.eval_every_steps = 5_000
+  train.eval_every_epochs = 0.0
+
+  config.sample.prompt = "Once upon a time there was a little princess who"
+  config.sample.top_p = 0.6
+  config.sample.length = 100
+
+  if figure:
+    name, size = figure.split("_")
+    model.num_layers = int(size) if name == "fig11" else 2
+    model.max_length = int(size) if name == "fig10" else 32
+    train.num_steps = 30_000
+  if model.max_length < 16:
+    config.sample.prompt = "Once upon a time"  # fits in the window
+  if "tiny" in words:
+    layers, length = model.num_layers, model.max_length
+    config_lib.apply_variant(config, "tiny")
+    if mixer.startswith("attention"):
+      model.num_heads = min(model.num_heads, model.width)
+    model.num_layers, model.max_length = min(layers, 3), min(length, 32)
+    train.median_every_steps = 10
+    config.eval.batch_size = 64
+  return config

@@ -1,0 +1,125 @@
+"""The Extractors in the place of self-attention. B batch, T position, D width, l window.
+
+Source: Chen 2023, arXiv:2308.07661, Sec. 5. There are no biases; x_i is the layer's input
+at position i, a row vector:
+
+  SHE  e_i = sum over j <= i of x_j W_{i-j}            W [l, D, D]   (Eq. 23)
+  HE   e_i = sum over j <= i of (x_j W_in) * w_{i-j}   w [l, D]      (Eqs. 27, 28)
+  WE   e_i = sum over j <= i of x_j * w_{i-j}          w [l, D]      (Eq. 26)
+  ME   y_i = sum over j <= i of x_j w_{i-j}            w [l]         (Eq. 29)
+
+  SHE, HE, WE then   a = (x W_adj) * e                               (Eq. 24)
+                     y = a W_out                                     (Eq. 25)
+
+with * element-wise. As they stand the sums cost O(l**2); `dpjax.ops.causal_convolution`
+has forms of them that cost O(l log l).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dpjax import ops
+from dpjax.layers import initializers, mixer
+
+
+class HE(nn.Module):
+  """The higher-performance Extractor: l D + 3 D**2 parameters.
+
+  Attributes:
+    max_length: l, the window: the longest T, and the number of taps.
+    adjustment: with Eq. 24; without it a = e.
+    output_projection: with Eq. 25; without it y = a. Without both this is HE's
+      extraction alone, the variant that ends Sec. 5.
+    implementation: of `dpjax.ops.causal_convolution`.
+    init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults, for the taps
+      those of a convolution.
+    dtype: of the computation; parameters are float32.
+  """
+
+  max_length: int
+  adjustment: bool = True
+  output_projection: bool = True
+  implementation: str | None = None
+  init_std: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    """Mixes [B, T, D]."""
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
+    y_btd = self._extraction(inputs)
+    if self.adjustment:
+      y_btd = _linear(self, "adjustment", inputs) * y_btd
+    return _linear(self, "out", y_btd) if self.output_projection else y_btd
+
+  def _extraction(self, inputs: jax.Array) -> jax.Array:
+    return _extract(self, _linear(self, "values", inputs), inputs.shape[-1])
+
+
+class SHE(HE):
+  """The super high-performance Extractor: l D**2 + 2 D**2 parameters.
+
+  The attributes are those of `HE`.
+  """
+
+  def _extraction(self, inputs: jax.Array) -> jax.Array:
+    return _extract(self, inputs, inputs.shape[-1], inputs.shape[-1])
+
+
+class WE(HE):
+  """The worthwhile Extractor: l D + 2 D**2 parameters.
+
+  The attributes are those of `HE`.
+  """
+
+  def _extraction(self, inputs: jax.Array) -> jax.Array:
+    return _extract(self, inputs, inputs.shape[-1])
+
+
+class ME(nn.Module):
+  """The minimalist Extractor: the sum and nothing else, l parameters.
+
+  Attributes:
+    max_length: l, the window: the longest T, and the number of taps.
+    implementation: of `dpjax.ops.causal_convolution`.
+    init_std: as in `HE`.
+    dtype: of the computation; parameters are float32.
+  """
+
+  max_length: int
+  implementation: str | None = None
+  init_std: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    """Mixes [B, T, D]."""
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
+    return _extract(self, inputs)
+
+
+def _extract(module, x_btd: jax.Array, *tap_shape: int) -> jax.Array:
+  length = module.max_length
+  fan_in = length * (tap_shape[0] if len(tap_shape) == 2 else 1)
+  taps = module.param(
+    "taps",
+    initializers.weights(module.init_std, initializers.symmetric_uniform(fan_in**-0.5)),
+    (length, *tap_shape),
+    jnp.float32,
+  )
+  return ops.causal_convolution(
+    x_btd.astype(module.dtype),
+    taps.astype(module.dtype),
+    implementation=module.implementation,
+  )
+
+
+def _linear(module, name: str, x_btd: jax.Array) -> jax.Array:
+  return nn.Dense(
+    x_btd.shape[-1],
+    use_bias=False,
+    dtype=module.dtype,
+    kernel_init=initializers.weights(module.init_std, initializers.linear_kernel),
+    name=name,
+  )(x_btd)

@@ -1,0 +1,170 @@
+"""Causal convolution over time, what every Extractor mixes tokens with.
+
+Letters: B batch, T position, L tap, D feature read, E feature written.
+
+Source: "Extractor", Sec. 5, Eqs. 23, 26, 28 and 29.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def causal_convolution(
+    inputs: jax.Array, filters: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+  """Adds up the inputs so far, each times the tap of its distance.
+
+    y[b, t] = sum over s <= t of inputs[b, s] * filters[t - s]
+
+  A tap is a number (ME, Eq. 29), a vector multiplied element by element (WE and
+  HE, Eqs. 26 and 28) or a matrix on the right of a row vector (SHE, Eq. 23). For
+  the taps 2 and 3, the inputs 1, 10 become 2, 23. Inputs shorter than the filter
+  use its first taps.
+
+  Sums are carried in float32, in float64 where an argument has it. All
+  implementations are this one function up to rounding.
+
+  Args:
+    inputs: [B, T, D], floats.
+    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and at least T.
+    implementation: "scan", "conv", "toeplitz", "fft", or None for the best
+      measured for the shape.
+
+  Returns:
+    [B, T, D], with matrix taps [B, T, E], in the dtype of `inputs`.
+
+  Raises:
+    ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
+      longer than the filter, or the implementation is unknown.
+  """
+  _check(inputs, filters)
+  batch, length, width = inputs.shape
+  if implementation is None:
+    implementation = choose_implementation(
+        filters.ndim, batch, length, width, jax.default_backend())
+  if implementation not in _IMPLEMENTATIONS:
+    raise ValueError(f"implementation: expected one of {[*_IMPLEMENTATIONS]} or "
+                     f"None, got {implementation!r}")
+  shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
+  if 0 in shape or inputs.size == 0:
+    return jnp.zeros(shape, inputs.dtype)
+  dtype = jnp.float64 if jnp.float64 in (inputs.dtype, filters.dtype) else jnp.float32
+  y_bte = _IMPLEMENTATIONS[implementation](
+      inputs.astype(dtype), filters[:length].astype(dtype))
+  return y_bte.astype(inputs.dtype)
+
+
+def choose_implementation(
+    rank: int, batch: int, length: int, width: int, platform: str
+) -> str:
+  """The implementation that None stands for."""
+  del batch, width, platform
+  if rank == 3:
+    return "conv" if length <= 32 else "fft"
+  return "toeplitz" if length <= {1: 512, 2: 64}[rank] else "fft"
+
+
+def _check(inputs, filters):
+  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
+    raise ValueError("inputs: expected floats [B, T, D], got "
+                     f"{inputs.dtype} {inputs.shape}")
+  if filters.ndim not in (1, 2, 3) or not jnp.issubdtype(filters.dtype, jnp.floating):
+    raise ValueError("filters: expected floats [L], [L, D] or [L, D, E], got "
+                     f"{filters.dtype} {filters.shape}")
+  if filters.ndim > 1 and filters.shape[1] != inputs.shape[2]:
+    raise ValueError(f"filters: expected a width of {inputs.shape[2]}, that of the "
+                     f"inputs, got shape {filters.shape}")
+  if filters.shape[0] == 0:
+    raise ValueError(f"filters: expected at least one tap, got shape {filters.shape}")
+  if inputs.shape[1] > filters.shape[0]:
+    raise ValueError(f"inputs: expected at most {filters.shape[0]} positions, one for "
+                     f"each tap, got {inputs.shape[1]}")
+
+
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+def _scan(x_btd, w):
+  length = x_btd.shape[1]
+  padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
+
+  # Recomputed in the gradient, where all shifted inputs would be kept otherwise.
+  @jax.checkpoint
+  def body(y_bte, lag_tap):
+    lag, tap = lag_tap
+    past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
+    if tap.ndim == 2:
+      return y_bte + _einsum("btd,de->bte", past_btd, tap), None
+    return y_bte + past_btd * lax.broadcast_in_dim(
+        tap, past_btd.shape, tuple(range(3 - tap.ndim, 3))), None
+
+  shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
+  y_bte, _ = lax.scan(body, jnp.zeros(shape, w.dtype), (jnp.arange(length), w))
+  return y_bte
+
+
+def _conv(x_btd, w):
+  batch, length, width = x_btd.shape
+  convolve = functools.partial(
+      lax.conv_general_dilated, window_strides=(1,), padding=[(length - 1, 0)],
+      dimension_numbers=("NWC", "WIO", "NWC"), precision=lax.Precision.HIGHEST)
+  w = w[::-1]
+  if w.ndim == 3:
+    return convolve(x_btd, w)
+  if w.ndim == 2:
+    return convolve(x_btd, w[:, None], feature_group_count=width)
+  x_ct1 = jnp.moveaxis(x_btd, 2, 1).reshape(batch * width, length, 1)
+  y_bdt = convolve(x_ct1, w[:, None, None]).reshape(batch, width, length)
+  return jnp.moveaxis(y_bdt, 1, 2)
+
+
+def _toeplitz_matrix(x, axis):
+  """[.., T, ..] to [.., T, T, ..], M[t, s] = x[t - s] and 0 for s > t; no gather."""
+  x = jnp.moveaxis(x, axis, -1)
+  length = x.shape[-1]
+  # Rows of 2 T - 1 cut from a run of period 2 T begin one earlier every time.
+  period = jnp.concatenate(
+      [x[..., :1], jnp.zeros(x.shape[:-1] + (length,), x.dtype), x[..., :0:-1]], axis=-1)
+  run = jnp.tile(period, (1,) * (x.ndim - 1) + (length,))
+  run = run[..., :length * (2 * length - 1)]
+  matrix = run.reshape(*x.shape, 2 * length - 1)[..., :length]
+  return jnp.moveaxis(matrix, (-2, -1), (axis, axis + 1))
+
+
+def _toeplitz(x_btd, w):
+  if w.ndim == 1:
+    return _einsum("ts,bsd->btd", _toeplitz_matrix(w, 0), x_btd)
+  if w.ndim == 2:
+    m_dts = _toeplitz_matrix(w.T, 1)
+    return _einsum("dts,bsd->btd", m_dts, x_btd)
+  # Of the inputs: that of the taps is larger wherever B < D.
+  return _einsum("btld,lde->bte", _toeplitz_matrix(x_btd, 1), w)
+
+
+def _fft_length(length):
+  """The smallest of 2**i, 3 * 2**i, 5 * 2**i for a linear convolution."""
+  return min(k << max(0, (-(-(2 * length - 1) // k) - 1).bit_length()) for k in (1, 3, 5))
+
+
+def _fft(x_btd, w):
+  length = x_btd.shape[1]
+  size = _fft_length(length)
+  if w.ndim < 3:
+    x_bdf = jnp.fft.rfft(jnp.moveaxis(x_btd, 1, 2), size)
+    w_df = jnp.fft.rfft(w if w.ndim == 1 else w.T, size)
+    w_bdf = lax.broadcast_in_dim(w_df, x_bdf.shape, tuple(range(3 - w.ndim, 3)))
+    return jnp.moveaxis(jnp.fft.irfft(x_bdf * w_bdf, size)[..., :length], 2, 1)
+  x_bfd = jnp.fft.rfft(x_btd, size, axis=1)
+  w_fde = jnp.fft.rfft(w, size, axis=0)
+  product = functools.partial(_einsum, "bfd,fde->bfe")
+  # Complex products are slow on CPU.
+  real = product(x_bfd.real, w_fde.real) - product(x_bfd.imag, w_fde.imag)
+  imaginary = product(x_bfd.real, w_fde.imag) + product(x_bfd.imag, w_fde.real)
+  return jnp.fft.irfft(lax.complex(real, imaginary), size, axis=1)[:, :length]
+
+
+_IMPLEMENTATIONS = {
+    "scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft}
