@@ -21,7 +21,7 @@ else:
   from ml_collections import ConfigDict
 
 SHIFT_AND_SUM = ("loop", "unrolled", "recompute")
-CAUSAL_CONVOLUTION = ("conv", "scan", "toeplitz", "fft")
+CAUSAL_CONVOLUTION = ("scan", "conv", "toeplitz", "fft", "dft")
 # The mixers, each with the implementations of its operator.
 MIXERS = {
   "dispatcher": SHIFT_AND_SUM,

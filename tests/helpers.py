@@ -21,6 +21,15 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
+def own_settings(mixer: str, **settings) -> dict:
+  """Settings of a model with this mixer: those that it does not have are left out."""
+  return {
+    key: value
+    for key, value in settings.items()
+    if mixer in config_lib.ONLY_FOR.get(key, (mixer,))
+  }
+
+
 def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
@@ -32,7 +41,7 @@ def small_config(text: Path, **train):
   config.train.update(
     dict(batch_size=8, num_steps=12, num_epochs=0.0, learning_rate=3e-3,
          eval_every_steps=6, eval_every_epochs=0.0, log_every_steps=2,
-         checkpoint_every_steps=4)
+         median_every_steps=5, checkpoint_every_steps=4)
   )
   config.train.update(train)
   config.eval.batch_size = 8

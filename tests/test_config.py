@@ -255,9 +255,16 @@ def test_variants():
     config_lib.apply_variant(config, "tinny")
 
 
-def test_the_implementations_are_those_of_the_operator():
-  values = jnp.ones((2, 3, 1, 5))
+@pytest.mark.parametrize(
+  "operator, shapes, names",
+  [
+    (ops.shift_and_sum, ((2, 3, 1, 5), (2, 3, 1, 5)), config_lib.SHIFT_AND_SUM),
+    (ops.causal_convolution, ((2, 3, 5), (7, 5)), config_lib.CAUSAL_CONVOLUTION),
+  ],
+)
+def test_the_implementations_are_those_of_the_operator(operator, shapes, names):
+  arrays = [jnp.ones(shape) for shape in shapes]
   with pytest.raises(ValueError) as error:
-    ops.shift_and_sum(values, values, implementation="none of them")
-  known = re.findall(r"'(\w+)'", str(error.value).partition(", got")[0])
-  assert {"", *known} == set(config_lib.CHOICES["model.implementation"])
+    operator(*arrays, implementation="none of them")
+  known = re.findall(r"'([^']+)'", str(error.value).partition(", got")[0])
+  assert set(known) == set(names)

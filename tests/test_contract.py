@@ -1,6 +1,7 @@
 """The contract of `dpjax.layers.mixer.Mixer`, for every mixer; a new one is a new row."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import flax
@@ -10,32 +11,45 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from dpjax import config as config_lib
 from dpjax.layers.attention import SelfAttention
 from dpjax.layers.dispatcher import Dispatcher, MultiHeadDispatcher
+from dpjax.layers.extractors import HE, ME, SHE, WE
 
 BATCH, LENGTH, WIDTH, MAX_LENGTH = 2, 11, 6, 13
-SHIFT_AND_SUM = ("loop", "unrolled", "recompute")
+SHIFT_AND_SUM = config_lib.SHIFT_AND_SUM
+CAUSAL_CONVOLUTION = config_lib.CAUSAL_CONVOLUTION
 
 
 class Mixer(NamedTuple):
   """A mixer and what it promises beyond the contract.
 
   Attributes:
-    make: called with `num_heads`, `max_length` and settings, gives the module.
+    make: called with `num_heads` (where there are heads), `max_length` and settings,
+      gives the module.
     reaches: settings -> positions that an output sees, itself included; None is all
       before it.
     implementations: of its operator, by name; the first is the reference.
-    dropout: the setting that drops out.
+    dropout: the setting that drops out; "" where nothing does.
+    has_heads: whether it takes a number of heads.
   """
 
   make: Callable[..., nn.Module]
   reaches: tuple[tuple[dict, int | None], ...] = (({}, None),)
   implementations: tuple[str, ...] = ()
   dropout: str = "dropout"
+  has_heads: bool = True
 
-  def __call__(self, num_heads=2, **settings) -> nn.Module:
+  def __call__(self, num_heads=2, max_length=MAX_LENGTH, **settings) -> nn.Module:
     """Builds it."""
-    return self.make(num_heads, MAX_LENGTH, **settings)
+    heads = [num_heads] if self.has_heads else []
+    return self.make(*heads, max_length, **settings)
+
+  @classmethod
+  def extractor(cls, layer, **settings) -> "Mixer":
+    """An Extractor, with the given parts of it."""
+    make = partial(layer, **settings)
+    return cls(make, implementations=CAUSAL_CONVOLUTION, dropout="", has_heads=False)
 
 
 LEVELS = (({}, None), ({"num_levels": 1}, 2), ({"num_levels": 3}, 8))
@@ -43,7 +57,18 @@ MIXERS = {
   "dispatcher": Mixer(Dispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
   "multihead": Mixer(MultiHeadDispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
   "attention": Mixer(SelfAttention),
+  "attention without biases": Mixer(partial(SelfAttention, use_bias=False)),
+  "she": Mixer.extractor(SHE),
+  "he": Mixer.extractor(HE),
+  "we": Mixer.extractor(WE),
+  "me": Mixer.extractor(ME),
+  "he's extraction": Mixer.extractor(HE, adjustment=False, output_projection=False),
 }
+HEADS = [
+  (name, num_heads)
+  for name, mixer in MIXERS.items()
+  for num_heads in ((1, 2, 3) if mixer.has_heads else (1,))
+]
 
 
 @pytest.fixture(params=MIXERS.values(), ids=MIXERS.keys())
@@ -67,8 +92,9 @@ def draw_params(module):
   return jax.tree.map(normal, shapes)
 
 
-@pytest.mark.parametrize("num_heads", [1, 2, 3])
-def test_causal_and_of_the_promised_reach(mixer, num_heads):
+@pytest.mark.parametrize("name, num_heads", HEADS)
+def test_causal_and_of_the_promised_reach(name, num_heads):
+  mixer = MIXERS[name]
   distance_ts = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
   for settings, reach in mixer.reaches:
     module = mixer(num_heads, **settings)
@@ -117,7 +143,7 @@ def test_parameters_do_not_depend_on_the_length(mixer):
 
 
 def test_a_mixer_of_a_single_position(mixer):
-  module = mixer.make(2, 1)
+  module = mixer(max_length=1)
   output, variables = module.init_with_output(jax.random.key(0), draw(1))
   assert output.shape == (BATCH, 1, WIDTH) and np.isfinite(output).all()
   assert all(leaf.size for leaf in jax.tree.leaves(variables["params"]))
@@ -129,7 +155,8 @@ def test_refusals(mixer):
       jax.eval_shape(module.init, jax.random.key(0), inputs)
 
   refused(mixer(), draw(MAX_LENGTH + 1), "max_length = 13, got T = 14")
-  refused(mixer(num_heads=4), draw(), "num_heads: expected a divisor of the width 6")
+  if mixer.has_heads:
+    refused(mixer(num_heads=4), draw(), "num_heads: expected a divisor of the width 6")
   refused(mixer(), draw()[0], r"expected \[B, T, D\], got the shape \(11, 6\)")
 
 
@@ -150,7 +177,7 @@ def test_bfloat16_computes_what_float32_does(mixer):
   (_, expected), expected_grads = run(exact, draw())
   (_, output), grads = run(rounded, draw())
   assert output.dtype == jnp.bfloat16 and expected.dtype == jnp.float32
-  if "queries_keys_values" in grads:
+  if "bias" in grads.get("queries_keys_values", {}):
     # The gradient by the keys' bias is zero but for rounding.
     for tree in (grads, expected_grads):
       tree["queries_keys_values"]["bias"] = tree["queries_keys_values"]["bias"][::2]
@@ -164,9 +191,9 @@ def test_bfloat16_computes_what_float32_does(mixer):
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize(
-  "name", [name for name, mixer in MIXERS.items() if mixer.implementations]
+  "name, num_heads",
+  [(name, heads) for name, heads in HEADS if MIXERS[name].implementations and heads != 2],
 )
 def test_implementations_agree(name, num_heads):
   mixer, inputs, weights = MIXERS[name], draw(), draw(seed=5)
@@ -194,7 +221,9 @@ def test_implementations_agree(name, num_heads):
     run(implementation="fastest")
 
 
-def test_dropout_is_drawn_from_its_key_and_in_training_alone(mixer):
+@pytest.mark.parametrize("name", [name for name in MIXERS if MIXERS[name].dropout])
+def test_dropout_is_drawn_from_its_key_and_in_training_alone(name):
+  mixer = MIXERS[name]
   module = mixer(**{mixer.dropout: 0.5})
   params = draw_params(module)
 
@@ -265,7 +294,7 @@ def test_every_parameter_has_a_gradient(mixer):
     return jnp.sum(output * draw(MAX_LENGTH, seed=5))
 
   grads = jax.jit(jax.grad(loss))(params)
-  if "queries_keys_values" in grads:
+  if "bias" in grads.get("queries_keys_values", {}):
     # A bias of all keys moves every score of a query alike: no effect.
     bias = grads["queries_keys_values"]["bias"]
     np.testing.assert_allclose(bias[1], 0, atol=1e-4)

@@ -7,6 +7,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.training import optimizer, sharding, step
+from tests import helpers
 
 
 @pytest.mark.parametrize("mixer", config_lib.MIXERS)
@@ -14,8 +15,8 @@ from dpjax.training import optimizer, sharding, step
 def test_one_batch_is_learnt_by_heart(mixer):
   config = config_lib.default_model()
   config.update(
-    dict(mixer=mixer, vocab_size=29, num_layers=2, width=48, feed_forward_width=96,
-         num_heads=3, max_length=17)
+    helpers.own_settings(mixer, mixer=mixer, vocab_size=29, num_layers=2, width=48,
+                         feed_forward_width=96, num_heads=3, max_length=17)
   )
   model = dpjax.build_model(config)
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)

@@ -88,6 +88,7 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
     text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1
   )
   config.model.update(dict(width=96, feed_forward_width=384))
+  config.train.batches = "random_windows"
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
   assert "The test split" in printed

@@ -42,15 +42,26 @@ def reports(workdir, split):
   return [line for line in map(json.loads, lines) if line["split"] == split]
 
 
+def medians(workdir):
+  lines = [line for line in reports(workdir, "train") if "median_loss" in line]
+  return [(line["step"], line["median_loss"]) for line in lines]
+
+
 def test_training_learns_reports_and_scores(finished):
   workdir, run, scores = finished
   train, valid = reports(workdir, "train"), reports(workdir, "valid")
+  train = [line for line in train if "loss" in line]
   assert [line["step"] for line in train] == [2, 4, 6, 8, 10, 12]
   assert [line["step"] for line in valid] == [6, 12]
   assert train[-1]["loss"] < train[0]["loss"]
   assert run.step == min(valid, key=lambda line: line["nats_per_token"])["step"]
   written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores
+  losses = np.fromfile(workdir / "losses.f32", "<f4")
+  assert medians(workdir) == [
+    (step, pytest.approx(np.median(losses[step - 5 : step]))) for step in (5, 10)
+  ]
+  assert losses[:2].mean() == pytest.approx(train[0]["loss"], rel=1e-6)
   # Characters are tokens here.
   assert scores["bits_per_character"] == pytest.approx(
     scores["nats_per_token"] / math.log(2)
@@ -152,8 +163,12 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   assert valid == [
     (line["step"], line["nats_per_token"]) for line in reports(workdir, "valid")
   ]
-  steps = [line["step"] for line in reports(tmp_path, "train")]
+  steps = [line["step"] for line in reports(tmp_path, "train") if "loss" in line]
   assert steps == sorted(set(steps)) and steps[-1] == 12
+  # Medians of 5 steps, from before and after the stop.
+  assert medians(tmp_path) == medians(workdir)
+  losses = (tmp_path / "losses.f32").read_bytes()
+  assert losses == (workdir / "losses.f32").read_bytes() and len(losses) == 4 * 12
 
 
 def test_ended_between_the_best_and_the_last_checkpoint(

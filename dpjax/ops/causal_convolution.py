@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -87,6 +88,11 @@ def _check(inputs, filters):
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
+def _lead(x, ndim):
+  """`x` with axes of 1 in front."""
+  return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
 def _scan(x_btd, w):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
@@ -98,8 +104,7 @@ def _scan(x_btd, w):
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
     if tap.ndim == 2:
       return y_bte + _einsum("btd,de->bte", past_btd, tap), None
-    return y_bte + past_btd * lax.broadcast_in_dim(
-        tap, past_btd.shape, tuple(range(3 - tap.ndim, 3))), None
+    return y_bte + past_btd * _lead(tap, 3), None
 
   shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
   y_bte, _ = lax.scan(body, jnp.zeros(shape, w.dtype), (jnp.arange(length), w))
@@ -144,27 +149,96 @@ def _toeplitz(x_btd, w):
   return _einsum("btld,lde->bte", _toeplitz_matrix(x_btd, 1), w)
 
 
-def _fft_length(length):
-  """The smallest of 2**i, 3 * 2**i, 5 * 2**i for a linear convolution."""
-  return min(k << max(0, (-(-(2 * length - 1) // k) - 1).bit_length()) for k in (1, 3, 5))
-
-
 def _fft(x_btd, w):
   length = x_btd.shape[1]
-  size = _fft_length(length)
-  if w.ndim < 3:
-    x_bdf = jnp.fft.rfft(jnp.moveaxis(x_btd, 1, 2), size)
-    w_df = jnp.fft.rfft(w if w.ndim == 1 else w.T, size)
-    w_bdf = lax.broadcast_in_dim(w_df, x_bdf.shape, tuple(range(3 - w.ndim, 3)))
-    return jnp.moveaxis(jnp.fft.irfft(x_bdf * w_bdf, size)[..., :length], 2, 1)
-  x_bfd = jnp.fft.rfft(x_btd, size, axis=1)
-  w_fde = jnp.fft.rfft(w, size, axis=0)
-  product = functools.partial(_einsum, "bfd,fde->bfe")
-  # Complex products are slow on CPU.
-  real = product(x_bfd.real, w_fde.real) - product(x_bfd.imag, w_fde.imag)
-  imaginary = product(x_bfd.real, w_fde.imag) + product(x_bfd.imag, w_fde.real)
-  return jnp.fft.irfft(lax.complex(real, imaginary), size, axis=1)[:, :length]
+  # Half of 2 * 2**i, 2 * 3 * 2**i or 2 * 5 * 2**i: a size that FFTs are fast at.
+  half = min(k << (-(-length // (2 * k)) - 1).bit_length() for k in (1, 3, 5))
+  add = 2 * half - length
+  x_bdt = jnp.pad(jnp.moveaxis(x_btd, 1, 2), ((0, 0), (0, 0), (0, add)))
+  w_t = jnp.pad(jnp.moveaxis(w, 0, -1), [(0, 0)] * (w.ndim - 1) + [(0, add)])
+
+  def multiply(x, w):
+    if w.ndim < 3:
+      return x * _lead(w, 3)
+    product = functools.partial(_einsum, "bdf,def->bef")
+    # By real products, as complex ones are slow on CPU.
+    return lax.complex(
+        product(x.real, w.real) - product(x.imag, w.imag),
+        product(x.real, w.imag) + product(x.imag, w.real))
+
+  # With its beginning p (T sums, wanted) and its end q the convolution is p + q
+  # where the end is added to the beginning, and p - q where it is taken off. The
+  # second sum is a product of polynomials modulo z**(2 half) + 1, that is of complex
+  # ones modulo z**half - i. Both together cost as much as one of zero-padded arrays,
+  # with half of the memory.
+  p_plus_q = jnp.fft.irfft(multiply(jnp.fft.rfft(x_bdt), jnp.fft.rfft(w_t)), 2 * half)
+  root = np.exp(0.5j * np.pi / half * np.arange(half))
+
+  def fold(x):
+    z = lax.complex(x[..., :half], x[..., half:])
+    return jnp.fft.fft(z * _lead(jnp.asarray(root, z.dtype), z.ndim))
+
+  z = jnp.fft.ifft(multiply(fold(x_bdt), fold(w_t)))
+  z *= _lead(jnp.asarray(root.conj(), z.dtype), 3)
+  p_minus_q = jnp.concatenate([z.real, z.imag], axis=-1)
+  y_bet = (p_plus_q + p_minus_q)[..., :length] / 2
+  return jnp.moveaxis(y_bet, 2, 1)
+
+
+def _dft_matrices(length, dtype):
+  """Two steps of a discrete Fourier transform as matrices.
+
+  The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'),
+  of which no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r,
+  k and u < S, j and r < R. That many tell the convolution of two arrays of T'.
+
+  Returns:
+    [k, c, u] and [k, j, c, c', r], c and c' the real and the imaginary part.
+  """
+  # R was measured.
+  r_size = 1 if length < 32 else 8 if length <= 1024 else 32
+  s_size = -(-length // r_size)
+  k, r = np.arange(s_size), np.arange(r_size)
+  angle = np.pi / s_size * (k[:, None] + 0.5) * k
+  first = np.stack([np.cos(angle), -np.sin(angle)], axis=1)
+  f = k[:, None] + 2 * s_size * r
+  angle = np.pi / (s_size * r_size) * (f[:, :, None] + 0.5) * r
+  cos, sin = np.cos(angle), np.sin(angle)
+  second = np.stack(
+      [np.stack([cos, sin], axis=2), np.stack([-sin, cos], axis=2)], axis=2)
+  return jnp.asarray(first, dtype), jnp.asarray(second, dtype)
+
+
+def _dft(x_btd, w):
+  length = x_btd.shape[1]
+  first, second = _dft_matrices(length, w.dtype)
+  s_size, r_size = second.shape[:2]
+
+  def transform(x):
+    x = jnp.pad(x, [(0, s_size * r_size - length)] + [(0, 0)] * (x.ndim - 1))
+    x_urm = x.reshape(s_size, r_size, -1)
+    x_kcrm = _einsum("kcu,urm->kcrm", first, x_urm)
+    x_kjcm = _einsum("kjcer,kerm->kjcm", second, x_kcrm)
+    return x_kjcm.reshape(s_size * r_size, 2, *x.shape[1:])
+
+  x_fcbd, w_fc = transform(jnp.moveaxis(x_btd, 1, 0)), transform(w)
+  re, im = x_fcbd[:, 0], x_fcbd[:, 1]
+  if w.ndim == 3:
+    # Both parts of the result as one product per frequency.
+    rows = jnp.stack([jnp.concatenate([re, -im], axis=2),
+                      jnp.concatenate([im, re], axis=2)], axis=1)
+    y_fcbe = _einsum(
+        "fcbd,fde->fcbe", rows, w_fc.reshape(w_fc.shape[0], -1, w.shape[2]))
+  else:
+    w_re, w_im = (w_fc[:, c].reshape(-1, 1, w.size // w.shape[0]) for c in (0, 1))
+    y_fcbe = jnp.stack([re * w_re - im * w_im, re * w_im + im * w_re], axis=1)
+  # But for the factor T', a transform and its transpose cancel each other.
+  y_kjcm = y_fcbe.reshape(s_size, r_size, 2, -1)
+  y_kerm = _einsum("kjcer,kjcm->kerm", second, y_kjcm)
+  y_urm = _einsum("kcu,kcrm->urm", first, y_kerm) / (s_size * r_size)
+  y_tbe = y_urm.reshape(s_size * r_size, *y_fcbe.shape[2:])[:length]
+  return jnp.moveaxis(y_tbe, 0, 1)
 
 
 _IMPLEMENTATIONS = {
-    "scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft}
+    "scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}

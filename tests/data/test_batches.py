@@ -4,7 +4,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from dpjax.data.batches import ContiguousRows, EvaluationWindows
+from dpjax.data.batches import ContiguousRows, EvaluationWindows, RandomWindows
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
 DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
@@ -54,13 +54,76 @@ def test_epochs_repeat():
       np.testing.assert_equal(batches.batch(step + 3 * epoch), batches.batch(step))
 
 
+@pytest.mark.parametrize(
+  "num_tokens, window, batch_size",
+  # Windows that fill the last batch of an epoch, that do not, and one alone.
+  [(47, 7, 5), (50, 7, 6), (8, 7, 3), (13, 4, 20)],
+)
+def test_an_epoch_has_the_window_of_every_offset_once(num_tokens, window, batch_size):
+  tokens = np.arange(3, num_tokens + 3, dtype=np.uint16)
+  batches = RandomWindows(tokens, batch_size, window, seed=5)
+  num_windows = num_tokens - window
+  assert batches.steps_per_epoch == -(-num_windows // batch_size)
+  offsets = []
+  for step in range(-(-3 * num_windows // batch_size)):
+    batch = batches.batch(step)
+    check(batch, (batch_size, window))
+    assert np.all(batch["weights"] == 1)
+    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    np.testing.assert_array_equal(np.diff(batch["tokens"], axis=1), 1)
+    offsets += (batch["tokens"][:, 0] - 3).tolist()
+  epochs = [offsets[i * num_windows:][:num_windows] for i in range(3)]
+  for epoch in epochs:
+    assert sorted(epoch) == list(range(num_windows))
+  if num_windows > 10:
+    assert epochs[0] != epochs[1] != epochs[2] != sorted(epochs[2])
+
+
+def offsets_of(num_windows, seed, steps, batch_size=16):
+  batches = RandomWindows(np.arange(num_windows + 2), batch_size, 2, seed)
+  return np.concatenate([batches.batch(step)["tokens"][:, 0] for step in steps])
+
+
+def test_the_order_of_windows_is_of_its_seed_and_looks_random():
+  first, second = (offsets_of(4096, seed, range(256)) for seed in (7, 8))
+  np.testing.assert_array_equal(first, offsets_of(4096, 7, range(256)))
+  assert np.mean(first == second) < 0.005
+  for order in (first, second):
+    # Of 4096 numbers, correlations have a deviation of 1/64.
+    assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 5 / 64
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 5 / 64
+    # Neighbours stay neighbours about twice by chance.
+    assert np.sum(np.abs(np.diff(order)) == 1) < 15
+
+
+def test_every_order_of_four_windows_comes_up():
+  orders = [tuple(offsets_of(4, seed, [0], batch_size=4)) for seed in range(600)]
+  counts = [orders.count(order) for order in set(orders)]
+  # 25 each, with a deviation of 5.
+  assert len(counts) == 24 and min(counts) > 5 and max(counts) < 50
+
+
+def test_a_large_corpus_costs_no_memory_and_a_seed_of_32_bits_will_do():
+  tokens = np.broadcast_to(np.uint16(3), 10**10)
+  batch = RandomWindows(tokens, 5, 7, seed=2**32 - 1).batch(10**9)
+  check(batch, (5, 7))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 7])
+def test_too_few_tokens_for_a_window(num_tokens):
+  with pytest.raises(ValueError, match=f"at most {num_tokens - 1} .* got 7"):
+    RandomWindows(np.arange(num_tokens), 2, window=7, seed=0)
+
+
 def make(kind, tokens):
+  if kind == "random":
+    return RandomWindows(tokens, batch_size=6, window=5, seed=11)
   if kind == "rows":
     return ContiguousRows(tokens, batch_size=6, window=5)
   return EvaluationWindows(tokens, 5, 3, batch_size=6, start_id=2)
 
 
-@pytest.mark.parametrize("kind", ["rows", "windows"])
+@pytest.mark.parametrize("kind", ["rows", "random", "windows"])
 def test_hosts_take_their_own_rows(kind):
   batches = make(kind, np.arange(71))
   for index in range(3):
@@ -71,7 +134,7 @@ def test_hosts_take_their_own_rows(kind):
       np.testing.assert_equal(part, {name: whole[name][rows] for name in whole})
 
 
-@pytest.mark.parametrize("kind", ["rows", "windows"])
+@pytest.mark.parametrize("kind", ["rows", "random", "windows"])
 def test_mapped_tokens_give_plain_arrays(tmp_path, kind):
   tokens = np.arange(71, dtype=np.uint16)
   tokens.tofile(tmp_path / "tokens.bin")

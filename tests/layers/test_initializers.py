@@ -1,11 +1,13 @@
-"""Where parameters begin, by the bounds of their uniform distributions."""
+"""Where parameters begin, by what is known of their distributions."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.layers import attention, blocks, dispatcher, embeddings
+import dpjax
+from dpjax import config as config_lib
+from dpjax.layers import attention, blocks, dispatcher, embeddings, extractors
 
 WIDTH, HIDDEN = 102, 77
 
@@ -61,6 +63,64 @@ def test_feed_forward():
   for name, fan_in in (("hidden", WIDTH), ("out", HIDDEN)):
     is_uniform(params[name]["kernel"], fan_in**-0.5)
     is_uniform(params[name]["bias"], fan_in**-0.5)
+
+
+@pytest.mark.parametrize(
+  "layer, shape, fan_in",
+  # The weights of a convolution over all channels, over each, and over one for all.
+  [
+    (extractors.SHE, (5, WIDTH, WIDTH), 5 * WIDTH),
+    (extractors.HE, (53, WIDTH), 53),
+    (extractors.WE, (53, WIDTH), 53),
+    (extractors.ME, (999,), 999),
+  ],
+)
+def test_extractors(layer, shape, fan_in):
+  params = init(layer(shape[0]))
+  assert params["taps"].shape == shape
+  is_uniform(params["taps"], fan_in**-0.5)
+  matrices = {"values", "adjustment", "out"} if layer is extractors.HE else {
+    "adjustment", "out"
+  }
+  assert params.keys() - {"taps"} == (set() if layer is extractors.ME else matrices)
+  for name in params.keys() - {"taps"}:
+    assert params[name].keys() == {"kernel"}
+    assert params[name]["kernel"].shape == (WIDTH, WIDTH)
+    is_uniform(params[name]["kernel"], WIDTH**-0.5)
+
+
+def is_normal(x, std):
+  """N(0, std**2), by its mean, its deviation and the share beyond two of them."""
+  x = np.asarray(x) / std
+  assert abs(x.mean()) < 6 / np.sqrt(x.size)
+  assert abs(x.std() - 1) < 6 / np.sqrt(2 * x.size)
+  assert abs(np.mean(abs(x) > 2) - 0.0455) < 6 * np.sqrt(0.0455 / x.size)
+
+
+@pytest.mark.parametrize(
+  "mixer", ["she", "he", "we", "me", "attention", "dispatcher", "dispatcher_multihead"]
+)
+def test_a_model_of_normal_weights(mixer):
+  config = config_lib.default_model()
+  config.update(
+    mixer=mixer, init_std=0.03, vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN,
+    num_layers=3, max_length=127, norm="pre", positions="learned",
+  )
+  model = dpjax.build_model(config)
+  tokens = jnp.zeros((2, 5), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
+  seen = set()
+  for path, leaf in jax.tree.leaves_with_path(params):
+    kind = path[-1].key
+    seen.add(kind)
+    if kind == "scale":
+      assert (leaf == 1).all()
+    elif kind == "bias":
+      assert not leaf.any()
+    else:
+      is_normal(leaf, 0.03)
+  tables = {"kernel", "embedding", "positions", "scale", "bias"}
+  assert seen == tables | ({"taps"} if mixer in ("she", "he", "we", "me") else set())
 
 
 def test_tables():

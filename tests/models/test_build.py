@@ -4,6 +4,19 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.layers import attention, dispatcher, extractors
+from tests import helpers
+
+
+LAYERS = {
+  "dispatcher": dispatcher.Dispatcher,
+  "dispatcher_multihead": dispatcher.MultiHeadDispatcher,
+  "attention": attention.SelfAttention,
+  "she": extractors.SHE,
+  "he": extractors.HE,
+  "we": extractors.WE,
+  "me": extractors.ME,
+}
 
 
 def settings(**changes):
@@ -47,31 +60,38 @@ def test_parameter_counts(mixer, vocab_size, expected, in_millions):
 
 @pytest.mark.parametrize("mixer", config_lib.MIXERS)
 def test_every_setting_arrives(mixer):
-  own = {} if mixer == "attention" else dict(num_levels=2, implementation="loop")
+  own = helpers.own_settings(
+    mixer, num_heads=2, num_levels=2, mixer_dropout=0.3, attention_bias=False,
+    adjustment=False, output_projection=False,
+    implementation=next(iter(config_lib.MIXERS[mixer]), ""),
+  )
   model = dpjax.build_model(
     settings(
-      mixer=mixer, num_layers=3, num_heads=2, norm="pre", positions="learned",
-      activation="gelu", dropout=0.1, hidden_dropout=0.2, mixer_dropout=0.3,
-      scan_layers=False, remat=True, dtype="bfloat16", **own,
+      mixer=mixer, num_layers=3, norm="pre", positions="learned", activation="gelu",
+      dropout=0.1, hidden_dropout=0.2, init_std=0.4, scan_layers=False, remat=True,
+      dtype="bfloat16", **own,
     )
   )
   names = ("vocab_size", "width", "num_layers", "max_length", "positions", "dropout",
-           "final_norm", "scan_layers", "remat", "dtype")
+           "final_norm", "init_std", "scan_layers", "remat", "dtype")
   assert [getattr(model, name) for name in names] == [
-    11, 6, 3, 13, "learned", 0.1, True, False, True, jnp.bfloat16
+    11, 6, 3, 13, "learned", 0.1, True, 0.4, False, True, jnp.bfloat16
   ]
   block = model.make_block()
-  names = ("hidden_width", "norm", "activation", "dropout", "hidden_dropout", "dtype")
+  names = ("hidden_width", "norm", "activation", "dropout", "hidden_dropout", "init_std",
+           "dtype")
   assert [getattr(block, name) for name in names] == [
-    10, "pre", "gelu", 0.1, 0.2, jnp.bfloat16
+    10, "pre", "gelu", 0.1, 0.2, 0.4, jnp.bfloat16
   ]
   layer = block.make_mixer()
-  assert (layer.num_heads, layer.max_length, layer.dtype) == (2, 13, jnp.bfloat16)
-  if mixer == "attention":
-    assert layer.dropout == 0.3
-  else:
-    assert (layer.num_levels, layer.level_dropout) == (2, 0.3)
-    assert layer.implementation == "loop"
+  assert type(layer) is LAYERS[mixer]
+  assert (layer.max_length, layer.init_std, layer.dtype) == (13, 0.4, jnp.bfloat16)
+  names = dict.fromkeys(own) | {"attention_bias": "use_bias"}
+  is_attention = mixer == "attention"
+  names |= {"mixer_dropout": "dropout" if is_attention else "level_dropout"}
+  for key, value in own.items():
+    if key != "implementation" or value:
+      assert getattr(layer, names[key] or key) == value
 
 
 def test_what_is_left_open_is_the_best_and_the_longest():
@@ -92,6 +112,14 @@ def test_takes_any_mapping():
     (dict(mixer="dispacher"), "model.mixer: expected .*did you mean dispatcher"),
     (dict(num_heads=4), "model.num_heads: expected a divisor of model.width = 6, got 4"),
     (dict(dropout=1.0), "model.dropout: expected a probability"),
+    (dict(mixer="she", num_heads=2), "model.num_heads: expected 1 with the mixer she"),
+    (dict(mixer="me", adjustment=False), "model.adjustment: expected True with .* me"),
+    (dict(mixer="attention", num_levels=2), "model.num_levels: expected 0 with"),
+    (dict(mixer="we", mixer_dropout=0.1), "model.mixer_dropout: expected 0.0 with"),
+    (dict(attention_bias=False), "attention_bias: expected True .* dispatcher, got False"),
+    (dict(mixer="he", implementation="loop"), "implementation: expected one of '', conv"),
+    (dict(mixer="attention", implementation="loop"), "expected one of '', got loop"),
+    (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
     (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
   ],
 )

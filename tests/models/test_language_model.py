@@ -6,6 +6,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.layers import blocks, embeddings
+from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 3
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
@@ -13,7 +14,9 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 def make(**settings):
   config = config_lib.default_model()
-  config.update(vocab_size=VOCAB, num_layers=LAYERS, width=WIDTH, num_heads=2)
+  mixer = settings.get("mixer", config.mixer)
+  config.update(vocab_size=VOCAB, num_layers=LAYERS, width=WIDTH)
+  config.update(helpers.own_settings(mixer, num_heads=2))
   config.update(feed_forward_width=10, max_length=11)
   config.update(settings)
   return dpjax.build_model(config)

@@ -1,9 +1,11 @@
 """Scores in files: a line for each report, and the same for TensorBoard."""
 
 import json
+import math
 import struct
 import time
 
+import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -94,6 +96,45 @@ def test_a_line_without_its_end_is_completed(tmp_path):
     file.write('{"step": 3, "split": "train", "loss": 3.0}')
   write(tmp_path, [5], begin=4)
   assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5]
+
+
+def losses(workdir) -> list[float]:
+  return np.fromfile(workdir / reporting.LOSSES, "<f4").tolist()
+
+
+def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path):
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    for i, loss in enumerate([7.0, 0.5, 3.0, 1.0, 2.0], 1):
+      reporter.advance(loss)
+      assert losses(tmp_path) == [7.0, 0.5, 3.0, 1.0, 2.0][:i]
+    assert reporter.median(5) == 2.0 and reporter.median(3) == 2.0
+    assert reporter.median(4) == 1.5
+    reporter.advance(4.0)
+    assert losses(tmp_path)[5:] == [4.0] and reporter.median(3) == 2.0
+
+
+def test_losses_after_the_step_it_goes_on_from_are_dropped(tmp_path):
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    for loss in (5.0, 4.0, 3.0, 2.0):
+      reporter.advance(loss)
+  with (tmp_path / reporting.LOSSES).open("ab") as file:
+    file.write(b"cut")
+  with reporting.Reporter(tmp_path, 3, 7) as reporter:
+    assert losses(tmp_path) == [5.0, 4.0, 3.0]
+    reporter.advance(9.0)
+    assert reporter.median(3) == 4.0
+  assert losses(tmp_path) == [5.0, 4.0, 3.0, 9.0]
+  with reporting.Reporter(tmp_path, 0, 7):
+    assert losses(tmp_path) == []
+
+
+def test_losses_that_are_not_known_are_not_numbers(tmp_path):
+  # A run of an earlier version, or a disk that lost the last of them.
+  (tmp_path / reporting.LOSSES).write_bytes(np.float32([5, 4]).tobytes() + b"cu")
+  with reporting.Reporter(tmp_path, 4, 7) as reporter:
+    reporter.advance(9.0)
+    assert reporter.median(4) == 6.5
+  np.testing.assert_equal(losses(tmp_path), [5, 4, math.nan, math.nan, 9])
 
 
 def test_a_message_is_printed(tmp_path, capsys):

@@ -1,0 +1,433 @@
+"""What one token mixer costs: operations and parameters, exact.
+
+  python -m dpjax.complexity --length=128 --width=128 --num_heads=32
+  python -m dpjax.complexity --inference=64
+
+l context window, t tokens so far with the new one, d width, n heads, K levels.
+
+Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
+HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
+sequence of l tokens; what is masked is not counted, so that token t reads t tokens; a
+product with a [p, q] matrix takes p q multiplications and (p - 1) q additions a token; no
+biases. Where this differs from the tables: the additions of attention in inference are
+
+  (3 (d-1) d/n + t (d/n - 1) + (t-1) d/n + (t-1)) n + (d-1) d = 2td + 4d^2 - 5d - n,
+
+as Table 5 has it before simplification; what it has after, 2td - tn + t + 4d^2 - 5d - 1,
+is the same for one head alone, and does not add up to Tables 3 and 7 for more.
+
+The counts for tokens t = 1 .. l add up to those of training, for every mixer here: they
+are one function of how many tokens come in and how many they read. The FFT, which needs
+the whole sequence, has no counts for one token.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+MIXERS = ("attention", "dispatcher", "dispatcher_multihead", "she", "he", "we", "me")
+EXTRACTORS = ("she", "he", "we", "me")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+  """How many of each there are; two add up field by field.
+
+  Attributes:
+    multiplications: of real numbers, as all that follow.
+    additions: and subtractions.
+    divisions: of the softmax, of attention's scores by sqrt(d/n), of the sigmoid.
+    exponentiations: of the softmax and the sigmoid.
+    parameters: trainable numbers.
+  """
+
+  multiplications: int = 0
+  additions: int = 0
+  divisions: int = 0
+  exponentiations: int = 0
+  parameters: int = 0
+
+  @property
+  def operations(self) -> int:
+    """Table 7's total arithmetic operations: all but the parameters."""
+    return sum(dataclasses.astuple(self)) - self.parameters
+
+  def __add__(self, other: "Counts") -> "Counts":
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+    return Counts(*(a + b for a, b in pairs))
+
+
+def training_counts(
+  mixer: str,
+  *,
+  length: int,
+  width: int,
+  num_heads: int = 1,
+  adjustment: bool = True,
+  output_projection: bool = True,
+) -> Counts:
+  """Counts a sublayer's forward pass over one whole sequence, Tables 3 and 4.
+
+    >>> training_counts("me", length=128, width=128)
+    Counts(multiplications=1056768, additions=1040384, divisions=0, exponentiations=0, \
+parameters=128)
+    >>> training_counts("attention", length=128, width=128, num_heads=32).operations
+    21710848
+
+  The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
+  1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
+  shared by the heads; the multi-head one has them [d, d], [d, n K] and [d, d], and no
+  sigmoid. Level k reads only where there is a token 2**k before: gates and sums of
+  l - 2**k tokens are counted.
+
+  Args:
+    mixer: one of `MIXERS`.
+    length: l, tokens of the sequence and of the context window.
+    width: d.
+    num_heads: n, a divisor of d; 1 for the Extractors, which have none.
+    adjustment: of SHE, HE and WE: with Eq. 24. False takes off d^2 + d multiplications
+      and d^2 - d additions a token, and d^2 parameters.
+    output_projection: of SHE, HE and WE: with Eq. 25. False takes off d^2
+      multiplications and d^2 - d additions a token, and d^2 parameters. HE without both
+      is its extraction alone.
+
+  Returns:
+    The counts.
+
+  Raises:
+    ValueError: an argument is out of its range, or one that the mixer does not have is
+      not as by default.
+  """
+  _check(mixer, length, width, num_heads, adjustment, output_projection)
+  levels = _num_levels(length)
+  work = _Work(
+    tokens=length,
+    reads=length * (length + 1) // 2,
+    level_reads=sum(max(length - 2**level, 0) for level in range(levels)),
+  )
+  return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
+
+
+def inference_counts(
+  mixer: str,
+  *,
+  position: int,
+  length: int,
+  width: int,
+  num_heads: int = 1,
+  adjustment: bool = True,
+  output_projection: bool = True,
+) -> Counts:
+  """Counts what one more token takes, with all that came before cached, Tables 5 and 6.
+
+    >>> inference_counts("attention", position=10, length=128, width=128, num_heads=32)
+    Counts(multiplications=68096, additions=67424, divisions=640, exponentiations=320, \
+parameters=65536)
+
+  Args:
+    mixer: one of `MIXERS`.
+    position: t, the tokens so far with the new one, from 1 to l.
+    length: l, tokens of the context window, on which no operation depends but the
+      parameters do.
+    width: d.
+    num_heads: as in `training_counts`.
+    adjustment: as in `training_counts`.
+    output_projection: as in `training_counts`.
+
+  Returns:
+    The counts; the parameters are those of the whole sublayer.
+
+  Raises:
+    ValueError: as `training_counts`, or there is no such position.
+  """
+  _check(mixer, length, width, num_heads, adjustment, output_projection)
+  if not (_is_whole(position) and position <= length):
+    raise ValueError(
+      f"position: expected an integer from 1 to the length {length}, got {position}"
+    )
+  # Level k reads the token 2**k before, and the first has none before it.
+  work = _Work(tokens=1, reads=position, level_reads=(position - 1).bit_length())
+  return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
+
+
+def fft_training_counts(
+  mixer: str,
+  *,
+  length: int,
+  width: int,
+  adjustment: bool = True,
+  output_projection: bool = True,
+  transform_taps: bool = True,
+) -> Counts:
+  """Counts an Extractor's forward pass with the extraction by FFT over time.
+
+  N is the smallest power of two that is at least 2 l. A transform of N real numbers, and
+  its inverse, take N log2(N) multiplications and 1.5 N log2(N) additions: half of the
+  radix-2 complex FFT's log2(N) stages of N / 2 butterflies, each a complex product (4
+  multiplications, 2 additions) and 2 complex sums (4 additions). The sum, 2.5 N log2(N),
+  is what FFTW's benchmark counts (fftw.org/speed/method.html). The scaling by 1 / N is
+  taken into the taps and not counted.
+
+  Of the N / 2 + 1 frequencies the first and the last are real: a product over all of
+  them takes 2 N - 2 multiplications and N - 2 additions, a sum N additions.
+
+    SHE  d transforms, d^2 of the taps, d^2 products, d (d - 1) sums, d inverses
+    HE, WE  d transforms, d of the taps, d products, d inverses; ME  1 of the taps
+
+  HE's W_in, the adjustment and the output are as in `training_counts`.
+
+  Args:
+    mixer: one of `EXTRACTORS`.
+    length: l.
+    width: d.
+    adjustment: as in `training_counts`.
+    output_projection: as in `training_counts`.
+    transform_taps: count the transforms of the taps, which all sequences of a batch
+      share.
+
+  Returns:
+    The counts.
+
+  Raises:
+    ValueError: as `training_counts`, or the mixer is no Extractor.
+  """
+  if mixer not in EXTRACTORS:
+    raise ValueError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
+  _check(mixer, length, width, 1, adjustment, output_projection)
+  stages = (2 * length - 1).bit_length()
+  points = 2**stages
+  taps = {"she": width**2, "me": 1}.get(mixer, width)
+  products = width**2 if mixer == "she" else width
+  transforms = 2 * width + taps * transform_taps
+  counts = Counts(
+    multiplications=transforms * points * stages + products * (2 * points - 2),
+    additions=transforms * points * stages * 3 // 2
+    + products * (points - 2)
+    + (products - width) * points,
+    parameters=taps * length,
+  )
+  if mixer == "he":
+    counts += _linear(length, width, width)
+  return counts + _rest(mixer, length, width, adjustment, output_projection)
+
+
+def table(
+  *, length: int, width: int, num_heads: int, position: int | None = None
+) -> dict[str, Counts]:
+  """Counts every mixer: Table 7 with the Dispatcher and, in training, the FFT.
+
+  Args:
+    length: l.
+    width: d.
+    num_heads: of the second row of attention and of the Dispatchers.
+    position: t, for one more token; None is training.
+
+  Returns:
+    The counts by the name of a row.
+
+  Raises:
+    ValueError: as `training_counts` and `inference_counts`.
+  """
+
+  def count(mixer: str, **settings) -> Counts:
+    if position is None:
+      return training_counts(mixer, length=length, width=width, **settings)
+    return inference_counts(
+      mixer, position=position, length=length, width=width, **settings
+    )
+
+  rows = {}
+  for mixer, name in (
+    ("attention", "attention"),
+    ("dispatcher", "Dispatcher"),
+    ("dispatcher_multihead", "multi-head Dispatcher"),
+  ):
+    for heads in (1, num_heads):
+      label = f"{name}, {heads} {'head' if heads == 1 else 'heads'}"
+      rows[label] = count(mixer, num_heads=heads)
+  for mixer in EXTRACTORS:
+    rows[mixer.upper()] = count(mixer)
+  bare = {"adjustment": False, "output_projection": False}
+  rows["HE, extraction alone"] = count("he", **bare)
+  if position is None:
+    for transform_taps, label in ((True, "by FFT"), (False, "by FFT, taps known")):
+      for mixer in EXTRACTORS:
+        rows[f"{mixer.upper()}, {label}"] = fft_training_counts(
+          mixer, length=length, width=width, transform_taps=transform_taps
+        )
+  return rows
+
+
+def format_table(rows: dict[str, Counts]) -> str:
+  """Lays the counts out, a line a row, with thousands set apart."""
+  heads = ["multiplications", "additions", "divisions", "exponentiations", "operations",
+           "parameters"]
+  cells = {name: [f"{getattr(row, head):,}" for head in heads]
+           for name, row in rows.items()}
+  first = max(map(len, cells))
+  widths = [max(len(row[i]) for row in [heads, *cells.values()]) for i in range(len(heads))]
+  lines = [
+    "  ".join([name.ljust(first), *map(str.rjust, row, widths)])
+    for name, row in {"": heads, **cells}.items()
+  ]
+  return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table that the command line asks for."""
+  parser = argparse.ArgumentParser(
+    prog="python -m dpjax.complexity",
+    description="Operations and parameters of one sublayer, for each token mixer.",
+  )
+  parser.add_argument("--length", type=int, default=128, help="l, the context window")
+  parser.add_argument("--width", type=int, default=128, help="d")
+  parser.add_argument("--num_heads", type=int, default=32, help="n, a divisor of d")
+  parser.add_argument(
+    "--inference", type=int, metavar="T", help="count one more token, the T-th, instead"
+  )
+  given = parser.parse_args(arguments)
+  try:
+    rows = table(
+      length=given.length,
+      width=given.width,
+      num_heads=given.num_heads,
+      position=given.inference,
+    )
+  except ValueError as error:
+    sys.exit(f"--{error}".replace("--position", "--inference"))
+  if given.inference is None:
+    print(f"Training, forward: {given.length} tokens, width {given.width}\n")
+    print(format_table(rows))
+    print("\nTaps known: their transforms, which a batch shares, are not counted.")
+  else:
+    print(f"Inference: token {given.inference} of {given.length}, width {given.width}\n")
+    print(format_table(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """How much there is to do.
+
+  Attributes:
+    tokens: that come in.
+    reads: pairs of such a token and one that it reads, itself included.
+    level_reads: pairs of such a token and a level at which it reads another.
+  """
+
+  tokens: int
+  reads: int
+  level_reads: int
+
+
+def _count(
+  mixer: str,
+  work: _Work,
+  length: int,
+  width: int,
+  num_heads: int,
+  adjustment: bool,
+  output_projection: bool,
+) -> Counts:
+  if mixer == "attention":
+    return _attention(work, width, num_heads)
+  if mixer == "dispatcher":
+    return _dispatcher(work, length, width, num_heads, multihead=False)
+  if mixer == "dispatcher_multihead":
+    return _dispatcher(work, length, width, num_heads, multihead=True)
+  sums = (work.reads - work.tokens) * width
+  if mixer == "she":
+    counts = Counts(
+      work.reads * width**2,
+      work.reads * (width - 1) * width + sums,
+      parameters=length * width**2,
+    )
+  else:
+    taps = length if mixer == "me" else length * width
+    counts = Counts(work.reads * width, sums, parameters=taps)
+  if mixer == "he":
+    counts += _linear(work.tokens, width, width)
+  return counts + _rest(mixer, work.tokens, width, adjustment, output_projection)
+
+
+def _attention(work: _Work, width: int, num_heads: int) -> Counts:
+  linear = _linear(work.tokens, width, width)
+  each = num_heads * work.reads
+  scores = Counts(width * work.reads, (width - num_heads) * work.reads, divisions=each)
+  softmax = Counts(
+    0, num_heads * (work.reads - work.tokens), divisions=each, exponentiations=each
+  )
+  mixed = Counts(width * work.reads, width * (work.reads - work.tokens))
+  return linear + linear + linear + scores + softmax + mixed + linear
+
+
+def _dispatcher(
+  work: _Work, length: int, width: int, num_heads: int, *, multihead: bool
+) -> Counts:
+  # A matrix of a head's size is applied to each head of a token in turn.
+  heads = 1 if multihead else num_heads
+  size = width // heads
+  linear = _linear(work.tokens * heads, size, size)
+  each = num_heads * work.level_reads
+  columns = _num_levels(length) * (num_heads if multihead else 1)
+  gates = Counts(each * size, each * (size - 1), parameters=size * columns)
+  if not multihead:
+    gates += Counts(0, each, divisions=each, exponentiations=each)
+  levels = Counts(width * work.level_reads, width * work.level_reads)
+  return linear + gates + levels + linear
+
+
+def _rest(
+  mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool
+) -> Counts:
+  """What follows the extraction."""
+  counts = Counts()
+  if mixer != "me" and adjustment:
+    counts += _linear(tokens, width, width) + Counts(tokens * width)
+  if mixer != "me" and output_projection:
+    counts += _linear(tokens, width, width)
+  return counts
+
+
+def _linear(times: int, inputs: int, outputs: int) -> Counts:
+  size = inputs * outputs
+  return Counts(times * size, times * (size - outputs), parameters=size)
+
+
+def _num_levels(length: int) -> int:
+  """K, at least 1, as of the layer; as `dpjax.ops.num_levels`, which would load JAX."""
+  return max(1, (length - 1).bit_length())
+
+
+def _check(
+  mixer: str,
+  length: int,
+  width: int,
+  num_heads: int,
+  adjustment: bool,
+  output_projection: bool,
+) -> None:
+  if mixer not in MIXERS:
+    raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
+  sizes = {"length": length, "width": width, "num_heads": num_heads}
+  for name, value in sizes.items():
+    if not _is_whole(value):
+      raise ValueError(f"{name}: expected an integer of at least 1, got {value}")
+  if width % num_heads:
+    raise ValueError(
+      f"num_heads: expected a divisor of the width {width}, got {num_heads}"
+    )
+  if mixer in EXTRACTORS and num_heads != 1:
+    raise ValueError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
+  switches = {"adjustment": adjustment, "output_projection": output_projection}
+  for name, value in switches.items():
+    if mixer not in ("she", "he", "we") and not value:
+      raise ValueError(f"{name}: expected True with the mixer {mixer}, got {value}")
+
+
+def _is_whole(value) -> bool:
+  return type(value) is int and value >= 1
+
+
+if __name__ == "__main__":
+  main()

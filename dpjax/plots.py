@@ -1,0 +1,484 @@
+"""Pictures of training costs, from run folders.
+
+  python -m dpjax.plots runs/she runs/attention --out=costs.png --every=2000
+
+A run folder has config.json, the settings, and losses.f32, the loss of every update in
+nats per token (the mean over a batch): little-endian float32, update 1 first, NaN where
+one is not known. Nothing else is read, and JAX is not loaded.
+
+Source: "Attention Is Not All You Need Anymore", Sec. 6. --figure is one of
+
+  curves       medians of every 2,000 batches over the batch number (Figs. 7 and 8)
+  every_batch  the cost of every batch (Fig. 9)
+  by_length    the median of the last 2,000 batches over the context window (Fig. 10)
+  by_layers    the same over the number of layers (Fig. 11)
+
+In the last two, runs of one label form a line, through the mean where several share a
+place. The table of medians is printed, with what differs between the runs beside the
+model below it.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+FIGURES = ("curves", "every_batch", "by_length", "by_layers")
+SUFFIXES = (".png", ".pdf", ".svg")
+# Where a line of the figures "by ..." has its points, and the name of that axis.
+_PLACES = {
+  "by_length": ("model.max_length", "context window (tokens)"),
+  "by_layers": ("model.num_layers", "layers"),
+}
+# Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":", "-.")
+
+
+class Run(NamedTuple):
+  """What is drawn of a run: its folder as given, settings, losses [N] and label."""
+
+  folder: str
+  config: Mapping[str, Any]
+  losses: np.ndarray
+  label: str
+
+
+def read_losses(workdir: str | Path) -> np.ndarray:
+  """Reads the loss of every update of a run, update 1 first.
+
+  Args:
+    workdir: the run's folder.
+
+  Returns:
+    [N], float32, nats per token; NaN where one is not known.
+
+  Raises:
+    ValueError: there is no such folder or file, or the file is damaged.
+  """
+  content = _read(workdir, "losses.f32")
+  if len(content) % 4:
+    raise ValueError(
+      f"workdir: expected 4 bytes an update in {Path(workdir) / 'losses.f32'}, got "
+      f"{len(content)} bytes"
+    )
+  return np.frombuffer(content, "<f4").astype(np.float32)
+
+
+def read_config(workdir: str | Path) -> dict[str, Any]:
+  """Reads the settings of a run as they stand in its folder.
+
+  Raises:
+    ValueError: there is no such folder or file, or it holds no settings.
+  """
+  try:
+    config = json.loads(_read(workdir, "config.json"))
+  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    path = Path(workdir) / "config.json"
+    raise ValueError(f"workdir: expected JSON in {path}, got: {error}") from error
+  sections = ("model", "data", "train")
+  if not isinstance(config, dict) or not all(
+    isinstance(config.get(section, {}), dict) for section in sections
+  ):
+    path = Path(workdir) / "config.json"
+    raise ValueError(f"workdir: expected the settings of a run in {path}, got others")
+  return config
+
+
+def read_runs(
+  workdirs: Sequence[str | Path], labels: Sequence[str] | None = None
+) -> list[Run]:
+  """Reads run folders.
+
+  Args:
+    workdirs: the folders.
+    labels: one for each; None takes those of `label`.
+
+  Returns:
+    A run for each folder, in their order.
+
+  Raises:
+    ValueError: a folder cannot be read, or there are more or fewer labels.
+  """
+  if labels is not None and len(labels) != len(workdirs):
+    raise ValueError(
+      f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}"
+    )
+  runs = []
+  for i, workdir in enumerate(workdirs):
+    losses, config = read_losses(workdir), read_config(workdir)
+    text = label(config) if labels is None else labels[i]
+    runs.append(Run(str(workdir), config, losses, text))
+  return runs
+
+
+def label(config: Mapping[str, Any]) -> str:
+  """Names a run after its token mixer.
+
+    >>> label({"model": {"mixer": "attention", "num_heads": 32}})
+    'attention, 32 heads'
+    >>> label({"model": {"mixer": "he", "adjustment": False, "output_projection": False}})
+    'HE, extraction alone'
+
+  Args:
+    config: the settings of a run.
+
+  Returns:
+    The name, with what departs from the mixer's usual form.
+
+  Raises:
+    ValueError: the settings name no mixer.
+  """
+  mixer = _setting(config, "model.mixer")
+  if not isinstance(mixer, str):
+    raise ValueError(f"model.mixer: expected the name of a token mixer, got {mixer}")
+  if mixer in ("she", "he", "we", "me"):
+    without = [
+      part.replace("_", " ")
+      for part in ("adjustment", "output_projection")
+      if _setting(config, f"model.{part}") is False
+    ]
+    name = mixer.upper()
+    if len(without) == 2:
+      return f"{name}, extraction alone"
+    return f"{name}, no {without[0]}" if without else name
+  names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
+  name, heads = names.get(mixer, mixer), _setting(config, "model.num_heads")
+  if mixer == "attention" or heads not in (1, None):
+    name += f", {heads} {'head' if heads == 1 else 'heads'}"
+  return name
+
+
+def medians(losses: np.ndarray, every: int) -> np.ndarray:
+  """Takes the median of each non-overlapping window of updates.
+
+    >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
+    array([4. , 5.5])
+
+  Window i has the updates `every` i + 1 .. `every` (i + 1), counted from 1. Updates after
+  the last complete window are left out; losses that are not known too, and a window
+  without any other is NaN.
+
+  Args:
+    losses: [N], nats per token.
+    every: updates of a window, from 1 to N.
+
+  Returns:
+    [N // every], float64, nats per token.
+
+  Raises:
+    ValueError: `every` is out of its range.
+  """
+  _check_every(losses, every, "the losses")
+  count = len(losses) // every
+  return np.array([_median(part) for part in losses[: count * every].reshape(count, -1)])
+
+
+def last_median(losses: np.ndarray, every: int) -> float:
+  """Takes the median of the last `every` updates, a window of their own.
+
+  Args:
+    losses: [N], nats per token.
+    every: how many, from 1 to N.
+
+  Returns:
+    Nats per token; NaN where none is known.
+
+  Raises:
+    ValueError: `every` is out of its range.
+  """
+  _check_every(losses, every, "the losses")
+  return _median(losses[-every:])
+
+
+def table(runs: Sequence[Run], every: int, figure: str = "curves") -> dict[str, Any]:
+  """Gathers the medians of runs, and what makes them hard to compare.
+
+  Args:
+    runs: at least one.
+    every: updates of a window.
+    figure: one of `FIGURES`, on which depends what has to be equal: for those by length
+      or by layers all sizes of the model but that one.
+
+  Returns:
+    What JSON can hold, with None for what is not known: "every", "updates" (the last one
+    of each window), "runs", each with "name", "folder", "updates", "unknown" (losses),
+    "max_length", "num_layers", "medians" and "last"; and "notes", a sentence each.
+
+  Raises:
+    ValueError: a run has fewer updates than `every`.
+  """
+  rows = []
+  for run, name in zip(runs, _names(runs), strict=True):
+    _check_every(run.losses, every, run.folder)
+    rows.append({
+      "name": name,
+      "folder": run.folder,
+      "updates": len(run.losses),
+      "unknown": int(np.isnan(run.losses).sum()),
+      "max_length": _setting(run.config, "model.max_length"),
+      "num_layers": _setting(run.config, "model.num_layers"),
+      "medians": [_number(value) for value in medians(run.losses, every)],
+      "last": _number(last_median(run.losses, every)),
+    })
+  windows = max(len(row["medians"]) for row in rows)
+  return {
+    "every": every,
+    "updates": [every * (i + 1) for i in range(windows)],
+    "runs": rows,
+    "notes": _notes(runs, figure),
+  }
+
+
+def format_table(content: Mapping[str, Any]) -> str:
+  """Lays out what `table` gives: a line a run, a column a window, notes below."""
+  rows = content["runs"]
+  first = max(len(row["name"]) for row in rows)
+  heads = [*map(str, content["updates"]), "last"]
+  width = max(8, *map(len, heads))
+
+  def line(name: str, cells: Sequence[str]) -> str:
+    return "  ".join([name.ljust(first), *(cell.rjust(width) for cell in cells)])
+
+  lines = [line("", heads)]
+  for row in rows:
+    missing = [""] * (len(heads) - 1 - len(row["medians"]))
+    values = [_cell(value) for value in row["medians"]]
+    lines.append(line(row["name"], [*values, *missing, _cell(row["last"])]))
+  every = content["every"]
+  title = f"Median training cost of {every} batches, nats per token; up to batch:"
+  notes = [f"  {note}" for note in content["notes"]]
+  if notes:
+    notes = ["", "To be compared with care:", *notes]
+  return "\n".join([title, "", *lines, *notes])
+
+
+def draw(runs: Sequence[Run], *, figure: str = "curves", every: int = 2000) -> "Figure":
+  """Draws a figure of the paper.
+
+  Args:
+    runs: at least one.
+    figure: one of `FIGURES`.
+    every: updates of a window; "every_batch" needs none.
+
+  Returns:
+    The figure, in one set of axes.
+
+  Raises:
+    ValueError: the figure is unknown, a run has fewer updates than `every`, or its
+      settings do not say where it has its place.
+  """
+  if figure not in FIGURES:
+    raise ValueError(f"figure: expected one of {', '.join(FIGURES)}, got {figure}")
+  from matplotlib.figure import Figure
+
+  canvas = Figure(figsize=(9, 5), layout="constrained")
+  axes = canvas.subplots()
+  if figure == "every_batch":
+    for i, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
+      x = np.arange(1, len(run.losses) + 1)
+      axes.plot(x, run.losses, **_style(i), label=name, linewidth=0.4, alpha=0.6)
+    axes.set(xlabel="batch", ylabel="training cost (nats per token)")
+  elif figure == "curves":
+    for i, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
+      _check_every(run.losses, every, run.folder)
+      y = medians(run.losses, every)
+      x = every * np.arange(1, len(y) + 1)
+      axes.plot(x, y, **_style(i), label=name, marker=".")
+    axes.set(
+      xlabel="batch", ylabel=f"median cost of each {every:,} batches (nats per token)"
+    )
+  else:
+    _draw_places(axes, runs, every, *_PLACES[figure])
+  axes.grid(True, color="0.85")
+  axes.set_axisbelow(True)
+  legend = axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+  for handle in legend.get_lines():
+    handle.set(linewidth=1.5, alpha=1)
+  return canvas
+
+
+def write(figure: "Figure", path: str | Path) -> None:
+  """Writes a figure; what kind of file, its name's end says.
+
+  Raises:
+    ValueError: the name ends in none of `SUFFIXES`, or the file cannot be written.
+  """
+  _check_suffix(path)
+  _write(path, "out", lambda: figure.savefig(path, dpi=150))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table and draws the figure that the command line asks for."""
+  parser = argparse.ArgumentParser(
+    prog="python -m dpjax.plots", description="Training costs of runs, from their folders."
+  )
+  parser.add_argument("run_folder", nargs="+", help="with config.json and losses.f32")
+  parser.add_argument("--out", required=True, help=f"a file: {', '.join(SUFFIXES)}")
+  parser.add_argument("--figure", choices=FIGURES, default="curves")
+  parser.add_argument("--every", type=int, default=2000, help="batches of a median")
+  parser.add_argument("--labels", help="of the runs, in their order: a,b")
+  parser.add_argument("--json", help="a file for the table")
+  given = parser.parse_args(arguments)
+  try:
+    _check_suffix(given.out)
+    labels = None if given.labels is None else given.labels.split(",")
+    runs = read_runs(given.run_folder, labels)
+    content = table(runs, given.every, given.figure)
+    figure = draw(runs, figure=given.figure, every=given.every)
+    print(format_table(content))
+    if given.json:
+      text = json.dumps(content, indent=2) + "\n"
+      _write(given.json, "json", lambda: Path(given.json).write_text(text, "utf-8"))
+    write(figure, given.out)
+  except ValueError as error:
+    sys.exit(str(error))
+
+
+def _draw_places(
+  axes: "Axes", runs: Sequence[Run], every: int, key: str, name: str
+) -> None:
+  lines: dict[str, dict[int, list[float]]] = {}
+  for run in runs:
+    place = _setting(run.config, key)
+    if type(place) is not int or place < 1:
+      raise ValueError(
+        f"{key}: expected an integer of at least 1 in the settings of {run.folder}, got "
+        f"{place}"
+      )
+    _check_every(run.losses, every, run.folder)
+    points = lines.setdefault(run.label, {})
+    points.setdefault(place, []).append(last_median(run.losses, every))
+  for i, (text, points) in enumerate(lines.items()):
+    places = sorted(points)
+    style = _style(i)
+    means = [np.mean(points[place]) for place in places]
+    axes.plot(places, means, **style, label=text, marker="o")
+    shared = [(x, y) for x in places if len(points[x]) > 1 for y in points[x]]
+    if shared:
+      axes.scatter(*zip(*shared, strict=True), color=style["color"], marker="x")
+  axes.set_xscale("log", base=2)
+  everywhere = sorted({place for points in lines.values() for place in points})
+  axes.set_xticks(everywhere, [str(place) for place in everywhere])
+  axes.set_xticks([], minor=True)
+  axes.set(
+    xlabel=name, ylabel=f"median cost of the last {every:,} batches (nats per token)"
+  )
+
+
+def _style(i: int) -> dict[str, Any]:
+  """Of line i: as many as there are colours, then the same with another dash."""
+  return {
+    "color": _COLOURS[i % len(_COLOURS)],
+    "linestyle": _STYLES[i // len(_COLOURS) % len(_STYLES)],
+  }
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+  """The labels, with the folder where several runs share one."""
+  labels = [run.label for run in runs]
+  return [
+    run.label if labels.count(run.label) == 1 else f"{run.label} ({run.folder})"
+    for run in runs
+  ]
+
+
+def _notes(runs: Sequence[Run], figure: str) -> list[str]:
+  """What differs between the runs beside the model, and losses that are missing."""
+  data = sorted({key for run in runs for key in _setting(run.config, "data") or ()})
+  keys = ["seed", "train.batch_size", "train.batches", "train.window"]
+  keys += [f"data.{key}" for key in data]
+  keys += ["model.num_layers"] if figure == "by_length" else ["model.max_length"]
+  names = _names(runs)
+  columns = {key: [_setting(run.config, key) for run in runs] for key in keys}
+  columns["updates"] = [len(run.losses) for run in runs]
+  notes = []
+  for key, column in columns.items():
+    found: dict[str, list[str]] = {}
+    for value, name in zip(column, names, strict=True):
+      found.setdefault(json.dumps(value), []).append(name)
+    if len(found) > 1:
+      values = [f"{value} for {_some(who)}" for value, who in found.items()]
+      notes.append(f"{key}: {' | '.join(values)}")
+  for run, name in zip(runs, names, strict=True):
+    unknown = int(np.isnan(run.losses).sum())
+    if unknown:
+      notes.append(
+        f"{name}: {unknown} of {len(run.losses)} losses are not known, and left out"
+      )
+  return notes
+
+
+def _some(names: Sequence[str]) -> str:
+  if len(names) <= 3:
+    return "; ".join(names)
+  return f"{names[0]}; {names[1]}; {len(names) - 2} more"
+
+
+def _median(losses: np.ndarray) -> float:
+  known = losses[~np.isnan(losses)].astype(np.float64)
+  return float(np.median(known)) if known.size else math.nan
+
+
+def _number(value: float) -> float | None:
+  return float(value) if math.isfinite(value) else None
+
+
+def _cell(value: float | None) -> str:
+  return "-" if value is None else f"{value:.4f}"
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+  """The value of a dotted key; None where there is none."""
+  value: Any = config
+  for part in key.split("."):
+    value = value.get(part) if isinstance(value, Mapping) else None
+  return value
+
+
+def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
+  if not 1 <= every <= len(losses):
+    raise ValueError(
+      f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got "
+      f"{every}"
+    )
+
+
+def _check_suffix(path: str | Path) -> None:
+  if Path(path).suffix not in SUFFIXES:
+    raise ValueError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
+
+
+def _read(workdir: str | Path, name: str) -> bytes:
+  path = Path(workdir) / name
+  if not Path(workdir).is_dir():
+    raise ValueError(f"workdir: expected the folder of a run, got {workdir}")
+  try:
+    return path.read_bytes()
+  except OSError as error:
+    raise ValueError(
+      f"workdir: expected to read {path}, got: {error.strerror}"
+    ) from error
+
+
+def _write(path: str | Path, name: str, work: Callable[[], Any]) -> None:
+  try:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    work()
+  except OSError as error:
+    raise ValueError(
+      f"{name}: expected a file that can be written, got {path} ({error.strerror})"
+    ) from error
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,387 @@
+"""Causal convolution: every implementation against a double loop, and its relations."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax.ops import causal_convolution
+from dpjax.ops.causal_convolution import choose_implementation
+from tests.reference import extractors as reference
+
+IMPLEMENTATIONS = ("scan", "conv", "toeplitz", "fft", "dft")
+DIRECT = ("scan", "conv", "toeplitz")
+RANKS = (1, 2, 3)
+RESULTS = pathlib.Path(__file__).parents[2] / "results" / "causal_convolution.json"
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+  return request.param
+
+
+@pytest.fixture(params=RANKS, ids="rank{}".format)
+def rank(request):
+  return request.param
+
+
+def draw(rank, batch=2, length=7, taps=11, width=3, written=5, dtype=jnp.float32):
+  """Inputs, filters, and the weights of a scalar to differentiate."""
+  generator = np.random.default_rng(length)
+  inputs = generator.standard_normal((batch, length, width))
+  filters = generator.standard_normal((taps, width, written)[:rank])
+  weights = generator.standard_normal((batch, length, written if rank == 3 else width))
+  return tuple(jnp.asarray(x, dtype) for x in (inputs, filters, weights))
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def run(inputs, filters, weights, implementation=None):
+  """The result and its gradients by inputs and filters, one compilation."""
+  result, pull = jax.vjp(
+    functools.partial(causal_convolution, implementation=implementation),
+    inputs, filters,
+  )
+  return result, *pull(weights)
+
+
+def convolve(inputs, filters, implementation=None):
+  return run(inputs, filters, jnp.zeros_like(inputs), implementation=implementation)[0]
+
+
+def expect(inputs, filters, weights):
+  by_both = reference.causal_convolution_gradients(inputs, filters, weights)
+  return reference.causal_convolution(inputs, filters), *by_both
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+  """Errors, in units of the expected array's root mean square: largest, and that."""
+  for name, a, b in zip(("result", "inputs", "filters"), actual, expected, strict=False):
+    a, b = (np.asarray(x.astype(np.float64)) for x in (a, b))
+    assert a.shape == b.shape, name
+    error = np.abs(a - b) / np.sqrt(np.mean(b**2))
+    assert error.max() < tolerance, name
+    assert np.sqrt(np.mean(error**2)) < tolerance / 5, name
+
+
+@pytest.mark.parametrize(
+  "batch, length, taps, width, written",
+  [
+    (2, 7, 11, 3, 5),
+    (3, 13, 13, 5, 2),
+    (2, 1, 5, 3, 7),
+    (3, 2, 2, 5, 4),
+    (2, 37, 41, 3, 5),  # In two steps, or of an even size, where T is neither.
+  ],
+  ids=lambda size: str(size),
+)
+def test_equals_the_double_loop(
+  rank, implementation, batch, length, taps, width, written
+):
+  arrays = draw(rank, batch, length, taps, width, written)
+  assert_close(run(*arrays, implementation=implementation), expect(*arrays))
+
+
+def test_values_of_the_docstring(implementation):
+  inputs = jnp.asarray([1.0, 10.0])[None, :, None]
+  result = convolve(inputs, jnp.asarray([2.0, 3.0]), implementation)
+  np.testing.assert_allclose(result.ravel(), [2, 23], rtol=1e-6)
+
+
+def test_the_gradients_of_the_double_loop_are_slopes(rank):
+  arrays = [np.asarray(x, np.float64) for x in draw(rank)]
+  inputs, filters, weights = arrays
+  by_both = reference.causal_convolution_gradients(*arrays)
+  for x, gradient in zip((inputs, filters), by_both, strict=True):
+    for index in np.ndindex(x.shape):
+      old, sums = x[index], []
+      for x[index] in (0.0, 1.0):  # Of the first degree in every single number.
+        sums.append((weights * reference.causal_convolution(inputs, filters)).sum())
+      x[index] = old
+      np.testing.assert_allclose(gradient[index], sums[1] - sums[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("adjustment", [True, False])
+@pytest.mark.parametrize("output_projection", [True, False])
+@pytest.mark.parametrize("name", ["she", "he", "we", "me"])
+def test_the_gradients_of_the_reference_layers_are_slopes(
+  name, adjustment, output_projection
+):
+  inputs, taps, weights = (
+    np.array(x, np.float64)
+    for x in draw({"she": 3, "he": 2, "we": 2, "me": 1}[name], 2, 4, 5, 3, 3)
+  )
+  params, switches = {"taps": taps}, {}
+  if name == "me":
+    if adjustment or output_projection:
+      pytest.skip("ME has neither")
+    adjustment = output_projection = False
+  else:
+    switches = {"adjustment": adjustment, "output_projection": output_projection}
+    used = {"values": name == "he", "adjustment": adjustment, "out": output_projection}
+    generator = np.random.default_rng(0)
+    params |= {x: generator.standard_normal((3, 3)) for x in used if used[x]}
+  by_inputs, by_params = reference.gradients(
+    inputs, params, weights,
+    adjustment=adjustment, output_projection=output_projection,
+  )
+  assert by_params.keys() == params.keys()
+  layer = getattr(reference, name)
+  for x, gradient in [(inputs, by_inputs), *((params[k], by_params[k]) for k in params)]:
+    for index in np.ndindex(x.shape):
+      old, sums = x[index], []
+      for x[index] in (old - 1e-3, old + 1e-3):  # At most of the second degree.
+        sums.append((weights * layer(inputs, params, **switches)).sum())
+      x[index] = old
+      slope = (sums[1] - sums[0]) / 2e-3
+      np.testing.assert_allclose(gradient[index], slope, rtol=1e-8, atol=1e-8)
+
+
+def test_is_linear_in_both_arguments(rank, implementation):
+  inputs, filters, _ = draw(rank)
+  generator = np.random.default_rng(1)
+  other_inputs, other_filters = (
+    jnp.asarray(generator.standard_normal(x.shape), jnp.float32)
+    for x in (inputs, filters)
+  )
+  call = functools.partial(convolve, implementation=implementation)
+  mixed = call(2 * inputs - 3 * other_inputs, filters)
+  parts = 2 * call(inputs, filters) - 3 * call(other_inputs, filters)
+  assert_close([mixed], [parts])
+  mixed = call(inputs, 2 * filters - 3 * other_filters)
+  parts = 2 * call(inputs, filters) - 3 * call(inputs, other_filters)
+  assert_close([mixed], [parts])
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_one_tap_of_one_shifts(rank, implementation, lag):
+  inputs, filters, _ = draw(rank, written=3)
+  one = {1: jnp.ones(()), 2: jnp.ones(3), 3: jnp.eye(3)}[rank]
+  result = convolve(inputs, jnp.zeros_like(filters).at[lag].set(one), implementation)
+  shifted = jnp.pad(inputs, ((0, 0), (lag, 0), (0, 0)))[:, :inputs.shape[1]]
+  np.testing.assert_allclose(result, shifted, atol=2e-6)
+
+
+def test_numbers_are_equal_columns_are_diagonal_matrices(implementation):
+  inputs, filters, weights = draw(1)
+  vectors = jnp.tile(filters[:, None], (1, 3))
+  matrices = vectors[:, :, None] * jnp.eye(3)[None]
+  by_number, by_vector, by_matrix = (
+    run(inputs, x, weights, implementation=implementation)
+    for x in (filters, vectors, matrices)
+  )
+  assert_close(by_vector[:2], by_number[:2])
+  assert_close(by_matrix[:2], by_number[:2])
+  diagonals = jnp.diagonal(by_matrix[2], axis1=1, axis2=2)
+  assert_close([diagonals, diagonals.sum(axis=1)], [by_vector[2], by_number[2]])
+
+
+def test_sees_the_past_and_nothing_else(rank, implementation):
+  length = 7
+  inputs, filters, _ = draw(rank, 1, length)
+  operator = functools.partial(causal_convolution, implementation=implementation)
+  by_inputs, by_filters = jax.jacrev(operator, argnums=(0, 1))(inputs, filters)
+  by_inputs = np.abs(by_inputs).sum(axis=(0, 2, 3, 5))
+  by_filters = np.abs(by_filters.reshape(*by_filters.shape[:4], -1)).sum(axis=(0, 2, 4))
+  distance = np.arange(length)[:, None] - np.arange(length)
+  later = 0.0 if implementation in DIRECT else 1e-5
+  for jacobian in (by_inputs, by_filters[:, :length]):
+    assert jacobian[distance >= 0].min() > 1e-3
+    assert jacobian[distance < 0].max() <= later
+  np.testing.assert_array_equal(by_filters[:, length:], 0)
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_the_past_does_not_see_a_later_nan(rank, name):
+  if name == "conv" or name == "toeplitz":
+    pytest.skip("multiplies later positions by zeros")
+  inputs, filters, _ = draw(rank)
+  changed = convolve(inputs.at[:, 4:].set(jnp.nan), filters, name)
+  np.testing.assert_array_equal(changed[:, :4], convolve(inputs, filters, name)[:, :4])
+
+
+def test_any_length_is_the_beginning_of_the_longest(rank, implementation):
+  inputs, filters, _ = draw(rank, length=11)
+  longest = convolve(inputs, filters, implementation)
+  for length in (1, 2, 6, 10):
+    part = convolve(inputs[:, :length], filters, implementation)
+    np.testing.assert_allclose(part, longest[:, :length], atol=1e-5)
+
+
+def test_rows_of_a_batch_are_independent(rank, implementation):
+  inputs, filters, weights = draw(rank)
+  before = run(inputs, filters, weights, implementation=implementation)
+  after = run(inputs.at[1].multiply(-3), filters, weights.at[1].multiply(-3),
+              implementation=implementation)
+  for x, y in zip(before[:2], after[:2], strict=True):
+    np.testing.assert_array_equal(x[0], y[0])
+    assert np.abs(x[1] - y[1]).max() > 0.1
+
+
+def test_bfloat16_is_summed_in_float32(rank, implementation):
+  arrays = draw(rank, length=37, taps=41, dtype=jnp.bfloat16)
+  outputs = run(*arrays, implementation=implementation)
+  assert [x.dtype for x in outputs] == [jnp.bfloat16] * 3
+  in_float32 = run(*(x.astype(jnp.float32) for x in arrays),
+                   implementation=implementation)
+  for x, y in zip(outputs, in_float32, strict=True):
+    np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+  assert_close(outputs, expect(*(np.asarray(x, np.float64) for x in arrays)), 0.05)
+
+
+def test_dtypes_of_inputs_and_filters_may_differ(rank, implementation):
+  inputs, filters, weights = draw(rank)
+  result, by_inputs, by_filters = run(
+    inputs.astype(jnp.bfloat16), filters, weights.astype(jnp.bfloat16),
+    implementation=implementation,
+  )
+  assert result.dtype == by_inputs.dtype == jnp.bfloat16
+  assert by_filters.dtype == jnp.float32
+
+
+def test_float64_stays_float64(rank, implementation):
+  with jax.enable_x64(True):
+    arrays = draw(rank, length=37, taps=41, dtype=jnp.float64)
+    outputs = run(*arrays, implementation=implementation)
+    assert [x.dtype for x in outputs] == [jnp.float64] * 3
+    assert_close(outputs, expect(*arrays), 1e-13)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("name", ["fft", "dft"])
+def test_transforms_are_exact_at_4096(rank, name):
+  arrays = draw(rank, 1, 4096, 4096)
+  outputs = run(*arrays, implementation=name)
+  inputs, filters, weights = (np.asarray(x, np.float64) for x in arrays)
+  transform = functools.partial(np.fft.rfft, n=8192, axis=1)
+  x, w, g = (transform(y) for y in (
+    inputs, np.broadcast_to(filters.reshape(1, 4096, -1), inputs.shape), weights))
+  expected = [
+    np.fft.irfft(y, axis=1)[:, :4096] for y in (x * w, g * w.conj(), g * x.conj())
+  ]
+  expected[2] = expected[2][0].sum(axis=1) if rank == 1 else expected[2][0]
+  for a, b in zip(outputs, expected, strict=True):
+    assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 1e-6
+
+
+def test_inside_vmap(rank, implementation):
+  arrays = [jnp.stack([x, 2 * x, -x]) for x in draw(rank)]
+  one = functools.partial(run, implementation=implementation)
+  expected = [jnp.stack(x) for x in zip(*map(one, *arrays), strict=True)]
+  assert_close(jax.vmap(one)(*arrays), expected)
+
+
+def test_inside_a_scan_over_recomputed_layers(rank, implementation):
+  inputs, filters, weights = draw(rank, written=3)
+  layers = jnp.stack([filters, -0.5 * filters, 0.25 * filters])
+
+  def stacked(inputs, layers):
+    @jax.checkpoint
+    def layer(x, taps):
+      return causal_convolution(x, taps, implementation=implementation), None
+
+    return (jax.lax.scan(layer, inputs, layers)[0] * weights).sum()
+
+  def unrolled(inputs, layers):
+    for taps in layers:
+      inputs = causal_convolution(inputs, taps, implementation=implementation)
+    return (inputs * weights).sum()
+
+  by_scan, by_loop = (
+    jax.jit(jax.grad(x, argnums=(0, 1)))(inputs, layers) for x in (stacked, unrolled)
+  )
+  assert_close(by_scan, by_loop)
+
+
+def test_has_forward_derivatives(rank, implementation):
+  inputs, filters, _ = draw(rank)
+  call = functools.partial(causal_convolution, implementation=implementation)
+  _, tangent = jax.jvp(call, (inputs, filters), (3 * inputs, -filters))
+  assert_close([tangent], [2 * call(inputs, filters)])
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 3), (2, 0, 3), (2, 7, 0)], ids=str)
+def test_empty_arrays(rank, implementation, shape):
+  filters = jnp.ones((11, shape[2], 5)[:rank])
+  written = 5 if rank == 3 else shape[2]
+  weights = jnp.ones((*shape[:2], written))
+  result, by_inputs, by_filters = run(
+    jnp.ones(shape), filters, weights, implementation=implementation
+  )
+  assert result.shape == weights.shape and by_inputs.shape == shape
+  np.testing.assert_array_equal(result, 0)
+  np.testing.assert_array_equal(by_filters, jnp.zeros_like(filters))
+
+
+def temporary_bytes(rank, length, implementation):
+  shapes = [(2, length, 6), (length, 6, 6)[:rank], (2, length, 6)]
+  arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
+  compiled = run.lower(*arrays, implementation=implementation).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_the_scan_keeps_no_shifted_inputs(rank):
+  short, long = (temporary_bytes(rank, length, "scan") for length in (256, 1024))
+  assert long < 4.5 * short  # With them 16 times.
+
+
+def test_the_toeplitz_matrix_needs_no_gather(rank):
+  text = run.lower(*draw(rank), implementation="toeplitz").as_text()
+  assert "gather" not in text and "scatter" not in text
+
+
+def test_none_is_the_choice_for_the_shape(rank):
+  chosen = set()
+  for length in (7, 600):
+    arrays = draw(rank, length=length, taps=600)
+    text = run.lower(*arrays).as_text()
+    name = choose_implementation(rank, 2, length, "cpu")
+    assert text == run.lower(*arrays, implementation=name).as_text()
+    assert text != run.lower(*arrays, implementation="conv").as_text()
+    chosen.add(name)
+  assert len(chosen) == 2
+
+
+def test_the_choice_is_the_fastest_measured():
+  report = json.loads(RESULTS.read_text())
+  chosen = {rank: set() for rank in RANKS}
+  for case in report["cases"] + report["sweep"]:
+    rows = case["gradient"]["implementations"]
+    name = choose_implementation(case["rank"], case["batch"], case["length"], "cpu")
+    fastest = min(rows, key=lambda x: rows[x]["milliseconds"])
+    assert rows[name]["milliseconds"] <= 1.15 * rows[fastest]["milliseconds"], (
+      case["rank"], case["batch"], case["length"], name, fastest
+    )
+    chosen[case["rank"]].add(name)
+  assert all(len(names) > 1 for names in chosen.values()), chosen
+
+
+def zeros(*shape, dtype=jnp.float32):
+  return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+  "inputs, filters, message",
+  [
+    (zeros(7, 3), zeros(11), r"inputs: expected floats .* got float32 \(7, 3\)"),
+    (zeros(2, 7, 3, dtype=jnp.int32), zeros(11), "inputs: .* got int32"),
+    (zeros(2, 7, 3), zeros(11, dtype=bool), "filters: expected floats .* got bool"),
+    (zeros(2, 7, 3), zeros(), r"filters: expected floats .* got float32 \(\)"),
+    (zeros(2, 7, 3), zeros(11, 3, 3, 3), "filters: expected floats .*3, 3, 3"),
+    (zeros(2, 7, 3), zeros(11, 5), r"filters: expected a width of 3, .*\(11, 5\)"),
+    (zeros(2, 7, 3), zeros(11, 5, 3), r"filters: expected a width of 3, .*11, 5, 3"),
+    (zeros(2, 0, 3), zeros(0, 3), r"filters: expected at least one tap, .*\(0, 3\)"),
+    (zeros(2, 7, 3), zeros(5), "inputs: expected at most 5 positions, .* got 7"),
+  ],
+)
+def test_refuses_arrays_that_do_not_match(inputs, filters, message):
+  with pytest.raises(ValueError, match=message):
+    causal_convolution(inputs, filters)
+
+
+def test_refuses_an_unknown_implementation():
+  with pytest.raises(ValueError, match="'scan', 'conv', 'toeplitz'.*got 'fast'"):
+    causal_convolution(zeros(2, 7, 3), zeros(11), implementation="fast")

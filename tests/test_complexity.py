@@ -1,0 +1,425 @@
+"""The counts, against the paper's tables, and against mixers of numbers that count."""
+
+import collections
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dpjax import complexity, ops
+from dpjax.complexity import Counts, fft_training_counts, inference_counts, training_counts
+from dpjax.layers import dispatcher, extractors
+from dpjax.layers.attention import SelfAttention
+from tests import helpers
+
+BARE = dict(adjustment=False, output_projection=False)
+# Table 7: multiplications, additions, divisions, exponentiations, parameters, operations.
+TABLE_7 = [
+  ("attention", 1, 10502144, 10420096, 16512, 8256, 65536, 20947008),
+  ("attention", 32, 10502144, 10416128, 528384, 264192, 65536, 21710848),
+  ("she", 1, 139476992, 139411456, 0, 0, 2129920, 278888448),
+  ("he", 1, 7364608, 7282688, 0, 0, 65536, 14647296),
+  ("we", 1, 5267456, 5201920, 0, 0, 49152, 10469376),
+  ("me", 1, 1056768, 1040384, 0, 0, 128, 2097152),
+]
+
+
+@pytest.mark.parametrize("row", TABLE_7, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_table_7(row):
+  mixer, heads, *fields, operations = row
+  counts = training_counts(mixer, length=128, width=128, num_heads=heads)
+  assert counts == Counts(*fields)
+  assert counts.operations == operations
+
+
+def table_3_and_4(mixer, length, d, n):
+  """As simplified there; where they have a half, of the whole sum."""
+  l = length  # noqa: E741
+  return {
+    "attention": (
+      l**2 * d + 4 * l * d**2 + l * d,
+      l**2 * d + 4 * l * d**2 - 4 * l * d - l * n,
+      n * l**2 + n * l,
+      (n * l**2 + n * l) // 2,
+      4 * d**2,
+    ),
+    "she": (
+      (l**2 * d**2 + 5 * l * d**2 + 2 * l * d) // 2,
+      (l**2 * d**2 + 5 * l * d**2 - 6 * l * d) // 2,
+      0,
+      0,
+      l * d**2 + 2 * d**2,
+    ),
+    "he": (
+      (l**2 * d + 3 * l * d + 6 * l * d**2) // 2,
+      (6 * l * d**2 + l**2 * d - 7 * l * d) // 2,
+      0,
+      0,
+      l * d + 3 * d**2,
+    ),
+    "we": (
+      (l**2 * d + 3 * l * d + 4 * l * d**2) // 2,
+      (4 * l * d**2 + l**2 * d - 5 * l * d) // 2,
+      0,
+      0,
+      l * d + 2 * d**2,
+    ),
+    "me": ((l**2 * d + l * d) // 2, (l**2 * d - l * d) // 2, 0, 0, l),
+  }[mixer]
+
+
+def table_5_and_6(mixer, t, d, n):
+  """As simplified there, but for the additions of attention, which are wrong there."""
+  linear = 2 * d**2
+  return {
+    "attention": (2 * t * d + 4 * d**2, 2 * t * d + 4 * d**2 - 5 * d - n, 2 * t * n, t * n),
+    "she": (t * d**2 + linear + d, t * d**2 + linear - 3 * d, 0, 0),
+    "he": (t * d + 3 * d**2 + d, t * d + 3 * d**2 - 4 * d, 0, 0),
+    "we": (t * d + linear + d, t * d + linear - 3 * d, 0, 0),
+    "me": (t * d, t * d - d, 0, 0),
+  }[mixer]
+
+
+PAPER = [("attention", 1), ("attention", 3), ("attention", 12), ("she", 1), ("he", 1),
+         ("we", 1), ("me", 1)]
+
+
+@pytest.mark.parametrize("mixer, heads", PAPER)
+@pytest.mark.parametrize("length, width", [(1, 12), (7, 12), (19, 24)])
+def test_tables_3_to_6(mixer, heads, length, width):
+  counts = training_counts(mixer, length=length, width=width, num_heads=heads)
+  assert counts == Counts(*table_3_and_4(mixer, length, width, heads))
+  for position in range(1, length + 1):
+    one = inference_counts(
+      mixer, position=position, length=length, width=width, num_heads=heads
+    )
+    expected = Counts(*table_5_and_6(mixer, position, width, heads), counts.parameters)
+    assert one == expected
+
+
+def test_what_table_5_simplifies_to_is_not_its_sum_for_several_heads():
+  def printed(t, d, n):
+    return 2 * t * d - t * n + t + 4 * d**2 - 5 * d - 1
+
+  for heads in (1, 2, 32):
+    trained = training_counts("attention", length=128, width=128, num_heads=heads)
+    total = sum(printed(t, 128, heads) for t in range(1, 129))
+    assert (total == trained.additions) == (heads == 1)
+
+
+@pytest.mark.parametrize(
+  "mixer, switches",
+  [(mixer, {}) for mixer in complexity.MIXERS]
+  + [("she", BARE), ("he", BARE), ("we", BARE)],
+)
+@pytest.mark.parametrize("length", [1, 2, 8, 13])
+def test_tokens_add_up_to_the_sequence(mixer, length, switches):
+  heads = 1 if mixer in complexity.EXTRACTORS else 3
+  sizes = dict(length=length, width=6, num_heads=heads, **switches)
+  steps = [inference_counts(mixer, position=1 + i, **sizes) for i in range(length)]
+  whole = training_counts(mixer, **sizes)
+  for field in ("multiplications", "additions", "divisions", "exponentiations"):
+    assert sum(getattr(step, field) for step in steps) == getattr(whole, field), field
+  assert {step.parameters for step in steps} == {whole.parameters}
+
+
+class Number:
+  """Does nothing but count what is done to it."""
+
+  tally = collections.Counter()
+
+  def _done(self, field):
+    Number.tally[field] += 1
+    return Number()
+
+  def __mul__(self, other):
+    return self._done("multiplications")
+
+  def __add__(self, other):
+    return self._done("additions")
+
+  def __truediv__(self, other):
+    return self._done("divisions")
+
+  def exp(self):
+    return self._done("exponentiations")
+
+
+def matrix(rows, columns):
+  return [[Number() for _ in range(columns)] for _ in range(rows)]
+
+
+def total(terms):
+  first, *rest = terms
+  for term in rest:
+    first = first + term
+  return first
+
+
+def apply(x, w):
+  """The row vector x times the matrix w."""
+  columns = zip(*w, strict=True)
+  return [total(a * b for a, b in zip(x, column, strict=True)) for column in columns]
+
+
+def times(x, y):
+  return [a * b for a, b in zip(x, y, strict=True)]
+
+
+def plus(vectors):
+  return [total(column) for column in zip(*vectors, strict=True)]
+
+
+def attention(x, heads):
+  """Eqs. 10 to 17, a head and a token at a time."""
+  width = len(x[0])
+  size = width // heads
+  joined = [[] for _ in x]
+  for _ in range(heads):
+    queries, keys, values = (
+      [apply(row, w) for row in x] for w in (matrix(width, size) for _ in range(3))
+    )
+    for t, query in enumerate(queries):
+      seen = range(t + 1)
+      scores = [total(times(query, keys[s])) / Number() for s in seen]
+      powers = [score.exp() for score in scores]
+      weights = [power / norm for norm in [total(powers)] for power in powers]
+      joined[t] += plus([[weights[s] * v for v in values[s]] for s in seen])
+  for row in joined:
+    apply(row, matrix(width, width))
+
+
+def dispatch(x, heads, multihead):
+  """Alg. 1, without what its mask takes away."""
+  length, width = len(x), len(x[0])
+  size = width // heads
+  columns = [range(head * size, (head + 1) * size) for head in range(heads)]
+  if multihead:
+    values = [apply(row, matrix(width, width)) for row in x]
+  else:
+    w = matrix(size, size)
+    values = [sum((apply([row[i] for i in part], w) for part in columns), []) for row in x]
+  for level in range(ops.num_levels(length)):
+    for t in reversed(range(2**level, length)):
+      for part in columns:
+        read = x[t] if multihead else [x[t][i] for i in part]
+        gate = total(times(read, matrix(1, len(read))[0]))
+        if not multihead:
+          gate = Number() / (Number() + gate.exp())
+        for i in part:
+          values[t][i] = values[t][i] + gate * values[t - 2**level][i]
+  for row in values:
+    if multihead:
+      apply(row, matrix(width, width))
+    else:
+      for part in columns:
+        apply([row[i] for i in part], w)
+
+
+def extract(x, mixer, adjustment=True, output_projection=True):
+  """Eqs. 23 to 29."""
+  width = len(x[0])
+  read = [apply(row, matrix(width, width)) for row in x] if mixer == "he" else x
+  for t, row in enumerate(x):
+    if mixer == "she":
+      terms = [apply(read[s], matrix(width, width)) for s in range(t + 1)]
+    else:
+      terms = [times(read[s], matrix(1, width)[0]) for s in range(t + 1)]
+    mixed = plus(terms)
+    if mixer != "me" and adjustment:
+      mixed = times(apply(row, matrix(width, width)), mixed)
+    if mixer != "me" and output_projection:
+      apply(mixed, matrix(width, width))
+
+
+@pytest.mark.parametrize(
+  "mixer, heads, switches",
+  [
+    ("attention", 1, {}),
+    ("attention", 3, {}),
+    ("dispatcher", 1, {}),
+    ("dispatcher", 3, {}),
+    ("dispatcher_multihead", 3, {}),
+    ("she", 1, {}),
+    ("he", 1, {}),
+    ("we", 1, {}),
+    ("me", 1, {}),
+    ("he", 1, BARE),
+    ("she", 1, dict(adjustment=False)),
+    ("we", 1, dict(output_projection=False)),
+  ],
+)
+def test_is_what_a_mixer_of_numbers_does(mixer, heads, switches):
+  x = matrix(7, 6)
+  Number.tally.clear()
+  if mixer == "attention":
+    attention(x, heads)
+  elif mixer in complexity.EXTRACTORS:
+    extract(x, mixer, **switches)
+  else:
+    dispatch(x, heads, mixer == "dispatcher_multihead")
+  counts = training_counts(mixer, length=7, width=6, num_heads=heads, **switches)
+  assert Counts(**Number.tally, parameters=counts.parameters) == counts
+  assert sum(Number.tally.values()) == counts.operations
+
+
+@pytest.mark.parametrize(
+  "mixer, heads, layer",
+  [
+    ("attention", 3, functools.partial(SelfAttention, num_heads=3, use_bias=False)),
+    ("dispatcher", 3, functools.partial(dispatcher.Dispatcher, num_heads=3)),
+    ("dispatcher_multihead", 3,
+     functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3)),
+    ("she", 1, extractors.SHE),
+    ("he", 1, extractors.HE),
+    ("we", 1, extractors.WE),
+    ("me", 1, extractors.ME),
+  ],
+)
+@pytest.mark.parametrize("length", [1, 11, 16])
+def test_the_parameters_are_those_of_the_layer(mixer, heads, layer, length):
+  module = layer(max_length=length)
+  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, length, 12)))
+  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  counts = training_counts(mixer, length=length, width=12, num_heads=heads)
+  assert counts.parameters == size
+
+
+def butterflies(points):
+  """How many a radix-2 complex FFT has, from its recursion."""
+  return 0 if points == 1 else 2 * butterflies(points // 2) + points // 2
+
+
+@pytest.mark.parametrize("length, points", [(1, 2), (2, 4), (3, 8), (5, 16), (8, 16)])
+@pytest.mark.parametrize("transform_taps", [True, False])
+@pytest.mark.parametrize("mixer", complexity.EXTRACTORS)
+def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
+  width = 6
+  taps, products, sums = {
+    "she": (width**2, width**2, width * (width - 1)),
+    "me": (1, width, 0),
+  }.get(mixer, (width, width, 0))
+  transforms = 2 * width + (taps if transform_taps else 0)
+  # A real transform is half a complex one, whose butterfly is a product and two sums.
+  halves = transforms * butterflies(points)
+  multiplications, additions = halves * 4 // 2, halves * (2 + 4) // 2
+  for frequency in range(points // 2 + 1):
+    is_real = frequency in (0, points // 2)
+    multiplications += products * (1 if is_real else 4)
+    additions += products * (0 if is_real else 2) + sums * (1 if is_real else 2)
+  direct = training_counts(mixer, length=length, width=width)
+  bare = direct if mixer == "me" else training_counts(
+    mixer, length=length, width=width, **BARE
+  )
+  linear = Counts(length * width**2, length * width * (width - 1))
+  rest = Counts(
+    direct.multiplications - bare.multiplications, direct.additions - bare.additions
+  )
+  if mixer == "he":
+    rest += linear
+  counts = fft_training_counts(
+    mixer, length=length, width=width, transform_taps=transform_taps
+  )
+  expected = Counts(multiplications, additions, parameters=direct.parameters) + rest
+  assert counts == expected
+
+
+def test_what_the_switches_take_off():
+  sizes = dict(length=5, width=6)
+  linear = Counts(5 * 36, 5 * 30, parameters=36)
+  adjustment = linear + Counts(5 * 6)
+  for count in (training_counts, fft_training_counts):
+    for mixer in ("she", "he", "we"):
+      whole = count(mixer, **sizes)
+      assert count(mixer, adjustment=False, **sizes) + adjustment == whole
+      assert count(mixer, output_projection=False, **sizes) + linear == whole
+      assert count(mixer, **BARE, **sizes) + adjustment + linear == whole
+
+
+@pytest.mark.parametrize(
+  "settings, message",
+  [
+    (dict(mixer="rnn"), "mixer: expected one of attention, .*, me, got rnn"),
+    (dict(length=0), "length: expected an integer of at least 1, got 0"),
+    (dict(width=2.0), "width: expected an integer of at least 1, got 2.0"),
+    (dict(num_heads=-1), "num_heads: expected an integer of at least 1, got -1"),
+    (dict(num_heads=5), "num_heads: expected a divisor of the width 12, got 5"),
+    (dict(mixer="he", num_heads=2), "num_heads: expected 1 with the mixer he, got 2"),
+    (dict(adjustment=False), "adjustment: expected True with the mixer attention, got F"),
+    (dict(mixer="me", output_projection=False), "output_projection: expected True with"),
+  ],
+)
+def test_wrong_input(settings, message):
+  settings = dict(mixer="attention", length=7, width=12) | settings
+  with pytest.raises(ValueError, match=f"^{message}"):
+    training_counts(**settings)
+  with pytest.raises(ValueError, match=f"^{message}"):
+    inference_counts(position=1, **settings)
+
+
+@pytest.mark.parametrize("position", [0, 8, 1.0])
+def test_wrong_position(position):
+  with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
+    inference_counts("me", position=position, length=7, width=12)
+
+
+def test_the_fft_is_of_extractors_alone():
+  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
+    fft_training_counts("attention", length=7, width=12)
+  with pytest.raises(ValueError, match="length: expected"):
+    fft_training_counts("we", length=0, width=12)
+
+
+def cells(printed, name):
+  """The numbers in the row of a name."""
+  line = next(line for line in printed.splitlines() if line.startswith(f"{name}  "))
+  return [int(cell.replace(",", "")) for cell in line.removeprefix(name).split()]
+
+
+def test_the_command_prints_table_7(capsys):
+  complexity.main([])
+  printed = capsys.readouterr().out
+  for mixer, heads, *counts, parameters, operations in TABLE_7:
+    name = f"attention, {heads} head" + "s" * (heads > 1)
+    name = mixer.upper() if mixer in complexity.EXTRACTORS else name
+    assert cells(printed, name) == [*counts, operations, parameters]
+  counts = fft_training_counts("she", length=128, width=128)
+  assert cells(printed, "SHE, by FFT")[4] == counts.operations
+  assert "Taps known" in printed
+
+
+def test_the_command_prints_one_token(capsys):
+  complexity.main(["--inference=5", "--length=7", "--width=12", "--num_heads=3"])
+  printed = capsys.readouterr().out
+  sizes = dict(position=5, length=7, width=12)
+  attention = inference_counts("attention", num_heads=3, **sizes)
+  assert cells(printed, "attention, 3 heads")[4] == attention.operations
+  he = inference_counts("he", **BARE, **sizes)
+  assert cells(printed, "HE, extraction alone")[:2] == [he.multiplications, he.additions]
+  assert "FFT" not in printed
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--num_heads=3"], "--num_heads: expected a divisor of the width 128, got 3"),
+    (["--inference=129"], "--inference: expected an integer from 1 to the length 128"),
+  ],
+)
+def test_the_command_ends_with_a_message(flags, message, capsys):
+  with pytest.raises(SystemExit) as end:
+    complexity.main(flags)
+  assert str(end.value.code).startswith(message)
+  assert capsys.readouterr().out == ""
+
+
+def test_the_module_runs_as_a_command():
+  done = subprocess.run(
+    [sys.executable, "-m", "dpjax.complexity", "--length=nine"],
+    cwd=helpers.ROOT, capture_output=True, text=True, check=False,
+  )
+  assert done.returncode and "Traceback" not in done.stderr
+  assert "argument --length: invalid int value: 'nine'" in done.stderr

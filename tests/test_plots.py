@@ -1,0 +1,344 @@
+"""Figures and tables from run folders that the tests write."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dpjax import plots
+from tests import helpers
+
+NAN = float("nan")
+COSTS = [5.0, 3.0, 4.0, 9.0, 2.0, NAN, 1.0, 7.0]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """Writes a run, and gives the name of its folder."""
+  monkeypatch.chdir(tmp_path)
+
+  def write(name, losses, **settings):
+    config = {
+      "seed": 3,
+      "model": {"mixer": "she", "max_length": 32, "num_layers": 2, "num_heads": 1},
+      "data": {"path": "books.txt", "split_fractions": [0.9, 0.05, 0.05]},
+      "train": {"batch_size": 64, "window": 0},
+    }
+    for key, value in settings.items():
+      section, _, rest = key.partition("__")
+      if rest:
+        config[section][rest] = value
+      else:
+        config[section] = value
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / name / "losses.f32").write_bytes(np.array(losses, "<f4").tobytes())
+    return name
+
+  return write
+
+
+def ended(*arguments):
+  """The message that the command exits with."""
+  with pytest.raises(SystemExit) as end:
+    plots.main([*arguments])
+  return end.value.code
+
+
+def lines(figure):
+  """The points of each line, by its name in the legend."""
+  (axes,) = figure.axes
+  named = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert named == [line.get_label() for line in axes.get_lines()]
+  return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+
+
+def test_reads_losses(folder):
+  losses = plots.read_losses(folder("a", COSTS))
+  assert losses.dtype == np.float32
+  np.testing.assert_array_equal(losses, np.array(COSTS, np.float32))
+
+
+@pytest.mark.parametrize(
+  "every, expected",
+  [
+    (1, COSTS),
+    (2, [4.0, 6.5, 2.0, 4.0]),
+    (3, [4.0, 5.5]),  # The last two are in no window.
+    (5, [4.0]),
+    (8, [4.0]),
+  ],
+)
+def test_medians(every, expected):
+  np.testing.assert_array_equal(plots.medians(np.array(COSTS, np.float32), every), expected)
+
+
+def test_medians_of_nothing_known():
+  found = plots.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
+  np.testing.assert_array_equal(found, [NAN, 3.0])
+  assert math.isnan(plots.last_median(np.array([3.0, NAN, NAN]), 2))
+
+
+def test_medians_are_taken_in_double_precision():
+  a, b = np.float32(16777214), np.float32(16777215)
+  assert plots.medians(np.array([a, b]), 2) == 16777214.5
+
+
+@pytest.mark.parametrize("every, expected", [(1, 7.0), (3, 4.0), (4, 2.0), (8, 4.0)])
+def test_last_median_is_of_the_last_updates(every, expected):
+  assert plots.last_median(np.array(COSTS, np.float32), every) == expected
+
+
+@pytest.mark.parametrize("function", [plots.medians, plots.last_median])
+@pytest.mark.parametrize("every", [-1, 0, 9])
+def test_windows_longer_than_the_run(function, every):
+  with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
+    function(np.array(COSTS), every)
+
+
+@pytest.mark.parametrize(
+  "model, expected",
+  [
+    ({"mixer": "she", "num_heads": 1}, "SHE"),
+    ({"mixer": "me", "adjustment": True}, "ME"),
+    ({"mixer": "attention", "num_heads": 32}, "attention, 32 heads"),
+    ({"mixer": "attention", "num_heads": 1}, "attention, 1 head"),
+    ({"mixer": "dispatcher", "num_heads": 1}, "Dispatcher"),
+    ({"mixer": "dispatcher", "num_heads": 4}, "Dispatcher, 4 heads"),
+    ({"mixer": "dispatcher_multihead", "num_heads": 8}, "multi-head Dispatcher, 8 heads"),
+    ({"mixer": "he", "adjustment": False, "output_projection": False},
+     "HE, extraction alone"),
+    ({"mixer": "we", "adjustment": False, "output_projection": True}, "WE, no adjustment"),
+    ({"mixer": "she", "output_projection": False}, "SHE, no output projection"),
+  ],
+)
+def test_labels(model, expected):
+  assert plots.label({"model": model}) == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"model": {}}, {"model": {"mixer": 3}}])
+def test_a_run_without_a_mixer_has_no_label(config):
+  with pytest.raises(ValueError, match="model.mixer: expected the name of a token mixer"):
+    plots.label(config)
+
+
+def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
+  runs = plots.read_runs([
+    folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer="he")
+  ])
+  figure = plots.draw(runs, figure="curves", every=2)
+  assert lines(figure) == {
+    "SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]
+  }
+  (axes,) = figure.axes
+  assert axes.get_xlabel() == "batch"
+  assert axes.get_ylabel() == "median cost of each 2 batches (nats per token)"
+
+
+def test_every_batch_is_drawn_from_1(folder):
+  figure = plots.draw(plots.read_runs([folder("a", [3, 5, 4])]), figure="every_batch")
+  assert lines(figure) == {"SHE": [[1, 3], [2, 5], [3, 4]]}
+  assert figure.axes[0].get_xlabel() == "batch"
+  assert figure.axes[0].get_ylabel() == "training cost (nats per token)"
+
+
+@pytest.mark.parametrize(
+  "figure, key, name",
+  [
+    ("by_length", "model__max_length", "context window (tokens)"),
+    ("by_layers", "model__num_layers", "layers"),
+  ],
+)
+def test_lines_over_a_size_of_the_model(folder, figure, key, name):
+  heads = dict(model__mixer="attention", model__num_heads=32)
+  runs = plots.read_runs([
+    folder("long", [9, 9, 1, 3], **{key: 16}),
+    folder("short", [9, 9, 9, 4, 6], **{key: 8}),
+    folder("seed", [9, 8], seed=5, **{key: 8}),
+    folder("attention", [7, 8, 9], **heads, **{key: 8}),
+    folder("one", [6, 6, 6], **heads | dict(model__num_heads=1), **{key: 8}),
+  ])
+  drawn = plots.draw(runs, figure=figure, every=2)
+  assert lines(drawn) == {
+    # 5 and 8.5 share a place.
+    "SHE": [[8, 6.75], [16, 2]],
+    "attention, 32 heads": [[8, 8.5]],
+    "attention, 1 head": [[8, 6]],
+  }
+  (axes,) = drawn.axes
+  (both,) = axes.collections
+  assert both.get_offsets().tolist() == [[8, 5], [8, 8.5]]
+  assert axes.get_xlabel() == name
+  assert [tick.get_text() for tick in axes.get_xticklabels()] == ["8", "16"]
+
+
+def test_lines_can_be_told_apart(folder):
+  """Past the colours there are, the dash changes."""
+  runs = plots.read_runs([folder(f"r{i}", [4, 3]) for i in range(11)])
+  drawn = plots.draw(runs, every=1).axes[0].get_lines()
+  assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 11
+  assert len({line.get_color() for line in drawn}) == 7
+
+
+def test_runs_of_one_label_are_named_by_their_folders_too(folder):
+  runs = plots.read_runs([
+    folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer="me")
+  ])
+  assert [*lines(plots.draw(runs, every=1))] == ["SHE (a)", "SHE (b)", "ME"]
+
+
+def test_table(folder):
+  runs = plots.read_runs([
+    folder("a", COSTS), folder("b", [2, 4, 6], model__mixer="he", model__max_length=7)
+  ])
+  found = plots.table(runs, 3)
+  notes = found.pop("notes")
+  assert found == {
+    "every": 3,
+    "updates": [3, 6],
+    "runs": [
+      {"name": "SHE", "folder": "a", "updates": 8, "unknown": 1, "max_length": 32,
+       "num_layers": 2, "medians": [4.0, 5.5], "last": 4.0},
+      {"name": "HE", "folder": "b", "updates": 3, "unknown": 0, "max_length": 7,
+       "num_layers": 2, "medians": [4.0], "last": 4.0},
+    ],
+  }
+  assert notes == [
+    "model.max_length: 32 for SHE | 7 for HE",
+    "updates: 8 for SHE | 3 for HE",
+    "SHE: 1 of 8 losses are not known, and left out",
+  ]
+
+
+@pytest.mark.parametrize(
+  "figure, settings, key",
+  [
+    ("curves", dict(seed=4), "seed"),
+    ("curves", dict(train__batch_size=7), "train.batch_size"),
+    ("every_batch", dict(model__max_length=16), "model.max_length"),
+    ("curves", dict(train__window=5), "train.window"),
+    ("curves", dict(train__batches="random_windows"), "train.batches"),
+    ("curves", dict(data__path="other.txt"), "data.path"),
+    ("curves", dict(data__tokenizer="bpe"), "data.tokenizer"),
+    ("by_layers", dict(model__max_length=16), "model.max_length"),
+    ("by_length", dict(model__num_layers=5), "model.num_layers"),
+    # What is meant to differ.
+    ("curves", dict(model__mixer="attention", model__num_heads=8), None),
+    ("curves", dict(model__num_layers=5), None),
+    ("by_layers", dict(model__num_layers=5), None),
+    ("by_length", dict(model__max_length=16), None),
+  ],
+)
+def test_what_differs_is_told(folder, figure, settings, key):
+  runs = plots.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
+  notes = plots.table(runs, 2, figure)["notes"]
+  assert [note.split(":")[0] for note in notes] == ([key] if key else [])
+
+
+def test_of_many_runs_some_are_named(folder):
+  losses = [[4, 3]] * 5 + [[2]]
+  runs = plots.read_runs([folder(f"r{i}", losses[i]) for i in range(6)])
+  expected = "updates: 2 for SHE (r0); SHE (r1); 3 more | 1 for SHE (r5)"
+  assert plots.table(runs, 1)["notes"] == [expected]
+
+
+def test_the_command_prints_and_writes(folder, tmp_path, capsys):
+  a, b = folder("a", [NAN, NAN, 5, 3]), folder("b", [2, 4, 6], train__batch_size=7)
+  plots.main([a, b, "--out=made/figure.png", "--every=2", "--labels=one,the other",
+              "--json=tables/medians.json"])
+  printed = capsys.readouterr().out.splitlines()
+  rows = [line.split("  ") for line in printed]
+  rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+  assert rows[0] == ["Median training cost of 2 batches, nats per token; up to batch:"]
+  assert ["2", "4", "last"] in rows
+  assert ["one", "-", "4.0000", "4.0000"] in rows
+  assert ["the other", "3.0000", "5.0000"] in rows
+  assert ["train.batch_size: 64 for one | 7 for the other"] in rows
+  assert (tmp_path / "made/figure.png").read_bytes().startswith(b"\x89PNG")
+  found = json.loads((tmp_path / "tables/medians.json").read_text())
+  assert found["runs"][0]["medians"] == [None, 4.0]
+  assert found["runs"][1]["name"] == "the other"
+
+
+@pytest.mark.parametrize("figure", plots.FIGURES)
+@pytest.mark.parametrize("suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_every_figure_is_written(folder, tmp_path, figure, suffix, begin):
+  # As many as the paper's runs have, up and down.
+  run = folder("a", [5, 4, 3, NAN, 2] * 12000)
+  plots.main([run, f"--out=figure.{suffix}", f"--figure={figure}"])
+  assert (tmp_path / f"figure.{suffix}").read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--every=9"], "every: expected at least 1 and at most the 8 updates of a, got 9"),
+    (["--every=0"], "every: expected at least 1 and at most the 8 updates of a, got 0"),
+    (["--labels=x,y"], "labels: expected one for each of the 1 runs, got 2"),
+    (["--out=x.bmp"], "out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
+    (["--out=a/losses.f32/x.png"],
+     "out: expected a file that can be written, got a/losses.f32/x.png ("),
+    (["--json=a"], "json: expected a file that can be written, got a (Is a directory)"),
+  ],
+)
+def test_wrong_flags(folder, tmp_path, flags, message):
+  run = folder("a", COSTS)
+  assert ended(run, "--every=2", "--out=x.png", *flags).startswith(message)
+  assert not [*tmp_path.glob("x.*")]
+
+
+def test_a_wrong_suffix_is_told_before_anything_is_read():
+  assert ended("none", "--out=x.bmp").startswith("out: expected a file that ends in .png")
+
+
+def test_wrong_folders(folder, tmp_path):
+  flags = ["--out=x.png", "--every=1"]
+  assert ended("none", *flags) == "workdir: expected the folder of a run, got none"
+  run = folder("a", [4, 3])
+  (tmp_path / run / "losses.f32").write_bytes(b"123456")
+  expected = "workdir: expected 4 bytes an update in a/losses.f32, got 6 bytes"
+  assert ended(run, *flags) == expected
+  (tmp_path / run / "losses.f32").unlink()
+  expected = "workdir: expected to read a/losses.f32, got: No such file or directory"
+  assert ended(run, *flags) == expected
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("{", "workdir: expected JSON in a/config.json, got: "),
+    ("\xff", "workdir: expected JSON in a/config.json, got: "),
+    ("[3]", "workdir: expected the settings of a run in a/config.json, got others"),
+    ('{"data": 3}', "workdir: expected the settings of a run in a/config.json, got oth"),
+    ("{}", "model.mixer: expected the name of a token mixer, got None"),
+    ('{"model": {"mixer": "me"}}', "model.max_length: expected an integer of at least 1 "
+     "in the settings of a, got None"),
+  ],
+)
+def test_wrong_settings(folder, tmp_path, text, message):
+  run = folder("a", [4, 3])
+  (tmp_path / run / "config.json").write_bytes(text.encode("latin-1"))
+  found = ended(run, "--out=x.png", "--every=1", "--figure=by_length")
+  assert found.startswith(message)
+
+
+def test_an_unknown_figure(folder):
+  runs = plots.read_runs([folder("a", [4, 3])])
+  with pytest.raises(ValueError, match="figure: expected one of curves, .*, got pie"):
+    plots.draw(runs, figure="pie")
+  with pytest.raises(ValueError, match="every: expected .* updates of a, got 2000"):
+    plots.draw(runs)
+
+
+def test_the_module_runs_as_a_command(folder, tmp_path):
+  run = folder("a", [4, 3])
+  done = subprocess.run(
+    [sys.executable, "-m", "dpjax.plots", run, "--out=x.png"],
+    env=helpers.environment(), cwd=tmp_path, capture_output=True, text=True, check=False,
+  )
+  assert done.returncode == 1
+  expected = "every: expected at least 1 and at most the 2 updates of a, got 2000\n"
+  assert done.stderr == expected
