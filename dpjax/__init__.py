@@ -8,8 +8,8 @@ import importlib
 
 __version__ = "0.1.0"
 
-_MODULES = ("config", "data", "decoding", "interop", "layers", "models", "ops", "text",
-            "training")
+_MODULES = ("complexity", "config", "data", "decoding", "interop", "layers", "models",
+            "ops", "plots", "text", "training")
 _NAMES = {
   "build_model": "dpjax.models.build",
   "load": "dpjax.run",

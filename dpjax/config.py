@@ -127,7 +127,7 @@ def default() -> ConfigDict:
   train.schedule = "constant"  # after the warm-up; or "cosine", to 0 at the end
   train.warmup_steps = 0
   train.log_every_steps = 20
-  train.median_every_steps = 2000  # between two reports of the median loss since
+  train.median_every_steps = 2000  # between reports of the median loss of as many
   train.eval_every_steps = 0
   train.eval_every_epochs = 1.0
   train.checkpoint_every_steps = 500

@@ -15,7 +15,7 @@ Source: "Attention Is Not All You Need Anymore", Sec. 6. --figure is one of
 
 In the last two, runs of one label form a line, through the mean where several share a
 place. The table of medians is printed, with what differs between the runs beside the
-model below it.
+mixer below it.
 """
 
 import argparse
@@ -38,6 +38,20 @@ SUFFIXES = (".png", ".pdf", ".svg")
 _PLACES = {
   "by_length": ("model.max_length", "context window (tokens)"),
   "by_layers": ("model.num_layers", "layers"),
+}
+# What runs may differ in and still be compared: the mixer and its parts, what changes no
+# result, and how a run reports.
+_FREE = {
+  "model": (
+    "mixer", "num_heads", "num_levels", "attention_bias", "adjustment",
+    "output_projection", "vocab_size", "implementation", "scan_layers", "remat",
+  ),
+  "data": (),
+  "train": (
+    "num_steps", "num_epochs", "log_every_steps", "median_every_steps",
+    "eval_every_steps", "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints",
+    "parameters",
+  ),
 }
 # Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -206,8 +220,8 @@ def table(runs: Sequence[Run], every: int, figure: str = "curves") -> dict[str, 
   Args:
     runs: at least one.
     every: updates of a window.
-    figure: one of `FIGURES`, on which depends what has to be equal: for those by length
-      or by layers all sizes of the model but that one.
+    figure: one of `FIGURES`; what those by length and by layers are drawn over may
+      differ, too.
 
   Returns:
     What JSON can hold, with None for what is not known: "every", "updates" (the last one
@@ -325,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("run_folder", nargs="+", help="with config.json and losses.f32")
   parser.add_argument("--out", required=True, help=f"a file: {', '.join(SUFFIXES)}")
   parser.add_argument("--figure", choices=FIGURES, default="curves")
-  parser.add_argument("--every", type=int, default=2000, help="batches of a median")
+  parser.add_argument(
+    "--every", type=int, help="batches of a median; as the runs report them if not given"
+  )
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--json", help="a file for the table")
   given = parser.parse_args(arguments)
@@ -333,8 +349,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_suffix(given.out)
     labels = None if given.labels is None else given.labels.split(",")
     runs = read_runs(given.run_folder, labels)
-    content = table(runs, given.every, given.figure)
-    figure = draw(runs, figure=given.figure, every=given.every)
+    every = given.every
+    if every is None:
+      every = max(_setting(x.config, "train.median_every_steps") or 2000 for x in runs)
+    if given.figure == "every_batch":  # Which needs no whole window.
+      every = min(every, *(len(run.losses) for run in runs))
+    content = table(runs, every, given.figure)
+    figure = draw(runs, figure=given.figure, every=every)
     print(format_table(content))
     if given.json:
       text = json.dumps(content, indent=2) + "\n"
@@ -393,11 +414,13 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _notes(runs: Sequence[Run], figure: str) -> list[str]:
-  """What differs between the runs beside the model, and losses that are missing."""
-  data = sorted({key for run in runs for key in _setting(run.config, "data") or ()})
-  keys = ["seed", "train.batch_size", "train.batches", "train.window"]
-  keys += [f"data.{key}" for key in data]
-  keys += ["model.num_layers"] if figure == "by_length" else ["model.max_length"]
+  """What differs between the runs beside the mixer, and losses that are missing."""
+  keys = ["seed"]
+  for section, free in _FREE.items():
+    found = {key for run in runs for key in _setting(run.config, section) or ()}
+    keys += [f"{section}.{key}" for key in sorted(found - {*free})]
+  if figure in _PLACES:
+    keys = [key for key in keys if key != _PLACES[figure][0]]
   names = _names(runs)
   columns = {key: [_setting(run.config, key) for run in runs] for key in keys}
   columns["updates"] = [len(run.losses) for run in runs]

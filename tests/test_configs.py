@@ -89,10 +89,10 @@ def test_header_counts_the_steps_of_an_epoch(name):
 TABLE_1 = dict(max_length=128, num_layers=18, num_steps=60_000)
 FIGURES = {
   "": TABLE_1,
-  **{f"fig10_{l}": dict(max_length=l, num_layers=2, num_steps=30_000)
-     for l in (8, 16, 32, 64)},
-  **{f"fig11_{m}": dict(max_length=32, num_layers=m, num_steps=30_000)
-     for m in (1, 2, 4, 8)},
+  **{f"fig10_{length}": dict(max_length=length, num_layers=2, num_steps=30_000)
+     for length in (8, 16, 32, 64)},
+  **{f"fig11_{layers}": dict(max_length=32, num_layers=layers, num_steps=30_000)
+     for layers in (1, 2, 4, 8)},
 }
 HEADS = {f"attention_{2**i}": 2**i for i in range(8)}
 EXTRACTORS = {"she": "she", "he": "he", "we": "we", "me": "me", "he_extraction": "he"}

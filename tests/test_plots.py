@@ -225,9 +225,12 @@ def test_table(folder):
     ("curves", dict(data__tokenizer="bpe"), "data.tokenizer"),
     ("by_layers", dict(model__max_length=16), "model.max_length"),
     ("by_length", dict(model__num_layers=5), "model.num_layers"),
+    ("curves", dict(model__num_layers=5), "model.num_layers"),
+    ("every_batch", dict(model__dropout=0.1), "model.dropout"),
+    ("by_layers", dict(train__learning_rate=0.1), "train.learning_rate"),
     # What is meant to differ.
     ("curves", dict(model__mixer="attention", model__num_heads=8), None),
-    ("curves", dict(model__num_layers=5), None),
+    ("curves", dict(model__implementation="fft", train__log_every_steps=7), None),
     ("by_layers", dict(model__num_layers=5), None),
     ("by_length", dict(model__max_length=16), None),
   ],
@@ -266,10 +269,20 @@ def test_the_command_prints_and_writes(folder, tmp_path, capsys):
 @pytest.mark.parametrize("figure", plots.FIGURES)
 @pytest.mark.parametrize("suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_every_figure_is_written(folder, tmp_path, figure, suffix, begin):
-  # As many as the paper's runs have, up and down.
-  run = folder("a", [5, 4, 3, NAN, 2] * 12000)
+  # As many as the paper's longest runs have, up and down, where it is the hardest.
+  run = folder("a", [5, 4, 3, NAN, 2] * (12000 if figure == "every_batch" else 800))
   plots.main([run, f"--out=figure.{suffix}", f"--figure={figure}"])
   assert (tmp_path / f"figure.{suffix}").read_bytes().startswith(begin)
+
+
+def test_medians_are_of_as_many_as_the_runs_report(folder, capsys):
+  runs = [folder("a", COSTS, train__median_every_steps=3), folder("b", COSTS)]
+  plots.main([runs[0], "--out=x.png"])
+  assert "Median training cost of 3 batches" in capsys.readouterr().out
+  assert ended(*runs, "--out=x.png").endswith("at most the 8 updates of a, got 2000")
+  # Every batch is drawn of a run of any length.
+  plots.main([*runs, "--out=x.png", "--figure=every_batch"])
+  assert "Median training cost of 8 batches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

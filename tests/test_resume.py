@@ -49,6 +49,11 @@ def last_step(workdir) -> int:
   return steps[-1] if steps else 0
 
 
+def medians(workdir) -> list[tuple[int, float]]:
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
+
+
 def unfinished_saves(workdir) -> set[tuple]:
   found = set()
   for path in workdir.glob("checkpoints/*/*orbax-checkpoint-tmp*"):
@@ -120,6 +125,9 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   printed = finish(start(config, killed))
   assert "The test split" in printed, printed
   chex.assert_trees_all_equal(params_of(killed, 60), params_of(whole, 60))
+  losses = (killed / "losses.f32").read_bytes()
+  assert losses == (whole / "losses.f32").read_bytes() and len(losses) == 4 * 60
+  assert medians(killed) == medians(whole) and len(medians(whole)) == 60 // 5
   one, other = dpjax.load(whole), dpjax.load(killed)
   assert one.step == other.step
   chex.assert_trees_all_equal(one.params, other.params)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import dpjax
+from dpjax import config as config_lib
+from dpjax import run as run_lib
 from dpjax import workdir as workdir_lib
+from dpjax.data import batches
 from dpjax.training import loop
 from dpjax.training.checkpoints import Checkpoints
 from tests import helpers
@@ -125,6 +128,22 @@ def test_generation(finished):
   for wrong in (dict(num_samples=0), dict(seed=2**32), dict(length=2.5), dict(top_k=-1)):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected an integer"):
       run.generate("the ", **wrong)
+
+
+def test_models_of_a_seed_get_the_same_random_windows():
+  tokens = np.arange(500, dtype=np.uint16)
+
+  def windows(seed, **model):
+    config = config_lib.default()
+    config.seed = seed
+    config.model.update(model)
+    config.train.update(batches="random_windows", batch_size=6, window=9)
+    return run_lib._train_batches(config, tokens).batch(3)
+
+  expected = batches.RandomWindows(tokens, 6, 9, seed=5).batch(3)
+  for mixer in ("she", "attention"):
+    chex.assert_trees_all_equal(windows(5, mixer=mixer), expected)
+  assert (windows(6)["tokens"] != expected["tokens"]).any()
 
 
 def stop_at(monkeypatch, step):

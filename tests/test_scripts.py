@@ -119,6 +119,22 @@ def test_generate_prints_samples(workdir, capsys):
                   "--workdir={new}"], "model.implementation: expected one of"),
     ("train.py", ["--config={quickstart}", "--config.model.max_length=5",
                   "--workdir={new}"], "sample.prompt: expected 1 to 5 tokens"),
+    # The quickstart has 4 heads.
+    ("train.py", ["--config={quickstart}", "--config.model.mixer=she", "--workdir={new}"],
+     "model.num_heads: expected 1 with the mixer she, got 4"),
+    ("train.py", ["--config={extractors}:shee", "--workdir={new}"],
+     "--config=.*expected a mixer, a figure and tiny, of she, he.* got shee"),
+    ("train.py", ["--config={extractors}:we", "--workdir={new}"],
+     "data.path: expected .* data/childrens_books"),
+    ("train.py", ["--config={extractors}:we", "--config.model.implementation=ftt",
+                  "--workdir={new}"], "one of '', scan, .* got ftt; did you mean fft"),
+    ("train.py", ["--config={quickstart}", "--config.train.batches=random",
+                  "--workdir={new}"], "train.batches: .* did you mean random_windows"),
+    ("train.py", ["--config={quickstart}", "--config.train.median_every_steps=0",
+                  "--workdir={new}"], "train.median_every_steps: expected at least 1"),
+    ("train.py", ["--config={quickstart}", "--config.train.batches=random_windows",
+                  "--config.data.path={short}", "--workdir={new}"],
+     "train.window: expected at most 87 .the train split has 88 .* got 128"),
     ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
     ("generate.py", ["--workdir={workdir}", "--length=0"], "sample.length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
@@ -127,14 +143,17 @@ def test_generate_prints_samples(workdir, capsys):
   ],
 )
 def test_wrong_input_ends_with_a_message(
-  script, arguments, message, workdir, text, tmp_path
+  script, arguments, message, workdir, text, tmp_path, monkeypatch
 ):
+  monkeypatch.chdir(tmp_path)  # Where there is no data/ of the user's.
   (tmp_path / "latin").write_bytes("naïve\n".encode("latin-1") * 50)
   (tmp_path / "empty").write_bytes(b"")
+  (tmp_path / "short").write_text("a cat\n" * 20)
   places = dict(
     quickstart=helpers.ROOT / "configs/quickstart.py", workdir=workdir, text=text,
+    extractors=helpers.ROOT / "configs/extractors_childrens_books.py",
     new=tmp_path / "no_such", latin=tmp_path / "latin", empty=tmp_path / "empty",
-    long="x" * 20,
+    long="x" * 20, short=tmp_path / "short",
   )
   result = call(script, *(argument.format(**places) for argument in arguments))
   assert isinstance(result, str), "expected a message"

@@ -199,8 +199,8 @@ class _Meter:
       )
       self._losses, self._since = [], now
     if step % self._median_every == 0:
-      median = self._reporter.median(self._median_every)
-      scores = {"median_loss": median, "median_over_steps": self._median_every}
+      median, known = self._reporter.median(self._median_every)
+      scores = {"median_loss": median, "median_over_steps": known}
       self._reporter.report(step, "train", scores)
 
 

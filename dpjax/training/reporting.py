@@ -68,12 +68,14 @@ class Reporter:
     if self._is_first:
       self._losses.write(np.array([loss], "<f4").tobytes())
 
-  def median(self, num_steps: int) -> float:
-    """The median loss of the last steps that `advance` was told of, NaN left out."""
+  def median(self, num_steps: int) -> tuple[float, int]:
+    """The median of the known losses of the last steps, and how many those are."""
     if not self._is_first:
-      return math.nan
+      return math.nan, 0
     self._losses.seek(-4 * num_steps, os.SEEK_END)
-    return float(np.nanmedian(np.frombuffer(self._losses.read(), "<f4")))
+    losses = np.frombuffer(self._losses.read(), "<f4").astype(np.float64)
+    known = losses[~np.isnan(losses)]
+    return float(np.median(known)), len(known)
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
     """Writes scores of a split at a step to the files."""

@@ -7,7 +7,6 @@ from dpjax import config as config_lib
 from dpjax.layers import attention, dispatcher, extractors
 from tests import helpers
 
-
 LAYERS = {
   "dispatcher": dispatcher.Dispatcher,
   "dispatcher_multihead": dispatcher.MultiHeadDispatcher,

@@ -13,7 +13,7 @@ def test_a_step_is_read_while_the_next_one_runs():
   reporter = types.SimpleNamespace(
     advance=read.append,
     report=lambda step, split, scores: reports.append((step, scores)),
-    median=lambda num_steps: sorted(read[-num_steps:])[num_steps // 2],
+    median=lambda num_steps: (sorted(read[-num_steps:])[num_steps // 2], num_steps),
   )
   batches = types.SimpleNamespace(batch_size=5, window=7)
   meter = loop._Meter(reporter, batches, log_every_steps=2, median_every=3)

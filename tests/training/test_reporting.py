@@ -107,10 +107,10 @@ def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path
     for i, loss in enumerate([7.0, 0.5, 3.0, 1.0, 2.0], 1):
       reporter.advance(loss)
       assert losses(tmp_path) == [7.0, 0.5, 3.0, 1.0, 2.0][:i]
-    assert reporter.median(5) == 2.0 and reporter.median(3) == 2.0
-    assert reporter.median(4) == 1.5
+    assert reporter.median(5) == (2.0, 5) and reporter.median(3) == (2.0, 3)
+    assert reporter.median(4) == (1.5, 4)
     reporter.advance(4.0)
-    assert losses(tmp_path)[5:] == [4.0] and reporter.median(3) == 2.0
+    assert losses(tmp_path)[5:] == [4.0] and reporter.median(3) == (2.0, 3)
 
 
 def test_losses_after_the_step_it_goes_on_from_are_dropped(tmp_path):
@@ -122,7 +122,7 @@ def test_losses_after_the_step_it_goes_on_from_are_dropped(tmp_path):
   with reporting.Reporter(tmp_path, 3, 7) as reporter:
     assert losses(tmp_path) == [5.0, 4.0, 3.0]
     reporter.advance(9.0)
-    assert reporter.median(3) == 4.0
+    assert reporter.median(3) == (4.0, 3)
   assert losses(tmp_path) == [5.0, 4.0, 3.0, 9.0]
   with reporting.Reporter(tmp_path, 0, 7):
     assert losses(tmp_path) == []
@@ -133,7 +133,7 @@ def test_losses_that_are_not_known_are_not_numbers(tmp_path):
   (tmp_path / reporting.LOSSES).write_bytes(np.float32([5, 4]).tobytes() + b"cu")
   with reporting.Reporter(tmp_path, 4, 7) as reporter:
     reporter.advance(9.0)
-    assert reporter.median(4) == 6.5
+    assert reporter.median(4) == (6.5, 2)
   np.testing.assert_equal(losses(tmp_path), [5, 4, math.nan, math.nan, 9])
 
 
