@@ -23,10 +23,10 @@ import timing
 RANKS = {1: "ME", 2: "WE, HE", 3: "SHE"}
 SHAPES = [(16, 128, 128), (2, 1024, 128), (1, 4096, 128)]
 QUICK_SHAPES = [(4, 32, 32), (1, 128, 32)]
-LENGTHS = [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+LENGTHS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 # Matrix taps of 2048 are 128 MiB.
 LONGEST_MATRICES = 1024
-SMALL_BATCHES = [(batch, length) for batch in (1, 4) for length in (4, 16, 64, 256)]
+SMALL_BATCHES = [(batch, length) for batch in (1, 4) for length in (16, 64, 256)]
 QUICK_LENGTHS = [8, 32]
 WIDTH = 128
 IMPLEMENTATIONS = ("plain", "scan", "conv", "toeplitz", "fft", "dft")

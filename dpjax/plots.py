@@ -417,8 +417,8 @@ def _notes(runs: Sequence[Run], figure: str) -> list[str]:
   """What differs between the runs beside the mixer, and losses that are missing."""
   keys = ["seed"]
   for section, free in _FREE.items():
-    found = {key for run in runs for key in _setting(run.config, section) or ()}
-    keys += [f"{section}.{key}" for key in sorted(found - {*free})]
+    there = {key for run in runs for key in _setting(run.config, section) or ()}
+    keys += [f"{section}.{key}" for key in sorted(there - {*free})]
   if figure in _PLACES:
     keys = [key for key in keys if key != _PLACES[figure][0]]
   names = _names(runs)

@@ -29,16 +29,19 @@ def causal_convolution(
   Sums are carried in float32, in float64 where an argument has it. All
   implementations are this one function, values and gradients, up to rounding:
 
-  - "scan", the sum over the lags as it stands and the reference: the least memory,
-    and the only one where a later inf or nan leaves the past alone.
-  - "conv", XLA's convolution.
-  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) memory; for
-    matrix taps with that of the inputs.
-  - "fft", products of Fourier transforms. XLA computes an FFT of a batch that is
-    spread over devices on each of them.
-  - "dft", the same with the transforms as matrix products, in two steps.
+  - "scan", the sum over the lags as it stands and the reference, O(T**2): the least
+    memory, and the only one where a later inf or nan leaves the past alone.
+  - "conv", XLA's convolution, O(T**2).
+  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2), its memory
+    too; for matrix taps with that of the inputs.
+  - "fft", products of Fourier transforms, O(T log T). XLA computes an FFT of a batch
+    that is spread over devices on each of them.
+  - "dft", the same with the transforms as matrix products in two steps, O(T**1.5).
 
-  In the last two a position sees rounding errors of later ones, about 1e-7 of them.
+  In the last two a position sees rounding errors of later ones, about 1e-7 of them,
+  and for that reason all their products have float32's full precision. Products of
+  the others have that of `jax.default_matmul_precision`, which matters where a
+  platform has a faster float32 than that of IEEE.
 
   Args:
     inputs: [B, T, D], floats.
@@ -52,6 +55,7 @@ def causal_convolution(
     ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
       longer than the filter, or the implementation is unknown.
   """
+  inputs, filters = jnp.asarray(inputs), jnp.asarray(filters)
   _check(inputs, filters)
   batch, length, width = inputs.shape
   if implementation is None:
@@ -75,7 +79,6 @@ def causal_convolution(
 _FASTEST = (
     (1, math.inf, 256, "toeplitz"),
     (1, math.inf, math.inf, "fft"),
-    (2, math.inf, 4, "scan"),
     (2, 4, 16, "scan"),
     (2, 4, math.inf, "fft"),
     (2, math.inf, 32, "toeplitz"),
@@ -128,9 +131,6 @@ def _check(inputs, filters):
                      f"each tap, got {inputs.shape[1]}")
 
 
-_einsum = functools.partial(jnp.einsum, precision="highest")
-
-
 def _lead(x, ndim):
   """`x` with axes of 1 in front."""
   return x.reshape((1,) * (ndim - x.ndim) + x.shape)
@@ -146,7 +146,7 @@ def _scan(x_btd, w):
     lag, tap = lag_tap
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
     if tap.ndim == 2:
-      return y_bte + _einsum("btd,de->bte", past_btd, tap), None
+      return y_bte + jnp.einsum("btd,de->bte", past_btd, tap), None
     return y_bte + past_btd * _lead(tap, 3), None
 
   shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
@@ -158,7 +158,7 @@ def _conv(x_btd, w):
   batch, length, width = x_btd.shape
   convolve = functools.partial(
       lax.conv_general_dilated, window_strides=(1,), padding=[(length - 1, 0)],
-      dimension_numbers=("NWC", "WIO", "NWC"), precision=lax.Precision.HIGHEST)
+      dimension_numbers=("NWC", "WIO", "NWC"))
   w = w[::-1]
   if w.ndim == 3:
     return convolve(x_btd, w)
@@ -184,12 +184,16 @@ def _toeplitz_matrix(x, axis):
 
 def _toeplitz(x_btd, w):
   if w.ndim == 1:
-    return _einsum("ts,bsd->btd", _toeplitz_matrix(w, 0), x_btd)
+    return jnp.einsum("ts,bsd->btd", _toeplitz_matrix(w, 0), x_btd)
   if w.ndim == 2:
     m_dts = _toeplitz_matrix(w.T, 1)
-    return _einsum("dts,bsd->btd", m_dts, x_btd)
+    return jnp.einsum("dts,bsd->btd", m_dts, x_btd)
   # Of the inputs: that of the taps is larger wherever B < D.
-  return _einsum("btld,lde->bte", _toeplitz_matrix(x_btd, 1), w)
+  return jnp.einsum("btld,lde->bte", _toeplitz_matrix(x_btd, 1), w)
+
+
+# Of the transforms' products: see `causal_convolution`.
+_einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def _fft(x_btd, w):
@@ -238,8 +242,10 @@ def _dft_matrices(length, dtype):
   Returns:
     [k, c, u] and [k, j, c, c', r], c and c' the real and the imaginary part.
   """
-  # R was measured.
+  # Measured up to 4096; beyond that R = sqrt(T / 2), by which 2 S + 4 R is least.
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
+  while 2 * r_size**2 < length // 4:
+    r_size *= 2
   s_size = -(-length // r_size)
   k, r = np.arange(s_size), np.arange(r_size)
   angle = np.pi / s_size * (k[:, None] + 0.5) * k
