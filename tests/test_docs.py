@@ -7,6 +7,7 @@ import pkgutil
 import re
 
 import dpjax
+from dpjax.ops.causal_convolution import choose_implementation
 from tests import helpers
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +28,41 @@ def test_the_table_of_shift_and_sum_is_that_of_its_benchmark():
     )
     assert row in README, f"expected the row {row}"
     assert case["level_dropout"]["0.9"]["ratio_to_none_dropped"] <= 0.5
+
+
+def test_the_table_of_causal_convolution_is_that_of_its_benchmark():
+  for row in rows_of_causal_convolution():
+    assert row in README, f"expected the row {row}"
+
+
+def rows_of_causal_convolution():
+  names = {1: "ME", 2: "WE, HE", 3: "SHE"}
+  for case in result("causal_convolution")["cases"]:
+    rank, batch, length, width = (case[x] for x in ("rank", "batch", "length", "width"))
+    chosen = choose_implementation(rank, batch, length, "cpu", 1)
+    rows = case["gradient"]["implementations"]
+    ours = rows[chosen]
+    ratios = [ours.get(f"ratio_to_{base}") for base in ("plain", "toeplitz")]
+    over_scan, over_toeplitz = ("-" if x is None else f"{x:.3f}" for x in ratios)
+    memory = f"{ours['temporary_mib']:.0f} MiB"
+    if "plain" in rows:
+      memory = f"{rows['plain']['temporary_mib']:.0f} → {memory}"
+    yield (
+      f"| {names[rank]} | {batch}, {length}, {width} | `{chosen}` "
+      f"| {ours['milliseconds']:.1f} ms | {over_scan} | {over_toeplitz} | {memory} |"
+    )
+
+
+def test_the_table_of_the_childrens_books_is_that_of_its_runs():
+  measured = result("extractors_4000_batches")
+  for run in measured["runs"]:
+    first, last = run["medians"]
+    row = (
+      f"| {run['name']} | {run['parameters'] / 1e6:.2f}M | {first:.3f} | {last:.3f} "
+      f"| {run['test']['perplexity']:.1f} | {run['test']['bits_per_character']:.3f} |"
+    )
+    assert row in README, f"expected the row {row}"
+  assert f"{measured['training_tokens']:,} training tokens" in README
 
 
 def test_what_is_said_of_the_quickstart_is_measured():
