@@ -2,7 +2,7 @@
 
   python benchmarks/causal_convolution.py --out results/causal_convolution
 
-writes results/causal_convolution.json and .png (about 10 minutes on 2 cores; --quick: 1
+writes results/causal_convolution.json and .png (about 15 minutes on 2 cores; --quick: 1
 minute, smaller). Ratios are medians over repetitions of paired times, to "plain", a
 textbook scan over the lags with JAX's own gradient, and to "toeplitz"; "gradient" is
 the result and both gradients. Implementations take turns. What needs too much memory or

@@ -31,7 +31,8 @@ def causal_convolution(
 
   - "scan", the sum over the lags as it stands and the reference, O(T**2): the least
     memory, and the only one where a later inf or nan leaves the past alone.
-  - "conv", XLA's convolution, O(T**2).
+  - "conv", XLA's convolution, O(T**2); on a CPU many times slower within a loop, such
+    as that over the layers of a model.
   - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2), its memory
     too; for matrix taps with that of the inputs.
   - "fft", products of Fourier transforms, O(T log T). XLA computes an FFT of a batch
