@@ -194,7 +194,7 @@ def draw_figure(report, path):
       axis.set_xticks(range(len(labels)), labels)
       axis.set_yscale("log")
       axis.set_title(f"{RANKS[rank]}: gradient, {title}")
-  axes[1, 0].legend()
+  axes[1, 1].legend(loc="upper right")
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

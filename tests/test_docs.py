@@ -62,7 +62,14 @@ def test_the_table_of_the_childrens_books_is_that_of_its_runs():
       f"| {run['test']['perplexity']:.1f} | {run['test']['bits_per_character']:.3f} |"
     )
     assert row in README, f"expected the row {row}"
-  assert f"{measured['training_tokens']:,} training tokens" in README
+  said = re.sub(r"\s+", " ", README)
+  assert f"{measured['training_tokens']:,} training tokens" in said
+  assert f"Ours, after 4,000 batches of 2 layers, is {measured['our_order']}." in said
+  she, he = (
+    next(run["medians_of_500"] for run in measured["runs"] if run["name"] == name)
+    for name in ("SHE", "HE")
+  )
+  assert f"by {she[1] - he[1]:.3f} in batches 501 to 1,000, by {she[7] - he[7]:.3f}" in said
 
 
 def test_what_is_said_of_the_quickstart_is_measured():

@@ -395,7 +395,8 @@ def test_the_choice_is_the_fastest_measured():
   chosen = {rank: set() for rank in RANKS}
   for case in report["cases"] + report["sweep"]:
     rows = case["gradient"]["implementations"]
-    rows = {name: rows[name] for name in IMPLEMENTATIONS if name in rows}
+    # "conv" is slow within a loop over layers, and "plain" is the benchmark's own.
+    rows = {name: rows[name] for name in rows if name not in ("conv", "plain")}
     name = choose_implementation(case["rank"], case["batch"], case["length"], "cpu", 1)
     fastest = min(rows, key=lambda x: rows[x]["milliseconds"])
     assert rows[name]["milliseconds"] <= 1.25 * rows[fastest]["milliseconds"], (
