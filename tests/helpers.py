@@ -21,7 +21,7 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
-def own_settings(mixer: str, **settings) -> dict:
+def own_settings(mixer: str, /, **settings) -> dict:
   """Settings of a model with this mixer: those that it does not have are left out."""
   return {
     key: value

@@ -134,7 +134,7 @@ def test_generate_prints_samples(workdir, capsys):
                   "--workdir={new}"], "train.median_every_steps: expected at least 1"),
     ("train.py", ["--config={quickstart}", "--config.train.batches=random_windows",
                   "--config.data.path={short}", "--workdir={new}"],
-     "train.window: expected at most 87 .the train split has 88 .* got 128"),
+     "train.window: expected at most 107 .the train split has 108 .* got 128"),
     ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
     ("generate.py", ["--workdir={workdir}", "--length=0"], "sample.length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),

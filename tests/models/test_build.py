@@ -116,7 +116,7 @@ def test_takes_any_mapping():
     (dict(mixer="attention", num_levels=2), "model.num_levels: expected 0 with"),
     (dict(mixer="we", mixer_dropout=0.1), "model.mixer_dropout: expected 0.0 with"),
     (dict(attention_bias=False), "attention_bias: expected True .* dispatcher, got False"),
-    (dict(mixer="he", implementation="loop"), "implementation: expected one of '', conv"),
+    (dict(mixer="he", implementation="loop"), "implementation: expected one of '', scan"),
     (dict(mixer="attention", implementation="loop"), "expected one of '', got loop"),
     (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
     (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
