@@ -136,7 +136,8 @@ def test_a_token_changes_its_own_logits_and_the_later_ones_alone(mixer, norm):
     assert not differs_bt[1].any()
 
 
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+# One of each operator: the contract's tests have all mixers in bfloat16.
+@pytest.mark.parametrize("mixer", ["dispatcher", "attention", "she"])
 # Flax's LayerNorm and jax.nn.dot_product_attention mix the two dtypes themselves.
 @jax.numpy_dtype_promotion("standard")
 def test_bfloat16(mixer):

@@ -203,6 +203,7 @@ def test_rows_of_a_batch_are_independent(rank, implementation):
     assert np.abs(x[1] - y[1]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_bfloat16_is_summed_in_float32(rank, implementation):
   arrays = draw(rank, length=37, taps=41, dtype=jnp.bfloat16)
   outputs = run(*arrays, implementation=implementation)
@@ -234,6 +235,7 @@ def test_a_long_dft_takes_steps_of_equal_size():
     assert work <= 1.34 * 2 * (8 * length) ** 0.5, length
 
 
+@pytest.mark.slow
 def test_dtypes_of_inputs_and_filters_may_differ(rank, implementation):
   inputs, filters, weights = draw(rank)
   result, by_inputs, by_filters = run(
@@ -244,6 +246,7 @@ def test_dtypes_of_inputs_and_filters_may_differ(rank, implementation):
   assert by_filters.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_float64_stays_float64(rank, implementation):
   with jax.enable_x64(True):
     arrays = draw(rank, length=37, taps=41, dtype=jnp.float64)
@@ -310,6 +313,7 @@ def test_several_devices_and_other_platforms_have_a_choice_of_their_own():
   assert choose_implementation(3, 2, 7, "gpu", 1) == "dft"
 
 
+@pytest.mark.slow
 def test_inside_vmap(implementation):
   arrays = [jnp.stack([x, 2 * x, -x]) for x in draw(rank=3)]
   one = functools.partial(run, implementation=implementation)
@@ -317,6 +321,7 @@ def test_inside_vmap(implementation):
   assert_close(jax.vmap(one)(*arrays), expected)
 
 
+@pytest.mark.slow
 def test_inside_a_scan_over_recomputed_layers(implementation):
   inputs, filters, weights = draw(rank=3, written=3)
   layers = jnp.stack([filters, -0.5 * filters, 0.25 * filters])
@@ -339,6 +344,7 @@ def test_inside_a_scan_over_recomputed_layers(implementation):
   assert_close(by_scan, by_loop)
 
 
+@pytest.mark.slow
 def test_has_forward_derivatives(implementation):
   inputs, filters, _ = draw(rank=3)
   call = functools.partial(convolve, implementation=implementation)
