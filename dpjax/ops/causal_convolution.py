@@ -245,7 +245,8 @@ def _dft_matrices(length, dtype):
   Returns:
     [k, c, u] and [k, j, c, c', r], c and c' the real and the imaginary part.
   """
-  # Measured up to 4096; beyond that R = sqrt(T / 2), by which 2 S + 4 R is least.
+  # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2), and
+  # little more for a power of two that is at least half of it.
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
   while 2 * r_size**2 < length // 4:
     r_size *= 2
