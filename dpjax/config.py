@@ -27,6 +27,7 @@ MIXERS = {
   "dispatcher": SHIFT_AND_SUM,
   "dispatcher_multihead": SHIFT_AND_SUM,
   "attention": (),
+  "relative_attention": (),
   "she": CAUSAL_CONVOLUTION,
   "he": CAUSAL_CONVOLUTION,
   "we": CAUSAL_CONVOLUTION,
@@ -34,20 +35,49 @@ MIXERS = {
 }
 # Settings that only some mixers have; for the others they stay as they are by default.
 ONLY_FOR = {
-  "num_heads": ("dispatcher", "dispatcher_multihead", "attention"),
+  "num_heads": (
+    "dispatcher", "dispatcher_multihead", "attention", "relative_attention"
+  ),
   "num_levels": ("dispatcher", "dispatcher_multihead"),
-  "mixer_dropout": ("dispatcher", "dispatcher_multihead", "attention"),
+  "mixer_dropout": (
+    "dispatcher", "dispatcher_multihead", "attention", "relative_attention"
+  ),
   "attention_bias": ("attention",),
   "adjustment": ("she", "he", "we"),
   "output_projection": ("she", "he", "we"),
 }
+# Where the segments of a model with token pooling end.
+BOUNDARIES = ("fixed", "whitespace", "unigram", "entropy", "gumbel")
+# Settings that only some boundaries have; for the others they stay as they are by default.
+ONLY_FOR_BOUNDARIES = {
+  "model.first_layers": BOUNDARIES,
+  "model.last_layers": BOUNDARIES,
+  "model.first_mixer": BOUNDARIES,
+  "model.last_mixer": BOUNDARIES,
+  "model.pooling": BOUNDARIES[:-1],
+  "model.num_capacities": BOUNDARIES[1:],
+  "model.shortening_factor": ("fixed",),
+  "model.boundary_offset": ("fixed",),
+  "model.space_ids": ("whitespace", "gumbel"),
+  "model.boundary_temperature": ("gumbel",),
+  "model.sample_boundaries": ("gumbel",),
+  "data.unigram_file": ("unigram",),
+  "data.unigram_size": ("unigram",),
+  "train.boundary_prior": ("gumbel",),
+  "train.entropy_left": ("entropy",),
+  "train.double_sigmoid": ("unigram", "entropy"),
+}
 CHOICES = {
   "model.mixer": tuple(MIXERS),
+  "model.first_mixer": ("", *MIXERS),
+  "model.last_mixer": ("", *MIXERS),
+  "model.boundaries": ("none", *BOUNDARIES),
+  "model.pooling": ("mean", "last"),
   "model.norm": ("post", "pre"),
-  "model.positions": ("sinusoidal", "learned"),
+  "model.positions": ("sinusoidal", "learned", "none"),
   "model.activation": ("relu", "gelu"),
   "model.dtype": ("float32", "bfloat16"),
-  "train.batches": ("contiguous", "random_windows"),
+  "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
   "train.optimizer": ("adam", "adamw"),
   "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
@@ -80,16 +110,30 @@ def default_model() -> ConfigDict:
   model.adjustment = True  # Eq. 24 of she, he and we: times x W_adj
   model.output_projection = True  # their Eq. 25: W_out
   model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
-  model.positions = "sinusoidal"  # or "learned"
+  model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
   model.activation = "relu"  # or "gelu" (by erf)
   model.dropout = 0.0  # of embeddings and of each branch
   model.hidden_dropout = 0.0  # within the feed-forward network
   model.mixer_dropout = 0.0  # of levels (Dispatcher) or of attention weights
   model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
+  model.norm_init_std = 0.0  # gains of the norms ~ N(1, norm_init_std**2)
   model.implementation = ""  # of the mixer's operator; "": the measured best
   model.scan_layers = True  # compile one layer and loop, or compile each
   model.remat = False  # recompute each layer in the gradient: less memory
   model.dtype = "float32"  # of the computation; parameters are float32
+  # Token pooling: num_layers blocks on segments, between blocks on tokens.
+  model.boundaries = "none"  # or one of BOUNDARIES
+  model.first_layers = 2
+  model.last_layers = 2
+  model.first_mixer = ""  # "": model.mixer
+  model.last_mixer = ""
+  model.pooling = "mean"  # of a segment; or "last", its last token
+  model.shortening_factor = 2  # k of fixed boundaries
+  model.boundary_offset = -1  # place of their first; -1: k - 1
+  model.space_ids = ()  # tokens that end a word; (): the tokenizer's
+  model.boundary_temperature = 0.5  # tau of gumbel
+  model.sample_boundaries = False  # gumbel: draw them in evaluation, too
+  model.num_capacities = 8  # lengths that the middle blocks are compiled for
   return model
 
 
@@ -109,9 +153,12 @@ def default() -> ConfigDict:
   data.lower_text = False  # WordPiece: lower-case the text first
   data.lower_pieces = False  # WordPiece: lower-case the pieces
   data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
+  data.unigram_file = ""  # the .model of unigram boundaries; "": train one
+  data.unigram_size = 10_000  # its pieces, where it is trained
 
   train = config.train = ConfigDict()
-  train.batches = "contiguous"  # in order; or "random_windows", at any offset
+  # In order; or "random_windows", at any offset; or "shuffled_windows", of rolled rows.
+  train.batches = "contiguous"
   train.batch_size = 20  # rows of all devices together
   train.window = 0  # tokens a row; 0: model.max_length
   train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
@@ -124,6 +171,9 @@ def default() -> ConfigDict:
   train.eps = 1e-8
   train.weight_decay = 0.01  # of adamw
   train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
+  train.boundary_prior = 0.2  # alpha of gumbel: boundaries a token
+  train.entropy_left = 2  # k of entropy: places before that a spike exceeds
+  train.double_sigmoid = False  # unigram, entropy: the loss as in the authors' code
   train.schedule = "constant"  # after the warm-up; or "cosine", to 0 at the end
   train.warmup_steps = 0
   train.log_every_steps = 20
@@ -186,7 +236,8 @@ def check(config: ConfigDict) -> None:
   _check_choices(config, "train.")
   for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
               "train.median_every_steps", "train.checkpoint_every_steps",
-              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size"):
+              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size",
+              "data.unigram_size", "train.entropy_left"):
     _at_least(config, key, 1)
   check_seed(config.seed)
   for key in ("train.window", "train.num_steps", "train.warmup_steps",
@@ -195,6 +246,9 @@ def check(config: ConfigDict) -> None:
     _at_least(config, key, 0)
   for key in ("train.b1", "train.b2"):
     _expect(0 <= _get(config, key) < 1, key, "a number in [0, 1)", _get(config, key))
+  prior = config.train.boundary_prior
+  _expect(0 < prior < 1, "train.boundary_prior", "a number in (0, 1)", prior)
+  _check_only_for_boundaries(config, default(), ("data.", "train."))
   longest = config.model.max_length
   for key in ("train.window", "eval.window"):
     _expect(_get(config, key) <= longest, key, f"at most model.max_length = {longest}",
@@ -228,22 +282,36 @@ def check_model(model: Mapping) -> None:
   config = ConfigDict({"model": dict(model)})
   _check_keys(config.model, default_model(), "model.")
   _check_choices(config, "model.")
-  for key in ("num_layers", "width", "feed_forward_width", "num_heads", "max_length"):
+  for key in ("num_layers", "width", "feed_forward_width", "num_heads", "max_length",
+              "first_layers", "last_layers", "shortening_factor", "num_capacities"):
     _at_least(config, f"model.{key}", 1)
-  for key in ("vocab_size", "num_levels", "init_std"):
+  for key in ("vocab_size", "num_levels", "init_std", "norm_init_std"):
     _at_least(config, f"model.{key}", 0)
   for key in ("dropout", "hidden_dropout", "mixer_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
-  mixer, usual = config.model.mixer, default_model()
-  for key, mixers in ONLY_FOR.items():
-    _expect(mixer in mixers or config.model[key] == usual[key], f"model.{key}",
-            f"{usual[key]!r} with the mixer {mixer}", repr(config.model[key]))
-  _check_choice("model.implementation", config.model.implementation,
-                ("", *MIXERS[mixer]))
+  usual = default_model()
+  mixers = mixers_in(config.model)
+  for key, owners in ONLY_FOR.items():
+    is_known = any(mixer in owners for mixer in mixers)
+    _expect(is_known or config.model[key] == usual[key], f"model.{key}",
+            f"{usual[key]!r} with the mixer {', '.join(mixers)}", repr(config.model[key]))
+  implementations = [MIXERS[mixer] for mixer in mixers if MIXERS[mixer]] or [()]
+  of_all = [name for name in implementations[0]
+            if all(name in names for names in implementations)]
+  _check_choice("model.implementation", config.model.implementation, ("", *of_all))
+  _check_pooling(config)
   width, heads = config.model.width, config.model.num_heads
   _expect(width % heads == 0, "model.num_heads",
           f"a divisor of model.width = {width}", heads)
+
+
+def mixers_in(model: Mapping) -> tuple[str, ...]:
+  """The mixers of a model, each once: that of its layers, first and last blocks."""
+  if model["boundaries"] == "none":
+    return (model["mixer"],)
+  names = (model["mixer"], model["first_mixer"], model["last_mixer"])
+  return tuple(dict.fromkeys(name for name in names if name))
 
 
 def check_seed(seed: int) -> None:
@@ -371,6 +439,27 @@ def _check_value(key: str, value, known: Mapping) -> None:
   is_number = kind is float and type(value) in (int, float)
   _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
           repr(value))
+
+
+def _check_pooling(config) -> None:
+  model = config.model
+  _check_only_for_boundaries(config, ConfigDict({"model": default_model()}), ("model.",))
+  _expect(model.boundary_temperature > 0, "model.boundary_temperature", "above 0",
+          model.boundary_temperature)
+  factor, offset = model.shortening_factor, model.boundary_offset
+  _expect(-1 <= offset < factor, "model.boundary_offset",
+          f"-1 (which is the last) to model.shortening_factor - 1 = {factor - 1}", offset)
+  _expect(all(_is_whole(i, 0) for i in model.space_ids), "model.space_ids",
+          "token ids", model.space_ids)
+
+
+def _check_only_for_boundaries(config, usual, sections: tuple[str, ...]) -> None:
+  kind = config.model.boundaries
+  for key, kinds in ONLY_FOR_BOUNDARIES.items():
+    if key.startswith(sections) and kind not in kinds:
+      value, default_value = _get(config, key), _get(usual, key)
+      _expect(value == default_value, key,
+              f"{default_value!r} with model.boundaries = {kind}", repr(value))
 
 
 def _check_choices(config, section: str) -> None:

@@ -4,7 +4,8 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax import config as config_lib
+from dpjax import ops
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
@@ -22,7 +24,15 @@ from dpjax.decoding.generate import generate
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, metrics, optimizer, sharding
+from dpjax.training import (
+  checkpoints,
+  evaluation,
+  loop,
+  losses,
+  metrics,
+  optimizer,
+  sharding,
+)
 from dpjax.training import step as step_lib
 
 
@@ -58,7 +68,8 @@ class Run:
 
     Returns:
       "nats_per_token", "perplexity", "perplexity_per_word", "bits_per_character" and
-      "bits_per_byte" (`dpjax.training.metrics.text_scores`).
+      "bits_per_byte" (`dpjax.training.metrics.text_scores`); with token pooling also
+      those of `dpjax.training.metrics.boundary_scores`.
 
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
@@ -67,7 +78,10 @@ class Run:
     if not len(tokens):
       raise ValueError(f"text: expected at least one token, got none in {text!r}")
     counts = {"tokens": len(tokens), **prepared.count_text([text])}
-    return self._score(self.params, tokens, counts, window, stride)
+    boundaries = None
+    if self.data is not None and self.data.unigram is not None:
+      boundaries = self.data.segment(text)
+    return self._score(self.params, tokens, counts, window, stride, boundaries=boundaries)
 
   def score_split(
     self, split: str = "test", *, window: int = 0, stride: int = 0, progress: bool = False
@@ -89,8 +103,7 @@ class Run:
     if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise ValueError(f"split: expected one of {known}, got {split}")
-    tokens, counts = self.data.splits[split], self.data.counts[split]
-    return self._score(self.params, tokens, counts, window, stride, progress)
+    return self._score_split(self.params, split, window, stride, progress)
 
   def write_scores(
     self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
@@ -190,7 +203,7 @@ class Run:
 
   @cached_property
   def _eval_step(self):
-    return step_lib.jit_eval_step(self.model, self._mesh)
+    return step_lib.jit_eval_step(self.model, self._mesh, _objective(self.config))
 
   def _window_and_stride(self, window: int, stride: int) -> tuple[int, int]:
     settings, longest = self.config.eval, self.config.model.max_length
@@ -201,15 +214,38 @@ class Run:
       )
     return window, stride or min(settings.stride, window) or window
 
-  def _score(self, params, tokens, counts, window=0, stride=0, progress=False):
+  def _score_split(self, params, split: str, window=0, stride=0, progress=False):
+    data = self.data
+    if data is None:
+      raise ValueError("split: expected a run with data, got one without")
+    boundaries = None if data.boundaries is None else data.boundaries[split]
+    tokens, counts = data.splits[split], data.counts[split]
+    return self._score(params, tokens, counts, window, stride, progress, boundaries)
+
+  def _score(
+    self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None
+  ):
     # Whole rows for every device; rows without text count nothing.
     num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
     window, stride = self._window_and_stride(window, stride)
+    start_id = self.tokenizer.start_id
     rows = batches.EvaluationWindows(
-      tokens, window, stride, num_rows, self.tokenizer.start_id
+      tokens,
+      window,
+      stride,
+      num_rows,
+      start_id,
+      boundaries=boundaries,
+      start_boundary=int(start_id in self.tokenizer.space_ids),
     )
     return evaluation.evaluate(
-      self._eval_step, params, rows, counts, self._mesh, progress=progress
+      self._eval_step,
+      params,
+      rows,
+      counts,
+      self._mesh,
+      progress=progress,
+      capacity=_capacity(self.config),
     )
 
 
@@ -236,7 +272,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   config = _with_vocabulary(config, data.tokenizer)
   settings = config.train
   model = build_model(config.model)
-  train_batches = _train_batches(config, data.splits["train"])
+  train_batches = _train_batches(config, data)
   steps_per_epoch = train_batches.steps_per_epoch
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
   update = _make_optimizer(config, num_steps)
@@ -253,12 +289,11 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
       f"{config.model.vocab_size:,}; {num_steps:,} steps on {jax.device_count()} "
       f"{jax.devices()[0].platform} device(s)"
     )
-  valid = data.splits["valid"], data.counts["valid"]
   loop.fit(
     model,
     update,
     train_batches,
-    lambda params: run._score(params, *valid),
+    lambda params: run._score_split(params, "valid"),
     workdir=workdir,
     num_steps=num_steps,
     eval_every_steps=config_lib.steps_in(
@@ -270,6 +305,8 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
     keep_checkpoints=settings.keep_checkpoints,
     accumulate_steps=settings.accumulate_steps,
     parameters=settings.parameters,
+    objective=_objective(config),
+    capacity=_capacity(config),
     seed=config.seed,
     meta={"config": config.to_dict()},
     origin=_origin(data),
@@ -311,9 +348,13 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
-  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
+  """Reads a checkpoint of the papers' authors, with a configuration's data.
 
-  Their files hold no vocabulary: `config.data` has to make the one they trained with,
+  fractalego/dispatcher saves such files. PiotrNawrot/dynamic-pooling saves more than
+  weights, which PyTorch does not read from a stranger: take the weights out first, with
+  torch.save({"model_state": torch.load(FILE, weights_only=False)["model_state"]}, NEW).
+
+  The files hold no vocabulary: `config.data` has to make the one they were trained with,
   as configs/dispatcher_wikitext2.py does.
 
   Args:
@@ -338,27 +379,55 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   # A damaged file shows as any of several types.
   except Exception as error:
     raise ValueError(
-      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+      f"torch_checkpoint: expected weights that the authors' code saved, got {file} "
+      f"({error})"
     ) from error
   config_lib.check(config)
-  settings = config.model
-  model_config, params = from_torch(
-    content,
-    num_heads=settings.num_heads,
-    variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
-    max_length=settings.max_length,
-  )
-  if model_config.mixer != settings.mixer:
-    raise ValueError(
-      f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
-    )
   data = workdir_lib.prepare_data(config, Path(folder) / "data")
-  for key in ("dtype", "implementation", "remat", "scan_layers"):
+  config = _with_vocabulary(config, data.tokenizer)
+  settings = config.model
+  if settings.mixer == "relative_attention":
+    model_config, params = from_torch(
+      content,
+      num_heads=settings.num_heads,
+      max_length=settings.max_length,
+      **_boundaries_for_torch(settings),
+    )
+  else:
+    model_config, params = from_torch(
+      content,
+      num_heads=settings.num_heads,
+      variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
+      max_length=settings.max_length,
+    )
+  for key in ("mixer", "boundaries"):
+    if model_config[key] != settings[key]:
+      raise ValueError(
+        f"model.{key}: expected the file's {model_config[key]}, got {settings[key]}"
+      )
+  for key in ("dtype", "implementation", "remat", "scan_layers", "num_capacities"):
     model_config[key] = settings[key]
   config = config.copy_and_resolve_references()
   config.model = model_config
   config = _with_vocabulary(config, data.tokenizer)
   return Run(config, build_model(model_config), params, data.tokenizer, 0, data)
+
+
+def _boundaries_for_torch(settings: ConfigDict) -> dict[str, Any]:
+  """What of the boundaries no name or shape of a file tells, and the settings do."""
+  own = {
+    "fixed": dict(
+      shortening_factor=settings.shortening_factor,
+      boundary_offset=settings.boundary_offset,
+    ),
+    "whitespace": dict(space_ids=settings.space_ids),
+    "gumbel": dict(
+      space_ids=settings.space_ids,
+      temperature=settings.boundary_temperature,
+      sample_boundaries=settings.sample_boundaries,
+    ),
+  }
+  return dict(boundaries=settings.boundaries, **own.get(settings.boundaries, {}))
 
 
 def table(scores: Mapping[str, float]) -> str:
@@ -374,17 +443,58 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
     raise ValueError(
       f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
     )
+  kind, space_ids = config.model.boundaries, config.model.space_ids
+  space_ids = space_ids or tokenizer.space_ids
+  if kind == "whitespace" and not space_ids:
+    raise ValueError(
+      "data.tokenizer: expected one with a space or a line end among its tokens, for the "
+      f"boundaries whitespace, got {tokenizer.kind} without"
+    )
+  if max(space_ids, default=0) >= tokenizer.vocab_size:
+    raise ValueError(
+      f"model.space_ids: expected ids below {tokenizer.vocab_size}, got {space_ids}"
+    )
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
+  if kind in config_lib.ONLY_FOR_BOUNDARIES["model.space_ids"]:
+    config.model.space_ids = space_ids
   return config
+
+
+def _objective(config: ConfigDict) -> losses.Objective:
+  return losses.Objective(
+    boundaries=config.model.boundaries,
+    prior=config.train.boundary_prior,
+    entropy_left=config.train.entropy_left,
+    double_sigmoid=config.train.double_sigmoid,
+    space_ids=tuple(config.model.space_ids),
+  )
+
+
+def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
+  """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
+  # Several processes would have to agree on it.
+  if config.model.boundaries != "whitespace" or jax.process_count() > 1:
+    return lambda batch: None
+
+  def from_spaces(batch: Mapping[str, np.ndarray]) -> int:
+    is_space = np.isin(batch["tokens"], config.model.space_ids)
+    needed = int(is_space.sum(axis=1).max()) + 1
+    sizes = ops.capacities(is_space.shape[1] + 1, config.model.num_capacities)
+    return next(size for size in sizes if size >= needed)
+
+  return from_spaces
 
 
 def _origin(data: prepared.Prepared) -> dict[str, str]:
   """What has to stay the same while a run goes on, and is in no setting."""
-  return {
+  origin = {
     "tokenizer": data.tokenizer.to_json(),
     "training text": data.counts["train"]["sha256"],
   }
+  if data.unigram is not None:
+    origin["unigram model"] = hashlib.sha256(data.unigram.model).hexdigest()
+  return origin
 
 
 def _check_prompt(config: ConfigDict, tokenizer, prompt: str, setting: str) -> None:
@@ -395,12 +505,17 @@ def _check_prompt(config: ConfigDict, tokenizer, prompt: str, setting: str) -> N
     )
 
 
-def _train_batches(config: ConfigDict, tokens: np.ndarray):
-  settings = config.train
-  window = settings.window or config.model.max_length
-  if settings.batches == "random_windows":
-    return batches.RandomWindows(tokens, settings.batch_size, window, config.seed)
-  return batches.ContiguousRows(tokens, settings.batch_size, window)
+def _train_batches(config: ConfigDict, data: prepared.Prepared):
+  settings, tokens = config.train, data.splits["train"]
+  boundaries = None if data.boundaries is None else data.boundaries["train"]
+  size = settings.batch_size, settings.window or config.model.max_length
+  if settings.batches == "contiguous":
+    return batches.ContiguousRows(tokens, *size, boundaries=boundaries)
+  kinds = {
+    "random_windows": batches.RandomWindows,
+    "shuffled_windows": batches.ShuffledWindows,
+  }
+  return kinds[settings.batches](tokens, *size, config.seed, boundaries=boundaries)
 
 
 def _make_optimizer(config: ConfigDict, num_steps: int):

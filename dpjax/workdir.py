@@ -1,7 +1,8 @@
 """The files in a run's folder.
 
 config.json      the settings, as they were given
-data/            the tokens of each split, the vocabulary, how long the texts are
+data/            the tokens of each split, the vocabulary, how long the texts are; with
+                 unigram boundaries, these and the model that found them
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
@@ -86,7 +87,9 @@ def prepare_data(
   def make() -> None:
     if folder.exists() and not anew:
       return
-    settings = config.data
+    settings, unigram = config.data, None
+    if config.model.boundaries == "unigram":
+      unigram = dict(file=settings.unigram_file, vocab_size=settings.unigram_size)
     corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
     try:
       prepared.prepare(
@@ -98,6 +101,7 @@ def prepare_data(
         lower_text=settings.lower_text,
         lower_pieces=settings.lower_pieces,
         restrict=settings.restrict_vocabulary,
+        unigram=unigram,
       )
     except OSError as error:
       raise _not_writable(folder, error) from error

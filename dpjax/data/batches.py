@@ -3,6 +3,14 @@
 Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
 [b, T], where a target with weight 0 does not count. Of the B rows of a batch, a host
 asks for its own b by a slice. T is the window.
+
+Where the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also
+has "boundaries", int32 [b, T]: at each place that of the input token there, so that
+
+  tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
+  tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
+
+It is 0 where a window is filled up.
 """
 
 import numpy as np
@@ -27,35 +35,131 @@ class ContiguousRows:
     steps_per_epoch: ceil((n - 1) / T).
   """
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int):
+  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, *,
+               boundaries: np.ndarray | None = None):
     """Takes the stream, ids [N] of any integer type.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens.
+      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
     """
-    length = len(tokens) // batch_size
-    if length < window + 1:
-      raise ValueError(
-        f"train.window: expected at most {max(0, length - 1)} ({len(tokens)} tokens of "
-        f"the train split in {batch_size} rows give {length} each, the last of them a "
-        f"target alone), got {window}"
-      )
+    _check_boundaries(boundaries, tokens)
+    length = _row_length(tokens, batch_size, window)
     self.batch_size = batch_size
     self.window = window
     self.steps_per_epoch = -(-(length - 1) // window)
-    self._rows = tokens[:batch_size * length].reshape(batch_size, length)
+    self._rows = _rows(tokens, batch_size)
+    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
     begin = step % self.steps_per_epoch * self.window
-    found = self._rows[rows, begin:begin + self.window + 1].astype(np.int32)
-    real = found.shape[1] - 1
-    padding = ((0, 0), (0, self.window - real))
-    return {
-      "tokens": np.pad(found[:, :-1], padding),
-      "targets": np.pad(found[:, 1:], padding),
-      "weights": np.pad(np.ones((len(found), real), np.float32), padding),
-    }
+    places = slice(begin, begin + self.window + 1)
+    boundaries = self._boundary_rows
+    return _fill_up(self._rows[rows, places], self.window,
+                    None if boundaries is None else boundaries[rows, places])
+
+
+class ShuffledWindows:
+  """Training batches as the pooling paper has them: rolled, cut in windows, shuffled.
+
+  The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
+  row is rolled by a shift of its own, drawn from 0 .. n - 1, and cut into windows of T
+  tokens; the windows come in a random order, the same for all rows. Targets are one
+  further on in the rolled row:
+
+    tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 2; an epoch with the shifts 2 and 0:
+      rolled rows 3 4 0 1 2 and 5 6 7 8 9; its windows in the order 1 0:
+    step 0: tokens [[0 1] [7 8]]  targets [[1 2] [8 9]]  weights all 1
+    step 1: tokens [[3 4] [5 6]]  targets [[4 0] [6 7]]  weights all 1
+
+  Where a row's end meets its beginning (4 and 0 above) the window goes on over the
+  seam, and the target beyond it counts as any other. A rolled row's last token is a
+  target alone and its first no target; as the shifts vary, so do they. Where T does
+  not divide n - 1, the window at the rolled row's end is shorter, and filled up with
+  weight 0.
+
+  Shifts and order depend on the seed and the epoch alone, step s being of epoch
+  s // steps_per_epoch. They are computed, not stored.
+
+  Attributes:
+    batch_size: B.
+    window: T.
+    steps_per_epoch: ceil((n - 1) / T).
+
+  Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
+  """
+
+  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int, *,
+               boundaries: np.ndarray | None = None):
+    """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
+
+    Raises:
+      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
+    """
+    _check_boundaries(boundaries, tokens)
+    length = _row_length(tokens, batch_size, window)
+    self.batch_size = batch_size
+    self.window = window
+    self.steps_per_epoch = -(-(length - 1) // window)
+    self._rows = _rows(tokens, batch_size)
+    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
+    self._seed = seed
+
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step >= 0."""
+    epoch, draw = divmod(step, self.steps_per_epoch)
+    length = self._rows.shape[1]
+    # NumPy's seeds end with something else than 0, as it takes no note of zeros there.
+    order = _permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
+    states = np.random.SeedSequence((self._seed, epoch, 2))
+    shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(length)
+    begin = int(order[0]) * self.window
+    real = min(self.window, length - 1 - begin)
+    row_b1 = np.arange(self.batch_size)[rows, None]
+    shift_b1 = shifts[rows, None].astype(np.int64)
+    place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
+    boundaries = self._boundary_rows
+    return _fill_up(self._rows[row_b1, place_bt], self.window,
+                    None if boundaries is None else boundaries[row_b1, place_bt])
+
+
+def _fill_up(found: np.ndarray, window: int,
+             boundaries: np.ndarray | None) -> dict[str, np.ndarray]:
+  """A batch of what was found, [b, t + 1], t <= T: the last column is a target alone."""
+  real = found.shape[1] - 1
+  padding = ((0, 0), (0, window - real))
+  found = found.astype(np.int32)
+  batch = {
+    "tokens": np.pad(found[:, :-1], padding),
+    "targets": np.pad(found[:, 1:], padding),
+    "weights": np.pad(np.ones((len(found), real), np.float32), padding),
+  }
+  if boundaries is not None:
+    batch["boundaries"] = np.pad(boundaries[:, :-1].astype(np.int32), padding)
+  return batch
+
+
+def _rows(stream: np.ndarray, batch_size: int) -> np.ndarray:
+  """The stream in contiguous rows, [B, n]; what does not fill them is left out."""
+  length = len(stream) // batch_size
+  return stream[:batch_size * length].reshape(batch_size, length)
+
+
+def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
+  length = len(tokens) // batch_size
+  if length < window + 1:
+    raise ValueError(
+      f"train.window: expected at most {max(0, length - 1)} ({len(tokens)} tokens of "
+      f"the train split in {batch_size} rows give {length} each, the last of them a "
+      f"target alone), got {window}"
+    )
+  return length
+
+
+def _check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
+  if boundaries is not None and len(boundaries) != len(tokens):
+    raise ValueError(f"boundaries: expected one for each of the {len(tokens)} tokens, "
+                     f"got {len(boundaries)}")
 
 
 class RandomWindows:
@@ -81,12 +185,14 @@ class RandomWindows:
   0.457 epochs of 8.4M tokens there makes every offset a window.
   """
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int):
+  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int, *,
+               boundaries: np.ndarray | None = None):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
-      ValueError: there is no window, as N < T + 1.
+      ValueError: there is no window, as N < T + 1, or there are not N boundaries.
     """
+    _check_boundaries(boundaries, tokens)
     if len(tokens) < window + 1:
       raise ValueError(
         f"train.window: expected at most {max(0, len(tokens) - 1)} (the train split has "
@@ -97,6 +203,7 @@ class RandomWindows:
     self.steps_per_epoch = -(-(len(tokens) - window) // batch_size)
     self._num_windows = len(tokens) - window
     self._tokens = tokens
+    self._boundaries = boundaries
     self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -108,12 +215,16 @@ class RandomWindows:
       is_here = epochs == epoch
       offsets[is_here] = _permute(places[is_here], self._num_windows,
                                   (self._seed, int(epoch)))
-    found = self._tokens[offsets[:, None] + np.arange(self.window + 1)].astype(np.int32)
-    return {
+    place_bt = offsets[:, None] + np.arange(self.window + 1)
+    found = self._tokens[place_bt].astype(np.int32)
+    batch = {
       "tokens": found[:, :-1],
       "targets": found[:, 1:],
       "weights": np.ones((len(found), self.window), np.float32),
     }
+    if self._boundaries is not None:
+      batch["boundaries"] = self._boundaries[place_bt[:, :-1]].astype(np.int32)
+    return batch
 
 
 def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
@@ -155,19 +266,22 @@ class EvaluationWindows:
 
   S = T is evaluation without context, as the Dispatcher's authors have it; S < T is
   that of the dynamic-pooling authors. Windows are filled up at the end, the last batch
-  with empty rows, both with weight 0.
+  with empty rows, both with weight 0. Where there are boundaries, that of input p is the
+  boundary of token p - 1, or `start_boundary` for p = 0.
 
   Attributes:
     batch_size: B.
   """
 
   def __init__(self, tokens: np.ndarray, window: int, stride: int, batch_size: int,
-               start_id: int):
+               start_id: int, *, boundaries: np.ndarray | None = None,
+               start_boundary: int = 0):
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
-      ValueError: the stride is not in 1 .. window.
+      ValueError: the stride is not in 1 .. window, or there are not N boundaries.
     """
+    _check_boundaries(boundaries, tokens)
     if not 1 <= stride <= window:
       raise ValueError(f"eval.stride: expected 1 .. {window} (the window), got "
                        f"{stride}")
@@ -176,6 +290,8 @@ class EvaluationWindows:
     self._window = window
     self._stride = stride
     self._start_id = start_id
+    self._boundaries = boundaries
+    self._start_boundary = start_boundary
 
   def __len__(self) -> int:
     """How many batches: ceil(ceil(N / S) / B)."""
@@ -193,8 +309,13 @@ class EvaluationWindows:
     targets_bt = np.where(real_bt, self._tokens[place_bt], 0)
     before_bt = self._tokens[np.maximum(0, place_bt - 1)]
     tokens_bt = np.where(place_bt == 0, self._start_id, before_bt)
-    return {
+    batch = {
       "tokens": np.where(real_bt, tokens_bt, 0).astype(np.int32),
       "targets": targets_bt.astype(np.int32),
       "weights": counted_bt.astype(np.float32),
     }
+    if self._boundaries is not None:
+      before_bt = self._boundaries[np.maximum(0, place_bt - 1)]
+      inputs_bt = np.where(place_bt == 0, self._start_boundary, before_bt)
+      batch["boundaries"] = np.where(real_bt, inputs_bt, 0).astype(np.int32)
+    return batch

@@ -1,6 +1,7 @@
 """One layer of a model: a mixer and a feed-forward network, each with norm and residual."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,19 @@ ACTIVATIONS = {
 }
 
 
-def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
-  """LayerNorm with PyTorch's epsilon; mean and variance are taken in float32."""
+def layer_norm(dtype: jnp.dtype, name: str, gain_std: float = 0.0) -> nn.LayerNorm:
+  """LayerNorm with PyTorch's epsilon; mean and variance are taken in float32.
+
+  The gains begin at N(1, gain_std**2).
+  """
   # The variance of the deviations, as PyTorch: a large mean costs it no digits.
-  return nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
+  return nn.LayerNorm(
+    epsilon=1e-5,
+    use_fast_variance=False,
+    dtype=dtype,
+    scale_init=initializers.norm_gains(gain_std),
+    name=name,
+  )
 
 
 class FeedForward(nn.Module):
@@ -30,6 +40,7 @@ class FeedForward(nn.Module):
     dropout: of the hidden layer.
     init_std: of the weights, N(0, init_std**2), the biases being 0; 0: PyTorch's defaults.
     dtype: of the computation; parameters are float32.
+    out_width: columns of W2; None is the width of the input.
   """
 
   hidden_width: int
@@ -37,14 +48,15 @@ class FeedForward(nn.Module):
   dropout: float = 0.0
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_width: int | None = None
 
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
-    """[B, T, D] -> [B, T, D], every position by itself."""
+    """[B, T, D] -> [B, T, `out_width`], every position by itself."""
     x = self._linear(inputs, self.hidden_width, "hidden")
     x = ACTIVATIONS[self.activation](x)
     x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
-    return self._linear(x, inputs.shape[-1], "out")
+    return self._linear(x, self.out_width or inputs.shape[-1], "out")
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
     bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
@@ -71,6 +83,7 @@ class Block(nn.Module):
     dropout: of both branches, before they are added.
     hidden_dropout: within the feed-forward network.
     init_std: of the feed-forward network's weights; as `FeedForward`.
+    norm_init_std: of the gains of the norms, N(1, norm_init_std**2).
     dtype: of the computation; parameters are float32.
   """
 
@@ -81,12 +94,15 @@ class Block(nn.Module):
   dropout: float = 0.0
   hidden_dropout: float = 0.0
   init_std: float = 0.0
+  norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
-    mix = self.make_mixer(name="mixer")
+  def __call__(
+    self, inputs: jax.Array, *, deterministic: bool = True, **mixer_inputs
+  ) -> jax.Array:
+    """[B, T, D] -> [B, T, D]; the mixer is given `mixer_inputs`, too."""
+    mix = partial(self.make_mixer(name="mixer"), **mixer_inputs)
     feed_forward = FeedForward(
       self.hidden_width,
       self.activation,
@@ -97,7 +113,7 @@ class Block(nn.Module):
     )
     x = inputs
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
-      norm = layer_norm(self.dtype, norm_name)
+      norm = layer_norm(self.dtype, norm_name, self.norm_init_std)
       drop = nn.Dropout(self.dropout, deterministic=deterministic)
       if self.norm == "post":
         x = norm(x + drop(branch(x, deterministic=deterministic)))

@@ -35,7 +35,8 @@ class TokenAndPosition(nn.Module):
     vocab_size: V.
     width: D.
     max_length: the longest T.
-    positions: "sinusoidal", added as they are; or "learned", a table times sqrt(D).
+    positions: "sinusoidal", added as they are; "learned", a table times sqrt(D); or
+      "none", for mixers that have their own: then the tokens are not scaled either.
     dropout: of the sum.
     init_std: of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
     dtype: of the computation; parameters are float32.
@@ -77,7 +78,7 @@ class TokenAndPosition(nn.Module):
       shape = (self.max_length, self.width)
       table = self.param("positions", embedding_init, shape, jnp.float32)[:length]
       x_btd = (x_btd + table.astype(self.dtype)[None]) * scale
-    else:
+    elif self.positions == "sinusoidal":
       table = sinusoidal_positions(length, self.width)
       x_btd = x_btd * scale + jnp.asarray(table, self.dtype)[None]
     return nn.Dropout(self.dropout)(x_btd, deterministic=deterministic)

@@ -29,3 +29,12 @@ def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
   return initialize
+
+
+def norm_gains(std: float) -> nn.initializers.Initializer:
+  """N(1, std**2), the gains of a LayerNorm; all 1 where std is 0."""
+
+  def initialize(key, shape, dtype=jnp.float32):
+    return 1 + std * jax.random.normal(key, shape, dtype)
+
+  return initialize if std else nn.initializers.ones

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.layers import attention, blocks, dispatcher, extractors
+from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
+from dpjax.models.stack import Stack
 
 
 def build_model(model_config: Mapping) -> LanguageModel:
@@ -30,36 +33,79 @@ def build_model(model_config: Mapping) -> LanguageModel:
   if not model["vocab_size"]:
     raise ValueError("model.vocab_size: expected the tokenizer's size, got 0")
   dtype = jnp.dtype(model["dtype"])
-  norm = model["norm"]
+  is_pooled = model["boundaries"] != "none"
+  make_positions = None
+  if "relative_attention" in config_lib.mixers_in(model):
+    make_positions = partial(
+      attention.SharedPositions,
+      num_heads=model["num_heads"],
+      dropout=model["dropout"],
+      init_std=model["init_std"],
+      dtype=dtype,
+    )
+  common: dict[str, Any] = dict(
+    vocab_size=model["vocab_size"],
+    width=model["width"],
+    max_length=model["max_length"],
+    positions=model["positions"],
+    dropout=model["dropout"],
+    final_norm=model["norm"] == "pre",
+    init_std=model["init_std"],
+    norm_init_std=model["norm_init_std"],
+    dtype=dtype,
+  )
+  if not is_pooled:
+    layers = _stack(model, model["mixer"], model["num_layers"], dtype)
+    return LanguageModel(layers=layers, make_positions=make_positions, **common)
+  middle = {**model, "max_length": model["max_length"] + 1}  # with the null group
+  offset = model["boundary_offset"]
+  make_hourglass = partial(
+    Hourglass,
+    first=_stack(model, model["first_mixer"], model["first_layers"], dtype),
+    middle=_stack(middle, model["mixer"], model["num_layers"], dtype),
+    last=_stack(model, model["last_mixer"], model["last_layers"], dtype),
+    kind=model["boundaries"],
+    predictor_width=model["feed_forward_width"],
+    make_positions=make_positions,
+    pooling=model["pooling"],
+    shortening_factor=model["shortening_factor"],
+    boundary_offset=None if offset < 0 else offset,
+    space_ids=tuple(model["space_ids"]),
+    temperature=model["boundary_temperature"],
+    sample_boundaries=model["sample_boundaries"],
+    num_capacities=model["num_capacities"],
+    init_std=model["init_std"],
+    norm_init_std=model["norm_init_std"],
+    dtype=dtype,
+  )
+  return LanguageModel(make_hourglass=make_hourglass, **common)
+
+
+def _stack(model: Mapping, mixer: str, num_layers: int, dtype: jnp.dtype) -> Stack:
+  mixer = mixer or model["mixer"]
   make_block = partial(
     blocks.Block,
-    make_mixer=_mixer(model, dtype),
+    make_mixer=_mixer(model, mixer, dtype),
     hidden_width=model["feed_forward_width"],
-    norm=norm,
+    norm=model["norm"],
     activation=model["activation"],
     dropout=model["dropout"],
     hidden_dropout=model["hidden_dropout"],
     init_std=model["init_std"],
+    norm_init_std=model["norm_init_std"],
     dtype=dtype,
   )
-  return LanguageModel(
-    vocab_size=model["vocab_size"],
-    width=model["width"],
-    num_layers=model["num_layers"],
-    max_length=model["max_length"],
-    make_block=make_block,
-    positions=model["positions"],
-    dropout=model["dropout"],
-    final_norm=norm == "pre",
+  return Stack(
+    num_layers,
+    make_block,
+    has_positions=mixer == "relative_attention",
     scan_layers=model["scan_layers"],
     remat=model["remat"],
-    init_std=model["init_std"],
-    dtype=dtype,
   )
 
 
-def _mixer(model: Mapping, dtype: jnp.dtype) -> partial[nn.Module]:
-  name, heads, dropout = model["mixer"], model["num_heads"], model["mixer_dropout"]
+def _mixer(model: Mapping, name: str, dtype: jnp.dtype) -> partial[nn.Module]:
+  heads, dropout = model["num_heads"], model["mixer_dropout"]
   shared = dict(
     max_length=model["max_length"], init_std=model["init_std"], dtype=dtype
   )
@@ -70,6 +116,14 @@ def _mixer(model: Mapping, dtype: jnp.dtype) -> partial[nn.Module]:
       num_heads=heads,
       dropout=dropout,
       use_bias=model["attention_bias"],
+      **shared,
+    )
+  if name == "relative_attention":
+    return partial(
+      attention.RelativeAttention,
+      num_heads=heads,
+      dropout=dropout,
+      position_dropout=model["dropout"],
       **shared,
     )
   dispatchers = {

@@ -1,13 +1,14 @@
-"""Embedding -> a stack of blocks -> logits. B batch, T position, D width, V vocabulary."""
+"""Embedding -> blocks -> logits. B batch, T position, D width, V vocabulary."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax.layers import blocks, embeddings, initializers
+from dpjax.models.stack import Stack
 
 
 class LanguageModelOutput(NamedTuple):
@@ -15,61 +16,75 @@ class LanguageModelOutput(NamedTuple):
 
   Attributes:
     logits: [B, T, V]; row t is for token t + 1.
+    boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. Of a
+      number type as `dpjax.models.hourglass.HourglassOutput` says.
+    boundary_logits: [B, T], of the predictor; None without one.
   """
 
   logits: jax.Array
+  boundaries: jax.Array | None = None
+  boundary_logits: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
   """A causal language model around any mixer.
 
-  The layers' parameters are stacked, [num_layers, ...], whether the layers are scanned
-  or unrolled, so that either form reads the other's checkpoints.
-
   Attributes:
     vocab_size: V.
     width: D.
-    num_layers: number of blocks.
     max_length: the longest T.
-    make_block: called with `name`, gives a `dpjax.layers.blocks.Block`.
-    positions: "sinusoidal" or "learned".
+    layers: the blocks, one after the other; or None with
+    make_hourglass: called with `name`, gives a `dpjax.models.hourglass.Hourglass`.
+    make_positions: called with `name`, gives the positions and biases that the relative
+      attention of all `layers` shares; None where they have none.
+    positions: "sinusoidal", "learned" or "none".
     dropout: of the embeddings.
     final_norm: a LayerNorm before the output layer (pre-norm models have it).
-    scan_layers: compile one layer and loop over it; else compile each layer.
-    remat: keep only each layer's input for the gradient, and compute the rest again.
     init_std: of the weights of embeddings and logits, N(0, init_std**2), the biases
       being 0; 0: U(-0.1, 0.1), the biases 0.
+    norm_init_std: of the gains of the final norm.
     dtype: of the computation; parameters are float32.
   """
 
   vocab_size: int
   width: int
-  num_layers: int
   max_length: int
-  make_block: Callable[..., nn.Module]
+  layers: Stack | None = None
+  make_hourglass: Callable[..., nn.Module] | None = None
+  make_positions: Callable[..., nn.Module] | None = None
   positions: str = "sinusoidal"
   dropout: float = 0.0
   final_norm: bool = False
-  scan_layers: bool = True
-  remat: bool = False
   init_std: float = 0.0
+  norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
-    self, tokens: jax.Array, *, deterministic: bool = True
+    self,
+    tokens: jax.Array,
+    *,
+    deterministic: bool = True,
+    boundaries: jax.Array | None = None,
+    boundary_noise: jax.Array | None = None,
+    capacity: int | None = None,
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
     Args:
       tokens: [B, T], integers in [0, V).
       deterministic: False in training: dropout draws from the "dropout" stream.
+      boundaries: [B, T], 0 or 1, where the segments of a model with token pooling end,
+        in place of its own.
+      boundary_noise: as `dpjax.models.hourglass.Hourglass` takes it.
+      capacity: likewise.
 
     Returns:
       `LanguageModelOutput`.
 
     Raises:
-      ValueError: T is above `max_length`.
+      ValueError: T is above `max_length`; or one of the last three is wrong, or given to
+        a model without token pooling.
     """
     x_btd = embeddings.TokenAndPosition(
       self.vocab_size,
@@ -81,23 +96,28 @@ class LanguageModel(nn.Module):
       self.dtype,
       name="embedding",
     )(tokens, deterministic=deterministic)
-
-    def apply_block(block, x_btd, _):
-      return block(x_btd, deterministic=deterministic), None
-
-    if self.remat:
-      # Within a scan the loop itself keeps the two passes apart.
-      apply_block = nn.remat(apply_block, prevent_cse=not self.scan_layers)
-    scan = nn.scan(
-      apply_block,
-      variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True},
-      length=self.num_layers,
-      unroll=1 if self.scan_layers else self.num_layers,
+    of_pooling: dict[str, Any] = dict(
+      boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
-    x_btd, _ = scan(self.make_block(name="layers"), x_btd, None)
+    boundaries = boundary_logits = None
+    if self.make_hourglass is not None:
+      x_btd, boundaries, boundary_logits = self.make_hourglass(name="hourglass")(
+        x_btd, tokens, deterministic=deterministic, **of_pooling
+      )
+    else:
+      given = [name for name, value in of_pooling.items() if value is not None]
+      if given or self.layers is None:
+        raise ValueError(
+          f"{', '.join(given)}: expected none for a model without token pooling, got some"
+        )
+      positions = None
+      if self.make_positions is not None:
+        positions = self.make_positions(name="relative_positions")
+      x_btd = self.layers.apply(
+        x_btd, name="layers", deterministic=deterministic, positions=positions
+      )
     if self.final_norm:
-      x_btd = blocks.layer_norm(self.dtype, "final_norm")(x_btd)
+      x_btd = blocks.layer_norm(self.dtype, "final_norm", self.norm_init_std)(x_btd)
     logits_btv = nn.Dense(
       self.vocab_size,
       dtype=self.dtype,
@@ -106,4 +126,4 @@ class LanguageModel(nn.Module):
       ),
       name="logits",
     )(x_btd)
-    return LanguageModelOutput(logits_btv)
+    return LanguageModelOutput(logits_btv, boundaries, boundary_logits)

@@ -21,12 +21,16 @@ class Tokenizer(abc.ABC):
       that token from: the line end where the vocabulary has it.
     lossless: `decode(encode(text)) == text`, for any text ("characters": of the
       characters it knows).
+    space_ids: of the space and the line end, in this order, where they are tokens of
+      their own whatever stands beside them: "characters" (those that the text had)
+      and "bytes". Subwords join them to other pieces, and have none.
   """
 
   kind: str
   vocab_size: int
   start_id: int
   lossless: bool
+  space_ids: tuple[int, ...] = ()
 
   @abc.abstractmethod
   def encode(self, text: str) -> np.ndarray:
@@ -39,6 +43,20 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """The text of ids [N], which are any in 0 .. vocab_size - 1."""
+
+  def character_ends(self, text: str) -> np.ndarray:
+    r"""The place of each character's last token among `encode(text)`.
+
+    "b\u00e9 b"  ->  "characters": 0 1 2 3; "bytes": 0 2 3 4
+
+    Returns:
+      int64 [number of characters], rising.
+
+    Raises:
+      ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
+    """
+    raise ValueError("data.tokenizer: expected characters or bytes with Unigram "
+                     f"boundaries, got {self.kind}")
 
   @abc.abstractmethod
   def fields(self) -> dict:

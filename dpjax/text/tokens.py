@@ -15,7 +15,8 @@ from dpjax.text.subwords import BytePairs, SentencePiece
 from dpjax.text.tokenizer import FORMAT, Tokenizer, as_ids
 from dpjax.text.wordpiece import WordPiece
 
-__all__ = ["KINDS", "Tokenizer", "tokenizer_from_json", "train_tokenizer"]
+__all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json",
+           "train_tokenizer"]
 
 
 class Characters(Tokenizer):
@@ -33,6 +34,8 @@ class Characters(Tokenizer):
     self._points = np.array([ord(character) for character in characters], np.uint32)
     self.vocab_size = len(characters) + 1
     self.start_id = max(0, characters.find("\n"))
+    places = (characters.find(character) for character in " \n")
+    self.space_ids = tuple(place for place in places if place >= 0)
 
   @classmethod
   def train(cls, chunks: Iterable[str]) -> "Characters":
@@ -54,6 +57,10 @@ class Characters(Tokenizer):
     characters = self._characters + "\N{REPLACEMENT CHARACTER}"
     return "".join(characters[i] for i in as_ids(ids, self.vocab_size))
 
+  def character_ends(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    return np.arange(len(text))
+
   def fields(self) -> dict:
     """See `Tokenizer`."""
     return {"characters": self._characters}
@@ -73,6 +80,7 @@ class Bytes(Tokenizer):
   vocab_size = 256
   start_id = ord("\n")
   lossless = True
+  space_ids = (ord(" "), ord("\n"))
 
   def encode(self, text: str) -> np.ndarray:
     """See `Tokenizer`."""
@@ -81,6 +89,11 @@ class Bytes(Tokenizer):
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
     return bytes(as_ids(ids, 256).tolist()).decode(errors="replace")
+
+  def character_ends(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    continues = self.encode(text) & 0xC0 == 0x80  # not the first byte of a character
+    return np.flatnonzero(np.append(~continues, len(text) > 0)[1:])
 
   def fields(self) -> dict:
     """See `Tokenizer`."""
@@ -100,6 +113,7 @@ KINDS = {
   "wordpiece": WordPiece,
   "bpe": BytePairs,
 }
+CHARACTER_KINDS = ("characters", "bytes")  # whose tokens are parts of single characters
 
 
 def train_tokenizer(
@@ -145,7 +159,7 @@ def train_tokenizer(
     if value and kind != "wordpiece":
       raise ValueError(f"data.{setting}: expected False with the tokenizer {kind}, got "
                        "True (it is a setting of wordpiece)")
-  if kind in ("characters", "bytes"):
+  if kind in CHARACTER_KINDS:
     if file:
       raise ValueError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
                        f"got {file}")

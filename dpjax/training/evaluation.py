@@ -1,6 +1,6 @@
 """A whole split, each of its tokens counted once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ def evaluate(
   mesh: Mesh,
   *,
   progress: bool = False,
+  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
 ) -> dict[str, float]:
   """Scores a text.
 
@@ -42,17 +43,20 @@ def evaluate(
     counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
     mesh: the devices.
     progress: show a bar.
+    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
 
   Returns:
-    The scores of `text_scores`.
+    The scores of `text_scores`, and those of `dpjax.training.metrics.boundary_scores`.
   """
   rows = sharding.process_rows(batches.batch_size)
-  pending, nats = None, 0.0
+  pending, sums = None, {}
   hidden = None if progress else True  # None: hidden where there is no terminal
   for index in tqdm(range(len(batches)), "evaluating", leave=False, disable=hidden):
-    batch = sharding.put_batch(batches.batch(index, rows), mesh)
-    # One sum is read while the next is computed; in float64, so that it stays exact.
-    pending, done = eval_step(params, batch), pending
-    nats += float(done) if done is not None else 0.0
-  nats += float(pending) if pending is not None else 0.0
-  return metrics.text_scores(nats, counts)
+    batch = batches.batch(index, rows)
+    size = capacity(batch)
+    # One is read while the next is computed; in float64, so that the sums stay exact.
+    measured = eval_step(params, sharding.put_batch(batch, mesh), index, capacity=size)
+    pending, done = measured, pending
+    sums = metrics.add(sums, done)
+  sums = metrics.add(sums, pending)
+  return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)

@@ -15,7 +15,7 @@ import optax
 from flax import linen as nn
 from jax.experimental import multihost_utils
 
-from dpjax.training import checkpoints, reporting, sharding
+from dpjax.training import checkpoints, losses, metrics, reporting, sharding
 from dpjax.training import step as step_lib
 
 # What validation is judged by; the lower the better.
@@ -55,6 +55,8 @@ def fit(
   keep_checkpoints: int = 2,
   accumulate_steps: int = 1,
   parameters: str = "replicated",
+  objective: losses.Objective | None = None,
+  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
   seed: int = 0,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
@@ -81,6 +83,8 @@ def fit(
     keep_checkpoints: how many of the last to keep.
     accumulate_steps: parts of a batch.
     parameters: "replicated" or "sharded".
+    objective: what is minimised; None is the loss of the tokens alone.
+    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
     seed: of parameters and dropout.
     meta: saved with each checkpoint.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
@@ -97,7 +101,12 @@ def fit(
   abstract = step_lib.abstract_state(model, optimizer, seed, mesh, parameters)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
-    model, optimizer, shardings, mesh, accumulate_steps=accumulate_steps
+    model,
+    optimizer,
+    shardings,
+    mesh,
+    accumulate_steps=accumulate_steps,
+    objective=objective or losses.Objective(),
   )
   rows = sharding.process_rows(batches.batch_size)
   with (
@@ -117,8 +126,9 @@ def fit(
         reporter.say(f"Going on from the checkpoint of step {start}.")
       meter = _Meter(reporter, batches, log_every_steps, median_every_steps)
       for step in range(start, num_steps):
-        batch = sharding.put_batch(batches.batch(step, rows), mesh)
-        state, measured = train_step(state, batch)
+        batch = batches.batch(step, rows)
+        size = capacity(batch)
+        state, measured = train_step(state, sharding.put_batch(batch, mesh), capacity=size)
         meter.read_previous(step + 1, measured)
         done = step + 1
         stopping = should_stop(done)
@@ -157,6 +167,7 @@ class _Meter:
     self._log_every_steps, self._median_every = log_every_steps, median_every
     self._tokens_each = batches.batch_size * batches.window
     self._pending, self._losses, self._since = None, [], time.perf_counter()
+    self._sums = {}
     self.mean = math.nan  # of the losses since the report before
 
   def read_previous(self, step: int, measured: Mapping[str, jax.Array]) -> None:
@@ -174,16 +185,18 @@ class _Meter:
       return
     step, measured = step_and_measured
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
-    for name, value in values.items():
+    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
+    for name, value in (("loss", loss), ("grad_norm", grad_norm)):
       if not math.isfinite(value):
         raise NonFiniteError(
           f"Step {step}: expected a finite {name}, got {value}. The checkpoints are from "
           "before it. A lower train.learning_rate, a warm-up or a tighter "
           "train.clip_norm may help, in a new workdir."
         )
-    self._losses.append(values["loss"])
+    self._losses.append(loss)
+    self._sums = metrics.add(self._sums, values)
     self.mean = sum(self._losses) / len(self._losses)
-    self._reporter.advance(values["loss"])
+    self._reporter.advance(loss)
     if step % self._log_every_steps == 0:
       now = time.perf_counter()
       self._reporter.report(
@@ -193,11 +206,12 @@ class _Meter:
           "loss": self.mean,
           # Fewer than usual where the run was taken up in between.
           "mean_over_steps": len(self._losses),
-          "grad_norm": values["grad_norm"],
+          "grad_norm": grad_norm,
           "tokens_per_second": self._tokens_each * len(self._losses) / (now - self._since),
+          **metrics.boundary_scores(self._sums),
         },
       )
-      self._losses, self._since = [], now
+      self._losses, self._sums, self._since = [], {}, now
     if step % self._median_every == 0:
       median, known = self._reporter.median(self._median_every)
       scores = {"median_loss": median, "median_over_steps": known}

@@ -33,9 +33,76 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
   }
 
 
+def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
+  """Sums with those of one more batch; of what ends in "_max", the larger.
+
+  Args:
+    sums: so far; {} at first.
+    measured: of a batch, scalars of any kind, read here; None adds nothing.
+
+  Returns:
+    Python floats, so in float64.
+  """
+  if measured is None:
+    return dict(sums)
+  read = {name: float(value) for name, value in measured.items()}
+  return {
+    name: max(sums.get(name, value), value)
+    if name.endswith("_max")
+    else sums.get(name, 0.0) + value
+    for name, value in read.items()
+  }
+
+
+def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
+  """Figures of the boundaries of a model with token pooling.
+
+    boundary_loss            = boundary_nats / count
+    p_ones                   = boundaries / count
+    shortening_factor        = count / boundaries
+    shortening_factor_padded = positions / slots, T over the S of each batch
+    segments_mean            = segments / rows, of a window
+    precision                = hits / boundaries
+    recall                   = hits / targets
+    f1                       = 2 hits / (boundaries + targets)
+    accuracy                 = agreements / count
+
+  Args:
+    sums: of `dpjax.training.losses.Objective.sums`, added up over batches.
+
+  Returns:
+    The above and "segments_max"; the last four where boundaries have targets. A quotient
+    by 0 is infinite, 0 / 0 nan. Nothing where there is no token pooling.
+  """
+  if "boundaries" not in sums:
+    return {}
+  found, count = sums["boundaries"], sums["count"]
+  scores = {
+    "boundary_loss": _ratio(sums["boundary_nats"], count),
+    "p_ones": _ratio(found, count),
+    "shortening_factor": _ratio(count, found),
+    "shortening_factor_padded": _ratio(sums["positions"], sums["slots"]),
+    "segments_mean": _ratio(sums["segments"], sums["rows"]),
+    "segments_max": sums["segments_max"],
+  }
+  if "targets" in sums:
+    hits, targets = sums["hits"], sums["targets"]
+    scores["precision"] = _ratio(hits, found)
+    scores["recall"] = _ratio(hits, targets)
+    scores["f1"] = _ratio(2 * hits, found + targets)
+    scores["accuracy"] = _ratio(sums["agreements"], count)
+  return scores
+
+
 def for_json(scores: Mapping[str, float]) -> dict[str, float | None]:
   """The scores with None for what is not finite, which JSON has no number for."""
   return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+
+
+def _ratio(above: float, below: float) -> float:
+  if below:
+    return above / below
+  return math.inf if above else math.nan
 
 
 def _exp(value: float) -> float:

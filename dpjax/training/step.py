@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpjax.training import losses, sharding
 
 Batch = dict[str, jax.Array]
+_TOKENS_ALONE = losses.Objective()
 
 
 class TrainState(struct.PyTreeNode):
@@ -57,6 +58,9 @@ def train_step(
   accumulate_steps: int,
   state: TrainState,
   batch: Batch,
+  *,
+  objective: losses.Objective = _TOKENS_ALONE,
+  capacity: int | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One update by the mean loss of the batch's tokens.
 
@@ -69,40 +73,51 @@ def train_step(
     optimizer: of the state.
     accumulate_steps: A, a divisor of B.
     state: before the update.
-    batch: "tokens", "targets", "weights", each [B, T].
+    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs.
+    objective: what is minimised.
+    capacity: of `dpjax.models.hourglass.Hourglass`, where the data tells it.
 
   Returns:
-    The state after it, and "loss" (nats per token) and "grad_norm" (before clipping).
+    The state after it, and "loss" (nats per token), "grad_norm" (before clipping) and
+    the objective's sums.
   """
   key = jax.random.fold_in(state.key, state.step)
 
-  def sum_of_nats(params, part: Batch, part_key):
+  known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
+
+  def total(params, part: Batch, part_key):
     output: Any = model.apply(
       {"params": params},
       part["tokens"],
       deterministic=False,
       rngs={"dropout": part_key},
+      **known,
     )
-    return losses.cross_entropy(output.logits, part["targets"], part["weights"])
+    sums = objective.sums(output, part)
+    return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
-  gradient = jax.value_and_grad(sum_of_nats, has_aux=True)
+  gradient = jax.grad(total, has_aux=True)
   if accumulate_steps == 1:
-    (nats, count), grads = gradient(state.params, batch, key)
+    grads, sums = gradient(state.params, batch, key)
   else:
     # Row b goes to part b % A, so that each part lies on all devices.
     parts = jax.tree.map(
       lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
     )
-    zeros = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
-
-    def add_part(sums, part_and_key):
-      return jax.tree.map(jnp.add, sums, gradient(state.params, *part_and_key)), None
-
     keys = jax.random.split(key, accumulate_steps)
-    ((nats, count), grads), _ = jax.lax.scan(add_part, zeros, (parts, keys))
+    shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0],
+                                                                  (parts, keys)))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add_part(carry, part_and_key):
+      grads, sums = gradient(state.params, *part_and_key)
+      return (jax.tree.map(jnp.add, carry[0], grads), losses.add_sums(carry[1], sums)), None
+
+    (grads, sums), _ = jax.lax.scan(add_part, zeros, (parts, keys))
+  count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  metrics = {"loss": nats / count, "grad_norm": optax.tree.norm(grads)}
+  metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
   params = optax.apply_updates(state.params, updates)
   return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
@@ -114,26 +129,53 @@ def jit_train_step(
   mesh: Mesh,
   *,
   accumulate_steps: int = 1,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-  """`train_step` compiled for a mesh; the state that goes in is used up (donated)."""
+  objective: losses.Objective = _TOKENS_ALONE,
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+  """`train_step` compiled for a mesh: (state, batch, capacity=None).
 
-  def step(state, batch):
-    return train_step(model, optimizer, accumulate_steps, state, batch)
+  The state that goes in is used up (donated). Every capacity is compiled for itself.
+  """
+
+  def step(state, batch, capacity=None):
+    return train_step(
+      model,
+      optimizer,
+      accumulate_steps,
+      state,
+      batch,
+      objective=objective,
+      capacity=capacity,
+    )
 
   whole = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole))
+  return jax.jit(
+    step,
+    donate_argnums=0,
+    static_argnames="capacity",
+    out_shardings=(state_shardings, whole),
+  )
 
 
 def jit_eval_step(
-  model: nn.Module, mesh: Mesh
-) -> Callable[[dict, Batch], jax.Array]:
-  """Compiles (parameters, batch) -> the nats of the batch's weighted targets."""
+  model: nn.Module,
+  mesh: Mesh,
+  objective: losses.Objective = _TOKENS_ALONE,
+) -> Callable[..., dict[str, jax.Array]]:
+  """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
-  def step(params, batch):
-    output: Any = model.apply({"params": params}, batch["tokens"])
-    return losses.cross_entropy(output.logits, batch["targets"], batch["weights"])[0]
+  What a model draws in evaluation depends on the batch's index alone.
+  """
 
-  return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+  def step(params, batch, index, capacity=None):
+    known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
+    key = jax.random.fold_in(jax.random.key(0), index)
+    output: Any = model.apply(
+      {"params": params}, batch["tokens"], rngs={"dropout": key}, **known
+    )
+    return objective.sums(output, batch)
+
+  whole = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(step, static_argnames="capacity", out_shardings=whole)
 
 
 def abstract_state(

@@ -4,14 +4,20 @@ import pathlib
 import numpy as np
 import pytest
 
-from dpjax.data.batches import ContiguousRows, EvaluationWindows, RandomWindows
+from dpjax.data.batches import (
+  ContiguousRows,
+  EvaluationWindows,
+  RandomWindows,
+  ShuffledWindows,
+)
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
-DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32,
+          "boundaries": np.int32}
 
 
 def check(batch, shape):
-  assert list(batch) == list(DTYPES)
+  assert list(batch) == list(DTYPES)[:len(batch)] and len(batch) >= 3
   for name, array in batch.items():
     assert array.shape == shape and array.dtype == DTYPES[name]
 
@@ -115,17 +121,124 @@ def test_too_few_tokens_for_a_window(num_tokens):
     RandomWindows(np.arange(num_tokens), 2, window=7, seed=0)
 
 
-def make(kind, tokens):
+def test_shuffled_by_example():
+  tokens = np.arange(11, dtype=np.uint16)
+  batches = ShuffledWindows(tokens, batch_size=2, window=2, seed=0)
+  assert (batches.batch_size, batches.window, batches.steps_per_epoch) == (2, 2, 2)
+  # The epoch whose shifts and order are those of the docstring.
+  for epoch in range(400):
+    first, second = batches.batch(2 * epoch), batches.batch(2 * epoch + 1)
+    if first["tokens"].tolist() == [[0, 1], [7, 8]]:
+      break
+  assert first["targets"].tolist() == [[1, 2], [8, 9]]
+  assert second["tokens"].tolist() == [[3, 4], [5, 6]]
+  assert second["targets"].tolist() == [[4, 0], [6, 7]]
+  assert first["weights"].tolist() == second["weights"].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("num_tokens, window", [(107, 7), (106, 20), (107, 3)])
+def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
+  batches = ShuffledWindows(np.arange(1, num_tokens + 1), 5, window, seed=3)
+  count, length = batches.steps_per_epoch, num_tokens // 5
+  begin_b1 = 1 + length * np.arange(5)[:, None]
+  assert count == -(-(length - 1) // window)
+  for epoch in range(3):
+    found = [batches.batch(epoch * count + i) for i in range(count)]
+    seen = np.concatenate([batch["tokens"][:, batch["weights"][0] == 1]
+                           for batch in found], axis=1)
+    # The token that is no input is the last one of the rolled row.
+    shift_b1 = (seen.sum(axis=1) - np.sum(begin_b1 + np.arange(length), axis=1))[:, None]
+    shift_b1 = (1 - shift_b1 - begin_b1) % length
+    rolled_bn = begin_b1 + (np.arange(length) + shift_b1) % length
+    assert len(np.unique(shift_b1)) > 1
+    places = []
+    for batch in found:
+      check(batch, (5, window))
+      (place,) = set(np.nonzero(rolled_bn == batch["tokens"][:, :1])[1].tolist())
+      places.append(place)
+      real = min(window, length - 1 - place)
+      expected = rolled_bn[:, place:place + real + 1]
+      np.testing.assert_array_equal(batch["tokens"][:, :real], expected[:, :-1])
+      np.testing.assert_array_equal(batch["targets"][:, :real], expected[:, 1:])
+      np.testing.assert_array_equal(
+        batch["weights"], np.tile(np.arange(window) < real, (5, 1)))
+      assert not batch["tokens"][:, real:].any() and not batch["targets"][:, real:].any()
+    assert sorted(places) == list(range(0, length - 1, window))
+
+
+def orders_and_shifts(seed, num_epochs):
+  """Of 4 windows of 7 tokens in a row of 29: their order, and where the row begins."""
+  batches = ShuffledWindows(np.arange(29), 1, 7, seed)
+  orders, shifts = [], []
+  for epoch in range(num_epochs):
+    found = [batches.batch(4 * epoch + i)["tokens"] for i in range(4)]
+    begin = (29 * 14 - sum(tokens.sum() for tokens in found) + 1) % 29
+    orders.append(tuple(int(tokens[0, 0] - begin) % 29 // 7 for tokens in found))
+    shifts.append(int(begin))
+  return orders, shifts
+
+
+def test_shifts_and_orders_are_of_the_seed_and_the_epoch():
+  orders, shifts = orders_and_shifts(5, 240)
+  first = orders[:7], shifts[:7]
+  assert orders_and_shifts(5, 7) == first
+  other = orders_and_shifts(6, 7)
+  assert other[0] != first[0] and other[1] != first[1]
+  counts = [orders.count(order) for order in set(orders)]
+  # Of 24 orders 10 each, with a deviation of 3; of 29 shifts 8 each.
+  assert len(counts) == 24 and max(counts) < 25
+  counts = np.bincount(shifts, minlength=29)
+  assert len(counts) == 29 and counts.min() >= 1 and counts.max() < 22
+
+
+def make(kind, tokens, **settings):
   if kind == "random":
-    return RandomWindows(tokens, batch_size=6, window=5, seed=11)
+    return RandomWindows(tokens, batch_size=6, window=5, seed=11, **settings)
   if kind == "rows":
-    return ContiguousRows(tokens, batch_size=6, window=5)
-  return EvaluationWindows(tokens, 5, 3, batch_size=6, start_id=2)
+    return ContiguousRows(tokens, batch_size=6, window=5, **settings)
+  if kind == "shuffled":
+    return ShuffledWindows(tokens, batch_size=6, window=5, seed=11, **settings)
+  return EvaluationWindows(tokens, 5, 3, batch_size=6, start_id=2, **settings)
 
 
-@pytest.mark.parametrize("kind", ["rows", "random", "windows"])
+KINDS = ["rows", "random", "shuffled", "windows"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_boundaries_are_those_of_the_inputs(kind):
+  # Tokens from 3 up, so that each tells its place; 2 stands before them.
+  boundaries = np.random.default_rng(1).integers(0, 2, 71).astype(np.uint8)
+  by_token = np.concatenate([[0, 0, 0], boundaries])
+  batches = make(kind, np.arange(3, 74), boundaries=boundaries)
+  plain = make(kind, np.arange(3, 74))
+  for index in range(4):
+    batch = batches.batch(index)
+    check(batch, (6, 5))
+    np.testing.assert_array_equal(batch["boundaries"], by_token[batch["tokens"]])
+    found = batch.pop("boundaries")
+    assert 0 < found.mean() < 1 and (found[batch["tokens"] == 0] == 0).all()
+    np.testing.assert_equal(batch, plain.batch(index))
+
+
+def test_boundary_before_the_text():
+  settings = dict(boundaries=np.array([1, 0, 1, 1, 1], np.uint8))
+  for start in (0, 1):
+    batches = EvaluationWindows(np.arange(1, 6), 3, 2, batch_size=2, start_id=7,
+                                start_boundary=start, **settings)
+    assert batches.batch(0)["boundaries"].tolist() == [[start, 1, 0], [1, 0, 1]]
+    assert batches.batch(1)["boundaries"].tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_boundaries_as_tokens(kind):
+  with pytest.raises(ValueError, match="boundaries: expected one for each of the 71 "
+                                       "tokens, got 70"):
+    make(kind, np.arange(71), boundaries=np.zeros(70, np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_hosts_take_their_own_rows(kind):
-  batches = make(kind, np.arange(71))
+  batches = make(kind, np.arange(71), boundaries=np.arange(71) % 3 // 2)
   for index in range(3):
     whole = batches.batch(index)
     for rows in (slice(0, 2), slice(2, 6), slice(5, 6)):
@@ -134,13 +247,16 @@ def test_hosts_take_their_own_rows(kind):
       np.testing.assert_equal(part, {name: whole[name][rows] for name in whole})
 
 
-@pytest.mark.parametrize("kind", ["rows", "random", "windows"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_mapped_tokens_give_plain_arrays(tmp_path, kind):
   tokens = np.arange(71, dtype=np.uint16)
+  boundaries = (tokens % 3 // 2).astype(np.uint8)
   tokens.tofile(tmp_path / "tokens.bin")
+  boundaries.tofile(tmp_path / "boundaries.bin")
   mapped = np.memmap(tmp_path / "tokens.bin", np.uint16, "r")
-  batch = make(kind, mapped).batch(1)
-  np.testing.assert_equal(batch, make(kind, tokens).batch(1))
+  mapped_too = np.memmap(tmp_path / "boundaries.bin", np.uint8, "r")
+  batch = make(kind, mapped, boundaries=mapped_too).batch(1)
+  np.testing.assert_equal(batch, make(kind, tokens, boundaries=boundaries).batch(1))
   assert all(type(array) is np.ndarray for array in batch.values())
 
 
@@ -150,6 +266,9 @@ def test_window_longer_than_the_rows():
     ContiguousRows(np.arange(24), batch_size=3, window=8)
   with pytest.raises(ValueError, match="train.window: expected at most 0 "):
     ContiguousRows(np.arange(2), batch_size=3, window=8)
+  ShuffledWindows(np.arange(24), batch_size=3, window=7, seed=0)
+  with pytest.raises(ValueError, match=r"train.window: expected at most 7 \(24 tokens"):
+    ShuffledWindows(np.arange(24), batch_size=3, window=8, seed=0)
 
 
 @pytest.mark.parametrize("case", [0, 1])
@@ -157,8 +276,11 @@ def test_windows_are_the_authors(case):
   golden = json.loads(GOLDEN.read_text())["cases"][case]
   stream = np.random.default_rng(7).integers(1, 97, golden["stream_len"])
   window, stride = golden["tgt_len"] + golden["ext_len"], golden["tgt_len"]
+  closes = (stream % 3 == 0).astype(np.uint8)
   # Their stream's first token is no target; here it is what stands before the stream.
-  batches = EvaluationWindows(stream[1:], window, stride, 1, start_id=int(stream[0]))
+  batches = EvaluationWindows(
+    stream[1:], window, stride, 1, start_id=int(stream[0]), boundaries=closes[1:],
+    start_boundary=int(closes[0]))
   assert len(batches) == len(golden["windows"])
   for index, expected in enumerate(golden["windows"]):
     batch = {name: array[0] for name, array in batches.batch(index).items()}
@@ -166,6 +288,7 @@ def test_windows_are_the_authors(case):
     targets = stream[expected["target_begin"]:expected["target_end"]]
     scored = np.flatnonzero(batch["weights"])
     np.testing.assert_array_equal(batch["tokens"][:len(data)], data)
+    np.testing.assert_array_equal(batch["boundaries"][:len(data)], data % 3 == 0)
     np.testing.assert_array_equal(batch["targets"][scored], targets)
     # The last of the window's real tokens, in one piece, are scored.
     np.testing.assert_array_equal(

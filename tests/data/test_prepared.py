@@ -7,6 +7,7 @@ import pytest
 from dpjax.data import corpora, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
+from dpjax.text.unigram import UnigramBoundaries, train_unigram
 
 SPLITS = {
   "train": "one  two\r\nthree\u2003four \u00e9\n\n five" * 31,
@@ -163,3 +164,83 @@ def test_later_format(tmp_path, corpus):
   file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
   with pytest.raises(ValueError, match="data.json: expected a format up to 1, got 2"):
     open_prepared(tmp_path / "data")
+
+
+UNIGRAM = {"file": "", "vocab_size": 18}
+
+
+@pytest.mark.parametrize("chunk_bytes", [11, 2**20])
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes,
+                                          kind):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
+  data = prepare(corpus, tmp_path / "data", kind, unigram=UNIGRAM)
+  unigram = UnigramBoundaries(train_unigram(corpus.splits["train"], 18))
+  assert data.unigram is not None and data.unigram.model == unigram.model
+  assert data.boundaries is not None and list(data.boundaries) == list(SPLITS)
+  for split, text in SPLITS.items():
+    found = data.boundaries[split]
+    assert isinstance(found, np.memmap) and found.dtype == np.uint8
+    assert not found.flags.writeable and len(found) == data.counts[split]["tokens"]
+    np.testing.assert_array_equal(found, unigram.of_tokens(text, data.tokenizer))
+    spaces = np.isin(data.splits[split], data.tokenizer.space_ids)
+    assert found[spaces].all() and spaces.sum() == text.count(" ") + text.count("\n")
+  np.testing.assert_array_equal(data.segment(SPLITS["valid"]), data.boundaries["valid"])
+  assert 0.1 < data.segment("onetwothree").mean() < 1
+
+
+def test_boundaries_opened_again(tmp_path, corpus):
+  written = prepare(corpus, tmp_path / "data", "bytes", unigram=UNIGRAM)
+  read = open_prepared(tmp_path / "data")
+  assert read.unigram.model == written.unigram.model
+  for split in SPLITS:
+    np.testing.assert_array_equal(read.boundaries[split], written.boundaries[split])
+  plain = prepare(corpus, tmp_path / "data", "bytes")
+  assert plain.boundaries is None and plain.unigram is None
+  with pytest.raises(ValueError, match="data: expected texts with Unigram boundaries"):
+    plain.segment("one")
+
+
+def test_boundaries_by_a_file(tmp_path, corpus):
+  file = tmp_path / "other.model"
+  file.write_bytes(train_unigram(["ot tw re " * 11], 9))
+  data = prepare(corpus, tmp_path / "data", "characters",
+                 unigram={"file": str(file), "vocab_size": 18})
+  assert data.unigram.model == file.read_bytes()
+  with pytest.raises(ValueError, match="^data.unigram_file: .*none.model"):
+    prepare(corpus, tmp_path / "data", "characters", unigram={"file": "none.model"})
+
+
+def test_boundaries_of_subwords_are_refused(tmp_path, corpus):
+  with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
+                                       "with Unigram boundaries, got bpe"):
+    prepare(corpus, tmp_path / "data", "bpe", vocab_size=263, unigram=UNIGRAM)
+  with pytest.raises(ValueError, match="^data.unigram_size: expected at most "):
+    prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
+  assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("name", ["train.boundaries.bin", "test.boundaries.bin",
+                                  "unigram.model"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_damage_of_boundaries_is_named(tmp_path, corpus, name, damage):
+  prepare(corpus, tmp_path / "data", "characters", unigram=UNIGRAM)
+  file = tmp_path / "data" / name
+  content = file.read_bytes()
+  file.unlink()
+  if damage == "short":
+    file.write_bytes(content[:-1])
+  with pytest.raises(ValueError, match=f"{name}: expected"):
+    open_prepared(tmp_path / "data")
+
+
+def test_data_of_an_earlier_version_have_no_boundaries(tmp_path, corpus):
+  prepare(corpus, tmp_path / "data", "bytes", unigram=UNIGRAM)
+  content = json.loads((tmp_path / "data" / "data.json").read_text())
+  assert content["format"] == 1 and content.pop("unigram") is True
+  # As an earlier version wrote it.
+  (tmp_path / "data" / "data.json").write_text(json.dumps(content))
+  for name in ("unigram.model", *(f"{split}.boundaries.bin" for split in SPLITS)):
+    (tmp_path / "data" / name).unlink()
+  data = open_prepared(tmp_path / "data")
+  assert data.boundaries is None and data.tokenizer.kind == "bytes"

@@ -96,7 +96,7 @@ def test_is_embedding_then_blocks_then_logits(norm):
   params = draw_params(model)
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
   x_btd = layer.apply({"params": params["embedding"]}, TOKENS)
-  block = jax.jit(model.make_block().apply)
+  block = jax.jit(model.layers.make_block().apply)
   for index in range(LAYERS):
     each = jax.tree.map(lambda x, index=index: x[index], params["layers"])
     x_btd = block({"params": each}, x_btd)

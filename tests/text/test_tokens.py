@@ -3,7 +3,12 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.text.tokens import KINDS, tokenizer_from_json, train_tokenizer
+from dpjax.text.tokens import (
+  CHARACTER_KINDS,
+  KINDS,
+  tokenizer_from_json,
+  train_tokenizer,
+)
 
 # Lines of every length, blank ones, and white space that tokenizers like to lose.
 LINES = [
@@ -102,6 +107,35 @@ def test_bytes_are_those_of_utf_8():
   tokenizer = train_tokenizer("bytes", [])
   assert tokenizer.encode("\u00e9\n").tolist() == [0xC3, 0xA9, 10]
   assert tokenizer.decode([0xC3, 10, 0xC3, 0xA9]) == "\ufffd\n\u00e9"
+
+
+def test_spaces_are_the_space_and_the_line_end(tokenizers):
+  for kind, tokenizer in tokenizers.items():
+    known = kind in ("characters", "bytes")
+    assert len(tokenizer.space_ids) == 2 * known
+    if known:
+      assert tokenizer.encode(" \n").tolist() == list(tokenizer.space_ids)
+      again = tokenizer_from_json(tokenizer.to_json())
+      assert again.space_ids == tokenizer.space_ids
+  assert train_tokenizer("characters", ["to be"]).space_ids == (0,)
+  assert train_tokenizer("characters", ["to\nbe"]).space_ids == (0,)
+  assert train_tokenizer("characters", ["tobe"]).space_ids == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  if kind not in CHARACTER_KINDS:
+    with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
+                                         f"with Unigram boundaries, got {kind}"):
+      tokenizer.character_ends(TEXT)
+    return
+  assert tokenizer.character_ends("").tolist() == []
+  expected = [len(tokenizer.encode(TEXT[:end + 1])) - 1 for end in range(200)]
+  assert tokenizer.character_ends(TEXT[:200]).tolist() == expected
+  ends = {"characters": [0, 1, 2, 3], "bytes": [0, 2, 6, 7]}
+  found = tokenizer.character_ends("b\u00e9\N{GRINNING FACE} ")
+  assert found.tolist() == ends[kind]
 
 
 def test_unknown_kind_names_the_nearest():

@@ -218,7 +218,7 @@ def test_evaluation_sums_the_nats_without_dropout(plain_update, num_devices):
   params = jax.device_put(state.params, shardings)
   batch = draw_batch()
   evaluate = step.jit_eval_step(make_model(**DROPOUT), mesh)
-  nats = evaluate(params, sharding.put_batch(batch, mesh))
+  nats = evaluate(params, sharding.put_batch(batch, mesh), 0)["nats"]
   expected = metrics["loss"] * batch["weights"].sum()
   np.testing.assert_allclose(nats, expected, rtol=1e-5)
 

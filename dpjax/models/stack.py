@@ -1,0 +1,97 @@
+"""Blocks one after the other. B batch, T position, D width, S shortened length."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from dpjax import ops
+from dpjax.layers import attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """Equal blocks, whose parameters are stacked, [num_layers, ...].
+
+  They are, whether the layers are scanned or unrolled, so that either form reads the
+  other's checkpoints.
+
+  Attributes:
+    num_layers: number of blocks.
+    make_block: called with `name`, gives a `dpjax.layers.blocks.Block`.
+    has_positions: whether its mixers take `positions` that layers share.
+    scan_layers: compile one layer and loop over it; else compile each layer.
+    remat: keep only each layer's input for the gradient, and compute the rest again.
+  """
+
+  num_layers: int
+  make_block: Callable[..., nn.Module]
+  has_positions: bool = False
+  scan_layers: bool = True
+  remat: bool = False
+
+  def apply(
+    self,
+    x_btd: jax.Array,
+    *,
+    name: str,
+    deterministic: bool,
+    positions: nn.Module | None = None,
+    sizes: Sequence[int] = (),
+    needed: jax.Array | None = None,
+  ) -> jax.Array:
+    """Applies the blocks within a compact method of the module that they belong to.
+
+    Args:
+      x_btd: [B, T, D].
+      name: of their parameters in that module.
+      deterministic: False in training.
+      positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
+      sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): all of T is computed.
+      needed: int scalar, how many positions will be read, where there are capacities.
+
+    Returns:
+      [B, T, D].
+    """
+    shared = None
+    if self.has_positions and positions is not None:
+      shared = positions(*x_btd.shape[1:], deterministic=deterministic)
+
+    def apply_block(block, x_btd, _):
+      # Parameters are made by a direct call, which any capacity would make alike.
+      if len(sizes) < 2 or block.is_initializing():
+        return block(x_btd, deterministic=deterministic, **_shared(shared)), None
+      has_key = not deterministic and block.has_rng("dropout")
+      key = block.make_rng("dropout") if has_key else None
+      free = block.clone(parent=None)
+
+      def at_capacity(x_btd, params, shared, key):
+        return free.apply(
+          {"params": params},
+          x_btd,
+          deterministic=deterministic,
+          rngs={"dropout": key} if has_key else {},
+          **_shared(shared),
+        )
+
+      arguments = block.variables["params"], shared, key
+      return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments), None
+
+    if self.remat and len(sizes) < 2:
+      # Within a scan the loop itself keeps the two passes apart.
+      apply_block = nn.remat(apply_block, prevent_cse=not self.scan_layers)
+    scan = nn.scan(
+      apply_block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      length=self.num_layers,
+      unroll=1 if self.scan_layers else self.num_layers,
+    )
+    x_btd, _ = scan(self.make_block(name=name), x_btd, None)
+    return x_btd
+
+
+def _shared(positions: attention.RelativePositions | None) -> dict[str, Any]:
+  return {} if positions is None else {"positions": positions}

@@ -1,0 +1,119 @@
+"""Static shapes for data whose real length is known on the device alone.
+
+A sequence lies in an array of the longest length; what is computed on it is compiled for
+a few lengths (capacities), and at run time the smallest that holds the real one is taken.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def capacities(longest: int, number: int) -> tuple[int, ...]:
+  """Evenly spaced capacities up to the longest, which holds anything.
+
+    capacities(9, 4)  ->  (3, 5, 7, 9)
+
+  Args:
+    longest: the last of them, at least 1.
+    number: how many, at least 1; fewer come out where `longest` is smaller.
+
+  Returns:
+    Rising, ceil(longest * i / number) for i = 1 .. number.
+
+  Raises:
+    ValueError: an argument is below 1.
+  """
+  for name, value in (("longest", longest), ("number", number)):
+    if value < 1:
+      raise ValueError(f"{name}: expected at least 1, got {value}")
+  return tuple(sorted({-(-longest * i // number) for i in range(1, number + 1)}))
+
+
+def run_at_capacity(
+  function: Callable[..., jax.Array],
+  sizes: Sequence[int],
+  needed: jax.Array | None,
+  inputs: jax.Array,
+  *others: Any,
+) -> jax.Array:
+  """Runs a function on the first positions alone, as many as the data needs.
+
+    output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
+    output[:, c:] = 0
+
+  The function must be causal, so that its first `needed` outputs are the same whatever c
+  is. Time follows c, forward and backward. The backward pass computes the function again
+  within its branch: plain gradients of `lax.switch` keep what every branch would need.
+  So between the two passes only the arguments are kept.
+
+  Args:
+    function: [B, c, ...] and `others` -> [B, c, ...]; closes over no traced value.
+    sizes: capacities, rising; the last is S. A single one runs without a switch, and with
+      JAX's own gradient.
+    needed: int scalar, at most S, positions whose outputs will be read; where there is a
+      single size, or all are to be computed, it may be None.
+    inputs: [B, S, ...], floats.
+    *others: pytrees that the function takes whole; gradients reach their floats.
+
+  Returns:
+    [B, S, ...].
+
+  Raises:
+    ValueError: the sizes do not rise, or end elsewhere than at S.
+  """
+  sizes = tuple(sizes)
+  rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))
+  if not (sizes and rises and inputs.ndim >= 2 and sizes[-1] == inputs.shape[1]):
+    raise ValueError(
+      f"sizes: expected rising capacities up to S = {inputs.shape[1:2]}, got {sizes}"
+    )
+  if needed is None or len(sizes) == 1:
+    return function(inputs, *others)
+  index = jnp.searchsorted(jnp.asarray(sizes), needed)
+  leaves, structure = jax.tree.flatten(others)
+  is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+  floats = [leaf for leaf, of_floats in zip(leaves, is_float, strict=True) if of_floats]
+  fixed = [leaf for leaf, of_floats in zip(leaves, is_float, strict=True) if not of_floats]
+
+  def call(inputs, floats, fixed):
+    rest = {True: iter(floats), False: iter(fixed)}
+    leaves = [next(rest[of_floats]) for of_floats in is_float]
+    return function(inputs, *jax.tree.unflatten(structure, leaves))
+
+  return _switch(call, sizes, index, inputs, floats, fixed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _switch(call, sizes, index, inputs, floats, fixed):
+  branches = [partial(_run_first, call, size) for size in sizes]
+  return jax.lax.switch(index, branches, inputs, floats, fixed)
+
+
+def _switch_forward(call, sizes, *arguments):
+  return _switch(call, sizes, *arguments), arguments
+
+
+def _switch_backward(call, sizes, arguments, cotangent):
+  index, *arguments = arguments
+
+  def branch(size, inputs, floats, fixed, cotangent):
+    _, backward = jax.vjp(
+      lambda inputs, floats: _run_first(call, size, inputs, floats, fixed), inputs, floats
+    )
+    return backward(cotangent)
+
+  branches = [partial(branch, size) for size in sizes]
+  return None, *jax.lax.switch(index, branches, *arguments, cotangent), None
+
+
+_switch.defvjp(_switch_forward, _switch_backward)
+
+
+def _run_first(call, size: int, inputs, floats, fixed):
+  outputs = call(inputs[:, :size], floats, fixed)
+  rest = ((0, 0), (0, inputs.shape[1] - size)) + ((0, 0),) * (outputs.ndim - 2)
+  return jnp.pad(outputs, rest)

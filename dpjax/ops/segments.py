@@ -1,0 +1,284 @@
+"""Pooling of tokens into segments of any length, and the way back.
+
+A boundary of 1 says that a segment ends with that token. Rows have different numbers
+of segments, so both directions have static shapes: `pool_segments` fills as many places
+as it is told, and no result depends on how many those are or on the batch's other rows.
+
+    h                  [B, T, D]   one vector a token
+    s = pool_segments  [B, S-1, D] one vector a segment
+    null, s            [B, S, D]   a learned vector, the null group, goes before them
+    upsample_segments  [B, T, D]   the vector of the last segment that has ended
+
+The future does not leak: segment m is read from its last token on, so a token that
+closes a segment already sees it, and tokens of an open segment see the one before; in
+a row's first segment that is the null group. The last segment of a row, where no
+boundary ends it, is never read.
+
+Letters: B batch, T position (token), S segments and the null group, D feature.
+
+Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
+code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. Differences: it builds a
+matrix [B, T, S] of weights where here every token is added to its segment, with the
+same values and gradients; the null group is the caller's here.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.typing import ArrayLike
+
+_METHODS = ("mean", "last")
+
+
+def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
+  """Raises unless the boundaries are zeros and ones of this shape.
+
+  Under `jit` and other transformations the values are unknown, and only the shape
+  and the dtype are looked at.
+
+  Args:
+    boundaries: [B, T], bools, integers or floats.
+    shape: (B, T).
+
+  Raises:
+    ValueError: the shape is another, or a value is neither 0 nor 1.
+  """
+  array = boundaries if isinstance(boundaries, jax.Array) else np.asarray(boundaries)
+  shape = tuple(shape)
+  is_number = array.dtype == jnp.bool_ or any(
+    jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)
+  )
+  if array.shape != shape or not is_number:
+    raise ValueError(
+      f"boundaries: expected zeros and ones [B, T] = {shape}, got "
+      f"{array.dtype} {array.shape}"
+    )
+  if isinstance(array, core.Tracer):
+    return
+  values = np.asarray(array)
+  is_wrong = (values != 0) & (values != 1)
+  if is_wrong.any():
+    raise ValueError(f"boundaries: expected zeros and ones, got {values[is_wrong][0]}")
+
+
+def segment_ids(boundaries: ArrayLike) -> jax.Array:
+  """The segment that every token belongs to, counted from 0 in every row.
+
+    id_t = sum over i < t of b_i = cumsum(b)_t - b_t
+
+  The boundary itself belongs to the segment that it ends:
+
+    [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]].
+
+  Args:
+    boundaries: [B, T], zeros and ones of any dtype; they get no gradient.
+
+  Returns:
+    [B, T], int32, never falling along a row.
+
+  Raises:
+    ValueError: `boundaries` is not of this kind.
+
+  Source: the pooling paper, Sec. 3.
+  """
+  return _ids(_as_boundaries(boundaries, None))
+
+
+def pool_segments(
+  inputs: jax.Array,
+  boundaries: ArrayLike,
+  capacity: int,
+  *,
+  method: str = "mean",
+) -> jax.Array:
+  """One vector for every segment: the mean of its tokens, or its last token.
+
+    mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
+    last: s_m = h_l of the l with id_l = m and b_l = 1
+
+  where id = `segment_ids(boundaries)`. For one feature and the boundaries
+  [0, 1, 0, 0, 1, 0], with `capacity` 4:
+
+    mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
+    last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
+
+  The null group is not in it. Places without a segment are zero. The last segment, which
+  nothing closes, has its mean if the capacity has room for it, and no last token;
+  `upsample_segments` never reads it. Segments from `capacity` on are dropped: then
+  `upsample_segments` gives nan to the tokens that would read them.
+
+  Sums are carried in float32, segment by segment: a segment's result does not depend
+  on other segments, nor on `capacity`.
+
+  Gradients: "mean" gives float boundaries a gradient, as the authors' code does:
+  token l has the weight w_l = 1 + (id_l - stop_gradient(id_l)) in its segment, which is 1,
+  and s_m = sum w h / sum w, so that
+
+    ds_m / dw_l = (h_l - s_m) / n_m,   dw_l / db_i = 1 for i < l, else 0.
+
+  It has reverse-mode derivatives only. Boundaries that are bools or integers get none
+  and cost nothing for it; with "last" boundaries of any dtype get none (zero).
+
+  Args:
+    inputs: [B, T, D], floats.
+    boundaries: [B, T], zeros and ones: 1 where a segment ends.
+    capacity: how many segments a row has room for, at least 0; static. T is always
+      enough, and so is the largest number of boundaries in a row.
+    method: "mean" or "last".
+
+  Returns:
+    [B, capacity, D], in the dtype of `inputs`.
+
+  Raises:
+    ValueError: an argument is not as above. Values of boundaries are looked at outside
+      of `jit` only.
+
+  Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
+  """
+  _check_vectors("inputs", inputs, "[B, T, D]")
+  boundaries = _as_boundaries(boundaries, inputs.shape[:2])
+  if not isinstance(capacity, (int, np.integer)) or capacity < 0:
+    raise ValueError(f"capacity: expected an integer of at least 0, got {capacity!r}")
+  if method not in _METHODS:
+    raise ValueError(f"method: expected one of {[*_METHODS]}, got {method!r}")
+  if not capacity or not inputs.size:
+    return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
+  if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
+    return _mean_by_boundaries(inputs, boundaries, int(capacity))
+  ids_bt = _ids(boundaries)
+  if method == "mean":
+    return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
+  # All terms but one are zero, so the sum is exact in any dtype.
+  is_last_bt = boundaries != 0
+  last_btd = jnp.where(is_last_bt[..., None], inputs, jnp.zeros_like(inputs))
+  return _sum_of_segments(last_btd, ids_bt, capacity)
+
+
+def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
+  """Gives every token the vector of the last segment that has ended.
+
+    u_t = segments[sum over i <= t of b_i]
+
+  Index 0 is the null group, read before the first boundary; a token that closes a
+  segment reads that segment. For one feature, null group 9, and the boundaries
+  [0, 1, 0, 0, 1, 0]:
+
+    [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
+
+  Vectors after the row's last closed segment are not read. A token whose segment
+  is not there, because S is too small, gets nan: nothing is clamped or wraps around.
+
+  The gradient of a segment is the sum over the tokens that read it, in float32.
+  Boundaries get none (zero).
+
+  Args:
+    segments: [B, S, D], floats: the null group, then the segments in turn.
+    boundaries: [B, T], zeros and ones: 1 where a segment ends.
+
+  Returns:
+    [B, T, D], in the dtype of `segments`.
+
+  Raises:
+    ValueError: an argument is not as above. Values of boundaries are looked at outside
+      of `jit` only.
+
+  Source: the pooling paper, Sec. 3.
+  """
+  _check_vectors("segments", segments, "[B, S, D]")
+  if not segments.shape[1]:
+    raise ValueError(f"segments: expected a null group, got {segments.shape}")
+  boundaries = _as_boundaries(boundaries, None)
+  if boundaries.shape[0] != segments.shape[0]:
+    raise ValueError(
+      f"boundaries: expected {segments.shape[0]} rows as in segments, got "
+      f"{boundaries.shape}"
+    )
+  index_bt = jnp.cumsum(boundaries.astype(jnp.int32), axis=1, dtype=jnp.int32)
+  # The cast makes the gradient's sum one of float32.
+  wide_bsd = segments.astype(_sum_dtype(segments))
+  return _take(wide_bsd, index_bt, jnp.nan).astype(segments.dtype)
+
+
+def _ids(boundaries):
+  ones_bt = boundaries.astype(jnp.int32)
+  return jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
+
+
+def _sum_dtype(array):
+  return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
+
+
+def _sum_of_segments(values, ids, capacity):
+  """Row by row: over the whole batch at once a row's surplus would fall into the next."""
+  return jax.vmap(
+    functools.partial(
+      jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True
+    )
+  )(values, ids)
+
+
+def _take(vectors, index, fill_value):
+  """vectors[b, index[b, t]], and `fill_value` where the index is too large."""
+  return jax.vmap(
+    lambda row, i: row.at[i].get(
+      mode="fill", fill_value=fill_value, indices_are_sorted=True
+    )
+  )(vectors, index)
+
+
+def _mean(inputs, ids, capacity):
+  """The means [B, S, D] and the sizes [B, S, 1], empty segments taken for 1."""
+  wide_btd = inputs.astype(_sum_dtype(inputs))
+  sums_bsd = _sum_of_segments(wide_btd, ids, capacity)
+  sizes_bs = _sum_of_segments(jnp.ones_like(ids), ids, capacity)
+  sizes_bs1 = jnp.maximum(sizes_bs, 1)[..., None].astype(sums_bsd.dtype)
+  return sums_bsd / sizes_bs1, sizes_bs1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _mean_by_boundaries(inputs, boundaries, capacity):
+  return _mean(inputs, _ids(boundaries), capacity)[0].astype(inputs.dtype)
+
+
+def _mean_forward(inputs, boundaries, capacity):
+  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries), capacity)
+  return means_bsd.astype(inputs.dtype), (inputs, boundaries, means_bsd, sizes_bs1)
+
+
+def _mean_backward(capacity, kept, by_means):
+  del capacity
+  inputs, boundaries, means_bsd, sizes_bs1 = kept
+  ids_bt = _ids(boundaries)
+  by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
+  by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
+  # Deviations before sums: what all tokens have in common must not cost digits.
+  deviations_btd = inputs.astype(means_bsd.dtype) - _take(means_bsd, ids_bt, 0)
+  by_weights_bt = jnp.sum(deviations_btd * by_inputs_btd, axis=2)
+  # A boundary moves the weights of the tokens after it.
+  later_bt = jnp.pad(by_weights_bt, ((0, 0), (0, 1)))[:, 1:]
+  by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
+  return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype)
+
+
+_mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
+
+
+def _check_vectors(name, vectors, letters):
+  if vectors.ndim != 3 or not jnp.issubdtype(vectors.dtype, jnp.floating):
+    raise ValueError(
+      f"{name}: expected floats {letters}, got {vectors.dtype} {vectors.shape}"
+    )
+
+
+def _as_boundaries(boundaries, shape):
+  array = boundaries if isinstance(boundaries, jax.Array) else np.asarray(boundaries)
+  if shape is None:
+    if array.ndim != 2:
+      raise ValueError(f"boundaries: expected [B, T], got shape {array.shape}")
+    shape = array.shape
+  check_boundaries(array, shape)
+  return jnp.asarray(array)

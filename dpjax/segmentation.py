@@ -1,0 +1,199 @@
+r"""Where a model ends its segments in a text, beside how unsure of each next token it is.
+
+  python -m dpjax.segmentation runs/gumbel --text="the quick brown fox" --out=segments.png
+
+The text is printed with a mark where a segment ends, and drawn with --out. Without --text
+it is the beginning of the run's test split.
+
+  the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
+  the·␣quick·␣brow·n·␣fox     · between tokens, where some are longer than a character
+
+Source: the pooling paper, Fig. 2.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dpjax import plots
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+  from dpjax.run import Run
+
+
+class Segmentation(NamedTuple):
+  """A text of T tokens, and what a model makes of it.
+
+  Attributes:
+    pieces: the text of each token.
+    boundaries: [T], bool; True where a segment ends with the token. All False for a model
+      without segments.
+    entropies: [T], float32, nats; how unsure the model, having read the token, is of the
+      next one.
+    probabilities: [T], float32; the predictor's of a boundary, None where there is none.
+  """
+
+  pieces: list[str]
+  boundaries: np.ndarray
+  entropies: np.ndarray
+  probabilities: np.ndarray | None
+
+
+def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
+  """Reads a text with a model, from a window that begins with it.
+
+    the model's softmax after "a" is (0.5, 0.5)  ->  entropies[0] = ln 2 = 0.693
+
+  The boundaries are those that the model itself reads the text with. A model without
+  segments has none: spikes of its entropy are not taken for them.
+
+  Args:
+    run: of `dpjax.load`.
+    text: a text, or its tokens, [T].
+
+  Raises:
+    ValueError: the text has no token, or more than the model's longest window.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from dpjax.ops import conditional_entropy
+
+  tokens = run.tokenizer.encode(text) if isinstance(text, str) else text
+  tokens = np.asarray(tokens, np.int32)
+  longest = run.config.model.max_length
+  if not 1 <= len(tokens) <= longest:
+    expected = f"1 to {longest} tokens (the model's window)"
+    raise ValueError(f"text: expected {expected}, got {len(tokens)}")
+
+  @jax.jit
+  def read(params, tokens_bt):
+    # Boundaries may be drawn in evaluation, too.
+    rngs = {"dropout": jax.random.key(0)}
+    output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
+    ends_bt, logits_bt = output.boundaries, output.boundary_logits
+    rows = (
+      jnp.zeros(tokens_bt.shape) if ends_bt is None else ends_bt,
+      conditional_entropy(output.logits),
+      None if logits_bt is None else jax.nn.sigmoid(logits_bt),
+    )
+    return jax.tree.map(lambda row: row[0].astype(jnp.float32), rows)
+
+  ends, entropies, probabilities = jax.device_get(read(run.params, tokens[None]))
+  return Segmentation(_pieces(run.tokenizer, tokens), ends > 0.5, entropies, probabilities)
+
+
+def render(segmentation: Segmentation) -> str:
+  """Writes the text with a | behind each segment that is closed.
+
+    pieces "a", " ", "b", boundaries 0, 1, 0  ->  "a␣|b"
+
+  Where tokens are longer than a character, a · stands between those of a segment.
+  """
+  join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
+  pieces = map(visible, segmentation.pieces)
+  pairs = zip(pieces, segmentation.boundaries, strict=True)
+  text = "".join(piece + ("|" if ends else join) for piece, ends in pairs)
+  return text if segmentation.boundaries[-1] else text.removesuffix(join)
+
+
+def visible(piece: str) -> str:
+  r"""Shows each character of a text so that it cannot be taken for another.
+
+  What cannot be printed is as in a Python string; the marks have a backslash before them.
+
+    >>> print(visible("a b|c\n"))
+    a␣b\|c\n
+  """
+
+  def show(character: str) -> str:
+    if character in "|·␣\\":
+      return f"\\{character}"
+    if character.isprintable():
+      return character.replace(" ", "␣")
+    return character.encode("unicode_escape").decode()
+
+  return "".join(map(show, piece))
+
+
+def draw(segmentation: Segmentation) -> "Figure":
+  """Draws a segmentation: tokens along x, a vertical line behind each closed segment.
+
+  Bars are conditional entropies in nats. Where the model has a predictor, its
+  probabilities of a boundary follow in axes of their own, below.
+  """
+  from matplotlib.figure import Figure
+
+  count, probabilities = len(segmentation.pieces), segmentation.probabilities
+  rows = 1 if probabilities is None else 2
+  size = max(5.0, 0.14 * count + 1), 1 + 1.6 * rows
+  canvas = Figure(figsize=size, layout="constrained")
+  panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
+  panels[0].bar(places, segmentation.entropies, color="#56B4E9")
+  panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
+  if probabilities is not None:
+    panels[1].plot(places, probabilities, color="#D55E00", marker=".")
+    panels[1].set(ylabel="probability\nof a boundary", ylim=(-0.05, 1.05))
+  for axes in panels:
+    for end in np.flatnonzero(segmentation.boundaries):
+      axes.axvline(end + 0.5, color="0.4", linewidth=0.8, linestyle="--")
+  labels = [*map(visible, segmentation.pieces)]
+  turn = 90 * (max(map(len, labels)) > 2)
+  # A text may have dollars, and they set no formulas.
+  panels[-1].set_xticks(places, labels, rotation=turn, fontsize=8, parse_math=False)
+  panels[-1].set_xlabel("token")
+  return canvas
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints and draws the segmentation that the command line asks for."""
+  about = "The segments of a text and the conditional entropies, by a run's model."
+  parser = argparse.ArgumentParser(prog="python -m dpjax.segmentation", description=about)
+  parser.add_argument("run_folder", help="of train.py")
+  parser.add_argument("--text", help="else the beginning of the test split")
+  about = "tokens to show; else all of --text, or up to 120 of the split"
+  parser.add_argument("--length", type=int, help=about)
+  parser.add_argument("--out", help=f"a file: {', '.join(plots.SUFFIXES)}")
+  given = parser.parse_args(arguments)
+  try:
+    from dpjax import run as run_lib
+
+    run = run_lib.load(given.run_folder)
+    found = segment(run, _stretch(run, given.text, given.length))
+    print(render(found))
+    print(f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
+          f"conditional entropy {found.entropies.mean():.4f} nats")
+    if given.out:
+      plots.write(draw(found), given.out)
+  except ValueError as error:
+    sys.exit(str(error))
+
+
+def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
+  """The tokens that the flags ask for; a run that was loaded has data."""
+  longest = run.config.model.max_length
+  if length is not None and not 1 <= length <= longest:
+    raise ValueError(f"length: expected 1 to model.max_length = {longest}, got {length}")
+  if text is not None:
+    return run.tokenizer.encode(text)[:length]
+  return run.data.splits["test"][: length or min(120, longest)]
+
+
+def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:
+  """What each token adds to the text, where that can be told, or it alone."""
+  pieces, before = [], ""
+  for i in range(len(tokens)):
+    after = tokenizer.decode(tokens[: i + 1])
+    added = after[len(before):] if after.startswith(before) else ""
+    pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
+    before = after
+  return pieces
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,276 @@
+r"""Unigram boundaries: where words are cut, by SentencePiece, to teach a predictor.
+
+Of a model that cuts "ab" | "c" and "c" | "ba":
+
+  text        a b c _ c b a _ _ a b c \n c      (_ is the space)
+  boundaries  0 1 0 1 1 0 0 1 1 0 1 0 1  0
+
+Source: Sec. 3.1.2 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); Kudo 2018,
+arXiv:1804.10959.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dpjax.text.tokenizer import Tokenizer, cut_lines
+
+_UNIGRAM = 1  # of SentencePiece's model types, and the one that a model need not name
+_MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+_SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
+_LONGEST_WORD = 2**14
+_MOST_WORDS = 2**21  # that are remembered
+
+
+class UnigramBoundaries:
+  """The segmentation of a Unigram model, as one number a character.
+
+  Each word, which is what stands between spaces and line ends, is cut by itself:
+
+    b_t = 1  where t is the last character of a piece that is not its word's last one,
+             and where t is a space or a line end
+    b_t = 0  elsewhere
+
+  So a segment closes with the space after the word, and with it the next one is known
+  to begin. What stands round a word does not move its boundaries. The authors' code has
+  those within the first word of a stream one character late; here they are not.
+
+  A word that the model changes in length, because it normalises it or spells it in
+  bytes, is one piece. One of more than 2^14 characters is cut in parts of that length.
+
+  Attributes:
+    model: the SentencePiece model, as `train_unigram` and `load_unigram` give it.
+
+  Source: Sec. 3.1.2 of the pooling paper.
+  """
+
+  def __init__(self, model: bytes):
+    """Takes a model.
+
+    Raises:
+      ValueError: it is not a SentencePiece model, or not of the type Unigram.
+    """
+    import sentencepiece
+
+    try:
+      if not model:
+        raise ValueError("an empty one")
+      self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+      found = _model_type(model)
+    except (RuntimeError, ValueError, IndexError) as error:
+      raise ValueError("model: expected a SentencePiece model, got something "
+                       "else") from error
+    if found != _UNIGRAM:
+      raise ValueError(f"model: expected a SentencePiece model of the type "
+                       f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}")
+    self.model = model
+    self._found: dict[str, bytes] = {}  # of words met before, a byte a character
+
+  def __call__(self, text: str) -> np.ndarray:
+    """The boundaries of a text, uint8 [number of characters].
+
+    Parts of a text give the same as the whole, where no word goes across their ends:
+    `whole_words` makes such parts.
+    """
+    words = text.replace("\n", " ").split(" ")
+    if len(self._found) > _MOST_WORDS:
+      self._found.clear()
+    new = [word for word in dict.fromkeys(words) if word not in self._found]
+    self._found.update(zip(new, self._cut(new), strict=True))
+    # A separator between each two words, and it is a boundary.
+    joined = b"\1".join([self._found[word] for word in words])
+    return np.frombuffer(joined, np.uint8).copy()
+
+  def of_tokens(self, text: str, tokenizer: Tokenizer) -> np.ndarray:
+    r"""The boundaries of a text's tokens, uint8 [number of tokens].
+
+    A character's boundary is that of its last token, so that of the model above
+
+      "b\u00e9 b" in bytes, which are b, C3, A9, space, b  ->  0 0 0 1 0
+
+    Args:
+      text: any; as for `__call__`, parts of one should have whole words.
+      tokenizer: of the kind "characters" or "bytes".
+
+    Raises:
+      ValueError: `data.tokenizer: ...`, it is of another kind.
+    """
+    ends = tokenizer.character_ends(text)
+    boundaries = np.zeros(ends[-1] + 1 if len(ends) else 0, np.uint8)
+    boundaries[ends] = self(text)
+    return boundaries
+
+  def _cut(self, words: list[str]) -> Iterator[bytes]:
+    """The boundaries of single words."""
+    parts_of = [[word[begin:begin + _LONGEST_WORD]
+                 for begin in range(0, len(word), _LONGEST_WORD)] for word in words]
+    parts = [part for parts in parts_of for part in parts]
+    found = iter(self._processor.encode(parts, out_type=str) if parts else [])
+    for parts in parts_of:
+      boundaries = bytearray()
+      for part in parts:
+        ends = np.cumsum(_lengths(part, next(found)), dtype=int)
+        inside = np.zeros(len(part), np.uint8)
+        inside[ends - 1] = 1
+        boundaries += inside.tobytes()
+      if boundaries:
+        boundaries[-1] = 0
+      yield bytes(boundaries)
+
+
+def whole_words(chunks: Iterable[str]) -> Iterator[str]:
+  r"""Cuts a text that comes in parts anew, so that no word is cut.
+
+    "ab c", "d", "e\nf", "g"  ->  "ab ", "cde\n", "fg"
+
+  Joined, they are the text; each but the last ends with a space or a line end.
+  """
+  held = []
+  for chunk in chunks:
+    end = max(chunk.rfind(" "), chunk.rfind("\n")) + 1
+    if end:
+      yield "".join((*held, chunk[:end]))
+      held = []
+    held.append(chunk[end:])
+  if rest := "".join(held):
+    yield rest
+
+
+def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
+  """Learns a Unigram model, with the settings of the pooling paper's authors.
+
+  Every character of the text is a piece; words are cut into pieces of up to 16
+  characters, which do not cross between scripts nor between digits; nothing is
+  normalised but runs of spaces. The same chunks give the same model.
+
+  Args:
+    chunks: the text in parts, of lines of any length.
+    vocab_size: how many pieces, three marks (unknown, begin, end) among them.
+
+  Returns:
+    The model, as the content of a SentencePiece `.model` file.
+
+  Raises:
+    ValueError: `data.unigram_size: ...`, the text does not admit that many or that few;
+      `data.path: ...`, the text has no words.
+
+  Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
+  models (identity normalisation, as in that of 200 pieces).
+  """
+  import sentencepiece
+
+  if vocab_size < 4:
+    raise _size_error("at least 4", vocab_size)
+  model = io.BytesIO()
+  # SentencePiece skips longer lines; at a space the cut changes no word.
+  lines = (line.removesuffix("\n") for chunk in whole_words(chunks)
+           for line in cut_lines(chunk, 4096))
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=(line for line in lines if line.strip(" ")),
+      model_writer=model,
+      model_type="unigram",
+      vocab_size=vocab_size,
+      character_coverage=1.0,
+      split_by_whitespace=True,
+      split_by_number=True,
+      split_digits=True,
+      split_by_unicode_script=True,
+      max_sentencepiece_length=16,
+      normalization_rule_name="identity",
+      remove_extra_whitespaces=True,
+      add_dummy_prefix=True,
+      max_sentence_length=4 * 4096,
+      num_threads=1,  # another number gives other pieces
+      minloglevel=2,
+    )
+  except (RuntimeError, OSError) as error:
+    too_large = re.search(r"size too high.* value <= (\d+)", str(error))
+    if too_large:
+      raise _size_error(f"at most {too_large[1]} for this text", vocab_size) from error
+    too_small = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+    if too_small:
+      raise _size_error(f"at least {too_small[1]} for this text", vocab_size) from error
+    raise ValueError("data.path: expected a text that SentencePiece can learn a Unigram "
+                     f"model from, got its answer {error}") from error
+  return model.getvalue()
+
+
+def load_unigram(file: str | Path) -> bytes:
+  """The content of a SentencePiece `.model` file, which is of the type Unigram.
+
+  Raises:
+    ValueError: `data.unigram_file: ...`, it cannot be read, is no SentencePiece model,
+      or is of another type, as "bpe".
+  """
+  try:
+    model = Path(file).read_bytes()
+  except OSError as error:
+    raise ValueError(f"data.unigram_file: expected a readable file, got {file} "
+                     f"({error.strerror})") from error
+  try:
+    return UnigramBoundaries(model).model
+  except ValueError as error:
+    problem = str(error).removeprefix("model: ")
+    raise ValueError(f"data.unigram_file: {problem}: {file}") from error
+
+
+def _size_error(expected: str, got: int) -> ValueError:
+  return ValueError(f"data.unigram_size: expected {expected}, got {got}")
+
+
+def _lengths(word: str, pieces: list[str]) -> list[int]:
+  """How many of a word's characters each piece has; none has 0."""
+  lengths = [len(piece) for piece in pieces]
+  # The mark that stands for a space before the word.
+  if sum(lengths) == len(word) + 1 and pieces[0][0] == _SPACE_MARK:
+    lengths[0] -= 1
+  if sum(lengths) != len(word):
+    return [len(word)]
+  return [length for length in lengths if length]
+
+
+def _model_type(model: bytes) -> int:
+  """The type that a model says it has: field 3 of its field 2, the trainer's settings.
+
+  Raises:
+    ValueError: it is not in the wire format of protocol buffers.
+    IndexError: it ends too early.
+  """
+  found = _UNIGRAM
+  for number, settings in _fields(model):
+    if number == 2 and isinstance(settings, bytes):
+      for inner, value in _fields(settings):
+        if inner == 3 and isinstance(value, int):
+          found = value
+  return found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+  """The numbers and values of a message's fields, in the wire format."""
+  place = 0
+
+  def varint() -> int:
+    nonlocal place
+    value = shift = 0
+    while True:
+      byte = message[place]
+      value |= (byte & 0x7F) << shift
+      place, shift = place + 1, shift + 7
+      if byte < 0x80:
+        return value
+
+  while place < len(message):
+    number, wire_type = divmod(varint(), 8)
+    if wire_type == 0:
+      yield number, varint()
+      continue
+    sizes = {1: 8, 5: 4}
+    if wire_type != 2 and wire_type not in sizes:
+      raise ValueError(f"wire type {wire_type}")
+    size = varint() if wire_type == 2 else sizes[wire_type]
+    yield number, message[place:place + size]
+    place += size

@@ -1,0 +1,232 @@
+"""Boundaries: each rule against its equation, and the samples' gradients."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax.ops.boundaries import (
+  binomial_prior_loss,
+  conditional_entropy,
+  entropy_spikes,
+  fixed_boundaries,
+  gumbel_sigmoid,
+  whitespace_boundaries,
+)
+from tests.reference import pooling as reference
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ROUNDING = dict(rtol=1e-5, atol=1e-6)
+INF = np.inf
+
+
+def with_gradient(function, argument, weights):
+  """The result and the gradient of sum(weights * result), one compilation."""
+
+  @jax.jit
+  def run(argument, weights):
+    result, pull = jax.vjp(function, argument)
+    return result, pull(weights)[0]
+
+  return run(argument, weights)
+
+
+def normal(*shape):
+  generator = np.random.default_rng(shape[-1])
+  return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "factor, offset, expected",
+  [
+    (3, None, [0, 0, 1, 0, 0, 1, 0]),
+    (3, 0, [1, 0, 0, 1, 0, 0, 1]),
+    (3, 1, [0, 1, 0, 0, 1, 0, 0]),
+    (1, None, [1] * 7),
+    (7, None, [0, 0, 0, 0, 0, 0, 1]),
+    (11, None, [0] * 7),
+  ],
+)
+def test_fixed(factor, offset, expected):
+  result = fixed_boundaries((2, 7), factor, offset)
+  assert result.dtype == jnp.int32
+  np.testing.assert_array_equal(result, [expected] * 2)
+
+
+def test_whitespace():
+  tokens = np.array([[5, 3, 0, 7, 0, 0], [0, 7, 7, 5, 2, 3]])
+  result = whitespace_boundaries(tokens, (0,))
+  assert result.dtype == jnp.int32
+  np.testing.assert_array_equal(result, [[0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]])
+  result = whitespace_boundaries(jnp.asarray(tokens, jnp.uint8), [0, 7])
+  np.testing.assert_array_equal(result, [[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+
+
+def test_samples_are_hard_and_their_gradient_is_that_of_the_soft_ones():
+  logits, temperature = 3 * normal(3, 7), 0.7
+  noise = jnp.asarray(np.random.default_rng(3).uniform(size=(3, 7)), jnp.float32)
+  weights = normal(3, 7)
+
+  def sample(logits):
+    return gumbel_sigmoid(logits, temperature, noise=noise)
+
+  hard, by_logits = with_gradient(sample, logits, weights)
+  x, u = np.asarray(logits, np.float64), np.asarray(noise, np.float64)
+  soft = 1 / (1 + np.exp(-(x + np.log(u) - np.log(1 - u)) / temperature))
+  assert hard.dtype == jnp.float32
+  np.testing.assert_array_equal(hard, soft > 0.5)
+  assert 0 < hard.mean() < 1
+  expected = np.asarray(weights) * soft * (1 - soft) / temperature
+  np.testing.assert_allclose(by_logits, expected, **ROUNDING)
+  _, tangent = jax.jit(lambda *x: jax.jvp(sample, x[:1], x[1:]))(logits, weights)
+  np.testing.assert_allclose(tangent, expected, **ROUNDING)
+
+
+def test_samples_of_the_docstring():
+  def sample(logits):
+    return gumbel_sigmoid(logits, 0.5, noise=jnp.full((1, 2), 0.5))
+
+  result, slope = with_gradient(sample, jnp.asarray([[-1.0, 2.0]]), jnp.ones((1, 2)))
+  np.testing.assert_array_equal(result, [[0, 1]])
+  np.testing.assert_allclose(slope, [[0.21, 0.0353]], rtol=1e-3)
+
+
+def test_a_sample_is_one_with_its_probability():
+  logits = jnp.repeat(jnp.asarray([-2.0, 0.0, 1.0]), 20_000)[None]
+  sample = jax.jit(lambda seed, tau: gumbel_sigmoid(logits, tau, key=jax.random.key(seed)))
+  for temperature in (0.5, 3.0):
+    hard = sample(5, temperature)
+    assert np.isin(hard, [0, 1]).all()
+    # Three standard deviations of the mean are 0.0106.
+    means = np.asarray(hard).reshape(3, -1).mean(axis=1)
+    np.testing.assert_allclose(means, [0.1192, 0.5, 0.7311], atol=0.0106)
+  other = sample(7, 0.5)
+  assert 0.1 < np.mean(np.asarray(hard) != np.asarray(other)) < 0.9
+
+
+def test_samples_are_finite_at_the_ends_of_everything(monkeypatch):
+  ends = jnp.asarray([[0, 2.0**-23, 0.5, 1 - 2.0**-23, 1 - 2.0**-24]] * 3)
+  monkeypatch.setattr(jax.random, "uniform", lambda *_: ends)
+  logits = jnp.asarray([[0.0], [INF], [-INF]]) + jnp.zeros((3, 5))
+  hard, gradient = with_gradient(
+    lambda x: gumbel_sigmoid(x, 0.5, key=jax.random.key(0)), logits, jnp.ones((3, 5))
+  )
+  np.testing.assert_array_equal(hard, [[0, 0, 1, 1, 1], [1] * 5, [0] * 5])
+  assert np.isfinite(gradient).all() and gradient[0, 0] > 0
+  np.testing.assert_array_equal(gradient[1:], 0)
+
+
+def test_samples_and_their_prior_equal_the_authors_code():
+  with np.load(GOLDEN / "D_hourglass_gumbel.npz") as file:
+    logits, noise = file["out/boundary_logits"], file["in/noise_u"]
+    hard, total = file["out/hard_boundaries"], file["out/loss_boundaries"]
+    # Recorded with the gradient of the loss of the language model alone in it twice.
+    both, by_model = (
+      file[f"grad_act/hard_boundaries{x}"] for x in ("", "_lm_only")
+    )
+    by_bias = file["grad/boundary_predictor.boundary_predictor.2.bias"]
+    last_ten = file["ext/loss_boundaries"]
+  result, pull = jax.vjp(
+    lambda x: gumbel_sigmoid(x, 0.5, noise=noise), jnp.asarray(logits)
+  )
+  np.testing.assert_array_equal(result, hard)
+  value, gradient = with_gradient(
+    lambda b: binomial_prior_loss(b, 0.2).mean(), result, jnp.ones(())
+  )
+  np.testing.assert_allclose(value, total, rtol=1e-5)
+  np.testing.assert_allclose(gradient, both - 2 * by_model, rtol=1e-4, atol=1e-7)
+  # The bias of the predictor is added to every logit.
+  by_logits = pull(gradient + by_model)[0]
+  np.testing.assert_allclose(by_logits.sum(), by_bias[0], rtol=1e-5)
+  counts = np.broadcast_to(np.arange(24) >= 14, (3, 24))
+  of_ten = binomial_prior_loss(result, 0.2, weights=counts)
+  np.testing.assert_allclose(of_ten.mean(), last_ten, rtol=1e-5)
+
+
+def test_entropy():
+  logits = np.array(3 * normal(2, 5, 7))
+  logits[0, 1, 3] = logits[1, 2, 1:] = -INF
+  value, gradient = with_gradient(conditional_entropy, logits, np.ones((2, 5), np.float32))
+  np.testing.assert_allclose(value, reference.entropy(logits), **ROUNDING)
+  assert np.isfinite(gradient).all()
+  assert value[1, 2] == 0
+  half = jax.jit(conditional_entropy)(jnp.zeros((2, 3, 7), jnp.bfloat16))
+  assert half.dtype == jnp.float32
+  np.testing.assert_allclose(half, np.full((2, 3), math.log(7)), rtol=1e-6)
+  # A certain prediction far from 0 has no entropy, and is no nan.
+  np.testing.assert_array_equal(jax.jit(conditional_entropy)(1e4 * logits), 0)
+
+
+def test_spikes():
+  np.testing.assert_array_equal(
+    entropy_spikes(jnp.asarray([[3.0, 2, 4, 4, 5, 1]])), [[1, 0, 1, 0, 1, 0]]
+  )
+  entropies = np.random.default_rng(5).integers(0, 7, (3, 13)).astype(np.float32)  # Ties.
+  for left in (1, 3, 29):
+    result = entropy_spikes(jnp.asarray(entropies), left)
+    assert result.dtype == jnp.int32
+    np.testing.assert_array_equal(result, reference.spikes(entropies, left))
+  slope = jax.grad(lambda x: entropy_spikes(x).astype(float).sum())(entropies)
+  np.testing.assert_array_equal(slope, np.zeros((3, 13)))
+
+
+def test_prior_and_its_gradient():
+  boundaries = np.array([[0] * 7, [1] * 7, [0, 1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1, 1],
+                         [1, 1, 0, 0, 1, 0, 1]])
+  weights = np.ones((5, 7))
+  weights[3, :4], weights[4] = 0, 0  # The fifth row counts nowhere.
+  for alpha in (0.2, 0.75):
+    value, gradient = with_gradient(
+      lambda b, alpha=alpha: binomial_prior_loss(b, alpha, weights=weights.astype(bool)),
+      boundaries.astype(np.float32), np.ones(5, np.float32)
+    )
+    expected = reference.binomial_prior(boundaries, alpha, weights)
+    np.testing.assert_allclose(value, expected, **ROUNDING)
+    step = 1e-5 * np.eye(1, 7, 6)  # All tokens that count are alike, as is the last.
+    slope = (reference.binomial_prior(boundaries + step, alpha, weights)
+             - reference.binomial_prior(boundaries - step, alpha, weights)) / 2e-5
+    np.testing.assert_allclose(gradient, slope[:, None] * weights, rtol=1e-4, atol=1e-5)
+    assert slope[4] == 0 and np.abs(slope[:4]).min() > 0.01
+  all_count = binomial_prior_loss(boundaries, 0.2)
+  expected = reference.binomial_prior(boundaries, 0.2, np.ones((5, 7)))
+  np.testing.assert_allclose(all_count, expected, **ROUNDING)
+  example = binomial_prior_loss(np.array([[0, 1, 0, 0, 1]]), 0.2)
+  np.testing.assert_allclose(example, [0.317], atol=5e-4)
+
+
+X = jnp.zeros((2, 7))
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: fixed_boundaries((2, 7), 0), "factor: expected at least 1, got 0"),
+    (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected 0 <= offset < 3, got 3"),
+    (lambda: fixed_boundaries((2, 7), 3, -1), "offset: .* got -1"),
+    (lambda: fixed_boundaries((7,), 3), r"shape: .* got \(7,\)"),
+    (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
+    (lambda: whitespace_boundaries(X, (0,)), "tokens: .* got float32"),
+    (lambda: whitespace_boundaries(np.arange(3), (0,)), r"tokens: .* got int32 \(3,\)"),
+    (lambda: gumbel_sigmoid(X, 0.0, key=KEY), "temperature: .* got 0.0"),
+    (lambda: gumbel_sigmoid(X, math.nan, key=KEY), "temperature: .* got nan"),
+    (lambda: gumbel_sigmoid(X, 1.0), "key, noise: .* got none"),
+    (lambda: gumbel_sigmoid(X, 1.0, key=KEY, noise=X + 0.5), "key, noise: .* got both"),
+    (lambda: gumbel_sigmoid(X, 1.0, noise=X), "noise: .* above 0 and below 1, got 0.0"),
+    (lambda: gumbel_sigmoid(X, 1.0, noise=X + 1), "noise: .* got 1.0"),
+    (lambda: gumbel_sigmoid(X, 1.0, noise=X[0] + 0.5), r"noise: .*\(2, 7\).* got .*\(7,"),
+    (lambda: gumbel_sigmoid(X.astype(int), 1.0, key=KEY), "logits: expected floats"),
+    (lambda: entropy_spikes(X, 0), "left: expected at least 1, got 0"),
+    (lambda: entropy_spikes(X[0]), r"entropies: .*\(7,\)"),
+    (lambda: binomial_prior_loss(X, 0.0), "alpha: expected 0 < alpha < 1, got 0.0"),
+    (lambda: binomial_prior_loss(X, 1.0), "alpha: .* got 1.0"),
+    (lambda: binomial_prior_loss(X[0], 0.2), r"boundaries: .*\(7,\)"),
+    (lambda: binomial_prior_loss(X, 0.2, weights=X[:1]), r"weights: .* got \(1, 7\)"),
+  ],
+)
+def test_refuses_what_does_not_match(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()

@@ -1,0 +1,194 @@
+"""Boundaries and conditional entropies of a text, of models made up or untrained."""
+
+import math
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import run as run_lib
+from dpjax import segmentation
+from dpjax.models.language_model import LanguageModelOutput
+from dpjax.segmentation import Segmentation, draw, render, segment
+from dpjax.text.tokens import train_tokenizer
+
+TEXT = "to be|\nor"
+# Of characters, the line end first: "\n", " ", "b", "e", "o", "r", "t", "|", unknown.
+NUM_IDS = 9
+
+
+class Model:
+  """Sure by 1 of `sure` ids after each token, the others being impossible."""
+
+  def __init__(self, kind):
+    self.kind = kind
+
+  def apply(self, variables, tokens, rngs):
+    assert set(rngs) == {"dropout"}
+    sure = 1 + tokens % 3
+    ids = jnp.broadcast_to(jnp.arange(NUM_IDS), (*tokens.shape, NUM_IDS))
+    logits = jnp.where(ids < sure[..., None], variables["params"]["scale"], -jnp.inf)
+    if self.kind == "vanilla":
+      return LanguageModelOutput(logits)
+    spaces = tokens <= 1
+    if self.kind == "whitespace":
+      return LanguageModelOutput(logits, spaces.astype(jnp.int32))
+    # What a straight-through gradient leaves of 0 and 1 in float32.
+    hard = jnp.where(spaces, 1 - 1e-7, 1e-7)
+    predictor = jnp.where(spaces, math.log(3), -math.log(4)).astype(jnp.bfloat16)
+    return LanguageModelOutput(logits, hard, predictor)
+
+
+def made_up(kind, max_length=11):
+  return SimpleNamespace(
+    model=Model(kind),
+    params={"scale": jnp.float32(0.5)},
+    tokenizer=train_tokenizer("characters", [TEXT]),
+    config=SimpleNamespace(model=SimpleNamespace(max_length=max_length)),
+    data=SimpleNamespace(splits={"test": np.array([6, 4, 1, 2, 3, 0, 5] * 30, np.uint16)}),
+  )
+
+
+def ended(*arguments):
+  """The message that the command exits with."""
+  with pytest.raises(SystemExit) as end:
+    segmentation.main([*arguments])
+  return end.value.code
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+  """Has the command load a model that is made up."""
+
+  def load(kind, **settings):
+    monkeypatch.setattr(run_lib, "load", lambda folder: made_up(kind, **settings))
+
+  return load
+
+
+def test_boundaries_and_entropies_are_the_models():
+  found = segment(made_up("gumbel"), TEXT)
+  assert found.pieces == ["t", "o", " ", "b", "e", "|", "\n", "o", "r"]
+  assert found.boundaries.dtype == bool
+  assert np.flatnonzero(found.boundaries).tolist() == [2, 6]
+  # The ids are 6, 4, 1, 2, 3, 7, 0, 4, 5.
+  expected = np.log([1, 2, 2, 3, 1, 2, 1, 2, 3])
+  assert found.entropies.dtype == np.float32
+  np.testing.assert_allclose(found.entropies, expected, atol=1e-6)
+  assert found.probabilities is not None and found.probabilities.dtype == np.float32
+  chance = np.where(found.boundaries, 3 / 4, 1 / 5)
+  np.testing.assert_allclose(found.probabilities, chance, atol=4e-3)
+
+
+def test_a_model_may_have_no_predictor_or_no_segments():
+  run = made_up("whitespace")
+  tokens = run.tokenizer.encode(TEXT)
+  found = segment(run, tokens)
+  assert np.flatnonzero(found.boundaries).tolist() == [2, 6]
+  assert found.probabilities is None
+  none = segment(made_up("vanilla"), tokens)
+  assert none.boundaries.tolist() == [False] * 9 and none.probabilities is None
+  np.testing.assert_array_equal(none.entropies, found.entropies)
+
+
+def test_a_text_has_to_fit():
+  run = made_up("vanilla", max_length=7)
+  assert len(segment(run, TEXT[:7]).pieces) == 7
+  for text in (TEXT, ""):
+    expected = rf"^text: expected 1 to 7 tokens \(the model's window\), got {len(text)}$"
+    with pytest.raises(ValueError, match=expected):
+      segment(run, text)
+
+
+@pytest.mark.parametrize("kind, text, pieces", [
+  ("bytes", "aé\n", ["a", "\ufffd", "\ufffd", "\n"]),
+  ("wordpiece", "the cat\n", ["the", " cat", "\n"]),
+  ("bpe", "the cat", ["the", " cat"]),
+])
+def test_pieces_of_other_tokenizers(kind, text, pieces):
+  chunks = ["the cat\nthe cat\n" * 5]
+  vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
+  tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
+  assert segmentation._pieces(tokenizer, tokenizer.encode(text)) == pieces
+
+
+@pytest.mark.parametrize("pieces, ends, expected", [
+  ("to be", [2], "to␣|be"),
+  ("to be", [], "to␣be"),
+  ("to be", [0, 4], "t|o␣be|"),
+  ("a|·\\␣", [1], r"a\||\·\\\␣"),
+  ("a\n\t\x07 é\u200b", [0], r"a|\n\t\x07␣é\u200b"),
+  (["the", " quick", " brow", "n", " fox"], [1, 3], "the·␣quick|␣brow·n|␣fox"),
+  (["the", " fox"], [1], "the·␣fox|"),
+  (["the", "·"], [], r"the·\·"),
+])
+def test_rendering(pieces, ends, expected):
+  boundaries = np.isin(np.arange(len(pieces)), ends)
+  made = Segmentation([*pieces], boundaries, np.zeros(len(pieces)), None)
+  assert render(made) == expected
+
+
+def test_the_figure():
+  pieces = [*"a $b$\n"]
+  made = Segmentation(
+    pieces, np.isin(np.arange(6), [1, 5]), np.array([0.5, 2.0, 0.25, 1.0, 3.0, 0.75]), None
+  )
+  (axes,) = draw(made).axes
+  assert axes.get_ylabel() == "conditional\nentropy (nats)"
+  assert axes.get_xlabel() == "token"
+  assert [tick.get_text() for tick in axes.get_xticklabels()] == [*"a␣$b$", r"\n"]
+  bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
+  np.testing.assert_allclose(bars, [*enumerate(made.entropies)])
+  # A segment ends with a token, so the line is behind it.
+  assert [[*line.get_xdata()] for line in axes.get_lines()] == [[1.5, 1.5], [5.5, 5.5]]
+
+  made = made._replace(probabilities=np.array([0.1, 0.9, 0.2, 0.3, 0.4, 0.8]))
+  above, below = draw(made).axes
+  assert above.get_ylabel() == "conditional\nentropy (nats)"
+  assert below.get_ylabel() == "probability\nof a boundary"
+  assert len(above.get_lines()) == 2 and len(below.get_lines()) == 3
+  assert below.get_lines()[0].get_xydata().tolist() == [*map(list, enumerate(
+    made.probabilities))]
+
+
+def test_the_command_prints_and_draws(loaded, tmp_path, capsys):
+  loaded("gumbel")
+  out = tmp_path / "made/segments.png"
+  segmentation.main(["runs/a", "--text=to be|", f"--out={out}"])
+  assert capsys.readouterr().out == (
+    "to␣|be\\|\n\n6 tokens, 1 closed segments; mean conditional entropy 0.5297 nats\n"
+  )
+  assert out.read_bytes().startswith(b"\x89PNG")
+  segmentation.main(["runs/a", "--text=to be or what is longer", "--length=4"])
+  assert capsys.readouterr().out.startswith("to␣|b\n\n4 tokens")
+  assert [*tmp_path.iterdir()] == [out.parent]
+
+
+def test_without_a_text_the_test_split_is_shown(loaded, capsys):
+  loaded("gumbel")
+  segmentation.main(["runs/a"])
+  assert capsys.readouterr().out.startswith("to␣|be\\n|rto␣|b\n\n11 tokens, 3 closed")
+  segmentation.main(["runs/a", "--length=3"])
+  assert capsys.readouterr().out.startswith("to␣|\n\n3 tokens, 1 closed")
+  loaded("gumbel", max_length=121)
+  segmentation.main(["runs/a"])
+  assert "\n120 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, message", [
+  (["--length=12"], "length: expected 1 to model.max_length = 11, got 12"),
+  (["--length=0"], "length: expected 1 to model.max_length = 11, got 0"),
+  (["--text="], "text: expected 1 to 11 tokens (the model's window), got 0"),
+  (["--text=to be or to be"], "text: expected 1 to 11 tokens (the model's window), got 14"),
+  (["--length=4", "--out=x.bmp"],
+   "out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
+])
+def test_wrong_flags(loaded, flags, message):
+  loaded("whitespace")
+  assert ended("runs/a", *flags) == message
+
+
+def test_wrong_folder(tmp_path):
+  folder = str(tmp_path / "a")
+  assert ended(folder) == f"workdir: expected the folder of a run, got {folder}"

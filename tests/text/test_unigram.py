@@ -1,0 +1,235 @@
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from dpjax.text.tokens import KINDS, train_tokenizer
+from dpjax.text.unigram import (
+  UnigramBoundaries,
+  load_unigram,
+  train_unigram,
+  whole_words,
+)
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
+VERBS = " ".join(stem + end for stem in ("walk", "talk", "work", "look", "play", "jump")
+                 for end in ("", "s", "ed", "ing", "er", "able", "ative"))
+LINES = (VERBS, "on 1 11 1789 11 1789", "unwalkable untalked  workings", "tab\tbed end\r",
+         "\u00e9t\u00e9 \ufb01ne caf\u00e9\u0434\u043e do \u0434\u043e")
+TEXT = "\n".join(LINES) + "\n"
+
+
+@pytest.fixture(scope="module")
+def model():
+  return train_unigram([TEXT], 53)
+
+
+@pytest.fixture(scope="module")
+def unigram(model):
+  return UnigramBoundaries(model)
+
+
+class Processor:
+  """Says how words are cut, as SentencePiece's does."""
+
+  def __init__(self, pieces):
+    self._pieces = pieces
+
+  def encode(self, words, out_type):
+    assert out_type is str
+    return [self._pieces[word] for word in words]
+
+
+def cut_as(model, pieces):
+  found = UnigramBoundaries(model)
+  found._processor = Processor(pieces)
+  return found
+
+
+def test_by_example(model):
+  pieces = {"abc": ["\u2581ab", "c"], "cba": ["\u2581", "c", "ba"], "c": ["\u2581c"]}
+  found = cut_as(model, pieces)("abc cba  abc\nc")
+  assert found.tolist() == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0]
+  assert found.dtype == np.uint8
+
+
+@pytest.mark.parametrize("size", ["5000", "200"])
+@pytest.mark.parametrize("group", ["plain", "edge"])
+def test_boundaries_are_the_authors(model, group, size):
+  golden = json.loads(GOLDEN.read_text())["groups"][group]
+  recorded = zip(golden["texts"], golden["pieces"][size], golden["positions"][size],
+                 strict=True)
+  for text, pieces, positions in recorded:
+    found = cut_as(model, dict(zip(text.split(" "), pieces, strict=True)))(text)
+    # Theirs stand one character late within the first word.
+    first = text.index(" ")
+    expected = [place - (place < first) for place in positions]
+    assert np.flatnonzero(found).tolist() == expected
+    assert len(found) == len(text)
+
+
+def test_pieces_of_each_word_by_itself(unigram):
+  expected = []
+  for word in re.split("[ \n]", TEXT):
+    pieces = unigram._processor.encode(word, out_type=str)
+    assert "".join(pieces) == "\u2581" * bool(word) + word
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=int) - 2  # the mark, and 0
+    expected += [int(place in ends[:-1]) for place in range(len(word))] + [1]
+  found = unigram(TEXT)
+  np.testing.assert_array_equal(found, expected[:-1])
+  spaces = [character in " \n" for character in TEXT]
+  assert found[spaces].all() and 0.1 < found[~np.array(spaces)].mean() < 0.6
+
+
+def test_a_line_end_is_a_space_and_words_stand_alone(unigram):
+  text = "talkative walking playable"
+  found = unigram(text)
+  np.testing.assert_array_equal(unigram(text.replace(" ", "\n")), found)
+  np.testing.assert_array_equal(unigram("  " + text), [1, 1, *found])
+  words = [unigram(word) for word in text.split()]
+  np.testing.assert_array_equal(found, [*words[0], 1, *words[1], 1, *words[2]])
+  assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("chunks, expected", [
+  (["ab c", "d", "e\nf", "g"], ["ab ", "cde\n", "fg"]),
+  (["ab", " c"], ["ab ", "c"]),
+  (["ab ", "", "c\n"], ["ab ", "c\n"]),
+  (["", "ab", "cd"], ["abcd"]),
+  ([], []),
+])
+def test_parts_with_whole_words(chunks, expected):
+  assert list(whole_words(chunks)) == expected
+
+
+def test_parts_of_whole_words_have_the_boundaries_of_the_text(unigram):
+  for cut in (1, 5, 17):
+    chunks = [TEXT[begin:begin + cut] for begin in range(0, len(TEXT), cut)]
+    parts = list(whole_words(chunks))
+    assert len(parts) > 4 and "".join(parts) == TEXT
+    found = np.concatenate([unigram(part) for part in parts])
+    np.testing.assert_array_equal(found, unigram(TEXT))
+
+
+def test_a_full_memory_is_emptied(model, monkeypatch):
+  unigram = UnigramBoundaries(model)
+  found = unigram(TEXT)
+  monkeypatch.setattr("dpjax.text.unigram._MOST_WORDS", 3)
+  np.testing.assert_array_equal(unigram(TEXT), found)
+  unigram("walks")
+  assert list(unigram._found) == ["walks"]
+
+
+def test_words_that_change_in_length_are_one_piece(model):
+  pieces = {"caf\u00e9": ["\u2581ca", "f", "<0xC3>", "<0xA9>"],
+            "\ufb01ne": ["\u2581f", "in", "e"], "\u2581": [], "The": ["\u2581th", "e"]}
+  found = cut_as(model, pieces)("caf\u00e9 \ufb01ne \u2581 The")
+  assert "".join(map(str, found)) == "0000" + "1" + "000" + "1" + "0" + "1" + "010"
+
+
+def test_long_words_are_cut_in_parts(unigram, monkeypatch):
+  monkeypatch.setattr("dpjax.text.unigram._LONGEST_WORD", 8)
+  found = unigram("walking walkingstalkedup")
+  parts = [unigram(part) for part in ("walking", "walkings", "talkedup")]
+  np.testing.assert_array_equal(found, [*parts[0], 1, *parts[1][:-1], 1, *parts[2]])
+
+
+def test_tokens_of_characters(unigram):
+  text = "working caf\u00e9\u0434\u043e\n\ufb01ne"
+  found = unigram(text)
+  characters = train_tokenizer("characters", [TEXT])
+  np.testing.assert_array_equal(unigram.of_tokens(text, characters), found)
+  sizes = [len(character.encode()) for character in text]
+  expected = [b for one, size in zip(found, sizes, strict=True)
+              for b in [0] * (size - 1) + [int(one)]]
+  in_bytes = unigram.of_tokens(text, train_tokenizer("bytes", []))
+  assert in_bytes.dtype == np.uint8 and in_bytes.tolist() == expected
+  assert unigram.of_tokens("", train_tokenizer("bytes", [])).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in
+                                  ("characters", "bytes")])
+def test_subwords_have_no_boundaries(unigram, kind):
+  tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
+  with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
+                                       f"with Unigram boundaries, got {kind}"):
+    unigram.of_tokens("walks", tokenizer)
+
+
+def test_settings_of_the_pieces(unigram):
+  processor = unigram._processor
+  pieces = {processor.id_to_piece(i).removeprefix("\u2581") for i in range(3, 53)}
+  assert processor.vocab_size() == 53
+  # Every character, as it stands; a "\r" is taken to be of the line end.
+  assert pieces >= set(TEXT) - set(" \r\n")
+  assert max(map(len, pieces)) > 3
+  assert not any(re.search(r"\d\d|[a-z]\d|\d[a-z]|[a-z\u00e9][\u0430-\u044f]", piece)
+                 for piece in pieces)
+
+
+def test_pieces_have_up_to_16_characters():
+  text = "incomprehensibilities " * 11
+  model = train_unigram([text], limit("most", text, 4001))
+  processor = UnigramBoundaries(model)._processor
+  lengths = [len(processor.id_to_piece(i)) for i in range(processor.vocab_size())]
+  assert 10 < max(lengths) <= 16
+
+
+def test_lines_may_be_long():
+  # Longer than a sentence may be for SentencePiece, and what comes last counts too.
+  text = "walk talk " * 3001 + "walks \u00e9"
+  processor = UnigramBoundaries(train_unigram([text], 12))._processor
+  pieces = [processor.id_to_piece(i) for i in range(12)]
+  assert {"s", "\u00e9"} <= set(pieces)
+  # Words that chunks cut are whole.
+  chunks = [text[begin:begin + 7] for begin in range(0, len(text), 7)]
+  processor = UnigramBoundaries(train_unigram(chunks, 12))._processor
+  assert {processor.id_to_piece(i) for i in range(12)} == set(pieces)
+
+
+def test_sizes_that_the_text_does_not_admit():
+  for size, expected in [(4001, r"at most \d+ for this text, got 4001"),
+                         (7, r"at least \d+ for this text, got 7"),
+                         (0, "at least 4, got 0")]:
+    with pytest.raises(ValueError, match=f"^data.unigram_size: expected {expected}"):
+      train_unigram([TEXT], size)
+  assert train_unigram([TEXT], limit("least", TEXT, 7))
+
+
+def limit(which, text, size):
+  """The smallest or largest size that a text admits, from the error for another."""
+  with pytest.raises(ValueError, match=f"{which} ") as caught:
+    train_unigram([text], size)
+  return int(str(caught.value).split(f"{which} ")[1].split()[0])
+
+
+def test_text_without_words():
+  with pytest.raises(ValueError, match="^data.path: expected a text"):
+    train_unigram([" \n  \n"], 50)
+
+
+def test_model_from_a_file(tmp_path, model):
+  (tmp_path / "unigram.model").write_bytes(model)
+  assert load_unigram(tmp_path / "unigram.model") == model
+  with pytest.raises(ValueError, match="^data.unigram_file: expected a readable file, "
+                                       "got .*none.model"):
+    load_unigram(tmp_path / "none.model")
+  with pytest.raises(ValueError, match="^data.unigram_file: expected a readable file"):
+    load_unigram(tmp_path)
+  for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
+    (tmp_path / "other.model").write_bytes(content)
+    with pytest.raises(ValueError, match="^data.unigram_file: expected a SentencePiece "
+                                         "model, got something else: .*other.model"):
+      load_unigram(tmp_path / "other.model")
+
+
+def test_only_models_of_the_type_unigram(tmp_path):
+  for kind in ("sentencepiece_unigram", "sentencepiece_bpe"):
+    tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
+    (tmp_path / f"{kind}.model").write_bytes(tokenizer._model)
+  assert load_unigram(tmp_path / "sentencepiece_unigram.model")
+  with pytest.raises(ValueError, match="^data.unigram_file: .* type unigram, got one of "
+                                       "the type bpe: .*_bpe.model"):
+    load_unigram(tmp_path / "sentencepiece_bpe.model")
