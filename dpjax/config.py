@@ -449,8 +449,10 @@ def _check_pooling(config) -> None:
   factor, offset = model.shortening_factor, model.boundary_offset
   _expect(-1 <= offset < factor, "model.boundary_offset",
           f"-1 (which is the last) to model.shortening_factor - 1 = {factor - 1}", offset)
-  _expect(all(_is_whole(i, 0) for i in model.space_ids), "model.space_ids",
-          "token ids", model.space_ids)
+  size = model.vocab_size or math.inf
+  below = f" below model.vocab_size = {size}" if model.vocab_size else ""
+  _expect(all(_is_whole(i, 0) and i < size for i in model.space_ids), "model.space_ids",
+          f"token ids{below}", model.space_ids)
 
 
 def _check_only_for_boundaries(config, usual, sections: tuple[str, ...]) -> None:
@@ -476,7 +478,7 @@ def _check_choice(key: str, value, choices: Sequence[str]) -> None:
 
 
 def _is_whole(value, least: int) -> bool:
-  return isinstance(value, int) and value >= least
+  return type(value) is int and value >= least
 
 
 def _at_least(config, key: str, least: int) -> None:

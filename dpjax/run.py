@@ -351,8 +351,9 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   """Reads a checkpoint of the papers' authors, with a configuration's data.
 
   fractalego/dispatcher saves such files. PiotrNawrot/dynamic-pooling saves more than
-  weights, which PyTorch does not read from a stranger: take the weights out first, with
-  torch.save({"model_state": torch.load(FILE, weights_only=False)["model_state"]}, NEW).
+  weights, which PyTorch does not read from a stranger: take out what is needed first, by
+  all = torch.load(FILE, weights_only=False) and
+  torch.save({key: all[key] for key in ("model_state", "model_config")}, NEW).
 
   The files hold no vocabulary: `config.data` has to make the one they were trained with,
   as configs/dispatcher_wikitext2.py does.

@@ -65,13 +65,24 @@ def small_config(text: Path, **train):
   return config
 
 
+def pooled_config(text: Path, boundaries: str, **train):
+  """`small_config` with token pooling, one layer a block."""
+  config = small_config(text, **train)
+  config.model.update(
+    dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1)
+  )
+  if boundaries != "fixed":
+    config.model.num_capacities = 2
+  if boundaries == "unigram":
+    config.data.unigram_size = 31
+  return config
+
+
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
   for section in ("model", "data", "train", "eval", "sample"):
     for key, value in config[section].items():
-      if isinstance(value, tuple):
-        value = f"({','.join(map(str, value))},)"
       if isinstance(value, bool):
         flags.append(f"--{'' if value else 'no'}config.{section}.{key}")
       else:

@@ -40,8 +40,9 @@ def test_the_default_is_valid():
     ("data.split_fractions", 1, "expected a value of type tuple, got 1"),
     ("model.mixer", None, "expected a value of type str, got None"),
     ("model.mixer", "dispacher", ".* got dispacher; did you mean dispatcher?"),
+    ("model.boundaries", "gumble", "expected one of none, .* did you mean gumbel?"),
     ("model.norm", "none", "expected one of post, pre, got none"),
-    ("model.positions", "fixed", "expected one of sinusoidal, learned, got fixed"),
+    ("model.positions", "fixed", "expected one of sinusoidal, learned, none, got fixed"),
     ("model.activation", "tanh", "expected one of relu, gelu, got tanh"),
     ("model.dtype", "float16", "expected one of float32, bfloat16, got float16"),
     ("train.optimizer", "sgd", "expected one of adam, adamw, got sgd"),
@@ -92,6 +93,87 @@ def test_the_default_is_valid():
 def test_what_cannot_run_is_refused(key, value, message):
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
     config_lib.check(changed({key: value}))
+
+
+@pytest.mark.parametrize(
+  ("boundaries", "key", "value", "message"),
+  [
+    ("none", "model.first_layers", 3, "expected 2 with model.boundaries = none, got 3"),
+    ("none", "model.last_layers", 3, "expected 2 with model.boundaries = none, got 3"),
+    ("none", "model.first_mixer", "he", "expected '' with model.boundaries = none"),
+    ("none", "model.last_mixer", "he", "expected '' with model.boundaries = none"),
+    ("none", "model.pooling", "last", "expected 'mean' with model.boundaries = none"),
+    ("gumbel", "model.pooling", "last", "expected 'mean' with .* gumbel, got 'last'"),
+    ("gumbel", "model.shortening_factor", 3, "expected 2 with .* gumbel, got 3"),
+    ("whitespace", "model.boundary_offset", 0, "expected -1 with .* whitespace, got 0"),
+    ("fixed", "model.num_capacities", 3, "expected 8 with model.boundaries = fixed"),
+    ("fixed", "model.space_ids", (3,), r"expected \(\) with .* fixed, got \(3,\)"),
+    ("unigram", "model.boundary_temperature", 0.7, "expected 0.5 with .* unigram"),
+    ("entropy", "model.sample_boundaries", True, "expected False with .* entropy"),
+    ("entropy", "data.unigram_file", "a.model", "expected '' with .* entropy"),
+    ("none", "data.unigram_size", 200, "expected 10000 with .* none, got 200"),
+    ("fixed", "train.boundary_prior", 0.3, "expected 0.2 with .* fixed, got 0.3"),
+    ("unigram", "train.entropy_left", 3, "expected 2 with .* unigram, got 3"),
+    ("gumbel", "train.double_sigmoid", True, "expected False with .* gumbel, got True"),
+    ("fixed", "model.first_mixer", "atention", "expected .* did you mean attention?"),
+    ("fixed", "model.last_mixer", "dispacher", "expected .* did you mean dispatcher?"),
+    ("fixed", "model.pooling", "first", "expected one of mean, last, got first"),
+    ("fixed", "model.shortening_factor", 0, "expected at least 1, got 0"),
+    ("fixed", "model.boundary_offset", 2, "expected -1 .*factor - 1 = 1, got 2"),
+    ("fixed", "model.boundary_offset", -2, "expected -1 .* got -2"),
+    ("fixed", "model.first_layers", 0, "expected at least 1, got 0"),
+    ("fixed", "model.last_layers", 0, "expected at least 1, got 0"),
+    ("gumbel", "model.num_capacities", 0, "expected at least 1, got 0"),
+    ("gumbel", "model.boundary_temperature", 0.0, "expected above 0, got 0.0"),
+    ("gumbel", "model.boundary_temperature", float("nan"), "expected above 0, got nan"),
+    ("gumbel", "train.boundary_prior", 0.0, r"expected a number in \(0, 1\), got 0.0"),
+    ("gumbel", "train.boundary_prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
+    ("entropy", "train.entropy_left", 0, "expected at least 1, got 0"),
+    ("unigram", "data.unigram_size", 0, "expected at least 1, got 0"),
+    ("whitespace", "model.space_ids", (1.5,), r"expected token ids, got \(1.5,\)"),
+    ("whitespace", "model.space_ids", (True,), r"expected token ids, got \(True,\)"),
+    ("whitespace", "model.space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
+    ("whitespace", "model.space_ids", 3, "expected a value of type tuple, got 3"),
+    ("none", "model.norm_init_std", -0.1, "expected at least 0, got -0.1"),
+    ("none", "train.batches", "shufled_windows", ".* did you mean shuffled_windows?"),
+  ],
+)
+def test_what_boundaries_do_not_go_with_is_refused(boundaries, key, value, message):
+  with pytest.raises(ValueError, match=f"^{key}: {message}"):
+    config_lib.check(changed({"model.boundaries": boundaries, key: value}))
+
+
+def test_what_boundaries_go_with():
+  for settings in (
+    {"model.boundaries": "fixed", "model.shortening_factor": 1, "model.boundary_offset": 0},
+    {"model.boundaries": "fixed", "model.boundary_offset": 1, "model.pooling": "last"},
+    {"model.boundaries": "whitespace", "model.space_ids": (0, 7), "model.vocab_size": 8},
+    {"model.boundaries": "entropy", "train.entropy_left": 1, "train.double_sigmoid": True},
+    {"model.boundaries": "unigram", "data.unigram_size": 200, "model.num_capacities": 1},
+    {"model.boundaries": "gumbel", "train.boundary_prior": 0.01, "model.space_ids": (3,)},
+    {"model.boundaries": "gumbel", "model.sample_boundaries": True, "model.last_layers": 1},
+  ):
+    config_lib.check(changed(settings))
+  few = {"model.boundaries": "gumbel", "model.space_ids": (8,), "model.vocab_size": 8}
+  with pytest.raises(ValueError, match="^model.space_ids: .* model.vocab_size = 8, got"):
+    config_lib.check(changed(few))
+
+
+def test_blocks_with_mixers_of_their_own_have_the_settings_of_all():
+  mixed = {"model.mixer": "he", "model.first_mixer": "attention"}
+  assert config_lib.mixers_in(changed(mixed).model) == ("he",)
+  mixed["model.boundaries"] = "fixed"
+  config = changed({**mixed, "model.num_heads": 4, "model.attention_bias": False,
+                    "model.adjustment": False, "model.implementation": "fft"})
+  config_lib.check(config)
+  assert config_lib.mixers_in(config.model) == ("he", "attention")
+  with pytest.raises(ValueError, match="^model.num_levels: .* mixer he, attention, got"):
+    config_lib.check(changed({**mixed, "model.num_levels": 3}))
+  # No name is one of both operators.
+  mixed["model.last_mixer"] = "dispatcher"
+  assert config_lib.mixers_in(changed(mixed).model) == ("he", "attention", "dispatcher")
+  with pytest.raises(ValueError, match="^model.implementation: .* one of '', got fft"):
+    config_lib.check(changed({**mixed, "model.implementation": "fft"}))
 
 
 def test_two_units_of_a_duration_are_refused():
@@ -195,6 +277,25 @@ def test_settings_added_later_take_their_defaults():
 def test_settings_that_cannot_be_read_are_refused(settings, message):
   with pytest.raises(ValueError, match=f"^{message}"):
     config_lib.from_dict(settings)
+
+
+def test_a_run_from_before_token_pooling_is_read():
+  old = changed({"train.batch_size": 30, "model.mixer": "he"}).to_dict()
+  later = {*config_lib.ONLY_FOR_BOUNDARIES, "model.boundaries", "model.norm_init_std"}
+  for key in later:
+    section, name = key.split(".")
+    del old[section][name]
+  config = config_lib.from_dict(json.loads(json.dumps(old)))
+  assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
+  assert config.model.boundaries == "none" and config_lib.differences(old, config) == []
+  pooled = changed({"train.batch_size": 30, "model.mixer": "he",
+                    "model.boundaries": "whitespace", "model.space_ids": (0, 7)})
+  assert config_lib.differences(old, pooled) == [
+    "model.boundaries: 'none' there, 'whitespace' here",
+    "model.space_ids: () there, (0, 7) here",
+  ]
+  back = config_lib.from_dict(json.loads(json.dumps(pooled.to_dict())))
+  assert back == pooled and back.model.space_ids == (0, 7)
 
 
 def test_only_what_changes_no_trained_number_may_differ():

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from configs import extractors_childrens_books as extractors
+from configs import pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
 from dpjax.models.build import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 # Entries of the vocabularies that the configured tokenizers make.
-VOCABULARIES = {"ptb": 8_558, "wikitext2": 20_044, "wikitext103": 28_996, "books": 5_000}
+VOCABULARIES = {
+  "ptb": 8_558, "wikitext2": 20_044, "wikitext103": 28_996, "books": 5_000,
+  "text8": 28,  # a to z, the space, and what is unknown
+}
 # Table 1 of the Dispatcher paper.
 PERPLEXITIES = {
   "msa_ptb": 40.58,
@@ -40,6 +44,8 @@ def header(name: str) -> str:
 def count_parameters(config, vocab_size: int) -> int:
   model_config = config.model.copy_and_resolve_references()
   model_config.vocab_size = vocab_size
+  if model_config.boundaries == "whitespace":
+    model_config.space_ids = (0,)
   model = build_model(model_config)
   tokens = jax.ShapeDtypeStruct((2, model_config.max_length), jnp.int32)
   shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
@@ -187,3 +193,195 @@ def test_has_the_papers_settings(name):
   }
   for section, settings in expected.items():
     assert {key: config[section][key] for key in settings} == settings
+
+
+# Bits per character and shortening factor: Table 1 of the pooling paper, column by column.
+BOUNDARIES = (
+  "none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram", "whitespace"
+)
+POOLING = {
+  "text8": """1.143 1.0  1.149 2.0  1.155 3.0  1.166 4.0
+              1.136* 4.6  1.138* 4.1  1.134* 5.0  1.133* 5.7""",
+  "wiki40b_en": """1.091 1.0  1.084 2.0  1.093 3.0  1.102 4.0
+                   1.080 4.7  1.083 4.1  1.078* 5.0  1.077* 5.6""",
+  "cc100": """1.225 1.0  1.224 2.0  1.229 3.0  1.240 4.0
+              1.212* 4.6  1.218* 3.8  1.212* 4.8  1.214* 5.2""",
+  "wiki40b_fi": """0.945 1.0  0.946 2.0  0.951 3.0  0.961 4.0
+                   0.941 2.6  0.949 4.1  0.937 2.1  0.955 7.9""",
+  "wiki40b_he": """1.274 1.0  1.279 2.0  1.290 3.0  1.304 4.0
+                   1.281 4.7  1.276 3.6  1.270* 1.9  1.284 3.8""",
+  "wiki40b_vi": """1.065 1.0  1.060 2.0  1.068 3.0  1.087 4.0
+                   1.061 4.3  1.072 4.2  1.058 4.0  1.057* 4.4""",
+}
+SUBSAMPLING = {"fixed2": "1.180", "entropy": "1.151", "whitespace": "1.144"}
+KINDS = {
+  "none": dict(boundaries="none", num_layers=12, shortening_factor=2),
+  "fixed2": dict(boundaries="fixed", num_layers=8, shortening_factor=2),
+  "fixed3": dict(boundaries="fixed", num_layers=8, shortening_factor=3),
+  "fixed4": dict(boundaries="fixed", num_layers=8, shortening_factor=4),
+  **{kind: dict(boundaries=kind, num_layers=8) for kind in BOUNDARIES[4:]},
+}
+
+
+def rows_of_table(name: str) -> dict[str, list[str]]:
+  return {
+    row[0]: row[1:]
+    for row in map(str.split, header(name).splitlines())
+    if len(row) > 2 and row[0] in BOUNDARIES and re.match(r"\d\.\d{3}", row[1])
+  }
+
+
+def test_the_tables_of_pooling_are_the_papers():
+  for data, column in POOLING.items():
+    name, _, language = data.partition("_")
+    rows = rows_of_table(f"pooling_{name}")
+    assert tuple(rows) == BOUNDARIES
+    place = 2 * list(pooling_wiki40b.TEXTS).index(language) if language else 0
+    found = [cell for row in rows.values() for cell in row[place : place + 2]]
+    assert found == column.split()
+  rows = rows_of_table("pooling_text8")
+  assert {kind: row[-1] for kind, row in rows.items() if len(row) > 2} == SUBSAMPLING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pooling_has_the_papers_settings(kind):
+  config = pooling_text8.get_config(kind)
+  config_lib.check(config)
+  expected = {
+    "model": dict(
+      mixer="relative_attention", first_mixer="", last_mixer="", first_layers=2,
+      last_layers=2, width=512, feed_forward_width=2048, num_heads=8, max_length=2048,
+      norm="post", positions="none", activation="gelu", dropout=0.1, hidden_dropout=0.1,
+      mixer_dropout=0.1, init_std=0.02, norm_init_std=0.02, pooling="mean",
+      boundary_temperature=0.5, boundary_offset=-1, sample_boundaries=False, **KINDS[kind],
+    ),
+    "data": dict(
+      path="data/text8", tokenizer="characters", split_fractions=(0.9, 0.05, 0.05),
+      unigram_size=10_000,
+    ),
+    "train": dict(
+      batches="shuffled_windows", batch_size=8, window=0, num_steps=200_000,
+      optimizer="adam", learning_rate=2.5e-4, b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.25,
+      schedule="cosine", warmup_steps=4_000, boundary_prior=0.2, entropy_left=2,
+      double_sigmoid=False,
+    ),
+    "eval": dict(window=0, stride=512),
+  }
+  for section, settings in expected.items():
+    assert {key: config[section][key] for key in settings} == settings
+  alphabet = set("abcdefghijklmnopqrstuvwxyz ")
+  assert config.sample.prompt and set(config.sample.prompt) <= alphabet
+  tiny = pooling_text8.get_config(f"tiny,{kind}")
+  config_lib.check(tiny)
+  same = ("mixer", "boundaries", "shortening_factor", "num_heads", "pooling", "positions")
+  assert all(tiny.model[key] == config.model[key] for key in same)
+  assert tiny.train.num_steps == 50 and tiny.model.width == 32
+  assert tiny.model.num_capacities == (3 if kind in BOUNDARIES[4:] else 8)
+
+
+def changes(variant: str, base: str) -> dict:
+  """The settings in which a variant differs from another one."""
+  new, old = pooling_text8.get_config(variant), pooling_text8.get_config(base)
+  config_lib.check(new)
+  return {
+    f"{section}.{key}": value
+    for section in ("model", "data", "train", "eval", "sample")
+    for key, value in new[section].items() if value != old[section][key]
+  }
+
+
+def test_each_word_of_pooling_changes_its_settings_alone():
+  for size in (200, 500, 1000, 3000, 5000):
+    assert changes(f"unigram_{size}", "unigram") == {"data.unigram_size": size}
+  assert changes("unigram_10000", "unigram") == {} == changes("gumbel_0.20", "gumbel")
+  for prior in ("0.25", "0.30", "0.37", "0.45"):
+    assert changes(f"gumbel_{prior}", "gumbel") == {"train.boundary_prior": float(prior)}
+  for layers in (4, 6, 10, 12, 14, 16):
+    assert changes(f"middle_{layers},entropy", "entropy") == {"model.num_layers": layers}
+    assert changes(f"none,middle_{layers}", "none") == {"model.num_layers": layers + 4}
+  assert changes("middle_8", "whitespace") == {} == changes("", "whitespace")
+  for kind in SUBSAMPLING:
+    assert changes(f"{kind},subsampling", kind) == {"model.pooling": "last"}
+
+
+def test_the_texts_of_pooling_have_the_papers_settings():
+  for language, (size, prior) in {
+    "en": (10_000, 0.2), "fi": (200, 0.37), "he": (200, 0.2), "vi": (10_000, 0.2)
+  }.items():
+    unigram = pooling_wiki40b.get_config(f"{language},unigram")
+    gumbel = pooling_wiki40b.get_config(f"gumbel,{language}")
+    for config in (unigram, gumbel):
+      config_lib.check(config)
+      assert config.data.path == f"data/wiki40b_{language}"
+    assert unigram.data.unigram_size == size and gumbel.train.boundary_prior == prior
+    said = f"\n  {language}  {size:<9,}".rstrip() + f" +{prior}\n"
+    assert re.search(said, header("pooling_wiki40b"))
+  assert pooling_wiki40b.get_config("unigram_500,fi").data.unigram_size == 500
+  assert pooling_wiki40b.get_config("fi,gumbel_0.20").train.boundary_prior == 0.2
+  for kind in KINDS:
+    ours, text8 = pooling_cc100.get_config(kind), pooling_text8.get_config(kind)
+    assert ours.data.path == "data/cc100"
+    ours.data.path = text8.data.path
+    assert ours == text8
+
+
+@pytest.mark.parametrize(
+  "variant, message",
+  [
+    ("fixed5", "boundaries, middle_N, subsampling and tiny, .* none, fixed2.* got fixed5"),
+    ("fixed2,fixed3", "boundaries, .* each at most once, .* got fixed2,fixed3"),
+    ("unigram,unigram", "boundaries, .* got unigram,unigram"),
+    ("unigram_300", "boundaries, .* got unigram_300"),
+    ("gumbel_0.2", "boundaries, .* got gumbel_0.2"),
+    ("middle_5", "boundaries, .* got middle_5"),
+    ("fi,unigram", "boundaries, .* got fi,unigram"),
+    ("gumbel,subsampling", "no subsampling with gumbel, got gumbel,subsampling"),
+    ("subsampling,none", "no subsampling with none, got subsampling,none"),
+  ],
+)
+def test_variants_of_pooling_that_there_are_not(variant, message):
+  with pytest.raises(ValueError, match=f"^expected {message}"):
+    pooling_text8.get_config(variant)
+
+
+def test_languages_of_pooling_that_there_are_not():
+  for variant in ("sv,unigram", "en,fi"):
+    message = f"^expected a language, boundaries, .* en, fi, he, vi, none, .* got {variant}"
+    with pytest.raises(ValueError, match=message):
+      pooling_wiki40b.get_config(variant)
+
+
+def million(variant: str) -> str:
+  count = count_parameters(pooling_text8.get_config(variant), VOCABULARIES["text8"])
+  return f"{count / 1e6:.1f}M"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_pooling_has_the_parameters_of_the_header(kind):
+  plain, predicted = re.findall(r"[\d.]+M", header("pooling_text8"))[:2]
+  has_predictor = kind in ("unigram", "entropy", "gumbel")
+  assert million(kind) == (predicted if has_predictor else plain)
+
+
+def test_the_header_of_pooling_is_true():
+  text = header("pooling_text8")
+  stated = re.search(r"^Parameters: .*?^Hardware", text, re.MULTILINE | re.DOTALL)[0]
+  plain, predicted, *depths = re.findall(r"\d\d\.\dM", stated)
+  assert million("fixed4") == plain and million("unigram") == predicted
+  # The paper says so of them in the caption of Fig. 4.
+  assert [depth.partition(".")[0] for depth in depths] == ["28", "69"]
+  assert [million(f"gumbel,middle_{layers}") for layers in (4, 16)] == depths
+  # Rows of 90,000,000 // 8 characters, the first of which is no target.
+  steps = re.search(r"([\d,]+) steps an epoch", text)[1]
+  assert -(-(90_000_000 // 8 - 1) // 2048) == int(steps.replace(",", ""))
+  for name in ("pooling_text8", "pooling_wiki40b", "pooling_cc100"):
+    commands = re.findall(rf"--config=configs/{name}.py:(\S+)", header(name))
+    assert len(commands) >= 2
+    for word in commands:
+      config_lib.check(load(name, word))
+  for letter, words in (
+    ("V", pooling_text8.UNIGRAM), ("A", pooling_text8.GUMBEL), ("N", pooling_text8.MIDDLE)
+  ):
+    *values, last = (word.split("_")[1] for word in words)
+    assert f" {letter} = {', '.join(values)} or {last} " in text

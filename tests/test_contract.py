@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax.layers.attention import SelfAttention
+from dpjax.layers.attention import RelativeAttention, SelfAttention
 from dpjax.layers.dispatcher import Dispatcher, MultiHeadDispatcher
 from dpjax.layers.extractors import HE, ME, SHE, WE
 
@@ -58,6 +58,7 @@ MIXERS = {
   "multihead": Mixer(MultiHeadDispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
   "attention": Mixer(SelfAttention),
   "attention without biases": Mixer(partial(SelfAttention, use_bias=False)),
+  "relative attention": Mixer(RelativeAttention),
   "she": Mixer.extractor(SHE),
   "he": Mixer.extractor(HE),
   "we": Mixer.extractor(WE),
@@ -181,6 +182,8 @@ def test_bfloat16_computes_what_float32_does(mixer):
     # The gradient by the keys' bias is zero but for rounding.
     for tree in (grads, expected_grads):
       tree["queries_keys_values"]["bias"] = tree["queries_keys_values"]["bias"][::2]
+      # So is that by the bias of all distances.
+      tree.get("distances", {}).pop("bias", None)
   for got, want in zip(
     jax.tree.leaves((output, grads)),
     jax.tree.leaves((expected, expected_grads)),

@@ -138,6 +138,7 @@ def test_the_figure():
   assert axes.get_ylabel() == "conditional\nentropy (nats)"
   assert axes.get_xlabel() == "token"
   assert [tick.get_text() for tick in axes.get_xticklabels()] == [*"a␣$b$", r"\n"]
+  assert not any(tick.get_parse_math() for tick in axes.get_xticklabels())
   bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
   np.testing.assert_allclose(bars, [*enumerate(made.entropies)])
   # A segment ends with a token, so the line is behind it.

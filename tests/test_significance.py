@@ -123,25 +123,26 @@ lower, higher: than runs/none, p < 0.05
 
 
 def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
-  a = folder("a", {0: 1.5, 11: 2.5}, step=7)
+  a = folder("a", {2: 1.5, 11: 2.5}, step=7)
   # Another checkpoint's, another window's, another split's; and what is no run.
   for name in ("scores_test_12", "scores_test_7_window5_stride3", "scores_valid_7"):
-    for seed in (0, 11):
+    for seed in (2, 11):
       file = tmp_path / f"a/seed_{seed}/{name}.json"
       file.write_text('{"scores": {"bits_per_character": 9.0}}')
   (tmp_path / "a/seed_best").mkdir()
-  assert significance.read_scores(a) == {0: 1.5, 11: 2.5}
-  assert significance.read_scores(a, "perplexity") == {0: 7.0, 11: 7.0}
-  assert significance.read_scores(a, split="valid") == {0: 9.0, 11: 9.0}
+  assert significance.read_scores(a) == {2: 1.5, 11: 2.5}
+  assert [*significance.read_scores(a)] == [2, 11]
+  assert significance.read_scores(a, "perplexity") == {2: 7.0, 11: 7.0}
+  assert significance.read_scores(a, split="valid") == {2: 9.0, 11: 9.0}
   # Where checkpoints were thrown away, scores of one step are as good.
   (tmp_path / "a/seed_11/checkpoints/best/7").rmdir()
   with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 2 of"):
     significance.read_scores(a)
   (tmp_path / "a/seed_11/scores_test_12.json").unlink()
-  assert significance.read_scores(a) == {0: 1.5, 11: 2.5}
+  assert significance.read_scores(a) == {2: 1.5, 11: 2.5}
   # Those of another step are not.
-  (tmp_path / "a/seed_0/scores_test_7.json").unlink()
-  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*0, got 0 of"):
+  (tmp_path / "a/seed_2/scores_test_7.json").unlink()
+  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*2, got 0 of"):
     significance.read_scores(a)
 
 

@@ -2,79 +2,95 @@
 
 Source: `DispatcherModel` of dispatcher/dispatcher_model.py and of
 dispatcher/dispatcher_model_multihead.py, `TransformerModel` of dispatcher/msa_model.py,
-all fractalego/dispatcher@239608c.
+all fractalego/dispatcher@239608c; `MemTransformerLM` (`dpjax.interop.torch_hourglass`).
 
 V vocabulary, D width, E feature of a head, F feed-forward width, K level.
 """
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
-import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
+from dpjax.interop import torch_arrays, torch_hourglass
+from dpjax.interop.torch_arrays import Table
 from dpjax.layers import embeddings
 
 _POSITIONS = "pos_encoder.pe"
-_LAYER_NAME = re.compile(r"transformer_encoder\.layers\.(\d+)\.(.+)")
+_LAYERS = "transformer_encoder.layers"
+_LAYER_NAME = re.compile(rf"{re.escape(_LAYERS)}\.(\d+)\..+")
 
-# The name there -> its shape there, its place here. Matrices are [out, in] there and
-# [in, out] here.
-_MODEL = {
-  "encoder.weight": ("VD", "embedding/tokens/embedding"),
-  "decoder.weight": ("VD", "logits/kernel"),
-  "decoder.bias": ("V", "logits/bias"),
+_MODEL: Table = {
+  "embedding/tokens/embedding": ("VD", "encoder.weight"),
+  "logits/kernel": ("VD", "decoder.weight"),
+  "logits/bias": ("V", "decoder.bias"),
 }
-_LAYER = {
-  "linear1.weight": ("FD", "feed_forward/hidden/kernel"),
-  "linear1.bias": ("F", "feed_forward/hidden/bias"),
-  "linear2.weight": ("DF", "feed_forward/out/kernel"),
-  "linear2.bias": ("D", "feed_forward/out/bias"),
-  "norm1.weight": ("D", "mixer_norm/scale"),
-  "norm1.bias": ("D", "mixer_norm/bias"),
-  "norm2.weight": ("D", "feed_forward_norm/scale"),
-  "norm2.bias": ("D", "feed_forward_norm/bias"),
+_LAYER: Table = {
+  "feed_forward/hidden/kernel": ("FD", "linear1.weight"),
+  "feed_forward/hidden/bias": ("F", "linear1.bias"),
+  "feed_forward/out/kernel": ("DF", "linear2.weight"),
+  "feed_forward/out/bias": ("D", "linear2.bias"),
+  "mixer_norm/scale": ("D", "norm1.weight"),
+  "mixer_norm/bias": ("D", "norm1.bias"),
+  "feed_forward_norm/scale": ("D", "norm2.weight"),
+  "feed_forward_norm/bias": ("D", "norm2.bias"),
 }
-_DISPATCHER = {
-  "self_attn.linear_in.weight": ("EE", "mixer/values/kernel"),
-  "self_attn.internal_attention.weight": ("KE", "mixer/gates/kernel"),
-  "self_attn.linear_out.weight": ("EE", "mixer/out/kernel"),
+_DISPATCHER: Table = {
+  "mixer/values/kernel": ("EE", "self_attn.linear_in.weight"),
+  "mixer/gates/kernel": ("KE", "self_attn.internal_attention.weight"),
+  "mixer/out/kernel": ("EE", "self_attn.linear_out.weight"),
 }
-# Queries, keys and values are one matrix of 3D rows there, [D, 3, D] here.
-_ATTENTION = {
-  "self_attn.in_proj_weight": ("3D", "mixer/queries_keys_values/kernel"),
-  "self_attn.in_proj_bias": ("3", "mixer/queries_keys_values/bias"),
-  "self_attn.out_proj.weight": ("DD", "mixer/out/kernel"),
-  "self_attn.out_proj.bias": ("D", "mixer/out/bias"),
+_ATTENTION: Table = {
+  "mixer/queries_keys_values/kernel": ("3D", "self_attn.in_proj_weight"),
+  "mixer/queries_keys_values/bias": ("3", "self_attn.in_proj_bias"),
+  "mixer/out/kernel": ("DD", "self_attn.out_proj.weight"),
+  "mixer/out/bias": ("D", "self_attn.out_proj.bias"),
 }
 
 
 def from_torch(
   state_dict: Mapping,
   *,
-  num_heads: int = 1,
+  num_heads: int | None = None,
   variant: str = "paper",
   max_length: int | None = None,
+  boundaries: str | None = None,
+  shortening_factor: int | None = None,
+  boundary_offset: int = 0,
+  space_ids: tuple[int, ...] = (),
+  temperature: float = 0.5,
+  sample_boundaries: bool = False,
 ) -> tuple[ConfigDict, dict]:
-  """Converts a checkpoint of the authors' Dispatcher or self-attention model.
+  """Converts a checkpoint of the papers' authors: Dispatcher, self-attention, pooling.
 
     model_config, params = from_torch(torch.load(path, map_location="cpu"))
     model = dpjax.build_model(model_config)
     logits = model.apply({"params": params}, tokens).logits
 
-  Self-attention is known by its `in_proj_weight`. The conversion of the arrays is
-  linear, so that a mapping of gradients goes the same way.
+  Their models are told apart by the names: self-attention by its `in_proj_weight`, that of
+  dynamic token pooling, `MemTransformerLM`, by its `word_emb.weight`. The conversion of
+  the arrays is linear, so that a mapping of gradients goes the same way.
 
   Args:
     state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint
-      that holds them under "model_state_dict".
-    num_heads: of self-attention; no name or shape tells it.
-    variant: "paper", or "multihead" for the authors' later file; with one head they
-      differ in the sigmoid of the gates alone.
-    max_length: the longest T; None is the number of rows of `pos_encoder.pe`.
+      that holds them under "model_state_dict" or "model_state". Of the latter
+      "model_config" is read, too: the kind of boundaries and the activation, which is
+      GELU where it is missing.
+    num_heads: of self-attention, where no name or shape tells it (None: 1); of
+      `MemTransformerLM` it is read off `r_w_bias`.
+    variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
+      they differ in the sigmoid of the gates alone.
+    max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which
+      `MemTransformerLM` lacks.
+    boundaries: of `MemTransformerLM`: "none", "fixed", "whitespace", "unigram", "entropy"
+      or "gumbel"; None where the file tells it, as one without pooling does.
+    shortening_factor: k of fixed boundaries.
+    boundary_offset: place of their first, by the authors 0; -1: k - 1.
+    space_ids: tokens that end a segment of whitespace, or that gumbel is compared with.
+    temperature: tau of gumbel.
+    sample_boundaries: gumbel: draw them in evaluation, as the authors do, too.
 
   Returns:
     `model_config`, all keys of `dpjax.config.default_model()` without dropout, and
@@ -82,35 +98,52 @@ def from_torch(
     levels is read off its gates, so it does not depend on `max_length`.
 
   Raises:
-    ValueError: names are missing or unknown, or shapes do not match; there is neither
-      `pos_encoder.pe` nor `max_length`; the positions are not the sinusoidal ones; or
-      it is a Dispatcher of several heads, which the authors' code computes by a
-      reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not features.
+    ValueError: names are missing or unknown, or shapes do not match; the settings do not
+      fit the file, or one that it does not tell is missing; the positions are not the
+      sinusoidal ones; or it is a Dispatcher of several heads, which the authors' code
+      computes by a reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not
+      features.
   """
   if variant not in ("paper", "multihead"):
     raise ValueError(f"variant: expected paper or multihead, got {variant}")
-  names = state_dict
-  if isinstance(names, Mapping):
-    names = names.get("model_state_dict", names)
-  if not isinstance(names, Mapping):
-    raise ValueError(
-      f"state_dict: expected a mapping of names to arrays, got {type(names).__name__}"
+  state = torch_arrays.find_state(state_dict)
+  if torch_hourglass.is_hourglass(state):
+    if variant != "paper":
+      raise ValueError(f"variant: expected paper for a MemTransformerLM, got {variant}")
+    return torch_hourglass.convert(
+      state_dict,
+      state,
+      boundaries=boundaries,
+      num_heads=num_heads,
+      max_length=max_length,
+      shortening_factor=shortening_factor,
+      boundary_offset=boundary_offset,
+      space_ids=tuple(space_ids),
+      boundary_temperature=temperature,
+      sample_boundaries=sample_boundaries,
     )
-  is_attention = any(name.endswith(".in_proj_weight") for name in names)
-  layers = _LAYER | (_ATTENTION if is_attention else _DISPATCHER)
-  num_layers = _check_names(names.keys() - {_POSITIONS}, layers)
-  arrays = {name: _as_array(value) for name, value in names.items()}
-  sizes = _read_sizes(arrays, layers, num_layers)
+  if boundaries not in (None, "none"):
+    raise ValueError(
+      f"boundaries: expected none for a file without token pooling, got {boundaries}"
+    )
+  num_heads = 1 if num_heads is None else num_heads
+  is_attention = any(name.endswith(".in_proj_weight") for name in state)
+  table, num_layers = _table(state, _ATTENTION if is_attention else _DISPATCHER)
+  torch_arrays.check_names(
+    state.keys() - {_POSITIONS}, table, "DispatcherModel or TransformerModel"
+  )
+  arrays = torch_arrays.read_arrays(state)
+  sizes = torch_arrays.read_sizes(arrays, table)
   if not is_attention:
     _check_one_head(sizes, num_heads)
-  table = arrays.get(_POSITIONS)
-  if table is not None:
-    _check_positions(table, sizes["D"])
+  positions = arrays.get(_POSITIONS)
+  if positions is not None:
+    _check_positions(positions, sizes["D"])
   if max_length is None:
-    if table is None:
+    if positions is None:
       raise ValueError(f"max_length: expected a number where {_POSITIONS} is missing, "
                        "got None")
-    max_length = len(table)
+    max_length = len(positions)
 
   model_config = config_lib.default_model()
   model_config.update(
@@ -124,54 +157,16 @@ def from_torch(
     num_levels=sizes.get("K", 0),
   )
   config_lib.check_model(model_config)
-
-  params = {path: _convert(arrays[name], path) for name, (_, path) in _MODEL.items()}
-  for name, (_, path) in layers.items():
-    each = [_convert(arrays[_full(index, name)], path) for index in range(num_layers)]
-    params[f"layers/{path}"] = np.stack(each)
-  params = {path: jnp.asarray(array) for path, array in params.items()}
-  return model_config, traverse_util.unflatten_dict(params, sep="/")
+  return model_config, torch_arrays.to_params(arrays, table)
 
 
-def _as_array(value) -> np.ndarray:
-  if hasattr(value, "detach"):
-    value = value.detach().cpu()
-  return np.asarray(value, np.float32)
-
-
-def _full(index: int, name: str) -> str:
-  return f"transformer_encoder.layers.{index}.{name}"
-
-
-def _check_names(names: Set[str], layers: Mapping) -> int:
-  """The number of layers, where all of their names and no others are there."""
-  matches = [_LAYER_NAME.fullmatch(name) for name in names]
-  num_layers = max(len({match[1] for match in matches if match}), 1)
-  expected = {_full(index, name) for index in range(num_layers) for name in layers}
-  expected |= _MODEL.keys()
-  missing, unknown = sorted(expected - names), sorted(names - expected)
-  if missing or unknown:
-    raise ValueError(
-      "state_dict: expected the names of the authors' DispatcherModel or "
-      f"TransformerModel, got {unknown or 'none'} unknown, {missing or 'none'} missing"
-    )
-  return num_layers
-
-
-def _read_sizes(arrays: Mapping, layers: Mapping, num_layers: int) -> dict[str, int]:
-  """What each letter stands for; the first array with a letter says it."""
-  shapes = {name: letters for name, (letters, _) in _MODEL.items()}
-  for index in range(num_layers):
-    shapes |= {_full(index, name): letters for name, (letters, _) in layers.items()}
-  sizes = {}
-  for name, letters in shapes.items():
-    shape = arrays[name].shape
-    for letter, size in zip(letters, shape, strict=False):
-      sizes.setdefault(letter, 3 * sizes["D"] if letter == "3" else size)
-    expected = tuple(sizes.get(letter) for letter in letters)
-    if shape != expected:
-      raise ValueError(f"{name}: expected the shape {expected}, got {shape}")
-  return sizes
+def _table(state: Mapping, mixer: Table) -> tuple[Table, int]:
+  """The table of the file, and how many layers it has."""
+  indices = {match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}
+  num_layers = max(len(indices), 1)
+  prefixes = (f"{_LAYERS}.{index}" for index in range(num_layers))
+  layers = torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)
+  return {**_MODEL, **layers}, num_layers
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
@@ -208,11 +203,3 @@ def _mixer_name(is_attention: bool, variant: str) -> str:
   if is_attention:
     return "attention"
   return "dispatcher" if variant == "paper" else "dispatcher_multihead"
-
-
-def _convert(array: np.ndarray, path: str) -> np.ndarray:
-  """One array there -> one array here: axes are cut and moved, nothing else."""
-  if "queries_keys_values" in path:
-    array = array.reshape(3, -1, *array.shape[1:])
-    return array.transpose(2, 0, 1) if path.endswith("kernel") else array
-  return array.T if path.endswith("kernel") else array

@@ -10,6 +10,7 @@ arXiv:1804.10959.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -142,8 +143,8 @@ def whole_words(chunks: Iterable[str]) -> Iterator[str]:
 def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   """Learns a Unigram model, with the settings of the pooling paper's authors.
 
-  Every character of the text is a piece; words are cut into pieces of up to 16
-  characters, which do not cross between scripts nor between digits; nothing is
+  Every character that is not white space is a piece; words are cut into pieces of up to
+  16 characters, which do not cross between scripts nor between digits; nothing is
   normalised but runs of spaces. The same chunks give the same model.
 
   Args:
@@ -155,7 +156,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
 
   Raises:
     ValueError: `data.unigram_size: ...`, the text does not admit that many or that few;
-      `data.path: ...`, the text has no words.
+      `data.path: ...`, the text has no words, or is not UTF-8.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
   models (identity normalisation, as in that of 200 pieces).
@@ -168,9 +169,13 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   # SentencePiece skips longer lines; at a space the cut changes no word.
   lines = (line.removesuffix("\n") for chunk in whole_words(chunks)
            for line in cut_lines(chunk, 4096))
+  lines = filter(str.strip, lines)
+  first = next(lines, None)
+  if first is None:
+    raise ValueError("data.path: expected a text that has words, got one without")
   try:
     sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=(line for line in lines if line.strip(" ")),
+      sentence_iterator=itertools.chain([first], lines),
       model_writer=model,
       model_type="unigram",
       vocab_size=vocab_size,

@@ -102,7 +102,7 @@ class Objective:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
       sums["hits"] = jnp.sum(hard * targets * weights)
-      sums["agreements"] = jnp.sum((hard == targets) * weights)
+      sums["agreements"] = jnp.sum((hard == targets).astype(jnp.float32) * weights)
     return sums
 
   def _targets(self, output, batch) -> jax.Array | None:
@@ -142,14 +142,14 @@ def add_sums(
 
 def _count_segments(boundaries, weights) -> dict[str, jax.Array]:
   # A text's end is filled up behind the last target that counts.
-  is_real = jax.lax.cummax(weights, axis=1, reverse=True) > 0
+  is_real = (jax.lax.cummax(weights, axis=1, reverse=True) > 0).astype(boundaries.dtype)
   segments_b = jnp.sum(boundaries * is_real, axis=1)
   largest = jnp.max(segments_b)
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
     "segments_max": largest,
-    "rows": jnp.sum(is_real[:, 0], dtype=jnp.float32),
+    "rows": jnp.sum(is_real[:, 0]),
     "positions": jnp.float32(boundaries.shape[1]),
     "slots": largest + 1,  # S, with the null group
   }

@@ -211,12 +211,14 @@ def test_boundaries_by_a_file(tmp_path, corpus):
     prepare(corpus, tmp_path / "data", "characters", unigram={"file": "none.model"})
 
 
-def test_boundaries_of_subwords_are_refused(tmp_path, corpus):
+def test_boundaries_of_subwords_are_refused(tmp_path, monkeypatch, corpus):
+  with pytest.raises(ValueError, match="^data.unigram_size: expected at most "):
+    prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
+  # Before anything is learned.
+  monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: 1 / 0)
   with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
                                        "with Unigram boundaries, got bpe"):
     prepare(corpus, tmp_path / "data", "bpe", vocab_size=263, unigram=UNIGRAM)
-  with pytest.raises(ValueError, match="^data.unigram_size: expected at most "):
-    prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
   assert not (tmp_path / "data").exists()
 
 

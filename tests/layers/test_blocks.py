@@ -44,6 +44,38 @@ def test_block(norm, activation):
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
+class Scaled(nn.Module):
+  """Wants more than its inputs."""
+
+  @nn.compact
+  def __call__(self, inputs, *, scale, deterministic=True):
+    return inputs * scale
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_the_mixer_is_given_what_else_it_takes(norm):
+  _, params = make(norm=norm)
+  block = blocks.Block(lambda name: Scaled(name=name), HIDDEN, norm=norm)
+  inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
+  exact_params = jax.tree.map(np.float64, params)
+  expected = transformer.block(
+    np.float64(inputs), exact_params, lambda x: x * 3.7, norm, "relu"
+  )
+  output = block.apply({"params": params}, inputs, scale=jnp.float32(3.7))
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("out_width, expected", [(1, 1), (13, 13), (None, WIDTH)])
+def test_the_feed_forward_network_ends_at_any_width(out_width, expected):
+  layer = blocks.FeedForward(HIDDEN, "gelu", out_width=out_width)
+  inputs = draw((BATCH, LENGTH, WIDTH))
+  output, variables = layer.init_with_output(jax.random.key(0), inputs)
+  assert output.shape == (BATCH, LENGTH, expected)
+  params = jax.tree.map(np.float64, variables["params"])
+  exact = transformer.feed_forward(np.float64(inputs), params, "gelu")
+  np.testing.assert_allclose(output, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_gelu_is_by_erf():
   x = np.float32([-2, -0.5, 0, 0.5, 2])
   expected = [-0.04550026, -0.15426877, 0, 0.34573123, 1.9544997]

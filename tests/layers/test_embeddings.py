@@ -50,7 +50,13 @@ def test_tokens_and_learned_positions_are_both_scaled():
   np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_without_positions_the_tokens_are_as_in_the_table():
+  output, params = apply("none")
+  np.testing.assert_array_equal(output, params["tokens"]["embedding"][TOKENS])
+  assert params.keys() == {"tokens"}
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
 def test_refusals(positions):
   with pytest.raises(ValueError, match=r"max_length = 7, got the shape \(2, 8\)"):
     apply(positions, tokens=np.zeros((2, 8), np.int32))
@@ -58,7 +64,7 @@ def test_refusals(positions):
     apply(positions, tokens=np.zeros(3, np.int32))
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
 def test_bfloat16(positions):
   expected, _ = apply(positions)
   output, params = apply(positions, dtype=jnp.bfloat16)

@@ -7,7 +7,14 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.layers import attention, blocks, dispatcher, embeddings, extractors
+from dpjax.layers import (
+  attention,
+  blocks,
+  dispatcher,
+  embeddings,
+  extractors,
+  initializers,
+)
 
 WIDTH, HIDDEN = 102, 77
 
@@ -126,3 +133,73 @@ def test_tables():
   params = layer.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
   is_uniform(params["tokens"]["embedding"], 0.1)
   is_uniform(params["positions"], 0.1)
+
+
+def test_relative_attention():
+  params = init(attention.RelativeAttention(3, 512))
+  shapes = jax.tree.map(jnp.shape, params)
+  per_head, square = (3, WIDTH // 3), (WIDTH, WIDTH)
+  assert shapes == {
+    "positions": {"content_bias": per_head, "position_bias": per_head},
+    "queries_keys_values": {"kernel": (WIDTH, 3, WIDTH), "bias": (3, WIDTH)},
+    "distances": {"kernel": square, "bias": (WIDTH,)},
+    "out": {"kernel": square, "bias": (WIDTH,)},
+  }
+  for name in ("queries_keys_values", "distances", "out"):
+    is_uniform(params[name]["kernel"], WIDTH**-0.5)
+    assert not params[name]["bias"].any()
+  for name in ("content_bias", "position_bias"):
+    assert not params["positions"][name].any()
+
+
+def test_gains_of_norms():
+  gains = initializers.norm_gains(0.3)(jax.random.key(1), (WIDTH, HIDDEN))
+  assert gains.dtype == jnp.float32
+  is_normal(gains - 1, 0.3)
+  still = initializers.norm_gains(0.0)(jax.random.key(1), (HIDDEN,))
+  np.testing.assert_array_equal(still, np.ones(HIDDEN, np.float32))
+  params = init(blocks.layer_norm(jnp.float32, "norm", 0.3))
+  is_normal(params["scale"] - 1, 0.3)
+  assert not params["bias"].any()
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_gains_of_a_block(norm):
+  block = blocks.Block(
+    lambda name: extractors.ME(5, name=name), HIDDEN, norm=norm, norm_init_std=0.3
+  )
+  params = init(block)
+  for name in ("mixer_norm", "feed_forward_norm"):
+    is_normal(params[name]["scale"] - 1, 0.3)
+  assert (params["mixer_norm"]["scale"] != params["feed_forward_norm"]["scale"]).any()
+
+
+# Sec. 3 of the specification: the pooling paper's authors begin so.
+def test_a_model_with_token_pooling():
+  config = config_lib.default_model()
+  config.update(
+    mixer="relative_attention", boundaries="gumbel", positions="none", activation="gelu",
+    init_std=0.02, norm_init_std=0.03, vocab_size=71, width=WIDTH, num_heads=3,
+    feed_forward_width=HIDDEN, first_layers=2, num_layers=3, last_layers=2, max_length=7,
+    num_capacities=2,
+  )
+  model = dpjax.build_model(config)
+  tokens = jnp.zeros((2, 5), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
+  seen = set()
+  for path, leaf in jax.tree.leaves_with_path(params):
+    kind = path[-1].key
+    seen.add(kind)
+    if kind == "scale":
+      is_normal(leaf - 1, 0.03)
+    elif kind == "bias":
+      assert not leaf.any()
+    else:
+      is_normal(leaf, 1 if kind == "null_group" else 0.02)
+    if leaf.ndim == 4 or kind == "scale" and leaf.ndim == 2:
+      assert (leaf[0] != leaf[1]).mean() > 0.9, "the layers begin alike"
+  assert seen == {
+    "kernel", "embedding", "scale", "bias", "null_group", "content_bias", "position_bias"
+  }
+  # The biases of the attention are there once, for the layers of all three stacks.
+  assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)

@@ -11,6 +11,7 @@ LAYERS = {
   "dispatcher": dispatcher.Dispatcher,
   "dispatcher_multihead": dispatcher.MultiHeadDispatcher,
   "attention": attention.SelfAttention,
+  "relative_attention": attention.RelativeAttention,
   "she": extractors.SHE,
   "he": extractors.HE,
   "we": extractors.WE,
@@ -67,26 +68,33 @@ def test_every_setting_arrives(mixer):
   model = dpjax.build_model(
     settings(
       mixer=mixer, num_layers=3, norm="pre", positions="learned", activation="gelu",
-      dropout=0.1, hidden_dropout=0.2, init_std=0.4, scan_layers=False, remat=True,
-      dtype="bfloat16", **own,
+      dropout=0.1, hidden_dropout=0.2, init_std=0.4, norm_init_std=0.5,
+      scan_layers=False, remat=True, dtype="bfloat16", **own,
     )
   )
-  names = ("vocab_size", "width", "num_layers", "max_length", "positions", "dropout",
-           "final_norm", "init_std", "scan_layers", "remat", "dtype")
+  names = ("vocab_size", "width", "max_length", "positions", "dropout", "final_norm",
+           "init_std", "norm_init_std", "dtype", "make_hourglass")
   assert [getattr(model, name) for name in names] == [
-    11, 6, 3, 13, "learned", 0.1, True, 0.4, False, True, jnp.bfloat16
+    11, 6, 13, "learned", 0.1, True, 0.4, 0.5, jnp.bfloat16, None
   ]
-  block = model.make_block()
+  stack, has_positions = model.layers, mixer == "relative_attention"
+  assert (stack.num_layers, stack.scan_layers, stack.remat) == (3, False, True)
+  assert stack.has_positions == (model.make_positions is not None) == has_positions
+  if has_positions:
+    positions = model.make_positions()
+    names = ("num_heads", "dropout", "init_std", "dtype")
+    assert [getattr(positions, name) for name in names] == [2, 0.1, 0.4, jnp.bfloat16]
+  block = stack.make_block()
   names = ("hidden_width", "norm", "activation", "dropout", "hidden_dropout", "init_std",
-           "dtype")
+           "norm_init_std", "dtype")
   assert [getattr(block, name) for name in names] == [
-    10, "pre", "gelu", 0.1, 0.2, 0.4, jnp.bfloat16
+    10, "pre", "gelu", 0.1, 0.2, 0.4, 0.5, jnp.bfloat16
   ]
   layer = block.make_mixer()
   assert type(layer) is LAYERS[mixer]
   assert (layer.max_length, layer.init_std, layer.dtype) == (13, 0.4, jnp.bfloat16)
   names = dict.fromkeys(own) | {"attention_bias": "use_bias"}
-  is_attention = mixer == "attention"
+  is_attention = mixer.endswith("attention")
   names |= {"mixer_dropout": "dropout" if is_attention else "level_dropout"}
   for key, value in own.items():
     if key != "implementation" or value:
@@ -94,10 +102,55 @@ def test_every_setting_arrives(mixer):
 
 
 def test_what_is_left_open_is_the_best_and_the_longest():
-  layer = dpjax.build_model(settings()).make_block().make_mixer()
+  layer = dpjax.build_model(settings()).layers.make_block().make_mixer()
   assert layer.implementation is None and layer.num_levels is None
   shapes = init_shapes(dpjax.build_model(settings()))
   assert shapes["layers"]["mixer"]["gates"]["kernel"].shape == (6, 6, 4)
+
+
+def hourglass(**changes):
+  model = dpjax.build_model(settings(**changes))
+  assert model.layers is None and model.make_positions is None
+  return model.make_hourglass()
+
+
+@pytest.mark.parametrize(
+  "own",
+  [
+    dict(boundaries="fixed", shortening_factor=5, boundary_offset=3),
+    dict(boundaries="whitespace", space_ids=(4, 7), num_capacities=3),
+    dict(boundaries="gumbel", boundary_temperature=0.7, sample_boundaries=True),
+  ],
+)
+def test_every_setting_of_the_pooling_arrives(own):
+  pooling = "mean" if own["boundaries"] == "gumbel" else "last"
+  built = hourglass(
+    pooling=pooling, first_layers=1, num_layers=3, last_layers=4, first_mixer="dispatcher",
+    last_mixer="relative_attention", mixer="attention", num_heads=2, init_std=0.4,
+    norm_init_std=0.5, dtype="bfloat16", **own,
+  )
+  names = ("pooling", "predictor_width", "init_std", "norm_init_std", "dtype")
+  values = [getattr(built, name) for name in names]
+  assert values == [pooling, 10, 0.4, 0.5, jnp.bfloat16]
+  names = {"boundaries": "kind", "boundary_temperature": "temperature"}
+  for key, value in own.items():
+    assert getattr(built, names.get(key, key)) == value
+  stacks = (built.first, built.middle, built.last)
+  assert [stack.num_layers for stack in stacks] == [1, 3, 4]
+  assert [stack.has_positions for stack in stacks] == [False, False, True]
+  assert built.make_positions().num_heads == 2
+  layers = [stack.make_block().make_mixer() for stack in stacks]
+  assert [type(layer) for layer in layers] == [
+    LAYERS["dispatcher"], LAYERS["attention"], LAYERS["relative_attention"]
+  ]
+  assert [layer.max_length for layer in layers] == [13, 14, 13]
+
+
+def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
+  built = hourglass(boundaries="entropy", mixer="she")
+  for stack in (built.first, built.middle, built.last):
+    assert type(stack.make_block().make_mixer()) is LAYERS["she"]
+  assert built.boundary_offset is None and built.make_positions is None
 
 
 def test_takes_any_mapping():

@@ -178,22 +178,23 @@ def test_prior_and_its_gradient():
                          [1, 1, 0, 0, 1, 0, 1]])
   weights = np.ones((5, 7))
   weights[3, :4], weights[4] = 0, 0  # The fifth row counts nowhere.
-  for alpha in (0.2, 0.75):
-    value, gradient = with_gradient(
-      lambda b, alpha=alpha: binomial_prior_loss(b, alpha, weights=weights.astype(bool)),
-      boundaries.astype(np.float32), np.ones(5, np.float32)
-    )
-    expected = reference.binomial_prior(boundaries, alpha, weights)
-    np.testing.assert_allclose(value, expected, **ROUNDING)
-    step = 1e-5 * np.eye(1, 7, 6)  # All tokens that count are alike, as is the last.
-    slope = (reference.binomial_prior(boundaries + step, alpha, weights)
-             - reference.binomial_prior(boundaries - step, alpha, weights)) / 2e-5
-    np.testing.assert_allclose(gradient, slope[:, None] * weights, rtol=1e-4, atol=1e-5)
-    assert slope[4] == 0 and np.abs(slope[:4]).min() > 0.01
-  all_count = binomial_prior_loss(boundaries, 0.2)
+  value, gradient = with_gradient(
+    lambda b: binomial_prior_loss(b, 0.75, weights=weights.astype(bool)),
+    boundaries.astype(np.float32), np.ones(5, np.float32),
+  )
+  expected = reference.binomial_prior(boundaries, 0.75, weights)
+  np.testing.assert_allclose(value, expected, **ROUNDING)
+  step = 1e-5 * np.eye(1, 7, 6)  # All tokens that count are alike, as is the last.
+  slope = (reference.binomial_prior(boundaries + step, 0.75, weights)
+           - reference.binomial_prior(boundaries - step, 0.75, weights)) / 2e-5
+  np.testing.assert_allclose(gradient, slope[:, None] * weights, rtol=1e-4, atol=1e-5)
+  assert slope[4] == 0 and np.abs(slope[:4]).min() > 0.01
+  all_count = jax.jit(lambda b: binomial_prior_loss(b, 0.2))(boundaries)
   expected = reference.binomial_prior(boundaries, 0.2, np.ones((5, 7)))
   np.testing.assert_allclose(all_count, expected, **ROUNDING)
-  example = binomial_prior_loss(np.array([[0, 1, 0, 0, 1]]), 0.2)
+  # The docstring's: two among five.
+  counts = np.repeat([[1.0, 0.0]], [5, 2], axis=1)
+  example = reference.binomial_prior(boundaries[2:3], 0.2, counts)
   np.testing.assert_allclose(example, [0.317], atol=5e-4)
 
 

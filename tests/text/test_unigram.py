@@ -17,7 +17,8 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
 VERBS = " ".join(stem + end for stem in ("walk", "talk", "work", "look", "play", "jump")
                  for end in ("", "s", "ed", "ing", "er", "able", "ative"))
 LINES = (VERBS, "on 1 11 1789 11 1789", "unwalkable untalked  workings", "tab\tbed end\r",
-         "\u00e9t\u00e9 \ufb01ne caf\u00e9\u0434\u043e do \u0434\u043e")
+         "\u00e9t\u00e9 \ufb01ne caf\u00e9\u0434\u043e do \u0434\u043e",
+         "x\u0434 " * 11)
 TEXT = "\n".join(LINES) + "\n"
 
 
@@ -162,8 +163,7 @@ def test_settings_of_the_pieces(unigram):
   processor = unigram._processor
   pieces = {processor.id_to_piece(i).removeprefix("\u2581") for i in range(3, 53)}
   assert processor.vocab_size() == 53
-  # Every character, as it stands; a "\r" is taken to be of the line end.
-  assert pieces >= set(TEXT) - set(" \r\n")
+  assert pieces >= set("".join(TEXT.split()))  # every character, as it stands
   assert max(map(len, pieces)) > 3
   assert not any(re.search(r"\d\d|[a-z]\d|\d[a-z]|[a-z\u00e9][\u0430-\u044f]", piece)
                  for piece in pieces)
@@ -183,10 +183,11 @@ def test_lines_may_be_long():
   processor = UnigramBoundaries(train_unigram([text], 12))._processor
   pieces = [processor.id_to_piece(i) for i in range(12)]
   assert {"s", "\u00e9"} <= set(pieces)
-  # Words that chunks cut are whole.
-  chunks = [text[begin:begin + 7] for begin in range(0, len(text), 7)]
-  processor = UnigramBoundaries(train_unigram(chunks, 12))._processor
-  assert {processor.id_to_piece(i) for i in range(12)} == set(pieces)
+
+
+def test_words_that_chunks_cut_are_learned_whole():
+  chunks = [TEXT[begin:begin + 7] for begin in range(0, len(TEXT), 7)]
+  assert train_unigram(chunks, 53) == train_unigram(list(whole_words(chunks)), 53)
 
 
 def test_sizes_that_the_text_does_not_admit():
@@ -206,8 +207,9 @@ def limit(which, text, size):
 
 
 def test_text_without_words():
-  with pytest.raises(ValueError, match="^data.path: expected a text"):
-    train_unigram([" \n  \n"], 50)
+  for chunks in ([" \n  \n"], [" \t\n", "\r\n"], []):
+    with pytest.raises(ValueError, match="^data.path: expected a text that has words"):
+      train_unigram(chunks, 50)
 
 
 def test_model_from_a_file(tmp_path, model):

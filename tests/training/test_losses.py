@@ -3,7 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
+from tests import helpers
+from tests.reference import pooling as reference
 
 BATCH, LENGTH, VOCAB = 2, 5, 7
 
@@ -76,3 +79,169 @@ def test_shapes_that_do_not_match_are_refused():
   ):
     with pytest.raises(ValueError, match=r"expected \[B, T, V\], \[B, T\], \[B, T\]"):
       losses.cross_entropy(*wrong)
+
+
+# What counts of three rows of 11: the end of a window whose first two targets are context
+# and whose last two places are filled up; all of it; nothing.
+COUNTED = np.zeros((3, 11), bool)
+COUNTED[0, 2:9] = COUNTED[1] = True
+WEIGHTS = COUNTED.astype(np.float32)
+SPACES = (2, 5)
+
+
+def draw_pooled():
+  """What a model with token pooling gives, and its batch."""
+  generator = np.random.default_rng(4)
+  boundaries = generator.integers(2, size=(3, 11))
+  boundaries[0, 9:] = boundaries[2] = 1
+  output = LanguageModelOutput(
+    jnp.asarray(2 * generator.standard_normal((3, 11, VOCAB)), jnp.float32),
+    jnp.asarray(boundaries, jnp.int32),
+    jnp.asarray(generator.standard_normal((3, 11)), jnp.float32),
+  )
+  batch = dict(
+    tokens=jnp.asarray(generator.integers(VOCAB, size=(3, 11)), jnp.int32),
+    targets=jnp.asarray(generator.integers(VOCAB, size=(3, 11)), jnp.int32),
+    weights=jnp.asarray(WEIGHTS),
+    boundaries=jnp.asarray(generator.integers(2, size=(3, 11)), jnp.int32),
+  )
+  return output, batch
+
+
+def spikes(output, left):
+  """Eq. 6 of each row's counted tokens, as if there were no others."""
+  found = np.zeros(COUNTED.shape)
+  for row, is_counted in enumerate(COUNTED):
+    entropies = reference.entropy(output.logits)[row, is_counted]
+    found[row, is_counted] = reference.spikes(entropies[None], left)[0]
+  return found
+
+
+def binary_cross_entropy(logits, targets, double_sigmoid):
+  """The sum over what counts, and its gradient by the logits."""
+  logits = np.float64(logits)
+  p = 1 / (1 + np.exp(-logits))
+  slope = p * (1 - p) if double_sigmoid else np.ones_like(p)
+  if double_sigmoid:
+    p = 1 / (1 + np.exp(-p))
+  nats = -np.where(targets, np.log(p), np.log(1 - p))
+  return (nats * COUNTED).sum(), (p - targets) * slope * COUNTED
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(boundaries="unigram"),
+    dict(boundaries="unigram", double_sigmoid=True),
+    dict(boundaries="entropy", entropy_left=3),
+  ],
+  ids=str,
+)
+def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
+  output, batch = draw_pooled()
+  objective = losses.Objective(**settings)
+
+  def boundary_nats(floats):
+    logits, boundary_logits = floats
+    given = output._replace(logits=logits, boundary_logits=boundary_logits)
+    sums = objective.sums(given, batch)
+    return sums["boundary_nats"], sums
+
+  run = helpers.fast_jit(jax.grad(boundary_nats, has_aux=True))
+  (grad_logits, grad), sums = run((output.logits, output.boundary_logits))
+  targets = np.asarray(batch["boundaries"])
+  if objective.boundaries == "entropy":
+    targets = spikes(output, 3)
+    # The first of the tokens that count has none before it.
+    assert targets[0, 2] == targets[1, 0] == 1
+    assert (targets != spikes(output, 2)).any()
+  double = objective.double_sigmoid
+  expected, gradient = binary_cross_entropy(output.boundary_logits, targets, double)
+  np.testing.assert_allclose(sums["boundary_nats"], expected, rtol=1e-5)
+  np.testing.assert_allclose(grad, gradient, rtol=1e-5, atol=1e-6)
+  # No gradient passes through the targets.
+  np.testing.assert_array_equal(grad_logits, np.zeros_like(grad_logits))
+  found = np.asarray(output.boundaries)
+  expected = dict(
+    targets=(targets * COUNTED).sum(),
+    hits=(targets * found * COUNTED).sum(),
+    agreements=((targets == found) * COUNTED).sum(),
+  )
+  assert {name: float(sums[name]) for name in expected} == expected
+  nats, _, count = exact(output.logits, batch["targets"], WEIGHTS)
+  np.testing.assert_allclose([sums["nats"], sums["count"]], [nats, count], rtol=1e-5)
+
+
+def test_a_spike_is_sought_among_the_tokens_that_count():
+  output, batch = draw_pooled()
+  run = helpers.fast_jit(losses.Objective("entropy").sums)
+  expected = run(output, batch)
+  # Of every size, where nothing counts.
+  scale = np.where(COUNTED, 1, np.random.default_rng(5).integers(30, size=(3, 11)))
+  wild = output.logits * jnp.asarray(scale[..., None], jnp.float32)
+  for name in ("targets", "hits", "agreements", "boundary_nats"):
+    assert run(output._replace(logits=wild), batch)[name] == expected[name]
+
+
+def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
+  output, batch = draw_pooled()
+  objective = losses.Objective("gumbel", prior=0.3)
+
+  def boundary_nats(boundaries):
+    return objective.sums(output._replace(boundaries=boundaries), batch)["boundary_nats"]
+
+  run = helpers.fast_jit(jax.value_and_grad(boundary_nats))
+  found = output.boundaries.astype(jnp.float32)
+  nats, grad = run(found)
+  # The mean of the rows by Eq. 7, each as long as it is.
+  of_rows = reference.binomial_prior(found, 0.3, WEIGHTS)
+  np.testing.assert_allclose(nats, of_rows @ WEIGHTS.sum(axis=1), rtol=1e-5)
+  np.testing.assert_array_equal(np.asarray(grad) != 0, COUNTED)
+  for row in range(2):  # Each boundary of a row costs as much as another.
+    np.testing.assert_allclose(grad[row, COUNTED[row]], grad[row, 5], rtol=1e-6)
+    assert grad[row, 5] > 0  # There are more of them than alpha.
+
+
+@pytest.mark.parametrize("space_ids", [(), SPACES])
+def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
+  output, batch = draw_pooled()
+  run = helpers.fast_jit(losses.Objective("gumbel", space_ids=space_ids).sums)
+  sums = run(output, batch)
+  assert ("hits" in sums) == bool(space_ids)
+  if space_ids:
+    is_space = np.isin(batch["tokens"], SPACES) & COUNTED
+    assert sums["targets"] == is_space.sum() > 0
+    assert sums["hits"] == (is_space & np.asarray(output.boundaries)).sum()
+
+
+def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
+  output, batch = draw_pooled()
+  b = np.asarray(output.boundaries)
+  run = helpers.fast_jit(losses.Objective("whitespace").sums)
+  sums = run(output._replace(boundary_logits=None), batch)
+  # Context has segments, too; what is filled up, and a row of nothing, has none.
+  of_rows = [b[0, :9].sum(), b[1].sum()]
+  assert b[0, 9:].any() and b[2].sum() > max(of_rows)
+  expected = dict(
+    boundary_nats=0, boundaries=(b * COUNTED).sum(), segments=sum(of_rows),
+    segments_max=max(of_rows), rows=2, positions=11, slots=max(of_rows) + 1,
+  )
+  assert {name: float(sums[name]) for name in expected} == expected
+  assert sums.keys() == expected.keys() | {"nats", "count"}
+  assert {leaf.dtype for leaf in sums.values()} == {jnp.dtype("float32")}
+
+
+def test_without_pooling_there_are_tokens_alone():
+  logits, targets, weights = draw()
+  sums = losses.Objective().sums(
+    LanguageModelOutput(logits), dict(targets=targets, weights=weights)
+  )
+  expected = losses.cross_entropy(logits, targets, weights)
+  assert sums == dict(zip(("nats", "count"), expected, strict=True))
+
+
+def test_sums_of_parts_are_those_of_the_whole_but_for_the_largest():
+  left = dict(nats=jnp.float32(2.5), segments_max=jnp.float32(3))
+  right = dict(nats=jnp.float32(1.25), segments_max=jnp.float32(7))
+  for pair in ((left, right), (right, left)):
+    assert losses.add_sums(*pair) == dict(nats=3.75, segments_max=7)

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from dpjax.training import metrics
@@ -34,3 +35,52 @@ def test_a_perplexity_beyond_floats_is_infinite():
   assert scores["perplexity"] == math.inf
   assert scores["perplexity_per_word"] == pytest.approx(math.exp(500))
   assert metrics.text_scores(math.nan, counts)["perplexity"] != scores["perplexity"]
+
+
+SUMS = dict(
+  nats=30.0, count=40.0, boundary_nats=10.0, boundaries=8.0, segments=18.0,
+  segments_max=7.0, rows=4.0, positions=26.0, slots=16.0,
+)
+TARGETS = dict(targets=5.0, hits=4.0, agreements=35.0)
+
+
+def test_boundary_scores_by_hand():
+  expected = {
+    "boundary_loss": 0.25,
+    "p_ones": 0.2,
+    "shortening_factor": 5.0,
+    "shortening_factor_padded": 1.625,
+    "segments_mean": 4.5,
+    "segments_max": 7.0,
+  }
+  assert metrics.boundary_scores(SUMS) == pytest.approx(expected)
+  of_targets = {"precision": 0.5, "recall": 0.8, "f1": 8 / 13, "accuracy": 0.875}
+  scores = metrics.boundary_scores(SUMS | TARGETS)
+  assert scores == pytest.approx(expected | of_targets)
+  # The harmonic mean, by another way.
+  mean = 2 / (1 / scores["precision"] + 1 / scores["recall"])
+  assert scores["f1"] == pytest.approx(mean)
+  assert metrics.boundary_scores({"nats": 30.0, "count": 40.0}) == {}
+
+
+def test_boundary_scores_of_no_boundaries():
+  none = SUMS | TARGETS | dict(boundaries=0.0, targets=0.0, hits=0.0, segments=0.0)
+  scores = metrics.boundary_scores(none)
+  assert scores["p_ones"] == 0 and scores["shortening_factor"] == math.inf
+  for name in ("precision", "recall", "f1"):
+    assert math.isnan(scores[name])
+  written = metrics.for_json(scores)
+  not_finite = {name for name, value in written.items() if value is None}
+  assert not_finite == {"shortening_factor", "precision", "recall", "f1"}
+  assert written["accuracy"] == 0.875 and written.keys() == scores.keys()
+
+
+def test_sums_add_up_over_batches_in_float64():
+  first = {"nats": np.float32(2**24), "segments_max": np.float32(5)}
+  second = {"nats": np.float32(1), "segments_max": np.float32(3)}
+  sums = metrics.add(metrics.add({}, first), second)
+  # In float32 the 1 would be lost.
+  assert sums == {"nats": 2**24 + 1, "segments_max": 5}
+  assert all(type(value) is float for value in sums.values())
+  assert metrics.add({}, {"debt_max": -2.0}) == {"debt_max": -2.0}
+  assert metrics.add(sums, None) == sums and metrics.add(sums, None) is not sums

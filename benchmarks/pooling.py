@@ -1,0 +1,427 @@
+"""Token pooling by segments beside the matrix of weights; its middle block at capacities.
+
+  python benchmarks/pooling.py --out results/pooling
+
+writes results/pooling.json and .png (about 6 minutes on 2 cores; --quick: half a
+minute, smaller). Float32, boundaries drawn at random, one token in 5.
+
+"operators": `dpjax.ops.pool_segments` and `upsample_segments` beside "dense", the form
+of the authors of the pooling paper: a matrix [B, T, S] of weights and a product with it,
+S that of the batch. "segments" has room for T segments (T + 1 with the null group),
+"segments_known" for the batch's. "gradient" is the result and the gradient by the
+vectors; "gradient_boundaries" has that by the boundaries, too, which gumbel needs.
+"difference" is the largest to "dense", as a part of its largest number.
+
+"middle": the middle block, result and gradients by inputs and parameters. "padded"
+computes T + 1 positions; "known" is compiled for the smallest capacity that holds the
+batch, as if the data told it; "run_at_capacity" finds that capacity on the device;
+"switch" does it by `lax.switch` with JAX's own gradient.
+
+Ratios are to "dense" and to "padded", medians over repetitions of paired times;
+implementations take turns. Temporary memory is the compiler's plan, so "run_at_capacity"
+states that of its largest capacity. What needs too much memory is compiled, not run.
+
+Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+from unittest import mock
+
+import timing
+
+SHAPES = [(4, 512, 512), (2, 2048, 512)]
+QUICK_SHAPES = [(3, 64, 32)]
+MIDDLE = dict(num_layers=8, num_heads=8, hidden_width=2048)
+QUICK_MIDDLE = dict(num_layers=2, num_heads=2, hidden_width=64)
+NUM_CAPACITIES = 8
+QUICK_CAPACITIES = 3
+TOKENS_A_BOUNDARY = 5
+KINDS = {
+  "pool": ("forward", "gradient", "gradient_boundaries"),
+  "upsample": ("forward", "gradient"),
+}
+FORMS = ("dense", "segments", "segments_known")
+MIDDLES = ("padded", "known", "run_at_capacity", "switch")
+# Of the largest number; sums over 2048 tokens in another order differ by less.
+MAX_DIFFERENCE = 1e-4
+SEED = 0
+
+
+def draw_boundaries(batch, length):
+  """[B, T], 0 or 1, int32, and S: the most segments of a row, and the null group."""
+  import numpy as np
+
+  generator = np.random.default_rng(SEED)
+  is_end = generator.uniform(size=(batch, length)) < 1 / TOKENS_A_BOUNDARY
+  return is_end.astype(np.int32), int(is_end.sum(axis=1).max()) + 1
+
+
+def dense_weights(index, num_places, axis):
+  """[B, T, places]: 1 where index[b, t] is the place, in sums along `axis` made 1.
+
+  Through the 1, as 1 + (index - place), passes the gradient of the index.
+  """
+  import jax.numpy as jnp
+
+  away_bts = jnp.arange(num_places, dtype=index.dtype)[None, None] - index[..., None]
+  weights_bts = jnp.where(away_bts == 0, 1 - away_bts, 0)
+  return weights_bts / jnp.maximum(jnp.sum(weights_bts, axis=axis, keepdims=True), 1e-9)
+
+
+def pool(inputs, boundaries, num_places, is_dense):
+  import jax.numpy as jnp
+
+  from dpjax import ops
+
+  if not is_dense:
+    return ops.pool_segments(inputs, boundaries, num_places)
+  ends_bt = boundaries.astype(inputs.dtype)
+  weights_bts = dense_weights(jnp.cumsum(ends_bt, axis=1) - ends_bt, num_places, 1)
+  return jnp.einsum("btd,bts->bsd", inputs, weights_bts)
+
+
+def upsample(segments, boundaries, num_places, is_dense):
+  import jax.numpy as jnp
+
+  from dpjax import ops
+
+  if not is_dense:
+    return ops.upsample_segments(segments, boundaries)
+  index_bt = jnp.cumsum(boundaries.astype(segments.dtype), axis=1)
+  weights_bts = dense_weights(index_bt, num_places, 2)
+  return jnp.einsum("bsd,bts->btd", segments, weights_bts)
+
+
+def run_operator(vectors, boundaries, weights, *, operator, kind, num_places, is_dense):
+  """The result, and gradients of its sum times the weights, a tuple."""
+  import jax
+
+  function = functools.partial(operator, num_places=num_places, is_dense=is_dense)
+  if kind == "forward":
+    return (function(vectors, boundaries),)
+  if kind == "gradient":
+    result, pull = jax.vjp(lambda x: function(x, boundaries), vectors)
+  else:
+    result, pull = jax.vjp(function, vectors, boundaries)
+  return result, *pull(weights)
+
+
+def difference(found, expected):
+  """Largest difference, where both have a place, as a part of the largest number."""
+  import jax
+  import numpy as np
+
+  largest = 0.0
+  leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  for x, y in leaves:
+    both = tuple(slice(min(sizes)) for sizes in zip(x.shape, y.shape, strict=True))
+    x, y = np.asarray(x)[both], np.asarray(y)[both]
+    largest = max(largest, float(np.abs(x - y).max() / np.abs(y).max()))
+  if not largest < MAX_DIFFERENCE:
+    raise RuntimeError(f"the forms differ by {largest:.1g} of their largest number")
+  return largest
+
+
+def compare_operators(name, kind, shape, **limits):
+  """Milliseconds, ratio, temporary MiB and difference of every form."""
+  import jax.numpy as jnp
+  import numpy as np
+
+  batch, length, width = shape
+  boundaries_bt, slots = draw_boundaries(batch, length)
+  is_float = kind == "gradient_boundaries"
+  boundaries_bt = jnp.asarray(boundaries_bt, jnp.float32 if is_float else jnp.int32)
+  # The null group is no segment: it goes in front of the pooled ones.
+  used = slots - 1 if name == "pool" else slots
+  most = length if name == "pool" else length + 1
+  generator = np.random.default_rng(SEED + 1)
+  tokens_btd = generator.standard_normal(shape).astype(np.float32)
+  places_bsd = generator.standard_normal((batch, most, width)).astype(np.float32)
+  places_bsd[:, used:] = 0
+  compiled, calls = {}, {}
+  for form in FORMS:
+    num_places = most if form == "segments" else used
+    arrays = [tokens_btd, places_bsd[:, :num_places]]
+    vectors, weights = arrays if name == "pool" else arrays[::-1]
+    arguments = jnp.asarray(vectors), boundaries_bt, jnp.asarray(weights)
+    compiled[form], _ = timing.compile_timed(
+      functools.partial(
+        run_operator,
+        operator=pool if name == "pool" else upsample,
+        kind=kind,
+        num_places=num_places,
+        is_dense=form == "dense",
+      ),
+      *arguments,
+    )
+    calls[form] = functools.partial(compiled[form], *arguments)
+  expected = calls["dense"]()
+  differences = {form: difference(calls[form](), expected) for form in FORMS}
+  seconds = timing.measure(calls, **limits)
+  return {
+    form: timing.summarize(seconds[form], seconds["dense"])
+    | {
+      "temporary_mib": timing.temporary_mib(compiled[form]),
+      "difference": differences[form],
+    }
+    for form in FORMS
+  } | {
+    "repetitions": len(seconds["dense"]),
+    "page_faults": float(np.median(seconds["page_faults"])),
+  }
+
+
+def plain_switch(function, sizes, needed, inputs, *others):
+  """`dpjax.ops.run_at_capacity` as one writes it first."""
+  import jax
+  import jax.numpy as jnp
+
+  def run_first(size, inputs, others):
+    outputs = function(inputs[:, :size], *others)
+    return jnp.pad(outputs, ((0, 0), (0, inputs.shape[1] - size), (0, 0)))
+
+  index = jnp.searchsorted(jnp.asarray(sizes), needed)
+  branches = [functools.partial(run_first, size) for size in sizes]
+  return jax.lax.switch(index, branches, inputs, others)
+
+
+def make_middle(max_length, sizes, num_layers, num_heads, hidden_width):
+  """A module of the middle block alone: (inputs, needed) -> outputs, [B, S, D]."""
+  from flax import linen as nn
+
+  from dpjax.layers import attention, blocks
+  from dpjax.models.stack import Stack
+
+  mixer = functools.partial(
+    attention.RelativeAttention, num_heads=num_heads, max_length=max_length
+  )
+  block = functools.partial(
+    blocks.Block, make_mixer=mixer, hidden_width=hidden_width, activation="gelu"
+  )
+  stack = Stack(num_layers, block, has_positions=True)
+
+  class Middle(nn.Module):
+    """Of the hourglass."""
+
+    @nn.compact
+    def __call__(self, inputs, needed):
+      return stack.apply(
+        inputs,
+        name="middle",
+        deterministic=True,
+        positions=attention.SharedPositions(num_heads, name="relative_positions"),
+        sizes=sizes,
+        needed=needed,
+      )
+
+  return Middle()
+
+
+def run_middle(params, inputs, needed, weights, *, name, capacity, sizes, settings):
+  """The result and both gradients of its sum times the weights."""
+  import jax
+
+  from dpjax import ops
+
+  if name == "known":
+    inputs, weights = inputs[:, :capacity], weights[:, :capacity]
+  is_switched = name in ("run_at_capacity", "switch")
+  middle = make_middle(sizes[-1], sizes if is_switched else (), **settings)
+  usual = plain_switch if name == "switch" else ops.run_at_capacity
+  with mock.patch.object(ops, "run_at_capacity", usual):
+    result, pull = jax.vjp(
+      lambda params, x: middle.apply({"params": params}, x, needed), params, inputs
+    )
+    return result, pull(weights)
+
+
+def compare_middles(shape, num_capacities, settings, **limits):
+  """Milliseconds, temporary MiB and compilation of every way, and ratios."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from dpjax import ops
+
+  batch, length, width = shape
+  _, slots = draw_boundaries(batch, length)
+  sizes = ops.capacities(length + 1, num_capacities)
+  capacity = next(size for size in sizes if size >= slots)
+  generator = np.random.default_rng(SEED + 2)
+  inputs, weights = generator.standard_normal((2, batch, length + 1, width))
+  # What is not read gets no gradient.
+  weights[:, slots:] = 0
+  inputs, weights = (jnp.asarray(x, jnp.float32) for x in (inputs, weights))
+  needed = jnp.asarray(slots, jnp.int32)
+  middle = make_middle(sizes[-1], (), **settings)
+  params = jax.jit(middle.init)(jax.random.key(SEED), inputs[:, :2], needed)["params"]
+  arguments = params, inputs, needed, weights
+  rows, calls, left_out = {}, {}, {}
+  for name in MIDDLES:
+    compiled, seconds = timing.compile_timed(
+      functools.partial(
+        run_middle, name=name, capacity=capacity, sizes=sizes, settings=settings
+      ),
+      *arguments,
+    )
+    mib = timing.temporary_mib(compiled)
+    rows[name] = {"temporary_mib": mib, "compile_seconds": seconds}
+    for key in ("temporary_mib", "compile_seconds"):
+      rows[name][f"{key}_ratio"] = rows[name][key] / rows["padded"][key]
+    if mib > timing.most_mib():
+      left_out[name] = f"needs {mib / 1024:.1f} GiB of temporary memory"
+    else:
+      calls[name] = functools.partial(compiled, *arguments)
+  if "padded" not in calls:
+    raise RuntimeError(f"padded {left_out['padded']}, too much for this machine")
+  expected, by_expected = calls["padded"]()
+  for name, call in calls.items():
+    result, found = call()
+    rows[name]["difference"] = difference(
+      (result[:, :slots], join(found)), (expected[:, :slots], join(by_expected))
+    )
+  del expected, by_expected, result, found
+  seconds = timing.measure(calls, **limits)
+  for name in calls:
+    rows[name] |= timing.summarize(seconds[name], seconds["padded"])
+  return {
+    "slots": slots,
+    "capacity": capacity,
+    "capacities": sizes,
+    "implementations": rows,
+    "left_out": left_out,
+    "repetitions": len(seconds["padded"]),
+    "page_faults": float(np.median(seconds["page_faults"])),
+  }
+
+
+def join(gradients):
+  """Those of all parameters as one vector: single ones may be 0 in theory; the inputs'."""
+  import jax
+  import jax.numpy as jnp
+
+  by_params, by_inputs = gradients
+  return jnp.concatenate([x.ravel() for x in jax.tree.leaves(by_params)]), by_inputs
+
+
+def print_table(report):
+  for case in report["cases"]:
+    print("\nB{batch} T{length} D{width}".format(**case))
+    for name, kinds in case["operators"].items():
+      for kind, rows in kinds.items():
+        for form in FORMS:
+          print(
+            f"  {name + ' ' + kind:28}{form:16}"
+            "{milliseconds:10.2f} ms {ratio:8.3f} x {temporary_mib:9.2f} MiB".format(
+              **rows[form]
+            )
+          )
+    middle = case["middle"]
+    print("  middle block: S {slots}, capacity {capacity}".format(**middle))
+    for name, row in middle["implementations"].items():
+      times = middle["left_out"].get(name) or (
+        "{milliseconds:10.1f} ms {ratio:8.3f} x".format(**row)
+      )
+      print(
+        f"    {name:18}{times}"
+        "{temporary_mib:10.1f} MiB {temporary_mib_ratio:7.3f} x, compiled in "
+        "{compile_seconds:5.1f} s {compile_seconds_ratio:7.2f} x".format(**row)
+      )
+
+
+def draw_figure(report, path):
+  """Operators above, middle blocks below: time, memory, time to compile."""
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  cases = report["cases"]
+  labels = ["B{batch} T{length} D{width}".format(**case) for case in cases]
+  figure, axes = pyplot.subplots(2, 3, figsize=(15, 8))
+  operators = [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
+  for axis, case, label in zip(axes[0], cases, labels, strict=False):
+    for i, form in enumerate(FORMS):
+      heights = [case["operators"][x][y][form]["milliseconds"] for x, y in operators]
+      places = [x + (i - 1) * 0.27 for x in range(len(operators))]
+      axis.bar(places, heights, 0.25, label=form)
+    axis.set_title(f"{label}: ms")
+  axis = axes[0, 2]
+  for i, form in enumerate(FORMS):
+    heights = [
+      cases[-1]["operators"][x][y][form]["temporary_mib"] for x, y in operators
+    ]
+    places = [x + (i - 1) * 0.27 for x in range(len(operators))]
+    axis.bar(places, heights, 0.25, label=form)
+  axis.set_title(f"{labels[-1]}: temporary memory, MiB")
+  names = [f"{x}\n{y}".replace("_", "\n") for x, y in operators]
+  for axis in axes[0]:
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(names)), names, fontsize=8)
+  axes[0, 0].legend()
+  for axis, key, title in zip(
+    axes[1],
+    ("ratio", "temporary_mib_ratio", "compile_seconds_ratio"),
+    ("time", "temporary memory", "time to compile"),
+    strict=True,
+  ):
+    for i, name in enumerate(MIDDLES):
+      rows = [case["middle"]["implementations"][name] for case in cases]
+      found = [(x, row[key]) for x, row in enumerate(rows) if key in row]
+      axis.bar(
+        [x + (i - 1.5) * 0.21 for x, _ in found], [y for _, y in found], 0.2,
+        color=f"C{i}", label=name,
+      )
+    axis.axhline(1, color="gray", linewidth=0.5)
+    axis.set_xticks(range(len(labels)), labels)
+    axis.set_title(f"middle block, gradient: {title} / padded")
+  axes[1, 1].legend()
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="results/pooling", help="path, no suffix")
+  parser.add_argument("--quick", action="store_true", help="small, 3 repetitions")
+  arguments = parser.parse_args()
+  timing.restart_with_quiet_allocator()
+
+  quick = arguments.quick
+  settings = QUICK_MIDDLE if quick else MIDDLE
+  report = {
+    "machine": timing.describe_machine(),
+    "seed": SEED,
+    "tokens_a_boundary": TOKENS_A_BOUNDARY,
+    "middle": settings,
+    "cases": [],
+  }
+  for shape in QUICK_SHAPES if quick else SHAPES:
+    case = dict(zip(("batch", "length", "width"), shape, strict=True))
+    case["slots"] = draw_boundaries(*shape[:2])[1]
+    case["operators"] = {
+      name: {
+        kind: compare_operators(
+          name, kind, shape, repetitions=3 if quick else 31, max_seconds=6
+        )
+        for kind in kinds
+      }
+      for name, kinds in KINDS.items()
+    }
+    case["middle"] = compare_middles(
+      shape, QUICK_CAPACITIES if quick else NUM_CAPACITIES, settings,
+      repetitions=3 if quick else 9, max_seconds=50,
+    )
+    report["cases"].append(case)
+  print_table(report)
+  out = pathlib.Path(arguments.out)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+  draw_figure(report, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+  main()

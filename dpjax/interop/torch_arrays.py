@@ -1,0 +1,125 @@
+"""Named arrays of PyTorch -> parameters of dpjax, by a table.
+
+A table has a line for every parameter here:
+
+  path here -> (its shape there, its name there)
+  path here -> (the shape of each there, a tuple of their names there)
+
+The second is of equal layers, stacked here to [num_layers, ...]. A shape is a string of
+letters, one an axis, which stand for sizes; "3" stands for 3 D, "1" for itself. Matrices
+are [out, in] there and [in, out] here.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+Names = str | tuple[str, ...]
+Table = Mapping[str, tuple[str, Names]]
+
+
+def find_state(content: Mapping) -> dict:
+  """The names and arrays of a checkpoint, or of the mapping that it holds.
+
+  `torch.nn.parallel.DistributedDataParallel` puts "module." before every name; it goes.
+
+  Raises:
+    ValueError: it is no mapping.
+  """
+  state = content
+  if isinstance(content, Mapping):
+    state = content.get("model_state_dict", content.get("model_state", content))
+  if not isinstance(state, Mapping):
+    raise ValueError(
+      f"state_dict: expected a mapping of names to arrays, got {type(state).__name__}"
+    )
+  if all(name.startswith("module.") for name in state):
+    return {name.removeprefix("module."): value for name, value in state.items()}
+  return dict(state)
+
+
+def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
+  """The table of equal layers from the lines of one.
+
+    {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
+      ->  {"layers/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
+
+  Args:
+    lines: path and name within a layer.
+    place: path of the layers here.
+    prefixes: name of each layer there.
+  """
+  prefixes = tuple(prefixes)
+  return {
+    f"{place}/{path}": (letters, tuple(f"{prefix}.{name}" for prefix in prefixes))
+    for path, (letters, name) in lines.items()
+  }
+
+
+def check_names(names: Iterable[str], table: Table, models: str) -> None:
+  """Refuses names that the table lacks, and lacks of its own.
+
+  Raises:
+    ValueError: naming them all, and `models`, whose names they should be.
+  """
+  expected = {name for _, each in table.values() for name in _tuple(each)}
+  unknown, missing = sorted({*names} - expected), sorted(expected - {*names})
+  if missing or unknown:
+    raise ValueError(
+      f"state_dict: expected the names of the authors' {models}, got "
+      f"{unknown or 'none'} unknown, {missing or 'none'} missing"
+    )
+
+
+def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
+  """Tensors, or whatever NumPy reads, as float32."""
+  return {name: _as_array(value) for name, value in state.items()}
+
+
+def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
+  """What each letter stands for; the first array with a letter says it.
+
+  Raises:
+    ValueError: `name: expected the shape ..., got ...`.
+  """
+  sizes = {"1": 1}
+  for letters, names in table.values():
+    for name in _tuple(names):
+      shape = arrays[name].shape
+      for letter, size in zip(letters, shape, strict=False):
+        sizes.setdefault(letter, 3 * sizes["D"] if letter == "3" else size)
+      expected = tuple(sizes.get(letter) for letter in letters)
+      if shape != expected:
+        raise ValueError(f"{name}: expected the shape {expected}, got {shape}")
+  return sizes
+
+
+def to_params(arrays: Mapping[str, np.ndarray], table: Table) -> dict:
+  """The parameters as a tree; axes are cut, moved and stacked, nothing else."""
+  params = {}
+  for path, (_, names) in table.items():
+    each = [_convert(arrays[name], path) for name in _tuple(names)]
+    params[path] = jnp.asarray(each[0] if isinstance(names, str) else np.stack(each))
+  return traverse_util.unflatten_dict(params, sep="/")
+
+
+def _as_array(value) -> np.ndarray:
+  if hasattr(value, "detach"):
+    value = value.detach().cpu()
+  return np.asarray(value, np.float32)
+
+
+def _convert(array: np.ndarray, path: str) -> np.ndarray:
+  if "queries_keys_values" in path:
+    # One matrix of 3D rows there, [D, 3, D] here.
+    array = array.reshape(3, -1, *array.shape[1:])
+    return array.transpose(2, 0, 1) if path.endswith("kernel") else array
+  if path.endswith("null_group"):
+    return array.reshape(-1)
+  return array.T if path.endswith("kernel") else array
+
+
+def _tuple(names: Names) -> tuple[str, ...]:
+  return (names,) if isinstance(names, str) else names

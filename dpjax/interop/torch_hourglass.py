@@ -1,0 +1,212 @@
+"""The authors' dynamic token pooling in PyTorch -> (model configuration, parameters).
+
+Source: `MemTransformerLM` of hourglass.py, PiotrNawrot/dynamic-pooling@1e6f360.
+
+V vocabulary, D width, H head, E feature of a head, F feed-forward width.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dpjax import config as config_lib
+from dpjax.config import ConfigDict
+from dpjax.interop import torch_arrays
+from dpjax.interop.torch_arrays import Table
+
+_FREQUENCIES = "pos_emb.inv_freq"
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(\d+)\..+")
+_PREDICTOR = "boundary_predictor.boundary_predictor"
+
+_MODEL: Table = {
+  "embedding/tokens/embedding": ("VD", "word_emb.weight"),
+  "logits/kernel": ("VD", "final_cast.weight"),
+  "logits/bias": ("V", "final_cast.bias"),
+}
+_POSITIONS: Table = {
+  "relative_positions/content_bias": ("HE", "r_w_bias"),
+  "relative_positions/position_bias": ("HE", "r_r_bias"),
+}
+_LAYER: Table = {
+  "mixer/queries_keys_values/kernel": ("3D", "dec_attn.qkv_net.weight"),
+  "mixer/queries_keys_values/bias": ("3", "dec_attn.qkv_net.bias"),
+  "mixer/distances/kernel": ("DD", "dec_attn.r_net.weight"),
+  "mixer/distances/bias": ("D", "dec_attn.r_net.bias"),
+  "mixer/out/kernel": ("DD", "dec_attn.o_net.weight"),
+  "mixer/out/bias": ("D", "dec_attn.o_net.bias"),
+  "mixer_norm/scale": ("D", "dec_attn.layer_norm.weight"),
+  "mixer_norm/bias": ("D", "dec_attn.layer_norm.bias"),
+  "feed_forward/hidden/kernel": ("FD", "pos_ff.CoreNet.0.weight"),
+  "feed_forward/hidden/bias": ("F", "pos_ff.CoreNet.0.bias"),
+  "feed_forward/out/kernel": ("DF", "pos_ff.CoreNet.3.weight"),
+  "feed_forward/out/bias": ("D", "pos_ff.CoreNet.3.bias"),
+  "feed_forward_norm/scale": ("D", "pos_ff.layer_norm.weight"),
+  "feed_forward_norm/bias": ("D", "pos_ff.layer_norm.bias"),
+}
+_POOLING: Table = {
+  "hourglass/null_group": ("11D", "null_group"),
+  "hourglass/middle_norm/scale": ("D", "down_ln.weight"),
+  "hourglass/middle_norm/bias": ("D", "down_ln.bias"),
+}
+_PREDICTION: Table = {
+  "hourglass/boundary_predictor/hidden/kernel": ("FD", f"{_PREDICTOR}.0.weight"),
+  "hourglass/boundary_predictor/hidden/bias": ("F", f"{_PREDICTOR}.0.bias"),
+  "hourglass/boundary_predictor/out/kernel": ("1F", f"{_PREDICTOR}.2.weight"),
+  "hourglass/boundary_predictor/out/bias": ("1", f"{_PREDICTOR}.2.bias"),
+}
+# Their settings in words of ours.
+_KINDS = {"whitespaces": "whitespace"}
+
+
+def is_hourglass(state: Mapping) -> bool:
+  """Whether the names are those of a `MemTransformerLM`."""
+  return "word_emb.weight" in state or "r_w_bias" in state
+
+
+def convert(
+  content: Mapping,
+  state: Mapping,
+  *,
+  boundaries: str | None,
+  num_heads: int | None,
+  max_length: int | None,
+  shortening_factor: int | None,
+  boundary_offset: int,
+  **settings,
+) -> tuple[ConfigDict, dict]:
+  """The work of `dpjax.interop.from_torch` where `is_hourglass`.
+
+  Args:
+    content: the whole checkpoint, of which "model_config" is read, or `state`.
+    state: names -> arrays.
+    boundaries: as `from_torch`, and so are the other four.
+    num_heads: H.
+    max_length: the longest T.
+    shortening_factor: k of fixed boundaries.
+    boundary_offset: place of their first.
+    **settings: more of `dpjax.config.default_model()`.
+
+  Returns:
+    As `from_torch`.
+
+  Raises:
+    ValueError: as `from_torch`.
+  """
+  recorded = _recorded(content)
+  boundaries = _boundaries(state, boundaries, recorded.get("boundaries_type"))
+  table, depths = _table(state, boundaries)
+  torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
+  arrays = torch_arrays.read_arrays(state)
+  sizes = torch_arrays.read_sizes(arrays, table)
+  if num_heads not in (None, sizes["H"]):
+    raise ValueError(f"num_heads: expected the {sizes['H']} of r_w_bias, got {num_heads}")
+  if sizes["H"] * sizes["E"] != sizes["D"]:
+    raise ValueError(
+      f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
+      f"{(sizes['H'], sizes['E'])}"
+    )
+  if _FREQUENCIES in arrays:
+    _check_frequencies(arrays[_FREQUENCIES], sizes["D"])
+  if max_length is None:
+    raise ValueError(
+      "max_length: expected a number, as a MemTransformerLM has no table of positions, "
+      "got None"
+    )
+
+  model_config = config_lib.default_model()
+  model_config.update(
+    mixer="relative_attention",
+    boundaries=boundaries,
+    vocab_size=sizes["V"],
+    width=sizes["D"],
+    feed_forward_width=sizes["F"],
+    num_heads=sizes["H"],
+    max_length=max_length,
+    positions="none",
+    activation=recorded.get("activation_function", "gelu"),
+    **depths,
+    **settings,
+  )
+  if boundaries == "fixed" and shortening_factor is None:
+    raise ValueError("shortening_factor: expected k of the fixed boundaries, got None")
+  if boundaries == "whitespace" and not model_config.space_ids:
+    raise ValueError("space_ids: expected the space's for whitespace, got none")
+  if shortening_factor is not None:
+    model_config.shortening_factor = shortening_factor
+  if boundaries == "fixed" or boundary_offset:
+    model_config.boundary_offset = boundary_offset
+  config_lib.check_model(model_config)
+  return model_config, torch_arrays.to_params(arrays, table)
+
+
+def _recorded(content: Mapping) -> Mapping[str, Any]:
+  """The arguments of their model, where a whole checkpoint has them."""
+  recorded = content.get("model_config")
+  return recorded if isinstance(recorded, Mapping) else {}
+
+
+def _is_pooled(state: Mapping) -> bool:
+  return "null_group" in state or any(name.startswith("layers.1.") for name in state)
+
+
+def _has_predictor(state: Mapping) -> bool:
+  return any(name.startswith("boundary_predictor.") for name in state)
+
+
+def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
+  """The kind that was given, or that the file has or leaves no choice of."""
+  if not _is_pooled(state):
+    possible = ("none",)
+  elif not _has_predictor(state):
+    possible = ("fixed", "whitespace")
+  else:
+    possible = ("unigram", "entropy", "gumbel")
+  if recorded is not None:
+    recorded = _KINDS.get(recorded, recorded)
+    possible = tuple(kind for kind in possible if kind == recorded) or possible
+  if given is None and len(possible) == 1:
+    return possible[0]
+  if given is None or given not in possible:
+    raise ValueError(
+      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {given}"
+    )
+  return given
+
+
+def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
+  """The table of the file, and how many blocks each stack has, as settings."""
+  matches = [match for name in state if (match := _LAYER_NAME.fullmatch(name))]
+
+  def layers(stack: int, place: str) -> Table:
+    depth = max(len({match[2] for match in matches if match[1] == str(stack)}), 1)
+    depths.append(depth)
+    prefixes = (f"layers.{stack}.{index}" for index in range(depth))
+    return torch_arrays.of_layers(_LAYER, place, prefixes)
+
+  depths = []
+  if boundaries == "none":
+    table = {**_MODEL, **_POSITIONS, **layers(0, "layers")}
+    return table, {"num_layers": depths[0]}
+  table = {
+    **_MODEL,
+    **{f"hourglass/{path}": line for path, line in _POSITIONS.items()},
+    **_POOLING,
+    **layers(0, "hourglass/first"),
+    **layers(1, "hourglass/middle"),
+    **layers(2, "hourglass/last"),
+    **(_PREDICTION if _has_predictor(state) else {}),
+  }
+  names = ("first_layers", "num_layers", "last_layers")
+  return table, dict(zip(names, depths, strict=True))
+
+
+def _check_frequencies(frequencies: np.ndarray, width: int) -> None:
+  here = 10000.0 ** (-np.arange(0, width, 2) / width)
+  if frequencies.shape != here.shape:
+    raise ValueError(
+      f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}"
+    )
+  if not np.allclose(frequencies, here, rtol=1e-5, atol=0):
+    raise ValueError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")

@@ -1,0 +1,291 @@
+"""Token pooling: the authors' checkpoints against what their code computed from them."""
+
+import pathlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax.interop import from_torch
+from dpjax.training import losses, metrics, optimizer, step
+from tests.helpers import fast_jit
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+FORWARD = dict(atol=1e-5, rtol=1e-5)
+GRADIENT = dict(atol=1e-6, rtol=1e-4)
+
+CASES = {
+  "none": {},
+  "fixed": dict(boundaries="fixed", shortening_factor=3),
+  "whitespaces": dict(boundaries="whitespace", space_ids=(0,)),
+  "unigram": dict(boundaries="unigram"),
+  "entropy": dict(boundaries="entropy"),
+  "gumbel": dict(boundaries="gumbel", space_ids=(0,), sample_boundaries=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+  with jax.default_matmul_precision("highest"):
+    yield
+
+
+def load(case):
+  with np.load(GOLDEN / f"{case}.npz") as arrays:
+    return dict(arrays)
+
+
+def part(arrays, prefix):
+  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def convert(arrays, case, **options):
+  return from_torch(arrays, **{"max_length": 24, **CASES[case], **options})
+
+
+def state_of(case):
+  return part(load(f"D_hourglass_{case}"), "param/")
+
+
+def nats_of(logits, targets):
+  """[T, B], of every target, in float64."""
+  logits = np.asarray(logits, np.float64)
+  right = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  return np.log(np.exp(logits).sum(-1)) - right
+
+
+def check_scores(expected, sums):
+  """The authors' statistics of the tokens whose targets count."""
+  scores = metrics.boundary_scores({name: float(value) for name, value in sums.items()})
+  assert bool(scores) == bool(expected)
+  if scores:
+    scores["shortened_length"] = scores["segments_max"] + 1
+  ours = {"loss_boundaries": "boundary_loss", "acc": "accuracy"}
+  for name, value in expected.items():
+    got = scores[ours.get(name, name)]
+    np.testing.assert_allclose(got, value, err_msg=name, **FORWARD)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_its_loss_and_every_gradient(case):
+  golden = load(f"D_hourglass_{case}")
+  config, params = convert(part(golden, "param/"), case)
+  if case == "entropy":
+    config.num_capacities = 3
+  elif case not in ("none", "fixed"):
+    config.num_capacities = 1
+  model = dpjax.build_model(config)
+  objective = losses.Objective(
+    boundaries=config.boundaries,
+    prior=0.2,
+    entropy_left=2,
+    double_sigmoid=case in ("unigram", "entropy"),
+    space_ids=(0,),
+  )
+  batch = {"tokens": golden["in/data"].T, "targets": golden["in/target"].T}
+  if case == "unigram":
+    batch["boundaries"] = golden["in/boundaries_gt"].T.astype(np.int32)
+
+  def loss_of(params, weights):
+    noise = golden.get("in/noise_u")
+    output = model.apply({"params": params}, batch["tokens"], boundary_noise=noise)
+    sums = objective.sums(output, {**batch, "weights": weights})
+    nats = sums["nats"] + sums.get("boundary_nats", 0.0)
+    return nats / sums["count"], (sums, output)
+
+  run = fast_jit(jax.value_and_grad(loss_of, has_aux=True))
+  (total, (sums, output)), grads = run(params, jnp.ones((3, 24)))
+  logits = output.logits.swapaxes(0, 1)
+  np.testing.assert_allclose(logits, golden["out/logits"], **FORWARD)
+  nats = nats_of(logits, golden["in/target"])
+  np.testing.assert_allclose(nats, golden["out/loss_per_token"], **FORWARD)
+  np.testing.assert_allclose(sums["nats"] / 72, golden["out/loss"], **FORWARD)
+  np.testing.assert_allclose(total, golden["out/total"], **FORWARD)
+  for got, name in (
+    (output.boundaries, "out/hard_boundaries"),
+    (output.boundary_logits, "out/boundary_logits"),
+  ):
+    assert (got is None) == (name not in golden)
+    if got is not None:
+      np.testing.assert_allclose(got, golden[name], **FORWARD)
+  check_scores(part(golden, "out/stat_"), sums)
+
+  # The conversion is linear, so the authors' gradients go through it as well.
+  _, expected = convert(part(golden, "grad/"), case)
+  assert jax.tree.structure(grads) == jax.tree.structure(expected)
+  jax.tree.map_with_path(
+    lambda path, got, want: np.testing.assert_allclose(
+      got, want, err_msg=jax.tree_util.keystr(path), **GRADIENT
+    ),
+    grads,
+    expected,
+  )
+
+  # The same tokens, of which the last ten targets count.
+  weights = jnp.asarray(np.arange(24) >= 14, jnp.float32)
+  (_, (sums, output)), _ = run(params, jnp.tile(weights[None], (3, 1)))
+  logits = output.logits.swapaxes(0, 1)[14:]
+  np.testing.assert_allclose(logits, golden["ext/logits"], **FORWARD)
+  expected = golden["ext/loss_per_token"]
+  np.testing.assert_allclose(sums["nats"] / 30, expected.mean(), **FORWARD)
+  # There the boundaries of all tokens, here of those that count.
+  expected = part(golden, "ext/stat_")
+  if expected:
+    np.testing.assert_allclose(expected.pop("p_ones"), output.boundaries.mean(), **FORWARD)
+  check_scores(expected, sums)
+
+
+def test_six_updates():
+  golden = load("J_train_hourglass_fixed")
+  config, params = convert(part(golden, "param/"), "fixed")
+  rates = jnp.asarray(golden["out/lrs"])
+  update = optimizer.make_optimizer(
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.25
+  )
+  state = step.TrainState(
+    jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
+  )
+  objective = losses.Objective(boundaries="fixed")
+  one_step = fast_jit(
+    partial(step.train_step, dpjax.build_model(config), update, 1, objective=objective)
+  )
+  weights = np.ones((3, 24), np.float32)
+  seen = []
+  # optax raises floats to integer powers, which strict promotion refuses.
+  with jax.numpy_dtype_promotion("standard"):
+    for stream in golden["in/stream"]:
+      batch = dict(tokens=stream[:-1].T, targets=stream[1:].T, weights=weights)
+      state, measured = one_step(state, batch)
+      seen.append((measured["loss"], measured["grad_norm"]))
+  loss, grad_norm = np.asarray(seen).T
+  np.testing.assert_allclose(loss, golden["out/losses"], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(grad_norm, golden["out/grad_norms"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["none", "fixed", "gumbel"])
+def test_configuration(case):
+  config, params = convert(state_of(case), case)
+  sizes = ("vocab_size", "width", "feed_forward_width", "num_heads", "max_length")
+  assert [config[key] for key in sizes] == [11, 16, 32, 2, 24]
+  kinds = ("mixer", "positions", "activation", "norm", "boundaries")
+  expected = ["relative_attention", "none", "gelu", "post", case]
+  assert [config[key] for key in kinds] == expected
+  depths = [config[key] for key in ("first_layers", "num_layers", "last_layers")]
+  # Without pooling the first and last are as by default.
+  assert depths == ([2, 4, 2] if case == "none" else [1, 2, 1])
+  shapes = jax.eval_shape(
+    dpjax.build_model(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+def test_settings():
+  fixed, gumbel = state_of("fixed"), state_of("gumbel")
+  config, _ = convert(fixed, "fixed")
+  assert (config.shortening_factor, config.boundary_offset) == (3, 0)
+  config, _ = convert(fixed, "fixed", boundary_offset=-1, num_heads=2, max_length=99)
+  assert (config.boundary_offset, config.max_length) == (-1, 99)
+  config, _ = convert(fixed, "whitespaces", space_ids=[7])
+  assert config.space_ids == (7,)
+  config, _ = convert(gumbel, "gumbel", temperature=0.7, sample_boundaries=False)
+  assert (config.boundary_temperature, config.sample_boundaries) == (0.7, False)
+  config, _ = convert(gumbel, "unigram")
+  assert (config.boundaries, config.boundary_offset) == ("unigram", -1)
+
+
+def test_each_stack_has_its_depth():
+  state = state_of("fixed")
+  more = {f"layers.2.1.{name}": 2 * x for name, x in part(state, "layers.2.0.").items()}
+  config, params = convert({**state, **more}, "fixed")
+  depths = [config[key] for key in ("first_layers", "num_layers", "last_layers")]
+  assert depths == [1, 2, 2]
+  for leaf in jax.tree.leaves(params["hourglass"]["last"]):
+    np.testing.assert_array_equal(leaf[1], 2 * leaf[0])
+
+
+def test_whole_checkpoints():
+  state = state_of("entropy")
+  expected_config, expected = convert(state, "entropy")
+  # As PyTorch saves a buffer, and the names of a model on several devices.
+  frequencies = np.float32(1) / 10000 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
+  parallel = {
+    f"module.{name}": value
+    for name, value in {**state, "pos_emb.inv_freq": frequencies}.items()
+  }
+  recorded = {"boundaries_type": "entropy", "activation_function": "gelu"}
+  checkpoint = {"epoch": 7, "model_state": parallel, "model_config": recorded}
+  config, params = from_torch(checkpoint, max_length=24)
+  assert config == expected_config
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+  recorded["activation_function"] = "relu"
+  assert from_torch(checkpoint, max_length=24)[0].activation == "relu"
+  with pytest.raises(ValueError, match="boundaries: expected entropy by .*, got gumbel"):
+    from_torch(checkpoint, max_length=24, boundaries="gumbel")
+  checkpoint = {
+    "model_state": state_of("whitespaces"),
+    "model_config": {"boundaries_type": "whitespaces"},
+  }
+  config, _ = from_torch(checkpoint, max_length=24, space_ids=(0,))
+  assert config.boundaries == "whitespace"
+
+
+def test_refusals_name_what_is_wrong():
+  none, fixed, gumbel = (state_of(case) for case in ("none", "fixed", "gumbel"))
+
+  def refused(state, message, **options):
+    with pytest.raises(ValueError, match=message):
+      from_torch(state, **{"max_length": 24, **options})
+
+  def changed(name, value):
+    return {**fixed, name: value}
+
+  def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+  kind = dict(CASES["fixed"])
+  # Boundaries that do not fit.
+  refused(fixed, "boundaries: expected fixed or whitespace .*, got None")
+  refused(gumbel, "boundaries: expected unigram or entropy or gumbel .*, got None")
+  refused(fixed, "boundaries: .*fixed or whitespace.*, got unigram", boundaries="unigram")
+  refused(gumbel, "boundaries: .*gumbel.*, got fixed", **kind)
+  refused(none, "boundaries: expected none .*, got entropy", boundaries="entropy")
+  refused(fixed, "boundaries: .*, got none", boundaries="none")
+  refused(fixed, "boundaries: .*, got spaces", boundaries="spaces")
+  # Settings that are missing, or of other boundaries.
+  refused(fixed, "shortening_factor: .*, got None", boundaries="fixed")
+  refused(fixed, "space_ids: .*, got none", boundaries="whitespace")
+  refused(fixed, "max_length: .*, got None", **kind, max_length=None)
+  refused(fixed, "num_heads: expected the 2 of r_w_bias, got 4", **kind, num_heads=4)
+  refused(fixed, "boundary_offset: .*, got 3", **kind, boundary_offset=3)
+  refused(fixed, "boundary_temperature: .*, got 0.7", **kind, temperature=0.7)
+  refused(gumbel, "boundary_offset.*, got 1", boundaries="gumbel", boundary_offset=1)
+  refused(gumbel, "space_ids.*, got", boundaries="entropy", space_ids=(0,))
+  refused(none, "shortening_factor.*, got 3", shortening_factor=3)
+  refused(none, "variant: .*, got multihead", variant="multihead")
+  # Names.
+  refused(without(fixed, "null_group"), "'null_group'. missing", **kind)
+  refused(without(fixed, "word_emb.weight"), "MemTr.*'word_emb.weight'. missing", **kind)
+  name = "layers.1.1.pos_ff.CoreNet.3.bias"
+  refused(without(fixed, name), f"{name}'. missing", **kind)
+  name = "boundary_predictor.boundary_predictor.2.bias"
+  refused(without(gumbel, name), f"{name}'. missing", boundaries="gumbel")
+  refused(changed("up_ln.bias", np.ones(16)), "'up_ln.bias'. unknown", **kind)
+  # Shapes.
+  name = "layers.2.0.dec_attn.qkv_net.weight"
+  refused(changed(name, np.ones((47, 16))), f"{name}.*48.*47", **kind)
+  refused(changed("null_group", np.ones(16)), r"null_group.*\(1, 1, 16\)", **kind)
+  halves = {**fixed, "r_w_bias": np.ones((2, 4)), "r_r_bias": np.ones((2, 4))}
+  refused(halves, r"r_w_bias: .* 16 features together.*\(2, 4\)", **kind)
+  name = "pos_emb.inv_freq"
+  refused(changed(name, np.ones(8)), f"{name}: expected the sinusoidal", **kind)
+  refused(changed(name, np.ones(16)), rf"{name}: .*\(8,\), got \(16,\)", **kind)
+
+
+def test_a_file_without_pooling_has_no_boundaries():
+  state = part(load("A_dispatcher_nhead1_L5"), "param/")
+  with pytest.raises(ValueError, match="boundaries: expected none .*, got gumbel"):
+    from_torch(state, max_length=5, boundaries="gumbel")

@@ -1,0 +1,194 @@
+"""Relative attention of a layer, alone and with positions that layers share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from dpjax.layers.attention import RelativeAttention, RelativePositions, SharedPositions
+from tests.helpers import fast_jit
+from tests.reference import attention as reference
+
+BATCH, LENGTH, MAX_LENGTH, HEADS, WIDTH = 2, 5, 7, 3, 12
+ROUNDING = dict(rtol=1e-5, atol=1e-5)
+
+
+def draw(*shape, seed=0):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def make(**settings):
+  """A layer and normal parameters in the place of the initial ones."""
+  layer = RelativeAttention(HEADS, MAX_LENGTH, **settings)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), draw(1, 1, WIDTH))["params"]
+  leaves, tree = jax.tree.flatten(shapes)
+  leaves = [draw(*leaf.shape, seed=7 + i) / 2 for i, leaf in enumerate(leaves)]
+  return layer, jax.tree.unflatten(tree, leaves)
+
+
+def exact(inputs, params):
+  """The layer in float64."""
+  params = jax.tree.map(np.float64, params)
+
+  def linear(x, name, part=...):
+    matrix, bias = params[name]["kernel"], params[name]["bias"]
+    return x @ matrix[..., part, :] + bias[part, :] if part != ... else x @ matrix + bias
+
+  def per_head(x):
+    return x.reshape(*x.shape[:-1], HEADS, -1)
+
+  x = np.float64(inputs)
+  parts = [per_head(linear(x, "queries_keys_values", part)) for part in range(3)]
+  table = reference.relative_positions(x.shape[1], WIDTH)
+  biases = [params["positions"][name] for name in ("content_bias", "position_bias")]
+  y = reference.relative_attention(*parts, per_head(linear(table, "distances")), *biases)
+  return linear(y.reshape(x.shape), "out")
+
+
+@pytest.mark.parametrize("length", [LENGTH, MAX_LENGTH])
+def test_values(length):
+  layer, params = make()
+  inputs = draw(BATCH, length, WIDTH)
+  output = fast_jit(layer.apply)({"params": params}, inputs)
+  np.testing.assert_allclose(output, exact(inputs, params), **ROUNDING)
+
+
+@pytest.mark.parametrize("distances", [LENGTH, LENGTH + 4])
+def test_alone_is_as_with_shared_positions(distances):
+  layer, params = make()
+  inputs, weights = draw(BATCH, LENGTH, WIDTH), draw(BATCH, LENGTH, WIDTH, seed=1)
+
+  def alone(params, inputs):
+    return layer.apply({"params": params}, inputs)
+
+  def sharing(params, inputs):
+    positions = SharedPositions(HEADS).apply(
+      {"params": params["positions"]}, distances, WIDTH
+    )
+    assert positions.table.shape == (distances, WIDTH)
+    rest = {name: leaf for name, leaf in params.items() if name != "positions"}
+    return layer.apply({"params": rest}, inputs, positions=positions)
+
+  @fast_jit
+  def run(params, inputs):
+    pairs = [jax.vjp(function, params, inputs) for function in (alone, sharing)]
+    return [(result, pull(weights)) for result, pull in pairs]
+
+  expected, found = run(params, inputs)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+  )
+  by_positions = expected[1][0]["positions"]
+  assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(by_positions))
+
+
+def test_with_shared_positions_there_are_no_biases_of_its_own():
+  layer, params = make()
+  table, bias = draw(LENGTH, WIDTH), draw(HEADS, WIDTH // HEADS)
+  shared = RelativePositions(table, bias, bias)
+  shapes = jax.eval_shape(
+    lambda: layer.init(jax.random.key(0), draw(1, LENGTH, WIDTH), positions=shared)
+  )
+  assert shapes["params"].keys() == params.keys() - {"positions"}
+
+
+def train(module, params, inputs, seed=3):
+  rngs = {"dropout": jax.random.key(seed)}
+  return module.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
+
+
+class Pair(nn.Module):
+  """Two layers, each with dropout of the positions: of shared ones, or of its own."""
+
+  is_shared: bool
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True):
+    settings = dict(deterministic=deterministic)
+    if self.is_shared:
+      settings["positions"] = SharedPositions(HEADS, 0.5, name="positions")(
+        *inputs.shape[1:], deterministic=deterministic
+      )
+    return [
+      RelativeAttention(HEADS, MAX_LENGTH, position_dropout=0.5, name=name)(
+        inputs, **settings
+      )
+      for name in ("first", "second")
+    ]
+
+
+def test_layers_that_share_positions_drop_the_same():
+  _, params = make()
+  rest = {name: leaf for name, leaf in params.items() if name != "positions"}
+  shared = {"first": rest, "second": rest, "positions": params["positions"]}
+  inputs = draw(BATCH, LENGTH, WIDTH)
+  first, second = train(Pair(True), shared, inputs)
+  np.testing.assert_array_equal(first, second)
+  assert not np.allclose(first, exact(inputs, params), atol=1e-2)
+  own = {"first": params, "second": params}
+  first, second = train(Pair(False), own, inputs)
+  assert not np.allclose(first, second, atol=1e-2)
+
+
+def test_dropout_of_the_table():
+  module = SharedPositions(HEADS, dropout=0.5)
+  params = make()[1]["positions"]
+  length, width = 31, WIDTH
+  exact_table = reference.relative_positions(length, width)
+  still = module.apply({"params": params}, length, width)
+  np.testing.assert_allclose(still.table, exact_table, atol=1e-5)
+  rngs = {"dropout": jax.random.key(1)}
+  dropped = module.apply({"params": params}, length, width, deterministic=False, rngs=rngs)
+  is_kept = np.asarray(dropped.table != 0)
+  share = is_kept[exact_table != 0].mean()
+  assert 0.35 < share < 0.65
+  np.testing.assert_allclose(dropped.table[is_kept], 2 * exact_table[is_kept], atol=1e-5)
+  for name in ("content_bias", "position_bias"):
+    np.testing.assert_array_equal(getattr(dropped, name), params[name])
+
+
+@pytest.mark.parametrize("rate", ["dropout", "position_dropout"])
+def test_dropout(rate):
+  layer, params = make(**{rate: 0.5})
+  inputs = draw(BATCH, LENGTH, WIDTH)
+  still = layer.apply({"params": params}, inputs)
+  np.testing.assert_allclose(still, exact(inputs, params), **ROUNDING)
+  outputs = [train(layer, params, inputs, seed) for seed in (3, 3, 4)]
+  np.testing.assert_array_equal(outputs[0], outputs[1])
+  assert not np.allclose(outputs[0], outputs[2], atol=1e-2)
+  assert not np.allclose(outputs[0], still, atol=1e-2)
+
+
+def test_bfloat16_keeps_float32_parameters():
+  layer = RelativeAttention(HEADS, MAX_LENGTH, init_std=0.5, dtype=jnp.bfloat16)
+  inputs = draw(BATCH, LENGTH, WIDTH).astype(jnp.bfloat16)
+  output, variables = layer.init_with_output(jax.random.key(0), inputs)
+  assert output.dtype == jnp.bfloat16
+  params = variables["params"]
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  expected = exact(inputs.astype(jnp.float32), params)
+  error = np.abs(output.astype(jnp.float32) - expected).max()
+  assert error < 0.03 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+  "shape, message",
+  [
+    ((BATCH, MAX_LENGTH + 1, WIDTH), "inputs: expected T <= max_length = 7, got T = 8"),
+    ((BATCH, LENGTH, WIDTH + 1), "num_heads: expected a divisor of the width 13, got 3"),
+    ((LENGTH, WIDTH), r"inputs: expected \[B, T, D\]"),
+  ],
+)
+def test_refusals(shape, message):
+  with pytest.raises(ValueError, match=message):
+    make()[0].init(jax.random.key(0), draw(*shape))
+
+
+def test_refuses_too_few_shared_distances():
+  layer, params = make()
+  positions = SharedPositions(HEADS).apply(
+    {"params": params["positions"]}, LENGTH - 1, WIDTH
+  )
+  with pytest.raises(ValueError, match="positions: expected .* at least 5, 3, 4"):
+    layer.apply({"params": params}, draw(BATCH, LENGTH, WIDTH), positions=positions)
