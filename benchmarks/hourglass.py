@@ -23,9 +23,9 @@ products, 2 for a term, counted by formula; of a layer on n positions
 
 for queries, keys, values, outputs and the feed-forward network; distances; scores by
 content and by distance and the sum of the values, the whole squares, as they are
-computed. A gradient takes twice as many as the result, and "learned" computes its middle
-layers once more, at the capacity. "operations_ratio_exact" has S itself in its place,
-and no layer twice.
+computed. A gradient takes twice as many as the result (once for the distances, whose
+table learns nothing), and "learned" computes its middle layers once more. n of those is
+the capacity, under "exact" S itself, with nothing computed once more.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 5 and Fig. 5.
 """
@@ -174,18 +174,18 @@ def count_operations(settings, batch, variant):
   length, width = settings["max_length"], settings["width"]
   hidden = settings["feed_forward_width"]
 
-  def layer(n):
-    weights = 4 * width**2 + 2 * width * hidden
-    return batch * n * weights + n * width**2 + 3 * batch * n**2 * width
+  def layer(n, passes=3, of_distances=2):
+    terms = batch * n * (4 * width**2 + 2 * width * hidden) + 3 * batch * n**2 * width
+    return passes * terms + of_distances * n * width**2
 
   rest = (settings["first_layers"] + settings["last_layers"]) * layer(length)
-  rest += batch * length * width * settings["vocab_size"]
-  if variant["kind"] == LEARNED:
-    rest += batch * length * (width + 1) * hidden
-  passes = 4 if variant["kind"] == LEARNED else 3
-  middle = settings["num_layers"] * layer(variant["computed"])
-  exact = settings["num_layers"] * layer(variant["slots"])
-  return 2 * (3 * rest + passes * middle), 2 * 3 * (rest + exact)
+  rest += 3 * batch * length * width * settings["vocab_size"]
+  is_learned = variant["kind"] == LEARNED
+  if is_learned:
+    rest += 3 * batch * length * (width + 1) * hidden
+  middle = layer(variant["computed"], *((4, 4) if is_learned else ()))
+  exact = layer(variant["slots"])
+  return tuple(2 * (rest + settings["num_layers"] * x) for x in (middle, exact))
 
 
 def compare(settings, batch, repetitions, max_seconds):
@@ -316,7 +316,9 @@ def draw_figure(report, path):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="results/hourglass", help="path, no suffix")
+  parser.add_argument(
+    "--out", help="path, no suffix; results/hourglass, and nothing is written if --quick"
+  )
   parser.add_argument("--batch", type=int, default=1, help="rows of a step")
   parser.add_argument("--quick", action="store_true", help="small, 3 repetitions")
   arguments = parser.parse_args()
@@ -333,10 +335,11 @@ def main():
     settings, arguments.batch, repetitions=3 if arguments.quick else 9, max_seconds=150
   )
   print_table(report)
-  out = pathlib.Path(arguments.out)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-  draw_figure(report, out.with_suffix(".png"))
+  if arguments.out or not arguments.quick:
+    out = pathlib.Path(arguments.out or "results/hourglass")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    draw_figure(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -385,7 +385,9 @@ def draw_figure(report, path):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", default="results/pooling", help="path, no suffix")
+  parser.add_argument(
+    "--out", help="path, no suffix; results/pooling, and nothing is written if --quick"
+  )
   parser.add_argument("--quick", action="store_true", help="small, 3 repetitions")
   arguments = parser.parse_args()
   timing.restart_with_quiet_allocator()
@@ -400,9 +402,8 @@ def main():
     "cases": [],
   }
   for shape in QUICK_SHAPES if quick else SHAPES:
-    case = dict(zip(("batch", "length", "width"), shape, strict=True))
-    case["slots"] = draw_boundaries(*shape[:2])[1]
-    case["operators"] = {
+    sizes = dict(zip(("batch", "length", "width"), shape, strict=True))
+    operators = {
       name: {
         kind: compare_operators(
           name, kind, shape, repetitions=3 if quick else 31, max_seconds=6
@@ -411,16 +412,17 @@ def main():
       }
       for name, kinds in KINDS.items()
     }
-    case["middle"] = compare_middles(
+    middle = compare_middles(
       shape, QUICK_CAPACITIES if quick else NUM_CAPACITIES, settings,
       repetitions=3 if quick else 9, max_seconds=50,
     )
-    report["cases"].append(case)
+    report["cases"].append(sizes | {"operators": operators, "middle": middle})
   print_table(report)
-  out = pathlib.Path(arguments.out)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-  draw_figure(report, out.with_suffix(".png"))
+  if arguments.out or not arguments.quick:
+    out = pathlib.Path(arguments.out or "results/pooling")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    draw_figure(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULES = ("complexity", "config", "data", "decoding", "interop", "layers", "models",
-            "ops", "plots", "text", "training")
+            "ops", "plots", "segmentation", "significance", "text", "training")
 _NAMES = {
   "build_model": "dpjax.models.build",
   "load": "dpjax.run",

@@ -17,6 +17,7 @@ ROOMS = [
   {"command_line", "workdir"},
   {"run"},
   {"complexity", "plots"},
+  {"segmentation", "significance"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -76,6 +77,8 @@ def test_imports_go_down(path):
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
     ("dpjax.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.plots", ("jax", "matplotlib", "ml_collections")),
+    ("dpjax.segmentation", ("jax", "matplotlib", "ml_collections")),
+    ("dpjax.significance", ("jax", "numpy", "scipy", "ml_collections")),
     ("dpjax.run", ("tensorflow", "torch", "chex", "sentencepiece", "tokenizers")),
   ],
 )

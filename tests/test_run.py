@@ -14,7 +14,9 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax import workdir as workdir_lib
-from dpjax.data import batches
+from dpjax.data import batches, prepared
+from dpjax.text.tokens import Bytes
+from dpjax.text.unigram import train_unigram
 from dpjax.training import loop
 from dpjax.training.checkpoints import Checkpoints
 from tests import helpers
@@ -132,13 +134,14 @@ def test_generation(finished):
 
 def test_models_of_a_seed_get_the_same_random_windows():
   tokens = np.arange(500, dtype=np.uint16)
+  data = prepared.Prepared("numbers", Bytes(), {"train": tokens}, {})
 
   def windows(seed, **model):
     config = config_lib.default()
     config.seed = seed
     config.model.update(model)
     config.train.update(batches="random_windows", batch_size=6, window=9)
-    return run_lib._train_batches(config, tokens).batch(3)
+    return run_lib._train_batches(config, data).batch(3)
 
   expected = batches.RandomWindows(tokens, 6, 9, seed=5).batch(3)
   for mixer in ("she", "attention"):
@@ -146,18 +149,16 @@ def test_models_of_a_seed_get_the_same_random_windows():
   assert (windows(6)["tokens"] != expected["tokens"]).any()
 
 
-def stop_at(monkeypatch, step):
+def stop_at(monkeypatch, step, kind=batches.ContiguousRows):
   """SIGTERM arrives while the batch of that step is read."""
-  from dpjax.data.batches import ContiguousRows
-
-  read = ContiguousRows.batch
+  read = kind.batch
 
   def batch(self, number, rows=slice(None)):
     if number == step:
       signal.raise_signal(signal.SIGTERM)
     return read(self, number, rows)
 
-  monkeypatch.setattr(ContiguousRows, "batch", batch)
+  monkeypatch.setattr(kind, "batch", batch)
 
 
 @pytest.mark.parametrize("step", [2, 5, 8])
@@ -340,3 +341,194 @@ def test_a_folder_without_a_run(tmp_path):
   with pytest.raises(ValueError, match="workdir: expected a readable"):
     workdir_lib.read_config(tmp_path)
   assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.fixture(scope="module")
+def spaced(text, tmp_path_factory):
+  """A run whose segments are words, and its test scores."""
+  workdir = tmp_path_factory.mktemp("spaced")
+  run, scores = dpjax.train(helpers.pooled_config(text, "whitespace"), workdir)
+  return workdir, run, scores
+
+
+def unigram_config(text):
+  """Its model lies beside the text."""
+  config = helpers.pooled_config(text, "unigram", batches="shuffled_windows")
+  file = text.with_name("unigram.model")
+  if not file.exists():
+    file.write_bytes(train_unigram([text.read_text()], 31))
+  config.data.unigram_file = str(file)
+  return config
+
+
+@pytest.fixture(scope="module")
+def taught(text, tmp_path_factory):
+  """A run whose predictor is taught a Unigram segmentation, and its test scores."""
+  workdir = tmp_path_factory.mktemp("taught")
+  return workdir, *dpjax.train(unigram_config(text), workdir)
+
+
+def share_of_spaces(run, tokens):
+  return np.isin(tokens, run.tokenizer.space_ids).mean()
+
+
+def test_a_run_on_words_reports_where_they_end(spaced):
+  workdir, run, scores = spaced
+  assert run.config.model.space_ids == run.tokenizer.space_ids != ()
+  assert workdir_lib.read_config(workdir).model.space_ids == ()
+  # The first token is predicted from the line end.
+  inputs = [run.tokenizer.start_id, *run.data.splits["test"][:-1]]
+  assert scores["p_ones"] == pytest.approx(share_of_spaces(run, inputs))
+  assert scores["shortening_factor"] == pytest.approx(1 / scores["p_ones"])
+  assert 1 < scores["shortening_factor_padded"] < scores["shortening_factor"]
+  assert 0 < scores["segments_mean"] <= scores["segments_max"] < 19
+  assert scores["boundary_loss"] == 0 and "precision" not in scores
+  written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
+  assert written["scores"] == scores
+  of_batches = run_lib._train_batches(run.config, run.data)
+  for line in reports(workdir, "train"):
+    if "loss" in line:  # Of two steps each.
+      steps = range(line["step"] - 2, line["step"])
+      tokens = [of_batches.batch(step)["tokens"] for step in steps]
+      assert line["p_ones"] == pytest.approx(share_of_spaces(run, tokens))
+  for line in reports(workdir, "valid"):
+    assert line["shortening_factor"] == pytest.approx(1 / line["p_ones"])
+  losses = np.fromfile(workdir / "losses.f32", "<f4")
+  assert losses[-3:].mean() < losses[:3].mean()
+
+
+def test_a_run_on_words_is_loaded_scores_and_generates(spaced):
+  workdir, run, scores = spaced
+  loaded = dpjax.load(workdir)
+  assert loaded.score_split("test") == scores
+  text = run.tokenizer.decode(run.data.splits["test"])
+  assert loaded.score(text) == pytest.approx(scores)
+  longer = loaded.score(text, stride=5)
+  assert longer["p_ones"] == scores["p_ones"]
+  assert longer["segments_mean"] > scores["segments_mean"]  # Context has some, too.
+  texts = run.generate("the cat", length=23, num_samples=2, seed=5)
+  assert [len(text) for text in texts] == [23] * 2 and len(set(texts)) == 2
+
+
+def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
+  _, run, _ = spaced
+  capacity = run_lib._capacity(run.config)
+  space, letter = run.tokenizer.encode(" a")
+  tokens = np.full((3, 19), letter)
+  for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
+    tokens[1, :number] = space
+    assert capacity({"tokens": tokens}) == expected
+  other = run.config.copy_and_resolve_references()
+  other.model.boundaries = "gumbel"
+  assert run_lib._capacity(other)({"tokens": tokens}) is None
+
+
+def test_a_run_taught_by_unigram_scores_any_text(text, taught):
+  workdir, run, scores = taught
+  names = {"precision", "recall", "f1", "accuracy"}
+  train = [line for line in reports(workdir, "train") if "loss" in line]
+  for line in (*train, *reports(workdir, "valid"), scores):
+    assert names < line.keys() and 0 < line["boundary_loss"]
+  assert train[-1]["boundary_loss"] < train[0]["boundary_loss"]
+  new = "a cat and one rat in a bat sat on it\nno"
+  of_new = run.score(new)
+  # By hand, in one window after the other.
+  ids, taught_bits = run.tokenizer.encode(new), run.data.segment(new)
+  inputs, targets = [run.tokenizer.start_id, *ids[:-1]], [1, *taught_bits[:-1]]
+  found = []
+  for begin in range(0, len(ids), 19):
+    window = np.asarray(inputs[begin : begin + 19])[None]
+    found += [*np.asarray(run.model.apply({"params": run.params}, window).boundaries[0])]
+  found, targets = np.array(found), np.array(targets)
+  assert of_new["accuracy"] == pytest.approx((found == targets).mean())
+  assert of_new["p_ones"] == pytest.approx(found.mean())
+  expected = (found * targets).sum() / targets.sum()
+  assert of_new["recall"] == pytest.approx(expected)
+  same = run.tokenizer.decode(run.data.splits["test"])
+  # A score that is not a number is one here, too.
+  assert run.score(same) == pytest.approx(scores, nan_ok=True)
+  assert len(run.generate("", length=5)[0]) == 5
+
+
+def test_going_on_with_another_unigram_model_is_refused(text, taught, tmp_path, monkeypatch):
+  workdir, _, _ = taught
+  shutil.copytree(workdir, tmp_path / "run")
+  shutil.rmtree(tmp_path / "run" / "data")
+  other = train_unigram([text.read_text()], 29)
+  monkeypatch.setattr(prepared, "load_unigram", lambda file: other)
+  config = unigram_config(text)
+  config.train.num_steps = 14
+  with pytest.raises(ValueError, match="workdir: expected the unigram model that its"):
+    dpjax.train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_draws_its_boundaries_compares_them_with_the_spaces(text, tmp_path):
+  config = helpers.pooled_config(text, "gumbel", batches="shuffled_windows")
+  run, scores = dpjax.train(config, tmp_path)
+  train = [line for line in reports(tmp_path, "train") if "loss" in line]
+  for line in (*train, *reports(tmp_path, "valid"), scores):
+    assert {"boundary_loss", "precision", "recall", "f1"} < line.keys()
+  assert all(0 < line["p_ones"] < 1 for line in train)
+  # Evaluation rounds what training draws.
+  assert dpjax.load(tmp_path).score_split("test") == scores
+  assert len(run.generate("the ", length=21)[0]) == 21
+
+
+@pytest.mark.slow
+def test_a_pooled_run_taken_up_ends_bit_for_bit_as_never_stopped(
+  text, taught, tmp_path, monkeypatch
+):
+  workdir, _, scores = taught
+  config = unigram_config(text)
+  with monkeypatch.context() as patch:
+    stop_at(patch, 6, batches.ShuffledWindows)
+    with pytest.raises(loop.Interrupted, match="Stopped at step 7 of 12"):
+      dpjax.train(config, tmp_path)
+  _, again = dpjax.train(config, tmp_path)
+  assert again == pytest.approx(scores, rel=0, abs=0, nan_ok=True)
+  chex.assert_trees_all_equal(
+    dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params
+  )
+  assert (tmp_path / "losses.f32").read_bytes() == (workdir / "losses.f32").read_bytes()
+
+
+@pytest.mark.parametrize(
+  ("boundaries", "changes", "message"),
+  [
+    ("whitespace", {"data.tokenizer": "bpe"},
+     "data.tokenizer: expected one with a space .* got bpe without"),
+    ("unigram", {"data.tokenizer": "bpe"},
+     "data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe"),
+    ("whitespace", {"model.space_ids": (2, 99)},
+     r"model.space_ids: expected ids below 18, got \(2, 99\)"),
+    ("gumbel", {"model.space_ids": (18,)}, "model.space_ids: expected ids below 18"),
+    ("unigram", {"data.unigram_file": "no_such.model"},
+     "data.unigram_file: expected a readable file, got no_such.model"),
+    ("unigram", {"data.unigram_size": 5000}, "data.unigram_size: expected at most"),
+  ],
+)
+def test_pooling_that_cannot_be(text, tmp_path, boundaries, changes, message):
+  config = helpers.pooled_config(text, boundaries)
+  config.data.tokenizer_size = 300
+  for key, value in changes.items():
+    section, name = key.split(".")
+    config[section][name] = value
+  with pytest.raises(ValueError, match=message):
+    dpjax.train(config, tmp_path)
+  assert not (tmp_path / "config.json").exists()
+
+
+def test_ids_of_spaces_may_be_given(text):
+  """To a vocabulary that does not tell them, for one."""
+  config = helpers.pooled_config(text, "whitespace")
+  config.model.space_ids = (3, 7)
+  filled = run_lib._with_vocabulary(config, Bytes())
+  assert filled.model.space_ids == (3, 7) and filled.model.vocab_size == 256
+  assert run_lib._with_vocabulary(helpers.small_config(text), Bytes()).model.space_ids == ()
+
+
+def test_other_boundaries_are_another_configuration(text, spaced):
+  workdir, _, _ = spaced
+  with pytest.raises(ValueError, match="model.boundaries: 'whitespace' there, 'gumbel' he"):
+    dpjax.train(helpers.pooled_config(text, "gumbel"), workdir)

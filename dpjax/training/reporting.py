@@ -86,7 +86,8 @@ class Reporter:
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
     for name, value in scores.items():
-      self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+      if math.isfinite(value):
+        self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
   def say(self, message: str) -> None:
     """Prints a line above the progress bar."""

@@ -210,8 +210,8 @@ def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
   assert ("hits" in sums) == bool(space_ids)
   if space_ids:
     is_space = np.isin(batch["tokens"], SPACES) & COUNTED
-    assert sums["targets"] == is_space.sum() > 0
-    assert sums["hits"] == (is_space & np.asarray(output.boundaries)).sum()
+    assert float(sums["targets"]) == is_space.sum() > 0
+    assert float(sums["hits"]) == (is_space & np.asarray(output.boundaries)).sum()
 
 
 def test_boundaries_by_a_rule_cost_nothing_and_are_counted():

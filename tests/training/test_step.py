@@ -9,6 +9,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.training import losses, optimizer, sharding, step
+from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 16, 7, 13, 24
 
@@ -231,3 +232,97 @@ def test_bfloat16_trains_float32_parameters():
   after, metrics = shapes
   dtypes = {x.dtype for x in jax.tree.leaves((after.params, metrics))}
   assert dtypes == {jnp.dtype("float32")}
+
+
+UNIGRAM = losses.Objective("unigram")
+
+
+def draw_pooled_batch():
+  """Boundaries, and rows of different numbers of targets behind others as context."""
+  generator = np.random.default_rng(2)
+  batch = draw_batch()
+  begins = generator.integers(LENGTH, size=BATCH)[:, None]
+  batch["weights"] = (np.arange(LENGTH) >= begins).astype(np.float32)
+  shape = batch["tokens"].shape
+  return batch | dict(boundaries=generator.integers(2, size=shape, dtype=np.int32))
+
+
+def update_pooled(state, model, accumulate_steps=1, **settings):
+  run = partial(step.train_step, model, optax.sgd(0.1), accumulate_steps,
+                objective=UNIGRAM, **settings)
+  return helpers.fast_jit(run)(state, draw_pooled_batch())
+
+
+@pytest.fixture(scope="module")
+def pooled_update():
+  """A model with token pooling, a state, and the state and metrics after one step."""
+  model = make_model(boundaries="unigram", num_layers=1, first_layers=1, last_layers=1,
+                     num_capacities=2)
+  with jax.numpy_dtype_promotion("standard"):
+    state = draw_state(model, optax.sgd(0.1))
+    return model, state, *update_pooled(state, model)
+
+
+def assert_same_update(got, expected):
+  for one, other in zip(got, expected, strict=True):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, other
+    )
+
+
+def test_the_loss_of_the_boundaries_is_minimised_with_that_of_the_tokens(pooled_update):
+  model, before, after, metrics = pooled_update
+  batch, length = draw_pooled_batch(), 1e-2
+
+  def mean_loss(params):
+    output = model.apply({"params": params}, batch["tokens"])
+    sums = UNIGRAM.sums(output, batch)
+    return (sums["nats"] + sums["boundary_nats"]) / sums["count"], sums
+
+  run = helpers.fast_jit(mean_loss)
+  _, sums = run(before.params)
+  assert_same_update(({name: metrics[name] for name in sums},), (sums,))
+  np.testing.assert_allclose(metrics["loss"], sums["nats"] / sums["count"], rtol=1e-5)
+  # The slope along the predictor's part of the update is its gradient's length squared.
+  moved = jax.tree.map(jnp.subtract, after.params, before.params)
+  predictor = moved["hourglass"]["boundary_predictor"]
+  squared = optax.tree.norm(predictor) ** 2 / 0.1**2
+  there = jax.tree.map(jnp.zeros_like, moved)
+  there["hourglass"]["boundary_predictor"] = predictor
+  ahead = run(jax.tree.map(lambda x, d: x + length * d, before.params, there))[0]
+  behind = run(jax.tree.map(lambda x, d: x - length * d, before.params, there))[0]
+  slope = (behind - ahead) / (2 * length * 0.1)
+  assert squared > 1e-4
+  np.testing.assert_allclose(slope, squared, rtol=0.05)
+
+
+def test_parts_of_a_pooled_batch_give_the_update_of_the_whole(pooled_update):
+  model, before, after, metrics = pooled_update
+  parts, of_parts = update_pooled(before, model, 2)
+  of_parts, expected = dict(of_parts), dict(metrics)
+  # A part has a T and an S of its own.
+  assert of_parts.pop("positions") == 2 * expected.pop("positions") == 2 * LENGTH
+  slots = expected.pop("slots")
+  assert slots < of_parts.pop("slots") <= 2 * slots
+  assert_same_update((parts.params, of_parts), (after.params, expected))
+
+
+def test_a_capacity_that_is_known_changes_nothing(pooled_update):
+  model, before, after, metrics = pooled_update
+  capacity = int(metrics["slots"])
+  # The device had 4 or 8 to choose from.
+  assert capacity not in (4, LENGTH + 1)
+  known, of_known = update_pooled(before, model, capacity=capacity)
+  assert_same_update((known.params, of_known), (after.params, metrics))
+  _, too_small = update_pooled(before, model, capacity=capacity - 1)
+  assert np.isnan(too_small["loss"])
+
+
+def test_eight_devices_update_a_pooled_model_as_one(pooled_update):
+  model, before, after, metrics = pooled_update
+  mesh = sharding.make_mesh(jax.devices())
+  shardings = sharding.state_sharding(before, mesh)
+  train = step.jit_train_step(model, optax.sgd(0.1), shardings, mesh, objective=UNIGRAM)
+  state = jax.device_put(jax.tree.map(jnp.copy, before), shardings)
+  got = train(state, sharding.put_batch(draw_pooled_batch(), mesh))
+  assert_same_update((got[0].params, got[1]), (after.params, metrics))

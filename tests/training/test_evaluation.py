@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from dpjax.training import evaluation, metrics, sharding
+
+COUNTS = {"tokens": 24, "words": 5, "characters": 29, "bytes": 31}
+
+
+class Numbers:
+  """Three batches of 8 rows of 5; batch i is full of i + 1."""
+
+  batch_size = 8
+
+  def __len__(self):
+    return 3
+
+  def batch(self, index, rows):
+    return {"tokens": np.full((8, 5), index + 1, np.int32)[rows]}
+
+
+def sums_of(number):
+  return dict(
+    nats=2.0 * number, count=8.0, boundary_nats=0.5 * number, boundaries=1.0 * number,
+    segments=2.0 * number, segments_max=(3.0, 7.0, 5.0)[number - 1], rows=8.0,
+    positions=5.0, slots=1.0 + number,
+  )
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_sums_and_capacities_of_all_batches(capacity):
+  seen = []
+
+  def eval_step(params, batch, index, capacity):
+    seen.append((params, int(batch["tokens"][0, 0]), index, capacity))
+    return sums_of(index + 1)
+
+  known = {}
+  if capacity is not None:
+    known["capacity"] = lambda batch: capacity + int(batch["tokens"].max())
+  scores = evaluation.evaluate(
+    eval_step, "params", Numbers(), COUNTS, sharding.make_mesh(), **known
+  )
+  sizes = [None] * 3 if capacity is None else [5, 6, 7]
+  assert seen == [("params", i + 1, i, sizes[i]) for i in range(3)]
+  sums = dict(
+    nats=12.0, count=24.0, boundary_nats=3.0, boundaries=6.0, segments=12.0,
+    segments_max=7.0, rows=24.0, positions=15.0, slots=9.0,
+  )
+  assert scores == metrics.text_scores(12.0, COUNTS) | metrics.boundary_scores(sums)
+
+
+def test_without_pooling_there_are_the_scores_of_the_text_alone():
+  def eval_step(params, batch, index, capacity):
+    return {"nats": 2.5, "count": 8.0}
+
+  scores = evaluation.evaluate(eval_step, {}, Numbers(), COUNTS, sharding.make_mesh())
+  assert scores == metrics.text_scores(7.5, COUNTS)
