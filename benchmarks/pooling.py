@@ -45,8 +45,8 @@ KINDS = {
 }
 FORMS = ("dense", "segments", "segments_known")
 MIDDLES = ("padded", "known", "run_at_capacity", "switch")
-# Of the largest number; sums over 2048 tokens in another order differ by less.
-MAX_DIFFERENCE = 1e-4
+# Of the largest number; 8 layers in another order of sums differ by less.
+MAX_DIFFERENCE = 1e-3
 SEED = 0
 
 
@@ -114,12 +114,13 @@ def difference(found, expected):
   import jax
   import numpy as np
 
-  largest = 0.0
+  parts = []
   leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
   for x, y in leaves:
     both = tuple(slice(min(sizes)) for sizes in zip(x.shape, y.shape, strict=True))
     x, y = np.asarray(x)[both], np.asarray(y)[both]
-    largest = max(largest, float(np.abs(x - y).max() / np.abs(y).max()))
+    parts.append(np.abs(x - y).max() / np.abs(y).max())
+  largest = float(np.max(parts))
   if not largest < MAX_DIFFERENCE:
     raise RuntimeError(f"the forms differ by {largest:.1g} of their largest number")
   return largest

@@ -20,11 +20,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import jax
+import timing
 from matplotlib import pyplot as plt
 
 import dpjax
-import timing
 from dpjax import config as config_lib
+from dpjax import workdir
 
 # Bits per character, shortening factor.
 PAPER = {
@@ -77,7 +78,7 @@ def read(file: Path, by_line: bool = False) -> list[dict]:
 
 def check_alike(folders: list[Path]) -> dict:
   """The settings of the first run, where all others have them."""
-  configs = [dpjax.load(folder).config.to_dict() for folder in folders]
+  configs = [workdir.read_config(folder).to_dict() for folder in folders]
   for folder, config in zip(folders[1:], configs[1:], strict=True):
     lines = config_lib.differences(configs[0], config)
     wrong = [line for line in lines if not line.startswith(OWN)]

@@ -444,8 +444,9 @@ def _check_value(key: str, value, known: Mapping) -> None:
 def _check_pooling(config) -> None:
   model = config.model
   _check_only_for_boundaries(config, ConfigDict({"model": default_model()}), ("model.",))
-  _expect(model.boundary_temperature > 0, "model.boundary_temperature", "above 0",
-          model.boundary_temperature)
+  temperature = model.boundary_temperature
+  _expect(0 < temperature < math.inf, "model.boundary_temperature", "above 0 and finite",
+          temperature)
   factor, offset = model.shortening_factor, model.boundary_offset
   _expect(-1 <= offset < factor, "model.boundary_offset",
           f"-1 (which is the last) to model.shortening_factor - 1 = {factor - 1}", offset)

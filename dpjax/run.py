@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -180,8 +181,18 @@ class Run:
   @cached_property
   def _generate(self):
     def run(params, prompt, keys, temperature, top_p, *, length, top_k):
+      drawn = {}
+      if self.config.model.sample_boundaries:
+        # The same for a place at every step, so that the past keeps its segments.
+        drawn["boundary_noise"] = jax.vmap(
+          lambda key: jax.random.uniform(
+            jax.random.fold_in(key, -1), (self.config.model.max_length,), minval=2.0**-24
+          )
+        )(keys)
+
       def next_logits(tokens: jax.Array) -> jax.Array:
-        output: Any = self.model.apply({"params": params}, tokens)
+        noise = {name: noise_bt[:, : tokens.shape[1]] for name, noise_bt in drawn.items()}
+        output: Any = self.model.apply({"params": params}, tokens, **noise)
         return output.logits
 
       return generate(
@@ -193,6 +204,7 @@ class Run:
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        pad_id=_pad_id(self.config),
       )
 
     return jax.jit(run, static_argnames=("length", "top_k"))
@@ -237,6 +249,7 @@ class Run:
       start_id,
       boundaries=boundaries,
       start_boundary=int(start_id in self.tokenizer.space_ids),
+      pad_id=_pad_id(self.config),
     )
     return evaluation.evaluate(
       self._eval_step,
@@ -348,15 +361,12 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
-  """Reads a checkpoint of the papers' authors, with a configuration's data.
+  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
 
-  fractalego/dispatcher saves such files. PiotrNawrot/dynamic-pooling saves more than
-  weights, which PyTorch does not read from a stranger: take out what is needed first, by
-  all = torch.load(FILE, weights_only=False) and
-  torch.save({key: all[key] for key in ("model_state", "model_config")}, NEW).
-
-  The files hold no vocabulary: `config.data` has to make the one they were trained with,
-  as configs/dispatcher_wikitext2.py does.
+  Their files hold no vocabulary: `config.data` has to make the one they trained with,
+  as configs/dispatcher_wikitext2.py does. That of the pooling paper's authors numbers
+  characters by how often a text has them, which nothing here does: their files are for
+  `dpjax.interop.from_torch`, with tokens numbered as theirs.
 
   Args:
     file: as their scripts save it.
@@ -380,55 +390,33 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   # A damaged file shows as any of several types.
   except Exception as error:
     raise ValueError(
-      f"torch_checkpoint: expected weights that the authors' code saved, got {file} "
-      f"({error})"
+      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     ) from error
   config_lib.check(config)
-  data = workdir_lib.prepare_data(config, Path(folder) / "data")
-  config = _with_vocabulary(config, data.tokenizer)
   settings = config.model
   if settings.mixer == "relative_attention":
-    model_config, params = from_torch(
-      content,
-      num_heads=settings.num_heads,
-      max_length=settings.max_length,
-      **_boundaries_for_torch(settings),
+    raise ValueError(
+      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
+      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
+      "characters are in no file"
     )
-  else:
-    model_config, params = from_torch(
-      content,
-      num_heads=settings.num_heads,
-      variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
-      max_length=settings.max_length,
+  model_config, params = from_torch(
+    content,
+    num_heads=settings.num_heads,
+    variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
+    max_length=settings.max_length,
+  )
+  if model_config.mixer != settings.mixer:
+    raise ValueError(
+      f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
     )
-  for key in ("mixer", "boundaries"):
-    if model_config[key] != settings[key]:
-      raise ValueError(
-        f"model.{key}: expected the file's {model_config[key]}, got {settings[key]}"
-      )
-  for key in ("dtype", "implementation", "remat", "scan_layers", "num_capacities"):
+  data = workdir_lib.prepare_data(config, Path(folder) / "data")
+  for key in ("dtype", "implementation", "remat", "scan_layers"):
     model_config[key] = settings[key]
   config = config.copy_and_resolve_references()
   config.model = model_config
   config = _with_vocabulary(config, data.tokenizer)
   return Run(config, build_model(model_config), params, data.tokenizer, 0, data)
-
-
-def _boundaries_for_torch(settings: ConfigDict) -> dict[str, Any]:
-  """What of the boundaries no name or shape of a file tells, and the settings do."""
-  own = {
-    "fixed": dict(
-      shortening_factor=settings.shortening_factor,
-      boundary_offset=settings.boundary_offset,
-    ),
-    "whitespace": dict(space_ids=settings.space_ids),
-    "gumbel": dict(
-      space_ids=settings.space_ids,
-      temperature=settings.boundary_temperature,
-      sample_boundaries=settings.sample_boundaries,
-    ),
-  }
-  return dict(boundaries=settings.boundaries, **own.get(settings.boundaries, {}))
 
 
 def table(scores: Mapping[str, float]) -> str:
@@ -510,13 +498,17 @@ def _train_batches(config: ConfigDict, data: prepared.Prepared):
   settings, tokens = config.train, data.splits["train"]
   boundaries = None if data.boundaries is None else data.boundaries["train"]
   size = settings.batch_size, settings.window or config.model.max_length
-  if settings.batches == "contiguous":
-    return batches.ContiguousRows(tokens, *size, boundaries=boundaries)
-  kinds = {
-    "random_windows": batches.RandomWindows,
-    "shuffled_windows": batches.ShuffledWindows,
-  }
-  return kinds[settings.batches](tokens, *size, config.seed, boundaries=boundaries)
+  if settings.batches == "random_windows":
+    return batches.RandomWindows(tokens, *size, config.seed, boundaries=boundaries)
+  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=_pad_id(config))
+  if settings.batches == "shuffled_windows":
+    return batches.ShuffledWindows(tokens, *size, config.seed, **options)
+  return batches.ContiguousRows(tokens, *size, **options)
+
+
+def _pad_id(config: ConfigDict) -> int:
+  """A token that ends no word: else windows that are not full would need more segments."""
+  return next(i for i in itertools.count() if i not in config.model.space_ids)
 
 
 def _make_optimizer(config: ConfigDict, num_steps: int):

@@ -93,7 +93,9 @@ def read_scores(
     ValueError: there are no runs, or one has no such score, or it is not finite.
   """
   runs = {path.name.removeprefix("seed_"): path for path in Path(folder).glob("seed_*")}
-  seeds = sorted((seed for seed in runs if seed.isdecimal()), key=int)
+  # As the runner writes them, so that no two are one number.
+  is_number = re.compile("0|[1-9][0-9]*").fullmatch
+  seeds = sorted((seed for seed in runs if is_number(seed)), key=int)
   if not seeds:
     raise ValueError(f"workdir: expected runs seed_<n> in {folder}, got none")
   return {int(seed): _read_score(runs[seed], score, split) for seed in seeds}
@@ -185,10 +187,8 @@ def _read_score(run: Path, score: str, split: str) -> float:
 
 
 def _p_value(differences: Sequence[float]) -> float:
-  try:
-    from scipy import special
-  except ImportError as error:
-    raise ValueError("scipy: expected it installed, got none; pip install scipy") from error
+  from scipy import special
+
   mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
   if not deviation:
     return float(not mean)

@@ -66,10 +66,11 @@ def small_config(text: Path, **train):
 
 
 def pooled_config(text: Path, boundaries: str, **train):
-  """`small_config` with token pooling, one layer a block."""
+  """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
   config.model.update(
-    dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1)
+    dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1,
+         hidden_dropout=0.0, mixer_dropout=0.0)
   )
   if boundaries != "fixed":
     config.model.num_capacities = 2

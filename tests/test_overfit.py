@@ -1,4 +1,4 @@
-"""Every mixer can learn: a fixed random batch is learnt by heart."""
+"""Every mixer can learn, and token pooling: a fixed random batch is learnt by heart."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.training import optimizer, sharding, step
+from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
 
 
@@ -36,3 +36,33 @@ def test_one_batch_is_learnt_by_heart(mixer):
     losses.append(float(measured["loss"]))
   # The first token of each row is given, the rest follow from it alone.
   assert losses[0] > 3.0 and losses[-1] < 0.02, losses[::50]
+
+
+@pytest.mark.slow
+@jax.numpy_dtype_promotion("standard")
+def test_one_batch_and_its_boundaries_are_learnt_by_heart():
+  config = config_lib.default_model()
+  config.update(mixer="attention", vocab_size=29, width=48, feed_forward_width=96,
+                num_heads=3, max_length=17, boundaries="unigram", num_layers=1,
+                first_layers=1, last_layers=1, num_capacities=2)
+  model, objective = dpjax.build_model(config), losses.Objective("unigram")
+  update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  state = step.jit_init(model, update, 0, mesh)
+  places = sharding.state_sharding(state, mesh)
+  train_step = step.jit_train_step(model, update, places, mesh, objective=objective)
+  draw = np.random.default_rng(7)
+  tokens = draw.integers(29, size=(5, 18), dtype=np.int32)
+  boundaries = draw.integers(2, size=(5, 17), dtype=np.int32)
+  boundaries[:, 0] = 1  # Two rows begin with one token.
+  batch = sharding.put_batch(
+    {"tokens": tokens[:, :-1], "targets": tokens[:, 1:],
+     "weights": np.ones((5, 17), np.float32), "boundaries": boundaries},
+    mesh,
+  )
+  seen = []
+  for _ in range(300):
+    state, measured = train_step(state, batch)
+    seen.append(tuple(float(measured[name]) for name in ("loss", "agreements")))
+  assert seen[0][0] > 3.0 and seen[-1][0] < 0.02, seen[::50]
+  assert seen[0][1] < 5 * 17 == seen[-1][1], seen[::50]

@@ -146,6 +146,21 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
   assert dpjax.load(tmp_path).step >= 3
 
 
+def test_a_killed_run_that_draws_boundaries_ends_as_one_that_never_was(text, tmp_path):
+  config = helpers.pooled_config(
+    text, "gumbel", num_steps=20, eval_every_steps=10, checkpoint_every_steps=3,
+    log_every_steps=1, batches="shuffled_windows",
+  )
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  printed = finish(start(config, whole))
+  assert "shortening factor" in printed, printed
+  kill_when(start(config, killed), lambda: last_step(killed) >= 8)
+  printed = finish(start(config, killed))
+  assert "Going on from the checkpoint" in printed, printed
+  chex.assert_trees_all_equal(params_of(killed, 20), params_of(whole, 20))
+  assert (killed / "losses.f32").read_bytes() == (whole / "losses.f32").read_bytes()
+
+
 def start_two(config, workdir) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
@@ -167,8 +182,12 @@ def finish_all(processes: list[subprocess.Popen]) -> list[str]:
       process.kill()
 
 
-def test_two_processes_train_as_one(text, tmp_path):
+@pytest.mark.parametrize("boundaries", ["none", "whitespace"])
+def test_two_processes_train_as_one(text, tmp_path, boundaries):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
+  if boundaries == "whitespace":
+    # One process finds the capacity in the tokens, two find it on the device.
+    config = helpers.pooled_config(text, boundaries, num_steps=10, eval_every_steps=5)
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed

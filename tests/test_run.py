@@ -345,10 +345,17 @@ def test_a_folder_without_a_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def spaced(text, tmp_path_factory):
-  """A run whose segments are words, and its test scores."""
-  workdir = tmp_path_factory.mktemp("spaced")
-  run, scores = dpjax.train(helpers.pooled_config(text, "whitespace"), workdir)
-  return workdir, run, scores
+  """A run whose segments are words, before its first update."""
+  config = helpers.pooled_config(text, "whitespace")
+  data = workdir_lib.prepare_data(config, tmp_path_factory.mktemp("data") / "data")
+  config = run_lib._with_vocabulary(config, data.tokenizer)
+  model = dpjax.build_model(config.model)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
+  draw = np.random.default_rng(6)
+  params = jax.tree.map(
+    lambda x: np.float32(draw.standard_normal(x.shape) / 3), shapes["params"]
+  )
+  return run_lib.Run(config, model, params, data.tokenizer, 0, data)
 
 
 def unigram_config(text):
@@ -372,55 +379,55 @@ def share_of_spaces(run, tokens):
   return np.isin(tokens, run.tokenizer.space_ids).mean()
 
 
-def test_a_run_on_words_reports_where_they_end(spaced):
-  workdir, run, scores = spaced
-  assert run.config.model.space_ids == run.tokenizer.space_ids != ()
-  assert workdir_lib.read_config(workdir).model.space_ids == ()
+def test_a_run_on_words_scores_and_generates(spaced):
+  assert spaced.config.model.space_ids == spaced.tokenizer.space_ids != ()
+  tokens = spaced.data.splits["test"]
+  scores = spaced.score_split("test")
   # The first token is predicted from the line end.
-  inputs = [run.tokenizer.start_id, *run.data.splits["test"][:-1]]
-  assert scores["p_ones"] == pytest.approx(share_of_spaces(run, inputs))
+  inputs = [spaced.tokenizer.start_id, *tokens[:-1]]
+  assert scores["p_ones"] == pytest.approx(share_of_spaces(spaced, inputs))
   assert scores["shortening_factor"] == pytest.approx(1 / scores["p_ones"])
   assert 1 < scores["shortening_factor_padded"] < scores["shortening_factor"]
   assert 0 < scores["segments_mean"] <= scores["segments_max"] < 19
   assert scores["boundary_loss"] == 0 and "precision" not in scores
-  written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
-  assert written["scores"] == scores
-  of_batches = run_lib._train_batches(run.config, run.data)
-  for line in reports(workdir, "train"):
-    if "loss" in line:  # Of two steps each.
-      steps = range(line["step"] - 2, line["step"])
-      tokens = [of_batches.batch(step)["tokens"] for step in steps]
-      assert line["p_ones"] == pytest.approx(share_of_spaces(run, tokens))
-  for line in reports(workdir, "valid"):
-    assert line["shortening_factor"] == pytest.approx(1 / line["p_ones"])
-  losses = np.fromfile(workdir / "losses.f32", "<f4")
-  assert losses[-3:].mean() < losses[:3].mean()
-
-
-def test_a_run_on_words_is_loaded_scores_and_generates(spaced):
-  workdir, run, scores = spaced
-  loaded = dpjax.load(workdir)
-  assert loaded.score_split("test") == scores
-  text = run.tokenizer.decode(run.data.splits["test"])
-  assert loaded.score(text) == pytest.approx(scores)
-  longer = loaded.score(text, stride=5)
+  text = spaced.tokenizer.decode(tokens)
+  assert spaced.score(text) == pytest.approx(scores)
+  longer = spaced.score(text, stride=5)
   assert longer["p_ones"] == scores["p_ones"]
   assert longer["segments_mean"] > scores["segments_mean"]  # Context has some, too.
-  texts = run.generate("the cat", length=23, num_samples=2, seed=5)
+  texts = spaced.generate("the cat", length=23, num_samples=2, seed=5)
   assert [len(text) for text in texts] == [23] * 2 and len(set(texts)) == 2
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  _, run, _ = spaced
-  capacity = run_lib._capacity(run.config)
-  space, letter = run.tokenizer.encode(" a")
+  capacity = run_lib._capacity(spaced.config)
+  space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
     tokens[1, :number] = space
     assert capacity({"tokens": tokens}) == expected
-  other = run.config.copy_and_resolve_references()
+  other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = "gumbel"
   assert run_lib._capacity(other)({"tokens": tokens}) is None
+
+
+@pytest.mark.slow
+def test_training_on_words_reports_where_they_end(text, tmp_path):
+  run, scores = dpjax.train(helpers.pooled_config(text, "whitespace"), tmp_path)
+  assert workdir_lib.read_config(tmp_path).model.space_ids == ()
+  written = json.loads((tmp_path / f"scores_test_{run.step}.json").read_text())
+  assert written["scores"] == scores and "shortening_factor" in scores
+  of_batches = run_lib._train_batches(run.config, run.data)
+  for line in reports(tmp_path, "train"):
+    if "loss" in line:  # Of two steps each.
+      steps = range(line["step"] - 2, line["step"])
+      tokens = [of_batches.batch(step)["tokens"] for step in steps]
+      assert line["p_ones"] == pytest.approx(share_of_spaces(run, tokens))
+  for line in reports(tmp_path, "valid"):
+    assert line["shortening_factor"] == pytest.approx(1 / line["p_ones"])
+  losses = np.fromfile(tmp_path / "losses.f32", "<f4")
+  assert losses[-3:].mean() < losses[:3].mean()
+  assert dpjax.load(tmp_path).score_split("test") == scores
 
 
 def test_a_run_taught_by_unigram_scores_any_text(text, taught):
@@ -430,16 +437,20 @@ def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   for line in (*train, *reports(workdir, "valid"), scores):
     assert names < line.keys() and 0 < line["boundary_loss"]
   assert train[-1]["boundary_loss"] < train[0]["boundary_loss"]
+  written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
+  assert written["scores"]["boundary_loss"] == scores["boundary_loss"]
+  assert written["scores"].keys() == scores.keys() > {"shortening_factor"}
   new = "a cat and one rat in a bat sat on it\nno"
   of_new = run.score(new)
   # By hand, in one window after the other.
   ids, taught_bits = run.tokenizer.encode(new), run.data.segment(new)
   inputs, targets = [run.tokenizer.start_id, *ids[:-1]], [1, *taught_bits[:-1]]
-  found = []
-  for begin in range(0, len(ids), 19):
-    window = np.asarray(inputs[begin : begin + 19])[None]
-    found += [*np.asarray(run.model.apply({"params": run.params}, window).boundaries[0])]
-  found, targets = np.array(found), np.array(targets)
+  assert 2 * 19 < len(ids) < 3 * 19
+  padded = np.zeros(3 * 19, np.int32)
+  padded[: len(ids)] = inputs
+  output = helpers.fast_jit(run.model.apply)({"params": run.params}, padded.reshape(3, 19))
+  found = np.asarray(output.boundaries).ravel()[: len(ids)]
+  targets = np.array(targets)
   assert of_new["accuracy"] == pytest.approx((found == targets).mean())
   assert of_new["p_ones"] == pytest.approx(found.mean())
   expected = (found * targets).sum() / targets.sum()
@@ -450,7 +461,9 @@ def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   assert len(run.generate("", length=5)[0]) == 5
 
 
-def test_going_on_with_another_unigram_model_is_refused(text, taught, tmp_path, monkeypatch):
+def test_going_on_with_another_unigram_model_is_refused(
+  text, taught, tmp_path, monkeypatch
+):
   workdir, _, _ = taught
   shutil.copytree(workdir, tmp_path / "run")
   shutil.rmtree(tmp_path / "run" / "data")
@@ -473,6 +486,18 @@ def test_a_run_that_draws_its_boundaries_compares_them_with_the_spaces(text, tmp
   # Evaluation rounds what training draws.
   assert dpjax.load(tmp_path).score_split("test") == scores
   assert len(run.generate("the ", length=21)[0]) == 21
+
+
+@pytest.mark.slow
+def test_evaluate_prints_the_scores_of_the_boundaries(taught):
+  workdir, run, _ = taught
+  done = helpers.script("evaluate.py", f"--workdir={workdir}", "--split=valid")
+  assert done.returncode == 0, done.stderr
+  written = json.loads((workdir / f"scores_valid_{run.step}.json").read_text())["scores"]
+  for name in ("shortening_factor", "precision", "recall", "f1"):
+    value = math.nan if written[name] is None else written[name]
+    line = f"{name.replace('_', ' '):22s}{value:12.6g}"
+    assert line in done.stdout or math.isnan(value)  # Infinite, or not a number.
 
 
 @pytest.mark.slow
@@ -528,7 +553,7 @@ def test_ids_of_spaces_may_be_given(text):
   assert run_lib._with_vocabulary(helpers.small_config(text), Bytes()).model.space_ids == ()
 
 
-def test_other_boundaries_are_another_configuration(text, spaced):
-  workdir, _, _ = spaced
-  with pytest.raises(ValueError, match="model.boundaries: 'whitespace' there, 'gumbel' he"):
+def test_other_boundaries_are_another_configuration(text, taught):
+  workdir, _, _ = taught
+  with pytest.raises(ValueError, match="model.boundaries: 'unigram' there, 'gumbel' here"):
     dpjax.train(helpers.pooled_config(text, "gumbel"), workdir)

@@ -4,6 +4,9 @@ Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", fl
 [b, T], where a target with weight 0 does not count. Of the B rows of a batch, a host
 asks for its own b by a slice. T is the window.
 
+Where there is no token, one with the id `pad_id` stands, 0 unless it is given: no number
+that counts depends on it.
+
 Where the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also
 has "boundaries", int32 [b, T]: at each place that of the input token there, so that
 
@@ -36,8 +39,8 @@ class ContiguousRows:
   """
 
   def __init__(self, tokens: np.ndarray, batch_size: int, window: int, *,
-               boundaries: np.ndarray | None = None):
-    """Takes the stream, ids [N] of any integer type.
+               boundaries: np.ndarray | None = None, pad_id: int = 0):
+    """Takes the stream, ids [N] of any integer type, and what fills up a window.
 
     Raises:
       ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
@@ -49,13 +52,14 @@ class ContiguousRows:
     self.steps_per_epoch = -(-(length - 1) // window)
     self._rows = _rows(tokens, batch_size)
     self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
+    self._pad_id = pad_id
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
     begin = step % self.steps_per_epoch * self.window
     places = slice(begin, begin + self.window + 1)
     boundaries = self._boundary_rows
-    return _fill_up(self._rows[rows, places], self.window,
+    return _fill_up(self._rows[rows, places], self.window, self._pad_id,
                     None if boundaries is None else boundaries[rows, places])
 
 
@@ -90,7 +94,7 @@ class ShuffledWindows:
   """
 
   def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int, *,
-               boundaries: np.ndarray | None = None):
+               boundaries: np.ndarray | None = None, pad_id: int = 0):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
@@ -103,6 +107,7 @@ class ShuffledWindows:
     self.steps_per_epoch = -(-(length - 1) // window)
     self._rows = _rows(tokens, batch_size)
     self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
+    self._pad_id = pad_id
     self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -119,18 +124,18 @@ class ShuffledWindows:
     shift_b1 = shifts[rows, None].astype(np.int64)
     place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
     boundaries = self._boundary_rows
-    return _fill_up(self._rows[row_b1, place_bt], self.window,
+    return _fill_up(self._rows[row_b1, place_bt], self.window, self._pad_id,
                     None if boundaries is None else boundaries[row_b1, place_bt])
 
 
-def _fill_up(found: np.ndarray, window: int,
+def _fill_up(found: np.ndarray, window: int, pad_id: int,
              boundaries: np.ndarray | None) -> dict[str, np.ndarray]:
   """A batch of what was found, [b, t + 1], t <= T: the last column is a target alone."""
   real = found.shape[1] - 1
   padding = ((0, 0), (0, window - real))
   found = found.astype(np.int32)
   batch = {
-    "tokens": np.pad(found[:, :-1], padding),
+    "tokens": np.pad(found[:, :-1], padding, constant_values=pad_id),
     "targets": np.pad(found[:, 1:], padding),
     "weights": np.pad(np.ones((len(found), real), np.float32), padding),
   }
@@ -275,7 +280,7 @@ class EvaluationWindows:
 
   def __init__(self, tokens: np.ndarray, window: int, stride: int, batch_size: int,
                start_id: int, *, boundaries: np.ndarray | None = None,
-               start_boundary: int = 0):
+               start_boundary: int = 0, pad_id: int = 0):
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
@@ -292,6 +297,7 @@ class EvaluationWindows:
     self._start_id = start_id
     self._boundaries = boundaries
     self._start_boundary = start_boundary
+    self._pad_id = pad_id
 
   def __len__(self) -> int:
     """How many batches: ceil(ceil(N / S) / B)."""
@@ -310,7 +316,7 @@ class EvaluationWindows:
     before_bt = self._tokens[np.maximum(0, place_bt - 1)]
     tokens_bt = np.where(place_bt == 0, self._start_id, before_bt)
     batch = {
-      "tokens": np.where(real_bt, tokens_bt, 0).astype(np.int32),
+      "tokens": np.where(real_bt, tokens_bt, self._pad_id).astype(np.int32),
       "targets": targets_bt.astype(np.int32),
       "weights": counted_bt.astype(np.float32),
     }

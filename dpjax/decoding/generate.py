@@ -19,6 +19,7 @@ def generate(
   temperature: float | jax.Array = 1.0,
   top_k: int = 0,
   top_p: float | jax.Array = 1.0,
+  pad_id: int = 0,
 ) -> jax.Array:
   """Continues a prompt.
 
@@ -37,6 +38,7 @@ def generate(
     temperature: of `dpjax.decoding.sampling.sample`, as the following.
     top_k: likewise.
     top_p: likewise.
+    pad_id: stands where there is no token yet; no result depends on it.
 
   Returns:
     [B, length], int32: the new tokens.
@@ -53,7 +55,7 @@ def generate(
     raise ValueError(f"length: expected at least 1, got {length}")
   total = prompt_length + length
   window = min(window, total)
-  buffer = jnp.zeros((batch, total), jnp.int32)
+  buffer = jnp.full((batch, total), pad_id, jnp.int32)
   buffer = buffer.at[:, :prompt_length].set(jnp.asarray(prompt, jnp.int32))
 
   def add_token(buffer, position):

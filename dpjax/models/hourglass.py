@@ -12,7 +12,8 @@ B batch, T position, D width, S shortened length, segments and the null group.
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360.
 Where this differs from the authors' code:
 - the result does not depend on the other rows nor on S: what is computed at a capacity
-  too large is never read (there S is the batch's largest; the same function);
+  too large is never read (there S is the batch's largest; the same function). What
+  dropout drops in training does: its draws have the shape of what is computed;
 - fixed segments end at k - 1, 2k - 1, ... (Eq. 2), there at 0, k, ... (`boundary_offset`);
 - gumbel rounds p in evaluation (Sec. 3.1), there it samples (`sample_boundaries`).
 """
@@ -36,8 +37,8 @@ class HourglassOutput(NamedTuple):
 
   Attributes:
     hidden: [B, T, D].
-    boundaries: [B, T], 0 or 1. Integers, but for gumbel in training: floats through which
-      a gradient passes.
+    boundaries: [B, T], 0 or 1. Integers, but where gumbel draws them: floats through
+      which a gradient passes.
     boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
   """
 
@@ -147,17 +148,17 @@ class Hourglass(nn.Module):
       boundaries = self._find_boundaries(tokens, logits_bt, boundary_noise, deterministic)
 
     if capacity is None:
-      num_slots, sizes = length + 1, ops.capacities(length + 1, self.num_capacities)
+      sizes = ops.capacities(length + 1, self.num_capacities)
+      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
     else:
-      num_slots, sizes = max(capacity, 2), ()
-    needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
+      sizes, needed = (capacity,), None
     null_d = self.param(
       "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
     )
     null_b1d = jnp.broadcast_to(
       null_d.astype(h_btd.dtype)[None, None], (batch, 1, len(null_d))
     )
-    s_bsd = ops.pool_segments(h_btd, boundaries, num_slots - 1, method=self.pooling)
+    s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=self.pooling)
     s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
     s_bsd = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)(s_bsd)
     s_bsd = self.middle.apply(s_bsd, name="middle", sizes=sizes, needed=needed, **common)

@@ -106,7 +106,9 @@ class LanguageModel(nn.Module):
       )
     else:
       given = [name for name, value in of_pooling.items() if value is not None]
-      if given or self.layers is None:
+      if self.layers is None:
+        raise ValueError("layers, make_hourglass: expected one of them, got neither")
+      if given:
         raise ValueError(
           f"{', '.join(given)}: expected none for a model without token pooling, got some"
         )

@@ -49,7 +49,7 @@ class Stack:
       name: of their parameters in that module.
       deterministic: False in training.
       positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
-      sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): all of T is computed.
+      sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
       needed: int scalar, how many positions will be read, where there are capacities.
 
     Returns:
@@ -61,7 +61,7 @@ class Stack:
 
     def apply_block(block, x_btd, _):
       # Parameters are made by a direct call, which any capacity would make alike.
-      if len(sizes) < 2 or block.is_initializing():
+      if not sizes or block.is_initializing():
         return block(x_btd, deterministic=deterministic, **_shared(shared)), None
       has_key = not deterministic and block.has_rng("dropout")
       key = block.make_rng("dropout") if has_key else None

@@ -46,7 +46,8 @@ def run_at_capacity(
     output[:, c:] = 0
 
   The function must be causal, so that its first `needed` outputs are the same whatever c
-  is. Time follows c, forward and backward. The backward pass computes the function again
+  is. (Random draws of the function's own may differ with c.) Time follows c, forward and
+  backward. The backward pass computes the function again
   within its branch: plain gradients of `lax.switch` keep what every branch would need.
   So between the two passes only the arguments are kept.
 

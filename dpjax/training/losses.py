@@ -96,13 +96,12 @@ class Objective:
     boundaries = output.boundaries.astype(jnp.float32)
     targets = self._targets(output, batch)
     sums["boundary_nats"] = self._nats(output, boundaries, targets, weights)
-    hard = jax.lax.stop_gradient(boundaries)
-    sums |= _count_segments(hard, weights)
+    sums |= _count_segments(boundaries, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
-      sums["hits"] = jnp.sum(hard * targets * weights)
-      sums["agreements"] = jnp.sum((hard == targets).astype(jnp.float32) * weights)
+      sums["hits"] = jnp.sum(boundaries * targets * weights)
+      sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
     return sums
 
   def _targets(self, output, batch) -> jax.Array | None:

@@ -163,7 +163,7 @@ def jit_eval_step(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
-  What a model draws in evaluation depends on the batch's index alone.
+  What a model draws in evaluation depends on the batch's index and shape alone.
   """
 
   def step(params, batch, index, capacity=None):

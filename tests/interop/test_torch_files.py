@@ -59,29 +59,10 @@ def test_a_file_is_scored(torch, config, tmp_path):
   run.write_scores("test", scores)
 
 
-def test_a_file_with_token_pooling(monkeypatch, tmp_path):
-  """The settings tell what the file does not: here which tokens end a segment."""
-  arrays = np.load(helpers.ROOT / "tests/golden/D_hourglass_whitespaces.npz")
-  names = [name for name in arrays if name.startswith("param/")]
-  state = {name.removeprefix("param/"): arrays[name] for name in names}
-  stand_in = types.SimpleNamespace(load=lambda *_, **__: {"model_state": state})
-  monkeypatch.setitem(sys.modules, "torch", stand_in)
-  # Ten characters and the unknown one make the 11 tokens.
-  letters = np.random.default_rng(5).choice(list("abcdefgh \n"), 3000)
-  (tmp_path / "text.txt").write_text("".join(letters))
-  config = helpers.small_config(tmp_path / "text.txt")
-  config.model.update(
-    dict(
-      mixer="relative_attention", boundaries="whitespace", num_heads=2, num_capacities=1
-    )
-  )
-  run = run_lib.load_torch("model.pt", config, tmp_path)
-  assert run.config.model.boundaries == "whitespace"
-  tokens = run.tokenizer.encode("ab c\nd")[None]
-  output = helpers.fast_jit(run.model.apply)({"params": run.params}, tokens)
-  np.testing.assert_array_equal(output.boundaries, [[0, 0, 1, 0, 1, 0]])
-  config.model.update(dict(boundaries="entropy"))
-  with pytest.raises(ValueError, match="boundaries: .*whitespace.*, got entropy"):
+def test_token_pooling_is_refused(torch, config, tmp_path):
+  """Their characters are numbered by how often a text has them, which no file tells."""
+  config.model.update(dict(mixer="relative_attention", boundaries="whitespace"))
+  with pytest.raises(ValueError, match="model.mixer: .*dpjax.interop.from_torch reads it"):
     run_lib.load_torch("model.pt", config, tmp_path)
 
 
