@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dpjax import config as config_lib
@@ -21,21 +19,6 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return path
-
-
-def fast_jit(function: Callable, **options) -> Callable:
-  """`jax.jit` for a call or two: it compiles much faster, and runs slower.
-
-  The numbers differ from those of `jax.jit` by rounding. Only for the CPU.
-  """
-  fast = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-  }
-  # Later versions do not know it; with it compiling takes a sixth, else a half.
-  if jax.__version_info__ < (0, 11):
-    fast["xla_cpu_use_fusion_emitters"] = False
-  return jax.jit(function, compiler_options=fast, **options)
 
 
 def own_settings(mixer: str, /, **settings) -> dict:

@@ -448,7 +448,7 @@ def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   assert 2 * 19 < len(ids) < 3 * 19
   padded = np.zeros(3 * 19, np.int32)
   padded[: len(ids)] = inputs
-  output = helpers.fast_jit(run.model.apply)({"params": run.params}, padded.reshape(3, 19))
+  output = jax.jit(run.model.apply)({"params": run.params}, padded.reshape(3, 19))
   found = np.asarray(output.boundaries).ravel()[: len(ids)]
   targets = np.array(targets)
   assert of_new["accuracy"] == pytest.approx((found == targets).mean())

@@ -336,3 +336,24 @@ def test_windows_by_example():
 def test_stride_outside_the_window(stride):
   with pytest.raises(ValueError, match=r"eval.stride: expected 1 \.\. 7 .*, got "):
     EvaluationWindows(np.arange(53), 7, stride, batch_size=3, start_id=0)
+
+
+def test_what_fills_up_a_window():
+  """A window that is not full needs no more segments: its places may be no space."""
+  tokens = np.arange(1, 12, dtype=np.uint16)
+  for kind in (ContiguousRows, ShuffledWindows):
+    seed = () if kind is ContiguousRows else (5,)
+    made = kind(tokens, 2, 3, *seed, pad_id=77)
+    for step in range(made.steps_per_epoch):
+      batch = made.batch(step)
+      np.testing.assert_array_equal(batch["tokens"] == 77, batch["weights"] == 0)
+      assert not batch["targets"][batch["weights"] == 0].any()
+  windows = EvaluationWindows(tokens, 4, 3, 3, 0, pad_id=77)
+  whole = [windows.batch(index)["tokens"] for index in range(len(windows))]
+  expected = EvaluationWindows(tokens, 4, 3, 3, 99)
+  for index, tokens_bt in enumerate(whole):
+    # Nothing else in the text is 0.
+    np.testing.assert_array_equal(
+      tokens_bt == 77, expected.batch(index)["tokens"] == 0
+    )
+  assert sum((tokens_bt == 77).sum() for tokens_bt in whole) > 4

@@ -13,7 +13,6 @@ import dpjax
 from dpjax.interop import from_torch
 from dpjax.layers import dispatcher, embeddings
 from dpjax.training import losses, optimizer, step
-from tests.helpers import fast_jit
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FORWARD = dict(atol=1e-5, rtol=1e-5)
@@ -74,7 +73,7 @@ def test_logits_loss_and_every_gradient(case, implementation):
     nats, count = losses.cross_entropy(logits, jnp.asarray(targets), weights)
     return nats / count, logits
 
-  (loss, logits), grads = fast_jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+  (loss, logits), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
   np.testing.assert_allclose(logits, batch_first(golden["out/logits"]), **FORWARD)
   np.testing.assert_allclose(loss, golden["out/loss"], **FORWARD)
   # The conversion is linear, so the authors' gradients go through it as well.
@@ -102,7 +101,7 @@ def test_the_output_of_every_layer(case):
     {"params": params["embedding"]}, batch_first(golden["in/src"])
   )
 
-  @fast_jit
+  @jax.jit
   def run(params, x_btd):
     y_btd = block.make_mixer().apply({"params": params["mixer"]}, x_btd)
     return y_btd, block.apply({"params": params}, x_btd)
@@ -131,7 +130,7 @@ def test_the_layer_alone_and_its_level_dropout(case, implementation):
   params = {k: {"kernel": golden[f"param/{name}"].T} for k, name in names.items()}
   level_keep = golden["in/uniform"] >= 0.5 if "in/uniform" in golden else None
 
-  @fast_jit
+  @jax.jit
   def run(params, value, cotangent):
     def forward(params, value):
       return layer.apply({"params": params}, value, level_keep=level_keep)
@@ -160,7 +159,7 @@ def test_six_updates():
   state = step.TrainState(
     jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
   )
-  one_step = fast_jit(partial(step.train_step, model, update, 1))
+  one_step = jax.jit(partial(step.train_step, model, update, 1))
   weights = np.ones((2, 16), np.float32)
   seen = []
   for stream in golden["in/stream"]:

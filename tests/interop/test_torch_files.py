@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_refused(torch, config, tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="state_dict: expected a mapping .* got list"):
     run_lib.load_torch("model.pt", config, tmp_path)
   monkeypatch.setattr(torch, "load", lambda *_, **__: 1 / 0)
-  with pytest.raises(ValueError, match="torch_checkpoint: expected weights that the"):
+  with pytest.raises(ValueError, match="torch_checkpoint: expected a file of the"):
     run_lib.load_torch("model.pt", config, tmp_path)
   monkeypatch.setitem(sys.modules, "torch", None)
   with pytest.raises(ValueError, match="torch_checkpoint: expected PyTorch"):

@@ -11,7 +11,6 @@ import pytest
 import dpjax
 from dpjax.interop import from_torch
 from dpjax.training import losses, metrics, optimizer, step
-from tests.helpers import fast_jit
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FORWARD = dict(atol=1e-5, rtol=1e-5)
@@ -96,7 +95,7 @@ def test_the_model_its_loss_and_every_gradient(case):
     nats = sums["nats"] + sums.get("boundary_nats", 0.0)
     return nats / sums["count"], (sums, output)
 
-  run = fast_jit(jax.value_and_grad(loss_of, has_aux=True))
+  run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
   (total, (sums, output)), grads = run(params, jnp.ones((3, 24)))
   logits = output.logits.swapaxes(0, 1)
   np.testing.assert_allclose(logits, golden["out/logits"], **FORWARD)
@@ -149,7 +148,7 @@ def test_six_updates():
     jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
   )
   objective = losses.Objective(boundaries="fixed")
-  one_step = fast_jit(
+  one_step = jax.jit(
     partial(step.train_step, dpjax.build_model(config), update, 1, objective=objective)
   )
   weights = np.ones((3, 24), np.float32)

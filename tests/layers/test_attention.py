@@ -9,7 +9,6 @@ import pytest
 from flax import linen as nn
 
 from dpjax.layers.attention import RelativeAttention, RelativePositions, SharedPositions
-from tests.helpers import fast_jit
 from tests.reference import attention as reference
 
 BATCH, LENGTH, MAX_LENGTH, HEADS, WIDTH = 2, 5, 7, 3, 12
@@ -51,7 +50,7 @@ def exact(inputs, params):
 def test_values(length):
   layer, params = make()
   inputs = draw(BATCH, length, WIDTH)
-  output = fast_jit(layer.apply)({"params": params}, inputs)
+  output = jax.jit(layer.apply)({"params": params}, inputs)
   np.testing.assert_allclose(output, exact(inputs, params), **ROUNDING)
 
 
@@ -71,7 +70,7 @@ def test_alone_is_as_with_shared_positions(distances):
     rest = {name: leaf for name, leaf in params.items() if name != "positions"}
     return layer.apply({"params": rest}, inputs, positions=positions)
 
-  @fast_jit
+  @jax.jit
   def run(params, inputs):
     pairs = [jax.vjp(function, params, inputs) for function in (alone, sharing)]
     return [(result, pull(weights)) for result, pull in pairs]
@@ -94,7 +93,7 @@ def test_with_shared_positions_there_are_no_biases_of_its_own():
   assert shapes["params"].keys() == params.keys() - {"positions"}
 
 
-@functools.partial(fast_jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def train(module, params, inputs, seed=3):
   rngs = {"dropout": jax.random.key(seed)}
   return module.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
@@ -154,7 +153,7 @@ def test_dropout_of_the_table():
 def test_dropout(rate):
   layer, params = make(**{rate: 0.5})
   inputs = draw(BATCH, LENGTH, WIDTH)
-  still = fast_jit(layer.apply)({"params": params}, inputs)
+  still = jax.jit(layer.apply)({"params": params}, inputs)
   np.testing.assert_allclose(still, exact(inputs, params), **ROUNDING)
   outputs = [train(layer, params, inputs, seed) for seed in (3, 3, 4)]
   np.testing.assert_array_equal(outputs[0], outputs[1])
@@ -165,7 +164,7 @@ def test_dropout(rate):
 def test_bfloat16_keeps_float32_parameters():
   layer = RelativeAttention(HEADS, MAX_LENGTH, init_std=0.5, dtype=jnp.bfloat16)
   inputs = draw(BATCH, LENGTH, WIDTH).astype(jnp.bfloat16)
-  output, variables = fast_jit(layer.init_with_output)(jax.random.key(0), inputs)
+  output, variables = jax.jit(layer.init_with_output)(jax.random.key(0), inputs)
   assert output.dtype == jnp.bfloat16
   params = variables["params"]
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}

@@ -5,7 +5,6 @@ import pytest
 from flax import linen as nn
 
 from dpjax.layers import blocks
-from tests.helpers import fast_jit
 from tests.reference import transformer
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 5, 6, 11
@@ -70,7 +69,7 @@ def test_the_mixer_is_given_what_else_it_takes(norm):
 def test_the_feed_forward_network_ends_at_any_width(out_width, expected):
   layer = blocks.FeedForward(HIDDEN, "gelu", out_width=out_width)
   inputs = draw((BATCH, LENGTH, WIDTH))
-  output, variables = fast_jit(layer.init_with_output)(jax.random.key(0), inputs)
+  output, variables = jax.jit(layer.init_with_output)(jax.random.key(0), inputs)
   assert output.shape == (BATCH, LENGTH, expected)
   params = jax.tree.map(np.float64, variables["params"])
   exact = transformer.feed_forward(np.float64(inputs), params, "gelu")

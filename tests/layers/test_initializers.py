@@ -15,14 +15,13 @@ from dpjax.layers import (
   extractors,
   initializers,
 )
-from tests.helpers import fast_jit
 
 WIDTH, HIDDEN = 102, 77
 
 
 def init(module, length=3):
   inputs = jnp.zeros((2, length, WIDTH))
-  return fast_jit(module.init)(jax.random.key(0), inputs)["params"]
+  return jax.jit(module.init)(jax.random.key(0), inputs)["params"]
 
 
 def is_uniform(x, bound):
@@ -114,7 +113,7 @@ def test_a_model_of_normal_weights(mixer):
   )
   model = dpjax.build_model(config)
   tokens = jnp.zeros((2, 5), jnp.int32)
-  params = fast_jit(model.init)(jax.random.key(2), tokens)["params"]
+  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(params):
     kind = path[-1].key
@@ -185,7 +184,7 @@ def test_a_model_with_token_pooling():
   )
   model = dpjax.build_model(config)
   tokens = jnp.zeros((2, 5), jnp.int32)
-  params = fast_jit(model.init)(jax.random.key(2), tokens)["params"]
+  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(params):
     kind = path[-1].key

@@ -8,7 +8,6 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
-from tests.helpers import fast_jit
 
 BATCH, LENGTH, VOCAB, WIDTH = 3, 11, 7, 6
 SPACE = 2
@@ -85,7 +84,7 @@ def test_is_what_its_parts_are(pooling):
   def blocks(stack, name, x_btd):
     for index in range(stack.num_layers):
       each = jax.tree.map(lambda x, index=index: x[index], params[name])
-      x_btd = fast_jit(stack.make_block().apply)({"params": each}, x_btd)
+      x_btd = jax.jit(stack.make_block().apply)({"params": each}, x_btd)
     return np.asarray(x_btd)
 
   x_btd = draw_vectors()
@@ -104,7 +103,7 @@ def test_is_what_its_parts_are(pooling):
   s_bsd = blocks(hourglass.middle, "middle", s_bsd * norm["scale"] + norm["bias"])
   which = [sum(end <= t for end in ends) for t in range(LENGTH)]
   expected = blocks(hourglass.last, "last", s_bsd[:, which] + h_btd)
-  output = fast_jit(hourglass.apply)({"params": params}, x_btd, jnp.asarray(TOKENS))
+  output = jax.jit(hourglass.apply)({"params": params}, x_btd, jnp.asarray(TOKENS))
   np.testing.assert_allclose(output.hidden, expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(output.boundaries[1], np.isin(np.arange(LENGTH), ends))
 
@@ -116,7 +115,7 @@ def results(model, params, tokens=TOKENS, **options):
     output = model.apply({"params": params}, jnp.asarray(tokens), **options)
     return jnp.sum(jnp.sin(output.logits)), (output.logits, output.boundaries)
 
-  grads, outputs = fast_jit(jax.grad(loss, has_aux=True))(params)
+  grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(params)
   return outputs, grads
 
 
@@ -157,20 +156,24 @@ def test_no_segment_at_all():
 
 def test_too_small_a_capacity_is_seen():
   model = make("whitespace")
-  apply = fast_jit(model.apply, static_argnames="capacity")
+  apply = jax.jit(model.apply, static_argnames="capacity")
   logits = apply(
     {"params": draw_params(model)}, jnp.asarray(TOKENS), boundaries=GIVEN, capacity=4
   ).logits
   is_lost = GIVEN.cumsum(axis=1) >= 4
   assert list(is_lost.any(axis=1)) == [False, True, True]
   assert np.isfinite(logits[0]).all() and np.isnan(logits[is_lost]).all()
+  logits = apply(
+    {"params": draw_params(model)}, jnp.asarray(TOKENS), boundaries=GIVEN, capacity=1
+  ).logits
+  assert np.isfinite(logits[0]).all() and np.isnan(logits[GIVEN.cumsum(axis=1) > 0]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_touch_each_other_nor_padding_the_text(kind):
   model = make(kind)
   params = draw_params(model)
-  apply = fast_jit(model.apply)
+  apply = jax.jit(model.apply)
   tokens = jnp.asarray(TOKENS)
   balance(params, apply({"params": params}, tokens).boundary_logits)
   whole = apply({"params": params}, tokens)
@@ -212,13 +215,13 @@ def test_causal_by_gradient_and_by_perturbation(kind):
       logits * jnp.ones((BATCH, 1)), axis=0
     )
 
-  apply = fast_jit(run)
+  apply = jax.jit(run)
   balance(params, apply(params, x_btd).boundary_logits)
   whole = apply(params, x_btd)
   assert has_long_segments(whole.boundaries)
   if whole.boundary_logits is not None:
     sure(whole.boundary_logits)
-  jacobian = np.asarray(fast_jit(jax.jacrev(summed))(x_btd))  # [T out, B, T in, D]
+  jacobian = np.asarray(jax.jit(jax.jacrev(summed))(x_btd))  # [T out, B, T in, D]
   reach = np.abs(jacobian).max(axis=(1, 3))
   np.testing.assert_array_equal(np.triu(reach, 1), 0)
   assert (np.diag(reach) > 1e-4).all() and reach[-1, 0] > 1e-6
@@ -244,7 +247,7 @@ def test_the_loss_of_the_tokens_teaches_gumbels_predictor_alone():
       logits = model.apply(variables, jnp.asarray(TOKENS), **options).logits
       return jnp.sum(jnp.sin(logits))
 
-    grads = fast_jit(jax.grad(loss))(params["hourglass"]["boundary_predictor"])
+    grads = jax.jit(jax.grad(loss))(params["hourglass"]["boundary_predictor"])
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(grads))
     assert (largest > 1e-5) == (kind == "gumbel"), (kind, largest)
     assert kind == "gumbel" or not largest
@@ -255,17 +258,17 @@ def test_gumbel_draws_in_training_and_rounds_in_evaluation():
   variables = {"params": draw_params(model)}
   tokens = jnp.asarray(TOKENS)
 
-  @fast_jit
+  @jax.jit
   def train(seed):
     rngs = {"dropout": jax.random.key(seed)}
     return model.apply(variables, tokens, deterministic=False, rngs=rngs).boundaries
 
-  @fast_jit
+  @jax.jit
   def sample(seed):
     rngs = {"dropout": jax.random.key(seed)}
     return drawing.apply(variables, tokens, rngs=rngs).boundaries
 
-  rounded = fast_jit(model.apply)(variables, tokens)
+  rounded = jax.jit(model.apply)(variables, tokens)
   np.testing.assert_array_equal(rounded.boundaries, rounded.boundary_logits > 0)
   draws = np.stack([train(seed) for seed in range(40)])
   assert set(np.unique(draws)) == {0, 1}
@@ -280,7 +283,7 @@ def test_gumbel_draws_in_training_and_rounds_in_evaluation():
 def test_boundaries_that_are_given_take_the_place_of_its_own():
   model = make("whitespace")
   variables = {"params": draw_params(model)}
-  apply = fast_jit(model.apply)
+  apply = jax.jit(model.apply)
   own = apply(variables, jnp.asarray(TOKENS))
   np.testing.assert_array_equal(own.boundaries, TOKENS == SPACE)
   given = apply(variables, jnp.asarray(TOKENS), boundaries=jnp.asarray(own.boundaries))

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax.ops.capacity import capacities, run_at_capacity
-from tests.helpers import fast_jit
 
 # A row a device.
 BATCH, LENGTH, WIDTH, OUT, LAYERS = 8, 11, 5, 7, 3
@@ -46,7 +45,7 @@ def first_ones(needed):
   return (np.arange(LENGTH) < needed)[None, :, None].astype(np.float32)
 
 
-@fast_jit
+@jax.jit
 def capped(inputs, others, weights, needed):
   """The result and its gradients by inputs and parameters."""
 
@@ -57,7 +56,7 @@ def capped(inputs, others, weights, needed):
   return result, *pull(weights)
 
 
-@fast_jit
+@jax.jit
 def whole(inputs, others, weights):
   result, pull = jax.vjp(lambda x, params: mix(x, params, *others[1:]), inputs, others[0])
   return result, *pull(weights)
@@ -166,7 +165,7 @@ def test_between_the_passes_the_arguments_alone_are_kept():
   assert kept(plain) > 2 * arguments
 
 
-@functools.partial(fast_jit, static_argnames=("operator", "wrap"))
+@functools.partial(jax.jit, static_argnames=("operator", "wrap"))
 def run_layers(inputs, others, weights, needed, operator, wrap):
   """A scan over layers of stacked parameters, and its gradients."""
   params, row_ids, key = others

@@ -9,7 +9,6 @@ import pytest
 
 from dpjax import ops
 from dpjax.layers import embeddings
-from tests.helpers import fast_jit
 from tests.reference import attention as reference
 
 BATCH, LENGTH, HEADS, FEATURES, DISTANCES = 2, 7, 3, 5, 9
@@ -27,10 +26,10 @@ def draw(length=LENGTH, distances=DISTANCES, dtype=jnp.float32):
   return [jnp.asarray(x, dtype) for x in arrays]
 
 
-attend = fast_jit(ops.relative_attention)
+attend = jax.jit(ops.relative_attention)
 
 
-@fast_jit
+@jax.jit
 def run(arguments, weights):
   result, pull = jax.vjp(ops.relative_attention, *arguments)
   return result, pull(weights)
@@ -92,7 +91,7 @@ def test_only_distances_count():
 def test_without_positions_and_biases_it_is_causal_attention():
   arguments = draw()
   arguments[3:] = [jnp.zeros_like(x) for x in arguments[3:]]
-  expected = fast_jit(ops.causal_attention)(*arguments[:3])
+  expected = jax.jit(ops.causal_attention)(*arguments[:3])
   np.testing.assert_allclose(attend(*arguments), expected, **ROUNDING)
 
 
@@ -121,7 +120,7 @@ def test_dropout_is_of_the_weights():
   weights = attend(*arguments)
   np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
 
-  @fast_jit
+  @jax.jit
   def train(key):
     return ops.relative_attention(*arguments, dropout_rate=rate, dropout_key=key)
 

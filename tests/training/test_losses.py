@@ -5,7 +5,6 @@ import pytest
 
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
-from tests import helpers
 from tests.reference import pooling as reference
 
 BATCH, LENGTH, VOCAB = 2, 5, 7
@@ -147,7 +146,7 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
     sums = objective.sums(given, batch)
     return sums["boundary_nats"], sums
 
-  run = helpers.fast_jit(jax.grad(boundary_nats, has_aux=True))
+  run = jax.jit(jax.grad(boundary_nats, has_aux=True))
   (grad_logits, grad), sums = run((output.logits, output.boundary_logits))
   targets = np.asarray(batch["boundaries"])
   if objective.boundaries == "entropy":
@@ -174,7 +173,7 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
 
 def test_a_spike_is_sought_among_the_tokens_that_count():
   output, batch = draw_pooled()
-  run = helpers.fast_jit(losses.Objective("entropy").sums)
+  run = jax.jit(losses.Objective("entropy").sums)
   expected = run(output, batch)
   # The highest entropy there is, where nothing counts.
   wild = jnp.where(jnp.asarray(COUNTED)[..., None], output.logits, 0.0)
@@ -189,7 +188,7 @@ def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
   def boundary_nats(boundaries):
     return objective.sums(output._replace(boundaries=boundaries), batch)["boundary_nats"]
 
-  run = helpers.fast_jit(jax.value_and_grad(boundary_nats))
+  run = jax.jit(jax.value_and_grad(boundary_nats))
   found = output.boundaries.astype(jnp.float32)
   nats, grad = run(found)
   # The mean of the rows by Eq. 7, each as long as it is.
@@ -204,7 +203,7 @@ def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
 @pytest.mark.parametrize("space_ids", [(), SPACES])
 def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
   output, batch = draw_pooled()
-  run = helpers.fast_jit(losses.Objective("gumbel", space_ids=space_ids).sums)
+  run = jax.jit(losses.Objective("gumbel", space_ids=space_ids).sums)
   sums = run(output, batch)
   assert ("hits" in sums) == bool(space_ids)
   if space_ids:
@@ -216,7 +215,7 @@ def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
 def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   output, batch = draw_pooled()
   b = np.asarray(output.boundaries)
-  run = helpers.fast_jit(losses.Objective("whitespace").sums)
+  run = jax.jit(losses.Objective("whitespace").sums)
   sums = run(output._replace(boundary_logits=None), batch)
   # Context has segments, too; what is filled up, and a row of nothing, has none.
   of_rows = [b[0, :9].sum(), b[1].sum()]

@@ -9,7 +9,6 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.training import losses, optimizer, sharding, step
-from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 16, 7, 13, 24
 
@@ -250,7 +249,7 @@ def draw_pooled_batch():
 def update_pooled(state, model, accumulate_steps=1, **settings):
   run = partial(step.train_step, model, optax.sgd(0.1), accumulate_steps,
                 objective=UNIGRAM, **settings)
-  return helpers.fast_jit(run)(state, draw_pooled_batch())
+  return jax.jit(run)(state, draw_pooled_batch())
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +278,7 @@ def test_the_loss_of_the_boundaries_is_minimised_with_that_of_the_tokens(pooled_
     sums = UNIGRAM.sums(output, batch)
     return (sums["nats"] + sums["boundary_nats"]) / sums["count"], sums
 
-  run = helpers.fast_jit(mean_loss)
+  run = jax.jit(mean_loss)
   _, sums = run(before.params)
   assert_same_update(({name: metrics[name] for name in sums},), (sums,))
   np.testing.assert_allclose(metrics["loss"], sums["nats"] / sums["count"], rtol=1e-5)
