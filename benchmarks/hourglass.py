@@ -326,6 +326,7 @@ def main():
 
   settings = QUICK if arguments.quick else SETTINGS
   report = {
+    "command": "python benchmarks/hourglass.py" + " --quick" * arguments.quick,
     "machine": timing.describe_machine(),
     "seed": SEED,
     "batch": arguments.batch,

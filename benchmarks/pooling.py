@@ -396,6 +396,7 @@ def main():
   quick = arguments.quick
   settings = QUICK_MIDDLE if quick else MIDDLE
   report = {
+    "command": "python benchmarks/pooling.py" + " --quick" * arguments.quick,
     "machine": timing.describe_machine(),
     "seed": SEED,
     "tokens_a_boundary": TOKENS_A_BOUNDARY,
