@@ -115,9 +115,11 @@ def main() -> None:
     rows = [describe(folder) for folder in arguments.folders]
   except (ValueError, OSError) as error:
     sys.exit(str(error))
+  machine = timing.describe_machine()
   result = {
     "note": arguments.note,
-    "machine": timing.describe_machine(),
+    # Of the runs; what gathers them is above.
+    "machine": {key: machine[key] for key in ("device", "processor", "cores", "jax")},
     "command": arguments.command,
     "commit": arguments.commit,
     "model": {

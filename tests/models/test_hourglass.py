@@ -13,7 +13,6 @@ BATCH, LENGTH, VOCAB, WIDTH = 3, 11, 7, 6
 SPACE = 2
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.float32)
-KINDS = config_lib.BOUNDARIES
 # Far apart, the first of all none and the second all.
 GIVEN = np.array(
   [[0] * LENGTH, [1] * LENGTH, [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1]], np.int32
@@ -125,10 +124,14 @@ def assert_close(got, expected, atol=2e-5):
   )
 
 
-SLOW = (pytest.param(mixer, marks=pytest.mark.slow) for mixer in ("dispatcher", "he"))
 
 
-@pytest.mark.parametrize("mixer", ["relative_attention", *SLOW])
+def slow(*values):
+  """The same with other settings: what it costs is to compile them."""
+  return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("mixer", ["dispatcher", *slow("relative_attention", "he")])
 def test_no_capacity_changes_values_or_gradients(mixer):
   reference = make("entropy", mixer=mixer, num_capacities=1)
   params = draw_params(reference)
@@ -169,7 +172,8 @@ def test_too_small_a_capacity_is_seen():
   assert np.isfinite(logits[0]).all() and np.isnan(logits[GIVEN.cumsum(axis=1) > 0]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The model of "entropy" is that of "unigram".
+@pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])
 def test_rows_do_not_touch_each_other_nor_padding_the_text(kind):
   model = make(kind)
   params = draw_params(model)
@@ -195,7 +199,7 @@ def test_rows_do_not_touch_each_other_nor_padding_the_text(kind):
   assert_close(short.logits, whole.logits[:, :end])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])
 def test_causal_by_gradient_and_by_perturbation(kind):
   params = draw_params(make(kind))
   hourglass = make(kind).make_hourglass()
@@ -304,6 +308,7 @@ def test_the_biases_of_the_positions_are_those_of_all_layers():
   assert not [name for name in names if "content_bias" in name]
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_bfloat16():
   exact, rounded = make("whitespace"), make("whitespace", dtype="bfloat16")
