@@ -1,5 +1,6 @@
 """What every test runs under: 8 virtual devices, and JAX at its strictest."""
 
+import gc
 import os
 import tempfile
 from importlib import metadata
@@ -14,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -23,3 +25,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 _CACHE = tempfile.TemporaryDirectory()
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+# What is imported stays: the collector need not look at it again and again.
+gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_what_was_compiled():
+  """A process that keeps all programs of all tests becomes slow."""
+  yield
+  jax.clear_caches()

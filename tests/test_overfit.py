@@ -10,7 +10,15 @@ from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
 
 
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+# One of each operator by default.
+FIRST = ("dispatcher", "attention", "she")
+
+
+@pytest.mark.parametrize(
+  "mixer",
+  [pytest.param(mixer, marks=() if mixer in FIRST else pytest.mark.slow)
+   for mixer in config_lib.MIXERS],
+)
 @jax.numpy_dtype_promotion("standard")  # Optax raises floats to its integer count.
 def test_one_batch_is_learnt_by_heart(mixer):
   config = config_lib.default_model()

@@ -96,12 +96,6 @@ def test_what_cannot_be_compared(change, baseline, alpha, message):
     significance.compare(SCORES | change, baseline, alpha)
 
 
-def test_scipy_may_be_missing(monkeypatch):
-  monkeypatch.setitem(sys.modules, "scipy", None)
-  with pytest.raises(ValueError, match="^scipy: expected .*; pip install scipy$"):
-    significance.compare(SCORES, "none")
-
-
 def test_the_table(folder, capsys):
   for name, by_seed in SCORES.items():
     folder(f"runs/{name}", by_seed)

@@ -42,6 +42,7 @@ def config(tmp_path):
   return config
 
 
+@pytest.mark.slow
 def test_a_file_is_scored(torch, config, tmp_path):
   config.model.scan_layers = False
   run = run_lib.load_torch("model.pt", config, tmp_path)
