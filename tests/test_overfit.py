@@ -9,7 +9,6 @@ from dpjax import config as config_lib
 from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
 
-
 # One of each operator by default.
 FIRST = ("dispatcher", "attention", "she")
 
