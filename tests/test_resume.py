@@ -176,7 +176,7 @@ def start_two(config, workdir) -> list[subprocess.Popen]:
 
 def finish_all(processes: list[subprocess.Popen]) -> list[str]:
   try:
-    return [finish(process, 200) for process in processes]
+    return [finish(process, 400) for process in processes]
   finally:
     for process in processes:
       process.kill()
