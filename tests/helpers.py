@@ -87,6 +87,6 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
     env=environment(**changes),
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=900,
     check=False,
   )

@@ -34,7 +34,7 @@ def start(config, workdir, *arguments, **changes) -> subprocess.Popen:
   )
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> str:
+def finish(process: subprocess.Popen, seconds: float = 600) -> str:
   """Waits for the end of a script, or ends it; gives what it printed."""
   try:
     return process.communicate(timeout=seconds)[0]
@@ -62,7 +62,7 @@ def unfinished_saves(workdir) -> set[tuple]:
   return found
 
 
-def wait_until(is_time, processes, seconds: float = 120) -> None:
+def wait_until(is_time, processes, seconds: float = 300) -> None:
   """Looks often, until it is time, a process has ended, or too long has passed."""
   end = time.monotonic() + seconds
   while all(process.poll() is None for process in processes) and not is_time():
@@ -176,7 +176,7 @@ def start_two(config, workdir) -> list[subprocess.Popen]:
 
 def finish_all(processes: list[subprocess.Popen]) -> list[str]:
   try:
-    return [finish(process, 400) for process in processes]
+    return [finish(process) for process in processes]
   finally:
     for process in processes:
       process.kill()
