@@ -140,7 +140,7 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
   process = start(config, tmp_path)
   wait_until(lambda: last_step(tmp_path) >= 3, [process])
   process.send_signal(signal.SIGTERM)
-  printed = finish(process, 60)
+  printed = finish(process)
   assert process.returncode == 0
   assert "which is saved. The same command goes on from there." in printed
   assert dpjax.load(tmp_path).step >= 3
