@@ -183,10 +183,11 @@ class Run:
     def run(params, prompt, keys, temperature, top_p, *, length, top_k):
       drawn = {}
       if self.config.model.sample_boundaries:
-        # The same for a place at every step, so that the past keeps its segments.
+        # The same for a place at every step, so that the past keeps its segments. Token 0
+        # is given, so that no token is drawn from this key.
         drawn["boundary_noise"] = jax.vmap(
           lambda key: jax.random.uniform(
-            jax.random.fold_in(key, -1), (self.config.model.max_length,), minval=2.0**-24
+            jax.random.fold_in(key, 0), (self.config.model.max_length,), minval=2.0**-24
           )
         )(keys)
 

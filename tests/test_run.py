@@ -347,7 +347,12 @@ def test_a_folder_without_a_run(tmp_path):
 def spaced(text, tmp_path_factory):
   """A run whose segments are words, before its first update."""
   config = helpers.pooled_config(text, "whitespace")
-  data = workdir_lib.prepare_data(config, tmp_path_factory.mktemp("data") / "data")
+  return untrained(config, tmp_path_factory.mktemp("data"))
+
+
+def untrained(config, folder):
+  """A run with drawn parameters in the place of trained ones."""
+  data = workdir_lib.prepare_data(config, folder / "data")
   config = run_lib._with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
@@ -397,6 +402,16 @@ def test_a_run_on_words_scores_and_generates(spaced):
   assert longer["segments_mean"] > scores["segments_mean"]  # Context has some, too.
   texts = spaced.generate("the cat", length=23, num_samples=2, seed=5)
   assert [len(text) for text in texts] == [23] * 2 and len(set(texts)) == 2
+
+
+def test_samples_of_a_model_that_draws_its_boundaries(text, tmp_path):
+  config = helpers.pooled_config(text, "gumbel")
+  config.model.sample_boundaries = True
+  run = untrained(config, tmp_path)
+  two = run.generate("the cat", length=23, num_samples=2, seed=5)
+  # A sample's boundaries are of its own key, as its tokens are.
+  assert run.generate("the cat", length=23, num_samples=1, seed=5) == two[:1]
+  assert [len(text) for text in two] == [23] * 2 and len(set(two)) == 2
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
