@@ -19,7 +19,27 @@ It is 0 where a window is filled up.
 import numpy as np
 
 
-class ContiguousRows:
+class _Rows:
+  """The stream, cut into B contiguous rows, of which batches take windows."""
+
+  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, *,
+               boundaries: np.ndarray | None = None, pad_id: int = 0):
+    """Takes the stream, ids [N] of any integer type, and what fills up a window.
+
+    Raises:
+      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
+    """
+    _check_boundaries(boundaries, tokens)
+    length = _row_length(tokens, batch_size, window)
+    self.batch_size = batch_size
+    self.window = window
+    self.steps_per_epoch = -(-(length - 1) // window)
+    self._rows = _rows(tokens, batch_size)
+    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
+    self._pad_id = pad_id
+
+
+class ContiguousRows(_Rows):
   """Training batches as the Dispatcher's authors have them: in order, never shuffled.
 
   The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
@@ -38,22 +58,6 @@ class ContiguousRows:
     steps_per_epoch: ceil((n - 1) / T).
   """
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, *,
-               boundaries: np.ndarray | None = None, pad_id: int = 0):
-    """Takes the stream, ids [N] of any integer type, and what fills up a window.
-
-    Raises:
-      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
-    """
-    _check_boundaries(boundaries, tokens)
-    length = _row_length(tokens, batch_size, window)
-    self.batch_size = batch_size
-    self.window = window
-    self.steps_per_epoch = -(-(length - 1) // window)
-    self._rows = _rows(tokens, batch_size)
-    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
-    self._pad_id = pad_id
-
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
     begin = step % self.steps_per_epoch * self.window
@@ -63,7 +67,7 @@ class ContiguousRows:
                     None if boundaries is None else boundaries[rows, places])
 
 
-class ShuffledWindows:
+class ShuffledWindows(_Rows):
   """Training batches as the pooling paper has them: rolled, cut in windows, shuffled.
 
   The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
@@ -100,14 +104,7 @@ class ShuffledWindows:
     Raises:
       ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
     """
-    _check_boundaries(boundaries, tokens)
-    length = _row_length(tokens, batch_size, window)
-    self.batch_size = batch_size
-    self.window = window
-    self.steps_per_epoch = -(-(length - 1) // window)
-    self._rows = _rows(tokens, batch_size)
-    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
-    self._pad_id = pad_id
+    super().__init__(tokens, batch_size, window, boundaries=boundaries, pad_id=pad_id)
     self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
