@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import initializers, mixer
+from dpjax.layers import dropout, initializers, mixer
 
 
 class SelfAttention(nn.Module):
@@ -104,7 +104,7 @@ class SharedPositions(nn.Module):
       for name in ("content_bias", "position_bias")
     )
     table = jnp.asarray(ops.relative_positions(length, width), self.dtype)
-    table = nn.Dropout(self.dropout)(table, deterministic=deterministic)
+    table = dropout.Dropout(self.dropout)(table, deterministic=deterministic)
     return RelativePositions(table, content, position)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpjax.layers import initializers
+from dpjax.layers import dropout, initializers
 
 ACTIVATIONS = {
   "relu": nn.relu,
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
     """[B, T, D] -> [B, T, `out_width`], every position by itself."""
     x = self._linear(inputs, self.hidden_width, "hidden")
     x = ACTIVATIONS[self.activation](x)
-    x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
+    x = dropout.Dropout(self.dropout)(x, deterministic=deterministic)
     return self._linear(x, self.out_width or inputs.shape[-1], "out")
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
@@ -114,7 +114,7 @@ class Block(nn.Module):
     x = inputs
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       norm = layer_norm(self.dtype, norm_name, self.norm_init_std)
-      drop = nn.Dropout(self.dropout, deterministic=deterministic)
+      drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
         x = norm(x + drop(branch(x, deterministic=deterministic)))
       else:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from dpjax.layers import initializers
+from dpjax.layers import dropout, initializers
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
@@ -81,4 +81,4 @@ class TokenAndPosition(nn.Module):
     elif self.positions == "sinusoidal":
       table = sinusoidal_positions(length, self.width)
       x_btd = x_btd * scale + jnp.asarray(table, self.dtype)[None]
-    return nn.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+    return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)

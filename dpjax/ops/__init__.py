@@ -11,6 +11,7 @@ from dpjax.ops.boundaries import (
 )
 from dpjax.ops.capacity import capacities, run_at_capacity
 from dpjax.ops.causal_convolution import causal_convolution
+from dpjax.ops.dropout import dropout
 from dpjax.ops.segments import (
   check_boundaries,
   pool_segments,
@@ -27,6 +28,7 @@ __all__ = [
   "check_boundaries",
   "conditional_entropy",
   "dispatch_matrix",
+  "dropout",
   "entropy_spikes",
   "fixed_boundaries",
   "gumbel_sigmoid",

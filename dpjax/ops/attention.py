@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpjax.ops.dropout import dropout
+
 
 def causal_attention(
   queries: jax.Array,
@@ -173,8 +175,7 @@ def _attend(scores_bhts, values_bshe, dropout_rate: float, dropout_key):
   scores_bhts = jnp.where(is_past_ts[None, None], scores_bhts * features**-0.5, -jnp.inf)
   weights_bhts = jax.nn.softmax(scores_bhts, axis=-1)
   if dropout_rate:
-    keep_bhts = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights_bhts.shape)
-    weights_bhts = jnp.where(keep_bhts, weights_bhts / (1 - dropout_rate), 0)
+    weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)
   return jnp.einsum(
     "bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe
   )

@@ -1,0 +1,1 @@
+"""Corpora as builders of TensorFlow Datasets that need no TensorFlow."""

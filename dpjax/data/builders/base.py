@@ -1,0 +1,145 @@
+"""What the builders share: files in, one split after the other out, without TensorFlow.
+
+TensorFlow Datasets (4.9) runs without TensorFlow where it writes array_record, reads no
+archive itself, and buffers no split above 1 GiB (its writer holds or spills all of it).
+So the builders here open archives with Python's own modules, and write every record as
+it comes.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import tensorflow_datasets as tfds
+from array_record.python.array_record_module import ArrayRecordWriter
+from tensorflow_datasets.core import example_serializer
+
+from dpjax.data import download
+from dpjax.data.download import File
+
+RECORD_BYTES = 2**20
+SHARD_BYTES = 2**28
+
+
+class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """A corpus as text alone, in the order that it has.
+
+  A record has about 1 MiB of text: `{"text": bytes}`, UTF-8; joined, the records of a
+  split are its text. A class for a corpus says where it is from and what its splits are:
+
+    class Text8(TextBuilder, skip_registration=True):
+      name = "text8"
+      FILES = (File("http://.../text8.zip"),)
+
+      def texts(self, get):
+        text = read(get(self.FILES[0]))
+        return {"train": [text[:90]], "validation": [text[90:]]}
+  """
+
+  VERSION = tfds.core.Version("1.0.0")
+  FILES: tuple[File, ...] = ()
+
+  def texts(self, get: Callable[[File], Path]) -> dict[str, Iterable[str]]:
+    """The splits, "train", "validation", "test" or some of them, as pieces of text.
+
+    Args:
+      get: finds a file in the manual folder, or downloads it.
+
+    Returns:
+      By split, what is to be joined to its text; gone through once, one split after
+      the other, so that files may be asked for, and read, on the way.
+    """
+    raise NotImplementedError
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+      disable_shuffling=True,
+    )
+
+  def _split_generators(self, dl_manager):
+    get = functools.partial(
+      download.download,
+      folder=Path(dl_manager.download_dir),
+      manual_dir=dl_manager._manual_dir and Path(dl_manager._manual_dir),
+    )
+    texts = self.texts(get)
+    return {split: self._generate_examples(pieces) for split, pieces in texts.items()}
+
+  def _generate_examples(self, pieces: Iterable[str]):
+    return ((i, {"text": text}) for i, text in enumerate(join(pieces)))
+
+  def _generate_splits(self, dl_manager, download_config):
+    serializer = example_serializer.ExampleSerializer(
+      self.info.features.get_serialized_info()
+    )
+    most = download_config.max_examples_per_split
+    infos = []
+    for split, examples in self._split_generators(dl_manager).items():
+      template = self._get_filename_template(split_name=split)
+      records = (
+        serializer.serialize_example(self.info.features.encode_example(example))
+        for i, example in examples
+        if not most or i < most
+      )
+      lengths, size = _write_shards(records, template)
+      if not lengths:
+        raise ValueError(f"{self.name}: expected text in the split {split}, got none")
+      infos.append(
+        tfds.core.SplitInfo(
+          name=split, shard_lengths=lengths, num_bytes=size, filename_template=template
+        )
+      )
+    return infos
+
+
+def join(pieces: Iterable[str]) -> Iterator[str]:
+  """Pieces of text, put together or cut to about 1 MiB each; nothing is lost."""
+  held, size = [], 0
+  for piece in pieces:
+    held.append(piece)
+    size += len(piece)
+    if size < RECORD_BYTES:
+      continue
+    text = "".join(held)
+    begin = 0
+    while len(text) - begin >= RECORD_BYTES:
+      end = _cut(text, begin, begin + RECORD_BYTES)
+      yield text[begin:end]
+      begin = end
+    held = [text[begin:]]
+    size = len(held[0])
+  if size:
+    yield "".join(held)
+
+
+def _cut(text: str, begin: int, end: int) -> int:
+  """After the last line end of text[begin:end], else before the last space, else `end`."""
+  line_end = text.rfind("\n", begin, end) + 1
+  return line_end or max(text.rfind(" ", begin + 1, end), 0) or end
+
+
+def _write_shards(records: Iterable[bytes], template) -> tuple[list[int], int]:
+  """Writes records one by one; how many each shard has, and the bytes of all."""
+  lengths, sizes, paths = [], [], []
+  writer = None
+  try:
+    for record in records:
+      if writer is None or sizes[-1] >= SHARD_BYTES:
+        if writer is not None:
+          writer.close()
+        paths.append(template.data_dir / f"{template.split}.{len(paths)}.partial")
+        lengths.append(0)
+        sizes.append(0)
+        writer = ArrayRecordWriter(str(paths[-1]), "group_size:1")
+      writer.write(record)
+      lengths[-1] += 1
+      sizes[-1] += len(record)
+  finally:
+    if writer is not None:
+      writer.close()
+  names = template.sharded_filepaths(len(paths))
+  for path, name in zip(paths, names, strict=True):
+    path.rename(name)
+  return lengths, sum(sizes)

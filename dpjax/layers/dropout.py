@@ -1,0 +1,23 @@
+"""Dropout as a module, which takes its key from the stream "dropout"."""
+
+import jax
+from flax import linen as nn
+
+from dpjax import ops
+
+
+class Dropout(nn.Module):
+  """`dpjax.ops.dropout` in training, else nothing; without parameters.
+
+  Attributes:
+    rate: probability in [0, 1) that an element is set to zero.
+  """
+
+  rate: float
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
+    """[...] -> [...]."""
+    if deterministic or not self.rate:
+      return inputs
+    return ops.dropout(inputs, self.rate, self.make_rng("dropout"))

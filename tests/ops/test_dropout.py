@@ -1,0 +1,66 @@
+"""Dropout: its rate, its scale, its gradient, and that draws are independent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.37])
+def test_rate_and_scale(rate):
+  shape = (7, 211, 333)
+  inputs = jax.random.normal(jax.random.key(1), shape) + 3
+  outputs = np.asarray(ops.dropout(inputs, rate, jax.random.key(2)))
+  is_kept = outputs != 0
+  np.testing.assert_allclose(outputs[is_kept], np.asarray(inputs)[is_kept] / (1 - rate))
+  # 5 standard deviations of the mean of so many.
+  spread = 5 * (rate * (1 - rate) / is_kept.size) ** 0.5
+  assert abs(is_kept.mean() - (1 - rate)) < spread
+  # Two elements share a word of 32 bits: the second must not follow the first.
+  first, second = is_kept[..., 0:-1:2], is_kept[..., 1::2]
+  both = (first & second).mean()
+  assert abs(both - (1 - rate) ** 2) < 2 * 5 * (rate / first.size) ** 0.5
+  for axis in range(3):
+    means = is_kept.mean(axis=tuple({0, 1, 2} - {axis}))
+    spread = 6 * (rate * (1 - rate) * shape[axis] / is_kept.size) ** 0.5
+    assert np.all(abs(means - (1 - rate)) < spread)
+
+
+def test_thresholds(monkeypatch):
+  """Of the 2**16 values of the bits, as many are kept as the rate says."""
+  every = np.arange(2**16, dtype=np.uint16).view(np.uint32)
+  monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(every))
+  for rate, kept in ((0.1, 58982), (0.2, 52429), (0.5, 2**15), (1e-6, 2**16), (0.999999, 1)):
+    outputs = ops.dropout(jnp.ones(2**16), rate, jax.random.key(0))
+    assert int((outputs > 0).sum()) == kept
+
+
+def test_gradient_is_the_mask():
+  inputs = jax.random.normal(jax.random.key(3), (3, 5, 11))
+  key = jax.random.key(4)
+  outputs, pull = jax.vjp(lambda x: ops.dropout(x, 0.3, key), inputs)
+  np.testing.assert_allclose(
+    pull(jnp.ones_like(inputs))[0], np.where(outputs != 0, 1 / 0.7, 0), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0, 5)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shapes_and_dtypes(shape, dtype):
+  inputs = jnp.ones(shape, dtype)
+  outputs = ops.dropout(inputs, 0.5, jax.random.key(5))
+  assert outputs.shape == shape and outputs.dtype == dtype
+  assert set(np.unique(np.asarray(outputs, np.float32))) <= {0.0, 2.0}
+
+
+def test_without_a_rate_nothing_changes():
+  inputs = jax.random.normal(jax.random.key(6), (2, 3))
+  assert ops.dropout(inputs, 0.0, jax.random.key(7)) is inputs
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5])
+def test_refuses_what_is_no_probability(rate):
+  with pytest.raises(ValueError, match="rate: expected a probability"):
+    ops.dropout(jnp.ones(3), rate, jax.random.key(8))
