@@ -6,7 +6,10 @@ So the builders here open archives with Python's own modules, and write every re
 it comes.
 """
 
+import bz2
 import functools
+import gzip
+import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -19,6 +22,9 @@ from dpjax.data.download import File
 
 RECORD_BYTES = 2**20
 SHARD_BYTES = 2**28
+OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+PLAIN_STEMS = {"train": ("train",), "validation": ("valid", "validation"),
+               "test": ("test",)}
 
 
 class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -34,6 +40,9 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       def texts(self, get):
         text = read(get(self.FILES[0]))
         return {"train": [text[:90]], "validation": [text[90:]]}
+
+  Whatever it is from: where the manual folder has a folder of the corpus's name with
+  train.txt, valid.txt and test.txt, plain or packed, those are the splits.
   """
 
   VERSION = tfds.core.Version("1.0.0")
@@ -51,6 +60,19 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """
     raise NotImplementedError
 
+  def _plain_texts(self, manual_dir) -> dict[str, Iterable[str]]:
+    """Splits that lie in the manual folder as they are; {} where there are none."""
+    folder = Path(manual_dir or "", self.name)
+    if not manual_dir or not folder.is_dir():
+      return {}
+    found = {}
+    for split, stems in PLAIN_STEMS.items():
+      names = [f"{stem}.txt{suffix}" for stem in stems for suffix in OPENERS]
+      path = next((folder / x for x in names if (folder / x).exists()), None)
+      if path is not None:
+        found[split] = read_lines(path)
+    return found
+
   def _info(self) -> tfds.core.DatasetInfo:
     return tfds.core.DatasetInfo(
       builder=self,
@@ -64,7 +86,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       folder=Path(dl_manager.download_dir),
       manual_dir=dl_manager._manual_dir and Path(dl_manager._manual_dir),
     )
-    texts = self.texts(get)
+    texts = self._plain_texts(dl_manager._manual_dir) or self.texts(get)
     return {split: self._generate_examples(pieces) for split, pieces in texts.items()}
 
   def _generate_examples(self, pieces: Iterable[str]):
@@ -92,6 +114,20 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         )
       )
     return infos
+
+
+def read_lines(path: Path) -> Iterator[str]:
+  """The lines of a UTF-8 text, their ends included, packed (.xz, .gz, .bz2) or not.
+
+  Raises:
+    ValueError: it is not UTF-8, or the archive is damaged.
+  """
+  opener = OPENERS[path.suffix if path.suffix in OPENERS else ""]
+  try:
+    with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
+      yield from lines
+  except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    raise ValueError(f"{path}: expected a text in UTF-8, got {error}") from error
 
 
 def join(pieces: Iterable[str]) -> Iterator[str]:
