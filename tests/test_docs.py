@@ -89,6 +89,37 @@ def test_the_table_of_token_pooling_is_that_of_its_runs():
     assert row in README, f"expected the row {row}"
 
 
+def rows_of_the_hourglass():
+  for name, row in result("hourglass")["variants"].items():
+    if name != "vanilla":
+      yield (
+        f"| {name} | {row['shortening_factor']:.2f} | {row['ratio']:.2f} "
+        f"| {row['temporary_mib_ratio']:.2f} | {row['operations_ratio']:.2f} |"
+      )
+
+
+def rows_of_pooling():
+  for case in result("pooling")["cases"]:
+    operators, middle = case["operators"], case["middle"]["implementations"]
+    numbers = [
+      f"{operators[name][kind]['segments_known']['ratio']:.2f}"
+      for name in ("pool", "upsample")
+      for kind in ("forward", "gradient")
+    ]
+    ours = middle["run_at_capacity"]
+    numbers += [f"{row['ratio']:.2f}" for row in (ours, middle["known"])]
+    memory = [middle[name]["temporary_mib"] for name in ("padded", "run_at_capacity")]
+    yield (
+      f"| {case['batch']}, {case['length']}, {case['width']} | {' | '.join(numbers)} "
+      f"| {memory[0]:.0f} → {memory[1]:.0f} MiB |"
+    )
+
+
+def test_the_tables_of_what_token_pooling_costs_are_those_of_its_benchmarks():
+  for row in (*rows_of_the_hourglass(), *rows_of_pooling()):
+    assert row in README, f"expected the row {row}"
+
+
 def test_what_is_said_of_the_quickstart_is_measured():
   measured = result("quickstart")
   said = re.sub(r"\s+", " ", README)
