@@ -12,6 +12,9 @@ from dpjax import command_line
 flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config(required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
+_PREPARE_ONLY = flags.DEFINE_bool(
+  "prepare_only", False, "make the tokens that the run needs, and stop"
+)
 
 
 def main(_) -> None:
@@ -21,6 +24,11 @@ def main(_) -> None:
   from dpjax import run as run_lib
   from dpjax.training import loop
 
+  if _PREPARE_ONLY.value:
+    data = run_lib.prepare(_CONFIG.value, _WORKDIR.value)
+    for split, counts in data.counts.items():
+      print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
+    return
   try:
     run, scores = run_lib.train(_CONFIG.value, _WORKDIR.value)
   except loop.NonFiniteError as error:

@@ -86,6 +86,8 @@ CHOICES = {
 # beyond the order of sums; the length does where the schedule ends with it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
+  "data.data_dir",
+  "data.manual_dir",
   "train.log_every_steps",
   "train.median_every_steps",
   "train.checkpoint_every_steps",
@@ -144,7 +146,12 @@ def default() -> ConfigDict:
   config.model = default_model()
 
   data = config.data = ConfigDict()
-  data.name = "python_manual"  # a corpus by its name
+  data.name = "python_manual"  # a corpus by its name: `python -m dpjax.data list`
+  data.language = ""  # of a corpus that has several, and of `clean`
+  data.data_dir = "data"  # where corpora that have a name are kept, and their tokens
+  data.manual_dir = ""  # files downloaded by hand; "": data_dir/manual
+  data.clean = False  # as text8: the language's letters in lower case, digits spelt out
+  data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
   data.path = ""  # or a text file, or a folder with train/valid/test.txt; wins over name
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
   data.tokenizer = "characters"
@@ -264,6 +271,15 @@ def check(config: ConfigDict) -> None:
   _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
           and abs(sum(fractions) - 1) < 1e-6,
           "data.split_fractions", "three positive numbers with the sum 1", fractions)
+  most = config.data.max_characters
+  are_numbers = all(type(number) is int and number >= 0 for number in most)
+  _expect(are_numbers and len(most) == 3,
+          "data.max_characters", "three integers of at least 0", most)
+  language, clean = config.data.language, config.data.clean
+  _expect(bool(language) or not clean, "data.language",
+          "the language of the text that data.clean is to clean", repr(language))
+  _expect(not language or clean or not config.data.path, "data.language",
+          "'' with a data.path, unless data.clean is True", repr(language))
   steps_in(config.train, "num", steps_per_epoch=1)
   steps_in(config.train, "eval_every", steps_per_epoch=1)
   steps, warmup = config.train.num_steps, config.train.warmup_steps

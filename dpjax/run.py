@@ -263,6 +263,24 @@ class Run:
     )
 
 
+def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
+  """Makes the tokens that a run needs, as `train` does first.
+
+  Args:
+    config: of `dpjax.config`.
+    workdir: the run's folder; made where there is none.
+
+  Returns:
+    The tokens.
+
+  Raises:
+    ValueError: `setting: expected ..., got ...`.
+  """
+  config_lib.check(config)
+  goes_on = workdir_lib.check(Path(workdir), config)
+  return workdir_lib.prepare_data(config, Path(workdir) / "data", anew=not goes_on)
+
+
 def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float]]:
   """Trains what a configuration describes, or goes on where the folder's run stopped.
 

@@ -2,17 +2,20 @@
 
 config.json      the settings, as they were given
 data/            the tokens of each split, the vocabulary, how long the texts are; with
-                 unigram boundaries, these and the model that found them
+                 unigram boundaries, these and the model that found them; of a corpus
+                 that has a name, the arrays are links into data_dir
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
 scores_<split>_<step>.json    of a whole split, written by train.py and evaluate.py
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
-from dpjax.data import corpora, prepared
+from dpjax.data import catalog, corpora, prepared
 
 
 def check(workdir: Path, config: ConfigDict) -> bool:
@@ -71,6 +74,9 @@ def prepare_data(
 ) -> prepared.Prepared:
   """Opens the corpus in `folder`, having made it first where it is missing.
 
+  The tokens of a corpus that has a name, or is cleaned, are made in
+  data_dir/tokens, for all runs that want the same, and `folder` refers to them.
+
   Args:
     config: of which `config.data` says what to make.
     folder: all processes of a run must see the same.
@@ -85,29 +91,96 @@ def prepare_data(
   """
 
   def make() -> None:
-    if folder.exists() and not anew:
-      return
-    settings, unigram = config.data, None
-    if config.model.boundaries == "unigram":
-      unigram = dict(file=settings.unigram_file, vocab_size=settings.unigram_size)
-    corpus = corpora.load_corpus(settings.name, settings.path, settings.split_fractions)
-    try:
-      prepared.prepare(
-        corpus,
-        folder,
-        settings.tokenizer,
-        file=settings.tokenizer_file,
-        vocab_size=settings.tokenizer_size,
-        lower_text=settings.lower_text,
-        lower_pieces=settings.lower_pieces,
-        restrict=settings.restrict_vocabulary,
-        unigram=unigram,
-      )
-    except OSError as error:
-      raise _not_writable(folder, error) from error
+    if not folder.exists() or anew:
+      _make_data(config, folder)
 
   _on_first_process(make)
   return prepared.open_prepared(folder)
+
+
+def prepare_shared(config: ConfigDict) -> Path:
+  """Makes the tokens of a corpus that has a name, or is cleaned, for all runs.
+
+  Args:
+    config: of which `config.data` says what to make.
+
+  Returns:
+    The folder in data_dir/tokens, which says in its name and in data.json what it holds.
+
+  Raises:
+    ValueError: as `prepare_data`.
+  """
+  settings = config.data
+  content = {key: value for key, value in settings.to_dict().items()
+             if key not in ("data_dir", "manual_dir", "unigram_file", "unigram_size")}
+  content["unigram"] = _unigram(config)
+  # Of what is outside of data_dir, the place alone does not say what it is.
+  for file in (settings.tokenizer_file, (content["unigram"] or {}).get("file")):
+    if file and Path(file).is_file():
+      content[str(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+  if settings.path:
+    found = [Path(settings.path), *sorted(Path(settings.path).glob("*.txt"))]
+    content["files"] = [(str(path), path.stat().st_size, path.stat().st_mtime)
+                        for path in found if path.exists()]
+  digits = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+  name = Path(settings.path).stem if settings.path else settings.name
+  parts = [name, settings.language, settings.tokenizer]
+  tokens = Path(settings.data_dir, "tokens")
+  target = tokens / f"{'_'.join(filter(None, parts))}_{digits}"
+  try:
+    with catalog.locked(tokens / f"{target.name}.lock"):
+      if not (target / "data.json").exists():
+        prepared.prepare(_load_corpus(config), target, **_tokenizer_settings(config))
+  except OSError as error:
+    raise _not_writable(target, error) from error
+  return target
+
+
+def _make_data(config: ConfigDict, folder: Path) -> None:
+  settings = config.data
+  is_shared = settings.clean or any(settings.max_characters)
+  if not settings.path and settings.name != catalog.ONE_MORE:
+    is_shared = True
+  try:
+    if is_shared:
+      prepared.link(prepare_shared(config), folder)
+    else:
+      prepared.prepare(_load_corpus(config), folder, **_tokenizer_settings(config))
+  except OSError as error:
+    raise _not_writable(folder, error) from error
+
+
+def _load_corpus(config: ConfigDict) -> corpora.Corpus:
+  settings = config.data
+  return corpora.load_corpus(
+    settings.name,
+    settings.path,
+    settings.split_fractions,
+    language=settings.language,
+    clean=settings.clean,
+    max_characters=settings.max_characters,
+    data_dir=settings.data_dir,
+    manual_dir=settings.manual_dir,
+  )
+
+
+def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
+  settings = config.data
+  return dict(
+    kind=settings.tokenizer,
+    file=settings.tokenizer_file,
+    vocab_size=settings.tokenizer_size,
+    lower_text=settings.lower_text,
+    lower_pieces=settings.lower_pieces,
+    restrict=settings.restrict_vocabulary,
+    unigram=_unigram(config),
+  )
+
+
+def _unigram(config: ConfigDict) -> dict[str, Any] | None:
+  if config.model.boundaries != "unigram":
+    return None
+  return dict(file=config.data.unigram_file, vocab_size=config.data.unigram_size)
 
 
 def read_config(workdir: Path) -> ConfigDict:

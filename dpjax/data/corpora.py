@@ -1,14 +1,27 @@
 """Texts by name or by path, in three splits, read in parts so that any size streams."""
 
 import dataclasses
-import difflib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
+
+from dpjax.data import catalog, texts
 
 SPLITS = ("train", "valid", "test")
-NAMES = ("python_manual",)
 CHUNK_BYTES = 2**20
+
+
+class Text(Protocol):
+  """A text in parts of about 1 MiB; each iteration yields it anew."""
+
+  def __len__(self) -> int:
+    """Its size in bytes, at least roughly."""
+    ...
+
+  def __iter__(self) -> Iterator[str]:
+    """Yields the parts."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,51 +83,89 @@ class Corpus:
 
   Attributes:
     name: what to call it.
-    splits: "train", "valid" and "test", each as `Chunks`.
+    splits: "train", "valid" and "test".
+    about: where it is from and how it was made, as JSON values.
   """
 
   name: str
-  splits: dict[str, Chunks]
+  splits: Mapping[str, Text]
+  about: dict = dataclasses.field(default_factory=dict)
 
 
 def load_corpus(
   name: str = "python_manual",
   path: str | Path = "",
   split_fractions: Sequence[float] = (0.9, 0.05, 0.05),
+  *,
+  language: str = "",
+  clean: bool = False,
+  max_characters: Sequence[int] = (0, 0, 0),
+  data_dir: str | Path = "data",
+  manual_dir: str | Path = "",
 ) -> Corpus:
-  """Opens a text; nothing of it is read before it is asked for.
+  """Opens a text; it is not read before it is asked for, unless it has to be made first.
 
   Args:
-    name: of `NAMES`, where no path is given. "python_manual" is the language manual
-      that comes with Python (its text differs a little between Python's versions).
+    name: "python_manual", the language manual that comes with Python (its text differs
+      a little between Python's versions), or of `dpjax.data.catalog`, where no path is
+      given.
     path: a UTF-8 text file, which is cut into the splits in this order, at line ends
       where there are lines; or a folder with train.txt, valid.txt (or validation.txt)
       and test.txt.
     split_fractions: of a single text, in bytes; train takes what rounding leaves.
+    language: "en", "fi", ..., of a corpus that has several, and of `clean`.
+    clean: as `dpjax.text.cleaning.clean` does.
+    max_characters: of train, valid and test, from the beginning of each, once it is
+      clean; 0 is all. A corpus that is train alone is cut into the three in this order.
+    data_dir: where corpora that have a name, and cleaned ones, are kept once made.
+    manual_dir: where files lie that were downloaded by hand; "" is data_dir/manual.
 
   Returns:
     The corpus.
 
   Raises:
-    ValueError: `data.path: ...` or `data.name: ...`: nothing there, an empty file or
-      split, a folder that lacks a split, no permission, or an unknown name.
+    ValueError: `data.<setting>: expected ..., got ...`: nothing there, an empty file or
+      split, a folder that lacks a split, no permission, an unknown name or language, a
+      file that has to be given by hand, or a download that failed.
   """
   if path:
-    path = Path(path)
-    try:
-      if path.is_dir():
-        return Corpus(path.name, {split: _open_split(path, split) for split in SPLITS})
-      content = _open(path)
-    except OSError as error:
-      raise ValueError(f"data.path: expected a readable text file or folder, got "
-                       f"{error.filename or path} ({error.strerror})") from error
-    return Corpus(path.stem, _cut_splits(content, split_fractions, str(path)))
-  if name != "python_manual":
-    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    raise ValueError(f"data.name: expected one of {', '.join(NAMES)} (or a data.path), "
-                     f"got {name!r}{hint}")
-  return Corpus(name, _cut_splits(_python_manual(), split_fractions, name))
+    corpus = _from_path(Path(path), split_fractions)
+  elif name == "python_manual":
+    corpus = Corpus(name, _cut_splits(_python_manual(), split_fractions, name),
+                    {"name": name})
+  else:
+    splits, about = catalog.open_records(
+      name, language, Path(data_dir), Path(manual_dir or Path(data_dir, "manual")),
+      only_head=max_characters[0] > 0,
+    )
+    corpus = Corpus("_".join(filter(None, (name, language))), splits, about)
+  if clean or any(max_characters):
+    about = corpus.about | {"bytes": {split: len(x) for split, x in corpus.splits.items()}}
+    folder = texts.make(corpus.name, corpus.splits, about, Path(data_dir, "texts"),
+                        language if clean else "", max_characters)
+    made = _from_path(folder, split_fractions)
+    return Corpus(corpus.name, made.splits, texts.read_about(folder))
+  missing = [split for split in SPLITS if split not in corpus.splits]
+  if missing:
+    raise ValueError(
+      f"data.max_characters: expected a size of every split, as {corpus.name} has no "
+      f"{' and no '.join(missing)} of its own, got {tuple(max_characters)}"
+    )
+  return corpus
+
+
+def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
+  try:
+    if path.is_dir():
+      splits = {split: _open_split(path, split) for split in SPLITS}
+      return Corpus(path.name, splits, {"path": str(path)})
+    content = _open(path)
+  except OSError as error:
+    raise ValueError(f"data.path: expected a readable text file or folder, got "
+                     f"{error.filename or path} ({error.strerror})") from error
+  splits = _cut_splits(content, split_fractions, str(path))
+  about = {"path": str(path), "split_fractions": list(split_fractions)}
+  return Corpus(path.stem, splits, about)
 
 
 def _python_manual() -> bytes:

@@ -6,17 +6,16 @@ also {train,valid,test}.boundaries.bin (uint8, one a token) and unigram.model.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from dpjax.data.corpora import SPLITS, Corpus
+from dpjax.data.encoding import Counter, Encoder, encode_text
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
@@ -27,11 +26,11 @@ from dpjax.text.unigram import (
   UnigramBoundaries,
   load_unigram,
   train_unigram,
-  whole_words,
 )
 
 FORMAT = 1  # with and without boundaries: who does not know of them reads the rest alike
-_LARGE_BYTES = 2**25  # from here on a bar is shown
+STATE = "preparing.json"  # of a folder that is not whole yet
+LEARN_BYTES = 2**30  # of text, that a vocabulary is learned on at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +73,15 @@ def prepare(
   kind: str,
   *,
   unigram: Mapping | None = None,
+  processes: int | None = None,
   **settings,
 ) -> Prepared:
   """Makes a tokenizer on the train split, and writes the tokens of every split.
 
-  The folder appears at the end, whole; one that an earlier call made is replaced.
+  The folder appears at the end, whole; one that an earlier call made is replaced. A call
+  that was killed has left `<folder>.partial`, from which the next one goes on, if it is
+  of the same text and settings. Memory does not grow with the text; a vocabulary that
+  is learned sees at most 1 GiB, spread evenly over the train split.
 
   Args:
     corpus: the text.
@@ -87,6 +90,8 @@ def prepare(
     unigram: None, or, for boundaries, {"file": a SentencePiece `.model` to load, or ""
       to learn one on the train split, "vocab_size": how many pieces to learn}. With
       the kinds "characters" and "bytes" only.
+    processes: how many encode; None: as many as there are cores, if the text is large.
+      (A script that calls this needs `if __name__ == "__main__":` then.)
     **settings: of the tokenizer, as `dpjax.text.tokens.train_tokenizer` takes them.
 
   Returns:
@@ -96,49 +101,70 @@ def prepare(
     ValueError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
       the boundaries (`data.unigram_...`), or there is a folder that holds something
       else.
-    OSError: the folder cannot be written.
+    OSError: the folder cannot be written; what is done stays in `<folder>.partial`.
   """
   folder = Path(folder)
-  if folder.exists() and any(folder.iterdir()) and not (folder / "data.json").exists():
-    raise ValueError(f"workdir: expected room for prepared data, got {folder}, which "
-                     "holds something else")
+  _check_replaceable(folder)
   if unigram is not None and kind not in CHARACTER_KINDS:
     raise ValueError(f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
                      f"Unigram boundaries, got {kind}")
-  counts = {split: count_text(chunks) for split, chunks in corpus.splits.items()}
-  tokenizer = train_tokenizer(kind, corpus.splits["train"], **settings)
-  segmentation = None if unigram is None else _segmentation(corpus, **unigram)
-  dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
+  sizes = {split: len(text) for split, text in corpus.splits.items()}
+  made = {"corpus": dict(corpus.about), "tokenizer": {"kind": kind, **settings},
+          "unigram": None if unigram is None else dict(unigram)}
   partial = folder.with_name(folder.name + ".partial")
-  if partial.exists():
-    shutil.rmtree(partial)
-  partial.mkdir(parents=True)
   try:
-    for split, chunks in corpus.splits.items():
-      tokens = _write_array(partial / f"{split}.bin", chunks, len(chunks),
-                            lambda chunk: tokenizer.encode(chunk).astype(dtype),
-                            f"encoding {split}")
-      if not tokens:
+    encoder = _resume(partial, {"made": made, "sizes": sizes})
+    if encoder is None:
+      encoder = _make_encoder(corpus, kind, unigram, settings)
+      _begin(partial, {"made": made, "sizes": sizes}, encoder)
+    counts = {}
+    for split, text in corpus.splits.items():
+      counts[split] = encode_text(text, len(text), encoder, partial, split, processes)
+      if not counts[split]["tokens"]:
         raise ValueError(f"data.path: expected tokens in every split, got none in the "
                          f"{split} split of {corpus.name}")
-      counts[split] = {"tokens": tokens, **counts[split]}
-      if segmentation is not None:
-        _write_array(partial / f"{split}.boundaries.bin", whole_words(chunks), len(chunks),
-                     lambda part: segmentation.of_tokens(part, tokenizer),
-                     f"segmenting {split}")
-    _write_text(partial / "tokenizer.json", tokenizer.to_json())
-    content = {"format": FORMAT, "name": corpus.name, "dtype": dtype.name,
-               "splits": counts}
-    if segmentation is not None:
-      (partial / "unigram.model").write_bytes(segmentation.model)
-      content["unigram"] = True
+    content = {"format": FORMAT, "name": corpus.name, "dtype": encoder.dtype.name,
+               "splits": counts, "unigram": unigram is not None, "made": made}
     _write_text(partial / "data.json", json.dumps(content, indent=2))
+    for name in (STATE, *(f"{split}.json" for split in corpus.splits)):
+      (partial / name).unlink()
     if (folder / "data.json").exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
-  finally:
+  except OSError:
+    raise
+  except Exception:
     shutil.rmtree(partial, ignore_errors=True)
+    raise
   return open_prepared(folder)
+
+
+def link(source: str | Path, folder: str | Path) -> None:
+  """Makes a folder of prepared data that refers to another: arrays by symbolic links.
+
+  What is small, the tokenizer and the counts, is copied.
+
+  Args:
+    source: what `prepare` wrote.
+    folder: to make; prepared data that is there is replaced.
+
+  Raises:
+    ValueError: there is a folder that holds something else.
+    OSError: it cannot be written.
+  """
+  source, folder = Path(source), Path(folder)
+  _check_replaceable(folder)
+  partial = folder.with_name(folder.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  for path in sorted(source.iterdir()):
+    if path.suffix == ".bin":
+      (partial / path.name).symlink_to(path.resolve())
+    else:
+      shutil.copyfile(path, partial / path.name)
+  if folder.exists():
+    shutil.rmtree(folder)
+  os.replace(partial, folder)
 
 
 def open_prepared(folder: str | Path) -> Prepared:
@@ -180,50 +206,89 @@ def open_prepared(folder: str | Path) -> Prepared:
 
 
 def count_text(chunks: Iterable[str]) -> dict:
-  r"""Counts a text that comes in parts.
+  r"""Counts a text that comes in parts, as `dpjax.data.encoding.Counter` does.
 
   ["to b", "e\n"]  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
   """
-  sha256 = hashlib.sha256()
-  characters = words = num_bytes = 0
-  in_word = False
-  for chunk in filter(None, chunks):
-    encoded = chunk.encode()
-    sha256.update(encoded)
-    characters += len(chunk)
-    num_bytes += len(encoded)
-    words += len(chunk.split()) + chunk.count("\n")
-    words -= in_word and not chunk[:1].isspace()  # the same word, begun in the last one
-    in_word = not chunk[-1:].isspace()
-  return {"characters": characters, "words": words, "bytes": num_bytes,
-          "sha256": sha256.hexdigest()}
+  counter = Counter()
+  for chunk in chunks:
+    counter.add(chunk)
+  return counter.result()
 
 
-def _segmentation(corpus: Corpus, file: str = "", vocab_size: int = 0):
-  if file:
-    return UnigramBoundaries(load_unigram(file))
-  return UnigramBoundaries(train_unigram(corpus.splits["train"], vocab_size))
+def _check_replaceable(folder: Path) -> None:
+  if folder.exists() and any(folder.iterdir()) and not (folder / "data.json").exists():
+    raise ValueError(f"workdir: expected room for prepared data, got {folder}, which "
+                     "holds something else")
 
 
-def _write_array(
-  path: Path,
-  parts: Iterable[str],
-  num_bytes: int,
-  convert: Callable[[str], np.ndarray],
-  title: str,
-) -> int:
-  """Writes what the parts of a text become, and says how many numbers they are."""
-  size = 0
-  quiet = num_bytes < _LARGE_BYTES
-  with path.open("wb") as file, tqdm(total=num_bytes, desc=title, unit="B",
-                                     unit_scale=True, disable=quiet) as bar:
-    for part in parts:
-      array = convert(part)
-      file.write(array.tobytes())
-      size += len(array)
-      if not quiet:
-        bar.update(len(part.encode()))
-  return size
+def _make_encoder(
+  corpus: Corpus, kind: str, unigram: Mapping | None, settings: Mapping
+) -> Encoder:
+  text = corpus.splits["train"]
+  sample = _Sample(text)
+  learns = kind not in CHARACTER_KINDS and not settings.get("file")
+  try:
+    tokenizer = train_tokenizer(kind, sample if learns else text, **settings)
+    segmentation = None if unigram is None else _segmentation(sample, **unigram)
+  except ValueError as error:
+    # Libraries wrap what goes wrong within the text that they are given.
+    raise sample.error or error from error
+  return Encoder(tokenizer, _dtype(tokenizer), segmentation)
+
+
+def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
+  return UnigramBoundaries(load_unigram(file) if file else train_unigram(text, vocab_size))
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+  return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
+
+
+class _Sample:
+  """Parts of a text, spread evenly, up to `LEARN_BYTES` of them."""
+
+  def __init__(self, text):
+    self._text = text
+    self.error: ValueError | None = None
+
+  def __iter__(self) -> Iterator[str]:
+    share = min(1.0, LEARN_BYTES / max(1, len(self._text)))
+    seen = given = 0
+    try:
+      for part in self._text:
+        seen += len(part)
+        if given < seen * share:
+          given += len(part)
+          yield part
+    except ValueError as error:
+      self.error = error
+      raise
+
+
+def _begin(partial: Path, state: dict, encoder: Encoder) -> None:
+  """An empty folder but for what encodes, and what for."""
+  if partial.exists():
+    shutil.rmtree(partial)
+  partial.mkdir(parents=True)
+  _write_text(partial / "tokenizer.json", encoder.tokenizer.to_json())
+  if encoder.unigram is not None:
+    (partial / "unigram.model").write_bytes(encoder.unigram.model)
+  _write_text(partial / STATE, json.dumps(state))
+
+
+def _resume(partial: Path, state: dict) -> Encoder | None:
+  """What encoded in an earlier call, if it was for the same."""
+  try:
+    if json.loads(_read_text(partial / STATE)) != json.loads(json.dumps(state)):
+      return None
+    tokenizer = tokenizer_from_json(_read_text(partial / "tokenizer.json"))
+    unigram = None
+    if state["made"]["unigram"] is not None:
+      unigram = UnigramBoundaries((partial / "unigram.model").read_bytes())
+  except (OSError, ValueError):
+    return None
+  return Encoder(tokenizer, _dtype(tokenizer), unigram)
 
 
 def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:

@@ -1,0 +1,101 @@
+"""The corpora that have a name, from the command line.
+
+  python -m dpjax.data list
+  python -m dpjax.data prepare wikitext2
+  python -m dpjax.data prepare wiki40b --language=fi --head
+  python -m dpjax.data clean --language=fi raw.txt clean.txt
+
+`prepare` downloads a corpus and makes it ready; training does that by itself, too. `clean`
+makes a text as text8 is; "-" stands for the standard input and output.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from dpjax.data import catalog
+
+PART = 2**20  # characters
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Does what the first word of the command line says."""
+  parser = argparse.ArgumentParser(prog="python -m dpjax.data", description=__doc__,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  commands = parser.add_subparsers(dest="command", required=True)
+  listing = commands.add_parser("list", help="names, sizes, licences, what is prepared")
+  prepare = commands.add_parser("prepare", help="downloads a corpus and makes it ready")
+  prepare.add_argument("name")
+  prepare.add_argument("--language", default="", help="of a corpus that has several")
+  prepare.add_argument("--head", action="store_true",
+                       help="the first part alone, enough for 400M characters, where "
+                       "there is one")
+  prepare.add_argument("--manual_dir", default="", help="data_dir/manual")
+  for command in (listing, prepare):
+    command.add_argument("--data_dir", default="data", help="data")
+  cleaning = commands.add_parser("clean", help="makes a text as text8 is")
+  cleaning.add_argument("source", help="a text in UTF-8, or -")
+  cleaning.add_argument("target", help="the clean one, or -")
+  cleaning.add_argument("--language", required=True)
+  given = parser.parse_args(arguments)
+  try:
+    {"list": _list, "prepare": _prepare, "clean": _clean}[given.command](given)
+  except ValueError as error:
+    sys.exit(str(error))
+  except OSError as error:
+    sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
+
+
+def _list(given) -> None:
+  data_dir = Path(given.data_dir)
+  print(f"{catalog.ONE_MORE}: the language manual that comes with Python; 0.4 MB")
+  for name, entry in catalog.ENTRIES.items():
+    made = [
+      f"{language}{' (head)' * head}".strip() or "yes"
+      for language in entry.languages or ("",)
+      for head in (False, True)[: 1 + entry.has_head]
+      if catalog.is_prepared(name, data_dir, language, head)
+    ]
+    print(f"\n{name}: {entry.title}")
+    if entry.languages:
+      print(f"  languages  {', '.join(entry.languages)}")
+    print(f"  size       {entry.size}\n  licence    {entry.licence}\n"
+          f"  source     {entry.source}\n  prepared   {', '.join(made) or 'no'}")
+
+
+def _prepare(given) -> None:
+  data_dir = Path(given.data_dir)
+  manual_dir = Path(given.manual_dir or data_dir / "manual")
+  splits, _ = catalog.open_records(given.name, given.language, data_dir, manual_dir,
+                                   only_head=given.head)
+  for split, records in splits.items():
+    print(f"{split:6}{len(records) / 1e6:12,.1f} MB")
+
+
+def _clean(given) -> None:
+  from dpjax.text import cleaning
+
+  cleaning.find_language(given.language)
+  with _open(given.source, "r", sys.stdin) as source:
+    parts = iter(lambda: source.read(PART), "")
+    with _open(given.target, "w", sys.stdout) as target:
+      target.writelines(cleaning.clean_chunks(parts, given.language))
+
+
+@contextlib.contextmanager
+def _open(name: str, mode: str, standard: TextIO) -> Iterator[TextIO]:
+  if name == "-":
+    yield standard
+    return
+  try:
+    with open(name, mode, encoding="utf-8", newline="") as file:
+      yield file
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,236 @@
+"""The corpora that have a name: what they are, and how to open them.
+
+Nothing of TensorFlow Datasets is imported before a corpus is opened.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import fcntl
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ONE_MORE = "python_manual"  # which comes with Python
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A corpus.
+
+  Attributes:
+    title: what it is, in a few words.
+    builder: "module:class" of its `dpjax.data.builders.base.TextBuilder`.
+    licence: in a few words.
+    size: of its text or download, in words.
+    source: where it is from.
+    languages: of which one has to be named; (): it has but one.
+    has_head: whether its configuration "<language>_head" is a first part, enough for
+      the pooling paper's 400M characters.
+  """
+
+  title: str
+  builder: str
+  licence: str
+  size: str
+  source: str
+  languages: tuple[str, ...] = ()
+  has_head: bool = False
+
+
+_BUILDERS = "dpjax.data.builders"
+_PAPERS_LANGUAGES = ("en", "fi", "he", "vi")
+ENTRIES = {
+  "penn_treebank": Entry(
+    "Penn Treebank, words, as Mikolov prepared it",
+    f"{_BUILDERS}.penn_treebank:PennTreebank",
+    "LDC; research only, not to be had without a licence",
+    "6 MB; by hand",
+    "Mikolov et al. 2010",
+  ),
+  "wikitext2": Entry(
+    "WikiText-2, words",
+    f"{_BUILDERS}.wikitext:WikiText2",
+    "CC BY-SA 3.0",
+    "13 MB",
+    "Merity et al. 2016, arXiv:1609.07843",
+  ),
+  "wikitext103": Entry(
+    "WikiText-103, words",
+    f"{_BUILDERS}.wikitext:WikiText103",
+    "CC BY-SA 3.0",
+    "540 MB",
+    "Merity et al. 2016, arXiv:1609.07843",
+  ),
+  "lm1b": Entry(
+    "One Billion Word Benchmark, sentences in a random order",
+    f"{_BUILDERS}.lm1b:Lm1b",
+    "none stated",
+    "4.2 GB; download 1.8 GB",
+    "Chelba et al. 2013, arXiv:1312.3005",
+  ),
+  "openwebtext": Entry(
+    "OpenWebText, web pages",
+    f"{_BUILDERS}.openwebtext:OpenWebText",
+    "CC0 of the collection; pages are their authors'",
+    "40 GB",
+    "Gokaslan and Cohen 2019",
+  ),
+  "text8": Entry(
+    "text8, the first 100M cleaned characters of Wikipedia",
+    f"{_BUILDERS}.text8:Text8",
+    "GFDL, CC BY-SA 3.0",
+    "100 MB; download 31 MB",
+    "Mahoney 2006, mattmahoney.net/dc/textdata.html",
+  ),
+  "wiki40b": Entry(
+    "Wiki40B, Wikipedia in one language",
+    f"{_BUILDERS}.wiki40b:Wiki40b",
+    "CC BY-SA 3.0",
+    "en 9 GB, fi and he less than 1 GB, vi 0.5 GB",
+    "Guo et al. 2020, aclanthology.org/2020.lrec-1.297",
+    _PAPERS_LANGUAGES,
+    has_head=True,
+  ),
+  "cc100": Entry(
+    "CC-100, the beginning of the web pages of one language",
+    f"{_BUILDERS}.cc100:CC100",
+    "of Common Crawl's terms of use",
+    "0.5 GB",
+    "Conneau et al. 2020, arXiv:1911.02116",
+    _PAPERS_LANGUAGES,
+  ),
+  "childrens_books": Entry(
+    "106 children's books of Project Gutenberg",
+    f"{_BUILDERS}.childrens_books:ChildrensBooks",
+    "public domain in the USA",
+    "35 MB",
+    "Project Gutenberg, gutenberg.org",
+  ),
+}
+
+
+class Records:
+  """A split as its builder has written it; each iteration reads it anew."""
+
+  def __init__(self, source, size: int):
+    """Takes a data source of records and the bytes they take."""
+    self._source = source
+    self._size = size
+
+  def __len__(self) -> int:
+    """Bytes, those between the texts of records included."""
+    return self._size
+
+  def __iter__(self) -> Iterator[str]:
+    """Yields the text of every record."""
+    for i in range(len(self._source)):
+      yield self._source[i]["text"].decode()
+
+
+def find(name: str, language: str = "") -> Entry:
+  """The entry of a name.
+
+  Raises:
+    ValueError: `data.name` is unknown, or `data.language` is missing, or not one of the
+      corpus's.
+  """
+  if name not in ENTRIES:
+    names = [ONE_MORE, *ENTRIES]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise ValueError(f"data.name: expected one of {', '.join(names)} (or a data.path), "
+                     f"got {name!r}; the nearest is {near}")
+  entry = ENTRIES[name]
+  if entry.languages and language not in entry.languages:
+    raise ValueError(f"data.language: expected one of {', '.join(entry.languages)} for "
+                     f"{name}, got {language!r}")
+  return entry
+
+
+def is_prepared(name: str, data_dir: Path, language: str = "", head: bool = False) -> bool:
+  """Whether a corpus has been made in a folder."""
+  return bool(list(_root(name, data_dir, language, head).glob("*/dataset_info.json")))
+
+
+def open_records(
+  name: str,
+  language: str,
+  data_dir: Path,
+  manual_dir: Path,
+  *,
+  only_head: bool = False,
+) -> tuple[dict[str, Records], dict]:
+  """Opens a corpus, having made it first where it is missing.
+
+  Args:
+    name: of `ENTRIES`.
+    language: where it has several.
+    data_dir: it is made in data_dir/name, its files in data_dir/downloads.
+    manual_dir: where files are looked for before they are downloaded.
+    only_head: whether the first part is enough, where there is one.
+
+  Returns:
+    Its splits, of "train", "valid" and "test", and what it is.
+
+  Raises:
+    ValueError: as `find`; a file that has to be given by hand is not there, or a
+      download failed, or a file is damaged; or data_dir cannot be written.
+  """
+  entry = find(name, language)
+  import tensorflow_datasets as tfds
+
+  module, _, class_name = entry.builder.partition(":")
+  builder_class = getattr(importlib.import_module(module), class_name)
+  config = _config(entry, language, only_head)
+  try:
+    data_dir.mkdir(parents=True, exist_ok=True)
+    builder = builder_class(
+      data_dir=str(data_dir), file_format="array_record", config=config or None
+    )
+    with locked(data_dir / f"{name}.lock"):
+      if not builder.is_prepared():
+        print(f"preparing {name}{' ' * bool(config)}{config} in {data_dir}", flush=True)
+        _remove_leftovers(Path(builder.data_dir))
+        builder.download_and_prepare(
+          download_dir=str(data_dir / "downloads"),
+          download_config=tfds.download.DownloadConfig(
+            manual_dir=str(manual_dir), try_download_gcs=False
+          ),
+        )
+  except OSError as error:
+    raise ValueError(f"data.data_dir: expected a folder that can be written, got "
+                     f"{data_dir} ({error})") from error
+  names = {"validation": "valid"}
+  splits = {
+    names.get(split, split): Records(builder.as_data_source(split), int(info.num_bytes))
+    for split, info in builder.info.splits.items()
+  }
+  order = ("train", "valid", "test")
+  about = {"name": name, "language": language, "configuration": config,
+           "version": str(builder.version), "source": entry.source}
+  return {split: splits[split] for split in order if split in splits}, about
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+  """Keeps other processes from the same work until it is done."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def _config(entry: Entry, language: str, only_head: bool) -> str:
+  return f"{language}_head" if entry.has_head and only_head else language
+
+
+def _root(name: str, data_dir: Path, language: str, head: bool) -> Path:
+  return data_dir / name / _config(ENTRIES[name], language, head)
+
+
+def _remove_leftovers(folder: Path) -> None:
+  """What a preparation that was killed has left; who holds the lock is alone."""
+  import shutil
+
+  for path in folder.parent.glob(f"{folder.name}.incomplete*"):
+    shutil.rmtree(path, ignore_errors=True)
