@@ -277,8 +277,11 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
     ValueError: `setting: expected ..., got ...`.
   """
   config_lib.check(config)
-  goes_on = workdir_lib.check(Path(workdir), config)
-  return workdir_lib.prepare_data(config, Path(workdir) / "data", anew=not goes_on)
+  workdir = Path(workdir)
+  goes_on = workdir_lib.check(workdir, config)
+  data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
+  workdir_lib.claim(workdir, config)
+  return data
 
 
 def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float]]:

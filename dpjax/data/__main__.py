@@ -78,11 +78,13 @@ def _prepare(given) -> None:
 def _clean(given) -> None:
   from dpjax.text import cleaning
 
-  cleaning.find_language(given.language)
+  if given.source == given.target != "-":
+    raise ValueError(f"target: expected another file than the source, got {given.target}")
   with _open(given.source, "r", sys.stdin) as source:
-    parts = iter(lambda: source.read(PART), "")
+    # Complains of the language before the target is touched.
+    cleaned = cleaning.clean_chunks(iter(lambda: source.read(PART), ""), given.language)
     with _open(given.target, "w", sys.stdout) as target:
-      target.writelines(cleaning.clean_chunks(parts, given.language))
+      target.writelines(cleaned)
 
 
 @contextlib.contextmanager
