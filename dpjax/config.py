@@ -88,6 +88,7 @@ LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "data.data_dir",
   "data.manual_dir",
+  "train.initial_run",
   "train.log_every_steps",
   "train.median_every_steps",
   "train.checkpoint_every_steps",
@@ -155,7 +156,8 @@ def default() -> ConfigDict:
   data.path = ""  # or a text file, or a folder with train/valid/test.txt; wins over name
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
   data.tokenizer = "characters"
-  data.tokenizer_file = ""  # a vocabulary to load; "": train one on the train split
+  # A vocabulary to load, or "bert_base_cased", "gpt2"; "": train one on the train split.
+  data.tokenizer_file = ""
   data.tokenizer_size = 8000  # entries of a vocabulary that is trained
   data.lower_text = False  # WordPiece: lower-case the text first
   data.lower_pieces = False  # WordPiece: lower-case the pieces
@@ -168,6 +170,7 @@ def default() -> ConfigDict:
   train.batches = "contiguous"
   train.batch_size = 20  # rows of all devices together
   train.window = 0  # tokens a row; 0: model.max_length
+  train.initial_run = ""  # the folder of a run whose best parameters to begin with
   train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
   train.num_steps = 0
   train.num_epochs = 60.0
