@@ -343,6 +343,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
     objective=_objective(config),
     capacity=_capacity(config),
     seed=config.seed,
+    initial=_initial(config, shapes["params"], data) if settings.initial_run else None,
     meta={"config": config.to_dict()},
     origin=_origin(data),
   )
@@ -495,6 +496,33 @@ def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | 
     return next(size for size in sizes if size >= needed)
 
   return from_spaces
+
+
+def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
+  """What reads the parameters of another run, if they fit this one."""
+  folder = config.train.initial_run
+
+  def read() -> dict:
+    other = load(folder)
+    if other.tokenizer.to_json() != data.tokenizer.to_json():
+      raise ValueError(
+        f"train.initial_run: expected a run with the vocabulary of this one, got {folder} "
+        f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
+      )
+    expected, found = (
+      {jax.tree_util.keystr(path): tuple(leaf.shape)
+       for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+      for params in (shapes, other.params)
+    )
+    wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
+    if wrong:
+      raise ValueError(
+        f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
+        f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {folder}"
+      )
+    return other.params
+
+  return read
 
 
 def _origin(data: prepared.Prepared) -> dict[str, str]:

@@ -114,10 +114,11 @@ def prepare_shared(config: ConfigDict) -> Path:
   content = {key: value for key, value in settings.to_dict().items()
              if key not in ("data_dir", "manual_dir", "unigram_file", "unigram_size")}
   content["unigram"] = _unigram(config)
+  content["tokenizer_file"] = ""
   # Of what is outside of data_dir, the place alone does not say what it is.
-  for file in (settings.tokenizer_file, (content["unigram"] or {}).get("file")):
+  for file in (_tokenizer_file(config), (content["unigram"] or {}).get("file")):
     if file and Path(file).is_file():
-      content[str(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+      content[Path(file).name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
   if settings.path:
     found = [Path(settings.path), *sorted(Path(settings.path).glob("*.txt"))]
     content["files"] = [(str(path), path.stat().st_size, path.stat().st_mtime)
@@ -164,11 +165,17 @@ def _load_corpus(config: ConfigDict) -> corpora.Corpus:
   )
 
 
+def _tokenizer_file(config: ConfigDict) -> str:
+  data_dir = Path(config.data.data_dir)
+  manual_dir = Path(config.data.manual_dir or data_dir / "manual")
+  return catalog.find_vocabulary(config.data.tokenizer_file, data_dir, manual_dir)
+
+
 def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
   settings = config.data
   return dict(
     kind=settings.tokenizer,
-    file=settings.tokenizer_file,
+    file=_tokenizer_file(config),
     vocab_size=settings.tokenizer_size,
     lower_text=settings.lower_text,
     lower_pieces=settings.lower_pieces,

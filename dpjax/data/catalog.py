@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpjax.data.download import File, download
+
 ONE_MORE = "python_manual"  # which comes with Python
 
 
@@ -106,6 +108,30 @@ ENTRIES = {
     "public domain in the USA",
     "35 MB",
     "Project Gutenberg, gutenberg.org",
+  ),
+}
+
+
+# The vocabularies of the papers: files by the names that their readers expect. Checksums:
+# openai/tiktoken, tiktoken_ext/openai_public.py, for gpt2.
+VOCABULARIES = {
+  "bert_base_cased": (
+    File(
+      "https://huggingface.co/google-bert/bert-base-cased/resolve/main/vocab.txt",
+      name="bert_base_cased_vocab.txt",
+    ),
+  ),
+  "gpt2": (
+    File(
+      "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
+      name="gpt2_merges.txt",
+      checksum="sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
+    File(
+      "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json",
+      name="gpt2_vocab.json",
+      checksum="sha256:196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
   ),
 }
 
@@ -209,6 +235,21 @@ def open_records(
   about = {"name": name, "language": language, "configuration": config,
            "version": str(builder.version), "source": entry.source}
   return {split: splits[split] for split in order if split in splits}, about
+
+
+def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
+  """The path of a vocabulary: one of `VOCABULARIES`, downloaded, or the name itself.
+
+  Raises:
+    ValueError: the download failed.
+  """
+  if name not in VOCABULARIES:
+    return name
+  first, *_ = [
+    str(download(file, data_dir / "downloads", manual_dir=manual_dir))
+    for file in VOCABULARIES[name]
+  ]
+  return first
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The order of things in training: restore, step, report, evaluate, save."""
 
 import contextlib
+import dataclasses
 import math
 import signal
 import threading
@@ -58,6 +59,7 @@ def fit(
   objective: losses.Objective | None = None,
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
   seed: int = 0,
+  initial: Callable[[], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
 ) -> None:
@@ -86,6 +88,8 @@ def fit(
     objective: what is minimised; None is the loss of the tokens alone.
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
     seed: of parameters and dropout.
+    initial: gives the parameters to begin with, where there is no checkpoint; None: they
+      are drawn.
     meta: saved with each checkpoint.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
       vocabulary, or a hash of the text.
@@ -116,6 +120,9 @@ def fit(
     found = saved.restore(abstract, origin)
     if found is None:
       state = step_lib.jit_init(model, optimizer, seed, mesh, parameters)
+      if initial is not None:
+        params = jax.device_put(initial(), shardings.params)
+        state = dataclasses.replace(state, params=params)
       best = {"step": 0, BEST_BY: math.inf}
     else:
       state, best = found.state, found.meta["best"]
