@@ -214,7 +214,7 @@ def open_records(
       data_dir=str(data_dir), file_format="array_record", config=config or None
     )
     with locked(data_dir / f"{name}.lock"):
-      if not builder.is_prepared():
+      if not Path(builder.data_dir, "dataset_info.json").exists():
         print(f"preparing {name}{' ' * bool(config)}{config} in {data_dir}", flush=True)
         _remove_leftovers(Path(builder.data_dir))
         builder.download_and_prepare(

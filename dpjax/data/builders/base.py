@@ -80,6 +80,12 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       disable_shuffling=True,
     )
 
+  def _log_download_bytes(self) -> None:
+    """Nothing: sizes are not known beforehand, and downloads show their own bars."""
+
+  def _log_download_done(self) -> None:
+    """Nothing."""
+
   def _split_generators(self, dl_manager):
     get = functools.partial(
       download.download,
