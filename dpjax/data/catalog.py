@@ -262,6 +262,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _config(entry: Entry, language: str, only_head: bool) -> str:
+  if not entry.languages:
+    return ""
   return f"{language}_head" if entry.has_head and only_head else language
 
 

@@ -1,0 +1,121 @@
+"""Tokens of named and of cleaned corpora: made once in data_dir for all runs."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpjax import config as config_lib
+from dpjax import run as run_lib
+from dpjax import workdir as workdir_lib
+from dpjax.data import prepared
+from tests import helpers
+
+TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+  """Of text8, whose archive lies in the manual folder."""
+  from dpjax.data.builders import text8
+  from dpjax.data.download import File
+
+  monkeypatch.setattr(text8.Text8, "FILES", (File("http://127.0.0.1:1/text8.zip"),))
+  manual = tmp_path / "by_hand"
+  manual.mkdir()
+  with zipfile.ZipFile(manual / "text8.zip", "w") as archive:
+    archive.writestr("text8", TEXT8)
+  config = config_lib.default()
+  config.data.update(name="text8", data_dir=str(tmp_path / "data"), manual_dir=str(manual))
+  return config
+
+
+def tokens_of(config):
+  return sorted(Path(config.data.data_dir, "tokens").glob("*/data.json"))
+
+
+def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
+  first = workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  text = "".join(first.tokenizer.decode(tokens) for tokens in first.splits.values())
+  assert text == TEXT8 and first.name == "text8"
+  (made,) = tokens_of(config)
+  assert made.parent.name.startswith("text8_characters_")
+  link = tmp_path / "a" / "data" / "train.bin"
+  assert link.is_symlink() and link.resolve() == made.parent / "train.bin"
+  monkeypatch.setattr(prepared, "prepare", lambda *_, **__: 1 / 0)
+  second = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
+  workdir_lib.prepare_data(config, tmp_path / "a" / "data", anew=True)
+  # What the tokens are of is in their folder.
+  config.data.max_characters = (100, 20, 0)
+  with pytest.raises(ZeroDivisionError):
+    workdir_lib.prepare_data(config, tmp_path / "c" / "data")
+  monkeypatch.undo()
+
+
+@pytest.mark.parametrize("change", [
+  dict(tokenizer="bytes"), dict(max_characters=(150, 20, 20)),
+  dict(clean=True, language="en"), dict(unigram=True),
+])
+def test_other_settings_have_their_own(config, tmp_path, change):
+  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  if change.pop("unigram", False):
+    config.model.boundaries = "unigram"
+    config.data.unigram_size = 21
+  config.data.update(change)
+  data = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  assert len(tokens_of(config)) == 2
+  assert (data.boundaries is None) == (config.model.boundaries == "none")
+  if config.data.max_characters[0]:
+    assert [data.counts[x]["characters"] for x in data.splits] == [150, 20, 20]
+  # The archive is opened once.
+  assert len(list((tmp_path / "data" / "text8").glob("*/dataset_info.json"))) == 1
+
+
+def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
+  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  config.data.unigram_size = 99
+  config.data.manual_dir = str(tmp_path)
+  config.train.learning_rate = 3.0
+  workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  assert len(tokens_of(config)) == 1
+
+
+def test_tokens_that_are_gone_are_named(config, tmp_path):
+  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  (made,) = tokens_of(config)
+  (made.parent / "train.bin").rename(tmp_path / "elsewhere")
+  with pytest.raises(ValueError, match="train.bin: expected .* got no such file"):
+    workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+
+
+def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
+  config = config_lib.default()
+  text = helpers.write_text(tmp_path / "text.txt")
+  config.data.update(path=str(text), clean=True, language="en",
+                     data_dir=str(tmp_path / "data"))
+  first = workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  text.write_text(text.read_text() + "one line more\n" * 99)
+  second = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  counts = [sum(x["characters"] for x in data.counts.values()) for data in (first, second)]
+  assert counts[1] > counts[0] + 99 * 13 - 9
+
+
+def test_prepare_alone(config, tmp_path):
+  data = run_lib.prepare(config, tmp_path / "run")
+  assert data.counts["train"]["tokens"] == len(TEXT8) - 2 * (len(TEXT8) // 20)
+  assert workdir_lib.check(tmp_path / "run", config)  # a run to go on with
+
+
+@pytest.mark.parametrize("change, message", [
+  (dict(clean=True), "data.language: expected the language"),
+  (dict(max_characters=(1, 2)), "data.max_characters: expected three integers"),
+  (dict(max_characters=(1, -2, 0)), "data.max_characters: expected three integers"),
+  (dict(path="text.txt", language="fi"), "data.language: expected '' with a data.path"),
+])
+def test_settings_at_odds_are_refused(change, message):
+  config = config_lib.default()
+  config.data.update(change)
+  with pytest.raises(ValueError, match=f"^{message}"):
+    config_lib.check(config)
