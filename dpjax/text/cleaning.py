@@ -1,0 +1,285 @@
+r"""Text made as plain as text8: lower-case words of one alphabet, spaces, line ends.
+
+  "Built in 1907, the \"Mill\""  ->  "built in one nine zero seven the mill"
+
+In this order:
+
+  1. wiki40b's marks of structure become line ends, wherever they stand
+  2. Unicode NFKC; NFC where look-alike characters are not folded
+  3. of each character: a letter of the alphabet stays, in lower case; a decimal digit
+     is spelt out, a word of its own; a diacritic of the language vanishes; any
+     other letter that looks like one of the alphabet becomes that one; a space and a
+     line end stay; all else becomes a space
+  4. a run of spaces becomes one space, a run of line ends and spaces one line end;
+     none is left at the begin and at the end
+
+What comes out is left as it is by a second time.
+
+Source: Sec. 4.1 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); `cleaners/`
+of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes go by NFKC
+and by Unicode's table of confusables (UTS 39), as the package confusable-homoglyphs has it,
+not by a list of its own; a mark that is not between line ends does not survive as words;
+Hebrew diacritics vanish, where they became spaces and cut words; Vietnamese may come
+decomposed; and digits of all scripts count as digits.
+"""
+
+import dataclasses
+import difflib
+import functools
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+
+_MARKERS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_")
+_MARKER = re.compile("|".join(_MARKERS))
+_OVERLAPPING_MARKER = re.compile(f"(?=({_MARKER.pattern}))")
+_REACH = max(map(len, _MARKERS)) - 1  # how far a mark goes on both sides of a cut in it
+_FOREIGN = re.compile(r"[^\x00-\x7f]+")
+_DIGITS = "0123456789"
+_BLOCK = 2**14
+
+
+def _expect(setting: str, expected: str, others: list[str]):
+  if others:
+    raise ValueError(f"{setting}: expected {expected}, got {', '.join(map(repr, others))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+  """What of a text is kept, and how digits are called.
+
+    Language("abcdefghijklmnopqrstuvwxyz", ("zero", "one", "two", "three", "four",
+             "five", "six", "seven", "eight", "nine"))
+
+  Lower case is Unicode's, which is the same for all languages: the Turkish I is i.
+
+  Attributes:
+    alphabet: the letters, and signs if any, in lower case; no spaces, no digits.
+    digits: the names of 0 to 9, of letters of the alphabet.
+    fold_confusables: whether characters that look like a letter of the alphabet become
+      that letter.
+    diacritics: characters that are taken away, so that the word stays whole.
+
+  Raises:
+    ValueError: `alphabet: ...`, `digits: ...` or `diacritics: ...`, it is not so.
+  """
+
+  alphabet: str
+  digits: tuple[str, ...]
+  fold_confusables: bool = True
+  diacritics: str = ""
+
+  def __post_init__(self):
+    object.__setattr__(self, "digits", tuple(self.digits))
+    _expect("alphabet", "at least one letter", [] if self.alphabet else [self.alphabet])
+    _expect("alphabet", "lower case",
+            [letter for letter in self.alphabet if letter.lower() != letter])
+    _expect("alphabet", "neither spaces nor digits",
+            [letter for letter in self.alphabet
+             if letter.isspace() or unicodedata.decimal(letter, None) is not None])
+    _expect("alphabet", "every letter once",
+            [letter for letter in dict.fromkeys(self.alphabet)
+             if self.alphabet.count(letter) > 1])
+    _expect("alphabet", f"letters that Unicode {self._form} leaves as they are",
+            [letter for letter in self.alphabet
+             if unicodedata.normalize(self._form, letter) != letter])
+    if len(self.digits) != len(_DIGITS):
+      raise ValueError("digits: expected the ten names of 0 to 9, "
+                       f"got {len(self.digits)}: {', '.join(self.digits)}")
+    _expect("digits", f"names of letters of the alphabet {self.alphabet}",
+            [name for name in self.digits if not name or set(name) - set(self.alphabet)])
+    _expect("diacritics", "neither letters of the alphabet nor spaces nor digits",
+            [mark for mark in self.diacritics if mark in self.alphabet
+             or mark.isspace() or unicodedata.decimal(mark, None) is not None])
+
+  @property
+  def _form(self):
+    return "NFKC" if self.fold_confusables else "NFC"
+
+
+_LATIN = "abcdefghijklmnopqrstuvwxyz"
+
+# The points and accents, and what goes with them; not maqaf, paseq and sof pasuq.
+_HEBREW_DIACRITICS = "".join(
+  character for character in map(chr, (*range(0x591, 0x5C8), 0xFB1E, 0x34F))
+  if unicodedata.category(character) == "Mn")
+
+#: The languages of the pooling paper, by their names in wiki40b.
+LANGUAGES: dict[str, Language] = {
+  "en": Language(_LATIN, ("zero", "one", "two", "three", "four", "five", "six", "seven",
+                          "eight", "nine")),
+  "fi": Language(_LATIN + "åäö", ("nolla", "yksi", "kaksi", "kolme", "neljä", "viisi",
+                                  "kuusi", "seitsemän", "kahdeksan", "yhdeksän")),
+  # Letters and final forms, geresh, gershayim and maqaf.
+  "he": Language("אבגדהוזחטיכלמנסעפצקרשתךםןףץ׳״־",
+                 ("אפס", "אחד", "שנים", "שלשה", "ארבעה", "חמשה", "ששה", "שבעה", "שמונה",
+                  "תשעה"), fold_confusables=False, diacritics=_HEBREW_DIACRITICS),
+  "vi": Language("abcdeghiklmnopqrstuvxyđ"
+                 "àáảãạăằắẳẵặâầấẩẫậèéẻẽẹêềếểễệìíỉĩị"
+                 "òóỏõọôồốổỗộơờớởỡợùúủũụưừứửữựỳýỷỹỵ",
+                 ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín")),
+}
+
+
+def clean(text: str, language: str | Language) -> str:
+  r"""A text made plain, as the head of this module says.
+
+    clean("Νοthing_NEWLINE_ in 19\t cafés", "en")  ->  "nothing\nin one nine caf s"
+
+  where the first two letters were Greek.
+
+  Args:
+    text: any.
+    language: a name of `LANGUAGES`, or any other language by what is kept of it.
+
+  Raises:
+    ValueError: `data.language: ...`, there is none of that name.
+  """
+  return "".join(clean_chunks([text], language))
+
+
+def clean_chunks(chunks: Iterable[str], language: str | Language) -> Iterator[str]:
+  """The same of a text that comes in parts, cut anywhere; in parts, of other lengths.
+
+    ["Mi", "ll_NEW", "LINE_ 1", "9"]  ->  joined, "mill", a line end and "one nine"
+
+  Joined, the result is that of `clean` on the joined text. No more is held than the
+  longest chunk and some ten thousand characters.
+
+  Raises:
+    ValueError: as `clean`.
+  """
+  return _clean_chunks(chunks, _language(language))
+
+
+def _clean_chunks(chunks: Iterable[str], language: Language) -> Iterator[str]:
+  gap = None  # the white space before what comes; none before the first word
+  for block in _cut(chunks):
+    text = _map_characters(block, language)
+    words = text.strip()
+    begin = text[:text.index(words[0])] if words else text
+    if gap is not None:
+      gap = _one_of(gap + begin)
+    if not words:
+      continue
+    lines = filter(None, [" ".join(line.split()) for line in words.split("\n")])
+    yield (gap or "") + "\n".join(lines)
+    gap = _one_of(text[len(begin) + len(words):])
+
+
+def _one_of(white_space: str) -> str:
+  """What a run of spaces and line ends becomes."""
+  return "\n" if "\n" in white_space else white_space[:1]
+
+
+def _map_characters(text: str, language: Language) -> str:
+  """Steps 1 to 3: letters, spaces and line ends, not yet collapsed."""
+  text = unicodedata.normalize(language._form, _MARKER.sub("\n", text))
+  table = _table(language)
+  if language.alphabet.isascii():
+    # Of ASCII alone, the next line is twenty times as fast.
+    text = _FOREIGN.sub(lambda found: found[0].translate(table), text)
+  text = text.translate(table)
+  for digit, name in zip(_DIGITS, language.digits, strict=True):
+    text = text.replace(digit, f" {name} ")
+  return text
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[str]:
+  """Cuts a text anew, where steps 1 to 3 give the same of the parts as of the whole."""
+  held, size, enough = [], 0, _BLOCK
+  for chunk in chunks:
+    for begin in range(0, len(chunk), _BLOCK):
+      held.append(chunk[begin:begin + _BLOCK])
+      size += len(held[-1])
+      if size < enough:
+        continue
+      text = "".join(held)
+      place = _last_place(text)
+      if place:
+        yield text[:place]
+      held, size = [text[place:]], len(text) - place
+      enough = max(_BLOCK, 2 * size)
+  yield "".join(held)
+
+
+def _last_place(text: str) -> int:
+  """The last place to cut before, 0 if there is none, as far as the text's end tells."""
+  for place in range(len(text) - _REACH, 0, -1):
+    # Nothing below U+0300 joins in a normal form what stands before it.
+    if text[place] < "\u0300":
+      begin = max(0, place - _REACH)
+      markers = _OVERLAPPING_MARKER.finditer(text, begin, place + _REACH)
+      if not any(found.start() < place < found.end(1) for found in markers):
+        return place
+  return 0
+
+
+class _Table(dict):
+  """What becomes of each character, for `str.translate`; found when first asked for."""
+
+  def __init__(self, language: Language):
+    super().__init__(dict.fromkeys(map(ord, language.diacritics), ""))
+    self._letters = frozenset(language.alphabet)
+    self._fold_confusables = language.fold_confusables
+
+  def __missing__(self, code: int) -> str:
+    self[code] = found = self._find(chr(code))
+    return found
+
+  def _find(self, character: str) -> str:
+    if character in " \n":
+      return character
+    digit = unicodedata.decimal(character, None)
+    if digit is not None:
+      return _DIGITS[digit]
+    # The one letter with two in lower case is the dotted I.
+    found = "".join(filter(self._letters.__contains__, character.lower()))
+    if not found and self._fold_confusables:
+      found = self._fold(character)
+    return found or " "
+
+  def _fold(self, character: str) -> str:
+    """The letter of the alphabet that a character looks like, if any.
+
+    Signs and digits look like letters too, a stroke like l: they are none.
+    """
+    if unicodedata.category(character)[0] != "L":
+      return ""
+    base, *marks = unicodedata.normalize("NFD", character)
+    if marks:  # as of the Cyrillic a with two dots
+      if base.lower() in self._letters:
+        return ""
+      found = unicodedata.normalize("NFC", self._fold(base) + "".join(marks))
+      return found if found in self._letters else ""
+    # Those that it has an entry with, then those that are like the same thing: the table
+    # has I and what looks like I under l, and the eth and the D with stroke under D.
+    near = _look_alikes(character)
+    near += [other for middle in near for other in _look_alikes(middle)]
+    category = unicodedata.category(character)
+    near = sorted((other for other in near if len(other) == 1),
+                  key=lambda other: unicodedata.category(other) != category)
+    return next((other.lower() for other in near if other.lower() in self._letters), "")
+
+
+@functools.lru_cache(maxsize=16)
+def _table(language: Language) -> _Table:
+  return _Table(language)
+
+
+def _look_alikes(character: str) -> list[str]:
+  """What Unicode's table says is confused with a character, or with a few."""
+  from confusable_homoglyphs.confusables import confusables_data
+
+  return [found["c"] for found in confusables_data.get(character, ())]
+
+
+def _language(language: str | Language) -> Language:
+  if isinstance(language, Language):
+    return language
+  if language not in LANGUAGES:
+    near = difflib.get_close_matches(language, LANGUAGES, n=1, cutoff=0.0)
+    hint = f"; the nearest is {near[0]}" if near else ""
+    raise ValueError(f"data.language: expected one of {', '.join(LANGUAGES)}, "
+                     f"got {language}{hint}")
+  return LANGUAGES[language]
