@@ -14,7 +14,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from dpjax.data import catalog
 
@@ -88,7 +88,7 @@ def _clean(given) -> None:
 
 
 @contextlib.contextmanager
-def _open(name: str, mode: str, standard: TextIO) -> Iterator[TextIO]:
+def _open(name: str, mode: str, standard: IO[str]) -> Iterator[IO[str]]:
   if name == "-":
     yield standard
     return

@@ -276,7 +276,9 @@ def _fetch(file: File, places: _Places, progress: bool) -> None:
 def _check_what_came(file: File, places: _Places, record: dict, first: dict | None):
   by_hand = places.by_hand(file)
   if file.checksum:
-    came = _digest(places.partial, file.checksum)
+    came = f"sha256:{record['sha256']}"
+    if not file.checksum.startswith("sha256:"):
+      came = _digest(places.partial, file.checksum)
     if came != file.checksum.lower():
       os.replace(places.partial, places.bad)
       places.state.unlink()
@@ -323,19 +325,19 @@ class _Transfer:
     Raises:
       ValueError: it gave up.
     """
-    failures = 0
+    failures, furthest = 0, self._length()
     if self._file.head_bytes and self._length() > self._file.head_bytes:
       os.truncate(self._places.partial, self._file.head_bytes)
     try:
       while not self._is_complete():
-        length, restarts = self._length(), self._restarts
+        length = self._length()
         try:
           self._request()
         except _BrokenError as broken:
-          # A restart loses bytes: were those that come again progress, there might be
-          # no end.
-          restarted = self._restarts > restarts
-          failures = 0 if self._length() > length and not restarted else failures + 1
+          failures = 0 if self._length() > length else failures + 1
+          # Where each try starts over, bytes that come again are no progress.
+          if self._length() > furthest:
+            furthest, self._restarts = self._length(), 0
           if max(failures, self._restarts) > len(PAUSES_S):
             raise ValueError(
               f"{self._file.url}: expected the file, got {broken}, after "
@@ -362,7 +364,8 @@ class _Transfer:
 
   def _is_complete(self) -> bool:
     target = self._target()
-    return bool(self.state) and target is not None and self._length() >= target
+    is_begun = self.state and self._places.partial.exists()
+    return bool(is_begun) and target is not None and self._length() >= target
 
   def _drop(self) -> None:
     """Forgets the bytes that there are: they first, then what they were of."""
@@ -388,7 +391,9 @@ class _Transfer:
   def _validator(self) -> str:
     """What tells the server which version the bytes are of; a weak ETag may not."""
     etag = self.state.get("etag", "")
-    return etag if etag and not etag.startswith("W/") else self.state.get("last_modified", "")
+    if etag and not etag.startswith("W/"):
+      return etag
+    return self.state.get("last_modified", "")
 
   def _request(self) -> None:
     """One request, and what comes of it."""
@@ -505,19 +510,21 @@ class _Transfer:
       self._bar = tqdm(total=target, initial=length, desc=self._places.name, unit="B",
                        unit_scale=True, mininterval=1.0,
                        disable=not self._progress or is_small)
-    self._bar.total, self._bar.n = target, length
+    self._bar.reset(target)  # the rate is this try's
+    self._bar.initial = self._bar.n = self._bar.last_print_n = length
     return self._bar
 
 
 def _get(url: str, headers: dict, by_hand: str):
   """The response to a request, its body still to come."""
   import requests
+  import urllib3
 
   # What comes packed on the way would not have the length that the server tells.
   headers = {"Accept-Encoding": "identity", "User-Agent": "dpjax", **headers}
   try:
     return requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S)
-  except requests.RequestException as error:
+  except (urllib3.exceptions.HTTPError, OSError) as error:  # requests' own are OSErrors
     if isinstance(error, ValueError | requests.TooManyRedirects):
       raise ValueError(f"{url}: expected a file, got {error}; {by_hand}") from error
     raise _BrokenError(str(error)) from error
@@ -535,7 +542,8 @@ def _chunks(response) -> Iterator[bytes]:
     try:
       chunk = read(CHUNK_BYTES, decode_content=False)
     except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
-      raise _BrokenError(f"a broken connection ({error})") from error
+      name = type(error).__name__
+      raise _BrokenError(f"a connection that broke ({name})") from error
     if not chunk:
       return
     yield chunk
@@ -563,7 +571,7 @@ def _retry_after(response) -> float:
 
 def _identity(response) -> tuple[str, str]:
   """ETag and Last-Modified, "" where there is none."""
-  return tuple(response.headers.get(key, "") for key in ("ETag", "Last-Modified"))
+  return response.headers.get("ETag", ""), response.headers.get("Last-Modified", "")
 
 
 def _content_range(response) -> tuple[int | None, int | None]:
@@ -572,7 +580,8 @@ def _content_range(response) -> tuple[int | None, int | None]:
   match = re.fullmatch(r"\s*bytes\s+(?:(\d+)-\d+|\*)/(?:(\d+)|\*)\s*", value)
   if match is None:
     return None, None
-  return tuple(None if x is None else int(x) for x in match.groups())
+  start, size = (None if x is None else int(x) for x in match.groups())
+  return start, size
 
 
 def _make_record(file: File, path: Path, state: dict) -> dict:

@@ -23,6 +23,7 @@ from dpjax.text.tokenizer import (
 
 # White space of every kind, in places where tokenizers like to lose it.
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n "
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
 
@@ -156,7 +157,7 @@ class BytePairs(Tokenizer):
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
       raise ValueError("a tokenizer that is not byte-level BPE")
     self.vocab_size = raw.get_vocab_size()
-    known = (raw.token_to_id(piece) for piece in ("\u010a", "<|endoftext|>"))
+    known = (raw.token_to_id(piece) for piece in ("\u010a", END_OF_TEXT))
     self.start_id = next((i for i in known if i is not None), 0)  # U+010A is "\n"
     self.lossless = self.decode(self.encode(_PROBE)) == _PROBE
 
@@ -193,7 +194,7 @@ class BytePairs(Tokenizer):
     raw = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
       vocab_size=vocab_size,
-      special_tokens=["<|endoftext|>"],
+      special_tokens=[END_OF_TEXT],
       initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
       show_progress=False,
     )
@@ -234,4 +235,7 @@ def _byte_level(model):
   raw = LibraryTokenizer(model)
   raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   raw.decoder = decoders.ByteLevel()
+  # In GPT-2's files it is an entry, and only what is special is not cut into bytes.
+  if raw.token_to_id(END_OF_TEXT) is not None:
+    raw.add_special_tokens([END_OF_TEXT])
   return raw

@@ -31,8 +31,11 @@ class Characters(Tokenizer):
   def __init__(self, characters: str):
     """Takes the known characters, each once, sorted."""
     self._characters = characters
-    self._points = np.array([ord(character) for character in characters], np.uint32)
     self.vocab_size = len(characters) + 1
+    points = [ord(character) for character in characters]
+    # Ids by code point; the last place is that of all points beyond.
+    self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)
+    self._table[points] = np.arange(len(points))
     self.start_id = max(0, characters.find("\n"))
     places = (characters.find(character) for character in " \n")
     self.space_ids = tuple(place for place in places if place >= 0)
@@ -48,9 +51,7 @@ class Characters(Tokenizer):
   def encode(self, text: str) -> np.ndarray:
     """See `Tokenizer`."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    ids = np.searchsorted(self._points, points)
-    known = np.append(self._points, 0)[ids] == points
-    return np.where(known, ids, self.vocab_size - 1).astype(np.int32)
+    return self._table[np.minimum(points, len(self._table) - 1)]
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""

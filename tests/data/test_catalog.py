@@ -52,7 +52,7 @@ def test_by_name(data_dir, monkeypatch):
 
 
 def test_what_a_kill_left_is_removed(data_dir):
-  left = data_dir / "text8" / "1.0.0.incompleteABC"
+  left = data_dir / "text8" / "incomplete.ABC123_1.0.0"
   left.mkdir(parents=True)
   (left / "train.0.partial").write_bytes(b"half")
   assert not catalog.is_prepared("text8", data_dir)
@@ -96,8 +96,9 @@ def test_every_entry_has_a_builder():
 
 def test_the_commands(data_dir, capsys):
   command.main(["prepare", "text8", f"--data_dir={data_dir}"])
-  printed = capsys.readouterr().out
-  assert [line.split()[0] for line in printed.splitlines()[1:]] == ["train", "valid", "test"]
+  first, *lines = capsys.readouterr().out.splitlines()
+  assert first.startswith("preparing text8 in ")
+  assert [line.split()[0] for line in lines] == ["train", "valid", "test"]
   command.main(["list", f"--data_dir={data_dir}"])
   lines = capsys.readouterr().out.split("\n\n")
   by_name = {block.partition(":")[0]: block for block in lines}

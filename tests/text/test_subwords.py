@@ -5,7 +5,7 @@ import pytest
 import sentencepiece
 import tokenizers as library
 
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 
@@ -107,3 +107,19 @@ def test_bpe_keeps_a_literal_mark():
   text = "end<|endoftext|>\n"
   assert tokenizer.decode(tokenizer.encode(text)) == text
   assert "<|endoftext|>" in json.loads(tokenizer.to_json())["tokenizer"]["model"]["vocab"]
+
+
+def test_gpt2s_mark_between_documents_is_one_token(tmp_path):
+  reference = library.ByteLevelBPETokenizer()
+  reference.train_from_iterator(
+    LINES, vocab_size=280, special_tokens=["<|endoftext|>"], show_progress=False
+  )
+  reference.save_model(str(tmp_path))
+  tokenizer = train_tokenizer("bpe", [], file=str(tmp_path))
+  mark = reference.token_to_id("<|endoftext|>")
+  text = "one\n<|endoftext|>\ntwo"
+  assert tokenizer.encode("<|endoftext|>").tolist() == [mark]
+  for again in (tokenizer, tokenizer_from_json(tokenizer.to_json())):
+    ids = again.encode(text).tolist()
+    assert ids.count(mark) == 1 and again.decode(ids) == text
+  assert tokenizer.vocab_size == reference.get_vocab_size()

@@ -7,11 +7,15 @@ it comes.
 """
 
 import bz2
+import errno
 import functools
 import gzip
+import itertools
 import lzma
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -42,11 +46,13 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return {"train": [text[:90]], "validation": [text[90:]]}
 
   Whatever it is from: where the manual folder has a folder of the corpus's name with
-  train.txt, valid.txt and test.txt, plain or packed, those are the splits.
+  train.txt, valid.txt and test.txt, plain or packed (of a corpus with languages: one for
+  each, wiki40b/fi), those are the splits.
   """
 
   VERSION = tfds.core.Version("1.0.0")
   FILES: tuple[File, ...] = ()
+  manual_dir: Path | None = None  # known once it is prepared
 
   def texts(self, get: Callable[[File], Path]) -> dict[str, Iterable[str]]:
     """The splits, "train", "validation", "test" or some of them, as pieces of text.
@@ -60,17 +66,21 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """
     raise NotImplementedError
 
-  def _plain_texts(self, manual_dir) -> dict[str, Iterable[str]]:
+  def _plain_texts(self) -> dict[str, Iterable[str]]:
     """Splits that lie in the manual folder as they are; {} where there are none."""
-    folder = Path(manual_dir or "", self.name)
-    if not manual_dir or not folder.is_dir():
+    if not self.manual_dir:
       return {}
+    config = self.builder_config.name.removesuffix("_head") if self.builder_config else ""
+    folder = self.manual_dir / self.name / config
     found = {}
     for split, stems in PLAIN_STEMS.items():
       names = [f"{stem}.txt{suffix}" for stem in stems for suffix in OPENERS]
       path = next((folder / x for x in names if (folder / x).exists()), None)
       if path is not None:
         found[split] = read_lines(path)
+      elif found:
+        raise ValueError(f"data.manual_dir: expected {names[0]} beside the other splits, "
+                         f"got {folder} without")
     return found
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -87,29 +97,26 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Nothing."""
 
   def _split_generators(self, dl_manager):
+    self.manual_dir = dl_manager._manual_dir and Path(dl_manager._manual_dir)
     get = functools.partial(
-      download.download,
-      folder=Path(dl_manager.download_dir),
-      manual_dir=dl_manager._manual_dir and Path(dl_manager._manual_dir),
+      download.download, folder=Path(dl_manager.download_dir), manual_dir=self.manual_dir
     )
-    texts = self._plain_texts(dl_manager._manual_dir) or self.texts(get)
+    texts = self._plain_texts() or self.texts(get)
     return {split: self._generate_examples(pieces) for split, pieces in texts.items()}
 
   def _generate_examples(self, pieces: Iterable[str]):
     return ((i, {"text": text}) for i, text in enumerate(join(pieces)))
 
   def _generate_splits(self, dl_manager, download_config):
-    serializer = example_serializer.ExampleSerializer(
-      self.info.features.get_serialized_info()
-    )
+    features: Any = self.info.features
+    serializer = example_serializer.ExampleSerializer(features.get_serialized_info())
     most = download_config.max_examples_per_split
     infos = []
     for split, examples in self._split_generators(dl_manager).items():
       template = self._get_filename_template(split_name=split)
       records = (
-        serializer.serialize_example(self.info.features.encode_example(example))
-        for i, example in examples
-        if not most or i < most
+        serializer.serialize_example(features.encode_example(example))
+        for _, example in itertools.islice(examples, most or None)
       )
       lengths, size = _write_shards(records, template)
       if not lengths:
@@ -132,7 +139,9 @@ def read_lines(path: Path) -> Iterator[str]:
   try:
     with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
       yield from lines
-  except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+  except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+    if isinstance(error, OSError) and error.errno:  # else of gzip or bz2
+      raise
     raise ValueError(f"{path}: expected a text in UTF-8, got {error}") from error
 
 
@@ -178,8 +187,10 @@ def _write_shards(records: Iterable[bytes], template) -> tuple[list[int], int]:
       writer.write(record)
       lengths[-1] += 1
       sizes[-1] += len(record)
+  except RuntimeError as error:
+    raise OSError(errno.EIO, f"cannot write it: {error}", str(paths[-1])) from error
   finally:
-    if writer is not None:
+    if writer is not None and writer.is_open():
       writer.close()
   names = template.sharded_filepaths(len(paths))
   for path, name in zip(paths, names, strict=True):
