@@ -290,7 +290,12 @@ def test_redirected(server, folder):
 
 
 def test_timeouts_and_refused_connections(server, folder, pauses, monkeypatch, caplog):
-  monkeypatch.setattr(module, "TIMEOUT_S", 0.05)
+  def patience(seconds):
+    pauses.append(seconds)
+    module.TIMEOUT_S = 20
+
+  monkeypatch.setattr(module, "TIMEOUT_S", 0.05)  # set back at the test's end
+  monkeypatch.setattr(module, "_pause", patience)
   gate = threading.Event()
   server.plans = [Plan(gate=gate)]
   download(File(server.url), folder)
@@ -695,8 +700,8 @@ def test_one_of_two_downloads(server, folder):
   assert_whole(folder)
 
 
-# Downloads in processes of which the i-th kills itself at its i-th step, before or after
-# something on the disk changes; the first that comes to its end is the last.
+# Downloads in processes of which the i-th kills itself after its i-th change on the disk;
+# the first that comes to its end is the last.
 KILLING = """
 import os, pathlib, signal, sys
 from dpjax.data import download
@@ -712,7 +717,6 @@ def step():
 
 def killing(function):
   def call(*args, **kwargs):
-    step()
     result = function(*args, **kwargs)
     step()
     return result
