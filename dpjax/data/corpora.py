@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dpjax.data import catalog, texts
+from dpjax.text.tokenizer import is_clean_cut
 
 SPLITS = ("train", "valid", "test")
 CHUNK_BYTES = 2**20
@@ -28,9 +29,10 @@ class Text(Protocol):
 class Chunks:
   """A stretch of UTF-8 text; each iteration yields it anew, in parts of type str.
 
-  A part has up to 1 MiB and ends with a line; where lines are longer it ends before a
-  space, and without spaces anywhere between characters. Joined, the parts are the text
-  as it stands, line ends included.
+  A part has up to 1 MiB and ends with a line, where there is such a place so that
+  subwords are those of the whole text (`dpjax.text.tokenizer.is_clean_cut`). Where lines
+  are longer it ends before a space, and without spaces anywhere between characters.
+  Joined, the parts are the text as it stands, line ends included.
 
   Attributes:
     content: bytes, or a mapped file.
@@ -70,9 +72,15 @@ class Chunks:
     end = begin + CHUNK_BYTES
     if end >= self.end:
       return self.end
-    line_end = self.content.rfind(b"\n", begin, end) + 1
-    if line_end:
-      return line_end
+    last = place = self.content.rfind(b"\n", begin, end) + 1
+    while place:
+      # Two characters have up to eight bytes, of which some may be of a third.
+      before = self.content[max(begin, place - 8):place].decode(errors="ignore")
+      if is_clean_cut(before, self.content[place:place + 8].decode(errors="ignore")):
+        return place
+      place = self.content.rfind(b"\n", begin, place - 1) + 1
+    if last:
+      return last
     space = self.content.rfind(b" ", begin + 1, end)
     return space if space > 0 else _between_characters(self.content, end)
 

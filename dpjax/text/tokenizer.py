@@ -36,8 +36,8 @@ class Tokenizer(abc.ABC):
   def encode(self, text: str) -> np.ndarray:
     """The ids of a text, int32 [N].
 
-    Encoding a long text in parts that end with its lines gives the same ids ("bpe":
-    but for runs of line ends that are cut).
+    Encoding a long text in parts that end with its lines gives the same ids ("bpe": if
+    the cuts are clean, by `is_clean_cut`).
     """
 
   @abc.abstractmethod
@@ -101,6 +101,24 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
       yield line[begin:end]
       begin = end
     yield line[begin:]
+
+
+def is_clean_cut(before: str, after: str) -> bool:
+  r"""Whether subwords are the same if a text is cut here, between two lines.
+
+  "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is none: what
+  splits a text into words takes the white space before a word all together, but for its
+  last character.
+
+  Args:
+    before: the text before the cut, or its last two characters.
+    after: the text behind it, or its first two.
+  """
+  if not before.endswith("\n") or not after:
+    return False
+  if after[0].isspace():
+    return len(after) > 1 and not after[1].isspace()
+  return len(before) > 1 and not before[-2].isspace()
 
 
 def read_file(file: str | Path) -> bytes:

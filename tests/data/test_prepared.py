@@ -47,6 +47,22 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
   assert not (tmp_path / "data.partial").exists()
 
 
+@pytest.mark.parametrize("kind, size", [("bpe", 290), ("sentencepiece_unigram", 278)])
+def test_subwords_do_not_depend_on_the_parts(tmp_path, monkeypatch, kind, size):
+  text = ("one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23)
+  (tmp_path / "texts").mkdir()
+  for split in SPLITS:
+    (tmp_path / "texts" / f"{split}.txt").write_bytes(text.encode())
+  corpus = load_corpus(path=tmp_path / "texts")
+  whole = prepare(corpus, tmp_path / "whole", kind, vocab_size=size)
+  expected = whole.tokenizer.encode(text)
+  monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: whole.tokenizer)
+  for chunk_bytes in range(31, 53):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
+    data = prepare(corpus, tmp_path / "data", kind)
+    np.testing.assert_array_equal(data.splits["train"], expected)
+
+
 def test_counts_do_not_depend_on_the_parts():
   text = "a bc\n\n  de\tf\u00e9 \u2003g\r\nh i"
   whole = count_text([text])

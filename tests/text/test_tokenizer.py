@@ -29,3 +29,24 @@ def test_as_ids_refuses_unknown_ids(ids):
 def test_as_ids_takes_lists_and_arrays():
   assert tokenizer.as_ids([], 7).shape == (0,)
   assert tokenizer.as_ids(np.array([6, 0], np.uint16), 7).tolist() == [6, 0]
+
+
+def test_clean_cuts_are_those_that_change_no_subword():
+  """By the library itself, at every place between two lines of a tricky text."""
+  from dpjax.text.tokens import train_tokenizer
+
+  text = "one\ntwo\n\nthree \n four\n\n\n  five\n\t\nsix\u2003\nseven\n\u2003eight \nnine\n"
+  bpe = train_tokenizer("bpe", [text * 3, "\n\n\n\n" * 9], vocab_size=275)
+  whole = bpe.encode(text * 2).tolist()
+  clean = 0
+  for place in range(1, len(text)):
+    before, after = text[:place], text[place:]
+    if tokenizer.is_clean_cut(before, after):
+      assert before.endswith("\n")
+      parts = bpe.encode(before).tolist() + bpe.encode(after + text).tolist()
+      assert parts == whole
+      assert tokenizer.is_clean_cut(before[-2:], after[:2])
+      clean += 1
+  assert clean == 4
+  for before, after in (("one", "two"), ("", "a"), ("one\n", ""), ("a\n\n", "b")):
+    assert not tokenizer.is_clean_cut(before, after)

@@ -23,6 +23,7 @@ from tensorflow_datasets.core import example_serializer
 
 from dpjax.data import download
 from dpjax.data.download import File
+from dpjax.text.tokenizer import is_clean_cut
 
 RECORD_BYTES = 2**20
 SHARD_BYTES = 2**28
@@ -151,11 +152,12 @@ def join(pieces: Iterable[str]) -> Iterator[str]:
   for piece in pieces:
     held.append(piece)
     size += len(piece)
-    if size < RECORD_BYTES:
+    if size < RECORD_BYTES + 2:
       continue
     text = "".join(held)
     begin = 0
-    while len(text) - begin >= RECORD_BYTES:
+    # Two characters more, by which a cut is judged.
+    while len(text) - begin >= RECORD_BYTES + 2:
       end = _cut(text, begin, begin + RECORD_BYTES)
       yield text[begin:end]
       begin = end
@@ -166,9 +168,13 @@ def join(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _cut(text: str, begin: int, end: int) -> int:
-  """After the last line end of text[begin:end], else before the last space, else `end`."""
-  line_end = text.rfind("\n", begin, end) + 1
-  return line_end or max(text.rfind(" ", begin + 1, end), 0) or end
+  """Between two lines of text[begin:end], else before its last space, else `end`."""
+  last = place = text.rfind("\n", begin, end) + 1
+  while place:
+    if is_clean_cut(text[max(begin, place - 2):place], text[place:place + 2]):
+      return place
+    place = text.rfind("\n", begin, place - 1) + 1
+  return last or max(text.rfind(" ", begin + 1, end), 0) or end
 
 
 def _write_shards(records: Iterable[bytes], template) -> tuple[list[int], int]:
