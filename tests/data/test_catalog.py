@@ -1,5 +1,6 @@
 """Corpora by name: found, made once, opened, listed; nothing is imported too early."""
 
+import dataclasses
 import subprocess
 import sys
 import zipfile
@@ -8,6 +9,7 @@ import pytest
 
 from dpjax.data import __main__ as command
 from dpjax.data import catalog
+from dpjax.data.builders import text8
 from dpjax.data.corpora import load_corpus
 from tests import helpers
 
@@ -27,10 +29,6 @@ def data_dir(tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_checksums(monkeypatch):
-  import dataclasses
-
-  from dpjax.data.builders import text8
-
   files = tuple(dataclasses.replace(file, checksum="", size=0)
                 for file in text8.Text8.FILES)
   monkeypatch.setattr(text8.Text8, "FILES", files)
@@ -58,6 +56,24 @@ def test_what_a_kill_left_is_removed(data_dir):
   assert not catalog.is_prepared("text8", data_dir)
   load_corpus("text8", data_dir=data_dir)
   assert catalog.is_prepared("text8", data_dir) and not left.exists()
+
+
+def test_a_full_disk(data_dir, monkeypatch):
+  from dpjax.data.builders import base
+
+  class Full(base.ArrayRecordWriter):
+    def write(self, record):
+      raise RuntimeError("write() failed: No space left on device")
+
+  monkeypatch.setattr(base, "ArrayRecordWriter", Full)
+  with pytest.raises(ValueError, match="^data.data_dir: .*No space left on device"):
+    load_corpus("text8", data_dir=data_dir)
+  assert not catalog.is_prepared("text8", data_dir)
+  monkeypatch.undo()
+  # Undone is also the fixture that takes the checksums away.
+  without = dataclasses.replace(text8.Text8.FILES[0], checksum="", size=0)
+  monkeypatch.setattr(text8.Text8, "FILES", (without,))
+  assert "".join(load_corpus("text8", data_dir=data_dir).splits["test"]) in TEXT8
 
 
 @pytest.mark.parametrize("name, near", [("txt8", "text8"), ("wikitext-2", "wikitext2"),

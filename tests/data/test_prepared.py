@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data import corpora, prepared
+from dpjax.data import corpora, encoding, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
@@ -131,6 +131,34 @@ def test_nothing_is_left_of_an_error(tmp_path, monkeypatch, corpus):
   with pytest.raises(ZeroDivisionError):
     prepare(corpus, tmp_path / "data", "bytes")
   assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_what_is_done_stays_when_the_disk_is_full(tmp_path, monkeypatch, corpus):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 29)
+  monkeypatch.setattr(encoding, "COMMIT_BYTES", 100)
+  written = encoding._write_note
+
+  def full(note, files, parts, counter, result=None):
+    if parts > 17:
+      raise OSError(28, "No space left on device", str(note))
+    written(note, files, parts, counter, result)
+
+  monkeypatch.setattr(encoding, "_write_note", full)
+  with pytest.raises(OSError, match="No space left"):
+    prepare(corpus, tmp_path / "data", "bytes")
+  assert not (tmp_path / "data").exists()
+  monkeypatch.setattr(encoding, "_write_note", written)
+  calls = []
+  call = encoding.Encoder.__call__
+  monkeypatch.setattr(
+    encoding.Encoder, "__call__", lambda self, part: calls.append(part) or call(self, part)
+  )
+  data = prepare(corpus, tmp_path / "data", "bytes")
+  assert bytes(data.splits["train"].astype(np.uint8)) == SPLITS["train"].encode()
+  parts = [part for text in corpus.splits.values() for part in text]
+  assert len(parts) - 17 <= len(calls) < len(parts) - 10
+  # Other settings begin anew.
+  assert prepare(corpus, tmp_path / "data", "characters").tokenizer.kind == "characters"
 
 
 @pytest.mark.parametrize("kind", ["characters", "sentencepiece_bpe", "bpe"])
