@@ -3,9 +3,11 @@
   python train.py --config=configs/dispatcher_ptb.py --workdir=runs/dispatcher_ptb
   python train.py --config=configs/dispatcher_ptb.py:tiny --workdir=runs/tiny
 
-Needs data/ptb/{train,valid,test}.txt (Mikolov's preparation) and
-data/tokenizers/bert_base_cased_vocab.txt, or other places by --config.data.path and
---config.data.tokenizer_file.
+Penn Treebank is not downloaded, since its licence forbids it: put Mikolov's archive into
+data/manual/simple-examples.tgz, or its three texts into
+data/manual/penn_treebank/{train,valid,test}.txt. The vocabulary of bert-base-cased (0.2 MB)
+is downloaded into data/. Other places: --config.data.path, a folder with these three texts,
+and --config.data.tokenizer_file.
 
 Parameters:      15.1M (the paper says 17M); 1,220,032 training tokens, vocabulary 8,558
 Hardware, hours: one GPU; 120 steps of 20 x 512 tokens an epoch, 60 epochs; not yet timed
@@ -18,5 +20,5 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
-  config.data.path = "data/ptb"
+  config.data.name = "penn_treebank"
   return config_lib.apply_variant(config, variant)

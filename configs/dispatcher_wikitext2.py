@@ -3,9 +3,9 @@
   python train.py --config=configs/dispatcher_wikitext2.py --workdir=runs/wikitext2
   python train.py --config=configs/dispatcher_wikitext2.py:tiny --workdir=runs/tiny
 
-Needs data/wikitext2/{train,valid,test}.txt (the tokenised form, with <unk> and @-@) and
-data/tokenizers/bert_base_cased_vocab.txt, or other places by --config.data.path and
---config.data.tokenizer_file.
+Downloads WikiText-2 (4.5 MB; the tokenised form, with <unk> and @-@) and the vocabulary of
+bert-base-cased (0.2 MB) into data/. Other places: --config.data.path, a folder with
+{train,valid,test}.txt, and --config.data.tokenizer_file.
 
 Parameters:      26.9M (the paper: 27M); 2,484,966 training tokens, vocabulary 20,044
 Hardware, hours: one GPU; 243 steps of 20 x 512 tokens an epoch, 60 epochs; not yet timed
@@ -21,9 +21,9 @@ def get_config(variant: str = ""):
   config.model.dropout = 0.2
   config.model.hidden_dropout = 0.2
   config.model.mixer_dropout = 0.2  # the authors' one rate also skips levels
-  config.data.path = "data/wikitext2"
+  config.data.name = "wikitext2"
   config.data.tokenizer = "wordpiece"
-  config.data.tokenizer_file = "data/tokenizers/bert_base_cased_vocab.txt"
+  config.data.tokenizer_file = "bert_base_cased"
   config.data.lower_pieces = True
   config.data.restrict_vocabulary = True
   config.sample.prompt = "the "

@@ -5,10 +5,12 @@
 
 After the colon: the words of configs/pooling_text8.py.
 
-Needs data/cc100/{train,valid,test}.txt, or another place by --config.data.path: the first
-400M characters of the English part of cc-100, the 2M after them, and the 2M after those,
-cleaned like text8: letters a to z, space and line end alone, in lower case, digits spelt
-out, runs of spaces collapsed.
+Downloads the beginning of the English part of cc-100 (268 MB of 82 GB) into data/ and
+cleans it like text8: letters a to z, space and line end alone, in lower case, digits spelt
+out, runs of spaces collapsed. Of that the first 400M characters are for training, the 2M
+after them for validation, and the 2M after those for test. Another place by
+--config.data.path, a text file or a folder with {train,valid,test}.txt, which is cleaned
+and cut in the same way.
 
 Model, training and what a run reports: as configs/pooling_text8.py.
 
@@ -32,4 +34,4 @@ from configs.pooling_text8 import Text
 
 
 def get_config(variant: str = ""):
-  return pooling_text8.configure(variant, {"": Text("data/cc100")})
+  return pooling_text8.configure(variant, {"": Text("cc100", "en")})

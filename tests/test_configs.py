@@ -9,27 +9,38 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
 from configs import pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
+from dpjax.data import catalog
 from dpjax.models.build import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 # Entries of the vocabularies that the configured tokenizers make.
 VOCABULARIES = {
-  "ptb": 8_558, "wikitext2": 20_044, "wikitext103": 28_996, "books": 5_000,
+  "ptb": 8_558, "wikitext2": 20_044, "wikitext103": 28_996, "lm1b": 28_996,
+  "openwebtext": 50_257, "finetuned": 50_257, "books": 5_000,
   "text8": 28,  # a to z, the space, and what is unknown
 }
+UNCASED = 30_522  # pieces of bert-base-uncased, of the paper's models of lm1b by their size
+CORPORA = {
+  "quickstart": catalog.ONE_MORE, "ptb": "penn_treebank", "finetuned": "wikitext2",
+  "books": "childrens_books",
+}  # of the others the file's name says it
 # Table 1 of the Dispatcher paper.
 PERPLEXITIES = {
   "msa_ptb": 40.58,
   "msa_wikitext2": 55.05,
   "msa_wikitext103": 22.56,
+  "msa_lm1b": 66.52,
   "dispatcher_ptb": 35.40,
   "dispatcher_wikitext2": 50.23,
   "dispatcher_wikitext103": 24.39,
+  "dispatcher_lm1b": 53.32,
 }
+FINETUNED = {"ptb": "18.95", "wikitext2": "22.74", "wikitext103": "20.38", "lm1b": "36.76"}
 
 
 def load(name: str, variant: str = ""):
@@ -60,7 +71,26 @@ def test_is_valid_and_builds(name, variant):
   assert load(name, variant) == config and load(name, variant) is not config
   count = count_parameters(config, VOCABULARIES.get(name.split("_")[-1], 101))
   if variant and name != "quickstart":
-    assert count < 3e6 and config.train.num_steps == 50
+    # Half of the largest are embeddings of 50,257 tokens.
+    assert count < 3.5e6 and config.train.num_steps == 50
+
+
+@pytest.mark.parametrize("variant", ["", "tiny"])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_corpus_and_vocabulary_have_names(name, variant):
+  data = load(name, variant).data
+  stem = name.split("_")[-1]
+  assert data.name == CORPORA.get(stem, stem) and not data.path
+  if data.name != catalog.ONE_MORE:
+    catalog.find(data.name, data.language)
+  assert data.tokenizer_file in ("", *catalog.VOCABULARIES)
+  assert data.data_dir == "data" and not data.manual_dir
+  text = re.sub(r"\s+", " ", header(name))
+  if name.startswith("msa"):
+    assert f"as for configs/dispatcher_{stem}.py" in text
+  elif data.name != catalog.ONE_MORE:
+    assert "--config.data.path" in text and re.search(r"[Dd]ownload.* into data/", text)
+  assert ("data/manual/simple-examples.tgz" in text) == (name == "dispatcher_ptb")
 
 
 @pytest.mark.parametrize("name", PERPLEXITIES)
@@ -75,6 +105,11 @@ def test_header_is_true(name):
   stated = re.search(r"^Parameters: +([\d.]+)M", text, re.MULTILINE)
   count = count_parameters(load(name), VOCABULARIES[data])
   assert stated[1] == f"{count / 1e6:.1f}"
+  # The paper's, with a vocabulary that has to be given for it.
+  if data == "lm1b":
+    count = count_parameters(load(name), UNCASED)
+    assert f"paper: {count / 1e6:.0f}M" in text
+    assert all(f"{count / 1e6:.1f}M" in said for said in (text, header("dispatcher_lm1b")))
   for size in re.findall(r"vocabulary ([\d,]+)|all ([\d,]+) pieces", text):
     assert int("".join(size).replace(",", "")) == VOCABULARIES[data]
   for file in re.findall(r"configs/(\w+)\.py", text):
@@ -89,6 +124,90 @@ def test_header_counts_the_steps_of_an_epoch(name):
   # Rows of N // 20 tokens, the first of which is no target.
   assert -(-(int(tokens) // 20 - 1) // 512) == int(steps)
   assert f"{steps} steps an epoch" in header(name.replace("dispatcher", "msa"))
+
+
+def test_the_headers_of_the_larger_dispatcher_are_true():
+  count = count_parameters(load("dispatcher_openwebtext"), VOCABULARIES["openwebtext"])
+  for name in ("dispatcher_openwebtext", "dispatcher_finetuned"):
+    text = header(name)
+    stated = f"Parameters:      {count / 1e6:.1f}M (the paper: {count / 1e6:.0f}M)"
+    assert f"{stated}, vocabulary {VOCABULARIES['openwebtext']:,};" in text
+    assert "GPT-2's vocabulary (1.5 MB)" in text and "5 x 1,024 tokens" in text
+    commands = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
+    assert len(commands) == 2
+    for word in commands:
+      config_lib.check(load(name, word))
+    for file in re.findall(r"configs/(\w+)\.py", text):
+      assert file in NAMES
+  perplexities = ", ".join(map(" ".join, FINETUNED.items()))
+  assert f"Test perplexity: the paper's, of {perplexities};" in text
+  counts = re.search(r"([\d,]+) training tokens\s+of ptb, ([\d,]+) of wikitext2", text)
+  steps = re.search(r"(\d+) steps of .* an epoch of ptb, (\d+) of wikitext2", text)
+  for tokens, said in zip(counts.groups(), steps.groups(), strict=True):
+    assert -(-(int(tokens.replace(",", "")) // 5 - 1) // 1024) == int(said)
+
+
+def larger_dispatcher(learning_rate: float, **train) -> dict:
+  """What SPEC's table has of the Dispatcher on OpenWebText, and of the fine-tuned."""
+  return {
+    "model": dict(
+      mixer="dispatcher", width=480, feed_forward_width=480, num_layers=12, num_heads=1,
+      max_length=1024, norm="post", positions="sinusoidal", activation="relu",
+      dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0, dtype="float32",
+    ),
+    "data": dict(tokenizer="bpe", tokenizer_file="gpt2", max_characters=(0, 0, 0)),
+    "train": dict(
+      batches="contiguous", batch_size=5, window=0, num_steps=0, optimizer="adam",
+      learning_rate=learning_rate, b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.5,
+      schedule="constant", warmup_steps=0, **train,
+    ),
+    "eval": dict(window=0, stride=0),
+  }
+
+
+def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
+  config = load("dispatcher_openwebtext")
+  # Its one epoch takes days: between two reports there are at most hours.
+  expected = larger_dispatcher(
+    6e-5, num_epochs=1.0, initial_run="", eval_every_epochs=0.0, eval_every_steps=20_000,
+    checkpoint_every_steps=2_000,
+  )
+  for section, settings in expected.items():
+    assert {key: config[section][key] for key in settings} == settings
+
+
+@pytest.mark.parametrize("text", FINETUNED)
+def test_the_finetuned_dispatcher_has_the_papers_settings(text):
+  config = finetuned.get_config(text)
+  config_lib.check(config)
+  place = re.search(
+    r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext")
+  )[1]
+  is_small = text in ("ptb", "wikitext2")
+  expected = larger_dispatcher(
+    1e-5, num_epochs=60.0, initial_run=place, eval_every_epochs=float(is_small),
+    eval_every_steps=0 if is_small else 10_000,
+  )
+  for section, settings in expected.items():
+    assert {key: config[section][key] for key in settings} == settings
+  assert config.data.name == CORPORA.get(text, text)
+  assert place in header("dispatcher_finetuned")
+  # The tiny one goes on from the tiny one.
+  tiny = finetuned.get_config(f"tiny,{text}")
+  config_lib.check(tiny)
+  origin = load("dispatcher_openwebtext", "tiny")
+  assert tiny.model == origin.model != config.model
+  assert tiny.data.name == config.data.name and tiny.train.num_steps == 50
+  assert f"tiny \\\n    --workdir={tiny.train.initial_run}\n" in header(
+    "dispatcher_openwebtext"
+  )
+  assert tiny.train.initial_run in header("dispatcher_finetuned")
+
+
+@pytest.mark.parametrize("variant", ["ptb,lm1b", "wikitext", "tiny,tiny", "ptb tiny"])
+def test_variants_of_the_finetuned_that_there_are_not(variant):
+  with pytest.raises(ValueError, match=f"expected a text and tiny, of ptb, .* {variant}$"):
+    finetuned.get_config(variant)
 
 
 # Table 1 of the Extractors paper, and what its text says of Figs. 10 and 11.
@@ -168,6 +287,7 @@ def test_variants_of_the_extractors_that_there_are_not(variant):
 def test_has_the_papers_settings(name):
   config = load(name)
   mixer, data = name.split("_")
+  is_whole = data in ("wikitext103", "lm1b")
   expected = {
     "model": dict(
       mixer={"msa": "attention"}.get(mixer, mixer), width=512, feed_forward_width=512,
@@ -176,11 +296,9 @@ def test_has_the_papers_settings(name):
       dtype="float32",
     ),
     "data": dict(
-      path=f"data/{data}", tokenizer="wordpiece",
-      tokenizer_file="data/tokenizers/bert_base_cased_vocab.txt",
-      # WikiText-103 is lower-cased first, and has the whole vocabulary.
-      lower_text=data == "wikitext103", lower_pieces=data != "wikitext103",
-      restrict_vocabulary=data != "wikitext103",
+      tokenizer="wordpiece", tokenizer_file="bert_base_cased", max_characters=(0, 0, 0),
+      # WikiText-103 is lower-cased first, and has the whole vocabulary; so has lm1b.
+      lower_text=is_whole, lower_pieces=not is_whole, restrict_vocabulary=not is_whole,
     ),
     "train": dict(
       batch_size=20, window=0, num_steps=0, num_epochs=60.0, optimizer="adam", b1=0.9,
@@ -256,8 +374,8 @@ def test_pooling_has_the_papers_settings(kind):
       boundary_temperature=0.5, boundary_offset=-1, sample_boundaries=False, **KINDS[kind],
     ),
     "data": dict(
-      path="data/text8", tokenizer="characters", split_fractions=(0.9, 0.05, 0.05),
-      unigram_size=10_000,
+      name="text8", language="", clean=False, max_characters=(0, 0, 0),
+      tokenizer="characters", split_fractions=(0.9, 0.05, 0.05), unigram_size=10_000,
     ),
     "train": dict(
       batches="shuffled_windows", batch_size=8, window=0, num_steps=200_000,
@@ -276,6 +394,7 @@ def test_pooling_has_the_papers_settings(kind):
   same = ("mixer", "boundaries", "shortening_factor", "num_heads", "pooling", "positions")
   assert all(tiny.model[key] == config.model[key] for key in same)
   assert tiny.train.num_steps == 50 and tiny.model.width == 32
+  assert max(tiny.data.max_characters) == 1_000_000 and min(tiny.data.max_characters) > 0
   assert tiny.model.num_capacities == (3 if kind in BOUNDARIES[4:] else 8)
 
 
@@ -304,6 +423,15 @@ def test_each_word_of_pooling_changes_its_settings_alone():
     assert changes(f"{kind},subsampling", kind) == {"model.pooling": "last"}
 
 
+OF_CLEANING = ("name", "language", "clean", "max_characters")
+
+
+def assert_is_cleaned_and_cut(config, name: str, language: str) -> None:
+  sizes = 400_000_000, 2_000_000, 2_000_000
+  found = tuple(config.data[key] for key in OF_CLEANING)
+  assert found == (name, language, True, sizes) and not config.data.path
+
+
 def test_the_texts_of_pooling_have_the_papers_settings():
   for language, (size, prior) in {
     "en": (10_000, 0.2), "fi": (200, 0.37), "he": (200, 0.2), "vi": (10_000, 0.2)
@@ -312,7 +440,7 @@ def test_the_texts_of_pooling_have_the_papers_settings():
     gumbel = pooling_wiki40b.get_config(f"gumbel,{language}")
     for config in (unigram, gumbel):
       config_lib.check(config)
-      assert config.data.path == f"data/wiki40b_{language}"
+      assert_is_cleaned_and_cut(config, "wiki40b", language)
     assert unigram.data.unigram_size == size and gumbel.train.boundary_prior == prior
     said = f"\n  {language}  {size:<9,}".rstrip() + f" +{prior}\n"
     assert re.search(said, header("pooling_wiki40b"))
@@ -320,8 +448,8 @@ def test_the_texts_of_pooling_have_the_papers_settings():
   assert pooling_wiki40b.get_config("fi,gumbel_0.20").train.boundary_prior == 0.2
   for kind in KINDS:
     ours, text8 = pooling_cc100.get_config(kind), pooling_text8.get_config(kind)
-    assert ours.data.path == "data/cc100"
-    ours.data.path = text8.data.path
+    assert_is_cleaned_and_cut(ours, "cc100", "en")
+    ours.data.update({key: text8.data[key] for key in OF_CLEANING})
     assert ours == text8
 
 

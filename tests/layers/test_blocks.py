@@ -118,7 +118,7 @@ def test_each_branch_drops_features_of_its_own_before_they_are_added():
   params["mixer_norm"]["bias"] = jnp.ones(WIDTH)
   params["feed_forward"]["out"]["bias"] = jnp.full(WIDTH, 100.0)
   rngs = {"dropout": jax.random.key(0)}
-  inputs = jnp.zeros((2, 1, WIDTH))
+  inputs = jnp.zeros((13, 1, WIDTH))
   output = block.apply({"params": params}, inputs, deterministic=False, rngs=rngs)
   # Kept values grow by 1 / (1 - 0.5).
   assert {*np.unique(output)} == {0.0, 2.0, 200.0, 202.0}

@@ -48,8 +48,9 @@ class PennTreebank(TextBuilder, skip_registration=True):
     if all(path.exists() for path in paths.values()):
       return {split: read_lines(path) for split, path in paths.items()}
     raise ValueError(
-      f"{self.name}: expected {ARCHIVE} (or {', '.join(NAMES.values())}) in the manual "
-      f"folder {folder}, got neither. The corpus may not be downloaded for you: "
+      f"{self.name}: expected {ARCHIVE} (or {', '.join(NAMES.values())}, or a folder "
+      f"{self.name} with train.txt, valid.txt, test.txt) in the folder {folder}, got "
+      "none of them. The corpus may not be downloaded for you: "
       "with a licence of the Linguistic Data Consortium (catalog.ldc.upenn.edu/LDC99T42) "
       f"take the archive from Mikolov's page, www.fit.vutbr.cz/~imikolov/rnnlm/{ARCHIVE}, "
       "and put it there."

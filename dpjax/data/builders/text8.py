@@ -59,9 +59,10 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, begin: int, end: int) -> Iterator[str]:
   try:
-    # Where the end is reached, zipfile compares the archive's own checksum.
     with zipfile.ZipFile(path) as archive, archive.open("text8") as file:
-      file.seek(begin)
+      # At the end zipfile compares the archive's own checksum, unless it was to seek.
+      for at in range(0, begin, PIECE_BYTES):
+        file.read(min(PIECE_BYTES, begin - at))
       for at in range(begin, end, PIECE_BYTES):
         yield file.read(min(PIECE_BYTES, end - at)).decode("ascii")
   except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError) as error:

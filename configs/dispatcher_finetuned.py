@@ -1,0 +1,59 @@
+"""The Dispatcher after OpenWebText, fine-tuned (Dispatcher paper, Sec. 3.4, Table 1).
+
+  python train.py --config=configs/dispatcher_finetuned.py:ptb --workdir=runs/finetuned_ptb
+  python train.py --config=configs/dispatcher_finetuned.py:ptb,tiny --workdir=runs/tiny
+
+After the colon, separated by commas: ptb, wikitext2, wikitext103 or lm1b, the text
+(wikitext2, if none is named), and tiny.
+
+Begins with the best parameters of the run in runs/dispatcher_openwebtext, which
+configs/dispatcher_openwebtext.py makes, tiny with those of runs/tiny_openwebtext, or of
+another one by --config.train.initial_run. Sizes and vocabulary are that run's.
+
+WikiText-2 (4.5 MB), WikiText-103 (190 MB, unpacked 540 MB), One Billion Word (1.8 GB,
+unpacked 4.2 GB) and GPT-2's vocabulary (1.5 MB) are downloaded into data/; Penn Treebank
+has to be given, as configs/dispatcher_ptb.py says. Other places: --config.data.path, a
+folder with {train,valid,test}.txt, and --config.data.tokenizer_file. Tokens are those of
+the text as it stands, and a line end is one, too.
+
+The paper does not say for how long it trains: here up to 60 epochs, as the plain
+Dispatcher, and the best by validation.
+
+Parameters:      59.4M (the paper: 59M), vocabulary 50,257; 1,174,722 training tokens
+                 of ptb, 2,448,382 of wikitext2
+Hardware, hours: one GPU; 230 steps of 5 x 1,024 tokens an epoch of ptb, 479 of wikitext2;
+                 not yet timed
+Test perplexity: the paper's, of ptb 18.95, wikitext2 22.74, wikitext103 20.38, lm1b 36.76;
+                 ours not yet measured
+"""
+
+from configs import dispatcher_openwebtext
+
+TEXTS = {
+  "ptb": "penn_treebank",
+  "wikitext2": "wikitext2",
+  "wikitext103": "wikitext103",
+  "lm1b": "lm1b",
+}
+
+
+def get_config(variant: str = ""):
+  words = variant.split(",")
+  text = next((word for word in words if word in TEXTS), "wikitext2")
+  if set(words) - {text, "tiny", ""} or len(words) != len(set(words)):
+    known = ", ".join((*TEXTS, "tiny"))
+    raise ValueError(f"expected a text and tiny, of {known}, got {variant}")
+
+  config = dispatcher_openwebtext.get_config("tiny" if "tiny" in words else "")
+  config.data.name = TEXTS[text]
+  train = config.train
+  if "tiny" in words:
+    train.initial_run = "runs/tiny_openwebtext"
+    return config
+  train.initial_run = "runs/dispatcher_openwebtext"
+  train.learning_rate = 1e-5
+  train.num_epochs = 60.0
+  train.eval_every_steps = 10_000
+  if text in ("ptb", "wikitext2"):
+    train.eval_every_steps, train.eval_every_epochs = 0, 1.0
+  return config
