@@ -9,7 +9,7 @@ of text). The text is 1 GB of words at random, with frequencies by Zipf's law.
 lines a call, and throws the ids away. "prepare" is `dpjax.data.prepared.prepare`: it
 reads, counts, hashes and encodes the text in processes, and writes the tokens to disk;
 the vocabulary is given. "characters" has no library. Each is a process of its own; memory
-is the most that it and its processes held at once.
+is the most that it and its processes held at once, mapped files not counted.
 
 "read": the tokens as `prepare` maps them, summed up, beside the same bytes read by NumPy.
 
@@ -94,12 +94,13 @@ def prepare(kind: str, text: pathlib.Path, folder: pathlib.Path) -> int:
 def watch_memory(done: threading.Event, peak: list[float]) -> None:
   """Writes into `peak` the most MiB that this process and its own have held at once."""
   while not done.wait(0.05):
-    pages = 0
+    kib = 0
     children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for name in ("self", *children):
       with contextlib.suppress(OSError):
-        pages += int(pathlib.Path(f"/proc/{name}/statm").read_text().split()[1])
-    peak[0] = max(peak[0], pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        status = pathlib.Path(f"/proc/{name}/status").read_text()
+        kib += int(status.partition("RssAnon:")[2].split()[0])
+    peak[0] = max(peak[0], kib / 2**10)
 
 
 def run_alone(arguments) -> None:
@@ -133,7 +134,7 @@ def compare(kind: str, text: pathlib.Path, folder: pathlib.Path) -> dict:
   for way in ("prepare",) if kind == "characters" else ("alone", "prepare"):
     command = [sys.executable, __file__, "--way", way, "--kind", kind]
     command += ["--text", str(text), "--folder", str(folder)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     rows[way] = json.loads(done.stdout.splitlines()[-1])
     rows[way]["mb_per_second"] = size / 1e6 / rows[way]["seconds"]
     print(f"{kind:22} {way:8} {rows[way]['mb_per_second']:7.1f} MB/s "

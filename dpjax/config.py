@@ -88,7 +88,6 @@ LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "data.data_dir",
   "data.manual_dir",
-  "train.initial_run",
   "train.log_every_steps",
   "train.median_every_steps",
   "train.checkpoint_every_steps",

@@ -279,6 +279,8 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   config_lib.check(config)
   workdir = Path(workdir)
   goes_on = workdir_lib.check(workdir, config)
+  if not goes_on:
+    _check_initial_run(config)
   data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
   workdir_lib.claim(workdir, config)
   return data
@@ -302,6 +304,8 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   config_lib.check(config)
   workdir = Path(workdir)
   goes_on = workdir_lib.check(workdir, config)
+  if not goes_on:
+    _check_initial_run(config)
   data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
   given = config
   config = _with_vocabulary(config, data.tokenizer)
@@ -498,12 +502,23 @@ def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | 
   return from_spaces
 
 
+def _check_initial_run(config: ConfigDict) -> None:
+  """Before hours of preparation."""
+  folder = config.train.initial_run
+  if folder and not (Path(folder) / "checkpoints").is_dir():
+    raise ValueError(f"train.initial_run: expected the folder of a run, got {folder}")
+
+
 def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
   """What reads the parameters of another run, if they fit this one."""
   folder = config.train.initial_run
 
   def read() -> dict:
-    other = load(folder)
+    try:
+      other = load(folder)
+    except ValueError as error:
+      raise ValueError(f"train.initial_run: expected a run that can be read, got {folder} "
+                       f"({error})") from error
     if other.tokenizer.to_json() != data.tokenizer.to_json():
       raise ValueError(
         f"train.initial_run: expected a run with the vocabulary of this one, got {folder} "

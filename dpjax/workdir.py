@@ -13,7 +13,7 @@ scores_<split>_<step>.json    of a whole split, written by train.py and evaluate
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from jax.experimental import multihost_utils
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
+from dpjax.data.download import locked
+from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
+from dpjax.text.unigram import load_unigram
 
 
 def check(workdir: Path, config: ConfigDict) -> bool:
@@ -45,6 +48,8 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
+  if differences and not (workdir / "checkpoints").exists():
+    return False  # nothing is lost
   if differences:
     raise ValueError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
@@ -93,6 +98,12 @@ def prepare_data(
   def make() -> None:
     if not folder.exists() or anew:
       _make_data(config, folder)
+    elif prepared.has_broken_links(folder):
+      before = prepared.read_counts(folder)
+      _make_data(config, folder)
+      if prepared.read_counts(folder) != before:
+        raise ValueError(f"data: expected the text that the run in {folder.parent} began "
+                         "with, as its tokens are gone, got another")
 
   _on_first_process(make)
   return prepared.open_prepared(folder)
@@ -110,31 +121,41 @@ def prepare_shared(config: ConfigDict) -> Path:
   Raises:
     ValueError: as `prepare_data`.
   """
-  settings = config.data
-  content = {key: value for key, value in settings.to_dict().items()
-             if key not in ("data_dir", "manual_dir", "unigram_file", "unigram_size")}
-  content["unigram"] = _unigram(config)
-  content["tokenizer_file"] = ""
-  # Of what is outside of data_dir, the place alone does not say what it is.
-  for file in (_tokenizer_file(config), (content["unigram"] or {}).get("file")):
-    if file and Path(file).is_file():
-      content[Path(file).name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-  if settings.path:
-    found = [Path(settings.path), *sorted(Path(settings.path).glob("*.txt"))]
-    content["files"] = [(str(path), path.stat().st_size, path.stat().st_mtime)
-                        for path in found if path.exists()]
+  corpus = _load_corpus(config)
+  settings = _tokenizer_settings(config)
+  sizes = {split: len(text) for split, text in corpus.splits.items()}
+  content = {"corpus": corpus.about, "sizes": sizes, "made_of": _made_of(settings)}
   digits = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-  name = Path(settings.path).stem if settings.path else settings.name
-  parts = [name, settings.language, settings.tokenizer]
-  tokens = Path(settings.data_dir, "tokens")
-  target = tokens / f"{'_'.join(filter(None, parts))}_{digits}"
+  tokens = Path(config.data.data_dir, "tokens")
+  target = tokens / f"{corpus.name}_{settings['kind']}_{digits}"
   try:
-    with catalog.locked(tokens / f"{target.name}.lock"):
+    with locked(tokens / f"{target.name}.lock"):
       if not (target / "data.json").exists():
-        prepared.prepare(_load_corpus(config), target, **_tokenizer_settings(config))
+        prepared.prepare(corpus, target, **settings)
   except OSError as error:
-    raise _not_writable(target, error) from error
+    raise ValueError(f"data.data_dir: expected a folder that can be written, got {target} "
+                     f"({error.strerror})") from error
   return target
+
+
+def _made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """What the tokens depend on beside the text: vocabularies, not where they lie."""
+  made = {key: settings[key] for key in ("kind", "lower_text", "lower_pieces", "restrict")}
+  if settings["file"]:
+    whole = {key: value for key, value in settings.items()
+             if key not in ("restrict", "unigram")}
+    made["vocabulary"] = _digest(train_tokenizer(chunks=(), **whole).to_json().encode())
+  elif settings["kind"] not in CHARACTER_KINDS:
+    made["vocab_size"] = settings["vocab_size"]
+  unigram = settings["unigram"]
+  if unigram is not None:
+    file = unigram["file"]
+    made["unigram"] = _digest(load_unigram(file)) if file else unigram["vocab_size"]
+  return made
+
+
+def _digest(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()
 
 
 def _make_data(config: ConfigDict, folder: Path) -> None:
@@ -221,6 +242,9 @@ def _read_json(path: Path) -> dict:
 
 def _on_first_process(work: Callable[[], None]) -> None:
   """Does it once for all processes, which wait, and all raise what it raises."""
+  if jax.process_count() > 1:
+    # The first one to be sent has a short time limit, which long work would exceed.
+    multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
   message = ""
   if jax.process_index() == 0:
     try:

@@ -1,5 +1,7 @@
 """A run that begins with the parameters of another."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -44,13 +46,19 @@ def test_it_begins_with_the_best_parameters(first, tmp_path):
 
 
 def test_it_goes_on_from_its_own_checkpoint(first, tmp_path):
-  settings = dict(initial_run=str(first / "run"), eval_every_steps=4)
+  shutil.copytree(first / "run", tmp_path / "other")
+  settings = dict(initial_run=str(tmp_path / "other"), eval_every_steps=4)
   whole = helpers.small_config(first / "text.txt", num_steps=8, **settings)
   expected, _ = run_lib.train(whole, tmp_path / "whole")
   part = helpers.small_config(first / "text.txt", num_steps=4, **settings)
   run_lib.train(part, tmp_path / "part")
-  # The other run may be gone by then.
-  part.train.update(num_steps=8, initial_run="")
+  # The other run may be gone by then, but not another in its place.
+  shutil.rmtree(tmp_path / "other")
+  part.train.update(num_steps=8)
+  wrong = part.copy_and_resolve_references()
+  wrong.train.initial_run = str(first / "run")
+  with pytest.raises(ValueError, match="workdir: .*train.initial_run"):
+    run_lib.train(wrong, tmp_path / "part")
   found, _ = run_lib.train(part, tmp_path / "part")
   for x, y in zip(leaves(found), leaves(expected), strict=True):
     np.testing.assert_array_equal(x, y)
@@ -74,5 +82,7 @@ def test_another_vocabulary_and_no_run_are_refused(first, tmp_path):
   with pytest.raises(ValueError, match="train.initial_run: .* the vocabulary of this one"):
     run_lib.train(config, tmp_path / "run")
   config = helpers.small_config(text, initial_run=str(tmp_path / "none"))
-  with pytest.raises(ValueError, match="none"):
+  with pytest.raises(ValueError, match="^train.initial_run: expected the folder of a run"):
     run_lib.train(config, tmp_path / "other")
+  # Before the data is prepared.
+  assert not (tmp_path / "other" / "data").exists()

@@ -1,5 +1,6 @@
 """Tokens of named and of cleaned corpora: made once in data_dir for all runs."""
 
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax import workdir as workdir_lib
 from dpjax.data import prepared
+from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
 TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
@@ -82,12 +84,52 @@ def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
   assert len(tokens_of(config)) == 1
 
 
-def test_tokens_that_are_gone_are_named(config, tmp_path):
-  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+def test_tokens_that_are_gone_are_made_again(config, tmp_path):
+  folder = tmp_path / "a" / "data"
+  first = workdir_lib.prepare_data(config, folder).splits["train"].tolist()
   (made,) = tokens_of(config)
-  (made.parent / "train.bin").rename(tmp_path / "elsewhere")
-  with pytest.raises(ValueError, match="train.bin: expected .* got no such file"):
-    workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  shutil.rmtree(made.parent)
+  with pytest.raises(ValueError, match="train.bin: expected .* a link to .* which is gone"):
+    prepared.open_prepared(folder)
+  assert workdir_lib.prepare_data(config, folder).splits["train"].tolist() == first
+  # Not from another text, with which the run did not begin.
+  shutil.rmtree(made.parent)
+  shutil.rmtree(tmp_path / "data" / "text8")
+  with zipfile.ZipFile(tmp_path / "by_hand" / "text8.zip", "w") as archive:
+    archive.writestr("text8", TEXT8.replace("cat", "tac"))
+  with pytest.raises(ValueError, match="data: expected the text that the run in"):
+    workdir_lib.prepare_data(config, folder)
+
+
+def test_another_text_of_that_name_has_its_own(config, tmp_path):
+  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  shutil.rmtree(tmp_path / "data" / "text8")
+  with zipfile.ZipFile(tmp_path / "by_hand" / "text8.zip", "w") as archive:
+    archive.writestr("text8", TEXT8.replace("cat", "tac"))
+  data = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  assert "tac" in data.tokenizer.decode(data.splits["train"])
+  assert len(tokens_of(config)) == 2
+
+
+def test_another_vocabulary_has_its_own(config, tmp_path):
+  config.data.tokenizer = "bpe"
+  sizes = []
+  for i, size in enumerate((270, 280)):
+    folder = tmp_path / f"vocabulary{i}"
+    folder.mkdir()
+    tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
+    tokenizer._raw.model.save(str(folder))
+    config.data.tokenizer_file = str(folder)
+    data = workdir_lib.prepare_data(config, tmp_path / str(i) / "data")
+    sizes.append(data.tokenizer.vocab_size)
+  assert sizes == [270, 280] and len(tokens_of(config)) == 2
+  # What a vocabulary of one's own would have is of no account.
+  config.data.tokenizer_size = 999
+  workdir_lib.prepare_data(config, tmp_path / "again" / "data")
+  assert len(tokens_of(config)) == 2
+  config.data.tokenizer_file = str(tmp_path / "none")
+  with pytest.raises(ValueError, match="^data.tokenizer_file: .*none"):
+    workdir_lib.prepare_data(config, tmp_path / "c" / "data")
 
 
 def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
@@ -106,6 +148,9 @@ def test_prepare_alone(config, tmp_path):
   data = run_lib.prepare(config, tmp_path / "run")
   assert data.counts["train"]["tokens"] == len(TEXT8) - 2 * (len(TEXT8) // 20)
   assert workdir_lib.check(tmp_path / "run", config)  # a run to go on with
+  # Or to begin anew, as nothing has been learned.
+  config.train.learning_rate = 3.0
+  assert not workdir_lib.check(tmp_path / "run", config)
 
 
 @pytest.mark.parametrize("change, message", [

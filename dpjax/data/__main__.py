@@ -11,10 +11,11 @@ makes a text as text8 is; "-" stands for the standard input and output.
 
 import argparse
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from dpjax.data import catalog
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     {"list": _list, "prepare": _prepare, "clean": _clean}[given.command](given)
   except ValueError as error:
     sys.exit(str(error))
+  except BrokenPipeError:
+    sys.stderr.close()  # the reader has enough
   except OSError as error:
     sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
 
@@ -56,7 +59,7 @@ def _list(given) -> None:
     made = [
       f"{language}{' (head)' * head}".strip() or "yes"
       for language in entry.languages or ("",)
-      for head in (False, True)[: 1 + entry.has_head]
+      for head in (False, True)[: 1 + bool(entry.head)]
       if catalog.is_prepared(name, data_dir, language, head)
     ]
     print(f"\n{name}: {entry.title}")
@@ -78,23 +81,31 @@ def _prepare(given) -> None:
 def _clean(given) -> None:
   from dpjax.text import cleaning
 
-  if given.source == given.target != "-":
-    raise ValueError(f"target: expected another file than the source, got {given.target}")
-  with _open(given.source, "r", sys.stdin) as source:
-    # Complains of the language before the target is touched.
-    cleaned = cleaning.clean_chunks(iter(lambda: source.read(PART), ""), given.language)
-    with _open(given.target, "w", sys.stdout) as target:
-      target.writelines(cleaned)
-
-
-@contextlib.contextmanager
-def _open(name: str, mode: str, standard: IO[str]) -> Iterator[IO[str]]:
-  if name == "-":
-    yield standard
+  # Complains of the language before anything is touched.
+  cleaned = cleaning.clean_chunks(_read(given.source), given.language)
+  if given.target == "-":
+    for part in cleaned:
+      sys.stdout.buffer.write(part.encode())
     return
+  partial = Path(given.target + ".partial")
   try:
-    with open(name, mode, encoding="utf-8", newline="") as file:
-      yield file
+    with partial.open("w", encoding="utf-8", newline="") as target:
+      target.writelines(cleaned)
+    os.replace(partial, given.target)
+  finally:
+    partial.unlink(missing_ok=True)
+
+
+def _read(name: str) -> Iterator[str]:
+  """The parts of a text, of the standard input for "-"."""
+  try:
+    with contextlib.ExitStack() as stack:
+      # Not the text that Python makes of it, which may pass over errors.
+      source = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
+      file = io.TextIOWrapper(source, encoding="utf-8", newline="")
+      while part := file.read(PART):
+        yield part
+      file.detach()
   except UnicodeDecodeError as error:
     raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
 

@@ -3,15 +3,15 @@
 Nothing of TensorFlow Datasets is imported before a corpus is opened.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import fcntl
 import importlib
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpjax.data.download import File, download
+from dpjax.data.download import File, download, locked
 
 ONE_MORE = "python_manual"  # which comes with Python
 
@@ -27,8 +27,8 @@ class Entry:
     size: of its text or download, in words.
     source: where it is from.
     languages: of which one has to be named; (): it has but one.
-    has_head: whether its configuration "<language>_head" is a first part, enough for
-      the pooling paper's 400M characters.
+    head: of train, valid and test, how many clean characters its configuration
+      "<language>_head", a first part, is sure to hold; (): there is none.
   """
 
   title: str
@@ -37,7 +37,7 @@ class Entry:
   size: str
   source: str
   languages: tuple[str, ...] = ()
-  has_head: bool = False
+  head: tuple[int, ...] = ()
 
 
 _BUILDERS = "dpjax.data.builders"
@@ -62,6 +62,20 @@ ENTRIES = {
     f"{_BUILDERS}.wikitext:WikiText103",
     "CC BY-SA 3.0",
     "540 MB",
+    "Merity et al. 2016, arXiv:1609.07843",
+  ),
+  "wikitext2_raw": Entry(
+    "WikiText-2 as it was written, with all of its words",
+    f"{_BUILDERS}.wikitext:WikiText2Raw",
+    "CC BY-SA 3.0",
+    "13 MB",
+    "Merity et al. 2016, arXiv:1609.07843",
+  ),
+  "wikitext103_raw": Entry(
+    "WikiText-103 as it was written, with all of its words",
+    f"{_BUILDERS}.wikitext:WikiText103Raw",
+    "CC BY-SA 3.0",
+    "550 MB",
     "Merity et al. 2016, arXiv:1609.07843",
   ),
   "lm1b": Entry(
@@ -92,7 +106,7 @@ ENTRIES = {
     "en 9.4 GB, download 6.2 GB (its head 0.6 GB); he, download 0.8 GB; fi, vi: not known",
     "Guo et al. 2020, aclanthology.org/2020.lrec-1.297",
     _PAPERS_LANGUAGES,
-    has_head=True,
+    head=(400_000_000, 3_000_000, 3_000_000),
   ),
   "cc100": Entry(
     "CC-100, the beginning of the web pages of one language",
@@ -140,12 +154,12 @@ class Records:
   """A split as its builder has written it; each iteration reads it anew."""
 
   def __init__(self, source, size: int):
-    """Takes a data source of records and the bytes they take."""
+    """Takes a data source of records and the bytes of their text."""
     self._source = source
     self._size = size
 
   def __len__(self) -> int:
-    """Bytes, those between the texts of records included."""
+    """The text's size in bytes."""
     return self._size
 
   def __iter__(self) -> Iterator[str]:
@@ -161,6 +175,9 @@ def find(name: str, language: str = "") -> Entry:
     ValueError: `data.name` is unknown, or `data.language` is missing, or not one of the
       corpus's.
   """
+  if name == ONE_MORE:
+    raise ValueError(f"data.name: expected a corpus to prepare, got {name}, which comes "
+                     "with Python")
   if name not in ENTRIES:
     names = [ONE_MORE, *ENTRIES]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
@@ -207,13 +224,16 @@ def open_records(
 
   module, _, class_name = entry.builder.partition(":")
   builder_class = getattr(importlib.import_module(module), class_name)
+  if only_head and is_prepared(name, data_dir, language):
+    only_head = False  # which begins alike
   config = _config(entry, language, only_head)
   try:
     data_dir.mkdir(parents=True, exist_ok=True)
-    builder = builder_class(
-      data_dir=str(data_dir), file_format="array_record", config=config or None
-    )
-    with locked(data_dir / f"{name}.lock"):
+    with locked(data_dir / f"{'_'.join(filter(None, (name, config)))}.lock"):
+      # Made within, it knows what another process has just prepared.
+      builder = builder_class(
+        data_dir=str(data_dir), file_format="array_record", config=config or None
+      )
       if not Path(builder.data_dir, "dataset_info.json").exists():
         print(f"preparing {name}{' ' * bool(config)}{config} in {data_dir}", flush=True)
         _remove_leftovers(Path(builder.data_dir))
@@ -223,18 +243,22 @@ def open_records(
             manual_dir=str(manual_dir), try_download_gcs=False
           ),
         )
+    contents = json.loads(Path(builder.data_dir, "text.json").read_text("utf-8"))
   except OSError as error:
+    if str(error.filename or "").startswith(str(manual_dir)):
+      raise ValueError(f"data.manual_dir: expected a file that can be read, got "
+                       f"{error.filename} ({error.strerror})") from error
     raise ValueError(f"data.data_dir: expected a folder that can be written, got "
                      f"{data_dir} ({error})") from error
-  names = {"validation": "valid"}
-  splits = {
-    names.get(split, split): Records(builder.as_data_source(split), int(info.num_bytes))
-    for split, info in builder.info.splits.items()
-  }
-  order = ("train", "valid", "test")
+  splits, texts = {}, {}
+  for split, source in (("train", "train"), ("valid", "validation"), ("test", "test")):
+    if source in contents:
+      texts[split] = contents[source]
+      size = contents[source]["bytes"]
+      splits[split] = Records(builder.as_data_source(source), size)
   about = {"name": name, "language": language, "configuration": config,
-           "version": str(builder.version), "source": entry.source}
-  return {split: splits[split] for split in order if split in splits}, about
+           "version": str(builder.version), "source": entry.source, "texts": texts}
+  return splits, about
 
 
 def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
@@ -245,26 +269,24 @@ def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
   """
   if name not in VOCABULARIES:
     return name
-  first, *_ = [
-    str(download(file, data_dir / "downloads", manual_dir=manual_dir))
-    for file in VOCABULARIES[name]
-  ]
-  return first
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-  """Keeps other processes from the same work until it is done."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with path.open("w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
+  files = VOCABULARIES[name]
+  # Those of one vocabulary have to lie together.
+  given = all((manual_dir / file.name).exists() for file in files)
+  try:
+    first, *_ = [
+      download(file, data_dir / "downloads", manual_dir=manual_dir if given else None)
+      for file in files
+    ]
+  except OSError as error:
+    raise ValueError(f"data.data_dir: expected a folder that can be written, got "
+                     f"{data_dir} ({error})") from error
+  return str(first)
 
 
 def _config(entry: Entry, language: str, only_head: bool) -> str:
   if not entry.languages:
     return ""
-  return f"{language}_head" if entry.has_head and only_head else language
+  return f"{language}_head" if entry.head and only_head else language
 
 
 def _root(name: str, data_dir: Path, language: str, head: bool) -> Path:
@@ -273,7 +295,5 @@ def _root(name: str, data_dir: Path, language: str, head: bool) -> Path:
 
 def _remove_leftovers(folder: Path) -> None:
   """What a preparation that was killed has left; who holds the lock is alone."""
-  import shutil
-
   for path in folder.parent.glob(f"incomplete.*_{folder.name}"):
     shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Texts by name or by path, in three splits, read in parts so that any size streams."""
 
 import dataclasses
+import hashlib
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,17 +140,24 @@ def load_corpus(
   if path:
     corpus = _from_path(Path(path), split_fractions)
   elif name == "python_manual":
-    corpus = Corpus(name, _cut_splits(_python_manual(), split_fractions, name),
-                    {"name": name})
+    content = _python_manual()
+    about = {"name": name, "sha256": hashlib.sha256(content).hexdigest(),
+             "split_fractions": list(split_fractions)}
+    corpus = Corpus(name, _cut_splits(content, split_fractions, name), about)
   else:
+    entry = catalog.find(name, language)
+    if language and not entry.languages and not clean:
+      raise ValueError(f"data.language: expected '' for {name}, unless data.clean is True, "
+                       f"got {language!r}")
+    is_enough = [0 < most <= held
+                 for most, held in zip(max_characters, entry.head, strict=False)]
     splits, about = catalog.open_records(
       name, language, Path(data_dir), Path(manual_dir or Path(data_dir, "manual")),
-      only_head=max_characters[0] > 0,
+      only_head=bool(is_enough) and all(is_enough),
     )
     corpus = Corpus("_".join(filter(None, (name, language))), splits, about)
   if clean or any(max_characters):
-    about = corpus.about | {"bytes": {split: len(x) for split, x in corpus.splits.items()}}
-    folder = texts.make(corpus.name, corpus.splits, about, Path(data_dir, "texts"),
+    folder = texts.make(corpus.name, corpus.splits, corpus.about, Path(data_dir, "texts"),
                         language if clean else "", max_characters)
     made = _from_path(folder, split_fractions)
     return Corpus(corpus.name, made.splits, texts.read_about(folder))
@@ -166,14 +174,20 @@ def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
   try:
     if path.is_dir():
       splits = {split: _open_split(path, split) for split in SPLITS}
-      return Corpus(path.name, splits, {"path": str(path)})
+      files = [Path(chunks.source) for chunks in splits.values()]
+      return Corpus(path.name, splits, {"files": list(map(_identity, files))})
     content = _open(path)
+    about = {"files": [_identity(path)], "split_fractions": list(split_fractions)}
   except OSError as error:
     raise ValueError(f"data.path: expected a readable text file or folder, got "
                      f"{error.filename or path} ({error.strerror})") from error
-  splits = _cut_splits(content, split_fractions, str(path))
-  about = {"path": str(path), "split_fractions": list(split_fractions)}
-  return Corpus(path.stem, splits, about)
+  return Corpus(path.stem, _cut_splits(content, split_fractions, str(path)), about)
+
+
+def _identity(path: Path) -> list:
+  """Place, size and time of a file: those of another text differ."""
+  found = path.stat()
+  return [str(path.resolve()), found.st_size, found.st_mtime_ns]
 
 
 def _python_manual() -> bytes:

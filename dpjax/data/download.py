@@ -118,7 +118,7 @@ def download(
     raise ValueError(f"File.url: expected http:// or https://, got {file.url!r}; {by_hand}")
   try:
     places.folder.mkdir(parents=True, exist_ok=True)
-    with _lock(places.lock):
+    with locked(places.lock):
       _finish_what_was_killed(places)
       if not _is_whole(file, places) and not _adopt(file, places):
         _fetch(file, places, progress)
@@ -658,13 +658,18 @@ def _pause(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-  """Waits until no other process has the file locked, and locks it."""
+def locked(path: Path) -> Iterator[None]:
+  """Waits until no other process has the file locked, and locks it.
+
+  Args:
+    path: an empty file, made if it is not there; it stays.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      _log.warning("%s: another process downloads the file; waiting", path)
+      _log.warning("%s: another process makes what is to be there; waiting for it", path)
       fcntl.flock(file, fcntl.LOCK_EX)
     try:
       yield

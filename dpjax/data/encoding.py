@@ -26,6 +26,10 @@ LARGE_BYTES = 2**25
 COMMIT_BYTES = 2**27  # of text, between two notes of what is done
 
 
+class EncodingError(ValueError):
+  """A process that encodes has ended early; what is done stays."""
+
+
 class Counter:
   r"""Counts a text that comes in parts.
 
@@ -39,10 +43,15 @@ class Counter:
     self._characters = self._words = self._bytes = 0
     self._in_word = False
 
-  def add(self, part: str, words: int | None = None) -> None:
-    """Counts a part; `words` is `count_words` of it, where that is known."""
+  def add(self, part: str, words: int | None = None) -> int:
+    """Counts a part, and says how many bytes it has.
+
+    Args:
+      part: of the text.
+      words: `count_words` of it, where that is known.
+    """
     if not part:
-      return
+      return 0
     encoded = part.encode()
     self._sha256.update(encoded)
     self._characters += len(part)
@@ -51,6 +60,7 @@ class Counter:
     # The same word, begun in the last part.
     self._words -= self._in_word and not part[:1].isspace()
     self._in_word = not part[-1:].isspace()
+    return len(encoded)
 
   def result(self) -> dict:
     """The counts so far."""
@@ -123,7 +133,8 @@ def encode_text(
     "tokens" and the counts of `Counter`.
 
   Raises:
-    ValueError: of the text or the tokenizer; or the processes died.
+    ValueError: of the text or the tokenizer.
+    EncodingError: a process died.
   """
   paths = [folder / f"{split}{suffix}" for suffix in encoder.suffixes]
   note = folder / f"{split}.json"
@@ -149,13 +160,11 @@ def encode_text(
         if i >= done["parts"]:
           yield part
         else:
-          counter.add(part)
-          bar.update(len(part))
+          bar.update(counter.add(part))
 
     num_parts = done["parts"]
     for part, (arrays, words) in _map(encoder, waiting(), processes):
-      counter.add(part, words)
-      bar.update(len(part))
+      bar.update(counter.add(part, words))
       for file, array in zip(files, arrays, strict=True):
         file.write(array)
       num_parts += 1
@@ -197,7 +206,7 @@ def _map(encoder: Encoder, parts: Iterator[str], processes: int):
       part, future = pending.popleft()
       yield part, future.result()
   except BrokenProcessPool as error:
-    raise ValueError(
+    raise EncodingError(
       "data: expected processes that encode to live, got one that ended early: it was "
       "killed, or memory was short, or the calling script lacks "
       '`if __name__ == "__main__":`'

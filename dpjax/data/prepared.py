@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dpjax.data.corpora import SPLITS, Corpus
-from dpjax.data.encoding import Counter, Encoder, encode_text
+from dpjax.data.encoding import Counter, Encoder, EncodingError, encode_text
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
@@ -101,6 +101,7 @@ def prepare(
     ValueError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
       the boundaries (`data.unigram_...`), or there is a folder that holds something
       else.
+    dpjax.data.encoding.EncodingError: a process died; what is done stays.
     OSError: the folder cannot be written; what is done stays in `<folder>.partial`.
   """
   folder = Path(folder)
@@ -131,7 +132,7 @@ def prepare(
     if (folder / "data.json").exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
-  except OSError:
+  except (OSError, MemoryError, EncodingError):
     raise
   except Exception:
     shutil.rmtree(partial, ignore_errors=True)
@@ -165,6 +166,20 @@ def link(source: str | Path, folder: str | Path) -> None:
   if folder.exists():
     shutil.rmtree(folder)
   os.replace(partial, folder)
+
+
+def has_broken_links(folder: str | Path) -> bool:
+  """Whether what a folder refers to is gone."""
+  paths = Path(folder).glob("*.bin")
+  return any(path.is_symlink() and not path.exists() for path in paths)
+
+
+def read_counts(folder: str | Path) -> dict:
+  """What data.json says of the splits; {} if there is none."""
+  try:
+    return json.loads(_read_text(Path(folder) / "data.json"))["splits"]
+  except (ValueError, KeyError):
+    return {}
 
 
 def open_prepared(folder: str | Path) -> Prepared:
@@ -294,6 +309,9 @@ def _resume(partial: Path, state: dict) -> Encoder | None:
 def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   expected = size * dtype.itemsize
   found = path.stat().st_size if path.exists() else "no such file"
+  if path.is_symlink() and not path.exists():
+    found = (f"a link to {path.readlink()}, which is gone (training with the run's "
+             "settings makes it again)")
   if found != expected:
     raise ValueError(f"{path}: expected {expected} bytes, got {found}")
   return np.memmap(path, dtype, "r")

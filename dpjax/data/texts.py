@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dpjax.data.catalog import locked
+from dpjax.data.download import locked
 
 SPLITS = ("train", "valid", "test")
 ABOUT = "text.json"
+CLEANING = 1  # to be raised when the same text comes out another
 
 
 def make(
@@ -47,11 +48,12 @@ def make(
   if is_cut and not all(sizes.values()):
     raise ValueError(f"data.max_characters: expected a size of every split, as {name} has "
                      f"a train split alone, got {tuple(max_characters)}")
-  about = dict(about) | {"clean": language, "max_characters": list(max_characters)}
+  about = dict(about) | {"clean": language, "max_characters": list(max_characters),
+                         "cleaning": CLEANING if language else 0}
   digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
   target = folder / f"{name}_{digits}"
   try:
-    with locked(folder / f"{name}.lock"):
+    with locked(folder / f"{target.name}.lock"):
       if not (target / ABOUT).exists():
         partial = folder / f"{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,4 +104,7 @@ def _write(path: Path, parts: Iterator[str], most: int, name: str):
   if not size:
     raise ValueError(f"data.max_characters: expected a text long enough for every split, "
                      f"got none left for the {path.stem} split of {name}")
+  if size < most:
+    print(f"{name}: the {path.stem} split has {size:,} characters, fewer than the "
+          f"{most:,} of data.max_characters")
   return size, parts

@@ -144,7 +144,8 @@ def clean_chunks(chunks: Iterable[str], language: str | Language) -> Iterator[st
     ["Mi", "ll_NEW", "LINE_ 1", "9"]  ->  joined, "mill", a line end and "one nine"
 
   Joined, the result is that of `clean` on the joined text. No more is held than the
-  longest chunk and some ten thousand characters.
+  longest chunk and some ten thousand characters, unless a text goes on without any
+  character below U+0300, as Chinese may.
 
   Raises:
     ValueError: as `clean`.

@@ -116,9 +116,14 @@ def is_clean_cut(before: str, after: str) -> bool:
   """
   if not before.endswith("\n") or not after:
     return False
-  if after[0].isspace():
-    return len(after) > 1 and not after[1].isspace()
-  return len(before) > 1 and not before[-2].isspace()
+  if _is_space(after[0]):
+    return len(after) > 1 and not _is_space(after[1])
+  return len(before) > 1 and not _is_space(before[-2])
+
+
+def _is_space(character: str) -> bool:
+  """Whether Unicode has it as white space; Python also counts four separators."""
+  return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
 def read_file(file: str | Path) -> bytes:

@@ -387,9 +387,11 @@ def test_splits_that_lie_ready(site, make, tmp_path, builder_class):
   assert site.asked == []
 
 
-def test_splits_that_lie_ready_are_all_of_them(make, tmp_path):
+@pytest.mark.parametrize("missing", ["train", "valid", "test"])
+def test_splits_that_lie_ready_are_all_of_them(make, tmp_path, missing):
   folder = tmp_path / "manual" / "childrens_books"
   folder.mkdir(parents=True)
-  (folder / "train.txt").write_text("a")
-  with pytest.raises(ValueError, match="data.manual_dir: expected valid.txt beside"):
+  for name in {"train", "valid", "test"} - {missing}:
+    (folder / f"{name}.txt").write_text("a")
+  with pytest.raises(ValueError, match=f"data.manual_dir: .* without {missing}.txt"):
     make(ChildrensBooks, manual=True)

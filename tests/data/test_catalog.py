@@ -1,6 +1,7 @@
 """Corpora by name: found, made once, opened, listed; nothing is imported too early."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import zipfile
@@ -106,7 +107,7 @@ def test_every_entry_has_a_builder():
     assert issubclass(builder, TextBuilder) and builder.name == name
     configs = set(builder.builder_configs)
     assert {*entry.languages} <= configs
-    if entry.has_head:
+    if entry.head:
       assert {f"{language}_head" for language in entry.languages} <= configs
 
 
@@ -131,14 +132,91 @@ def test_the_command_that_cleans(tmp_path):
   assert target.read_text().split() == ["two", "two", "cat"]
   for arguments, message in (
     (["clean", "--language=xx", str(source), str(target)], "data.language"),
-    (["clean", "--language=en", str(source), str(source)], "target: expected another"),
     (["clean", "--language=en", str(tmp_path / "none"), str(target)], "none: expected"),
     (["prepare", "texte8"], "data.name: .* the nearest is text8"),
   ):
     with pytest.raises(SystemExit, match=message):
       command.main(arguments)
   assert target.read_text().split() == ["two", "two", "cat"]
-  assert source.read_text(encoding="utf-8").startswith("Two")
+  # What is not UTF-8 is named, and nothing is touched.
+  source.write_bytes(b"Two\n" * 9 + b"\xff")
+  with pytest.raises(SystemExit, match="raw.txt: expected a text in UTF-8"):
+    command.main(["clean", "--language=en", str(source), str(target)])
+  assert target.read_text().split() == ["two", "two", "cat"]
+  # A text may be replaced by itself, under whatever name.
+  source.write_text("Two\n" * 9)
+  (tmp_path / "link.txt").symlink_to(source)
+  command.main(["clean", "--language=en", str(tmp_path / "link.txt"), str(source)])
+  assert source.read_text().split() == ["two"] * 9
+  assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command_that_cleans_in_a_pipe():
+  code = "from dpjax.data.__main__ import main; main(['clean', '--language=fi', '-', '-'])"
+  run = functools.partial(subprocess.run, [sys.executable, "-c", code], cwd=helpers.ROOT,
+                          capture_output=True)
+  done = run(input="Älä 1!\n".encode(), check=True)
+  assert done.stdout.decode().strip() == "älä yksi"
+  done = run(input=b"\xff")
+  assert done.returncode == 1 and b"-: expected a text in UTF-8" in done.stderr
+
+
+def test_two_that_begin_at_once(data_dir):
+  code = ("import sys; from dpjax.data.corpora import load_corpus; "
+          "from dpjax.data.builders import text8; import dataclasses; "
+          "text8.Text8.FILES = tuple(dataclasses.replace(f, checksum='', size=0) "
+          "for f in text8.Text8.FILES); sys.stdin.readline(); "
+          "corpus = load_corpus('text8', data_dir=sys.argv[1]); "
+          "print(len(''.join(corpus.splits['train'])))")
+  processes = [
+    subprocess.Popen([sys.executable, "-c", code, str(data_dir)], cwd=helpers.ROOT,
+                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for _ in range(2)
+  ]
+  for process in processes:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+  sizes = [process.communicate()[0].split()[-1] for process in processes]
+  assert sizes[0] == sizes[1] and int(sizes[0]) > 100
+
+
+@pytest.mark.parametrize("sizes, head", [
+  ((400_000_000, 2_000_000, 2_000_000), True), ((1000, 0, 0), False),
+  ((1000, 10_000_000, 1000), False), ((500_000_000, 1000, 1000), False),
+])
+def test_the_first_part_is_taken_where_it_is_enough(monkeypatch, tmp_path, sizes, head):
+  asked = []
+
+  def open_records(*arguments, only_head):
+    asked.append(only_head)
+    raise ValueError("enough")
+
+  monkeypatch.setattr(catalog, "open_records", open_records)
+  with pytest.raises(ValueError, match="enough"):
+    load_corpus("wiki40b", language="fi", max_characters=sizes, data_dir=tmp_path)
+  assert asked == [head]
+
+
+def test_a_language_where_there_is_one(tmp_path):
+  with pytest.raises(ValueError, match="^data.language: expected '' for text8, unless"):
+    load_corpus("text8", language="fi", data_dir=tmp_path)
+  with pytest.raises(ValueError, match="^data.name: .* python_manual, which comes with"):
+    catalog.find("python_manual")
+
+
+def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
+  def download(file, folder, *, manual_dir=None):
+    return (manual_dir or folder) / file.name
+
+  monkeypatch.setattr(catalog, "download", download)
+  manual = tmp_path / "manual"
+  manual.mkdir()
+  find = functools.partial(catalog.find_vocabulary, "gpt2", tmp_path, manual)
+  (manual / "gpt2_merges.txt").touch()
+  assert find() == str(tmp_path / "downloads" / "gpt2_merges.txt")
+  (manual / "gpt2_vocab.json").touch()
+  assert find() == str(manual / "gpt2_merges.txt")
+  assert catalog.find_vocabulary("mine.txt", tmp_path, manual) == "mine.txt"
 
 
 def test_tensorflow_is_never_imported(data_dir):

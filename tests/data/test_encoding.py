@@ -123,6 +123,39 @@ def test_a_damaged_note_costs_time_alone(tmp_path, monkeypatch, damage):
   np.testing.assert_array_equal(read(tmp_path)[0], encoder.tokenizer.encode(TEXT))
 
 
+def test_a_process_that_dies_costs_little(tmp_path, monkeypatch):
+  """As when memory is short: what is done stays, and the next call goes on."""
+  from dpjax.data import corpora, prepared
+
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 101)
+  monkeypatch.setattr(encoding, "COMMIT_BYTES", 211)
+  texts = tmp_path / "texts"
+  texts.mkdir()
+  for split in ("train", "valid", "test"):
+    (texts / f"{split}.txt").write_text(f"{split} text, a line\n" * 97)
+  corpus = corpora.load_corpus(path=texts)
+  submit = encoding.concurrent.futures.ProcessPoolExecutor.submit
+  calls = []
+
+  def submit_and_kill(pool, *arguments):
+    calls.append(arguments)
+    if len(calls) == 13:
+      for process in list(pool._processes.values()):
+        process.kill()
+    return submit(pool, *arguments)
+
+  monkeypatch.setattr(encoding.concurrent.futures.ProcessPoolExecutor, "submit",
+                      submit_and_kill)
+  with pytest.raises(encoding.EncodingError, match="^data: expected processes that encode"):
+    prepared.prepare(corpus, tmp_path / "data", "bytes", processes=2)
+  note = json.loads((tmp_path / "data.partial" / "train.json").read_text())
+  assert note["parts"] >= 3 and not (tmp_path / "data").exists()
+  calls.clear()
+  calls.extend(range(99))
+  data = prepared.prepare(corpus, tmp_path / "data", "bytes", processes=2)
+  assert bytes(data.splits["train"].astype(np.uint8)) == (texts / "train.txt").read_bytes()
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

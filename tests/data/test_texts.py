@@ -98,6 +98,20 @@ def test_one_split_is_cut_into_three(tmp_path):
     texts.make("one", {"train": parts}, {}, tmp_path, "", (7, 11, 0))
 
 
+def test_a_text_that_has_changed_is_made_anew(folder):
+  first = joined(make(folder, clean=True, language="en"))
+  path = folder / "train.txt"
+  path.write_text(path.read_text(encoding="utf-8").replace("Cat", "Tac"), encoding="utf-8",
+                  newline="")
+  second = joined(make(folder, clean=True, language="en"))
+  assert second["train"] == first["train"].replace("cat", "tac") != first["train"]
+
+
+def test_too_short_a_split_is_told_of(folder, capsys):
+  make(folder, max_characters=(10**6, 10, 10))
+  assert "books: the train split has" in capsys.readouterr().out
+
+
 def test_an_unknown_language_is_refused(folder):
   with pytest.raises(ValueError, match="^data.language: .*"):
     make(folder, clean=True, language="xx")

@@ -10,7 +10,9 @@ import bz2
 import errno
 import functools
 import gzip
+import hashlib
 import itertools
+import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +30,7 @@ from dpjax.text.tokenizer import is_clean_cut
 RECORD_BYTES = 2**20
 SHARD_BYTES = 2**28
 OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+CONTENTS = "text.json"  # bytes and SHA-256 of each split's text
 PLAIN_STEMS = {"train": ("train",), "validation": ("valid", "validation"),
                "test": ("test",)}
 
@@ -78,10 +81,12 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       names = [f"{stem}.txt{suffix}" for stem in stems for suffix in OPENERS]
       path = next((folder / x for x in names if (folder / x).exists()), None)
       if path is not None:
-        found[split] = read_lines(path)
-      elif found:
-        raise ValueError(f"data.manual_dir: expected {names[0]} beside the other splits, "
-                         f"got {folder} without")
+        found[split] = read_text(path)
+    if missing := [PLAIN_STEMS[split][0] for split in PLAIN_STEMS if split not in found]:
+      if not found:
+        return {}
+      raise ValueError(f"data.manual_dir: expected train.txt, valid.txt and test.txt, got "
+                       f"{folder} without {', '.join(f'{stem}.txt' for stem in missing)}")
     return found
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -112,12 +117,13 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     features: Any = self.info.features
     serializer = example_serializer.ExampleSerializer(features.get_serialized_info())
     most = download_config.max_examples_per_split
-    infos = []
+    infos, texts = [], {}
     for split, examples in self._split_generators(dl_manager).items():
       template = self._get_filename_template(split_name=split)
+      counter = texts[split] = _Counter()
       records = (
         serializer.serialize_example(features.encode_example(example))
-        for _, example in itertools.islice(examples, most or None)
+        for _, example in counter.count(itertools.islice(examples, most or None))
       )
       lengths, size = _write_shards(records, template)
       if not lengths:
@@ -127,19 +133,40 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
           name=split, shard_lengths=lengths, num_bytes=size, filename_template=template
         )
       )
+    contents = {split: counter.result() for split, counter in texts.items()}
+    path = Path(self.data_dir, CONTENTS)
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
     return infos
 
 
-def read_lines(path: Path) -> Iterator[str]:
-  """The lines of a UTF-8 text, their ends included, packed (.xz, .gz, .bz2) or not.
+class _Counter:
+  """Counts the text of records that pass."""
+
+  def __init__(self):
+    self._sha256, self._bytes = hashlib.sha256(), 0
+
+  def count(self, examples):
+    for i, example in examples:
+      text = example["text"].encode()
+      self._sha256.update(text)
+      self._bytes += len(text)
+      yield i, example
+
+  def result(self) -> dict:
+    return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+def read_text(path: Path) -> Iterator[str]:
+  """A UTF-8 text as it stands, in pieces, packed (.xz, .gz, .bz2) or not.
 
   Raises:
     ValueError: it is not UTF-8, or the archive is damaged.
   """
   opener = OPENERS[path.suffix if path.suffix in OPENERS else ""]
   try:
-    with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
-      yield from lines
+    with opener(path, "rt", encoding="utf-8", newline="") as file:
+      while piece := file.read(RECORD_BYTES):
+        yield piece
   except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
     if isinstance(error, OSError) and error.errno:  # else of gzip or bz2
       raise
@@ -180,6 +207,17 @@ def _cut(text: str, begin: int, end: int) -> int:
 def _write_shards(records: Iterable[bytes], template) -> tuple[list[int], int]:
   """Writes records one by one; how many each shard has, and the bytes of all."""
   lengths, sizes, paths = [], [], []
+  try:
+    _write_records(records, template, lengths, sizes, paths)
+  except RuntimeError as error:  # of the library, when the disk is full for one
+    raise OSError(errno.EIO, f"cannot write it: {error}", str(paths[-1])) from error
+  names = template.sharded_filepaths(len(paths))
+  for path, name in zip(paths, names, strict=True):
+    path.rename(name)
+  return lengths, sum(sizes)
+
+
+def _write_records(records, template, lengths: list, sizes: list, paths: list) -> None:
   writer = None
   try:
     for record in records:
@@ -193,12 +231,6 @@ def _write_shards(records: Iterable[bytes], template) -> tuple[list[int], int]:
       writer.write(record)
       lengths[-1] += 1
       sizes[-1] += len(record)
-  except RuntimeError as error:
-    raise OSError(errno.EIO, f"cannot write it: {error}", str(paths[-1])) from error
   finally:
     if writer is not None and writer.is_open():
       writer.close()
-  names = template.sharded_filepaths(len(paths))
-  for path, name in zip(paths, names, strict=True):
-    path.rename(name)
-  return lengths, sum(sizes)

@@ -23,7 +23,7 @@ class HubBuilder(TextBuilder, skip_registration=True):
   that it does not fit is refused.
 
   By hand: a copy of the repository, by the corpus's name, in the manual folder
-  (wiki40b/fi/train-00000-of-00002.parquet ...); it needs no list.
+  (wiki40b/fi/train-00000-of-00002.parquet ...); it needs no list, unless a file lacks.
 
   Attributes:
     REPOSITORY: owner/name.
@@ -47,24 +47,30 @@ class HubBuilder(TextBuilder, skip_registration=True):
     local = Path(self.manual_dir or "", self.name, folder)
     given = local.glob(f"{split}-*") if self.manual_dir else ()
     known = {path.name: {} for path in given}
-    source, listed = local, not known
-    if listed:
-      url = f"{HUB}/api/datasets/{self.REPOSITORY}/tree/main/{folder}"
-      source = get(File(url, f"{self.name}-{folder}-files.json"))
-      known = _read_list(source)
+    source, listed = local, {}
+    if not known:
+      source, listed = self._get_list(get, folder)
+      known = listed
     pattern = re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet")
     counts = {found[1] for name in known if (found := pattern.fullmatch(name))}
     count = counts.pop() if len(counts) == 1 else "0"
     names = [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
-    if not names or listed and not known.keys() >= set(names):
+    if names and not known.keys() >= set(names):
+      source, listed = (source, listed) if listed else self._get_list(get, folder)
+    if not names or listed and not listed.keys() >= set(names):
       raise ValueError(f"{source}: expected all of {split}-00000-of-NNNNN.parquet and "
-                       f"so on, got {', '.join(sorted(known)) or 'nothing'}")
+                       f"so on, got {', '.join(sorted(listed or known)) or 'nothing'}")
     for name in names:
-      if not listed and name in known:
+      if known is not listed and name in known:
         yield local / name
         continue
       url = f"{HUB}/datasets/{self.REPOSITORY}/resolve/main/{folder}/{name}"
-      yield get(File(url, f"{self.name}-{folder}-{name}", **known.get(name, {})))
+      yield get(File(url, f"{self.name}-{folder}-{name}", **listed[name]))
+
+  def _get_list(self, get: Callable[[File], Path], folder: str) -> tuple[Path, dict]:
+    url = f"{HUB}/api/datasets/{self.REPOSITORY}/tree/main/{folder}"
+    path = get(File(url, f"{self.name}-{folder}-files.json"))
+    return path, _read_list(path)
 
 
 def read_texts(path: Path) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dpjax.data.builders.base import TextBuilder, read_lines
+from dpjax.data.builders.base import TextBuilder, read_text
 from dpjax.data.builders.lm1b import read_tar
 
 ARCHIVE = "simple-examples.tgz"
@@ -46,7 +46,7 @@ class PennTreebank(TextBuilder, skip_registration=True):
       }
     paths = {split: folder / name for split, name in NAMES.items()}
     if all(path.exists() for path in paths.values()):
-      return {split: read_lines(path) for split, path in paths.items()}
+      return {split: read_text(path) for split, path in paths.items()}
     raise ValueError(
       f"{self.name}: expected {ARCHIVE} (or {', '.join(NAMES.values())}, or a folder "
       f"{self.name} with train.txt, valid.txt, test.txt) in the folder {folder}, got "
