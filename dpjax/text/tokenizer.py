@@ -94,6 +94,9 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
   Only "\n" ends a line. Where no space is in reach, the cut falls anywhere.
   """
   for line in re.findall(r"[^\n]*\n|[^\n]+", text):
+    if len(line) <= longest:
+      yield line
+      continue
     begin = 0
     while len(line) - begin > longest:
       space = line.rfind(" ", begin + 1, begin + longest + 1)
