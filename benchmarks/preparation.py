@@ -2,7 +2,7 @@
 
   python benchmarks/preparation.py --out results/preparation
 
-writes results/preparation.json (about 12 minutes on 2 cores; --quick: half a minute, 20 MB
+writes results/preparation.json and .png (about 12 minutes on 2 cores; --quick: half a minute, 20 MB
 of text). The text is 1 GB of words at random, with frequencies by Zipf's law.
 
 "alone" reads the text and encodes it with the library, all its threads, 1 MiB of whole
@@ -224,6 +224,33 @@ def time_models(repetitions: int) -> dict:
   }
 
 
+def draw_figure(report: dict, path: pathlib.Path) -> None:
+  """MB/s of every kind and way, and tokens a second of batches and models."""
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  figure, axes = pyplot.subplots(1, 2, figsize=(12, 4))
+  speeds = {
+    f"{kind}\n{way}": rows[way]["mb_per_second"]
+    for kind, rows in report["encoding"].items()
+    for way in ("alone", "prepare")
+    if way in rows
+  }
+  axes[0].bar(list(speeds), list(speeds.values()))
+  axes[0].set_title("text to tokens, MB/s")
+  rates = report["batches"] | report["model"]
+  colors = ["C0"] * len(report["batches"]) + ["C1"] * len(report["model"])
+  axes[1].bar(list(rates), list(rates.values()), color=colors)
+  axes[1].set_yscale("log")
+  axes[1].set_title("tokens/s: batches, and training steps of the quickstart's size")
+  for axis in axes:
+    axis.tick_params(axis="x", labelrotation=45, labelsize=8)
+  figure.tight_layout()
+  figure.savefig(path, dpi=100)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
@@ -267,6 +294,7 @@ def main():
     out = pathlib.Path(arguments.out or "results/preparation")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    draw_figure(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -120,6 +120,25 @@ def test_the_tables_of_what_token_pooling_costs_are_those_of_its_benchmarks():
     assert row in README, f"expected the row {row}"
 
 
+def test_what_is_said_of_preparation_is_measured():
+  measured = result("preparation")
+  said = re.sub(r"\s+", " ", README)
+  encoding = measured["encoding"]
+  bpe, unigram = encoding["bpe"], encoding["sentencepiece_unigram"]
+  peak = max(rows["prepare"]["peak_mib"] for rows in encoding.values())
+  for sentence in (
+    f"takes {bpe['prepare']['mb_per_second']:.1f} MB/s with byte-level BPE, "
+    f"{bpe['ratio']:.2f} of what the library alone reaches",
+    f"{unigram['prepare']['mb_per_second']:.1f} MB/s with SentencePiece, "
+    f"{unigram['ratio']:.2f} of it; "
+    f"{encoding['characters']['prepare']['mb_per_second']:.0f} MB/s as characters; in at "
+    f"most {peak:.0f} MiB",
+    f"gives {measured['batches_over_model']:.0f} times the tokens a second",
+  ):
+    assert sentence in said, f"expected the words {sentence}"
+  assert min(bpe["ratio"], unigram["ratio"]) >= 0.8
+
+
 def test_what_is_said_of_the_quickstart_is_measured():
   measured = result("quickstart")
   said = re.sub(r"\s+", " ", README)
