@@ -2,8 +2,8 @@
 
   python benchmarks/preparation.py --out results/preparation
 
-writes results/preparation.json and .png (about 12 minutes on 2 cores; --quick: half a minute, 20 MB
-of text). The text is 1 GB of words at random, with frequencies by Zipf's law.
+writes results/preparation.json and .png (about 9 minutes on 2 cores; --quick: half a
+minute, 20 MB of text). The text is 1 GB of words at random, with frequencies by Zipf's law.
 
 "alone" reads the text and encodes it with the library, all its threads, 1 MiB of whole
 lines a call, and throws the ids away. "prepare" is `dpjax.data.prepared.prepare`: it
