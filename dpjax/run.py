@@ -21,7 +21,7 @@ from dpjax import ops
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
-from dpjax.decoding.generate import generate
+from dpjax.decoding.generate import generate, generate_cached
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
@@ -167,9 +167,18 @@ class Run:
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
       jnp.arange(num_samples)
     )
-    new = self._generate(
+    longest = self.config.model.max_length
+    # A cache holds no more than the window, and pooled models have none yet.
+    has_room = len(ids) + length - 1 <= longest
+    is_cached = has_room and self.config.model.boundaries == "none"
+    num_ids = len(ids)
+    if is_cached:
+      # Few lengths of prompts, so that few programs are compiled.
+      ids = np.pad(ids, (0, min(_round_up(num_ids), longest) - num_ids))
+    new = (self._generate_cached if is_cached else self._generate)(
       self.params,
       np.tile(np.asarray(ids, np.int32), (num_samples, 1)),
+      *([np.full(num_samples, num_ids, np.int32)] if is_cached else []),
       keys,
       jnp.float32(temperature),
       jnp.float32(top_p),
@@ -177,6 +186,29 @@ class Run:
       top_k=top_k,
     )
     return [self.tokenizer.decode(row) for row in np.asarray(new)]
+
+  @cached_property
+  def _generate_cached(self):
+    def run(params, prompt, lengths, keys, temperature, top_p, *, length, top_k):
+      def step(tokens, cache, lengths):
+        output: Any = self.model.apply(
+          {"params": params}, tokens, cache=cache, lengths=lengths
+        )
+        return output.logits, output.cache
+
+      return generate_cached(
+        step,
+        self.model.init_cache(len(prompt)),
+        prompt,
+        lengths,
+        keys,
+        length=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+      )
+
+    return jax.jit(run, static_argnames=("length", "top_k"))
 
   @cached_property
   def _generate(self):
@@ -538,6 +570,11 @@ def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
     return other.params
 
   return read
+
+
+def _round_up(number: int) -> int:
+  """To a power of two."""
+  return 1 << (number - 1).bit_length()
 
 
 def _origin(data: prepared.Prepared) -> dict[str, str]:

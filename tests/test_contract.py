@@ -304,3 +304,48 @@ def test_every_parameter_has_a_gradient(mixer):
     grads["queries_keys_values"]["bias"] = bias[::2]
   for path, grad in jax.tree.leaves_with_path(grads):
     assert jnp.isfinite(grad).all() and (grad != 0).all(), jax.tree_util.keystr(path)
+
+
+# Chunks of the rows, as many real tokens of each; the rest is padding.
+CHUNKS = [(4, (4, 2)), (1, (1, 1)), (3, (0, 3)), (1, (1, 1)), (5, (5, 4))]
+
+
+def test_chunks_with_a_cache_give_what_the_whole_rows_give(mixer):
+  for settings, _ in mixer.reaches:
+    module = mixer(**settings)
+    params = draw_params(module)
+    inputs = draw()
+    whole = module.apply({"params": params}, inputs)
+
+    @jax.jit
+    def step(chunk, cache, lengths, module=module, params=params):
+      return module.apply({"params": params}, chunk, cache=cache, lengths=lengths)
+
+    cache = module.init_cache(BATCH, WIDTH)
+    structure, seen = jax.tree.structure(cache), [0] * BATCH
+    for size, lengths in CHUNKS:
+      chunk = np.full((BATCH, size, WIDTH), 1e3, np.float32)
+      for row, length in enumerate(lengths):
+        chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
+      output, cache = step(chunk, cache, jnp.asarray(lengths, jnp.int32))
+      assert output.shape == chunk.shape and np.isfinite(output).all()
+      assert jax.tree.structure(cache) == structure
+      for row, length in enumerate(lengths):
+        found, expected = output[row, :length], whole[row, seen[row] :][:length]
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+        seen[row] += length
+    assert seen == [LENGTH, LENGTH]
+
+
+def test_a_cache_needs_no_lengths_where_all_is_real(mixer):
+  module = mixer()
+  params = draw_params(module)
+  inputs = draw()
+  whole = module.apply({"params": params}, inputs)
+  step = jax.jit(lambda x, cache: module.apply({"params": params}, x, cache=cache))
+  cache, outputs = module.init_cache(BATCH, WIDTH), []
+  for place in range(LENGTH):
+    output, cache = step(inputs[:, place : place + 1], cache)
+    outputs.append(output)
+  assert step._cache_size() == 1  # one program for all tokens
+  np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=1e-5, rtol=1e-5)

@@ -1,5 +1,6 @@
 """Whole runs, in this process: train, stop, go on, score, generate."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -130,6 +131,27 @@ def test_generation(finished):
   for wrong in (dict(num_samples=0), dict(seed=2**32), dict(length=2.5), dict(top_k=-1)):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected an integer"):
       run.generate("the ", **wrong)
+
+
+def test_a_cache_changes_no_text(finished):
+  """Within the window: beyond it every token comes from the window before it."""
+  _, run, _ = finished
+  without = dataclasses.replace(run)
+  without.__dict__["_generate_cached"] = (
+    lambda params, prompt, lengths, *rest, **settings: without._generate(
+      params, prompt[:, : int(lengths[0])], *rest, **settings
+    )
+  )
+  for prompt, settings in (
+    ("the cat", dict(length=13, temperature=0.0)),
+    ("", dict(length=19, seed=3, num_samples=3, top_p=0.9)),
+  ):
+    assert without.generate(prompt, **settings) == run.generate(prompt, **settings)
+  # Prompts of a bucket share their program.
+  before = run._generate_cached._cache_size()
+  run.generate("the ca", length=13, temperature=0.0)
+  run.generate("the c", length=13, temperature=0.0)
+  assert run._generate_cached._cache_size() == before
 
 
 def test_models_of_a_seed_get_the_same_random_windows():

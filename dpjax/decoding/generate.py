@@ -1,6 +1,7 @@
-"""Text, each token from the window before it. B batch, T position, V vocabulary."""
+"""Text, token by token. B batch, P position of a prompt, T position, V vocabulary."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +77,67 @@ def generate(
 
   buffer, _ = jax.lax.scan(add_token, buffer, jnp.arange(prompt_length, total))
   return buffer[:, prompt_length:]
+
+
+def generate_cached(
+  step: Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]],
+  cache: Any,
+  prompt: jax.Array,
+  lengths: jax.Array,
+  keys: jax.Array,
+  *,
+  length: int,
+  temperature: float | jax.Array = 1.0,
+  top_k: int = 0,
+  top_p: float | jax.Array = 1.0,
+) -> jax.Array:
+  """Continues prompts of different lengths, each token at the cost of one.
+
+    next token = last + 1, prompt [[3, 4], [7, -]], lengths [2, 1], length 3
+    ->  [[5, 6, 7], [8, 9, 10]]
+
+  The prompts go through the model at once, then every new token by itself, with a cache
+  of what came before. Draws are those of `generate`: by a row's key and the position.
+
+  Args:
+    step: [B, C] tokens, a cache, and how many of each row's C are real ([B], or None for
+      all) -> [B, C, V] logits and the cache after them.
+    cache: of rows of which no token has been seen, with room for P + `length` - 1.
+    prompt: [B, P], integers, filled up behind each row's own.
+    lengths: [B], int32, in 1 .. P: the tokens of each prompt.
+    keys: [B], random keys; row i draws from keys[i] alone.
+    length: tokens to add, at least 1.
+    temperature: of `dpjax.decoding.sampling.sample`, as the following.
+    top_k: likewise.
+    top_p: likewise.
+
+  Returns:
+    [B, length], int32: the new tokens.
+
+  Raises:
+    ValueError: `length` < 1.
+  """
+  if length < 1:
+    raise ValueError(f"length: expected at least 1, got {length}")
+
+  def draw(logits_bv: jax.Array, position_b: jax.Array) -> jax.Array:
+    return sampling.sample(
+      logits_bv,
+      jax.vmap(jax.random.fold_in)(keys, position_b),
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+    )
+
+  def add_token(carry, i):
+    token_b, cache = carry
+    logits_b1v, cache = step(token_b[:, None], cache, None)
+    token_b = draw(logits_b1v[:, 0], lengths + i)
+    return (token_b, cache), token_b
+
+  logits_bpv, cache = step(prompt, cache, lengths)
+  last_b1v = jnp.take_along_axis(logits_bpv, lengths[:, None, None] - 1, axis=1)
+  first_b = draw(last_b1v[:, 0], lengths)
+  places = jnp.arange(1, length, dtype=lengths.dtype)
+  _, rest_tb = jax.lax.scan(add_token, (first_b, cache), places)
+  return jnp.concatenate([first_b[:, None], rest_tb.T], axis=1)

@@ -3,7 +3,7 @@
 B batch, T position, H head, E feature of a head, D width, R distance.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,14 @@ class SelfAttention(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: ops.AttentionCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Mixes [B, T, D]."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
     width = inputs.shape[-1]
@@ -48,19 +55,27 @@ class SelfAttention(nn.Module):
       name="queries_keys_values",
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
-    rate = 0.0 if deterministic else self.dropout
-    y_bthe = ops.causal_attention(
-      *(qkv_btphe[:, :, part] for part in range(3)),
-      dropout_rate=rate,
-      dropout_key=self.make_rng("dropout") if rate else None,
-    )
-    return nn.Dense(
+    qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
+    if cache is None:
+      rate = 0.0 if deterministic else self.dropout
+      key = self.make_rng("dropout") if rate else None
+      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key)
+    else:
+      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths)
+    y_btd = nn.Dense(
       width,
       use_bias=self.use_bias,
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
       name="out",
     )(y_bthe.reshape(inputs.shape))
+    return y_btd if cache is None else (y_btd, cache)
+
+  def init_cache(self, batch: int, width: int) -> ops.AttentionCache:
+    """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
+    return ops.init_attention_cache(
+      batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
+    )
 
 
 class RelativePositions(NamedTuple):
@@ -108,6 +123,18 @@ class SharedPositions(nn.Module):
     return RelativePositions(table, content, position)
 
 
+class RelativeAttentionCache(NamedTuple):
+  """What `RelativeAttention` knows of the tokens so far.
+
+  Attributes:
+    attention: keys and values.
+    distances: [R, H, E], the projected table, which is computed where a row begins.
+  """
+
+  attention: ops.AttentionCache
+  distances: jax.Array
+
+
 class RelativeAttention(nn.Module):
   """Multi-head attention with relative positions (`dpjax.ops.relative_attention`).
 
@@ -137,10 +164,17 @@ class RelativeAttention(nn.Module):
     *,
     deterministic: bool = True,
     positions: RelativePositions | None = None,
-  ) -> jax.Array:
-    """Mixes [B, T, D]; `positions` of at least T distances are those that layers share."""
+    cache: RelativeAttentionCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
+    """Mixes [B, T, D]; `positions` are those that layers share.
+
+    They have at least T distances, with a cache `max_length`.
+    """
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
     length, width = inputs.shape[1:]
+    if cache is not None:
+      length = self.max_length
     if positions is None:
       positions = SharedPositions(
         self.num_heads, self.position_dropout, self.init_std, self.dtype, name="positions"
@@ -151,20 +185,38 @@ class RelativeAttention(nn.Module):
       (3, width), dtype=self.dtype, kernel_init=kernel_init, name="queries_keys_values"
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head[1:])
-    r_rd = nn.Dense(
-      width, dtype=self.dtype, kernel_init=kernel_init, name="distances"
-    )(positions.table[:length])
-    rate = 0.0 if deterministic else self.dropout
-    y_bthe = ops.relative_attention(
-      qkv_btphe[:, :, 0],
-      qkv_btphe[:, :, 1],
-      qkv_btphe[:, :, 2],
-      r_rd.reshape(per_head),
-      positions.content_bias,
-      positions.position_bias,
-      dropout_rate=rate,
-      dropout_key=self.make_rng("dropout") if rate else None,
-    )
-    return nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="out")(
+    project = nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="distances")
+    qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
+    biases = positions.content_bias, positions.position_bias
+    if cache is None:
+      rate = 0.0 if deterministic else self.dropout
+      y_bthe = ops.relative_attention(
+        *qkv,
+        project(positions.table[:length]).reshape(per_head),
+        *biases,
+        dropout_rate=rate,
+        dropout_key=self.make_rng("dropout") if rate else None,
+      )
+    else:
+      # [R, D] times [D, D] at every token would be most of its cost.
+      known_rhe = cache.distances
+      r_rhe = nn.cond(
+        jnp.any(cache.attention.length == 0),
+        lambda project: project(positions.table[:length]).reshape(per_head),
+        lambda project: known_rhe,
+        project,
+      )
+      y_bthe, kept = ops.relative_attention_cached(
+        *qkv, r_rhe, *biases, cache.attention, lengths=lengths
+      )
+      cache = RelativeAttentionCache(kept, r_rhe)
+    y_btd = nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="out")(
       y_bthe.reshape(inputs.shape)
     )
+    return y_btd if cache is None else (y_btd, cache)
+
+  def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:
+    """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
+    shape = self.num_heads, width // self.num_heads
+    kept = ops.init_attention_cache(batch, self.max_length, *shape, self.dtype)
+    return RelativeAttentionCache(kept, jnp.zeros((self.max_length, *shape), self.dtype))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +100,26 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self, inputs: jax.Array, *, deterministic: bool = True, **mixer_inputs
-  ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]; the mixer is given `mixer_inputs`, too."""
-    mix = partial(self.make_mixer(name="mixer"), **mixer_inputs)
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: Any = None,
+    **mixer_inputs,
+  ) -> Any:
+    """[B, T, D] -> [B, T, D], and with a cache that of the mixer after it.
+
+    The mixer is given `mixer_inputs`, too.
+    """
+    mixer = self.make_mixer(name="mixer")
+
+    def mix(x: jax.Array, *, deterministic: bool) -> jax.Array:
+      nonlocal cache
+      if cache is None:
+        return mixer(x, deterministic=deterministic, **mixer_inputs)
+      y, cache = mixer(x, deterministic=deterministic, cache=cache, **mixer_inputs)
+      return y
+
     feed_forward = FeedForward(
       self.hidden_width,
       self.activation,
@@ -119,4 +136,4 @@ class Block(nn.Module):
         x = norm(x + drop(branch(x, deterministic=deterministic)))
       else:
         x = x + drop(branch(norm(x), deterministic=deterministic))
-    return x
+    return x if cache is None else (x, cache)

@@ -7,6 +7,8 @@ this differs from the authors' code:
 - K = ceil(log2(max_length)), there the floor (the same at powers of two).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -48,19 +50,29 @@ class Dispatcher(nn.Module):
     *,
     deterministic: bool = True,
     level_keep: jax.Array | None = None,
-  ) -> jax.Array:
+    cache: ops.ShiftAndSumCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
-    num_levels = self.num_levels or max(1, ops.num_levels(self.max_length))
+    num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
     x_bthe = inputs.reshape(*inputs.shape[:2], self.num_heads, -1)
     v_bthe = _linear(self, x_bthe.shape[-1], "values")(x_bthe)
     g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_bthe))
-    v_bthe = ops.shift_and_sum(
-      v_bthe, g_bthk, level_keep=level_keep, implementation=self.implementation
-    )
-    return _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths)
+    y_btd = _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
+    return y_btd if cache is None else (y_btd, cache)
+
+  def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
+    """See `dpjax.layers.mixer.Mixer`; [B, 2**K - 1, H, E], whatever the length."""
+    features = width // self.num_heads
+    return ops.init_shift_and_sum_cache(batch, self.num_heads, features, self._num_levels)
+
+  @property
+  def _num_levels(self) -> int:
+    return self.num_levels or max(1, ops.num_levels(self.max_length))
 
 
 class MultiHeadDispatcher(Dispatcher):
@@ -77,11 +89,13 @@ class MultiHeadDispatcher(Dispatcher):
     *,
     deterministic: bool = True,
     level_keep: jax.Array | None = None,
-  ) -> jax.Array:
+    cache: ops.ShiftAndSumCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
     width = inputs.shape[-1]
-    num_levels = self.num_levels or max(1, ops.num_levels(self.max_length))
+    num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
       if level_keep is not None:
@@ -90,10 +104,18 @@ class MultiHeadDispatcher(Dispatcher):
     v_bthe = _linear(self, width, "values")(inputs).reshape(per_head)
     g_btc = _linear(self, self.num_heads * num_levels, "gates")(inputs)
     g_bthk = g_btc.reshape(*per_head[:3], num_levels)
-    v_bthe = ops.shift_and_sum(
-      v_bthe, g_bthk, level_keep=level_keep, implementation=self.implementation
-    )
-    return _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths)
+    y_btd = _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
+    return y_btd if cache is None else (y_btd, cache)
+
+
+def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths):
+  if cache is not None:
+    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
+  v_bthe = ops.shift_and_sum(
+    v_bthe, g_bthk, level_keep=level_keep, implementation=module.implementation
+  )
+  return v_bthe, None
 
 
 def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:

@@ -51,8 +51,20 @@ class TokenAndPosition(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
+  def __call__(
+    self,
+    tokens: jax.Array,
+    *,
+    deterministic: bool = True,
+    start: jax.Array | None = None,
+  ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
+
+    Args:
+      tokens: [B, T].
+      deterministic: False in training.
+      start: [B], the position of each row's first token; None: 0. Learned positions
+        from `max_length` on are those of the last.
 
     Raises:
       ValueError: T is above `max_length`, or `tokens` is not [B, T].
@@ -76,9 +88,18 @@ class TokenAndPosition(nn.Module):
     scale = jnp.asarray(self.width**0.5, self.dtype)
     if self.positions == "learned":
       shape = (self.max_length, self.width)
-      table = self.param("positions", embedding_init, shape, jnp.float32)[:length]
-      x_btd = (x_btd + table.astype(self.dtype)[None]) * scale
+      table = self.param("positions", embedding_init, shape, jnp.float32)
+      x_btd = (x_btd + _rows(table, start, length).astype(self.dtype)) * scale
     elif self.positions == "sinusoidal":
-      table = sinusoidal_positions(length, self.width)
-      x_btd = x_btd * scale + jnp.asarray(table, self.dtype)[None]
+      table = sinusoidal_positions(self.max_length, self.width)
+      table_btd = _rows(jnp.asarray(table), start, length).astype(self.dtype)
+      x_btd = x_btd * scale + table_btd
     return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+
+
+def _rows(table: jax.Array, start: jax.Array | None, length: int) -> jax.Array:
+  """[1, T, D] from 0 on, or [B, T, D] from `start` on."""
+  if start is None:
+    return table[None, :length]
+  place_bt = start[:, None] + jnp.arange(length, dtype=start.dtype)[None]
+  return jnp.take(table, place_bt, axis=0, mode="clip")

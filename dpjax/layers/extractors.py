@@ -15,6 +15,8 @@ with * element-wise. As they stand the sums cost O(l**2); `dpjax.ops.causal_conv
 has forms of them that cost O(l log l).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -45,16 +47,29 @@ class HE(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: ops.ConvolutionCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Mixes [B, T, D]."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
-    y_btd = self._extraction(inputs)
+    y_btd, cache = self._extraction(inputs, cache, lengths)
     if self.adjustment:
       y_btd = _linear(self, "adjustment", inputs) * y_btd
-    return _linear(self, "out", y_btd) if self.output_projection else y_btd
+    if self.output_projection:
+      y_btd = _linear(self, "out", y_btd)
+    return y_btd if cache is None else (y_btd, cache)
 
-  def _extraction(self, inputs: jax.Array) -> jax.Array:
-    return _extract(self, _linear(self, "values", inputs), inputs.shape[-1])
+  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
+    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
+
+  def _extraction(self, inputs: jax.Array, *cached):
+    return _extract(self, _linear(self, "values", inputs), cached, inputs.shape[-1])
 
 
 class SHE(HE):
@@ -63,8 +78,8 @@ class SHE(HE):
   The attributes are those of `HE`.
   """
 
-  def _extraction(self, inputs: jax.Array) -> jax.Array:
-    return _extract(self, inputs, inputs.shape[-1], inputs.shape[-1])
+  def _extraction(self, inputs: jax.Array, *cached):
+    return _extract(self, inputs, cached, inputs.shape[-1], inputs.shape[-1])
 
 
 class WE(HE):
@@ -73,8 +88,8 @@ class WE(HE):
   The attributes are those of `HE`.
   """
 
-  def _extraction(self, inputs: jax.Array) -> jax.Array:
-    return _extract(self, inputs, inputs.shape[-1])
+  def _extraction(self, inputs: jax.Array, *cached):
+    return _extract(self, inputs, cached, inputs.shape[-1])
 
 
 class ME(nn.Module):
@@ -93,13 +108,26 @@ class ME(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: ops.ConvolutionCache | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Mixes [B, T, D]."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
-    return _extract(self, inputs)
+    y_btd, cache = _extract(self, inputs, (cache, lengths))
+    return y_btd if cache is None else (y_btd, cache)
+
+  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
+    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
 
 
-def _extract(module, x_btd: jax.Array, *tap_shape: int) -> jax.Array:
+def _extract(module, x_btd: jax.Array, cached, *tap_shape: int):
+  """The sum, and the cache after it, or None."""
   length = module.max_length
   fan_in = length * (tap_shape[0] if len(tap_shape) == 2 else 1)
   taps = module.param(
@@ -108,11 +136,12 @@ def _extract(module, x_btd: jax.Array, *tap_shape: int) -> jax.Array:
     (length, *tap_shape),
     jnp.float32,
   )
-  return ops.causal_convolution(
-    x_btd.astype(module.dtype),
-    taps.astype(module.dtype),
-    implementation=module.implementation,
-  )
+  x_btd, taps = x_btd.astype(module.dtype), taps.astype(module.dtype)
+  cache, lengths = cached
+  if cache is not None:
+    return ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths)
+  y_btd = ops.causal_convolution(x_btd, taps, implementation=module.implementation)
+  return y_btd, None
 
 
 def _linear(module, name: str, x_btd: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -13,14 +13,41 @@ class Mixer(Protocol):
   1 <= T <= `max_length`. Random choices come from the "dropout" stream, and only
   where `deterministic` is False.
 
+  With a cache it takes the rows in chunks of any size, one token for one, and gives what
+  it would give for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
+  is a pytree of arrays, the same for chunks of all sizes, passed in and out.
+
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
   """
 
   max_length: int
 
-  def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
-    """Mixes the positions of [B, T, D]."""
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: Any = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
+    """Mixes the positions of [B, T, D].
+
+    Args:
+      inputs: [B, T, D]; with a cache, what comes after what it has seen.
+      deterministic: False in training.
+      cache: None, or of `init_cache`, or what the call before gave.
+      lengths: [B], int32, with a cache: how many of a row's T positions are real, the
+        rest behind them being padding; None: all.
+
+    Returns:
+      [B, T, D], or with a cache that and the cache after it; outputs of padding mean
+      nothing.
+    """
+    ...
+
+  def init_cache(self, batch: int, width: int) -> Any:
+    """The cache of B rows of which nothing has been seen; it needs no parameters."""
     ...
 
 

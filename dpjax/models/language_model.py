@@ -11,6 +11,18 @@ from dpjax.layers import blocks, embeddings, initializers
 from dpjax.models.stack import Stack
 
 
+class LanguageModelCache(NamedTuple):
+  """What a model knows of the tokens so far.
+
+  Attributes:
+    length: [B], int32, how many of each row it has seen.
+    layers: of each array of the mixers' caches, one for every layer, [num_layers, ...].
+  """
+
+  length: jax.Array
+  layers: Any
+
+
 class LanguageModelOutput(NamedTuple):
   """What a language model returns.
 
@@ -19,11 +31,13 @@ class LanguageModelOutput(NamedTuple):
     boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. Of a
       number type as `dpjax.models.hourglass.HourglassOutput` says.
     boundary_logits: [B, T], of the predictor; None without one.
+    cache: after these tokens, where one was given.
   """
 
   logits: jax.Array
   boundaries: jax.Array | None = None
   boundary_logits: jax.Array | None = None
+  cache: LanguageModelCache | None = None
 
 
 class LanguageModel(nn.Module):
@@ -68,8 +82,17 @@ class LanguageModel(nn.Module):
     boundaries: jax.Array | None = None,
     boundary_noise: jax.Array | None = None,
     capacity: int | None = None,
+    cache: LanguageModelCache | None = None,
+    lengths: jax.Array | None = None,
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
+
+    With a cache the tokens go on where it ended, and the logits are those of a pass over
+    the whole rows:
+
+      cache = model.init_cache(batch)
+      output = model.apply(variables, prompt, cache=cache)
+      output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
 
     Args:
       tokens: [B, T], integers in [0, V).
@@ -78,6 +101,9 @@ class LanguageModel(nn.Module):
         in place of its own.
       boundary_noise: as `dpjax.models.hourglass.Hourglass` takes it.
       capacity: likewise.
+      cache: None, or of `init_cache`, or of the output before.
+      lengths: [B], int32, with a cache: how many of each row's tokens are real, those
+        behind them being padding that leaves no trace; None: all.
 
     Returns:
       `LanguageModelOutput`.
@@ -95,12 +121,18 @@ class LanguageModel(nn.Module):
       self.init_std,
       self.dtype,
       name="embedding",
-    )(tokens, deterministic=deterministic)
+    )(
+      tokens,
+      deterministic=deterministic,
+      start=None if cache is None else cache.length,
+    )
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
     boundaries = boundary_logits = None
     if self.make_hourglass is not None:
+      if cache is not None:
+        raise ValueError("cache: expected none for a model with token pooling, got one")
       x_btd, boundaries, boundary_logits = self.make_hourglass(name="hourglass")(
         x_btd, tokens, deterministic=deterministic, **of_pooling
       )
@@ -116,8 +148,17 @@ class LanguageModel(nn.Module):
       if self.make_positions is not None:
         positions = self.make_positions(name="relative_positions")
       x_btd = self.layers.apply(
-        x_btd, name="layers", deterministic=deterministic, positions=positions
+        x_btd,
+        name="layers",
+        deterministic=deterministic,
+        positions=positions,
+        caches=None if cache is None else cache.layers,
+        lengths=lengths,
       )
+      if cache is not None:
+        x_btd, layers = x_btd
+        new = tokens.shape[1] if lengths is None else lengths
+        cache = LanguageModelCache(cache.length + new, layers)
     if self.final_norm:
       x_btd = blocks.layer_norm(self.dtype, "final_norm", self.norm_init_std)(x_btd)
     logits_btv = nn.Dense(
@@ -128,4 +169,15 @@ class LanguageModel(nn.Module):
       ),
       name="logits",
     )(x_btd)
-    return LanguageModelOutput(logits_btv, boundaries, boundary_logits)
+    return LanguageModelOutput(logits_btv, boundaries, boundary_logits, cache)
+
+  def init_cache(self, batch: int) -> LanguageModelCache:
+    """The cache of B rows of which no token has been seen; it needs no parameters.
+
+    Raises:
+      ValueError: the model has token pooling.
+    """
+    if self.layers is None:
+      raise ValueError("cache: expected none for a model with token pooling, got one")
+    layers = self.layers.init_caches(batch, self.width)
+    return LanguageModelCache(jnp.zeros(batch, jnp.int32), layers)

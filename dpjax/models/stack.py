@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
@@ -41,7 +42,9 @@ class Stack:
     positions: nn.Module | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-  ) -> jax.Array:
+    caches: Any = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
     """Applies the blocks within a compact method of the module that they belong to.
 
     Args:
@@ -51,15 +54,20 @@ class Stack:
       positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
       sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
       needed: int scalar, how many positions will be read, where there are capacities.
+      caches: of `init_caches`, or what the call before gave: x_btd goes on from there.
+      lengths: [B], with caches: how many positions of each row are real; None: all.
 
     Returns:
-      [B, T, D].
+      [B, T, D], and with caches those after it.
     """
     shared = None
     if self.has_positions and positions is not None:
-      shared = positions(*x_btd.shape[1:], deterministic=deterministic)
+      length = x_btd.shape[1] if caches is None else self.make_mixer().max_length
+      shared = positions(length, x_btd.shape[2], deterministic=deterministic)
 
-    def apply_block(block, x_btd, _):
+    def apply_block(block, x_btd, cache):
+      if cache is not None:
+        return block(x_btd, cache=cache, lengths=lengths, **_shared(shared))
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
         return block(x_btd, deterministic=deterministic, **_shared(shared)), None
@@ -89,8 +97,18 @@ class Stack:
       length=self.num_layers,
       unroll=1 if self.scan_layers else self.num_layers,
     )
-    x_btd, _ = scan(self.make_block(name=name), x_btd, None)
-    return x_btd
+    x_btd, caches = scan(self.make_block(name=name), x_btd, caches)
+    return x_btd if caches is None else (x_btd, caches)
+
+  def init_caches(self, batch: int, width: int) -> Any:
+    """Those of all layers for B rows of width D, each array [num_layers, ...]."""
+    cache = self.make_mixer().init_cache(batch, width)
+    return jax.tree.map(lambda x: jnp.stack([x] * self.num_layers), cache)
+
+  def make_mixer(self) -> Any:
+    """A mixer of the blocks on its own, without parameters."""
+    block: Any = self.make_block
+    return block.keywords["make_mixer"](parent=None)
 
 
 def _shared(positions: attention.RelativePositions | None) -> dict[str, Any]:

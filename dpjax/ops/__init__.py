@@ -1,6 +1,12 @@
 """The papers' equations as pure functions on arrays; they need JAX alone."""
 
 from dpjax.ops.attention import causal_attention, relative_attention, relative_positions
+from dpjax.ops.attention_cache import (
+  AttentionCache,
+  causal_attention_cached,
+  init_attention_cache,
+  relative_attention_cached,
+)
 from dpjax.ops.boundaries import (
   binomial_prior_loss,
   conditional_entropy,
@@ -11,6 +17,13 @@ from dpjax.ops.boundaries import (
 )
 from dpjax.ops.capacity import capacities, run_at_capacity
 from dpjax.ops.causal_convolution import causal_convolution
+from dpjax.ops.causal_convolution_cache import (
+  ConvolutionCache,
+  OnlineConvolutionCache,
+  causal_convolution_cached,
+  init_convolution_cache,
+  init_online_convolution_cache,
+)
 from dpjax.ops.dropout import dropout
 from dpjax.ops.segments import (
   check_boundaries,
@@ -19,12 +32,23 @@ from dpjax.ops.segments import (
   upsample_segments,
 )
 from dpjax.ops.shift_and_sum import dispatch_matrix, num_levels, shift_and_sum
+from dpjax.ops.shift_and_sum_cache import (
+  ShiftAndSumCache,
+  init_shift_and_sum_cache,
+  shift_and_sum_cached,
+)
 
 __all__ = [
+  "AttentionCache",
+  "ConvolutionCache",
+  "OnlineConvolutionCache",
+  "ShiftAndSumCache",
   "binomial_prior_loss",
   "capacities",
   "causal_attention",
+  "causal_attention_cached",
   "causal_convolution",
+  "causal_convolution_cached",
   "check_boundaries",
   "conditional_entropy",
   "dispatch_matrix",
@@ -32,13 +56,19 @@ __all__ = [
   "entropy_spikes",
   "fixed_boundaries",
   "gumbel_sigmoid",
+  "init_attention_cache",
+  "init_convolution_cache",
+  "init_online_convolution_cache",
+  "init_shift_and_sum_cache",
   "num_levels",
   "pool_segments",
   "relative_attention",
+  "relative_attention_cached",
   "relative_positions",
   "run_at_capacity",
   "segment_ids",
   "shift_and_sum",
+  "shift_and_sum_cached",
   "upsample_segments",
   "whitespace_boundaries",
 ]

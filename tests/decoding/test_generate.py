@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.decoding.generate import generate
+from dpjax.decoding.generate import generate, generate_cached
 
 VOCAB = 13
 
@@ -110,3 +110,78 @@ def test_bad_input_is_refused(prompt_length, length, message):
   keys = jax.random.split(jax.random.key(0), 2)
   with pytest.raises(ValueError, match=message):
     generate(counter, prompt, keys, length=length, window=7)
+
+
+def cached_window_sum(tokens, cache, lengths):
+  """`window_sum` with a cache: how many tokens came, and their sum."""
+  seen, total = cache
+  size = tokens.shape[1]
+  lengths = jnp.full(len(tokens), size) if lengths is None else lengths
+  is_real = jnp.arange(size)[None] < lengths[:, None]
+  places = seen[:, None] + jnp.arange(1, size + 1)[None]
+  totals = total[:, None] + jnp.cumsum(jnp.where(is_real, tokens * places, 0), axis=1)
+  logits = jax.nn.one_hot((totals + 1) % VOCAB, VOCAB)
+  return logits, (seen + lengths, totals[:, -1])
+
+
+def empty(batch):
+  return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+
+
+def test_prompts_of_different_lengths_go_on_by_themselves():
+  generator = np.random.default_rng(6)
+  lengths = np.array([3, 7, 1], np.int32)
+  prompt = generator.integers(VOCAB, size=(3, 7))
+  keys = jax.random.split(jax.random.key(0), 3)
+  run = jax.jit(partial(generate_cached, cached_window_sum, length=11, temperature=0.0))
+  found = run(empty(3), prompt, lengths, keys)
+  assert found.dtype == jnp.int32
+  for row, length in enumerate(lengths):
+    own = prompt[row : row + 1, :length]
+    assert found[row].tolist() == by_hand(own, 11, 100)[0]
+  # What fills up a prompt does not matter.
+  filled = np.where(np.arange(7)[None] < lengths[:, None], prompt, 12)
+  np.testing.assert_array_equal(run(empty(3), filled, lengths, keys), found)
+
+
+def test_draws_are_those_without_a_cache():
+  def even(tokens):
+    return jnp.zeros((*tokens.shape, 101))
+
+  def even_cached(tokens, cache, lengths):
+    return even(tokens), cache
+
+  prompt = np.array([[3, 1], [4, 1], [5, 9]])
+  keys = jax.random.split(jax.random.key(7), 3)
+  expected = generate(even, prompt, keys, length=23, window=30, top_p=0.7)
+  lengths = np.full(3, 2, np.int32)
+  run = partial(generate_cached, even_cached, None, length=23, top_p=0.7)
+  np.testing.assert_array_equal(run(prompt, lengths, keys), expected)
+  # A shorter prompt draws as one of its length, whatever stands beside it.
+  expected = generate(even, prompt[:1, :1], keys[:1], length=5, window=30)
+  run = partial(generate_cached, even_cached, None, length=5)
+  found = run(prompt, np.array([1, 2, 2], np.int32), keys)
+  np.testing.assert_array_equal(found[:1], expected)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_prompt_goes_through_the_model_at_once(length):
+  calls = []
+
+  def model(tokens, cache, lengths):
+    calls.append(tokens.shape)
+    return cached_window_sum(tokens, cache, lengths)
+
+  keys = jax.random.split(jax.random.key(0), 2)
+  prompt, lengths = np.ones((2, 5), np.int32), np.array([5, 2], np.int32)
+  tokens = generate_cached(model, empty(2), prompt, lengths, keys, length=length)
+  assert tokens.shape == (2, length)
+  # A scan traces its step once, however many there are.
+  assert calls[0] == (2, 5) and set(calls[1:]) <= {(2, 1)}
+
+
+def test_no_length_is_refused():
+  keys = jax.random.split(jax.random.key(0), 2)
+  prompt, lengths = np.ones((2, 5), np.int32), np.array([5, 2], np.int32)
+  with pytest.raises(ValueError, match="length: expected at least 1, got 0"):
+    generate_cached(cached_window_sum, empty(2), prompt, lengths, keys, length=0)

@@ -1,0 +1,389 @@
+"""Causal convolution token by token, with caches that are passed in and out.
+
+Letters: B batch, C positions of a chunk, T position, L tap, D feature read, E feature
+written, K inputs of the smallest block, J doublings of it, U inputs of a block.
+
+The equation is that of `causal_convolution`. Both caches are pytrees of arrays whose
+shapes never change, which suits `lax.scan` and donated arguments of `jax.jit`.
+
+Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
+on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
+too lazy", JSC 34, 2002, for the blocks of `OnlineConvolutionCache`; Oncescu et al. 2024,
+arXiv:2410.12982, and Agarwal et al. 2024, arXiv:2410.03766, for their use in decoding.
+"""
+
+import functools
+from typing import NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpjax.ops.causal_convolution import causal_convolution
+
+
+class ConvolutionCache(NamedTuple):
+  """The last L inputs of every row.
+
+  A step costs O(L D), with matrix taps O(L D E).
+
+  Attributes:
+    inputs: [B, L, D], a ring: position t is at t modulo L; zeros where nothing was yet.
+    length: [B] int32, how many inputs a row has had.
+  """
+
+  inputs: jax.Array
+  length: jax.Array
+
+
+class OnlineConvolutionCache(NamedTuple):
+  """The last L inputs, and what they already give to outputs to come.
+
+  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of
+  O(D T L): a step adds up the inputs of the last few steps only, what those before
+  give is there already. Each time that a power of two of steps is complete, an FFT
+  computes what the inputs of all of them give to the next so many outputs. The block
+  that ends with a step is the largest power of two that divides the step's number,
+
+    step     1  2  3  4  5  6  7  8
+    block    1  2  1  4  1  2  1  8
+
+  and takes the place of the smaller ones before it: after step 7 there are blocks of
+  4, 2 and 1, and after step 8 one of 8. Blocks of less than K inputs are not worth an
+  FFT. A power of two that is at least L counts as all inputs so far, and so does a
+  longer chunk; there the count begins again. Steps are counted for all rows together,
+  though a row may have an input in some of them only. A block is computed by the step
+  after it, so that step takes longer than others.
+
+  Attributes:
+    inputs: [B, L, D], as in `ConvolutionCache`.
+    length: [B] int32, as there.
+    begun: [B, J + 1] int32, the length when step was last a multiple of K 2**j.
+    pending: J + 1 arrays [B, K 2**j, D], the last one [B, L, D], float32 or float64:
+      what block j gives to the outputs from position `begun[:, j]` on. But for the
+      last it counts while step has the bit K 2**j.
+    step: [] int32, calls since the count began, less than K 2**J.
+  """
+
+  inputs: jax.Array
+  length: jax.Array
+  begun: jax.Array
+  pending: tuple[jax.Array, ...]
+  step: jax.Array
+
+
+_Cache = TypeVar("_Cache", ConvolutionCache, OnlineConvolutionCache)
+
+
+def init_convolution_cache(
+  batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32
+) -> ConvolutionCache:
+  """A `ConvolutionCache` of rows that had no inputs yet.
+
+  For 2 rows, 3 taps and a width of 5 the inputs are zeros of shape (2, 3, 5), and the
+  length is [0, 0].
+
+  Args:
+    batch: B.
+    num_taps: L.
+    width: D.
+    dtype: of the inputs.
+
+  Returns:
+    The cache.
+
+  Raises:
+    ValueError: a size is below 1, or the dtype is not one of floats.
+  """
+  for name, size in (("batch", batch), ("num_taps", num_taps), ("width", width)):
+    if size < 1:
+      raise ValueError(f"{name}: expected at least 1, got {size}")
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f"dtype: expected one of floats, got {jnp.dtype(dtype).name}")
+  return ConvolutionCache(
+    inputs=jnp.zeros((batch, num_taps, width), dtype),
+    length=jnp.zeros(batch, jnp.int32),
+  )
+
+
+def init_online_convolution_cache(
+  batch: int,
+  num_taps: int,
+  width: int,
+  dtype: jnp.dtype = jnp.float32,
+  *,
+  block: int = 32,
+) -> OnlineConvolutionCache:
+  """An `OnlineConvolutionCache` of rows that had no inputs yet.
+
+  For 300 taps there are blocks of 32, 64, 128 and 256 inputs, and every 512 steps one of
+  all: J = 4.
+
+  Args:
+    batch: B.
+    num_taps: L.
+    width: D.
+    dtype: of the inputs.
+    block: K, a power of two; a step adds up to as many inputs.
+
+  Returns:
+    The cache.
+
+  Raises:
+    ValueError: a size is below 1, the dtype is not one of floats, or the block is not
+      a power of two.
+  """
+  inputs, length = init_convolution_cache(batch, num_taps, width, dtype)
+  if block < 1 or block & (block - 1):
+    raise ValueError(f"block: expected a power of two, got {block}")
+  sizes = _block_sizes(block, num_taps)
+  sum_dtype = _sum_dtype(inputs.dtype)
+  return OnlineConvolutionCache(
+    inputs=inputs,
+    length=length,
+    begun=jnp.zeros((batch, len(sizes)), jnp.int32),
+    pending=tuple(jnp.zeros((batch, size, width), sum_dtype) for size in sizes),
+    step=jnp.zeros((), jnp.int32),
+  )
+
+
+def causal_convolution_cached(
+  inputs: jax.Array,
+  taps: jax.Array,
+  cache: _Cache,
+  *,
+  lengths: jax.Array | None = None,
+) -> tuple[jax.Array, _Cache]:
+  """Goes on with every row of a causal convolution where its cache ended.
+
+    y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
+
+  Up to L positions this is `causal_convolution` of all inputs so far, in whatever
+  chunks they came. That refuses more than L; here an input leaves the sum L positions
+  later, as if taps of zero followed. For the taps 2, 3 the chunks [1], [10, 100]
+  become [2], [23, 230].
+
+  Sums are carried in float32, in float64 where an argument has it. With a chunk of one
+  position a `ConvolutionCache` adds up the sum as it stands. A longer chunk costs
+  about `causal_convolution` of L + C positions and has its rounding errors; where an
+  input is inf or nan, outputs of the same chunk before it may be too, and with an
+  `OnlineConvolutionCache` some after it has left the sum.
+
+  Args:
+    inputs: [B, C, D], floats, C at least 1.
+    taps: [L], [L, D] or [L, D, E], floats; with an `OnlineConvolutionCache` not the
+      last. The same ones at every call.
+    cache: of the inputs so far.
+    lengths: [B] integers in 0..C: of each row the first so many inputs are real. The
+      others leave no trace, whatever they are; the outputs there mean nothing. None:
+      all are real.
+
+  Returns:
+    [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
+    this chunk in it.
+
+  Raises:
+    ValueError: an array has the wrong rank, size or kind of dtype, the cache is not
+      one of the two or not of these sizes and this dtype, or it can't be used with
+      these taps.
+  """
+  inputs, taps = jnp.asarray(inputs), jnp.asarray(taps)
+  _check(inputs, taps, cache)
+  batch, chunk, _ = inputs.shape
+  if lengths is None:
+    lengths_b = jnp.full(batch, chunk, jnp.int32)
+  else:
+    lengths_b = jnp.asarray(lengths)
+    if lengths_b.shape != (batch,) or not jnp.issubdtype(lengths_b.dtype, jnp.integer):
+      raise ValueError(f"lengths: expected integers of shape ({batch},), got "
+                       f"{lengths_b.dtype} {lengths_b.shape}")
+    lengths_b = lengths_b.clip(0, chunk).astype(jnp.int32)
+    real_bc = _range(chunk)[None] < lengths_b[:, None]
+    inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
+  if chunk == 1 and isinstance(cache, ConvolutionCache):
+    return _step(inputs, taps, cache, lengths_b)
+  if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
+    return _online_step(inputs, taps, cache, lengths_b)
+  num_taps = taps.shape[0]
+  past_bld = _positions(cache.inputs, cache.length - (num_taps - 1), num_taps - 1)
+  y_bte = causal_convolution(
+    jnp.concatenate([past_bld, inputs], axis=1),
+    jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)))
+  cache = cache._replace(
+    inputs=_written(cache, inputs, lengths_b), length=cache.length + lengths_b)
+  if isinstance(cache, OnlineConvolutionCache):
+    # The next step begins with what all inputs give.
+    cache = cache._replace(step=jnp.zeros((), jnp.int32))
+  return y_bte[:, num_taps - 1:], cast(_Cache, cache)
+
+
+def _check(inputs, taps, cache):
+  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
+    raise ValueError("inputs: expected floats [B, C, D], got "
+                     f"{inputs.dtype} {inputs.shape}")
+  if 0 in inputs.shape:
+    raise ValueError("inputs: expected at least one row, position and feature, got "
+                     f"shape {inputs.shape}")
+  if taps.ndim not in (1, 2, 3) or not jnp.issubdtype(taps.dtype, jnp.floating):
+    raise ValueError("taps: expected floats [L], [L, D] or [L, D, E], got "
+                     f"{taps.dtype} {taps.shape}")
+  if taps.ndim > 1 and taps.shape[1] != inputs.shape[2]:
+    raise ValueError(f"taps: expected a width of {inputs.shape[2]}, that of the "
+                     f"inputs, got shape {taps.shape}")
+  if not isinstance(cache, ConvolutionCache | OnlineConvolutionCache):
+    raise ValueError("cache: expected a ConvolutionCache or an "
+                     f"OnlineConvolutionCache, got {type(cache).__name__}")
+  if isinstance(cache, OnlineConvolutionCache) and taps.ndim == 3:
+    raise ValueError("taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
+                     f"shape {taps.shape}; matrices need a ConvolutionCache")
+  shape = inputs.shape[0], taps.shape[0], inputs.shape[2]
+  if cache.inputs.shape != shape or cache.inputs.dtype != inputs.dtype:
+    raise ValueError(f"cache: expected inputs of {inputs.dtype} {shape}, got "
+                     f"{cache.inputs.dtype} {cache.inputs.shape}")
+
+
+def _range(size):
+  return jnp.arange(size, dtype=jnp.int32)
+
+
+def _power_of_two(size):
+  """The smallest one that is at least `size`."""
+  return 1 << (size - 1).bit_length()
+
+
+def _block_sizes(block, num_taps):
+  """Of all blocks, [K, 2 K, .., L]."""
+  doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
+  return [*(block << j for j in range(doublings)), num_taps]
+
+
+def _sum_dtype(*dtypes):
+  return jnp.float64 if jnp.dtype("float64") in dtypes else jnp.float32
+
+
+def _positions(ring_bld, start_b, count):
+  """[B, count, D] of a ring, the positions from `start_b` on."""
+  slots_bu = (start_b[:, None] + _range(count)[None]) % ring_bld.shape[1]
+  take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
+  return take(ring_bld, slots_bu)
+
+
+def _written(cache, inputs, lengths_b):
+  """The ring with the first `lengths_b` of `inputs` in it, rows independent."""
+  ring_bld, length_b = cache.inputs, cache.length
+  num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
+  if chunk == 1:
+    # In place where the cache is donated. A row without an input puts a zero where the
+    # one of L positions ago was, which nothing reads any more.
+    write = jax.vmap(lambda x, slot, new: x.at[slot].set(new))
+    return write(ring_bld, length_b % num_taps, inputs[:, 0])
+  # Of the positions in a slot the last one.
+  last_b = length_b + lengths_b - 1
+  ago_bl = (last_b[:, None] - _range(num_taps)[None]) % num_taps
+  index_bl = lengths_b[:, None] - 1 - ago_bl
+  new_bld = jnp.take_along_axis(
+    inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
+  return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
+
+
+def _sum_of(x_bld, taps):
+  """[B, E], the sum of inputs times taps."""
+  if taps.ndim == 3:
+    return jnp.einsum("bld,lde->be", x_bld, taps)
+  return (x_bld * (taps if taps.ndim == 2 else taps[:, None])[None]).sum(axis=1)
+
+
+def _latest(ring_bld, length_b, count):
+  """[B, count, D], the inputs before position `length_b`, the newest first."""
+  slots_bu = (length_b[:, None] - 1 - _range(count)[None]) % ring_bld.shape[1]
+  take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
+  return take(ring_bld, slots_bu)
+
+
+def _step(x_b1d, taps, cache, lengths_b):
+  """One position. Written before it is read, as XLA would copy the ring otherwise."""
+  dtype = _sum_dtype(x_b1d.dtype, taps.dtype)
+  w = taps.astype(dtype)
+  ring_bld = _written(cache, x_b1d, lengths_b)
+  past_bld = _latest(ring_bld, cache.length, taps.shape[0] - 1).astype(dtype)
+  y_be = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bld, w[1:])
+  return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(
+    ring_bld, cache.length + lengths_b)
+
+
+def _online_step(x_b1d, taps, cache, lengths_b):
+  dtype = _sum_dtype(x_b1d.dtype, taps.dtype)
+  w = taps.astype(dtype)
+  block, last = _smallest_block(cache), len(cache.pending) - 1
+
+  # The ring is written before all that reads it, and read after all that writes it are
+  # the blocks: anything else makes XLA copy them at every step.
+  ring_bld = _written(cache, x_b1d, lengths_b)
+
+  def when(condition, change, value):
+    return lax.cond(condition, change, lambda x: x, value)
+
+  def complete(state):
+    begun_bj, pending = state
+
+    def given_by(j, _):
+      # Without the input L before this step's: that is where the ring was written.
+      size = w.shape[0] - 1 if j == last else block << j
+      x_bud = _positions(ring_bld, cache.length - size, size).astype(dtype)
+      if j == last:
+        x_bud = jnp.pad(x_bud, ((0, 0), (1, 0), (0, 0)))
+      else:
+        since_b = cache.length - begun_bj[:, j]
+        inside_bu = (size - _range(size))[None] <= since_b[:, None]
+        x_bud = jnp.where(inside_bu[:, :, None], x_bud, jnp.zeros((), dtype))
+      return _given(x_bud, w).astype(pending[j].dtype)
+
+    pending = tuple(
+      when(cache.step == 0 if j == last else cache.step % (2 * block << j) == block << j,
+           functools.partial(given_by, j), pending[j]) for j in range(last + 1))
+    begins_j = cache.step % jnp.asarray([block << j for j in range(last + 1)], jnp.int32)
+    begun_bj = jnp.where((begins_j == 0)[None], cache.length[:, None], begun_bj)
+    return begun_bj, pending
+
+  begun_bj, pending = when(
+    cache.step % block == 0, complete, (cache.begun, cache.pending))
+
+  # The newest inputs, which are in no block.
+  count = min(block, w.shape[0]) - 1
+  past_bud = _latest(ring_bld, cache.length, count).astype(dtype)
+  new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
+  past_bud = jnp.where(new_bu[:, :, None], past_bud, jnp.zeros((), dtype))
+  y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1:count + 1])
+  for j, given_bud in enumerate(pending):
+    since_b = cache.length - begun_bj[:, j]
+    counts_b = since_b < given_bud.shape[1]
+    if j < last:
+      counts_b &= jnp.full_like(counts_b, cache.step & (block << j) > 0)
+    given_bd = _positions(given_bud, since_b, 1)[:, 0].astype(dtype)
+    y_bd += jnp.where(counts_b[:, None], given_bd, jnp.zeros((), dtype))
+  return y_bd[:, None].astype(x_b1d.dtype), OnlineConvolutionCache(
+    inputs=ring_bld,
+    begun=begun_bj,
+    pending=pending,
+    length=cache.length + lengths_b,
+    step=(cache.step + 1) % (block << last),
+  )
+
+
+def _smallest_block(cache):
+  """K."""
+  num_taps, doublings = cache.inputs.shape[1], len(cache.pending) - 1
+  if doublings:
+    return cache.pending[0].shape[1]
+  return _power_of_two(num_taps)
+
+
+def _given(x_bud, w):
+  """What U inputs give to the U outputs after them, [B, U, D]."""
+  size = x_bud.shape[1]
+  # Of 3 U - 1 sums those from U to 2 U: the last ones may fall on the first.
+  period = 2 * _power_of_two(size)
+  x_bfd = jnp.fft.rfft(x_bud, period, axis=1)
+  w_fd = jnp.fft.rfft(w[:2 * size], period, axis=0)
+  y_btd = jnp.fft.irfft(x_bfd * w_fd.reshape(1, w_fd.shape[0], -1), period, axis=1)
+  return y_btd[:, size:2 * size]

@@ -1,0 +1,217 @@
+"""Shift-and-sum with a cache: it goes on where it stopped, token by token.
+
+Level k reads what it was given 2**k positions before, so the last 2**k working values
+of each level are all that the past leaves behind.
+
+Letters: B batch, C position in a chunk, H head, E feature of a head, K level, S place
+of the rings, M place that a chunk touches.
+
+Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; neither the paper nor the authors'
+code keeps a cache, they compute the whole window again for every token.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+
+
+class ShiftAndSumCache(NamedTuple):
+  """What `shift_and_sum_cached` knows of the tokens so far.
+
+  Attributes:
+    ring: [B, S, H, E], S = 2**K - 1, float32: the last 2**k working values v_k of
+      level k lie from place 2**k - 1 on, that of position t in the place t mod 2**k
+      of them. Zero where there was no token yet.
+    length: [B], int32: the tokens so far of each row.
+  """
+
+  ring: jax.Array
+  length: jax.Array
+
+
+def init_shift_and_sum_cache(
+  batch: int, num_heads: int, features: int, num_levels: int
+) -> ShiftAndSumCache:
+  """The cache before the first token: zeros.
+
+  It takes 4 * B * (2**K - 1) * H * E bytes and does not grow: 1 MB for K = 9 levels
+  (512 positions) of one head of 512 features.
+
+  Args:
+    batch: B, the number of rows.
+    num_heads: H.
+    features: E, the features of a head.
+    num_levels: K, the levels of the gates; 0 for an empty cache.
+
+  Returns:
+    ring [B, 2**K - 1, H, E] and length [B].
+
+  Raises:
+    ValueError: a number is below 1, or `num_levels` below 0.
+  """
+  sizes = dict(batch=batch, num_heads=num_heads, features=features)
+  for name, size in sizes.items():
+    if size < 1:
+      raise ValueError(f"{name}: expected at least 1, got {size}")
+  if num_levels < 0:
+    raise ValueError(f"num_levels: expected at least 0, got {num_levels}")
+  ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), jnp.float32)
+  return ShiftAndSumCache(ring, jnp.zeros(batch, jnp.int32))
+
+
+def shift_and_sum_cached(
+  values: jax.Array,
+  gates: jax.Array,
+  cache: ShiftAndSumCache,
+  *,
+  lengths: jax.Array | None = None,
+) -> tuple[jax.Array, ShiftAndSumCache]:
+  """`shift_and_sum` of a chunk that continues each row where its cache ended.
+
+  For k = 0 .. K-1, t the position in the whole row, and v_k[t] zero for t < 0:
+
+    v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
+
+  where v_k of positions before the chunk comes from the cache. The outputs of all
+  chunks, one after the other, are those of `shift_and_sum` on the whole row, however
+  the row is cut and however long it becomes: there is no last position, and position
+  t always ends with t - 2**K + 1 .. t in it. Sums are carried in float32.
+
+  For one head of one feature and two levels whose gates are 1, the row 1, 10, 100,
+  1000 in chunks of three tokens and one:
+
+    [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
+    [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
+
+  The first place of the ring is v_0 of the last position, the two others are v_1 of
+  the last even and the last odd position.
+
+  A chunk of one token takes O(H * E * K) work, a chunk of C tokens C times that at
+  most. Jit it with the cache donated (`jax.jit(..., donate_argnums=2)`), so that the
+  ring is written in its place and not copied; inside a `lax.scan` that carries the
+  cache it is so by itself.
+
+  Args:
+    values: [B, C, H, E], floats, C >= 1.
+    gates: [B, C, H, K], floats without unit; the paper's lie in (0, 1).
+    cache: of the tokens before, by `init_shift_and_sum_cache` or an earlier call. Its
+      rows may have different lengths.
+    lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, the
+      rest is padding. Padding, even nan, leaves no trace in the cache, and its outputs
+      are zero. None: all are real. Under `jit` the numbers are not checked.
+
+  Returns:
+    The outputs [B, C, H, E], in the dtype of `values`, and the cache after the real
+    tokens of the chunk.
+
+  Raises:
+    ValueError: the shapes do not match one another or the cache, which has a number
+      of levels of its own; an array has the wrong kind of dtype; or `lengths` are not
+      in 0 .. C.
+  """
+  if lengths is not None:
+    lengths = jnp.asarray(lengths)
+  _check(values, gates, cache, lengths)
+  chunk, levels = values.shape[1], gates.shape[3]
+  v_bche, c_bchk = (jnp.asarray(x, jnp.float32) for x in (values, gates))
+  is_real = None
+  if lengths is not None:
+    is_real = (jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None])[..., None, None]
+    v_bche = jnp.where(is_real, v_bche, 0)
+    c_bchk = jnp.where(is_real, c_bchk, 0)
+
+  new_length = cache.length + (chunk if lengths is None else lengths)
+  if levels == 0:
+    return v_bche.astype(values.dtype), ShiftAndSumCache(cache.ring, new_length)
+
+  # Of level k a chunk reads 2**k places and writes them again, or as many as it has
+  # tokens. All levels are read by one gather and written by one scatter: read and
+  # written one by one, every level would cost a copy of the ring.
+  sizes = [min(chunk, 2**k) for k in range(levels)]
+  places_bm = _places(cache.length, sizes)
+  read_bmhe = jax.vmap(_read)(cache.ring, places_bm)
+  written = []
+  for k, past_bmhe in enumerate(jnp.split(read_bmhe, np.cumsum(sizes)[:-1], axis=1)):
+    size, c_bche = 2**k, c_bchk[..., k, None]
+    if chunk <= size:
+      written.append(v_bche if is_real is None else jnp.where(is_real, v_bche, past_bmhe))
+      v_bche += c_bche * past_bmhe
+      continue
+    written.append(_newest(v_bche, past_bmhe, lengths))
+    first = v_bche[:, :size] + c_bche[:, :size] * past_bmhe
+    rest = v_bche[:, size:] + c_bche[:, size:] * v_bche[:, :-size]
+    # XLA would fuse a concatenation into the levels that follow and compute it again
+    # in each of them.
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
+  ring = jax.vmap(_write)(cache.ring, places_bm, jnp.concatenate(written, axis=1))
+  return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
+
+
+def _places(length, sizes):
+  """The places [B, M] of the next `sizes[k]` positions, 2**k at most, of every level."""
+  token_m = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+  # Both the place where a level begins and, as bits, what is left of a position there.
+  ones_m = np.repeat(2 ** np.arange(len(sizes), dtype=np.int32) - 1, sizes)
+  return ones_m[None] + ((length[:, None] + token_m[None]) & ones_m[None])
+
+
+def _read(ring, places):
+  return ring.at[places].get(mode="promise_in_bounds")
+
+
+def _write(ring, places, values):
+  return ring.at[places].set(values, mode="promise_in_bounds", unique_indices=True)
+
+
+def _newest(v_bche, past_bmhe, lengths):
+  """The last M real values of past and chunk, each at its index modulo M.
+
+  Args:
+    v_bche: [B, C, H, E], the values of the chunk, C > M.
+    past_bmhe: [B, M, H, E], the M values before them; M is a power of two.
+    lengths: [B], how many of the chunk are real, or None for all.
+
+  Returns:
+    [B, M, H, E].
+  """
+  chunk, size = v_bche.shape[1], past_bmhe.shape[1]
+  if lengths is None:
+    return jnp.roll(v_bche[:, -size:], chunk % size, axis=1)
+  index_m = jnp.arange(size, dtype=jnp.int32)[None]
+  # The last real token of that index: the bits of -size take the largest multiple of
+  # `size`, also of a negative number, as where the chunk has no such token.
+  token_bm = index_m + ((lengths[:, None] - 1 - index_m) & -size)
+  newest_bmhe = jax.vmap(_read)(v_bche, jnp.maximum(token_bm, 0))
+  return jnp.where((token_bm >= 0)[..., None, None], newest_bmhe, past_bmhe)
+
+
+def _check(values, gates, cache, lengths):
+  if (values.ndim != 4 or 0 in values.shape
+      or not jnp.issubdtype(values.dtype, jnp.floating)):
+    raise ValueError("values: expected floats [B, C, H, E], none of them 0, got "
+                     f"{values.dtype} {values.shape}")
+  if (gates.ndim != 4 or gates.shape[:3] != values.shape[:3]
+      or not jnp.issubdtype(gates.dtype, jnp.floating)):
+    raise ValueError("gates: expected floats [B, C, H, K] with [B, C, H] = "
+                     f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
+  batch, chunk, heads, features = values.shape
+  ring = (batch, 2**gates.shape[3] - 1, heads, features)
+  if cache.ring.shape != ring or cache.ring.dtype != jnp.float32:
+    raise ValueError(f"cache: expected a ring of float32 {ring} for K = {gates.shape[3]} "
+                     f"levels of gates, got {cache.ring.dtype} {cache.ring.shape}")
+  if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
+    raise ValueError(f"cache: expected a length of int32 {(batch,)}, got "
+                     f"{cache.length.dtype} {cache.length.shape}")
+  if lengths is None:
+    return
+  if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
+    raise ValueError(f"lengths: expected int32 [B] = {(batch,)}, got "
+                     f"{lengths.dtype} {lengths.shape}")
+  if not isinstance(lengths, core.Tracer):
+    is_wrong = np.asarray((lengths < 0) | (lengths > chunk))
+    if is_wrong.any():
+      raise ValueError(f"lengths: expected 0 .. {chunk}, got {lengths[is_wrong][0]}")

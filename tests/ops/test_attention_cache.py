@@ -1,0 +1,314 @@
+"""Attention with a cache: cut in any way, it says what the whole pass says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+from dpjax.ops import attention_cache
+
+BATCH, LENGTH, HEADS, FEATURES, DISTANCES, CHUNK = 3, 13, 2, 5, 17, 4
+ROUNDING = dict(rtol=1e-5, atol=1e-5)
+TRACES = []
+
+
+def draw(dtype=jnp.float32):
+  """Queries, keys, values of the whole rows; positions and the two biases."""
+  shapes = [(BATCH, LENGTH, HEADS, FEATURES)] * 3
+  shapes += [(DISTANCES, HEADS, FEATURES), (HEADS, FEATURES), (HEADS, FEATURES)]
+  generator = np.random.default_rng(8)
+  arrays = [jnp.asarray(generator.standard_normal(x), dtype) for x in shapes]
+  return arrays[:3], arrays[3:]
+
+
+def new_cache(dtype=jnp.float32, max_length=LENGTH):
+  return attention_cache.init_attention_cache(BATCH, max_length, HEADS, FEATURES, dtype)
+
+
+def attend(parts, distances, cache, lengths=None):
+  """Relative where there are distances."""
+  TRACES.append(parts[0].shape)
+  if distances:
+    return attention_cache.relative_attention_cached(
+      *parts, *distances, cache, lengths=lengths
+    )
+  return attention_cache.causal_attention_cached(*parts, cache, lengths=lengths)
+
+
+step = jax.jit(attend, donate_argnums=2)
+
+
+whole_causal, whole_relative = map(jax.jit, (ops.causal_attention, ops.relative_attention))
+
+
+def whole(is_relative, dtype=jnp.float32):
+  """In float32, of numbers that are rounded to the dtype."""
+  parts, distances = jax.tree.map(lambda x: x.astype(jnp.float32), draw(dtype))
+  return np.asarray(
+    whole_relative(*parts, *distances) if is_relative else whole_causal(*parts)
+  )
+
+
+def feed(schedule, is_relative, cache=None, chunk=CHUNK, padding=np.nan, dtype=jnp.float32):
+  """Gives row b its next schedule[i][b] tokens in chunk i; outputs, cache, in order."""
+  parts, distances = draw(dtype)
+  cache = new_cache() if cache is None else cache
+  outputs = np.full(parts[0].shape, np.nan, np.float32)
+  for counts in schedule:
+    counts, begin = np.asarray(counts, np.int32), np.asarray(cache.length)
+    padded = [np.full((BATCH, chunk, *x.shape[2:]), padding, np.float32) for x in parts]
+    for b, count in enumerate(counts):
+      for new, old in zip(padded, parts, strict=True):
+        new[b, :count] = old[b, begin[b] : begin[b] + count]
+    padded = [jnp.asarray(x, dtype) for x in padded]
+    found, cache = step(padded, distances if is_relative else [], cache, counts)
+    assert found.dtype == dtype
+    assert np.isfinite(found.astype(jnp.float32)).all()
+    for b, count in enumerate(counts):
+      outputs[b, begin[b] : begin[b] + count] = found[b, :count]
+      np.testing.assert_array_equal(found[b, count:], 0)
+    np.testing.assert_array_equal(cache.length, begin + counts)
+  return outputs, cache
+
+
+def ragged(chunk=CHUNK, length=LENGTH, seed=3):
+  """0 .. chunk tokens of each row at a time, until all rows are full."""
+  generator, left, schedule = np.random.default_rng(seed), np.full(BATCH, length), []
+  while left.any():
+    schedule.append(np.minimum(generator.integers(0, chunk + 1, BATCH), left))
+    left = left - schedule[-1]
+  return schedule
+
+
+@pytest.fixture(params=[False, True], ids=["causal", "relative"])
+def is_relative(request):
+  return request.param
+
+
+def test_ragged_chunks_equal_the_whole_pass(is_relative):
+  schedule = ragged()
+  # Rows are apart, some rest, and the last chunk goes on beyond the end with padding.
+  assert any(0 < min(x) < max(x) for x in schedule)
+  assert all((np.array(schedule)[:4] == 0).any(axis=0))
+  assert max(schedule[-1]) < CHUNK
+  outputs, cache = feed(schedule, is_relative)
+  np.testing.assert_allclose(outputs, whole(is_relative), **ROUNDING)
+  for found, exact in zip(cache, draw()[0][1:], strict=False):
+    np.testing.assert_array_equal(found.swapaxes(1, 2), exact)
+
+
+def test_steps_equal_the_whole_pass_and_compile_once(is_relative):
+  TRACES.clear()
+  outputs, cache = feed(ragged(1), is_relative, chunk=1)
+  np.testing.assert_allclose(outputs, whole(is_relative), **ROUNDING)
+  feed(ragged(1, seed=1), is_relative, chunk=1)
+  assert TRACES == [(BATCH, 1, HEADS, FEATURES)]
+  in_chunks = feed(ragged(), is_relative)[1]
+  for found, other in zip(cache, in_chunks, strict=True):
+    np.testing.assert_array_equal(found, other)
+
+
+def test_chunks_without_padding(is_relative):
+  # A cache with more places than tokens, and as many as there are distances.
+  parts, distances = draw()
+  cache, begin, outputs = new_cache(max_length=DISTANCES), 0, []
+  for size in (7, 1, 5):
+    places = slice(begin, begin + size)
+    chunk = [x[:, places] for x in parts]
+    found, cache = step(chunk, distances if is_relative else [], cache)
+    outputs.append(found)
+    begin += size
+  found = np.concatenate(outputs, axis=1)
+  np.testing.assert_allclose(found, whole(is_relative), **ROUNDING)
+  np.testing.assert_array_equal(cache.length, [LENGTH] * BATCH)
+  np.testing.assert_array_equal(cache.values[:, :, LENGTH:], 0)
+
+
+def test_the_example(is_relative):
+  cache = attention_cache.AttentionCache(
+    jnp.zeros((2, 1, 4, 1)),
+    jnp.array([[6.0, 4, 0, 0], [5, 0, 0, 0]])[:, None, :, None],
+    jnp.array([2, 1], jnp.int32),
+  )
+  values = jnp.array([[2.0, 9], [7, 7]])[..., None, None]
+  parts = [jnp.zeros_like(values), jnp.zeros_like(values), values]
+  zeros = [jnp.zeros((4, 1, 1)), jnp.zeros((1, 1)), jnp.zeros((1, 1))]
+  outputs, cache = attend(parts, zeros if is_relative else [], cache, np.array([1, 0]))
+  np.testing.assert_allclose(outputs[..., 0, 0], [[4, 0], [0, 0]], rtol=1e-6)
+  np.testing.assert_array_equal(cache.values[:, 0, :, 0], [[6, 4, 2, 0], [5, 0, 0, 0]])
+  np.testing.assert_array_equal(cache.length, [3, 1])
+
+
+@pytest.mark.parametrize("padding", [1e4, np.inf])
+def test_padding_leaves_no_trace(is_relative, padding):
+  exact, other = feed(ragged(), is_relative), feed(ragged(), is_relative, padding=padding)
+  for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(other), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_row_can_be_taken_back(is_relative):
+  _, cache = feed(ragged(), is_relative)
+  length = np.array([0, 5, 13], np.int32)
+  cache = cache._replace(
+    keys=cache.keys.at[0].set(1e4), values=cache.values.at[0].set(1e4),
+    length=jnp.asarray(length),
+  )
+  schedule = [[4, 4, 0], [4, 4, 0], [4, 0, 0], [1, 0, 0]]
+  outputs, _ = feed(schedule, is_relative, cache)
+  for b, begin in enumerate(length):
+    np.testing.assert_allclose(
+      outputs[b, begin:], whole(is_relative)[b, begin:], **ROUNDING
+    )
+
+
+def test_tokens_beyond_the_end_are_dropped(is_relative):
+  _, cache = feed([[4, 4, 4]] * 3, is_relative)
+  before = jax.tree.map(np.array, cache)
+  parts, distances = draw()
+  parts = [x[:, :CHUNK] for x in parts]
+  counts = np.array([4, 0, 2], np.int32)
+  outputs, cache = step(parts, distances if is_relative else [], cache, counts)
+  assert np.isfinite(outputs).all()
+  for found, old, new in zip(cache[:2], before[:2], parts[1:], strict=True):
+    expected = old.copy()
+    expected[[0, 2], :, 12] = new[np.array([0, 2]), 0]
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(cache.length, [16, 12, 14])
+
+
+def test_a_donated_cache_lies_where_it_lay(is_relative):
+  cache = new_cache()
+  places = [x.unsafe_buffer_pointer() for x in cache]
+  parts, distances = draw()
+  parts = [x[:, :CHUNK] for x in parts]
+  counts = np.array([4, 0, 2], np.int32)
+  _, after = step(parts, distances if is_relative else [], cache, counts)
+  assert all(x.is_deleted() for x in cache)
+  assert [x.unsafe_buffer_pointer() for x in after] == places
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bfloat16(is_relative, dtype):
+  outputs, cache = feed(ragged(), is_relative, new_cache(jnp.bfloat16), dtype=dtype)
+  assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
+  expected = whole(is_relative, dtype)
+  np.testing.assert_allclose(outputs, expected, rtol=0, atol=0.05)
+  if dtype == jnp.float32:
+    assert np.abs(outputs - expected).max() > 1e-4  # The cache is rounded.
+
+
+def test_large_scores_are_finite(is_relative):
+  parts, distances = jax.tree.map(lambda x: 1e3 * x, draw())
+  parts = [x[:, :CHUNK] for x in parts]
+  counts = np.array([4, 0, 2], np.int32)
+  outputs, _ = step(parts, distances if is_relative else [], new_cache(), counts)
+  assert np.isfinite(outputs).all()
+
+
+def equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
+    for parameter in equation.params.values():
+      if hasattr(parameter, "jaxpr"):
+        yield from equations(parameter.jaxpr)
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_nothing_is_larger_than_the_cache_or_the_scores(is_relative, chunk):
+  parts, distances = draw(jnp.bfloat16)
+  parts, cache = [x[:, :chunk] for x in parts], new_cache(jnp.bfloat16)
+  made = jax.make_jaxpr(attend)(parts, distances if is_relative else [], cache)
+  found = list(equations(made.jaxpr))
+  bound = max(FEATURES, chunk) * LENGTH * BATCH * HEADS
+  assert max(x.aval.size for e in found for x in e.outvars) == bound
+  softmax = [e.outvars[0].aval.dtype for e in found if e.primitive.name == "exp"]
+  assert softmax == [jnp.float32]
+
+
+@pytest.mark.parametrize(
+  "name, value, message",
+  [
+    ("batch", 0, "batch: expected at least 1, got 0"),
+    ("max_length", 0, "max_length: expected at least 1, got 0"),
+    ("num_heads", -2, "num_heads: expected at least 1, got -2"),
+    ("features", 0, "features: expected at least 1, got 0"),
+    ("dtype", jnp.int32, "dtype: expected a float, got int32"),
+  ],
+)
+def test_refuses_sizes_of_a_cache(name, value, message):
+  settings = dict(batch=3, max_length=13, num_heads=2, features=5, dtype=jnp.float32)
+  with pytest.raises(ValueError, match=message):
+    attention_cache.init_attention_cache(**{**settings, name: value})
+
+
+def change_part(index, change):
+  def apply(parts, distances, cache, lengths):
+    parts[index] = change(parts[index])
+    return parts, distances, cache, lengths
+
+  return apply
+
+
+def change_distance(index, change):
+  def apply(parts, distances, cache, lengths):
+    distances[index] = change(distances[index])
+    return parts, distances, cache, lengths
+
+  return apply
+
+
+def change_cache(**changes):
+  def apply(parts, distances, cache, lengths):
+    new = {name: change(getattr(cache, name)) for name, change in changes.items()}
+    return parts, distances, cache._replace(**new), lengths
+
+  return apply
+
+
+def change_lengths(new):
+  return lambda parts, distances, cache, lengths: (parts, distances, cache, new)
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (change_part(0, lambda x: x[0]), r"queries, keys, values: expected one shape \[B, C"),
+    (change_part(1, lambda x: x[:, :3]), r"queries, .*\(3, 13, 2, 5\), \(3, 3, 2, 5\)"),
+    (change_part(2, lambda x: x.astype(jnp.bfloat16)),
+     "expected floats of one dtype, got float32, float32, bfloat16"),
+    (change_cache(keys=lambda x: x[:, :, :5]), r"cache: expected keys.*got \(3, 2, 5, 5\)"),
+    (change_cache(keys=lambda x: x[:2], values=lambda x: x[:2]),
+     r"cache: expected keys and values \[B, H, M, E\] = \[3, 2, M, 5\], got \(2, 2, 13"),
+    (change_cache(length=lambda x: x[:2]), r"cache: expected length .*\(3,\).*int32 \(2,"),
+    (change_cache(length=lambda x: x.astype(jnp.int16)), r"int32, got int16 \(3,\)"),
+    (change_cache(keys=lambda x: x[:, :, :11], values=lambda x: x[:, :, :11]),
+     "queries: expected a chunk of C = 1 .. 11 tokens, M of the cache, got 13"),
+    (change_cache(length=lambda x: x.at[1].add(1)),
+     "cache: expected rows of at most M = 13 tokens, got 14"),
+    (change_lengths(np.array([1, 2])), r"lengths: expected integers .*got int64 \(2,\)"),
+    (change_lengths(np.ones(3)), r"lengths: expected integers .*got float64 \(3,\)"),
+    (change_lengths([1, -1, 3]), "lengths: expected 0 .. C = 13, got -1"),
+    (change_lengths([1, 2, 14]), "lengths: expected 0 .. C = 13, got 14"),
+    (change_distance(0, lambda x: x[:12]),
+     r"positions: .*\[at least 13, 2, 5\], got the shape \(12, 2, 5\)"),
+    (change_distance(0, lambda x: x[:, :1]), r"positions: .*got the shape \(17, 1, 5\)"),
+    (change_distance(1, lambda x: x[0]), r"content_bias, position_bias: .*got \(5,\), \(2"),
+    (change_distance(2, lambda x: x[:1]), r"content_bias, .*got \(2, 5\), \(1, 5\)"),
+  ],
+)
+def test_refuses_what_does_not_match(change, message):
+  with pytest.raises(ValueError, match=message):
+    attend(*change(*draw(), new_cache(), None))
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (lambda x: x[:, :0], "queries: expected a chunk of C = 1 .. 13 tokens, .*got 0"),
+    (lambda x: x.astype(jnp.int32), "expected floats of one dtype, got int32, int32, int"),
+  ],
+)
+def test_refuses_chunks_without_tokens_or_of_integers(change, message):
+  with pytest.raises(ValueError, match=message):
+    attend([change(x) for x in draw()[0]], [], new_cache())
