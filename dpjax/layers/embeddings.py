@@ -63,8 +63,8 @@ class TokenAndPosition(nn.Module):
     Args:
       tokens: [B, T].
       deterministic: False in training.
-      start: [B], the position of each row's first token; None: 0. Learned positions
-        from `max_length` on are those of the last.
+      start: [B], the position of each row's first token; None: 0. Positions from
+        `max_length` on are taken for the last before it.
 
     Raises:
       ValueError: T is above `max_length`, or `tokens` is not [B, T].
