@@ -308,13 +308,8 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   Raises:
     ValueError: `setting: expected ..., got ...`.
   """
-  config_lib.check(config)
-  workdir = Path(workdir)
-  goes_on = workdir_lib.check(workdir, config)
-  if not goes_on:
-    _check_initial_run(config)
-  data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
-  workdir_lib.claim(workdir, config)
+  data = _prepare(config, Path(workdir))
+  workdir_lib.claim(Path(workdir), config)
   return data
 
 
@@ -333,12 +328,8 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.training.loop.Interrupted: a signal stopped it; it has saved.
   """
-  config_lib.check(config)
   workdir = Path(workdir)
-  goes_on = workdir_lib.check(workdir, config)
-  if not goes_on:
-    _check_initial_run(config)
-  data = workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
+  data = _prepare(config, workdir)
   given = config
   config = _with_vocabulary(config, data.tokenizer)
   settings = config.train
@@ -534,11 +525,14 @@ def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | 
   return from_spaces
 
 
-def _check_initial_run(config: ConfigDict) -> None:
-  """Before hours of preparation."""
-  folder = config.train.initial_run
-  if folder and not (Path(folder) / "checkpoints").is_dir():
-    raise ValueError(f"train.initial_run: expected the folder of a run, got {folder}")
+def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
+  """The tokens of a run, made unless it goes on; before that, what can be refused."""
+  config_lib.check(config)
+  goes_on = workdir_lib.check(workdir, config)
+  first = config.train.initial_run
+  if first and not goes_on and not (Path(first) / "checkpoints").is_dir():
+    raise ValueError(f"train.initial_run: expected the folder of a run, got {first}")
+  return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
 
 
 def _initial(config: ConfigDict, shapes, data: prepared.Prepared):

@@ -187,9 +187,10 @@ def _load_corpus(config: ConfigDict) -> corpora.Corpus:
 
 
 def _tokenizer_file(config: ConfigDict) -> str:
-  data_dir = Path(config.data.data_dir)
-  manual_dir = Path(config.data.manual_dir or data_dir / "manual")
-  return catalog.find_vocabulary(config.data.tokenizer_file, data_dir, manual_dir)
+  settings = config.data
+  return catalog.find_vocabulary(
+    settings.tokenizer_file, Path(settings.data_dir), settings.manual_dir
+  )
 
 
 def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:

@@ -70,10 +70,8 @@ def _list(given) -> None:
 
 
 def _prepare(given) -> None:
-  data_dir = Path(given.data_dir)
-  manual_dir = Path(given.manual_dir or data_dir / "manual")
-  splits, _ = catalog.open_records(given.name, given.language, data_dir, manual_dir,
-                                   only_head=given.head)
+  splits, _ = catalog.open_records(given.name, given.language, Path(given.data_dir),
+                                   given.manual_dir, only_head=given.head)
   for split, records in splits.items():
     print(f"{split:6}{len(records) / 1e6:12,.1f} MB")
 

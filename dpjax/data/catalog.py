@@ -199,7 +199,7 @@ def open_records(
   name: str,
   language: str,
   data_dir: Path,
-  manual_dir: Path,
+  manual_dir: str | Path = "",
   *,
   only_head: bool = False,
 ) -> tuple[dict[str, Records], dict]:
@@ -209,7 +209,8 @@ def open_records(
     name: of `ENTRIES`.
     language: where it has several.
     data_dir: it is made in data_dir/name, its files in data_dir/downloads.
-    manual_dir: where files are looked for before they are downloaded.
+    manual_dir: where files are looked for before they are downloaded; "" is
+      data_dir/manual.
     only_head: whether the first part is enough, where there is one.
 
   Returns:
@@ -220,6 +221,7 @@ def open_records(
       download failed, or a file is damaged; or data_dir cannot be written.
   """
   entry = find(name, language)
+  manual_dir = _manual_dir(data_dir, manual_dir)
   import tensorflow_datasets as tfds
 
   module, _, class_name = entry.builder.partition(":")
@@ -261,7 +263,7 @@ def open_records(
   return splits, about
 
 
-def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
+def find_vocabulary(name: str, data_dir: Path, manual_dir: str | Path = "") -> str:
   """The path of a vocabulary: one of `VOCABULARIES`, downloaded, or the name itself.
 
   Raises:
@@ -269,7 +271,7 @@ def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
   """
   if name not in VOCABULARIES:
     return name
-  files = VOCABULARIES[name]
+  files, manual_dir = VOCABULARIES[name], _manual_dir(data_dir, manual_dir)
   # Those of one vocabulary have to lie together.
   given = all((manual_dir / file.name).exists() for file in files)
   try:
@@ -281,6 +283,10 @@ def find_vocabulary(name: str, data_dir: Path, manual_dir: Path) -> str:
     raise ValueError(f"data.data_dir: expected a folder that can be written, got "
                      f"{data_dir} ({error})") from error
   return str(first)
+
+
+def _manual_dir(data_dir: Path, manual_dir: str | Path) -> Path:
+  return Path(manual_dir or data_dir / "manual")
 
 
 def _config(entry: Entry, language: str, only_head: bool) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from dpjax.data import catalog, texts
+from dpjax.data.texts import SPLITS
 from dpjax.text.tokenizer import is_clean_cut
 
-SPLITS = ("train", "valid", "test")
 CHUNK_BYTES = 2**20
 
 
@@ -152,7 +152,7 @@ def load_corpus(
     is_enough = [0 < most <= held
                  for most, held in zip(max_characters, entry.head, strict=False)]
     splits, about = catalog.open_records(
-      name, language, Path(data_dir), Path(manual_dir or Path(data_dir, "manual")),
+      name, language, Path(data_dir), manual_dir,
       only_head=bool(is_enough) and all(is_enough),
     )
     corpus = Corpus("_".join(filter(None, (name, language))), splits, about)
