@@ -120,7 +120,8 @@ def cached_window_sum(tokens, cache, lengths):
   is_real = jnp.arange(size)[None] < lengths[:, None]
   places = seen[:, None] + jnp.arange(1, size + 1)[None]
   totals = total[:, None] + jnp.cumsum(jnp.where(is_real, tokens * places, 0), axis=1)
-  logits = jax.nn.one_hot((totals + 1) % VOCAB, VOCAB)
+  # What a model says at padding means nothing, so here it is wrong.
+  logits = jax.nn.one_hot(jnp.where(is_real, totals + 1, totals + 2) % VOCAB, VOCAB)
   return logits, (seen + lengths, totals[:, -1])
 
 
