@@ -128,7 +128,7 @@ class RelativeAttentionCache(NamedTuple):
 
   Attributes:
     attention: keys and values.
-    distances: [R, H, E], the projected table, which is computed where a row begins.
+    distances: [H, R, E], the projected table, which is computed where a row begins.
   """
 
   attention: ops.AttentionCache
@@ -198,18 +198,25 @@ class RelativeAttention(nn.Module):
         dropout_key=self.make_rng("dropout") if rate else None,
       )
     else:
-      # [R, D] times [D, D] at every token would be most of its cost.
-      known_rhe = cache.distances
-      r_rhe = nn.cond(
-        jnp.any(cache.attention.length == 0),
-        lambda project: project(positions.table[:length]).reshape(per_head),
-        lambda project: known_rhe,
-        project,
-      )
+      table, matrices = positions.table[:length], project.variables["params"]
+      free = project.clone(parent=None)
+
+      def fill(state):
+        del state
+        rows: Any = free.apply({"params": matrices}, table)
+        r_rhe = rows.reshape(per_head)
+        return r_rhe.swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
+
+      # [R, D] times [D, D] at every token would be most of its cost, so: where a row
+      # begins. A loop of no or one round, where `lax.cond` would copy what is kept, and
+      # flat, for which there is one layout only.
+      state = cache.distances.reshape(-1), jnp.any(cache.attention.length == 0)
+      r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0]
+      r_hre = r_hre.reshape(cache.distances.shape)
       y_bthe, kept = ops.relative_attention_cached(
-        *qkv, r_rhe, *biases, cache.attention, lengths=lengths
+        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
       )
-      cache = RelativeAttentionCache(kept, r_rhe)
+      cache = RelativeAttentionCache(kept, r_hre)
     y_btd = nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="out")(
       y_bthe.reshape(inputs.shape)
     )
@@ -219,4 +226,4 @@ class RelativeAttention(nn.Module):
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     shape = self.num_heads, width // self.num_heads
     kept = ops.init_attention_cache(batch, self.max_length, *shape, self.dtype)
-    return RelativeAttentionCache(kept, jnp.zeros((self.max_length, *shape), self.dtype))
+    return RelativeAttentionCache(kept, jnp.zeros(kept.keys.shape[1:], self.dtype))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax import lax
 
 from dpjax.layers import dropout, initializers
 
@@ -63,8 +64,9 @@ class TokenAndPosition(nn.Module):
     Args:
       tokens: [B, T].
       deterministic: False in training.
-      start: [B], the position of each row's first token; None: 0. Positions from
-        `max_length` on are taken for the last before it.
+      start: [B], integers, the position of each row's first token; None: 0. With it,
+        sinusoidal positions go on beyond `max_length`, as they are a formula. Learned
+        ones cannot: there the rows from `max_length` on are nan.
 
     Raises:
       ValueError: T is above `max_length`, or `tokens` is not [B, T].
@@ -89,17 +91,48 @@ class TokenAndPosition(nn.Module):
     if self.positions == "learned":
       shape = (self.max_length, self.width)
       table = self.param("positions", embedding_init, shape, jnp.float32)
-      x_btd = (x_btd + _rows(table, start, length).astype(self.dtype)) * scale
+      if start is None:
+        rows_btd = table[None, :length]
+      else:
+        place_bt = _places(start, length)
+        rows_btd = jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
+      x_btd = (x_btd + rows_btd.astype(self.dtype)) * scale
     elif self.positions == "sinusoidal":
-      table = sinusoidal_positions(self.max_length, self.width)
-      table_btd = _rows(jnp.asarray(table), start, length).astype(self.dtype)
-      x_btd = x_btd * scale + table_btd
+      table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
+      if start is None:
+        rows_btd = table[None, :length]
+      else:
+        place_bt = _places(start, length)
+        rows_btd = jnp.where(
+          (place_bt < self.max_length)[..., None],
+          jnp.take(table, place_bt, axis=0, mode="clip"),
+          _sinusoidal_rows(place_bt, self.width),
+        )
+      x_btd = x_btd * scale + rows_btd.astype(self.dtype)
     return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
-def _rows(table: jax.Array, start: jax.Array | None, length: int) -> jax.Array:
-  """[1, T, D] from 0 on, or [B, T, D] from `start` on."""
-  if start is None:
-    return table[None, :length]
-  place_bt = start[:, None] + jnp.arange(length, dtype=start.dtype)[None]
-  return jnp.take(table, place_bt, axis=0, mode="clip")
+def _places(start: jax.Array, length: int) -> jax.Array:
+  """[B, T], T positions from `start` on."""
+  return start[:, None] + jnp.arange(length, dtype=start.dtype)[None]
+
+
+def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:
+  """Rows of an endless table of `sinusoidal_positions`, [B, T, D].
+
+  A product of a place and a frequency in float32 would have lost its last digits, those
+  that count, by place 10,000. So angles are turns here, of which only the fraction
+  counts, in units of 2**-32 turns: integers of 32 bits, which drop whole turns by
+  themselves.
+  """
+  frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
+  units_f = frequency_f / (2 * np.pi) * 2.0**32
+  whole_f, rest_f = units_f.astype(np.uint32), (units_f % 1).astype(np.float32)
+  place_bt1 = place_bt[..., None]
+  angle_btf = place_bt1.astype(jnp.uint32) * whole_f[None, None]
+  angle_btf += (place_bt1.astype(jnp.float32) * rest_f[None, None]).astype(jnp.uint32)
+  # Signed: from -1/2 to 1/2 of a turn.
+  angle_btf = lax.bitcast_convert_type(angle_btf, jnp.int32).astype(jnp.float32)
+  angle_btf *= np.float32(2 * np.pi / 2.0**32)
+  rows_btf2 = jnp.stack([jnp.sin(angle_btf), jnp.cos(angle_btf)], axis=-1)
+  return rows_btf2.reshape(*place_bt.shape, -1)[..., :width]

@@ -24,6 +24,12 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import initializers, mixer
 
+# From so many taps on, tokens one by one are cheaper with an online convolution
+# (benchmarks/generation.py).
+ONLINE_LENGTH = 1024
+
+_Cache = ops.ConvolutionCache | ops.OnlineConvolutionCache
+
 
 class HE(nn.Module):
   """The higher-performance Extractor: l D + 3 D**2 parameters.
@@ -52,7 +58,7 @@ class HE(nn.Module):
     inputs: jax.Array,
     *,
     deterministic: bool = True,
-    cache: ops.ConvolutionCache | None = None,
+    cache: _Cache | None = None,
     lengths: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
@@ -64,9 +70,9 @@ class HE(nn.Module):
       y_btd = _linear(self, "out", y_btd)
     return y_btd if cache is None else (y_btd, cache)
 
-  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
-    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
-    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
+  def init_cache(self, batch: int, width: int) -> _Cache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D], or more."""
+    return _init_cache(self, batch, width)
 
   def _extraction(self, inputs: jax.Array, *cached):
     return _extract(self, _linear(self, "values", inputs), cached, inputs.shape[-1])
@@ -77,6 +83,10 @@ class SHE(HE):
 
   The attributes are those of `HE`.
   """
+
+  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
+    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
 
   def _extraction(self, inputs: jax.Array, *cached):
     return _extract(self, inputs, cached, inputs.shape[-1], inputs.shape[-1])
@@ -113,7 +123,7 @@ class ME(nn.Module):
     inputs: jax.Array,
     *,
     deterministic: bool = True,
-    cache: ops.ConvolutionCache | None = None,
+    cache: _Cache | None = None,
     lengths: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
@@ -121,9 +131,9 @@ class ME(nn.Module):
     y_btd, cache = _extract(self, inputs, (cache, lengths))
     return y_btd if cache is None else (y_btd, cache)
 
-  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
-    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
-    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
+  def init_cache(self, batch: int, width: int) -> _Cache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D], or more."""
+    return _init_cache(self, batch, width)
 
 
 def _extract(module, x_btd: jax.Array, cached, *tap_shape: int):
@@ -142,6 +152,12 @@ def _extract(module, x_btd: jax.Array, cached, *tap_shape: int):
     return ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths)
   y_btd = ops.causal_convolution(x_btd, taps, implementation=module.implementation)
   return y_btd, None
+
+
+def _init_cache(module, batch: int, width: int) -> _Cache:
+  is_long = module.max_length >= ONLINE_LENGTH
+  init = ops.init_online_convolution_cache if is_long else ops.init_convolution_cache
+  return init(batch, module.max_length, width, module.dtype)
 
 
 def _linear(module, name: str, x_btd: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ Where this differs from the authors' code:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,26 @@ from dpjax.models.stack import Stack
 PREDICTED = ("unigram", "entropy", "gumbel")
 
 
+class HourglassCache(NamedTuple):
+  """What the hourglass knows of the tokens so far.
+
+  Attributes:
+    first: of the first stack's layers.
+    middle: of those of the middle stack, which have seen the null group and the segments
+      that have ended.
+    last: of those of the last stack.
+    segment: the open segment's vectors.
+    latest: [B, D], what the middle stack made of the last segment that has ended: what
+      tokens read until the next one has.
+  """
+
+  first: tuple
+  middle: tuple
+  last: tuple
+  segment: ops.SegmentCache
+  latest: jax.Array
+
+
 class HourglassOutput(NamedTuple):
   """What the hourglass returns.
 
@@ -40,11 +61,13 @@ class HourglassOutput(NamedTuple):
     boundaries: [B, T], 0 or 1. Integers, but where gumbel draws them: floats through
       which a gradient passes.
     boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
+    cache: after these tokens, where one was given.
   """
 
   hidden: jax.Array
   boundaries: jax.Array
   boundary_logits: jax.Array | None
+  cache: HourglassCache | None = None
 
 
 class Hourglass(nn.Module):
@@ -98,8 +121,14 @@ class Hourglass(nn.Module):
     boundaries: jax.Array | None = None,
     boundary_noise: jax.Array | None = None,
     capacity: int | None = None,
+    cache: HourglassCache | None = None,
+    start: jax.Array | None = None,
+    lengths: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
+
+    With a cache the tokens go on where it ended. A single token then costs a step of the
+    outer stacks, and one of the middle if a segment ends with it (in any row).
 
     Args:
       inputs: [B, T, D].
@@ -109,15 +138,20 @@ class Hourglass(nn.Module):
       boundary_noise: [B, T] in (0, 1), the u of gumbel, in place of a draw.
       capacity: an S that holds every row, from the data, at most T + 1; None finds it on
         the device. Where it is too small the result is nan.
+      cache: None, or of `init_cache`, or of the output before.
+      start: [B], int32, with a cache: how many tokens of each row came before.
+      lengths: [B], int32, with a cache: how many of each row's T are real; None: all.
 
     Returns:
       `HourglassOutput`.
 
     Raises:
-      ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range, or
-        noise for boundaries that are not gumbel's.
+      ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range or
+        beside a cache, or noise for boundaries that are not gumbel's.
     """
     batch, length, _ = inputs.shape
+    if cache is not None and capacity is not None:
+      raise ValueError(f"capacity: expected none with a cache, got {capacity}")
     if capacity is not None and not 1 <= capacity <= length + 1:
       raise ValueError(f"capacity: expected 1 to T + 1 = {length + 1}, got {capacity}")
     if boundary_noise is not None and self.kind != "gumbel":
@@ -128,7 +162,15 @@ class Hourglass(nn.Module):
     if self.make_positions is not None:
       positions = self.make_positions(name="relative_positions")
     common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
-    h_btd = self.first.apply(inputs, name="first", **common)
+    steps: dict[str, Any] = {}
+    if cache is None:
+      h_btd = self.first.apply(inputs, name="first", **common)
+    else:
+      for name in ("first", "middle", "last"):
+        steps[name] = getattr(self, name).with_caches(
+          inputs.shape[2], name=name, positions=positions
+        )
+      h_btd, first_caches = steps["first"](inputs, cache.first, lengths)
 
     logits_bt = None
     if self.kind in PREDICTED:
@@ -145,35 +187,66 @@ class Hourglass(nn.Module):
     else:
       if self.kind == "fixed" and capacity is None:
         capacity = len(range(self._first_boundary(), length, self.shortening_factor)) + 1
-      boundaries = self._find_boundaries(tokens, logits_bt, boundary_noise, deterministic)
-
-    if capacity is None:
-      sizes = ops.capacities(length + 1, self.num_capacities)
-      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
-    else:
-      sizes, needed = (capacity,), None
+      boundaries = self._find_boundaries(
+        tokens, logits_bt, boundary_noise, deterministic, start
+      )
     null_d = self.param(
       "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
     )
     null_b1d = jnp.broadcast_to(
       null_d.astype(h_btd.dtype)[None, None], (batch, 1, len(null_d))
     )
+    norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
+    if cache is not None:
+      new, segment = ops.pool_segments_cached(
+        h_btd, boundaries, cache.segment, method=self.pooling, lengths=lengths
+      )
+      queue_bsd = norm(jnp.concatenate([null_b1d, new], axis=1))
+      u_btd, latest, middle_caches = _read_segments(
+        steps["middle"],
+        queue_bsd,
+        boundaries,
+        cache,
+        start,
+        lengths,
+        min(self.num_capacities, 4),
+      )
+      y_btd, last_caches = steps["last"](u_btd + h_btd, cache.last, lengths)
+      cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest)
+      return HourglassOutput(y_btd, boundaries, logits_bt, cache)
+
+    if capacity is None:
+      sizes = ops.capacities(length + 1, self.num_capacities)
+      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
+    else:
+      sizes, needed = (capacity,), None
     s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=self.pooling)
     s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-    s_bsd = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)(s_bsd)
-    s_bsd = self.middle.apply(s_bsd, name="middle", sizes=sizes, needed=needed, **common)
+    s_bsd = self.middle.apply(
+      norm(s_bsd), name="middle", sizes=sizes, needed=needed, **common
+    )
     u_btd = ops.upsample_segments(s_bsd, boundaries)
     y_btd = self.last.apply(u_btd + h_btd, name="last", **common)
     return HourglassOutput(y_btd, boundaries, logits_bt)
+
+  def init_cache(self, batch: int, width: int) -> HourglassCache:
+    """The cache of B rows of width D of which no token has been seen."""
+    return HourglassCache(
+      self.first.init_caches(batch, width),
+      self.middle.init_caches(batch, width),
+      self.last.init_caches(batch, width),
+      ops.init_segment_cache(batch, width),
+      jnp.zeros((batch, width), self.dtype),
+    )
 
   def _first_boundary(self) -> int:
     last = self.shortening_factor - 1
     return last if self.boundary_offset is None else self.boundary_offset
 
-  def _find_boundaries(self, tokens, logits_bt, noise, deterministic: bool):
+  def _find_boundaries(self, tokens, logits_bt, noise, deterministic: bool, start):
     if self.kind == "fixed":
       factor, first = self.shortening_factor, self._first_boundary()
-      return ops.fixed_boundaries(tokens.shape, factor, first)
+      return ops.fixed_boundaries(tokens.shape, factor, first, start=start)
     if self.kind == "whitespace":
       return ops.whitespace_boundaries(tokens, self.space_ids)
     is_drawn = not deterministic or self.sample_boundaries or noise is not None
@@ -181,3 +254,72 @@ class Hourglass(nn.Module):
       key = self.make_rng("dropout") if noise is None else None
       return ops.gumbel_sigmoid(logits_bt, self.temperature, key=key, noise=noise)
     return (logits_bt > 0).astype(jnp.int32)  # p > 0.5
+
+
+def _read_segments(
+  step,
+  queue_bsd,
+  boundaries,
+  cache: HourglassCache,
+  start,
+  lengths,
+  num_capacities: int,
+):
+  """What each token of a chunk reads, and what is known after it.
+
+  Args:
+    step: of the middle stack, as `Stack.with_caches` gives it.
+    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
+    boundaries: [B, C], where they do.
+    cache: before the chunk.
+    start: [B], the tokens before it.
+    lengths: [B], how many of the chunk's are real, or None for all.
+    num_capacities: lengths that a longer chunk's queue is compiled for.
+
+  Returns:
+    [B, C, D]; the last vector that the row's real tokens read, [B, D]; the middle's caches.
+  """
+  b_bc = boundaries.astype(jnp.int32)
+  batch, chunk = b_bc.shape
+  if lengths is None:
+    lengths = jnp.full(batch, chunk, jnp.int32)
+  b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
+  is_new_b = (start == 0) & (lengths > 0)  # the null group goes first
+  ended_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
+  waiting_b = is_new_b.astype(jnp.int32) + ended_b
+
+  if chunk > 1:
+    begun_bsd = jnp.where(
+      is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1)
+    )
+    sizes = ops.capacities(chunk + 1, min(num_capacities, chunk // 8 + 1))
+
+    def at_capacity(size, begun_bsd, middle):
+      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b)
+      return jnp.pad(s_bsd, ((0, 0), (0, chunk + 1 - size), (0, 0))), middle
+
+    index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
+    branches = [partial(at_capacity, size) for size in sizes]
+    s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle)
+    known_bsd = jnp.where(
+      is_new_b[:, None, None],
+      s_bsd,
+      jnp.concatenate([cache.latest[:, None], s_bsd[:, :-1]], axis=1),
+    )
+    latest_bd = jnp.take_along_axis(known_bsd, ended_b[:, None, None], axis=1)[:, 0]
+    return ops.upsample_segments(known_bsd, b_bc), latest_bd, middle
+
+  def advance(state):
+    place, latest_bd, middle = state
+    is_next_b = place < waiting_b
+    next_b = jnp.where(is_new_b, place, 1)
+    next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
+    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
+
+  # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
+  state = jnp.int32(0), cache.latest, cache.middle
+  _, latest_bd, middle = jax.lax.while_loop(
+    lambda state: state[0] < jnp.max(waiting_b), advance, state
+  )
+  return latest_bd[:, None], latest_bd, middle

@@ -1,6 +1,6 @@
 """Embedding -> blocks -> logits. B batch, T position, D width, V vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,8 @@ class LanguageModelCache(NamedTuple):
 
   Attributes:
     length: [B], int32, how many of each row it has seen.
-    layers: of each array of the mixers' caches, one for every layer, [num_layers, ...].
+    layers: the cache of each layer's mixer, one after the other; of a model with token
+      pooling a `dpjax.models.hourglass.HourglassCache`.
   """
 
   length: jax.Array
@@ -132,8 +133,8 @@ class LanguageModel(nn.Module):
     boundaries = boundary_logits = None
     if self.make_hourglass is not None:
       if cache is not None:
-        raise ValueError("cache: expected none for a model with token pooling, got one")
-      x_btd, boundaries, boundary_logits = self.make_hourglass(name="hourglass")(
+        of_pooling |= dict(cache=cache.layers, start=cache.length, lengths=lengths)
+      x_btd, boundaries, boundary_logits, layers = self.make_hourglass(name="hourglass")(
         x_btd, tokens, deterministic=deterministic, **of_pooling
       )
     else:
@@ -147,18 +148,15 @@ class LanguageModel(nn.Module):
       positions = None
       if self.make_positions is not None:
         positions = self.make_positions(name="relative_positions")
-      x_btd = self.layers.apply(
-        x_btd,
-        name="layers",
-        deterministic=deterministic,
-        positions=positions,
-        caches=None if cache is None else cache.layers,
-        lengths=lengths,
-      )
-      if cache is not None:
-        x_btd, layers = x_btd
-        new = tokens.shape[1] if lengths is None else lengths
-        cache = LanguageModelCache(cache.length + new, layers)
+      named: dict[str, Any] = dict(name="layers", positions=positions)
+      if cache is None:
+        x_btd = self.layers.apply(x_btd, deterministic=deterministic, **named)
+      else:
+        step = self.layers.with_caches(self.width, **named)
+        x_btd, layers = step(x_btd, cache.layers, lengths)
+    if cache is not None:
+      new = tokens.shape[1] if lengths is None else lengths
+      cache = LanguageModelCache(cache.length + new, layers)
     if self.final_norm:
       x_btd = blocks.layer_norm(self.dtype, "final_norm", self.norm_init_std)(x_btd)
     logits_btv = nn.Dense(
@@ -171,13 +169,29 @@ class LanguageModel(nn.Module):
     )(x_btd)
     return LanguageModelOutput(logits_btv, boundaries, boundary_logits, cache)
 
-  def init_cache(self, batch: int) -> LanguageModelCache:
-    """The cache of B rows of which no token has been seen; it needs no parameters.
+  def unstack(self, params: Mapping) -> dict:
+    """The parameters with those of each layer by themselves, a copy of them.
 
-    Raises:
-      ValueError: the model has token pooling.
+    `apply` with a cache takes either form. This one costs a step of one token no copying,
+    where steps are in a loop: make it before the loop.
     """
-    if self.layers is None:
-      raise ValueError("cache: expected none for a model with token pooling, got one")
-    layers = self.layers.init_caches(batch, self.width)
+    if self.layers is not None:
+      return {**params, "layers": self.layers.unstack(params["layers"])}
+    hourglass = self._hourglass()
+    inner = dict(params["hourglass"])
+    for name in ("first", "middle", "last"):
+      inner[name] = getattr(hourglass, name).unstack(inner[name])
+    return {**params, "hourglass": inner}
+
+  def init_cache(self, batch: int) -> LanguageModelCache:
+    """The cache of B rows of which no token has been seen; it needs no parameters."""
+    if self.layers is not None:
+      layers = self.layers.init_caches(batch, self.width)
+    else:
+      layers = self._hourglass().init_cache(batch, self.width)
     return LanguageModelCache(jnp.zeros(batch, jnp.int32), layers)
+
+  def _hourglass(self) -> Any:
+    if self.make_hourglass is None:
+      raise ValueError("layers, make_hourglass: expected one of them, got neither")
+    return self.make_hourglass(parent=None)

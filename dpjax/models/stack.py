@@ -1,7 +1,7 @@
 """Blocks one after the other. B batch, T position, D width, S shortened length."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,9 +42,7 @@ class Stack:
     positions: nn.Module | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    caches: Any = None,
-    lengths: jax.Array | None = None,
-  ) -> Any:
+  ) -> jax.Array:
     """Applies the blocks within a compact method of the module that they belong to.
 
     Args:
@@ -54,20 +52,15 @@ class Stack:
       positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
       sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
       needed: int scalar, how many positions will be read, where there are capacities.
-      caches: of `init_caches`, or what the call before gave: x_btd goes on from there.
-      lengths: [B], with caches: how many positions of each row are real; None: all.
 
     Returns:
-      [B, T, D], and with caches those after it.
+      [B, T, D].
     """
     shared = None
     if self.has_positions and positions is not None:
-      length = x_btd.shape[1] if caches is None else self.make_mixer().max_length
-      shared = positions(length, x_btd.shape[2], deterministic=deterministic)
+      shared = positions(x_btd.shape[1], x_btd.shape[2], deterministic=deterministic)
 
-    def apply_block(block, x_btd, cache):
-      if cache is not None:
-        return block(x_btd, cache=cache, lengths=lengths, **_shared(shared))
+    def apply_block(block, x_btd, _):
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
         return block(x_btd, deterministic=deterministic, **_shared(shared)), None
@@ -97,13 +90,64 @@ class Stack:
       length=self.num_layers,
       unroll=1 if self.scan_layers else self.num_layers,
     )
-    x_btd, caches = scan(self.make_block(name=name), x_btd, caches)
-    return x_btd if caches is None else (x_btd, caches)
+    return scan(self.make_block(name=name), x_btd, None)[0]
 
-  def init_caches(self, batch: int, width: int) -> Any:
-    """Those of all layers for B rows of width D, each array [num_layers, ...]."""
-    cache = self.make_mixer().init_cache(batch, width)
-    return jax.tree.map(lambda x: jnp.stack([x] * self.num_layers), cache)
+  def with_caches(
+    self, width: int, *, name: str, positions: nn.Module | None = None
+  ) -> Callable[..., tuple[jax.Array, tuple]]:
+    """The blocks as a function that goes on where their caches end.
+
+      function(x_btd, caches, lengths) -> [B, T, D], the caches after it
+
+    `lengths`, [B], is how many positions of each row are real; None: all. The function
+    closes over arrays alone, so that it may be called within `lax.cond` and the like.
+
+    Args:
+      width: D.
+      name: as in `apply`; likewise called within a compact method.
+      positions: likewise.
+    """
+    block = self.make_block(name=name)
+    params, free = block.variables["params"], block.clone(parent=None)
+    layers = params if "0" in params else self.unstack(params)
+    shared = None
+    if self.has_positions and positions is not None:
+      shared = positions(self.make_mixer().max_length, width)
+
+    def apply_block(x_btd, params, cache, lengths) -> Any:
+      return free.apply(
+        {"params": params}, x_btd, cache=cache, lengths=lengths, **_shared(shared)
+      )
+
+    def function(x_btd, caches, lengths=None):
+      if x_btd.shape[1] > 1 and self.scan_layers:
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(
+          (layers[str(i)], cache) for i, cache in enumerate(caches)
+        ))
+        x_btd, after = jax.lax.scan(
+          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths),
+          x_btd,
+          stacked,
+        )
+        return x_btd, tuple(_layer(after, i) for i in range(self.num_layers))
+      # A loop would copy each layer's parameters and cache, for every single token.
+      after = []
+      for i, cache in enumerate(caches):
+        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths)
+        after.append(cache)
+      return x_btd, tuple(after)
+
+    return function
+
+  def unstack(self, params: Mapping) -> dict:
+    """The parameters of each layer by themselves, under "0", "1", ...: a copy of them."""
+    return {str(i): _layer(params, i) for i in range(self.num_layers)}
+
+  def init_caches(self, batch: int, width: int) -> tuple:
+    """One for each layer, of B rows of width D."""
+    return tuple(
+      self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers)
+    )
 
   def make_mixer(self) -> Any:
     """A mixer of the blocks on its own, without parameters."""
@@ -113,3 +157,7 @@ class Stack:
 
 def _shared(positions: attention.RelativePositions | None) -> dict[str, Any]:
   return {} if positions is None else {"positions": positions}
+
+
+def _layer(tree: Any, i: int) -> Any:
+  return jax.tree.map(lambda x: x[i], tree)

@@ -31,6 +31,11 @@ from dpjax.ops.segments import (
   segment_ids,
   upsample_segments,
 )
+from dpjax.ops.segments_cache import (
+  SegmentCache,
+  init_segment_cache,
+  pool_segments_cached,
+)
 from dpjax.ops.shift_and_sum import dispatch_matrix, num_levels, shift_and_sum
 from dpjax.ops.shift_and_sum_cache import (
   ShiftAndSumCache,
@@ -42,6 +47,7 @@ __all__ = [
   "AttentionCache",
   "ConvolutionCache",
   "OnlineConvolutionCache",
+  "SegmentCache",
   "ShiftAndSumCache",
   "binomial_prior_loss",
   "capacities",
@@ -59,9 +65,11 @@ __all__ = [
   "init_attention_cache",
   "init_convolution_cache",
   "init_online_convolution_cache",
+  "init_segment_cache",
   "init_shift_and_sum_cache",
   "num_levels",
   "pool_segments",
+  "pool_segments_cached",
   "relative_attention",
   "relative_attention_cached",
   "relative_positions",

@@ -6,8 +6,11 @@ one token a step. What comes out is what `causal_attention` and `relative_attent
 of the whole sequence, however it is cut into chunks. Nothing in a cache depends on the
 values of padding, and shapes never change, so one compilation serves all steps.
 
-B batch, C position in the chunk, M place in the cache, H head, E feature of a head,
-R distance.
+With M places, absolute attention ends with token M - 1. Relative attention goes on: its
+cache is a ring of the last M tokens.
+
+B batch, C position in the chunk, M place in the cache, N key that a query meets, H head,
+E feature of a head, R distance.
 """
 
 from typing import NamedTuple
@@ -22,17 +25,19 @@ from jax.typing import ArrayLike, DTypeLike
 class AttentionCache(NamedTuple):
   """Keys and values of the tokens so far, for one layer.
 
-  Token t of a row lies at place t. What lies from `length` on counts for nothing, if only
-  it is finite. So a row is begun anew, or taken back to an earlier token, by a smaller
-  `length`:
+  Token t of a row lies at place t mod M. What lies from `length` on counts for nothing,
+  if only it is finite. So a row is begun anew, or taken back to an earlier token, by a
+  smaller `length`:
 
     cache._replace(length=jnp.zeros_like(cache.length))
+
+  Once a row is longer than M, its first tokens are gone, and it can only be begun anew.
 
   Attributes:
     keys: [B, H, M, E], floats; heads go first, as the products want them, or every step
       would make a transposed copy of the cache.
     values: as `keys`.
-    length: [B], int32, the tokens so far of each row.
+    length: [B], int32, the tokens so far of each row, also of those that are gone.
   """
 
   keys: jax.Array
@@ -51,7 +56,8 @@ def init_attention_cache(
 
   Args:
     batch: B.
-    max_length: M, the longest sequence that it can hold.
+    max_length: M, the longest sequence that it can hold, or how many of the last tokens
+      of a longer one.
     num_heads: H.
     features: E, of one head.
     dtype: in which keys and values are kept, a float.
@@ -116,8 +122,8 @@ def causal_attention_cached(
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    A row must not grow longer than M. Under `jit` nobody can tell: tokens from M on are
-    dropped, and none sees them, not even itself; `length` counts them all the same.
+    A row must not grow longer than M. Under `jit` nobody can tell: the outputs of tokens
+    from M on are nan. Such tokens are not kept, but `length` counts them.
 
   Raises:
     ValueError: shapes or dtypes do not match, or C > M; where they are not traced, also
@@ -126,15 +132,17 @@ def causal_attention_cached(
   Source: as `causal_attention`.
   """
   lengths = _check(queries, keys, values, cache, lengths)
-  place_bc = _places(queries, cache)
-  cache = _append(keys, values, cache, place_bc, lengths)
-  scores_bhcm = jnp.einsum(
-    "bche,bhme->bhcm",
-    queries,
-    cache.keys.astype(queries.dtype),
-    preferred_element_type=jnp.float32,
-  )
-  return _attend(scores_bhcm, cache, place_bc, lengths, values.dtype), cache
+  chunk, max_length = queries.shape[1], cache.keys.shape[2]
+  _check_room(cache, chunk if lengths is None else lengths)
+  token_bc = _tokens(queries, cache)
+  cache = _append(keys, values, cache, token_bc, lengths)
+  scores_bhcm = _scores(queries, cache.keys)
+  place_m = jnp.arange(max_length, dtype=jnp.int32)
+  is_past_bcm = place_m[None, None] <= token_bc[..., None]
+  outputs_bche = _attend(scores_bhcm, is_past_bcm, [cache.values], values.dtype)
+  has_place_bc = token_bc < max_length
+  outputs_bche = jnp.where(has_place_bc[..., None, None], outputs_bche, jnp.nan)
+  return _zero_padding(outputs_bche, lengths), cache
 
 
 def relative_attention_cached(
@@ -148,23 +156,34 @@ def relative_attention_cached(
   *,
   lengths: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
-  """Attends to oneself and the past, by content and by distance.
+  """Attends to oneself and the last tokens before, by content and by distance.
 
-  Token c of the chunk is token t = cache.length[b] + c of row b. With the keys k and the
-  values v of the whole row so far, those of the chunk among them,
+  Token c of the chunk is token t = cache.length[b] + c of row b. It meets the last M
+  tokens, itself among them: those with t - M < s <= t. With the keys k and the values v
+  of the whole row so far, those of the chunk among them,
 
     score[b, h, c, s] = ((queries[b, c, h] + content_bias[h]) . k[b, s, h]
                        + (queries[b, c, h] + position_bias[h]) . positions[t - s, h])
                         / sqrt(E)
-    output[b, c, h]   = sum over s <= t of softmax(score[b, h, c])[s] v[b, s, h]
+    output[b, c, h]   = sum over t - M < s <= t of softmax(score[b, h, c])[s] v[b, s, h]
 
-  The example of `causal_attention_cached` holds here too, where positions and biases are
-  0. In its next chunk, the distances that count at the first token, t = 3 and t = 1, are
-  [3 2 1 0] and [1 0 . .] for the places s = 0 .. 3.
+  A row may be of any length. Up to M tokens, the output is that of `relative_attention`
+  up to rounding, as in `causal_attention_cached`. From then on the cache is a ring, and
+  the output is that of `relative_attention` of the last M tokens alone, at the last of
+  them. Of a row of one feature, with M = 4, where keys, positions and biases are 0, so
+  that all weights are alike:
 
-  Takes O(B C M H E) time and O(B H C M) memory: a query meets every distance once, and
-  each row picks those that it needs. The softmax is taken in float32. Equal to
-  `relative_attention` up to rounding, as in `causal_attention_cached`.
+    cache:  values [[6 4 2 9]]  length [4]
+    chunk:  values [[5 8]]
+    output: [[5 6]], the means of 4 2 9 5 and of 2 9 5 8
+    cache:  values [[5 8 2 9]]  length [6]
+
+  The next token, t = 6, goes to place 2; the places 0 .. 3 are then at the distances
+  (t - m) mod M = [2 1 0 3] from it.
+
+  Takes O(B C (M + C) H E) time and O(B H C (M + C)) memory, a step no more than M: a
+  query meets every distance once, and each row picks those that it needs. The softmax is
+  taken in float32.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
@@ -177,12 +196,15 @@ def relative_attention_cached(
     lengths: likewise.
 
   Returns:
-    As `causal_attention_cached`.
+    [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk,
+    of each row the last M tokens.
 
   Raises:
-    ValueError: as in `causal_attention_cached`, or there are too few positions.
+    ValueError: shapes or dtypes do not match, C > M, or there are too few positions;
+      where they are not traced, also if `lengths` are outside of 0 .. C.
 
-  Source: as `relative_attention`.
+  Source: as `relative_attention`; the ring is a memory of the last M tokens, Dai et al.
+  2019, arXiv:1901.02860, Sec. 3.2, that moves on with every token.
   """
   lengths = _check(queries, keys, values, cache, lengths)
   max_length, heads = cache.keys.shape[2], queries.shape[2:]
@@ -196,13 +218,21 @@ def relative_attention_cached(
       f"content_bias, position_bias: expected [H, E] = {heads}, got "
       f"{content_bias.shape}, {position_bias.shape}"
     )
-  place_bc = _places(queries, cache)
-  cache = _append(keys, values, cache, place_bc, lengths)
-  scores_bhcm = jnp.einsum(
-    "bche,bhme->bhcm",
-    queries + content_bias[None, None],
-    cache.keys.astype(queries.dtype),
-    preferred_element_type=jnp.float32,
+  token_bc = _tokens(queries, cache)
+  place_bc = token_bc % max_length
+  if queries.shape[1] == 1:
+    # Written before it is read, or XLA would copy the cache at every step.
+    cache = _append(keys, values, cache, place_bc, lengths)
+    keys_met, values_met = [cache.keys], [cache.values]
+    distance_bcn = _ages(cache)[:, None]
+  else:
+    # The chunk may take the places of tokens that its own first ones still meet.
+    own_keys, own_values = (_as_kept(x, cache, lengths) for x in (keys, values))
+    keys_met, values_met = [cache.keys, own_keys], [cache.values, own_values]
+    distance_bcn = _distances(cache, *place_bc.shape)
+    cache = _append(keys, values, cache, place_bc, lengths)
+  scores_bhcn = jnp.concatenate(
+    [_scores(queries + content_bias[None, None], x) for x in keys_met], axis=3
   )
   by_distance_bhcr = jnp.einsum(
     "bche,rhe->bhcr",
@@ -210,13 +240,17 @@ def relative_attention_cached(
     positions[:max_length],
     preferred_element_type=jnp.float32,
   )
-  # Places of the future have no distance; the mask takes away what they get here.
-  distance_bcm = place_bc[..., None] - jnp.arange(max_length, dtype=jnp.int32)[None, None]
-  distance_bcm = jnp.clip(distance_bcm, 0, max_length - 1)
-  scores_bhcm += jnp.take_along_axis(
-    by_distance_bhcr, distance_bcm[:, None], axis=3, mode="promise_in_bounds"
+  scores_bhcn += jnp.take_along_axis(
+    by_distance_bhcr,
+    jnp.clip(distance_bcn, 0, max_length - 1)[:, None],
+    axis=3,
+    mode="promise_in_bounds",
   )
-  return _attend(scores_bhcm, cache, place_bc, lengths, values.dtype), cache
+  # Not what comes later, nor what is gone, nor places where there was no token yet.
+  farthest_bc = jnp.minimum(token_bc, max_length - 1)
+  is_met_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
+  outputs_bche = _attend(scores_bhcn, is_met_bcn, values_met, values.dtype)
+  return _zero_padding(outputs_bche, lengths), cache
 
 
 def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array | None:
@@ -255,7 +289,6 @@ def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array |
     )
   if lengths is not None:
     lengths = _check_lengths(lengths, batch, chunk)
-  _check_room(cache, chunk if lengths is None else lengths)
   return lengths
 
 
@@ -284,8 +317,8 @@ def _check_room(cache: AttentionCache, new) -> None:
     )
 
 
-def _places(queries, cache: AttentionCache) -> jax.Array:
-  """The place of every token, [B, C]: its number in the row."""
+def _tokens(queries, cache: AttentionCache) -> jax.Array:
+  """The number of every token in its row, [B, C]."""
   return cache.length[:, None] + jnp.arange(queries.shape[1], dtype=jnp.int32)[None]
 
 
@@ -303,10 +336,13 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
     place_bc = jnp.where(_is_real(lengths, chunk), place_bc, max_length)
     added = lengths
 
+  head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
+
   @jax.vmap  # Rows apart, so that a batch may lie on several devices.
   def write(old_hme, place_c, new_che):
     new_hce = new_che.astype(old_hme.dtype).swapaxes(0, 1)
-    return old_hme.at[:, place_c].set(new_hce, mode="drop")
+    # Every head by its number: with [:, place] XLA copies a cache of one row.
+    return old_hme.at[head_h[:, None], place_c[None]].set(new_hce, mode="drop")
 
   return AttentionCache(
     write(cache.keys, place_bc, keys),
@@ -315,17 +351,60 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
   )
 
 
-def _attend(scores_bhcm, cache: AttentionCache, place_bc, lengths, dtype) -> jax.Array:
-  """Causal softmax of the scores over sqrt(E), and the sum of the values."""
-  max_length, features = cache.values.shape[2:]
-  place_m = jnp.arange(max_length, dtype=jnp.int32)
-  is_past_bcm = place_m[None, None] <= place_bc[..., None]
-  scores_bhcm = jnp.where(is_past_bcm[:, None], scores_bhcm * features**-0.5, -jnp.inf)
-  weights_bhcm = jax.nn.softmax(scores_bhcm, axis=-1)
-  outputs_bche = jnp.einsum(
-    "bhcm,bhme->bche", weights_bhcm.astype(dtype), cache.values.astype(dtype)
+def _as_kept(new_bche, cache: AttentionCache, lengths) -> jax.Array:
+  """Keys or values of a chunk as in a cache, [B, H, C, E]; padding is 0."""
+  new_bche = _zero_padding(new_bche, lengths)
+  return new_bche.astype(cache.keys.dtype).swapaxes(1, 2)
+
+
+def _ages(cache: AttentionCache) -> jax.Array:
+  """How far each place of a ring lies behind the last token, [B, M]."""
+  place_m = jnp.arange(cache.keys.shape[2], dtype=jnp.int32)
+  return (cache.length[:, None] - 1 - place_m[None]) % len(place_m)
+
+
+def _distances(cache: AttentionCache, batch: int, chunk: int) -> jax.Array:
+  """From the tokens of a chunk to those before it and to each other, [B, C, M + C]."""
+  token_c = jnp.arange(chunk, dtype=jnp.int32)
+  to_past_bcm = 1 + token_c[None, :, None] + _ages(cache)[:, None]
+  to_own_cc = token_c[:, None] - token_c[None]
+  to_own_bcc = jnp.broadcast_to(to_own_cc, (batch, chunk, chunk))
+  return jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
+
+
+def _scores(queries_bche, keys_bhme) -> jax.Array:
+  keys_bhme = keys_bhme.astype(queries_bche.dtype)
+  if queries_bche.shape[1] == 1:
+    # With an axis of one XLA would lay the cache out anew.
+    return jnp.einsum(
+      "bhe,bhme->bhm",
+      queries_bche[:, 0],
+      keys_bhme,
+      preferred_element_type=jnp.float32,
+    )[:, :, None]
+  return jnp.einsum(
+    "bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=jnp.float32
   )
+
+
+def _attend(scores_bhcn, is_met_bcn, values: list[jax.Array], dtype) -> jax.Array:
+  """Softmax of the scores over sqrt(E), and the sum of the values [B, H, M, E].
+
+  N goes through the places of all arrays of values, one array after the other.
+  """
+  features = values[0].shape[3]
+  scores_bhcn = jnp.where(is_met_bcn[:, None], scores_bhcn * features**-0.5, -jnp.inf)
+  weights_bhcn = jax.nn.softmax(scores_bhcn, axis=-1).astype(dtype)
+  ends = np.cumsum([x.shape[2] for x in values])
+  split = jnp.split(weights_bhcn, ends[:-1], axis=3)
+  outputs = [
+    jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme.astype(dtype))
+    for weights_bhcm, values_bhme in zip(split, values, strict=True)
+  ]
+  return sum(outputs[1:], outputs[0])
+
+
+def _zero_padding(x_bche, lengths) -> jax.Array:
   if lengths is None:
-    return outputs_bche
-  is_real_bc = _is_real(lengths, place_bc.shape[1])
-  return jnp.where(is_real_bc[..., None, None], outputs_bche, jnp.zeros((), dtype))
+    return x_bche
+  return jnp.where(_is_real(lengths, x_bche.shape[1])[..., None, None], x_bche, 0)

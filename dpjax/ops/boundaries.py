@@ -17,7 +17,11 @@ from jax.typing import ArrayLike
 
 
 def fixed_boundaries(
-  shape: Sequence[int], factor: int, offset: int | None = None
+  shape: Sequence[int],
+  factor: int,
+  offset: int | None = None,
+  *,
+  start: jax.Array | None = None,
 ) -> jax.Array:
   """Ends a segment with every `factor`-th token.
 
@@ -31,12 +35,14 @@ def fixed_boundaries(
     factor: tokens of a segment, at least 1.
     offset: place of the first boundary, 0 <= offset < factor. None is factor - 1, so
       that all segments are of one size; the authors' code has 0.
+    start: [B], integers, the place t of each row's first token; None: 0.
 
   Returns:
-    [B, T], int32, all rows alike.
+    [B, T], int32, without `start` all rows alike.
 
   Raises:
-    ValueError: `factor` or `offset` is out of range, or `shape` is not of two numbers.
+    ValueError: `factor` or `offset` is out of range, `shape` is not of two numbers, or
+      `start` is not [B].
 
   Source: the pooling paper, Eq. 2.
   """
@@ -48,8 +54,13 @@ def fixed_boundaries(
     offset = factor - 1
   if not 0 <= offset < factor:
     raise ValueError(f"offset: expected 0 <= offset < {factor}, got {offset}")
-  is_end_t = jnp.arange(shape[1]) % factor == offset
-  return jnp.broadcast_to(is_end_t.astype(jnp.int32)[None], tuple(shape))
+  place_bt = jnp.arange(shape[1], dtype=jnp.int32)[None]
+  if start is not None:
+    if start.shape != (shape[0],):
+      raise ValueError(f"start: expected [B] = ({shape[0]},), got {start.shape}")
+    place_bt += start[:, None]
+  is_end_bt = place_bt % factor == offset
+  return jnp.broadcast_to(is_end_bt.astype(jnp.int32), tuple(shape))
 
 
 def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Array:

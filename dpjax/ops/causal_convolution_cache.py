@@ -305,8 +305,7 @@ def _step(x_b1d, taps, cache, lengths_b):
   dtype = _sum_dtype(x_b1d.dtype, taps.dtype)
   w = taps.astype(dtype)
   ring_bld = _written(cache, x_b1d, lengths_b)
-  past_bld = _latest(ring_bld, cache.length, taps.shape[0] - 1).astype(dtype)
-  y_be = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bld, w[1:])
+  y_be = _sum_of(_latest(ring_bld, cache.length + 1, taps.shape[0]).astype(dtype), w)
   return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(
     ring_bld, cache.length + lengths_b)
 

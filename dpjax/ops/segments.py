@@ -31,7 +31,7 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
-_METHODS = ("mean", "last")
+METHODS = ("mean", "last")
 
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
@@ -143,8 +143,8 @@ def pool_segments(
   boundaries = _as_boundaries(boundaries, inputs.shape[:2])
   if not isinstance(capacity, (int, np.integer)) or capacity < 0:
     raise ValueError(f"capacity: expected an integer of at least 0, got {capacity!r}")
-  if method not in _METHODS:
-    raise ValueError(f"method: expected one of {[*_METHODS]}, got {method!r}")
+  if method not in METHODS:
+    raise ValueError(f"method: expected one of {[*METHODS]}, got {method!r}")
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
@@ -155,7 +155,7 @@ def pool_segments(
   # All terms but one are zero, so the sum is exact in any dtype.
   is_last_bt = boundaries != 0
   last_btd = jnp.where(is_last_bt[..., None], inputs, jnp.zeros_like(inputs))
-  return _sum_of_segments(last_btd, ids_bt, capacity)
+  return sum_of_segments(last_btd, ids_bt, capacity)
 
 
 def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
@@ -212,7 +212,7 @@ def _sum_dtype(array):
   return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
 
 
-def _sum_of_segments(values, ids, capacity):
+def sum_of_segments(values, ids, capacity):
   """Row by row: over the whole batch at once a row's surplus would fall into the next."""
   return jax.vmap(
     functools.partial(
@@ -233,8 +233,8 @@ def _take(vectors, index, fill_value):
 def _mean(inputs, ids, capacity):
   """The means [B, S, D] and the sizes [B, S, 1], empty segments taken for 1."""
   wide_btd = inputs.astype(_sum_dtype(inputs))
-  sums_bsd = _sum_of_segments(wide_btd, ids, capacity)
-  sizes_bs = _sum_of_segments(jnp.ones_like(ids), ids, capacity)
+  sums_bsd = sum_of_segments(wide_btd, ids, capacity)
+  sizes_bs = sum_of_segments(jnp.ones_like(ids), ids, capacity)
   sizes_bs1 = jnp.maximum(sizes_bs, 1)[..., None].astype(sums_bsd.dtype)
   return sums_bsd / sizes_bs1, sizes_bs1
 

@@ -81,3 +81,42 @@ def test_dropout_is_of_the_sum():
   is_kept = np.asarray(output != 0)
   assert 10 < is_kept.sum() < 50
   np.testing.assert_allclose(output[is_kept], 2 * expected[is_kept], rtol=1e-6)
+
+
+def positions_from(start, positions="sinusoidal", width=WIDTH, length=5):
+  """The rows alone: [B, length, width], with no tokens; and the parameters."""
+  layer = embeddings.TokenAndPosition(VOCAB, width, MAX_LENGTH, positions)
+  tokens = np.zeros((len(start), length), np.int32)
+
+  @jax.jit
+  def rows(start):
+    variables = layer.init(jax.random.key(0), tokens)["params"]
+    variables["tokens"] = jax.tree.map(jnp.zeros_like, variables["tokens"])
+    return layer.apply({"params": variables}, tokens, start=start), variables
+
+  return rows(jnp.asarray(start, jnp.int32))
+
+
+@pytest.mark.parametrize("width", [6, 5])
+def test_sinusoidal_positions_go_on(width):
+  start = [0, 2, 4, MAX_LENGTH, 8190, 1_000_003, 2**31 - 5]
+  rows, _ = positions_from(start, width=width)
+  assert rows.dtype == jnp.float32
+  place = np.array(start)[..., None] + np.arange(5)
+  angle = place[..., None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+  np.testing.assert_allclose(rows[..., 0::2], np.sin(angle), rtol=0, atol=1e-6)
+  cosines = np.cos(angle)[..., : width // 2]
+  np.testing.assert_allclose(rows[..., 1::2], cosines, rtol=0, atol=1e-6)
+  # Within the table they are its rows to the last bit.
+  table = embeddings.sinusoidal_positions(MAX_LENGTH, width)
+  is_within = place < MAX_LENGTH
+  assert is_within.sum() == 5 + 5 + 3
+  np.testing.assert_array_equal(rows[is_within], table[place[is_within]])
+
+
+def test_learned_positions_end():
+  rows, params = positions_from([1, 5, 9], "learned")
+  table = np.sqrt(np.float32(WIDTH)) * np.asarray(params["positions"])
+  np.testing.assert_allclose(rows[0], table[1:6], rtol=1e-6)
+  np.testing.assert_allclose(rows[1, :2], table[5:], rtol=1e-6)
+  assert np.isnan(rows[1, 2:]).all() and np.isnan(rows[2]).all()

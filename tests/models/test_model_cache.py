@@ -71,7 +71,7 @@ def test_a_cache_does_not_grow_and_can_be_donated():
     before = cache
     cache = compiled(TOKENS[:, place : place + 1], cache)
     assert jax.tree.map(jnp.shape, cache) == shapes
-    assert before.layers.ring.is_deleted()
+    assert all(layer.ring.is_deleted() for layer in before.layers)
 
 
 def test_the_dispatcher_goes_on_beyond_its_window():
@@ -88,7 +88,14 @@ def test_the_dispatcher_goes_on_beyond_its_window():
   np.testing.assert_allclose(jnp.concatenate(found, 1), whole, atol=1e-5)
 
 
-def test_token_pooling_has_no_cache_yet():
-  model, params = make("attention", boundaries="fixed")
-  with pytest.raises(ValueError, match="cache: expected none for a model with token"):
-    model.init_cache(2)
+@pytest.mark.parametrize("boundaries", ["none", "whitespace"])
+def test_parameters_by_layer_say_the_same(boundaries):
+  settings = {}
+  if boundaries != "none":
+    settings = dict(boundaries=boundaries, space_ids=(3, 5), first_layers=1, last_layers=2)
+  model, params = make("dispatcher", **settings)
+  cache = model.init_cache(2)
+  expected = model.apply({"params": params}, TOKENS[:, :1], cache=cache).logits
+  by_layer = {"params": model.unstack(params)}
+  found = model.apply(by_layer, TOKENS[:, :1], cache=cache).logits
+  np.testing.assert_array_equal(found, expected)

@@ -9,6 +9,7 @@ from dpjax import ops
 from dpjax.ops import attention_cache
 
 BATCH, LENGTH, HEADS, FEATURES, DISTANCES, CHUNK = 3, 13, 2, 5, 17, 4
+RING = 5  # Rows go through it two times and a half.
 ROUNDING = dict(rtol=1e-5, atol=1e-5)
 TRACES = []
 
@@ -48,6 +49,17 @@ def whole(is_relative, dtype=jnp.float32):
   return np.asarray(
     whole_relative(*parts, *distances) if is_relative else whole_causal(*parts)
   )
+
+
+def whole_of_a_ring():
+  """Relative attention of every token to the last `RING`, in a pass for each token."""
+  parts, distances = draw()
+  windows = [
+    jnp.concatenate([x[:, t - RING : t] for t in range(RING, LENGTH + 1)]) for x in parts
+  ]
+  last = np.asarray(whole_relative(*windows, *distances))[:, -1]
+  last = last.reshape(-1, BATCH, HEADS, FEATURES).swapaxes(0, 1)
+  return np.concatenate([whole(True)[:, : RING - 1], last], axis=1)
 
 
 def feed(schedule, is_relative, cache=None, chunk=CHUNK, padding=np.nan, dtype=jnp.float32):
@@ -162,14 +174,98 @@ def test_a_row_can_be_taken_back(is_relative):
     )
 
 
-def test_tokens_beyond_the_end_are_dropped(is_relative):
-  _, cache = feed([[4, 4, 4]] * 3, is_relative)
-  before = jax.tree.map(np.array, cache)
+@pytest.mark.parametrize("chunk", [1, 3, RING])
+def test_a_ring_goes_on_beyond_its_end(chunk):
+  schedule = ragged(chunk)
+  outputs, cache = feed(schedule, True, new_cache(max_length=RING), chunk)
+  np.testing.assert_allclose(outputs, whole_of_a_ring(), **ROUNDING)
+  # It is another thing than to see all tokens, and than to see none before the ring.
+  assert (np.abs(outputs - whole(True))[:, RING:].max(axis=(2, 3)) > 1e-3).all()
+  for found, new in zip(cache[:2], draw()[0][1:], strict=True):
+    for token in range(LENGTH - RING, LENGTH):
+      np.testing.assert_array_equal(found[:, :, token % RING], new[:, token])
+
+
+def test_a_full_chunk_that_begins_anywhere_in_a_ring():
+  # No padding; the second and the third go across the end and take every place.
   parts, distances = draw()
-  parts = [x[:, :CHUNK] for x in parts]
+  cache, begin, outputs = new_cache(max_length=RING), 0, []
+  for size in (3, RING, RING):
+    chunk = [x[:, begin : begin + size] for x in parts]
+    found, cache = step(chunk, distances, cache)
+    outputs.append(found)
+    begin += size
+  expected = whole_of_a_ring()
+  np.testing.assert_allclose(np.concatenate(outputs, 1), expected, **ROUNDING)
+  np.testing.assert_array_equal(cache.length, [LENGTH] * BATCH)
+
+
+def test_a_ring_of_another_dtype():
+  counts = ragged(3)
+  cache = new_cache(jnp.bfloat16, max_length=RING)
+  outputs, cache = feed(counts, True, cache, 3)
+  assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
+  np.testing.assert_allclose(outputs, whole_of_a_ring(), rtol=0, atol=0.05)
+  # A token reads what will be kept of itself, not what it was given.
+  first = next(x for x in counts if max(x))
+  b = int(np.argmax(first))
+  value = draw()[0][2][b, 0]
+  np.testing.assert_array_equal(outputs[b, 0], value.astype(jnp.bfloat16))
+
+
+def test_padding_leaves_no_trace_in_a_ring():
+  exact, other = (
+    feed(ragged(3), True, new_cache(max_length=RING), 3, padding=x) for x in (np.nan, 1e4)
+  )
+  for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(other), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_row_that_went_round_the_ring_can_be_begun_anew(chunk):
+  _, cache = feed(ragged(3), True, new_cache(max_length=RING), 3)
+  cache = cache._replace(length=cache.length.at[1].set(0))
+  outputs, _ = feed([[0, chunk, 0]] * 4, True, cache, chunk)
+  expected = whole_of_a_ring()[1, : 4 * chunk]
+  np.testing.assert_allclose(outputs[1, : 4 * chunk], expected, **ROUNDING)
+
+
+def test_the_example_of_a_ring():
+  cache = attention_cache.AttentionCache(
+    jnp.zeros((1, 1, 4, 1)),
+    jnp.array([[6.0, 4, 2, 9]])[:, None, :, None],
+    jnp.array([4], jnp.int32),
+  )
+  values = jnp.array([[5.0, 8]])[..., None, None]
+  parts = [jnp.zeros_like(values), jnp.zeros_like(values), values]
+  zeros = [jnp.zeros((4, 1, 1)), jnp.zeros((1, 1)), jnp.zeros((1, 1))]
+  # Not jitted, as nothing is refused there either.
+  outputs, cache = attend(parts, zeros, cache)
+  np.testing.assert_allclose(outputs[..., 0, 0], [[5, 6]], rtol=1e-6)
+  np.testing.assert_array_equal(cache.values[:, 0, :, 0], [[5, 8, 2, 9]])
+  np.testing.assert_array_equal(cache.length, [6])
+  # Queries that meet the distances, and keys of 0: the values at the distances 2 1 0 3.
+  zeros[0] = jnp.array([0.0, 0, 100, 0])[:, None, None]
+  one = jnp.ones((1, 1, 1, 1))
+  for token, found in [(7.0, 5), (3.0, 8)]:
+    outputs, cache = step([one, 0 * one, token * one], zeros, cache)
+    np.testing.assert_allclose(outputs[0, 0, 0, 0], found, rtol=1e-6)
+
+
+def test_absolute_attention_beyond_the_end_is_nan():
+  _, cache = feed([[4, 4, 4]] * 3, False)
+  before = jax.tree.map(np.array, cache)
+  parts, _ = draw()
+  # The last token, and then some again.
+  parts = [jnp.concatenate([x[:, 12:], x[:, :3]], axis=1) for x in parts]
   counts = np.array([4, 0, 2], np.int32)
-  outputs, cache = step(parts, distances if is_relative else [], cache, counts)
-  assert np.isfinite(outputs).all()
+  outputs, cache = step(parts, [], cache, counts)
+  exact = whole(False)[[0, 2], 12]
+  np.testing.assert_allclose(outputs[np.array([0, 2]), 0], exact, **ROUNDING)
+  is_nan = np.isnan(outputs).all(axis=(2, 3))
+  np.testing.assert_array_equal(is_nan, [[0, 1, 1, 1], [0] * 4, [0, 1, 0, 0]])
+  for b, count in enumerate(counts):
+    np.testing.assert_array_equal(outputs[b, count:], 0)
   for found, old, new in zip(cache[:2], before[:2], parts[1:], strict=True):
     expected = old.copy()
     expected[[0, 2], :, 12] = new[np.array([0, 2]), 0]
@@ -186,6 +282,22 @@ def test_a_donated_cache_lies_where_it_lay(is_relative):
   _, after = step(parts, distances if is_relative else [], cache, counts)
   assert all(x.is_deleted() for x in cache)
   assert [x.unsafe_buffer_pointer() for x in after] == places
+
+
+def test_steps_in_a_scan_make_no_copy_of_the_cache(is_relative):
+  parts, (_, *biases) = draw()
+  by_token = [x[:, :, None].swapaxes(0, 1) for x in parts]
+  cache = new_cache(max_length=1009)
+  distances = [jnp.zeros((1009, HEADS, FEATURES)), *biases] if is_relative else []
+
+  def run(cache, by_token):
+    def body(cache, parts):
+      return attend(parts, distances, cache)[::-1]
+
+    return jax.lax.scan(body, cache, by_token)
+
+  compiled = jax.jit(run, donate_argnums=0).lower(cache, by_token).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < cache.keys.nbytes
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -220,7 +332,8 @@ def test_nothing_is_larger_than_the_cache_or_the_scores(is_relative, chunk):
   parts, cache = [x[:, :chunk] for x in parts], new_cache(jnp.bfloat16)
   made = jax.make_jaxpr(attend)(parts, distances if is_relative else [], cache)
   found = list(equations(made.jaxpr))
-  bound = max(FEATURES, chunk) * LENGTH * BATCH * HEADS
+  scores = chunk * (LENGTH + (chunk if is_relative and chunk > 1 else 0))
+  bound = max(FEATURES * LENGTH, scores) * BATCH * HEADS
   assert max(x.aval.size for e in found for x in e.outvars) == bound
   softmax = [e.outvars[0].aval.dtype for e in found if e.primitive.name == "exp"]
   assert softmax == [jnp.float32]
@@ -284,8 +397,6 @@ def change_lengths(new):
     (change_cache(length=lambda x: x.astype(jnp.int16)), r"int32, got int16 \(3,\)"),
     (change_cache(keys=lambda x: x[:, :, :11], values=lambda x: x[:, :, :11]),
      "queries: expected a chunk of C = 1 .. 11 tokens, M of the cache, got 13"),
-    (change_cache(length=lambda x: x.at[1].add(1)),
-     "cache: expected rows of at most M = 13 tokens, got 14"),
     (change_lengths(np.array([1, 2])), r"lengths: expected integers .*got int64 \(2,\)"),
     (change_lengths(np.ones(3)), r"lengths: expected integers .*got float64 \(3,\)"),
     (change_lengths([1, -1, 3]), "lengths: expected 0 .. C = 13, got -1"),
@@ -312,3 +423,11 @@ def test_refuses_what_does_not_match(change, message):
 def test_refuses_chunks_without_tokens_or_of_integers(change, message):
   with pytest.raises(ValueError, match=message):
     attend([change(x) for x in draw()[0]], [], new_cache())
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 3, 13]])
+def test_absolute_attention_refuses_rows_that_are_too_long(lengths):
+  cache = new_cache()
+  cache = cache._replace(length=cache.length.at[2].set(1))
+  with pytest.raises(ValueError, match="cache: expected rows of at most M = 13 .* got 14"):
+    attend(draw()[0], [], cache, lengths)

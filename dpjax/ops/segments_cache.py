@@ -1,0 +1,133 @@
+"""Pooling of segments a chunk at a time: what is known of the open one lies in a cache.
+
+B batch, C position in the chunk, D feature.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.typing import ArrayLike
+
+from dpjax.ops import segments
+
+
+class SegmentCache(NamedTuple):
+  """The segment of each row that no boundary has ended yet.
+
+  Attributes:
+    total: [B, D], float32, the sum of its tokens.
+    count: [B], int32, how many they are.
+  """
+
+  total: jax.Array
+  count: jax.Array
+
+
+def init_segment_cache(batch: int, width: int) -> SegmentCache:
+  """The cache of rows of which no token has been seen: zeros.
+
+  Args:
+    batch: B, at least 1.
+    width: D, at least 1.
+
+  Raises:
+    ValueError: a size is below 1.
+  """
+  for name, size in (("batch", batch), ("width", width)):
+    if size < 1:
+      raise ValueError(f"{name}: expected at least 1, got {size}")
+  return SegmentCache(
+    jnp.zeros((batch, width), jnp.float32), jnp.zeros(batch, jnp.int32)
+  )
+
+
+def pool_segments_cached(
+  inputs: jax.Array,
+  boundaries: ArrayLike,
+  cache: SegmentCache,
+  *,
+  method: str = "mean",
+  lengths: jax.Array | None = None,
+) -> tuple[jax.Array, SegmentCache]:
+  """The segments that end within a chunk, of which the first may have begun before it.
+
+  `dpjax.ops.pool_segments` of the whole rows, however they are cut. For one feature and a
+  row whose open segment has the tokens 4 and 6:
+
+    chunk  [2, 30, 50, 8], boundaries [1, 0, 1, 0]
+    mean:  [4, 40, 0, 0],  cache total 8, count 1
+    last:  [2, 50, 0, 0]
+
+  As many places are filled as the row has boundaries in the chunk; the others are zero.
+  Sums are carried in float32.
+
+  Args:
+    inputs: [B, C, D], floats, C >= 1.
+    boundaries: [B, C], zeros and ones: 1 where a segment ends.
+    cache: of `init_segment_cache`, or what the call before gave.
+    method: "mean" or "last".
+    lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, and the
+      rest leaves no trace, whatever its inputs and boundaries are. None: all are real.
+
+  Returns:
+    [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
+
+  Raises:
+    ValueError: an argument is not as above, or the cache is of other rows. Values are
+      looked at outside of `jit` only.
+
+  Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
+  """
+  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
+    raise ValueError(
+      f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}"
+    )
+  if method not in segments.METHODS:
+    raise ValueError(f"method: expected one of {[*segments.METHODS]}, got {method!r}")
+  batch, chunk, width = inputs.shape
+  if cache.total.shape != (batch, width) or cache.count.shape != (batch,):
+    raise ValueError(
+      f"cache: expected total [B, D] = {(batch, width)} and count [B] = {(batch,)}, got "
+      f"{cache.total.shape}, {cache.count.shape}"
+    )
+  segments.check_boundaries(boundaries, (batch, chunk))
+  b_bc = jnp.asarray(boundaries).astype(jnp.int32)
+  x_bcd, real_bc = inputs.astype(jnp.float32), jnp.ones_like(b_bc)
+  if lengths is not None:
+    _check_lengths(lengths, batch, chunk)
+    is_real_bc = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]
+    real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
+    x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
+  ids_bc = jnp.cumsum(b_bc, axis=1, dtype=jnp.int32) - b_bc
+  num_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
+  is_closed_bs = jnp.arange(chunk, dtype=jnp.int32)[None] < num_b[:, None]
+  # One more than can end: the segment that stays open.
+  totals_bsd = segments.sum_of_segments(x_bcd, ids_bc, chunk + 1).at[:, 0].add(cache.total)
+  counts_bs = segments.sum_of_segments(real_bc, ids_bc, chunk + 1).at[:, 0].add(cache.count)
+  open_b1 = num_b[:, None]
+  cache = SegmentCache(
+    jnp.take_along_axis(totals_bsd, open_b1[..., None], axis=1)[:, 0],
+    jnp.take_along_axis(counts_bs, open_b1, axis=1)[:, 0],
+  )
+  if method == "mean":
+    counts_bs1 = jnp.maximum(counts_bs[:, :chunk], 1)[..., None]
+    s_bcd = totals_bsd[:, :chunk] / counts_bs1.astype(jnp.float32)
+  else:
+    last_bcd = jnp.where(b_bc[..., None] > 0, x_bcd, 0)
+    s_bcd = segments.sum_of_segments(last_bcd, ids_bc, chunk)
+  return jnp.where(is_closed_bs[..., None], s_bcd, 0).astype(inputs.dtype), cache
+
+
+def _check_lengths(lengths, batch: int, chunk: int) -> None:
+  if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+    raise ValueError(
+      f"lengths: expected integers [B] = ({batch},), got {lengths.dtype} {lengths.shape}"
+    )
+  if not isinstance(lengths, core.Tracer):
+    found = np.asarray(lengths)
+    is_wrong = (found < 0) | (found > chunk)
+    if is_wrong.any():
+      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {found[is_wrong][0]}")

@@ -1,0 +1,111 @@
+r"""Text from tokens that come a few at a time, as it can be shown.
+
+Of the bytes of "e\u00e9 e" one by one, each as soon as it is certain:
+
+  push([101])  ->  "e"      push([195])  ->  ""   (half a character)
+  push([169])  ->  "\u00e9"      push([32, 101])  ->  " e"      finish()  ->  ""
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dpjax.text.tokenizer import Tokenizer, as_ids
+
+_WHOLE = ("characters", "wordpiece")  # their tokens never change the text before them
+_OPEN = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
+# A window that begins within a character is right again after 3 bytes; it ends with as
+# many as three U+FFFD, which are 3 bytes each if they stand in the text itself.
+_KEPT = 16
+_LONGEST = 64
+
+
+class TextStream:
+  r"""Decodes tokens as they come; what was given out is never taken back.
+
+    "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
+
+  All text is given out at once, but for the last U+FFFD, three at most, where they can
+  be the beginning of a character: those wait for the next token that is none. (A real
+  U+FFFD of "characters" waits for nothing.)
+
+  A push decodes its own tokens and a few before them, not the whole text. For every
+  tokenizer of dpjax; a BPE that was loaded has to decode as GPT-2's does, and a
+  SentencePiece model to have no rules of denormalisation.
+  """
+
+  def __init__(self, tokenizer: Tokenizer):
+    """Begins a text of this tokenizer."""
+    self._tokenizer = tokenizer
+    self._open = 0 if tokenizer.kind in _WHOLE else _OPEN
+    # Text that stands for what came before a window: SentencePiece decodes the first
+    # piece of a text, and of some models' lines, in another way.
+    self._words = tokenizer.encode("a").tolist()
+    self._lines = tokenizer.encode("a\n").tolist()
+    self._length_word = len(tokenizer.decode(self._words))
+    self._empty: dict[int, bool] = {}
+    self._begin()
+
+  def push(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Takes the next tokens.
+
+    Args:
+      ids: [N], in 0 .. V - 1; N may be 0.
+
+    Returns:
+      The text that has become certain; "" if none has.
+
+    Raises:
+      ValueError: an id is outside 0 .. V - 1; nothing is taken then.
+    """
+    for i in as_ids(ids, self._tokenizer.vocab_size).tolist():
+      if not self._is_empty(i):
+        self._marks.clear()
+      elif i in self._marks:
+        continue  # a row of marks can be long, and says no more than its first ones
+      else:
+        self._marks.add(i)
+      self._window.append(i)
+    text = self._tokenizer.decode(self._window)
+    certain = max(self._shown, self._certain(text))
+    new = text[self._shown:certain]
+    self._shown = certain
+    if not text:  # marks and dropped spaces, of which one is as good as many
+      self._window = list(dict.fromkeys(self._window))
+    elif len(self._window) > _LONGEST:
+      self._shorten(text)
+    return new
+
+  def finish(self) -> str:
+    """Ends the text: gives out the rest, and begins a new one."""
+    rest = self._tokenizer.decode(self._window)[self._shown:]
+    self._begin()
+    return rest
+
+  def _begin(self) -> None:
+    self._window: list[int] = []  # the last tokens
+    self._shown = 0  # how many characters of the window's text were given out
+    self._marks: set[int] = set()  # the tokens without text at the window's end
+
+  def _certain(self, text: str) -> int:
+    """How many characters no later token can change."""
+    end = text[-self._open:] if self._open else ""
+    return len(text) - (len(end) - len(end.rstrip("\N{REPLACEMENT CHARACTER}")))
+
+  def _shorten(self, text: str) -> None:
+    """Drops tokens from the window's front, all but enough for what is still open."""
+    start, kept = len(self._window), 0
+    while start and kept < _KEPT:
+      start -= 1
+      kept += not self._is_empty(self._window[start])
+    before = self._lines if text.endswith("\n") else self._words
+    waiting = len(text) - self._shown
+    self._window = before + self._window[start:]
+    self._shown = len(self._tokenizer.decode(self._window)) - waiting
+
+  def _is_empty(self, i: int) -> bool:
+    """Whether a token has no text, such as a mark, wherever it stands."""
+    if i not in self._empty:
+      text = self._tokenizer.decode([*self._words, i])
+      self._empty[i] = len(text) == self._length_word
+    return self._empty[i]

@@ -1,0 +1,206 @@
+"""Streamed text is the decoded text, in whatever parts its tokens come."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers as library
+
+from dpjax.text.streaming import TextStream
+from dpjax.text.tokens import KINDS, train_tokenizer
+
+LINES = ["the cat sat, on the  mat.\n", "\n", "  don't \u00e9\u6f22 \N{GRINNING FACE}!\n",
+         "the cat's mats   \u2581 (two) \n\n"] * 5
+SIZES = {"sentencepiece_unigram": 283, "sentencepiece_bpe": 283, "wordpiece": 67,
+         "bpe": 283}
+# Models of others: white space lost or kept in front of lines that end sentences.
+FOREIGN = {"lost": True, "kept": False}
+NAMES = [*KINDS, *FOREIGN, "across characters"]
+TEXTS = [
+  "the cat  sat.\n\n on  the mat (\u00e9\u6f22\N{GRINNING FACE}), don't\n",
+  "  \n   \ufffd\ufffd x\u0301 \N{GRINNING FACE}\ufffd\u2581mats" + 41 * " " + "the \n",
+  41 * " " + "on",
+]
+
+
+def foreign_sentencepiece(folder, *, lost: bool):
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(["the cat sat on the mat", "the  dog sat"] * 7),
+    model_writer=model, vocab_size=283, hard_vocab_limit=False, byte_fallback=True,
+    remove_extra_whitespaces=lost, allow_whitespace_only_pieces=not lost,
+    control_symbols=["<a>", "<b>"], minloglevel=2)
+  file = folder / "foreign.model"
+  file.write_bytes(model.getvalue())
+  return train_tokenizer("sentencepiece_unigram", [], file=str(file))
+
+
+def bpe_across_characters(folder):
+  """All tokens of a row of one character begin and end within it."""
+  alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+  middle = "\u00bc\u012b\u00e6"  # the bytes BC A2 | E6 of two U+6F22 (E6 BC A2)
+  pieces = [*sorted(alphabet), middle[:2], middle]
+  raw = library.Tokenizer(library.models.BPE(
+    {piece: i for i, piece in enumerate(pieces)},
+    [(middle[0], middle[1]), (middle[:2], middle[2])]))
+  raw.decoder = library.decoders.ByteLevel()
+  raw.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  raw.add_special_tokens(["<|endoftext|>"])
+  file = folder / "tokenizer.json"
+  file.write_text(raw.to_str())
+  return train_tokenizer("bpe", [], file=str(file))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("models")
+  found = {kind: train_tokenizer(kind, LINES, vocab_size=SIZES.get(kind, 0))
+           for kind in KINDS}
+  found |= {name: foreign_sentencepiece(folder, lost=lost)
+            for name, lost in FOREIGN.items()}
+  found["across characters"] = bpe_across_characters(folder)
+  return found
+
+
+def streamed(tokenizer, parts) -> str:
+  stream = TextStream(tokenizer)
+  return "".join([*(stream.push(part) for part in parts), stream.finish()])
+
+
+def rows(tokenizer):
+  """Rows of ids: texts, and random ones of few or many kinds."""
+  yield from map(tokenizer.encode, TEXTS)
+  rng = np.random.default_rng(7)
+  pieces = tokenizer.encode("\u6f22\N{GRINNING FACE} \n\n  x")
+  for count in (1, 2, 3, 5, 83):
+    for length in (5, 149):
+      some = rng.integers(tokenizer.vocab_size, size=count)
+      yield rng.choice(some, length)
+      yield rng.choice(np.append(some[:2], pieces), length)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_are_the_decoded_text(tokenizers, name):
+  tokenizer = tokenizers[name]
+  rng = np.random.default_rng(11)
+  for ids in rows(tokenizer):
+    text = tokenizer.decode(ids)
+    assert streamed(tokenizer, ids[:, None]) == text
+    assert streamed(tokenizer, np.split(ids, np.sort(rng.integers(len(ids), size=9)))) \
+      == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cuts_at_every_place(tokenizers, name):
+  tokenizer = tokenizers[name]
+  ids = tokenizer.encode(TEXTS[0])
+  for cut in range(len(ids) + 1):
+    assert streamed(tokenizer, [ids[:cut], ids[cut:]]) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_id_comes_through(tokenizers, name):
+  tokenizer = tokenizers[name]
+  ids = np.arange(tokenizer.vocab_size)
+  assert streamed(tokenizer, ids[::-1, None]) == tokenizer.decode(ids[::-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_comes_with_its_tokens(tokenizers, name):
+  tokenizer, stream = tokenizers[name], TextStream(tokenizers[name])
+  ids = tokenizer.encode(9 * TEXTS[0])
+  given = ""
+  for n, i in enumerate(ids.tolist(), 1):
+    given += stream.push([i])
+    # All that is not half a character, at once.
+    decoded = tokenizer.decode(ids[:n])
+    assert decoded.startswith(given)
+    assert not decoded[len(given):].strip("\ufffd") and len(decoded) - len(given) <= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_and_empty_pushes(tokenizers, name):
+  tokenizer = tokenizers[name]
+  stream = TextStream(tokenizer)
+  assert stream.finish() == "" and stream.push([]) == "" and stream.finish() == ""
+  ids = tokenizer.encode(TEXTS[0])
+  parts = itertools.chain.from_iterable((part, []) for part in ids[:, None])
+  assert streamed(tokenizer, parts) == tokenizer.decode(ids)
+
+
+def test_half_a_character_waits(tokenizers):
+  stream = TextStream(tokenizers["bytes"])
+  assert [stream.push([i]) for i in "\u00e9\u6f22.".encode()] == [
+    "", "\u00e9", "", "", "\u6f22", "."]
+  assert stream.push([0xE6, 0xBC]) == ""
+  assert stream.push([ord("x")]) == "\ufffdx"  # what was half a character stays one
+  assert stream.push([0xE6, 0xBC]) == "" and stream.finish() == "\ufffd"
+  assert stream.push([0xBC]) == "" and stream.push([ord("x")]) == "\ufffdx"
+
+
+def test_unknown_characters_do_not_wait(tokenizers):
+  tokenizer = tokenizers["characters"]
+  stream = TextStream(tokenizer)
+  assert stream.push([tokenizer.vocab_size - 1]) == "\ufffd"
+  assert stream.push(tokenizer.encode("the")) == "the" and stream.finish() == ""
+
+
+def test_after_the_end_a_new_text_begins(tokenizers):
+  tokenizer = tokenizers["lost"]
+  ids = tokenizer.encode("the cat")
+  stream = TextStream(tokenizer)
+  for _ in range(2):
+    assert stream.push(ids) + stream.finish() == "the cat"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_does_not_grow_with_the_text(tokenizers, name, monkeypatch):
+  tokenizer = tokenizers[name]
+  stream, decoded = TextStream(tokenizer), []
+  decode = tokenizer.decode
+  random = np.random.default_rng(3).integers(tokenizer.vocab_size, size=499)
+  ids = [*tokenizer.encode("  \u6f22" + 199 * "\u6f22"), *random, *499 * [random[0]]]
+  monkeypatch.setattr(
+    tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+  for i in ids:
+    stream.push([i])
+  assert max(decoded) < 99
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_long_rows_of_spaces_and_marks(tokenizers, name, monkeypatch):
+  tokenizer, decode = tokenizers[name], tokenizers[name].decode
+  the = tokenizer.encode("the").tolist()
+  shown = {i: decode([*the, i]) for i in range(tokenizer.vocab_size)}
+  end, *_ = (i for i, text in shown.items() if text == "the\n")  # else a byte
+  *_, space = (i for i, text in shown.items() if text == "the ")  # before it a byte
+  mark, other, *_ = (i for i, text in shown.items() if text == "the")
+  first, *rest = tokenizer.encode("\u6f22")[-3:].tolist()  # its bytes
+  assert decode([*the, first, *rest]) == "the\u6f22"
+  rows = [
+    [*the, *197 * [space], *the],
+    [*the, end, *197 * [space], *the],  # a line's first spaces are lost, some or all
+    [end, space, mark, other, mark, space, *the],
+    [*the, end, space, *197 * [mark, other], *the],
+    [*197 * [mark, other], *the],
+    [*the, *197 * [other, mark], space, *the],
+    [mark, *the, first, mark, *rest, *the, first, *rest],  # a mark ends a character
+  ]
+  rows += [[*197 * [space], *the]] if name == "lost" else []
+  for ids in rows:
+    expected, lengths = decode(ids), []
+    with monkeypatch.context() as patch:
+      patch.setattr(
+        tokenizer, "decode", lambda ids, seen=lengths: seen.append(len(ids)) or decode(ids))
+      assert streamed(tokenizer, [[i] for i in ids]) == expected
+    assert max(lengths) < 99
+
+
+def test_ids_outside_the_vocabulary_are_refused(tokenizers):
+  stream = TextStream(tokenizers["bytes"])
+  assert stream.push([104]) == "h"
+  with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 255, got 105 \.\. 256"):
+    stream.push([105, 256])
+  assert stream.push([105]) == "i" and stream.finish() == ""
