@@ -1,7 +1,14 @@
 """Continues a prompt: python generate.py --workdir=runs/quickstart --prompt="The ".
 
+The text is shown as it comes; of several samples the first one, and the others after it.
 What is not given is as in the run's configuration (`config.sample`).
 """
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
 
 from absl import flags
 
@@ -11,38 +18,114 @@ flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")
+_PROMPT_FILE = flags.DEFINE_string(
+  "prompt_file", None, "a file with it, - being the standard input; its last line end is "
+  "not part of the prompt"
+)
 _LENGTH = flags.DEFINE_integer("length", None, "new tokens a sample")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", None, "draw from the k most likely; 0: all")
 _TOP_P = flags.DEFINE_float("top_p", None, "draw from the most likely that reach it")
 _SEED = flags.DEFINE_integer("seed", 0, "another seed, another text")
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "how many continuations")
+_STOP = flags.DEFINE_multi_string("stop", [], "a token's text, at which a sample ends")
+_BEYOND_WINDOW = flags.DEFINE_string(
+  "beyond_window", None, "slide: passes over the last window; continue: the cache goes on, "
+  "where the model can; refuse"
+)
+_JSON = flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
 
 
 def main(_) -> None:
-  """Prints the prompt and what follows, for each sample."""
+  """Prints the prompt and what follows, for each sample, then how fast that was."""
   from dpjax import run as run_lib
 
+  prompt = _given_prompt()
   run = run_lib.load(_WORKDIR.value, _STEP.value)
   given = dict(
-    prompt=_PROMPT.value,
+    prompt=prompt,
     length=_LENGTH.value,
     temperature=_TEMPERATURE.value,
     top_k=_TOP_K.value,
     top_p=_TOP_P.value,
+    beyond_window=_BEYOND_WINDOW.value,
   )
   settings = {
     name: run.config.sample[name] if value is None else value
     for name, value in given.items()
   }
+  settings |= dict(seed=_SEED.value, num_samples=_NUM_SAMPLES.value, stop=_STOP.value)
   prompt = settings.pop("prompt")
-  samples = run.generate(
-    prompt, seed=_SEED.value, num_samples=_NUM_SAMPLES.value, **settings
+  try:
+    _write(run, prompt, settings)
+  except BrokenPipeError:
+    # Who read it has enough; Python would complain again at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  except KeyboardInterrupt:
+    sys.exit("\nInterrupted")
+
+
+def _given_prompt() -> str | None:
+  if _PROMPT_FILE.value is None:
+    return _PROMPT.value
+  if _PROMPT.value is not None:
+    raise ValueError("prompt, prompt_file: expected one of them, got both")
+  file = _PROMPT_FILE.value
+  content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+  try:
+    prompt = content.decode().removesuffix("\n")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"prompt_file: expected UTF-8 in {file}, got {error}") from error
+  if not prompt:
+    raise ValueError(f"prompt_file: expected a text in {file}, got none")
+  return prompt
+
+
+def _write(run, prompt: str, settings: dict) -> None:
+  is_text, is_one = not _JSON.value, settings["num_samples"] == 1
+  pieces = run.stream(prompt, **settings)
+  begin = first = time.perf_counter()
+  rows, before = [], 0
+  if is_text:
+    print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
+  for new in pieces:
+    if not rows:
+      first, before = time.perf_counter(), sum(piece.num_tokens for piece in new)
+      rows = [[] for _ in new]
+    for row, piece in zip(rows, new, strict=True):
+      row.append(piece)
+    if is_text:
+      print(new[0].text, end="", flush=True)
+  end = time.perf_counter()
+  samples = [
+    {
+      "text": "".join(piece.text for piece in row),
+      "num_tokens": sum(piece.num_tokens for piece in row),
+      "is_stopped": row[-1].is_stopped,
+    }
+    for row in rows
+  ]
+  total = sum(sample["num_tokens"] for sample in samples)
+  speed = (total - before) / (end - first) if total > before else total / (end - begin)
+  if not is_text:
+    content = {
+      "prompt": prompt,
+      **settings,
+      "samples": samples,
+      "seconds": end - begin,
+      "seconds_to_first": first - begin,
+      "tokens_per_second": speed,
+    }
+    print(json.dumps(content, ensure_ascii=False, indent=2))
+    return
+  print()
+  for number, sample in enumerate(samples[1:], 2):
+    print(f"--- sample {number} ---\n{prompt}{sample['text']}")
+  print(
+    f"{total:,} tokens in {end - begin:.2f} s, {first - begin:.2f} s of it until the first "
+    f"came; {speed:,.0f} tokens a second",
+    file=sys.stderr,
   )
-  for number, text in enumerate(samples, 1):
-    if len(samples) > 1:
-      print(f"--- sample {number} ---")
-    print(prompt + text)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import importlib
 
 __version__ = "0.1.0"
 
-_MODULES = ("complexity", "config", "data", "decoding", "interop", "layers", "models",
-            "ops", "plots", "segmentation", "significance", "text", "training")
+_MODULES = ("complexity", "config", "data", "decoding", "generation", "interop", "layers",
+            "models", "ops", "plots", "segmentation", "significance", "text", "training")
 _NAMES = {
   "build_model": "dpjax.models.build",
+  "generate": "dpjax.run",
   "load": "dpjax.run",
   "train": "dpjax.run",
 }

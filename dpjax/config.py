@@ -81,6 +81,7 @@ CHOICES = {
   "train.optimizer": ("adam", "adamw"),
   "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
+  "sample.beyond_window": ("slide", "continue", "refuse"),
 }
 # What may differ between a run and its continuation, since it changes no trained number
 # beyond the order of sums; the length does where the schedule ends with it.
@@ -204,6 +205,7 @@ def default() -> ConfigDict:
   sample.temperature = 1.0
   sample.top_k = 0  # 0: all
   sample.top_p = 1.0
+  sample.beyond_window = "slide"  # or "continue", "refuse": `dpjax.generation` has what
   return config
 
 
@@ -350,11 +352,14 @@ def check_sampling(sample: Mapping) -> None:
   """
   for key, is_valid, expected in (
     ("length", _is_whole(sample["length"], 1), "an integer of at least 1"),
-    ("temperature", sample["temperature"] >= 0, "at least 0 (0 is greedy)"),
+    ("temperature", 0 <= sample["temperature"] < math.inf,
+     "a finite number of at least 0 (0 is greedy)"),
     ("top_k", _is_whole(sample["top_k"], 0), "an integer of at least 0 (0 is all)"),
     ("top_p", 0 < sample["top_p"] <= 1, "a number in (0, 1]"),
   ):
     _expect(is_valid, f"sample.{key}", expected, sample[key])
+  beyond, known = sample["beyond_window"], CHOICES["sample.beyond_window"]
+  _expect(beyond in known, "sample.beyond_window", f"one of {', '.join(known)}", beyond)
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:

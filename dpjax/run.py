@@ -5,8 +5,7 @@
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import ops
+from dpjax import generation, ops
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
-from dpjax.decoding.generate import generate, generate_cached
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
@@ -127,120 +125,52 @@ class Run:
     workdir_lib.write_json(self.workdir / f"{name}.json", content)
 
   def generate(
-    self,
-    prompt: str,
-    *,
-    length: int = 300,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    num_samples: int = 1,
-  ) -> list[str]:
-    """Continues a prompt.
+    self, prompt: str | Sequence[str], **settings
+  ) -> list[str] | list[list[str]]:
+    """Continues a prompt, or several at once.
 
     Args:
-      prompt: at most as long as the model's window; "" starts a text.
-      length: new tokens a sample.
-      temperature: at least 0; 0 always takes the most likely token.
-      top_k: draw from the k most likely tokens; 0 is all.
-      top_p: draw from the most likely tokens that reach this probability, in (0, 1].
-      seed: sample i of a seed is the same whatever `num_samples` is.
-      num_samples: continuations.
+      prompt: a text, or texts of any lengths; "" starts a text.
+      **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
+        beyond_window of `dpjax.generation.Generator.stream`.
 
     Returns:
-      The continuations, without the prompt.
+      The continuations, without the prompt, one for each sample; of several prompts, a
+      list of them for each.
 
     Raises:
-      ValueError: a setting is out of its range, or the prompt is too long.
+      ValueError: as there.
     """
-    config_lib.check_sampling(
-      dict(length=length, temperature=temperature, top_k=top_k, top_p=top_p)
-    )
-    config_lib.check_seed(seed)
-    if not isinstance(num_samples, int) or num_samples < 1:
-      raise ValueError(f"num_samples: expected an integer of at least 1, got {num_samples}")
-    _check_prompt(self.config, self.tokenizer, prompt, "prompt")
-    ids = self.tokenizer.encode(prompt)
-    if not len(ids):
-      ids = [self.tokenizer.start_id]
-    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
-      jnp.arange(num_samples)
-    )
-    longest = self.config.model.max_length
-    # A cache holds no more than the window, and pooled models have none yet.
-    has_room = len(ids) + length - 1 <= longest
-    is_cached = has_room and self.config.model.boundaries == "none"
-    num_ids = len(ids)
-    if is_cached:
-      # Few lengths of prompts, so that few programs are compiled.
-      ids = np.pad(ids, (0, min(_round_up(num_ids), longest) - num_ids))
-    new = (self._generate_cached if is_cached else self._generate)(
-      self.params,
-      np.tile(np.asarray(ids, np.int32), (num_samples, 1)),
-      *([np.full(num_samples, num_ids, np.int32)] if is_cached else []),
-      keys,
-      jnp.float32(temperature),
-      jnp.float32(top_p),
-      length=length,
-      top_k=top_k,
-    )
-    return [self.tokenizer.decode(row) for row in np.asarray(new)]
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    rows = zip(*self.stream(prompts, **settings), strict=True)
+    texts = ["".join(piece.text for piece in row) for row in rows]
+    if isinstance(prompt, str):
+      return texts
+    count = len(texts) // len(prompts)
+    return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+
+  def stream(
+    self, prompt: str | Sequence[str], **settings
+  ) -> Iterator[list[generation.Piece]]:
+    """Continues a prompt, or several at once, and gives out the text as it comes.
+
+    Args:
+      prompt: as in `generate`.
+      **settings: likewise.
+
+    Returns:
+      As `dpjax.generation.Generator.stream`, to which this goes.
+
+    Raises:
+      ValueError: as there.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    return self._generator.stream(self.params, prompts, **settings)
 
   @cached_property
-  def _generate_cached(self):
-    def run(params, prompt, lengths, keys, temperature, top_p, *, length, top_k):
-      def step(tokens, cache, lengths):
-        output: Any = self.model.apply(
-          {"params": params}, tokens, cache=cache, lengths=lengths
-        )
-        return output.logits, output.cache
-
-      return generate_cached(
-        step,
-        self.model.init_cache(len(prompt)),
-        prompt,
-        lengths,
-        keys,
-        length=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-      )
-
-    return jax.jit(run, static_argnames=("length", "top_k"))
-
-  @cached_property
-  def _generate(self):
-    def run(params, prompt, keys, temperature, top_p, *, length, top_k):
-      drawn = {}
-      if self.config.model.sample_boundaries:
-        # The same for a place at every step, so that the past keeps its segments. Token 0
-        # is given, so that no token is drawn from this key.
-        drawn["boundary_noise"] = jax.vmap(
-          lambda key: jax.random.uniform(
-            jax.random.fold_in(key, 0), (self.config.model.max_length,), minval=2.0**-24
-          )
-        )(keys)
-
-      def next_logits(tokens: jax.Array) -> jax.Array:
-        noise = {name: noise_bt[:, : tokens.shape[1]] for name, noise_bt in drawn.items()}
-        output: Any = self.model.apply({"params": params}, tokens, **noise)
-        return output.logits
-
-      return generate(
-        next_logits,
-        prompt,
-        keys,
-        length=length,
-        window=self.config.model.max_length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        pad_id=_pad_id(self.config),
-      )
-
-    return jax.jit(run, static_argnames=("length", "top_k"))
+  def _generator(self) -> generation.Generator:
+    model: Any = self.model
+    return generation.Generator(self.config, model, self.tokenizer)
 
   @cached_property
   def _mesh(self):
@@ -282,7 +212,7 @@ class Run:
       start_id,
       boundaries=boundaries,
       start_boundary=int(start_id in self.tokenizer.space_ids),
-      pad_id=_pad_id(self.config),
+      pad_id=generation.pad_id(self.config),
     )
     return evaluation.evaluate(
       self._eval_step,
@@ -339,7 +269,9 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
   update = _make_optimizer(config, num_steps)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
-  _check_prompt(config, data.tokenizer, config.sample.prompt, "sample.prompt")
+  generation.check_prompt(
+    config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
+  )
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   workdir_lib.claim(workdir, given)
   run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
@@ -408,6 +340,32 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
   return Run(
     config, model, found.state.params, data.tokenizer, found.step, data, workdir
   )
+
+
+def generate(
+  run: Run | str | Path, prompt: str | Sequence[str], **settings
+) -> list[str] | list[list[str]]:
+  """Continues a prompt, or several: `Run.generate` of a run, or of a run's folder.
+
+    dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
+
+  What `settings` do not say is as in the run's configuration, `config.sample`.
+
+  Args:
+    run: of `load`, or its folder.
+    prompt: a text, or texts of any lengths; "" starts a text.
+    **settings: as `Run.generate` takes them.
+
+  Returns:
+    As `Run.generate`.
+
+  Raises:
+    ValueError: as there, or there is no such run.
+  """
+  run = run if isinstance(run, Run) else load(run)
+  usual = dict(run.config.sample)
+  del usual["prompt"]
+  return run.generate(prompt, **usual | settings)
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
@@ -582,29 +540,16 @@ def _origin(data: prepared.Prepared) -> dict[str, str]:
   return origin
 
 
-def _check_prompt(config: ConfigDict, tokenizer, prompt: str, setting: str) -> None:
-  length, longest = len(tokenizer.encode(prompt)), config.model.max_length
-  if length > longest:
-    raise ValueError(
-      f"{setting}: expected 1 to {longest} tokens (the model's window), got {length}"
-    )
-
-
 def _train_batches(config: ConfigDict, data: prepared.Prepared):
   settings, tokens = config.train, data.splits["train"]
   boundaries = None if data.boundaries is None else data.boundaries["train"]
   size = settings.batch_size, settings.window or config.model.max_length
   if settings.batches == "random_windows":
     return batches.RandomWindows(tokens, *size, config.seed, boundaries=boundaries)
-  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=_pad_id(config))
+  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=generation.pad_id(config))
   if settings.batches == "shuffled_windows":
     return batches.ShuffledWindows(tokens, *size, config.seed, **options)
   return batches.ContiguousRows(tokens, *size, **options)
-
-
-def _pad_id(config: ConfigDict) -> int:
-  """A token that ends no word: else windows that are not full would need more segments."""
-  return next(i for i in itertools.count() if i not in config.model.space_ids)
 
 
 def _make_optimizer(config: ConfigDict, num_steps: int):

@@ -1,143 +1,206 @@
-"""Text, token by token. B batch, P position of a prompt, T position, V vocabulary."""
+"""Text, token by token, with any model.
+
+A model is a step: a function that takes tokens and what it knows of those before them.
+
+  logits_bcv, cache = step(tokens_bc, cache, lengths_b)
+
+`lengths` says how many of each row's C tokens are real, None that all are; the others
+leave no trace in the cache, and the logits there mean nothing.
+
+  state = begin(step, cache, prompt, lengths)          the prompt, at once
+  state, tokens = advance(step, state, keys, num_tokens=16)     and so on: a chunk of text
+
+B batch, P position of a prompt, C position of a chunk, W window, V vocabulary.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dpjax.decoding import sampling
 
+Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
-def generate(
-  next_logits: Callable[[jax.Array], jax.Array],
-  prompt: np.ndarray,
-  keys: jax.Array,
-  *,
-  length: int,
-  window: int,
-  temperature: float | jax.Array = 1.0,
-  top_k: int = 0,
-  top_p: float | jax.Array = 1.0,
-  pad_id: int = 0,
-) -> jax.Array:
-  """Continues a prompt.
 
-    next token = last + 1, prompt [[3, 4], [7, 8]], length 3  ->  [[5, 6, 7], [9, 10, 11]]
+class State(NamedTuple):
+  """Rows of text that are being written.
 
-  Every token is drawn from a full pass over the last `window` tokens, which start at
-  position 0: what a window of training looks like. One shape serves all tokens, so it
-  compiles once under `jax.jit`.
-
-  Args:
-    next_logits: [B, T] tokens -> [B, T, V] logits, causal.
-    prompt: [B, P] token ids, 1 <= P <= `window`.
-    keys: [B], random keys; sample i draws from keys[i] alone.
-    length: tokens to add, at least 1.
-    window: the longest T that the model takes.
-    temperature: of `dpjax.decoding.sampling.sample`, as the following.
-    top_k: likewise.
-    top_p: likewise.
-    pad_id: stands where there is no token yet; no result depends on it.
-
-  Returns:
-    [B, length], int32: the new tokens.
-
-  Raises:
-    ValueError: the prompt is empty or longer than the window, or `length` < 1.
+  Attributes:
+    token: [B], int32, each row's last one, which the model has not seen yet.
+    length: [B], int32, how many tokens each row has, that one among them.
+    cache: what the model knows of those before it.
   """
-  batch, prompt_length = prompt.shape
-  if not 1 <= prompt_length <= window:
-    raise ValueError(
-      f"prompt: expected 1 to {window} tokens (the model's window), got {prompt_length}"
-    )
-  if length < 1:
-    raise ValueError(f"length: expected at least 1, got {length}")
-  total = prompt_length + length
-  window = min(window, total)
-  buffer = jnp.full((batch, total), pad_id, jnp.int32)
-  buffer = buffer.at[:, :prompt_length].set(jnp.asarray(prompt, jnp.int32))
 
-  def add_token(buffer, position):
-    start = jnp.maximum(position - window, 0)
-    tokens = jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
-    logits = next_logits(tokens)
-    last = jax.lax.dynamic_index_in_dim(
-      logits, position - 1 - start, axis=1, keepdims=False
-    )
-    token = sampling.sample(
-      last,
-      jax.vmap(lambda key: jax.random.fold_in(key, position))(keys),
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-    )
-    return jax.lax.dynamic_update_slice(buffer, token[:, None], (0, position)), None
-
-  buffer, _ = jax.lax.scan(add_token, buffer, jnp.arange(prompt_length, total))
-  return buffer[:, prompt_length:]
+  token: jax.Array
+  length: jax.Array
+  cache: Any
 
 
-def generate_cached(
-  step: Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]],
-  cache: Any,
-  prompt: jax.Array,
-  lengths: jax.Array,
-  keys: jax.Array,
-  *,
-  length: int,
-  temperature: float | jax.Array = 1.0,
-  top_k: int = 0,
-  top_p: float | jax.Array = 1.0,
-) -> jax.Array:
-  """Continues prompts of different lengths, each token at the cost of one.
-
-    next token = last + 1, prompt [[3, 4], [7, -]], lengths [2, 1], length 3
-    ->  [[5, 6, 7], [8, 9, 10]]
-
-  The prompts go through the model at once, then every new token by itself, with a cache
-  of what came before. Draws are those of `generate`: by a row's key and the position.
+def begin(
+  step: Step, cache: Any, prompt: jax.Array, lengths: jax.Array, *, chunk: int = 0
+) -> State:
+  """Reads prompts of different lengths, all but the last token of each.
 
   Args:
-    step: [B, C] tokens, a cache, and how many of each row's C are real ([B], or None for
-      all) -> [B, C, V] logits and the cache after them.
-    cache: of rows of which no token has been seen, with room for P + `length` - 1.
+    step: the model.
+    cache: of rows of which no token has been seen.
     prompt: [B, P], integers, filled up behind each row's own.
     lengths: [B], int32, in 1 .. P: the tokens of each prompt.
-    keys: [B], random keys; row i draws from keys[i] alone.
-    length: tokens to add, at least 1.
+    chunk: how many positions the model may be given at once; 0: all.
+
+  Returns:
+    The state from which `advance` goes on.
+
+  Raises:
+    ValueError: the prompt is not [B, P] with P >= 1, or the lengths are not [B].
+  """
+  if prompt.ndim != 2 or prompt.shape[1] < 1 or lengths.shape != prompt.shape[:1]:
+    raise ValueError(
+      "prompt, lengths: expected [B, P] with at least one token, and [B], got "
+      f"{prompt.shape}, {lengths.shape}"
+    )
+  prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
+  last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
+  batch, length = prompt.shape
+  size = min(chunk or length, length)
+  count = -(-length // size)
+
+  def read(cache, piece):
+    tokens, begins = piece
+    # Nobody asks for these logits, so that they are not computed under `jax.jit`.
+    return step(tokens, cache, jnp.clip(lengths - 1 - begins, 0, size))[1], None
+
+  prompt = jnp.pad(prompt, ((0, 0), (0, count * size - length)))
+  pieces = prompt.reshape(batch, count, size).swapaxes(0, 1)
+  begins = size * jnp.arange(count, dtype=jnp.int32)
+  cache, _ = jax.lax.scan(read, cache, (pieces, begins))
+  return State(last_b1[:, 0], lengths, cache)
+
+
+def advance(
+  step: Step,
+  state: State,
+  keys: jax.Array,
+  *,
+  num_tokens: int,
+  temperature: float | jax.Array = 1.0,
+  top_k: int | jax.Array = 0,
+  top_p: float | jax.Array = 1.0,
+) -> tuple[State, jax.Array]:
+  """Adds tokens to each row, in one scan.
+
+    next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
+
+  A token is drawn with the row's key and its place in the row. So a row's text depends
+  neither on the other rows nor on how it is cut into chunks.
+
+  Args:
+    step: the model.
+    state: of `begin`, or what the call before gave.
+    keys: [B], random keys, the same at every call.
+    num_tokens: how many, at least 1.
     temperature: of `dpjax.decoding.sampling.sample`, as the following.
     top_k: likewise.
     top_p: likewise.
 
   Returns:
-    [B, length], int32: the new tokens.
+    The state after them, and the new tokens, [B, num_tokens], int32.
 
   Raises:
-    ValueError: `length` < 1.
+    ValueError: `num_tokens` < 1, or a setting of `sample` is out of its range.
   """
-  if length < 1:
-    raise ValueError(f"length: expected at least 1, got {length}")
+  if num_tokens < 1:
+    raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
 
-  def draw(logits_bv: jax.Array, position_b: jax.Array) -> jax.Array:
-    return sampling.sample(
-      logits_bv,
-      jax.vmap(jax.random.fold_in)(keys, position_b),
+  def add_token(state: State, _):
+    logits_b1v, cache = step(state.token[:, None], state.cache, None)
+    token_b = sampling.sample(
+      logits_b1v[:, 0],
+      jax.vmap(jax.random.fold_in)(keys, state.length),
       temperature=temperature,
       top_k=top_k,
       top_p=top_p,
     )
+    return State(token_b, state.length + 1, cache), token_b
 
-  def add_token(carry, i):
-    token_b, cache = carry
-    logits_b1v, cache = step(token_b[:, None], cache, None)
-    token_b = draw(logits_b1v[:, 0], lengths + i)
-    return (token_b, cache), token_b
+  state, tokens_tb = jax.lax.scan(add_token, state, None, length=num_tokens)
+  return state, tokens_tb.T
 
-  logits_bpv, cache = step(prompt, cache, lengths)
-  last_b1v = jnp.take_along_axis(logits_bpv, lengths[:, None, None] - 1, axis=1)
-  first_b = draw(last_b1v[:, 0], lengths)
-  places = jnp.arange(1, length, dtype=lengths.dtype)
-  _, rest_tb = jax.lax.scan(add_token, (first_b, cache), places)
-  return jnp.concatenate([first_b[:, None], rest_tb.T], axis=1)
+
+class WindowCache(NamedTuple):
+  """The last tokens of each row, for a model that has no other memory.
+
+  Attributes:
+    tokens: [B, W], int32, the oldest first; padding behind them.
+    known: [B], int32, how many they are.
+    start: [B], int32, the place of the first of them in the row.
+  """
+
+  tokens: jax.Array
+  known: jax.Array
+  start: jax.Array
+
+
+def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
+  """The cache of rows of which no token has been seen.
+
+  Args:
+    batch: B.
+    window: W, the longest sequence that the model takes.
+    pad_id: stands where there is no token yet; no result depends on it.
+
+  Raises:
+    ValueError: a size is below 1.
+  """
+  for name, size in (("batch", batch), ("window", window)):
+    if size < 1:
+      raise ValueError(f"{name}: expected at least 1, got {size}")
+  return WindowCache(
+    jnp.full((batch, window), pad_id, jnp.int32),
+    jnp.zeros(batch, jnp.int32),
+    jnp.zeros(batch, jnp.int32),
+  )
+
+
+def sliding_window(
+  next_logits: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Step:
+  """A step of any causal model: a full pass over the last W tokens, for every token.
+
+  The window starts at position 0 wherever it lies in the row: what a window of training
+  looks like. W = 3, and the tokens 1 2 3 4 come one by one: the passes are over
+  [1 . .], [1 2 .], [1 2 3], [2 3 4].
+
+  Args:
+    next_logits: [B, W] tokens and the place of the first of them in the row, [B] ->
+      [B, W, V] logits.
+
+  Returns:
+    A step whose cache is of `init_window`. Of a chunk all logits are those of one pass,
+    over the window that ends with it.
+  """
+
+  def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):
+    chunk, window = tokens.shape[1], cache.tokens.shape[1]
+    added_b = jnp.full_like(cache.known, chunk) if lengths is None else lengths
+    known_b = jnp.minimum(cache.known + added_b, window)
+    gone_b = cache.known + added_b - known_b
+    place_w = jnp.arange(window, dtype=jnp.int32)
+    place_bw = place_w[None] + gone_b[:, None]
+    old_bw = jnp.take_along_axis(cache.tokens, place_bw.clip(0, window - 1), axis=1)
+    new_place_bw = (place_bw - cache.known[:, None]).clip(0, chunk - 1)
+    new_bw = jnp.take_along_axis(tokens, new_place_bw, axis=1)
+    tokens_bw = jnp.where(place_bw < cache.known[:, None], old_bw, new_bw)
+    # What stood behind the known ones is padding, and stays so.
+    tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
+    cache_after = WindowCache(tokens_bw, known_b, cache.start + gone_b)
+    logits_bwv = next_logits(tokens_bw, cache_after.start)
+    of_chunk_bc = (known_b - added_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    logits_bcv = jnp.take_along_axis(
+      logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1
+    )
+    return logits_bcv, cache_after
+
+  return step

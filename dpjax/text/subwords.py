@@ -53,6 +53,8 @@ class SentencePiece(Tokenizer):
     self._line_end = newline if self._has_newline else end_id  # -1: there is neither
     mark_ids = [self._id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
     self._mark_ids = mark_ids if min(mark_ids) >= 0 else []
+    # Pieces for bytes stand for what it has not.
+    self.unknown_id = None if self._mark_ids else self._processor.unk_id()
     self.start_id = max(0, self._line_end)
     self.lossless = self.decode(self.encode(_PROBE)) == _PROBE
 

@@ -19,6 +19,7 @@ class Tokenizer(abc.ABC):
     vocab_size: V, how many ids there are.
     start_id: stands before a text's first token, where a model needs one to predict
       that token from: the line end where the vocabulary has it.
+    unknown_id: of what the vocabulary has not; None where it has all.
     lossless: `decode(encode(text)) == text`, for any text ("characters": of the
       characters it knows).
     space_ids: of the space and the line end, in this order, where they are tokens of
@@ -29,6 +30,7 @@ class Tokenizer(abc.ABC):
   kind: str
   vocab_size: int
   start_id: int
+  unknown_id: int | None = None
   lossless: bool
   space_ids: tuple[int, ...] = ()
 

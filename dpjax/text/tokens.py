@@ -32,6 +32,7 @@ class Characters(Tokenizer):
     """Takes the known characters, each once, sorted."""
     self._characters = characters
     self.vocab_size = len(characters) + 1
+    self.unknown_id = self.vocab_size - 1
     points = [ord(character) for character in characters]
     # Ids by code point; the last place is that of all points beyond.
     self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)

@@ -41,7 +41,7 @@ class WordPiece(Tokenizer):
     ids = {piece: i for i, piece in enumerate(self._pieces)}
     self.vocab_size = len(ids)
     self.start_id = ids["<eos>"] if "<eos>" in ids else ids["[SEP]"]
-    unknown = ids["<unk>"] if "<unk>" in ids else ids["[UNK]"]
+    self.unknown_id = unknown = ids["<unk>"] if "<unk>" in ids else ids["[UNK]"]
     raw_pieces = _raw_pieces(raw, lower_pieces)
     self._table = np.array(
       [ids.get(piece, unknown) for piece in raw_pieces] + [self.start_id], np.int32

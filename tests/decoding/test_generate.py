@@ -7,113 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.decoding.generate import generate, generate_cached
+from dpjax.decoding.generate import advance, begin, init_window, sliding_window
 
 VOCAB = 13
 
 
-def counter(tokens):
-  """Next token = last + 1, on the circle of the vocabulary."""
-  return jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB)
-
-
-def window_sum(tokens):
+def window_sum(tokens, start):
   """Next token = the sum of all tokens in the window, each times its place, + 1."""
   places = jnp.arange(1, tokens.shape[1] + 1)
   totals = jnp.cumsum(tokens * places[None, :], axis=1) + 1
   return jax.nn.one_hot(totals % VOCAB, VOCAB)
 
 
-def by_hand(prompt, length: int, window: int) -> list[list[int]]:
-  """What `window_sum` continues each row with."""
-  rows = [list(map(int, row)) for row in prompt]
-  for row in rows:
-    for _ in range(length):
-      seen = row[-window:]
-      row.append((sum(place * token for place, token in enumerate(seen, 1)) + 1) % VOCAB)
-  return [row[len(prompt[0]) :] for row in rows]
-
-
-def greedy(next_logits, prompt, length: int, window: int) -> list[list[int]]:
-  keys = jax.random.split(jax.random.key(0), len(prompt))
-  run = partial(generate, next_logits, length=length, window=window, temperature=0.0)
-  tokens = jax.jit(run)(np.asarray(prompt), keys)
-  assert tokens.dtype == jnp.int32
-  return tokens.tolist()
-
-
-def test_the_counter_counts():
-  assert greedy(counter, [[3, 4], [7, 8]], 3, 11) == [[5, 6, 7], [9, 10, 11]]
-  # Over the end of the vocabulary, and of the window.
-  expected = [[(last + i) % VOCAB for i in range(1, 18)] for last in (10, 2)]
-  assert greedy(counter, [[0, 0, 10], [5, 5, 2]], 17, 5) == expected
-
-
-@pytest.mark.parametrize(
-  ("prompt_length", "length", "window"),
-  [
-    (3, 17, 7),  # leaves the window while it writes
-    (7, 11, 7),  # from the first token on
-    (2, 5, 7),  # the window holds just all
-    (2, 3, 19),  # and more
-    (1, 2, 1),  # sees nothing but the last
-  ],
-)
-def test_the_model_sees_exactly_the_last_window_tokens(prompt_length, length, window):
-  prompt = np.random.default_rng(5).integers(VOCAB, size=(3, prompt_length))
-  expected = by_hand(prompt, length, window)
-  assert greedy(window_sum, prompt, length, window) == expected
-
-
-def test_one_shape_serves_all_tokens():
-  shapes = []
-
-  def model(tokens):
-    shapes.append(tokens.shape)
-    return counter(tokens)
-
-  greedy(model, [[1, 2, 3], [4, 5, 6]], 17, 5)
-  assert set(shapes) == {(2, 5)}
-  shapes.clear()
-  greedy(model, [[1, 2, 3], [4, 5, 6]], 4, 100)
-  assert set(shapes) == {(2, 7)}  # no longer than what there will be
-
-
-def test_a_sample_depends_on_its_own_key_alone():
-  def even(tokens):
-    return jnp.zeros((*tokens.shape, 101))
-
-  prompt = np.array([[3, 1], [4, 1], [5, 9]])
-  keys = jax.random.split(jax.random.key(7), 3)
-  run = jax.jit(partial(generate, even, length=23, window=11))
-  tokens = np.asarray(run(prompt, keys))
-  assert len(np.unique(tokens, axis=0)) == 3
-  # Each token has a key of its own: 23 draws of 101 rarely meet.
-  assert all(len(set(row)) > 15 for row in tokens.tolist())
-  np.testing.assert_array_equal(run(prompt[1:], keys[1:]), tokens[1:])
-  np.testing.assert_array_equal(run(prompt, keys), tokens)
-  top = jax.jit(partial(generate, counter, length=5, window=11, top_k=1))
-  assert top(prompt, keys).tolist()[2] == [10, 11, 12, 0, 1]
-
-
-@pytest.mark.parametrize(
-  ("prompt_length", "length", "message"),
-  [
-    (0, 3, r"prompt: expected 1 to 7 tokens \(the model's window\), got 0"),
-    (8, 3, r"prompt: expected 1 to 7 tokens \(the model's window\), got 8"),
-    (2, 0, "length: expected at least 1, got 0"),
-    (2, -5, "length: expected at least 1, got -5"),
-  ],
-)
-def test_bad_input_is_refused(prompt_length, length, message):
-  prompt = np.zeros((2, prompt_length), np.int32)
-  keys = jax.random.split(jax.random.key(0), 2)
-  with pytest.raises(ValueError, match=message):
-    generate(counter, prompt, keys, length=length, window=7)
-
-
-def cached_window_sum(tokens, cache, lengths):
-  """`window_sum` with a cache: how many tokens came, and their sum."""
+def row_sum(tokens, cache, lengths):
+  """`window_sum` with a cache, of the whole row: how many tokens came, and their sum."""
   seen, total = cache
   size = tokens.shape[1]
   lengths = jnp.full(len(tokens), size) if lengths is None else lengths
@@ -129,60 +36,137 @@ def empty(batch):
   return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
 
 
-def test_prompts_of_different_lengths_go_on_by_themselves():
-  generator = np.random.default_rng(6)
-  lengths = np.array([3, 7, 1], np.int32)
-  prompt = generator.integers(VOCAB, size=(3, 7))
-  keys = jax.random.split(jax.random.key(0), 3)
-  run = jax.jit(partial(generate_cached, cached_window_sum, length=11, temperature=0.0))
-  found = run(empty(3), prompt, lengths, keys)
-  assert found.dtype == jnp.int32
-  for row, length in enumerate(lengths):
-    own = prompt[row : row + 1, :length]
-    assert found[row].tolist() == by_hand(own, 11, 100)[0]
+def counter(tokens, cache, lengths):
+  """Next token = last + 1, on the circle of the vocabulary; it needs no cache."""
+  return jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB), cache
+
+
+def even(tokens, cache, lengths):
+  """All of 101 tokens are as likely."""
+  return jnp.zeros((*tokens.shape, 101)), cache
+
+
+def by_hand(row, length: int, window: int) -> list[int]:
+  """What `window_sum` continues a row with."""
+  row = list(map(int, row))
+  for _ in range(length):
+    seen = row[-window:]
+    row.append((sum(place * token for place, token in enumerate(seen, 1)) + 1) % VOCAB)
+  return row[-length:]
+
+
+def keys_of(batch):
+  return jax.random.split(jax.random.key(7), batch)
+
+
+def write(step, cache, prompt, lengths, *sizes, chunk=0, keys=None, **settings):
+  """The tokens of chunks of so many, all compiled."""
+  prompt, lengths = np.asarray(prompt), np.asarray(lengths, np.int32)
+  keys = keys_of(len(prompt)) if keys is None else keys
+  state = jax.jit(partial(begin, step, chunk=chunk))(cache, prompt, lengths)
+  run = jax.jit(partial(advance, step, **settings), static_argnames="num_tokens")
+  found = []
+  for size in sizes:
+    state, tokens = run(state, keys, num_tokens=size)
+    assert tokens.dtype == jnp.int32 and tokens.shape == (len(prompt), size)
+    found.append(np.asarray(tokens))
+  np.testing.assert_array_equal(state.length, lengths + sum(sizes))
+  np.testing.assert_array_equal(state.token, found[-1][:, -1])
+  return np.concatenate(found, axis=1).tolist()
+
+
+def test_the_counter_counts():
+  prompt, lengths = [[3, 4], [7, 99]], [2, 1]
+  found = write(counter, None, prompt, lengths, 3, temperature=0.0)
+  assert found == [[5, 6, 7], [8, 9, 10]]
+  found = write(counter, None, prompt, lengths, 11, top_k=1)
+  assert found[1] == [*range(8, 13), *range(6)]  # over the end of the vocabulary
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 7])
+def test_prompts_of_different_lengths_go_on_by_themselves(chunk):
+  lengths = [3, 7, 1]
+  prompt = np.random.default_rng(6).integers(VOCAB, size=(3, 7))
+  settings = dict(chunk=chunk, temperature=0.0)
+  found = write(row_sum, empty(3), prompt, lengths, 5, 6, **settings)
+  for row, length, tokens in zip(prompt, lengths, found, strict=True):
+    assert tokens == by_hand(row[:length], 11, 100)
   # What fills up a prompt does not matter.
-  filled = np.where(np.arange(7)[None] < lengths[:, None], prompt, 12)
-  np.testing.assert_array_equal(run(empty(3), filled, lengths, keys), found)
+  is_own = np.arange(7)[None] < np.array(lengths)[:, None]
+  filled = np.where(is_own, prompt, 12)
+  assert write(row_sum, empty(3), filled, lengths, 5, 6, **settings) == found
 
 
-def test_draws_are_those_without_a_cache():
-  def even(tokens):
-    return jnp.zeros((*tokens.shape, 101))
+@pytest.mark.parametrize(
+  ("prompt_length", "length", "window"),
+  [
+    (3, 17, 7),  # leaves the window while it writes
+    (7, 11, 7),  # from the first token on
+    (2, 5, 7),  # the window holds just all
+    (2, 3, 19),  # and more
+    (1, 2, 1),  # sees nothing but the last
+  ],
+)
+def test_a_sliding_window_sees_exactly_the_last_tokens(prompt_length, length, window):
+  prompt = np.random.default_rng(5).integers(VOCAB, size=(3, prompt_length))
+  lengths = [prompt_length, max(1, prompt_length - 1), max(1, prompt_length - 2)]
+  starts = []
 
-  def even_cached(tokens, cache, lengths):
-    return even(tokens), cache
+  def spy(tokens, start):
+    jax.debug.callback(lambda x: starts.append(x.tolist()), start, ordered=True)
+    return window_sum(tokens, start)
 
-  prompt = np.array([[3, 1], [4, 1], [5, 9]])
-  keys = jax.random.split(jax.random.key(7), 3)
-  expected = generate(even, prompt, keys, length=23, window=30, top_p=0.7)
-  lengths = np.full(3, 2, np.int32)
-  run = partial(generate_cached, even_cached, None, length=23, top_p=0.7)
-  np.testing.assert_array_equal(run(prompt, lengths, keys), expected)
-  # A shorter prompt draws as one of its length, whatever stands beside it.
-  expected = generate(even, prompt[:1, :1], keys[:1], length=5, window=30)
-  run = partial(generate_cached, even_cached, None, length=5)
-  found = run(prompt, np.array([1, 2, 2], np.int32), keys)
-  np.testing.assert_array_equal(found[:1], expected)
+  step, cache = sliding_window(spy), init_window(3, window, pad_id=9)
+  found = write(step, cache, prompt, lengths, length, temperature=0.0)
+  for row, own, tokens in zip(prompt, lengths, found, strict=True):
+    assert tokens == by_hand(row[:own], length, window)
+  jax.effects_barrier()
+  # At the end each row has `own` + length - 1 tokens, and the window its last ones.
+  assert starts[-1] == [max(0, own + length - 1 - window) for own in lengths]
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_the_prompt_goes_through_the_model_at_once(length):
+def test_a_row_depends_on_its_own_key_alone():
+  prompt, lengths = np.array([[3, 1], [4, 1], [5, 9]]), np.array([2, 2, 1])
+  keys = keys_of(3)
+  tokens = write(even, None, prompt, lengths, 23)
+  assert len(np.unique(tokens, axis=0)) == 3
+  # Each token has a key of its own: 23 draws of 101 rarely meet.
+  assert all(len(set(row)) > 15 for row in tokens)
+  assert write(even, None, prompt, lengths, 2, 20, 1) == tokens  # however it is cut
+  assert write(even, None, prompt[1:], lengths[1:], 23, keys=keys[1:]) == tokens[1:]
+  # A shorter prompt draws by its own places: those of the longer ones, one later.
+  same = write(even, None, prompt, lengths, 23, keys=keys[jnp.array([2, 1, 2])])
+  assert same[0][:22] == same[2][1:]
+
+
+def test_one_program_serves_all_settings_and_chunks():
   calls = []
 
   def model(tokens, cache, lengths):
     calls.append(tokens.shape)
-    return cached_window_sum(tokens, cache, lengths)
+    return row_sum(tokens, cache, lengths)
 
-  keys = jax.random.split(jax.random.key(0), 2)
-  prompt, lengths = np.ones((2, 5), np.int32), np.array([5, 2], np.int32)
-  tokens = generate_cached(model, empty(2), prompt, lengths, keys, length=length)
-  assert tokens.shape == (2, length)
-  # A scan traces its step once, however many there are.
-  assert calls[0] == (2, 5) and set(calls[1:]) <= {(2, 1)}
+  state = jax.jit(partial(begin, model))(empty(2), np.ones((2, 5), int), np.array([5, 2]))
+  run = jax.jit(partial(advance, model, num_tokens=4), donate_argnums=0)
+  for temperature, top_k in ((0.0, 0), (0.7, 3), (1.3, 0)):
+    state, _ = run(state, keys_of(2), temperature=temperature, top_k=top_k, top_p=0.9)
+  assert run._cache_size() == 1
+  # The prompt at once, then one by one; a scan traces its step once or twice.
+  assert set(calls) == {(2, 5), (2, 1)}
 
 
-def test_no_length_is_refused():
-  keys = jax.random.split(jax.random.key(0), 2)
-  prompt, lengths = np.ones((2, 5), np.int32), np.array([5, 2], np.int32)
-  with pytest.raises(ValueError, match="length: expected at least 1, got 0"):
-    generate_cached(cached_window_sum, empty(2), prompt, lengths, keys, length=0)
+@pytest.mark.parametrize(
+  ("shape", "count"), [((2, 0), 2), ((3,), 3), ((2, 5), 3)], ids=str
+)
+def test_prompts_that_are_none_are_refused(shape, count):
+  with pytest.raises(ValueError, match=r"prompt, lengths: expected \[B, P\] with at"):
+    begin(counter, None, np.zeros(shape, int), np.ones(count, np.int32))
+
+
+def test_other_sizes_are_refused():
+  state = begin(counter, None, np.zeros((2, 3), int), np.ones(2, np.int32))
+  with pytest.raises(ValueError, match="num_tokens: expected at least 1, got 0"):
+    advance(counter, state, keys_of(2), num_tokens=0)
+  for sizes, message in (((0, 3), "batch: expected"), ((2, 0), "window: expected")):
+    with pytest.raises(ValueError, match=message):
+      init_window(*sizes)

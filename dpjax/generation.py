@@ -1,0 +1,304 @@
+"""Text from a trained model, as it comes: prompts in, continuations out.
+
+`Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py are this.
+Each new token costs one step with a cache, `dpjax.decoding` has the loop.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpjax import config as config_lib
+from dpjax.decoding import generate as decoding
+from dpjax.models.language_model import LanguageModel
+from dpjax.text.streaming import TextStream
+from dpjax.text.tokenizer import Tokenizer
+
+# Tokens between two looks at them, each so many steps or full passes.
+_CHUNK, _CHUNK_OF_PASSES = 16, 4
+
+
+class Piece(NamedTuple):
+  """What a row has got since the last look at it.
+
+  Attributes:
+    text: may be "" while a character is not complete, and after the end.
+    num_tokens: how many tokens it took.
+    is_stopped: whether the row has ended with a stop token, now or before.
+  """
+
+  text: str
+  num_tokens: int
+  is_stopped: bool
+
+
+class Generator:
+  """Writes with a model; compiled once for each number of rows and size of prompts."""
+
+  def __init__(
+    self, config: config_lib.ConfigDict, model: LanguageModel, tokenizer: Tokenizer
+  ):
+    """Takes the settings of a run, its model and its tokenizer."""
+    self._config, self._model, self._tokenizer = config, model, tokenizer
+    self._window = config.model.max_length
+    self._pad_id = pad_id(config)
+    # A step of one token then copies no parameters.
+    self._by_layer = jax.jit(model.unstack)
+    self._begin = jax.jit(self._begin_rows)
+    self._advance = {
+      is_cached: jax.jit(
+        partial(self._advance_rows, is_cached=is_cached), donate_argnames="state"
+      )
+      for is_cached in (True, False)
+    }
+
+  def stream(
+    self,
+    params: Mapping,
+    prompts: Sequence[str],
+    *,
+    length: int = 300,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_samples: int = 1,
+    stop: Sequence[str] = (),
+    beyond_window: str = "slide",
+  ) -> Iterator[list[Piece]]:
+    """Continues prompts, all of their samples at once.
+
+    Args:
+      params: of the model.
+      prompts: any number of any lengths; "" starts a text.
+      length: new tokens a sample, at most.
+      temperature: at least 0; 0 always takes the most likely token.
+      top_k: draw from the k most likely tokens; 0 is all.
+      top_p: draw from the most likely tokens that reach this probability, in (0, 1].
+      seed: sample i of prompt j draws from (seed, i, j) alone, whatever else is written
+        beside it.
+      num_samples: continuations of each prompt.
+      stop: texts of tokens at which a sample ends; the stop token is no part of it.
+      beyond_window: where a text becomes longer than the model's window of M tokens,
+        "slide": every token comes from a full pass over the M before it;
+        "continue": the cache goes on. A Dispatcher reaches back 2**K - 1 tokens in each
+          layer, an Extractor and relative attention M - 1, all they need of what is
+          older having gone through the layers below; sinusoidal positions are computed
+          as far as the text goes. Attention and learned positions end with the window.
+        "refuse": such a length is an error.
+
+    Returns:
+      An iterator of what comes, a list with a `Piece` for each row: prompt 0's samples,
+      prompt 1's, and so on. It ends when all rows are complete.
+
+    Raises:
+      ValueError: a setting is out of its range, a prompt is too long or has what the
+        vocabulary has not, or the model cannot do what is asked of it beyond its window.
+    """
+    settings = dict(
+      length=length,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      beyond_window=beyond_window,
+    )
+    config_lib.check_sampling(settings)
+    config_lib.check_seed(seed)
+    if type(num_samples) is not int or num_samples < 1:
+      raise ValueError(f"num_samples: expected an integer of at least 1, got {num_samples}")
+    if not prompts or isinstance(prompts, str):
+      raise ValueError(f"prompts: expected at least one text, got {prompts!r}")
+    for prompt in prompts:
+      check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
+    stop_ids = self._stop_ids(stop)
+    texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
+    rows = [
+      list(ids or [self._tokenizer.start_id]) for ids in texts for _ in range(num_samples)
+    ]
+    key = jax.random.key(seed)
+    keys = jnp.stack([
+      jax.random.fold_in(jax.random.fold_in(key, i), j)
+      for j in range(len(prompts))
+      for i in range(num_samples)
+    ])
+    draw = dict(
+      temperature=jnp.float32(temperature),
+      top_k=jnp.int32(top_k),
+      top_p=jnp.float32(top_p),
+    )
+    return self._pieces(params, rows, keys, draw, length, stop_ids, beyond_window)
+
+  def _pieces(self, params, rows, keys, draw, length, stop_ids, beyond_window):
+    streams = [TextStream(self._tokenizer) for _ in rows]
+    is_stopped = [False] * len(rows)
+    is_cached, done = True, 0
+    own_params = self._by_layer(params)
+    state = self._begin(own_params, *_filled(rows, self._window), keys)
+    while done < length and not all(is_stopped):
+      longest = max(map(len, rows))
+      if is_cached and longest > self._window and beyond_window == "slide":
+        is_cached, own_params, state = False, params, self._slide(rows)
+      state, tokens = self._advance[is_cached](own_params, state, keys, draw)
+      tokens = np.asarray(tokens)[:, : length - done]
+      if is_cached and beyond_window == "slide":
+        # Those drawn beyond the window are not the model's.
+        tokens = tokens[:, : self._window + 1 - longest]
+      done += tokens.shape[1]
+      pieces = []
+      for number, (row, new) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        row.extend(new)
+        if is_stopped[number]:
+          pieces.append(Piece("", 0, True))
+          continue
+        count = next((i for i, token in enumerate(new) if token in stop_ids), None)
+        is_stopped[number] = count is not None
+        text = streams[number].push(new[:count])
+        if is_stopped[number] or done == length:
+          text += streams[number].finish()
+        used = len(new) if count is None else count + 1
+        pieces.append(Piece(text, used, is_stopped[number]))
+      yield pieces
+
+  def _stop_ids(self, stop: Sequence[str]) -> set[int]:
+    if isinstance(stop, str):
+      stop = [stop]
+    found = set()
+    if stop:
+      texts = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size)]
+      for text in stop:
+        ids = {i for i, other in enumerate(texts) if other == text}
+        if not ids or not text:
+          raise ValueError(f"stop: expected texts of one token each, got {text!r}")
+        found |= ids
+    return found
+
+  def _slide(self, rows: Sequence[Sequence[int]]) -> decoding.State:
+    """The state of rows from which only their last windows are known."""
+    known = [row[-self._window : -1] for row in rows]
+    tokens, _ = _filled(known, self._window, self._pad_id, self._window)
+    counts = np.array([*map(len, known)], np.int32)
+    lengths = np.array([*map(len, rows)], np.int32)
+    cache = decoding.WindowCache(
+      jnp.asarray(tokens), jnp.asarray(counts), jnp.asarray(lengths - 1 - counts)
+    )
+    last = jnp.asarray([row[-1] for row in rows], jnp.int32)
+    return decoding.State(last, jnp.asarray(lengths), cache)
+
+  def _step(self, params, keys, is_cached: bool) -> decoding.Step:
+    def apply(tokens, start, **inputs) -> Any:
+      if self._config.model.sample_boundaries:
+        # The same for a place whenever it is read, so that the past keeps its segments.
+        inputs["boundary_noise"] = _noise(keys, start, tokens.shape[1])
+      return self._model.apply({"params": params}, tokens, **inputs)
+
+    def step(tokens, cache, lengths):
+      output = apply(tokens, cache.length, cache=cache, lengths=lengths)
+      return output.logits, output.cache
+
+    if is_cached:
+      return step
+    return decoding.sliding_window(lambda tokens, start: apply(tokens, start).logits)
+
+  def _begin_rows(self, params, prompt, lengths, keys):
+    cache = self._model.init_cache(len(prompt))
+    step = self._step(params, keys, True)
+    return decoding.begin(step, cache, prompt, lengths, chunk=self._window)
+
+  def _advance_rows(self, params, state, keys, draw, *, is_cached: bool):
+    step = self._step(params, keys, is_cached)
+    num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
+    return decoding.advance(step, state, keys, num_tokens=num_tokens, **draw)
+
+
+def check_prompt(
+  config: config_lib.ConfigDict,
+  tokenizer: Tokenizer,
+  prompt: str,
+  name: str,
+  settings: Mapping,
+) -> None:
+  """Refuses a prompt, or a length after it, that a model can do nothing with.
+
+  Args:
+    config: of the model.
+    tokenizer: of the model.
+    prompt: the text.
+    name: of the prompt, for the message.
+    settings: "length" and "beyond_window", as `Generator.stream` takes them.
+
+  Raises:
+    ValueError: see there.
+  """
+  ids = tokenizer.encode(prompt)
+  if tokenizer.unknown_id is not None and tokenizer.unknown_id in ids:
+    parts = prompt if tokenizer.kind == "characters" else prompt.split()
+    unknown = [x for x in parts if tokenizer.unknown_id in tokenizer.encode(x)]
+    shown = " ".join(map(repr, dict.fromkeys(unknown))) or repr(prompt)
+    raise ValueError(f"{name}: expected what the vocabulary has, got {shown}")
+  window, beyond = config.model.max_length, settings["beyond_window"]
+  if beyond != "continue":
+    if len(ids) > window:
+      raise ValueError(
+        f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}"
+      )
+    longest = window + 1 - max(1, len(ids))
+    if beyond == "refuse" and settings["length"] > longest:
+      raise ValueError(
+        f"length: expected at most {longest} after a {name} of {len(ids)} tokens (the "
+        f"model's window has {window}), got {settings['length']}; or another beyond_window"
+      )
+    return
+  ends = [name for name in config_lib.mixers_in(config.model) if name == "attention"]
+  if config.model.positions == "learned":
+    ends.append("learned positions")
+  if ends and max(1, len(ids)) + settings["length"] - 1 > window:
+    raise ValueError(
+      f"beyond_window: expected slide or refuse with {' and '.join(ends)}, which ends with "
+      f"the model's window of {window} tokens, got continue"
+    )
+
+
+def pad_id(config: config_lib.ConfigDict) -> int:
+  """A token that ends no word: else windows that are not full would need more segments."""
+  return next(i for i in itertools.count() if i not in config.model.space_ids)
+
+
+def _filled(
+  rows: Sequence[Sequence[int]], window: int, fill: int = 0, size: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+  """Rows of one size, and how long they were; few sizes, so that few programs are compiled.
+
+  Powers of two up to the window, and then multiples of it that are.
+  """
+  lengths = np.array([*map(len, rows)], np.int32)
+  longest = int(lengths.max())
+  if not size and longest <= window:
+    size = min(_round_up(longest), window)
+  elif not size:
+    size = window * _round_up(-(-longest // window))
+  filled = np.full((len(rows), size), fill, np.int32)
+  for number, row in enumerate(rows):
+    filled[number, : len(row)] = row
+  return filled, lengths
+
+
+def _round_up(number: int) -> int:
+  """The smallest power of two that is at least this."""
+  return 1 << (number - 1).bit_length()
+
+
+def _noise(keys: jax.Array, start: jax.Array, length: int) -> jax.Array:
+  """[B, T] in (0, 1), by a row's key and the place in the row, from `start` on."""
+
+  def at(key, place):
+    # Token 0 is given, so that no token is drawn from this key.
+    key = jax.random.fold_in(jax.random.fold_in(key, 0), place)
+    return jax.random.uniform(key, (), minval=2.0**-24)
+
+  places_bt = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+  return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(keys, places_bt)

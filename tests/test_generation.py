@@ -1,0 +1,267 @@
+"""Texts of small models that were not trained, within their windows and beyond them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax.generation import Generator, _noise
+from dpjax.models.build import build_model
+from dpjax.text.tokens import Bytes, train_tokenizer
+from tests import helpers
+
+WINDOW, LETTERS = 11, "abcdefg hij\n"
+
+
+def make(tokenizer=None, seed=2, scale=6, **settings):
+  """A generator and parameters for it, of weights so large that it is sure of itself."""
+  tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
+  config = config_lib.default()
+  config.model.update(
+    dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW)
+  )
+  mixer = settings.get("mixer", config.model.mixer)
+  config.model.update(helpers.own_settings(mixer, num_heads=3))
+  config.model.update(settings)
+  config.model.vocab_size = tokenizer.vocab_size
+  if settings.get("boundaries") == "whitespace":
+    config.model.space_ids = tokenizer.space_ids
+  model = build_model(config.model)
+  params = model.init(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
+  return Generator(config, model, tokenizer), jax.tree.map(lambda x: scale * x, params)
+
+
+def write(maker, prompts, **settings) -> list[str]:
+  generator, params = maker
+  rows = zip(*generator.stream(params, prompts, **settings), strict=True)
+  return ["".join(piece.text for piece in row) for row in rows]
+
+
+def greedy_by_hand(maker, prompts, length: int, reach: int = WINDOW) -> list[str]:
+  """From a full pass for every token, over the last `reach` of them."""
+  generator, params = maker
+  tokenizer, model = generator._tokenizer, generator._model
+  call = jax.jit(lambda tokens: model.apply({"params": params}, tokens).logits)
+  texts = []
+  for prompt in prompts:
+    row = tokenizer.encode(prompt).tolist() or [tokenizer.start_id]
+    for _ in range(length):
+      seen = row[-reach:]
+      # Behind what is real stands anything: the model is causal.
+      padded = np.zeros((1, reach), np.int32)
+      padded[0, : len(seen)] = seen
+      best, second = np.sort(np.asarray(call(padded)[0, len(seen) - 1]))[:-3:-1]
+      assert best - second > 1e-3
+      row.append(int(jnp.argmax(call(padded)[0, len(seen) - 1])))
+    texts.append(tokenizer.decode(row[-length:]))
+  return texts
+
+
+@pytest.fixture(scope="module")
+def dispatcher():
+  return make()
+
+
+@pytest.fixture(scope="module")
+def pooled():
+  return make(
+    mixer="relative_attention", positions="none", boundaries="whitespace",
+    num_layers=1, first_layers=1, last_layers=1,
+  )
+
+
+PROMPTS = ["abc", "hij abc de", "", "d"]
+
+
+@pytest.mark.parametrize("name", ["dispatcher", "pooled"])
+def test_greedy_text_is_that_of_full_passes(name, request):
+  maker = request.getfixturevalue(name)
+  # From within the window to far beyond it, rows leaving it one after the other.
+  texts = write(maker, PROMPTS, length=21, temperature=0.0)
+  assert texts == greedy_by_hand(maker, PROMPTS, 21)
+  assert len(set(texts)) > 2
+  # With room for all of it, no pass is made.
+  slow = maker[0]._advance[False]._cache_size()
+  assert write(maker, ["abc"], length=9, temperature=0.0, beyond_window="refuse") == [
+    texts[0][:9]
+  ]
+  assert maker[0]._advance[False]._cache_size() == slow
+
+
+def test_what_goes_on_is_what_a_longer_model_says():
+  """A Dispatcher's levels are what it reaches; the positions are a formula."""
+  maker, longer = make(num_levels=3), make(num_levels=3, max_length=64)
+  prompts = ["abc", "hij abc defg ab cd ef gab j ihg fed"]
+  texts = write(maker, prompts, length=23, temperature=0.0, beyond_window="continue")
+  assert texts == greedy_by_hand(longer, prompts, 23, 64)
+  # Which is not what a window says.
+  assert texts[:1] != write(maker, prompts[:1], length=23, temperature=0.0)
+
+
+def test_words_go_on_beyond_the_window(pooled):
+  together = write(pooled, PROMPTS, length=40, seed=3, beyond_window="continue")
+  assert [len(text) for text in together] == [40] * 4
+  within = write(pooled, PROMPTS, length=1, seed=3, beyond_window="continue")
+  assert [text[:1] for text in together] == within
+  # The ends of the chunks do not matter.
+  assert write(pooled, PROMPTS, length=37, seed=3, beyond_window="continue") == [
+    text[:37] for text in together
+  ]
+
+
+def test_a_sample_is_of_its_seed_and_numbers_alone(dispatcher):
+  settings = dict(length=7, seed=5)
+  texts = write(dispatcher, ["abc", "d"], num_samples=3, **settings)
+  assert len(texts) == len(set(texts)) == 6
+  assert write(dispatcher, ["abc"], num_samples=2, **settings) == texts[:2]
+  # Of another text in its place, too: only its own prompt and the numbers count.
+  assert write(dispatcher, ["hij a", "d"], num_samples=1, **settings)[1] == texts[3]
+  assert write(dispatcher, ["abc"], length=7, seed=6) != texts[:1]
+
+
+def test_boundaries_that_are_drawn_stay(dispatcher):
+  """Those of the past are drawn anew in every pass, and have to come out the same."""
+  maker = make(
+    mixer="relative_attention", positions="none", boundaries="gumbel", num_layers=1,
+    first_layers=1, last_layers=1, sample_boundaries=True, scale=4, seed=3,
+  )
+  generator, params = maker
+  # As unsure as can be, so that the draw decides.
+  predictor = params["hourglass"]["boundary_predictor"]
+  predictor["out"] = jax.tree.map(jnp.zeros_like, predictor["out"])
+  rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
+  keys = jax.random.split(jax.random.key(2), 2)
+  draw = dict(temperature=jnp.float32(0), top_k=jnp.int32(0), top_p=jnp.float32(1))
+  lengths = np.array([3, 5], np.int32)
+  filled = np.array([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], np.int32)
+  state = generator._begin(params, filled, lengths, keys)
+  _, cached = generator._advance[True](params, state, keys, draw)
+  passes, state = [], generator._slide(rows)
+  for _ in range(2):
+    state, tokens = generator._advance[False](params, state, keys, draw)
+    passes.append(tokens)
+  np.testing.assert_array_equal(jnp.concatenate(passes, 1)[:, :6], cached[:, :6])
+  # They are drawn: another key, another text.
+  state = generator._begin(params, filled, lengths, keys[::-1])
+  _, other = generator._advance[True](params, state, keys[::-1], draw)
+  assert not np.array_equal(other, cached)
+  noise = _noise(keys, jnp.array([0, 7]), 9)
+  assert len(np.unique(noise)) == 18 and noise.min() > 0 and noise.max() < 1
+  np.testing.assert_array_equal(_noise(keys, jnp.array([3, 9]), 4)[0], noise[0, 3:7])
+  np.testing.assert_array_equal(_noise(keys, jnp.array([3, 9]), 4)[1], noise[1, 2:6])
+
+
+def test_text_ends_at_a_stop_token(dispatcher):
+  generator, params = dispatcher
+  whole = write(dispatcher, ["abc", "j"], length=90, seed=2, num_samples=2)
+  stop = [whole[0][5], whole[3][8]]
+  expected = []
+  for text in whole:
+    ends = [text.find(x) for x in stop if x in text]
+    expected.append(text[: min(ends)] if ends else text)
+  assert any(len(text) < 16 for text in expected)
+  settings = dict(length=90, seed=2, num_samples=2, stop=stop)
+  assert write(dispatcher, ["abc", "j"], **settings) == expected
+  chunks = list(generator.stream(params, ["abc", "j"], **settings))
+  longest = max(map(len, expected)) + 1
+  assert sum(len(chunk[0].text) for chunk in chunks) == len(expected[0])
+  # It ends with the last of them, and not before.
+  assert [piece.is_stopped for piece in chunks[-1]] == [len(x) < 90 for x in expected]
+  counts = [sum(piece.num_tokens for piece in row) for row in zip(*chunks, strict=True)]
+  assert counts == [min(90, len(text) + 1) for text in expected]
+  assert len(chunks) < 90 // 4 or longest > 80
+
+
+def test_text_comes_as_it_is_made(dispatcher):
+  generator, params = dispatcher
+  settings = dict(length=20, seed=4, beyond_window="continue")
+  pieces = [chunk[0] for chunk in generator.stream(params, ["abc"], **settings)]
+  assert len(pieces) > 1 and all(piece.text for piece in pieces)
+  assert sum(piece.num_tokens for piece in pieces) == 20
+  # Bytes that are no character yet are held back.
+  maker = make(Bytes(), mixer="me", positions="sinusoidal")
+  rows = list(maker[0].stream(maker[1], ["\u00e4"], **settings))
+  text = "".join(row[0].text for row in rows)
+  assert text == write(maker, ["\u00e4"], **settings)[0]
+
+
+def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):
+  generator, _ = dispatcher
+  write(dispatcher, ["abcde"], length=5)
+  before = generator._begin._cache_size(), generator._advance[True]._cache_size()
+  for prompt, settings in itertools.product(
+    ["abcdef", "abcdefg "],
+    [dict(temperature=0.0), dict(top_k=3), dict(top_p=0.6), dict(length=2)],
+  ):
+    write(dispatcher, [prompt], **dict(length=3, seed=8) | settings)
+  after = generator._begin._cache_size(), generator._advance[True]._cache_size()
+  assert after == before
+
+
+WRONG = (
+  (dict(prompts=["abc\u00e4x"]), "prompt: expected what the vocabulary has, got '\u00e4' "),
+  (dict(prompts=["a" * 12]), r"prompt: expected 1 to 11 tokens .* got 12"),
+  (dict(prompts=[]), "prompts: expected at least one text, got"),
+  (dict(prompts="abc"), "prompts: expected at least one text, got 'abc'"),
+  (dict(temperature=-0.1), "sample.temperature: expected a finite number of at least 0"),
+  (dict(temperature=float("inf")), "sample.temperature: expected a finite number"),
+  (dict(temperature=float("nan")), "sample.temperature: expected a finite number"),
+  (dict(top_p=0.0), r"sample.top_p: expected a number in \(0, 1\], got 0"),
+  (dict(top_p=1.5), r"sample.top_p: expected a number in \(0, 1\], got 1.5"),
+  (dict(top_k=-1), "sample.top_k: expected an integer of at least 0"),
+  (dict(length=0), "sample.length: expected an integer of at least 1"),
+  (dict(length=2.5), "sample.length: expected an integer of at least 1"),
+  (dict(num_samples=0), "num_samples: expected an integer of at least 1, got 0"),
+  (dict(seed=2**32), "seed: expected an integer in"),
+  (dict(stop=["ab"]), "stop: expected texts of one token each, got 'ab'"),
+  (dict(stop="z"), "stop: expected texts of one token each, got 'z'"),
+  (dict(stop=[""]), "stop: expected texts of one token each, got ''"),
+  (dict(beyond_window="go"), "sample.beyond_window: expected one of slide, cont"),
+  (dict(length=10, beyond_window="refuse"), "length: expected at most 9 after a prompt of"),
+)
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=lambda x: str(x)[:30])
+def test_wrong_input_is_refused_at_once(dispatcher, settings, message):
+  generator, params = dispatcher
+  settings = {"prompts": ["abc"], **settings}
+  with pytest.raises(ValueError, match=message):
+    generator.stream(params, **settings)  # before the first token is asked for
+
+
+@pytest.mark.parametrize(
+  ("settings", "what"),
+  [
+    (dict(mixer="attention"), "attention"),
+    (dict(mixer="we", positions="learned"), "learned positions"),
+    (
+      dict(mixer="dispatcher", boundaries="fixed", last_mixer="attention",
+           positions="learned"),
+      "attention and learned positions",
+    ),
+  ],
+)
+def test_models_that_end_with_their_window_say_so(settings, what):
+  generator, params = make(**settings)
+  message = f"beyond_window: expected slide or refuse with {what}, which ends with the mod"
+  with pytest.raises(ValueError, match=message):
+    generator.stream(params, ["abc"], length=10, beyond_window="continue")
+  generator.stream(params, ["abc"], length=9, beyond_window="continue")
+
+
+@jax.numpy_dtype_promotion("standard")  # for the optimiser
+def test_from_a_folder_with_the_settings_of_the_run(tmp_path):
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
+  config.model.dropout = config.model.mixer_dropout = config.model.hidden_dropout = 0.0
+  config.sample.update(dict(length=9, temperature=0.0))
+  run, _ = dpjax.train(config, tmp_path / "run")
+  texts = dpjax.generate(tmp_path / "run", "the ", num_samples=2)
+  assert texts == run.generate("the ", length=9, temperature=0.0, num_samples=2)
+  assert texts == dpjax.generate(run, ["the ", "a"], num_samples=2)[0]
+  assert "".join(x[0].text for x in run.stream("the ", length=9, temperature=0.0)) == (
+    texts[0]
+  )
