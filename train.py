@@ -41,17 +41,15 @@ def main(_) -> None:
     return
   print(f"\nThe test split, by step {run.step} (best by validation):")
   print(run_lib.table(scores))
-  sample = run.config.sample
-  if sample.prompt:
-    text = run.generate(
-      sample.prompt,
-      length=sample.length,
-      temperature=sample.temperature,
-      top_k=sample.top_k,
-      top_p=sample.top_p,
-      seed=run.config.seed,
-    )[0]
-    print(f"\nA sample:\n{sample.prompt}{text}")
+  settings = dict(run.config.sample)
+  prompt = settings.pop("prompt")
+  if prompt:
+    try:
+      text = prompt + run.generate(prompt, seed=run.config.seed, **settings)[0]
+    # Another text than the configuration's may have other characters than its prompt.
+    except ValueError as error:
+      text = f"(none: sample.{error})"
+    print(f"\nA sample:\n{text}")
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ class Generator:
     if not prompts or isinstance(prompts, str):
       raise ValueError(f"prompts: expected at least one text, got {prompts!r}")
     for prompt in prompts:
+      _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
     stop_ids = self._stop_ids(stop)
     texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
@@ -222,7 +223,7 @@ def check_prompt(
   name: str,
   settings: Mapping,
 ) -> None:
-  """Refuses a prompt, or a length after it, that a model can do nothing with.
+  """Refuses a prompt, or a length after it, for which a model has no room.
 
   Args:
     config: of the model.
@@ -235,11 +236,6 @@ def check_prompt(
     ValueError: see there.
   """
   ids = tokenizer.encode(prompt)
-  if tokenizer.unknown_id is not None and tokenizer.unknown_id in ids:
-    parts = prompt if tokenizer.kind == "characters" else prompt.split()
-    unknown = [x for x in parts if tokenizer.unknown_id in tokenizer.encode(x)]
-    shown = " ".join(map(repr, dict.fromkeys(unknown))) or repr(prompt)
-    raise ValueError(f"{name}: expected what the vocabulary has, got {shown}")
   window, beyond = config.model.max_length, settings["beyond_window"]
   if beyond != "continue":
     if len(ids) > window:
@@ -261,6 +257,16 @@ def check_prompt(
       f"beyond_window: expected slide or refuse with {' and '.join(ends)}, which ends with "
       f"the model's window of {window} tokens, got continue"
     )
+
+
+def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
+  unknown = tokenizer.unknown_id
+  if unknown is None or unknown not in tokenizer.encode(prompt):
+    return
+  parts = prompt if tokenizer.kind == "characters" else prompt.split()
+  found = dict.fromkeys(part for part in parts if unknown in tokenizer.encode(part))
+  shown = " ".join(map(repr, found)) or repr(prompt)
+  raise ValueError(f"prompt: expected what the vocabulary has, got {shown}")
 
 
 def pad_id(config: config_lib.ConfigDict) -> int:

@@ -3,9 +3,11 @@
 Most cases run the scripts' functions in this process, which saves a start of JAX each.
 """
 
+import io
 import json
 import re
 import runpy
+import subprocess
 import sys
 
 import jax
@@ -74,7 +76,48 @@ def test_generate_prints_samples(workdir, capsys):
   assert "--- sample 2 ---\non a" in printed
   assert call("generate.py", f"--workdir={workdir}") is None
   # What is not given is as the run's configuration has it.
-  assert len(capsys.readouterr().out.removesuffix("\n")) == len("the cat") + 9
+  printed = capsys.readouterr()
+  assert len(printed.out.removesuffix("\n")) == len("the cat") + 9
+  speed = r"9 tokens in .* s, .* s of it until the first came; .* tokens a second\n"
+  assert re.fullmatch(speed, printed.err)
+
+
+def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkeypatch):
+  (tmp_path / "prompt").write_text("on a mat\n")
+  settings = [f"--workdir={workdir}", "--length=40", "--num_samples=2", "--seed=3"]
+  file = f"--prompt_file={tmp_path / 'prompt'}"
+  assert call("generate.py", *settings, file) is None
+  first, second = capsys.readouterr().out.split("--- sample 2 ---\n")
+  assert call("generate.py", *settings, file, "--json") is None
+  found = json.loads(capsys.readouterr().out)
+  samples = found["samples"]
+  assert found["prompt"] == "on a mat" and found["length"] == 40
+  assert first == f"--- sample 1 ---\non a mat{samples[0]['text']}\n"
+  assert second == f"on a mat{samples[1]['text']}\n"
+  assert [sample["num_tokens"] for sample in samples] == [40, 40]
+  assert 0 < found["seconds_to_first"] < found["seconds"] and found["tokens_per_second"] > 0
+  # From the standard input, and up to a token.
+  content = io.TextIOWrapper(io.BytesIO(b"on a mat\n"))
+  monkeypatch.setattr("sys.stdin", content)
+  assert call("generate.py", *settings, "--prompt_file=-", "--json", "--stop= ") is None
+  stopped = json.loads(capsys.readouterr().out)["samples"]
+  for sample, whole in zip(stopped, samples, strict=True):
+    assert sample["text"] == whole["text"].split(" ")[0]
+    assert sample["is_stopped"] == (" " in whole["text"])
+
+
+def test_a_reader_that_has_enough_ends_it(workdir):
+  command = [
+    sys.executable, str(helpers.ROOT / "generate.py"), f"--workdir={workdir}",
+    "--prompt=the ", "--length=400",
+  ]
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
+    process.stdout.read(5)
+    process.stdout.close()
+    complaint = process.stderr.read().decode()
+    process.stderr.close()
+  assert (process.returncode, complaint) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,18 @@ def test_generate_prints_samples(workdir, capsys):
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
     ("generate.py", ["--workdir={workdir}", "--top_p=1.5"], "sample.top_p: expected"),
     ("generate.py", ["--workdir={workdir}", "--temperature=-1"], "sample.temperature:"),
+    ("generate.py", ["--workdir={workdir}", "--prompt=caf\u00e9"],
+     "prompt: expected what the vocabulary has, got 'f' '\u00e9'"),
+    ("generate.py", ["--workdir={workdir}", "--stop=the"], "stop: expected texts of one"),
+    ("generate.py", ["--workdir={workdir}", "--beyond_window=refuse", "--length=90"],
+     "length: expected at most 13 after a prompt of 7 tokens"),
+    ("generate.py", ["--workdir={workdir}", "--prompt_file={empty}"],
+     "prompt_file: expected a text in .*empty, got none"),
+    ("generate.py", ["--workdir={workdir}", "--prompt_file={latin}"],
+     "prompt_file: expected UTF-8 in .*latin, got"),
+    ("generate.py", ["--workdir={workdir}", "--prompt_file={new}"], "no_such: expected to"),
+    ("generate.py", ["--workdir={workdir}", "--prompt_file={text}", "--prompt=a"],
+     "prompt, prompt_file: expected one of them, got both"),
   ],
 )
 def test_wrong_input_ends_with_a_message(
@@ -171,7 +226,7 @@ def test_wrong_input_ends_with_a_message(
     quickstart=helpers.ROOT / "configs/quickstart.py", workdir=workdir, text=text,
     extractors=helpers.ROOT / "configs/extractors_childrens_books.py",
     new=tmp_path / "no_such", latin=tmp_path / "latin", empty=tmp_path / "empty",
-    long="x" * 20, short=tmp_path / "short",
+    long="the " * 5, short=tmp_path / "short",
   )
   result = call(script, *(argument.format(**places) for argument in arguments))
   assert isinstance(result, str), "expected a message"

@@ -17,6 +17,10 @@ class Mixer(Protocol):
   it would give for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
   is a pytree of arrays, the same for chunks of all sizes, passed in and out.
 
+  Rows may become longer than `max_length` by chunks, where the mixer can go on: position t
+  of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
+  t - max_length + 1. Attention cannot, and gives nan from there on.
+
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
   """
