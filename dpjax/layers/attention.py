@@ -143,7 +143,7 @@ class RelativeAttention(nn.Module):
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T.
+    max_length: the longest T, and with a cache M: a token then meets the last M alone.
     dropout: probability with which an attention weight is dropped in training.
     position_dropout: of the table of distances, where the layer has its own.
     init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults.

@@ -95,6 +95,8 @@ class LanguageModel(nn.Module):
       output = model.apply(variables, prompt, cache=cache)
       output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
 
+    It is for inference, without dropout, and has no gradients.
+
     Args:
       tokens: [B, T], integers in [0, V).
       deterministic: False in training: dropout draws from the "dropout" stream.
@@ -110,9 +112,11 @@ class LanguageModel(nn.Module):
       `LanguageModelOutput`.
 
     Raises:
-      ValueError: T is above `max_length`; or one of the last three is wrong, or given to
-        a model without token pooling.
+      ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
+        wrong, or given to a model without token pooling; or a cache is given in training.
     """
+    if cache is not None and not deterministic:
+      raise ValueError("deterministic: expected True with a cache, got False")
     x_btd = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,

@@ -1,4 +1,6 @@
-"""Models with a cache: logits by chunks are those of the parallel pass."""
+"""Models with a cache: what they say by chunks is what the parallel pass says."""
+
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +8,17 @@ import numpy as np
 import pytest
 
 from dpjax import config as config_lib
+from dpjax import ops
+from dpjax.layers import extractors
 from dpjax.models.build import build_model
 from tests import helpers
 
 VOCAB, LENGTH, MAX_LENGTH = 31, 19, 23
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, LENGTH)))
+TOKENS = np.random.default_rng(0).integers(VOCAB, size=(2, LENGTH))
+WAYS = (
+  dict(positions="sinusoidal", norm="post", scan_layers=True),
+  dict(positions="learned", norm="pre", scan_layers=False),
+)
 
 
 def make(mixer, **settings):
@@ -18,84 +26,170 @@ def make(mixer, **settings):
   config |= dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12,
                  feed_forward_width=20, max_length=MAX_LENGTH)
   config |= helpers.own_settings(mixer, num_heads=3) | settings
-  model = build_model(config)
-  params = model.init(jax.random.key(1), TOKENS[:, :3])["params"]
-  return model, jax.tree.map(lambda x: x * 2, params)
+  return build_model(config)
 
 
-WAYS = (
-  dict(positions="sinusoidal", norm="post", scan_layers=True),
-  dict(positions="learned", norm="pre", scan_layers=False),
-)
+def draw_params(model, seed=1):
+  """Normal numbers in the place of the initial ones; gains lie about 1."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :3])["params"]
+  generator = np.random.default_rng(seed)
+
+  def draw(path, x):
+    mean = float(path[-1].key == "scale")
+    return jnp.asarray(mean + generator.standard_normal(x.shape) / 3, x.dtype)
+
+  return jax.tree.map_with_path(draw, shapes)
 
 
-# Each way with every other mixer: what they are made of is the same for all.
-@pytest.mark.parametrize(
-  "mixer, way", [(mixer, i % 2) for i, mixer in enumerate(config_lib.MIXERS)]
-)
-def test_chunks_are_the_whole(mixer, way):
-  model, params = make(mixer, **WAYS[way])
-  whole = jax.jit(model.apply)({"params": params}, TOKENS).logits
-
-  @jax.jit
-  def step(tokens, cache, lengths):
+def make_step(model, params):
+  def step(params, cache, tokens, lengths):
     return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
 
-  cache, seen = model.init_cache(2), [0, 0]
-  # A prompt, tokens, a longer chunk; the second row is behind the first.
-  for size, lengths in ((7, (7, 4)), (1, (1, 1)), (1, (1, 1)), (7, (3, 7)), (1, (1, 0))):
-    chunk = np.zeros((2, size), np.int32)
+  return partial(jax.jit(step, donate_argnums=1), params)
+
+
+@cache
+def prepare(mixer):
+  """The model, the whole pass and a step. Each way with every other mixer."""
+  way = list(config_lib.MIXERS).index(mixer) % 2
+  model = make(mixer, **WAYS[way])
+  # A draw of which nothing is nearly a tie, and whose text does not repeat one token.
+  params, whole = draw_params(model, seed=8), jax.jit(model.apply)
+  # All tokens come about as often.
+  mean = whole({"params": params}, TOKENS).logits.mean(axis=(0, 1))
+  params["logits"]["bias"] -= mean
+  # A step takes its parameters in either form.
+  of_step = model.unstack(params) if mixer in ("dispatcher", "attention", "he") else params
+  return model, partial(whole, {"params": params}), make_step(model, of_step)
+
+
+def by_chunks(step, cache, schedule):
+  """Logits of all tokens, in whatever chunks they come."""
+  seen, garbage = np.zeros(2, int), np.random.default_rng(7)
+  found = np.full((2, LENGTH, VOCAB), np.nan, np.float32)
+  for size, lengths in schedule:
+    chunk = garbage.integers(VOCAB, size=(2, size))
     for row, length in enumerate(lengths):
       chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    output = step(chunk, cache, jnp.asarray(lengths, jnp.int32))
+    shapes, places = jax.tree.map(jnp.shape, cache), pointers(cache)
+    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32))
+    cache = output.cache
+    # It does not grow, and lies where it lay.
+    assert jax.tree.map(jnp.shape, cache) == shapes and pointers(cache) == places
     for row, length in enumerate(lengths):
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole[row, seen[row] :][:length], atol=1e-5
-      )
-      seen[row] += length
-    cache = output.cache
-    assert cache.length.tolist() == seen
-  assert step._cache_size() == 2  # one program a size
+      found[row, seen[row] : seen[row] + length] = output.logits[row, :length]
+    seen += lengths
+    np.testing.assert_array_equal(cache.length, seen)
+  assert (seen == LENGTH).all()
+  return found
 
 
-def test_a_cache_does_not_grow_and_can_be_donated():
-  model, params = make("dispatcher")
+def pointers(tree):
+  """Where its arrays lie in memory; numbers may move."""
+  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
-  def step(tokens, cache):
-    return model.apply({"params": params}, tokens, cache=cache).cache
 
-  compiled = jax.jit(step, donate_argnums=1)
+# A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
+# is the longer one.
+CHUNKS = [
+  (7, (7, 4)), (1, (1, 1)), (1, (1, 0)), (7, (3, 7)), (1, (0, 1)), (7, (7, 6)),
+]
+
+
+@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+def test_chunks_are_the_whole(mixer):
+  model, whole, step = prepare(mixer)
+  expected = whole(TOKENS).logits
+  assert expected.std() > 0.5
+  found = by_chunks(step, model.init_cache(2), CHUNKS)
+  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+  assert step.func._cache_size() == 2  # one program a size
+
+
+@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+def test_greedy_text_is_that_of_whole_passes(mixer):
+  model, whole, step = prepare(mixer)
+  rows, ends = np.arange(2), np.array([6, 3])
+  text = np.where(np.arange(LENGTH) < ends[:, None], TOKENS, 0)
+  output = step(model.init_cache(2), text[:, :7], jnp.asarray(ends, jnp.int32))
+  logits = np.asarray(output.logits)[rows, ends - 1]
+  while ends.max() < LENGTH:
+    by_whole = np.asarray(whole(text).logits)[rows, ends - 1]
+    np.testing.assert_allclose(logits, by_whole, atol=1e-5, rtol=1e-5)
+    ranked = np.sort(by_whole, axis=1)
+    assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-3
+    new = logits.argmax(axis=1)
+    np.testing.assert_array_equal(new, by_whole.argmax(axis=1))
+    text[rows, ends] = new
+    ends += 1
+    output = step(output.cache, new[:, None], jnp.ones(2, jnp.int32))
+    logits = np.asarray(output.logits)[:, 0]
+  assert len(np.unique(text[:, 6:])) > 2
+  assert step.func._cache_size() == 2
+
+
+def lengthen(params, model):
+  """The parameters for a model with a longer window: its new taps are zero."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
+
+  def pad(x, y):
+    pairs = zip(x.shape, y.shape, strict=True)
+    return jnp.pad(x, [(0, new - old) for old, new in pairs])
+
+  return jax.tree.map(pad, params, shapes)
+
+
+@pytest.mark.parametrize("mixer", [x for x in config_lib.MIXERS if "attention" not in x])
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
+  settings = dict(num_layers=2) | helpers.own_settings(mixer, num_levels=3)
+  short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
+  params = draw_params(short)
+  expected = jax.jit(long.apply)({"params": lengthen(params, long)}, TOKENS).logits
+  step = make_step(short, params)
+  found = by_chunks(step, short.init_cache(2), CHUNKS)
+  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_beyond_the_window_relative_attention_sees_the_last_tokens():
+  model = make("relative_attention", max_length=7, num_layers=1, positions="none")
+  params = draw_params(model)
+  found = by_chunks(make_step(model, params), model.init_cache(2), CHUNKS)
+  # Further layers would see a token that theirs did not: what it said of earlier ones.
+  windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
+  last = jax.jit(model.apply)({"params": params}, windows).logits[:, -1]
+  for i, logits in enumerate(last.reshape(-1, 2, VOCAB)):
+    np.testing.assert_allclose(found[:, 6 + i], logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "mixer, positions", [("attention", "sinusoidal"), ("dispatcher", "learned")]
+)
+def test_where_there_is_no_going_on_it_says_nan(mixer, positions):
+  model = make(mixer, max_length=7, num_layers=1, positions=positions)
+  found = by_chunks(make_step(model, draw_params(model)), model.init_cache(2), CHUNKS)
+  assert np.isnan(found[:, 7:]).all() and np.isfinite(found[:, :7]).all()
+
+
+@pytest.mark.parametrize("mixer", ["she", "he", "we", "me"])
+def test_long_windows_of_extractors_are_online(mixer):
+  for length in (extractors.ONLINE_LENGTH - 1, extractors.ONLINE_LENGTH):
+    model = make(mixer, max_length=length)
+    layers = jax.eval_shape(lambda: model.init_cache(2)).layers  # noqa: B023
+    is_online = mixer != "she" and length == extractors.ONLINE_LENGTH
+    kind = ops.OnlineConvolutionCache if is_online else ops.ConvolutionCache
+    assert [type(x) for x in layers] == [kind] * 3
+
+
+def test_online_chunks_are_the_whole(monkeypatch):
+  """Blocks of 2, 4 and so on, which the steps begin and end at will."""
+  model, whole, _ = prepare("we")
+  monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
+  few = partial(ops.init_online_convolution_cache, block=2)
+  monkeypatch.setattr(ops, "init_online_convolution_cache", few)
   cache = model.init_cache(2)
-  shapes = jax.tree.map(jnp.shape, cache)
-  for place in range(3):
-    before = cache
-    cache = compiled(TOKENS[:, place : place + 1], cache)
-    assert jax.tree.map(jnp.shape, cache) == shapes
-    assert all(layer.ring.is_deleted() for layer in before.layers)
-
-
-def test_the_dispatcher_goes_on_beyond_its_window():
-  """As a Dispatcher with a longer window and as many levels would."""
-  short, params = make("dispatcher", positions="none", max_length=8, num_levels=3)
-  long, _ = make("dispatcher", positions="none", max_length=LENGTH, num_levels=3)
-  whole = jax.jit(long.apply)({"params": params}, TOKENS).logits
-  cache, found = short.init_cache(2), []
-  step = jax.jit(lambda x, cache: short.apply({"params": params}, x, cache=cache))
-  for begin in range(0, LENGTH, 8):
-    output = step(TOKENS[:, begin : begin + 8], cache)
-    found.append(output.logits)
-    cache = output.cache
-  np.testing.assert_allclose(jnp.concatenate(found, 1), whole, atol=1e-5)
-
-
-@pytest.mark.parametrize("boundaries", ["none", "whitespace"])
-def test_parameters_by_layer_say_the_same(boundaries):
-  settings = {}
-  if boundaries != "none":
-    settings = dict(boundaries=boundaries, space_ids=(3, 5), first_layers=1, last_layers=2)
-  model, params = make("dispatcher", **settings)
-  cache = model.init_cache(2)
-  expected = model.apply({"params": params}, TOKENS[:, :1], cache=cache).logits
-  by_layer = {"params": model.unstack(params)}
-  found = model.apply(by_layer, TOKENS[:, :1], cache=cache).logits
-  np.testing.assert_array_equal(found, expected)
+  assert isinstance(cache.layers[0], ops.OnlineConvolutionCache)
+  schedule = [(7, (3, 1)), *[(1, (1, 1))] * 5, (1, (0, 1)), *[(1, (1, 1))] * 4,
+              (7, (7, 5)), (1, (0, 1)), (1, (0, 1)), (1, (0, 1))]
+  step = make_step(model, whole.args[0]["params"])
+  found = by_chunks(step, cache, schedule)
+  np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)

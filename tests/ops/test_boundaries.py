@@ -56,6 +56,17 @@ def test_fixed(factor, offset, expected):
   np.testing.assert_array_equal(result, [expected] * 2)
 
 
+@pytest.mark.parametrize("factor, offset", [(3, None), (3, 0), (5, 2), (1, None)])
+def test_fixed_of_a_part_is_the_part_of_the_whole(factor, offset):
+  whole = fixed_boundaries((2, 19), factor, offset)
+  start = np.array([4, 11], np.int32)
+  for begin in (start, 0 * start):
+    part = jax.jit(lambda x: fixed_boundaries((2, 7), factor, offset, start=x))(begin)
+    assert part.dtype == jnp.int32
+    for row in range(2):
+      np.testing.assert_array_equal(part[row], whole[row, begin[row] :][:7])
+
+
 def test_whitespace():
   tokens = np.array([[5, 3, 0, 7, 0, 0], [0, 7, 7, 5, 2, 3]])
   result = whitespace_boundaries(tokens, (0,))
@@ -210,6 +221,8 @@ KEY = jax.random.key(0)
     (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected 0 <= offset < 3, got 3"),
     (lambda: fixed_boundaries((2, 7), 3, -1), "offset: .* got -1"),
     (lambda: fixed_boundaries((7,), 3), r"shape: .* got \(7,\)"),
+    (lambda: fixed_boundaries((2, 7), 3, start=X[:, 0:1]), r"start: .* \(2,\), got \(2, 1"),
+    (lambda: fixed_boundaries((2, 7), 3, start=X[0]), r"start: .* got \(7,\)"),
     (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
     (lambda: whitespace_boundaries(X, (0,)), "tokens: .* got float32"),
     (lambda: whitespace_boundaries(np.arange(3), (0,)), r"tokens: .* got int32 \(3,\)"),
