@@ -14,14 +14,14 @@ ROOMS = [
   {"layers", "data"},
   {"models"},
   {"training", "decoding", "interop"},
-  {"command_line", "workdir"},
+  {"command_line", "generation", "workdir"},
   {"run"},
   {"complexity", "plots"},
   {"segmentation", "significance"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "command_line", "workdir", "run", "scripts"}
+READS_CONFIG = {"interop", "command_line", "generation", "workdir", "run", "scripts"}
 NEVER = {"chex", "tensorflow"}
 ONLY_INSIDE_FUNCTIONS = {"sentencepiece", "tokenizers", "tensorflow_datasets", "torch"}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]
