@@ -193,3 +193,11 @@ def test_online_chunks_are_the_whole(monkeypatch):
   step = make_step(model, whole.args[0]["params"])
   found = by_chunks(step, cache, schedule)
   np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_is_not_for_training():
+  model = make("dispatcher")
+  with pytest.raises(ValueError, match="deterministic: expected True with a cache"):
+    jax.eval_shape(
+      lambda: model.apply({}, TOKENS, cache=model.init_cache(2), deterministic=False)
+    )

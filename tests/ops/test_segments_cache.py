@@ -1,0 +1,130 @@
+"""Pooling by chunks: that of the whole rows, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax.ops import init_segment_cache, pool_segments, pool_segments_cached
+
+WIDTH, LENGTH = 5, 19
+ROWS = (
+  "0000000000000000000",  # none
+  "1111111111111111111",
+  "1000000000010000001",  # the first token and the last
+  "0011010001100000100",
+)
+BOUNDARIES = np.array([[int(x) for x in row] for row in ROWS])
+BATCH = len(ROWS)
+INPUTS = np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH))
+# Sizes of chunks, and of each row how many tokens are real.
+CHUNKS = [
+  (7, (7, 3, 0, 5)), (1, (1, 0, 1, 1)), (1, (0, 1, 1, 0)), (7, (2, 7, 7, 6)),
+  (1, (1, 1, 0, 1)), (7, (7, 4, 6, 0)), (7, (1, 3, 4, 6)),
+]
+
+pool = jax.jit(pool_segments_cached, static_argnames="method")
+
+
+def by_chunks(inputs, boundaries, method):
+  """All segments of each row in turn, and the cache at the end."""
+  cache, seen = init_segment_cache(BATCH, WIDTH), np.zeros(BATCH, int)
+  found = [[] for _ in ROWS]
+  for size, lengths in CHUNKS:
+    chunk = jnp.full((BATCH, size, WIDTH), jnp.nan, inputs.dtype)
+    b_bc = np.ones((BATCH, size), boundaries.dtype)
+    for row, length in enumerate(lengths):
+      part = slice(seen[row], seen[row] + length)
+      chunk = chunk.at[row, :length].set(inputs[row, part])
+      b_bc[row, :length] = boundaries[row, part]
+    lengths = np.asarray(lengths, np.int32)
+    segments, cache = pool(chunk, b_bc, cache, method=method, lengths=lengths)
+    assert segments.shape == chunk.shape and segments.dtype == inputs.dtype
+    assert cache.total.dtype == jnp.float32 and cache.count.dtype == jnp.int32
+    for row, length in enumerate(lengths):
+      ended = int(b_bc[row, :length].sum())
+      found[row].append(segments[row, :ended])
+      # What is no segment is zero, nan in the padding or not.
+      np.testing.assert_array_equal(segments[row, ended:], jnp.zeros((), inputs.dtype))
+    seen += lengths
+  assert (seen == LENGTH).all()
+  return [np.concatenate(x).astype(np.float32) for x in found], cache
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("method", ["mean", "last"])
+def test_chunks_are_the_whole(method, dtype):
+  inputs = jnp.asarray(INPUTS, dtype)
+  whole = pool_segments(inputs, BOUNDARIES, LENGTH, method=method)
+  found, cache = by_chunks(inputs, BOUNDARIES, method)
+  # The sums' order is another, which may round a bfloat16 the other way.
+  rounding = 1e-6 if dtype == jnp.float32 else 2**-8
+  for row, segments in enumerate(found):
+    expected = whole[row, : BOUNDARIES[row].sum()].astype(jnp.float32)
+    assert segments.shape == expected.shape
+    np.testing.assert_allclose(segments, expected, rtol=rounding, atol=1e-6)
+    # The open segment is what came after the last boundary.
+    ends = np.flatnonzero(BOUNDARIES[row])
+    begin = ends[-1] + 1 if len(ends) else 0
+    opened = np.asarray(inputs[row, begin:].astype(jnp.float32))
+    np.testing.assert_allclose(cache.total[row], opened.sum(axis=0), rtol=1e-5, atol=1e-5)
+    assert cache.count[row] == LENGTH - begin
+
+
+@pytest.mark.parametrize("method", ["mean", "last"])
+def test_all_is_real_without_lengths_and_boundaries_may_be_floats(method):
+  inputs, cache = jnp.asarray(INPUTS, jnp.float32), init_segment_cache(BATCH, WIDTH)
+  whole = pool_segments(inputs, BOUNDARIES, LENGTH, method=method)
+  found, first = pool(inputs, BOUNDARIES.astype(np.float32), cache, method=method)
+  is_closed = np.arange(LENGTH) < BOUNDARIES.sum(axis=1)[:, None]
+  np.testing.assert_allclose(found[is_closed], whole[is_closed], rtol=1e-6)
+  np.testing.assert_array_equal(found[~is_closed], 0)
+  lengths = np.full(BATCH, LENGTH, np.int32)
+  again, second = pool(inputs, BOUNDARIES, cache, method=method, lengths=lengths)
+  jax.tree.map(np.testing.assert_array_equal, (found, first), (again, second))
+
+
+def test_the_docstrings_example():
+  chunk = jnp.asarray([2.0, 30, 50, 8])[None, :, None]
+  cache = init_segment_cache(1, 1)
+  _, cache = pool(jnp.asarray([[[4.0], [6.0]]]), np.zeros((1, 2)), cache)
+  for method, expected in (("mean", [4, 40, 0, 0]), ("last", [2, 50, 0, 0])):
+    found, after = pool(chunk, np.array([[1, 0, 1, 0]]), cache, method=method)
+    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-6)
+    assert after.total == 8 and after.count == 1
+
+
+X = jnp.zeros((2, 3, 5))
+B = np.zeros((2, 3), int)
+CACHE = init_segment_cache(2, 5)
+LENGTHS = np.array([3, 0])
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: init_segment_cache(0, 5), "batch: expected at least 1, got 0"),
+    (lambda: init_segment_cache(2, 0), "width: expected at least 1, got 0"),
+    (lambda: pool_segments_cached(X[0], B, CACHE), r"inputs: .* got float32 \(3, 5\)"),
+    (lambda: pool_segments_cached(X.astype(int), B, CACHE), "inputs: .* got int32"),
+    (lambda: pool_segments_cached(X, B, CACHE, method="sum"), "method: .* got 'sum'"),
+    (lambda: pool_segments_cached(X[:1], B[:1], CACHE), r"cache: .*\(1, 5\).*\(1,\)"),
+    (lambda: pool_segments_cached(X[..., :4], B, CACHE), r"cache: .*\(2, 4\).*\(2, 5\)"),
+    (
+      lambda: pool_segments_cached(X, B, CACHE._replace(count=jnp.zeros(3, int))),
+      r"cache: .*\(2,\), got \(2, 5\), \(3,\)",
+    ),
+    (lambda: pool_segments_cached(X, B[:, :2], CACHE), r"boundaries: .*\(2, 3\).*\(2, 2\)"),
+    (lambda: pool_segments_cached(X, B + 2, CACHE), "boundaries: .* got 2"),
+    (
+      lambda: pool_segments_cached(X, B, CACHE, lengths=LENGTHS[:1]),
+      r"lengths: .*\(2,\), got int64 \(1,\)",
+    ),
+    (lambda: pool_segments_cached(X, B, CACHE, lengths=LENGTHS / 2), "lengths: .* float64"),
+    (lambda: pool_segments_cached(X, B, CACHE, lengths=LENGTHS + 1), "C = 3, got 4"),
+    (lambda: pool_segments_cached(X, B, CACHE, lengths=LENGTHS - 1), "C = 3, got -1"),
+  ],
+)
+def test_refuses_what_does_not_match(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
