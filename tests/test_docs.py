@@ -7,6 +7,7 @@ import pkgutil
 import re
 
 import dpjax
+from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
 from tests import helpers
 
@@ -51,6 +52,38 @@ def rows_of_causal_convolution():
       f"| {names[rank]} | {batch}, {length}, {width} | `{chosen}` "
       f"| {ours['milliseconds']:.1f} ms | {over_scan} | {over_toeplitz} | {memory} |"
     )
+
+
+def rows_of_generation():
+  names = {"dispatcher": "Dispatcher", "we": "WE", "attention": "attention",
+           "relative_attention": "relative attention"}
+  for row in result("generation")["models"]:
+    yield (
+      f"| {names[row['name']]} | {row['length']} | {row['tokens_per_second']:.0f} "
+      f"| {1e6 / row['recomputing']['microseconds']:.2g} | {row['times_faster']:.0f} "
+      f"| {row['cache_mib']:.0f} MiB |"
+    )
+
+
+def test_what_is_said_of_generation_is_what_its_benchmark_found():
+  for row in rows_of_generation():
+    assert row in README, f"expected the row {row}"
+  measured, said = result("generation"), re.sub(r"\s+", " ", README)
+  assert all(bar["met"] for bar in measured["bars"])
+  short, long = (x for x in measured["operators"]["rows"] if x["name"] == "dispatcher")
+  assert (
+    f"{short['microseconds']:.0f} and {long['microseconds']:.0f} microseconds a token at "
+    f"T = 512 and 4096, {short['times_faster']:.0f} and {long['times_faster']:.0f} times "
+    "less than the whole sum"
+  ) in said
+  over_plain = next(
+    x["over_plain"] for x in measured["operators"]["rows"]
+    if (x["name"], x["cache"]) == ("we", "online")
+  )
+  assert f"{over_plain:.2f} of the plain one's time for 4,096 tokens of WE" in said
+  ratios = [f"{row['over_vanilla']:.2f}" for row in measured["pooling"]]
+  assert f"in {', '.join(ratios[:-1])} and {ratios[-1]} of the time" in said
+  assert measured["operators"]["online_pays_from"] == extractors.ONLINE_LENGTH
 
 
 def test_the_table_of_the_childrens_books_is_that_of_its_runs():

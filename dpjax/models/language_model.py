@@ -113,10 +113,15 @@ class LanguageModel(nn.Module):
 
     Raises:
       ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
-        wrong, or given to a model without token pooling; or a cache is given in training.
+        wrong, or given to a model without token pooling; a cache is given in training or
+        to `init`; or there are lengths without one.
     """
     if cache is not None and not deterministic:
       raise ValueError("deterministic: expected True with a cache, got False")
+    if cache is not None and self.is_initializing():
+      raise ValueError("cache: expected none in `init`, got one")
+    if cache is None and lengths is not None:
+      raise ValueError("lengths: expected none without a cache, got some")
     x_btd = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,

@@ -50,7 +50,7 @@ def pool_segments_cached(
   cache: SegmentCache,
   *,
   method: str = "mean",
-  lengths: jax.Array | None = None,
+  lengths: ArrayLike | None = None,
 ) -> tuple[jax.Array, SegmentCache]:
   """The segments that end within a chunk, of which the first may have begun before it.
 
@@ -97,7 +97,7 @@ def pool_segments_cached(
   b_bc = jnp.asarray(boundaries).astype(jnp.int32)
   x_bcd, real_bc = inputs.astype(jnp.float32), jnp.ones_like(b_bc)
   if lengths is not None:
-    _check_lengths(lengths, batch, chunk)
+    lengths = _check_lengths(lengths, batch, chunk)
     is_real_bc = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
@@ -121,13 +121,15 @@ def pool_segments_cached(
   return jnp.where(is_closed_bs[..., None], s_bcd, 0).astype(inputs.dtype), cache
 
 
-def _check_lengths(lengths, batch: int, chunk: int) -> None:
-  if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+def _check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
+  array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+  if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
     raise ValueError(
-      f"lengths: expected integers [B] = ({batch},), got {lengths.dtype} {lengths.shape}"
+      f"lengths: expected integers [B] = ({batch},), got {array.dtype} {array.shape}"
     )
-  if not isinstance(lengths, core.Tracer):
-    found = np.asarray(lengths)
+  if not isinstance(array, core.Tracer):
+    found = np.asarray(array)
     is_wrong = (found < 0) | (found > chunk)
     if is_wrong.any():
       raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {found[is_wrong][0]}")
+  return jnp.asarray(array, jnp.int32)
