@@ -215,15 +215,17 @@ def test_a_model_is_checked_by_itself():
   ("name", "value", "expected"),
   [
     ("length", 0, "an integer of at least 1"),
-    ("temperature", -0.1, r"at least 0 \(0 is greedy\)"),
-    ("temperature", float("nan"), "at least 0"),
+    ("temperature", -0.1, r"a finite number of at least 0 \(0 is greedy\)"),
+    ("temperature", float("nan"), "a finite number of at least 0"),
+    ("temperature", float("inf"), "a finite number of at least 0"),
     ("top_k", -1, r"an integer of at least 0 \(0 is all\)"),
     ("top_p", 0.0, r"a number in \(0, 1\]"),
     ("top_p", 1.01, r"a number in \(0, 1\]"),
+    ("beyond_window", "stop", "one of slide, continue, refuse"),
   ],
 )
 def test_sampling_is_checked(name, value, expected):
-  sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0)
+  sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0, beyond_window="slide")
   config_lib.check_sampling(sample)
   message = f"^sample.{name}: expected {expected}.*, got {value}"
   with pytest.raises(ValueError, match=message):
