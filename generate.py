@@ -61,8 +61,6 @@ def main(_) -> None:
   except BrokenPipeError:
     # Who read it has enough; Python would complain again at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except KeyboardInterrupt:
-    sys.exit("\nInterrupted")
 
 
 def _given_prompt() -> str | None:
@@ -73,7 +71,7 @@ def _given_prompt() -> str | None:
   file = _PROMPT_FILE.value
   content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
   try:
-    prompt = content.decode().removesuffix("\n")
+    prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
   except UnicodeDecodeError as error:
     raise ValueError(f"prompt_file: expected UTF-8 in {file}, got {error}") from error
   if not prompt:
@@ -82,21 +80,22 @@ def _given_prompt() -> str | None:
 
 
 def _write(run, prompt: str, settings: dict) -> None:
+  from dpjax import generation
+
   is_text, is_one = not _JSON.value, settings["num_samples"] == 1
+  if hasattr(sys.stdout, "reconfigure"):
+    # A terminal may not have all that a model writes.
+    sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
-  begin = first = time.perf_counter()
-  rows, before = [], 0
   if is_text:
     print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
+  begin, times, rows = time.perf_counter(), [], [[] for _ in range(settings["num_samples"])]
   for new in pieces:
-    if not rows:
-      first, before = time.perf_counter(), sum(piece.num_tokens for piece in new)
-      rows = [[] for _ in new]
+    times.append(time.perf_counter())
     for row, piece in zip(rows, new, strict=True):
       row.append(piece)
     if is_text:
       print(new[0].text, end="", flush=True)
-  end = time.perf_counter()
   samples = [
     {
       "text": "".join(piece.text for piece in row),
@@ -106,24 +105,26 @@ def _write(run, prompt: str, settings: dict) -> None:
     for row in rows
   ]
   total = sum(sample["num_tokens"] for sample in samples)
-  speed = (total - before) / (end - first) if total > before else total / (end - begin)
+  counts = [sum(piece.num_tokens for piece in new) for new in zip(*rows, strict=True)]
+  seconds, to_first = times[-1] - begin, times[0] - begin
+  speed = generation.tokens_per_second(counts, times)
   if not is_text:
     content = {
       "prompt": prompt,
       **settings,
       "samples": samples,
-      "seconds": end - begin,
-      "seconds_to_first": first - begin,
+      "seconds": seconds,
+      "seconds_to_first": to_first,
       "tokens_per_second": speed,
     }
-    print(json.dumps(content, ensure_ascii=False, indent=2))
+    print(json.dumps(content, indent=2))
     return
   print()
   for number, sample in enumerate(samples[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
   print(
-    f"{total:,} tokens in {end - begin:.2f} s, {first - begin:.2f} s of it until the first "
-    f"came; {speed:,.0f} tokens a second",
+    f"{total:,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text came"
+    + (f"; then {speed:,.0f} tokens a second" if speed else ""),
     file=sys.stderr,
   )
 

@@ -85,6 +85,11 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     sys.exit(str(error))
   except OSError as error:
     sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
+  except KeyboardInterrupt:
+    sys.stdout.flush()
+    print("\nInterrupted", file=sys.stderr, flush=True)
+    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
+    os._exit(130)
 
 
 def _join_processes() -> None:

@@ -6,6 +6,7 @@ Durations carry their unit in the key; of two units of one duration, one is set.
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +291,7 @@ def check(config: ConfigDict) -> None:
   if steps and config.train.schedule == "cosine":
     _expect(warmup < steps, "train.warmup_steps",
             f"fewer than the {steps} steps of the run", warmup)
-  check_sampling(config.sample)
+  check_sampling(config.sample, "sample.")
 
 
 def check_model(model: Mapping) -> None:
@@ -344,22 +345,26 @@ def check_seed(seed: int) -> None:
           repr(seed))
 
 
-def check_sampling(sample: Mapping) -> None:
+def check_sampling(sample: Mapping, prefix: str = "") -> None:
   """Refuses settings no sampler can follow.
+
+  Args:
+    sample: length, temperature, top_k, top_p and beyond_window.
+    prefix: of their names, for messages.
 
   Raises:
     ValueError: as `check`.
   """
   for key, is_valid, expected in (
-    ("length", _is_whole(sample["length"], 1), "an integer of at least 1"),
-    ("temperature", 0 <= sample["temperature"] < math.inf,
+    ("length", lambda x: _is_whole(x, 1), "an integer of at least 1"),
+    ("temperature", lambda x: _is_number(x) and 0 <= x < math.inf,
      "a finite number of at least 0 (0 is greedy)"),
-    ("top_k", _is_whole(sample["top_k"], 0), "an integer of at least 0 (0 is all)"),
-    ("top_p", 0 < sample["top_p"] <= 1, "a number in (0, 1]"),
+    ("top_k", lambda x: _is_whole(x, 0), "an integer of at least 0 (0 is all)"),
+    ("top_p", lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
+    ("beyond_window", lambda x: x in CHOICES["sample.beyond_window"],
+     f"one of {', '.join(CHOICES['sample.beyond_window'])}"),
   ):
-    _expect(is_valid, f"sample.{key}", expected, sample[key])
-  beyond, known = sample["beyond_window"], CHOICES["sample.beyond_window"]
-  _expect(beyond in known, "sample.beyond_window", f"one of {', '.join(known)}", beyond)
+    _expect(is_valid(sample[key]), f"{prefix}{key}", expected, sample[key])
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
@@ -503,6 +508,10 @@ def _check_choice(key: str, value, choices: Sequence[str]) -> None:
 
 def _is_whole(value, least: int) -> bool:
   return type(value) is int and value >= least
+
+
+def _is_number(value) -> bool:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _at_least(config, key: str, least: int) -> None:

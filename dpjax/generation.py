@@ -84,7 +84,8 @@ class Generator:
         beside it.
       num_samples: continuations of each prompt.
       stop: texts of tokens at which a sample ends; the stop token is no part of it.
-      beyond_window: where a text becomes longer than the model's window of M tokens,
+      beyond_window: from where one of the texts is longer than the model's window of M
+        tokens, for all of them,
         "slide": every token comes from a full pass over the M before it;
         "continue": the cache goes on. A Dispatcher reaches back 2**K - 1 tokens in each
           layer, an Extractor and relative attention M - 1, all they need of what is
@@ -114,6 +115,8 @@ class Generator:
     if not prompts or isinstance(prompts, str):
       raise ValueError(f"prompts: expected at least one text, got {prompts!r}")
     for prompt in prompts:
+      if not isinstance(prompt, str):
+        raise ValueError(f"prompt: expected a text, got {prompt!r}")
       _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
     stop_ids = self._stop_ids(stop)
@@ -129,7 +132,7 @@ class Generator:
     ])
     draw = dict(
       temperature=jnp.float32(temperature),
-      top_k=jnp.int32(top_k),
+      top_k=jnp.int32(min(top_k, self._tokenizer.vocab_size)),
       top_p=jnp.float32(top_p),
     )
     return self._pieces(params, rows, keys, draw, length, stop_ids, beyond_window)
@@ -141,7 +144,8 @@ class Generator:
     own_params = self._by_layer(params)
     state = self._begin(own_params, *_filled(rows, self._window), keys)
     while done < length and not all(is_stopped):
-      longest = max(map(len, rows))
+      living = [row for row, ends in zip(rows, is_stopped, strict=True) if not ends]
+      longest = max(map(len, living))
       if is_cached and longest > self._window and beyond_window == "slide":
         is_cached, own_params, state = False, params, self._slide(rows)
       state, tokens = self._advance[is_cached](own_params, state, keys, draw)
@@ -152,10 +156,10 @@ class Generator:
       done += tokens.shape[1]
       pieces = []
       for number, (row, new) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-        row.extend(new)
         if is_stopped[number]:
           pieces.append(Piece("", 0, True))
           continue
+        row.extend(new)
         count = next((i for i, token in enumerate(new) if token in stop_ids), None)
         is_stopped[number] = count is not None
         text = streams[number].push(new[:count])
@@ -214,6 +218,26 @@ class Generator:
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
     return decoding.advance(step, state, keys, num_tokens=num_tokens, **draw)
+
+
+def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
+  """How fast text came, by the chunks that are as large as the one before them.
+
+    16, 16 and 9 tokens at 5, 6 and 8 s  ->  16
+
+  The first chunk of a size is left out, as something may have been compiled for it, and so
+  is what remained of one that was cut.
+
+  Args:
+    counts: tokens of each chunk.
+    times: seconds, when each had come.
+
+  Returns:
+    Tokens a second; None where there are no such chunks.
+  """
+  same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
+  seconds = sum(times[i] - times[i - 1] for i in same)
+  return sum(counts[i] for i in same) / seconds if seconds > 0 else None
 
 
 def check_prompt(

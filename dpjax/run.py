@@ -141,7 +141,7 @@ class Run:
     Raises:
       ValueError: as there.
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    prompts = _as_texts(prompt)
     rows = zip(*self.stream(prompts, **settings), strict=True)
     texts = ["".join(piece.text for piece in row) for row in rows]
     if isinstance(prompt, str):
@@ -164,7 +164,7 @@ class Run:
     Raises:
       ValueError: as there.
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    prompts = _as_texts(prompt)
     return self._generator.stream(self.params, prompts, **settings)
 
   @cached_property
@@ -524,11 +524,6 @@ def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
   return read
 
 
-def _round_up(number: int) -> int:
-  """To a power of two."""
-  return 1 << (number - 1).bit_length()
-
-
 def _origin(data: prepared.Prepared) -> dict[str, str]:
   """What has to stay the same while a run goes on, and is in no setting."""
   origin = {
@@ -538,6 +533,14 @@ def _origin(data: prepared.Prepared) -> dict[str, str]:
   if data.unigram is not None:
     origin["unigram model"] = hashlib.sha256(data.unigram.model).hexdigest()
   return origin
+
+
+def _as_texts(prompt: str | Sequence[str]) -> list[str]:
+  if isinstance(prompt, str):
+    return [prompt]
+  if not isinstance(prompt, Sequence):
+    raise ValueError(f"prompt: expected a text, or several, got {prompt!r}")
+  return list(prompt)
 
 
 def _train_batches(config: ConfigDict, data: prepared.Prepared):

@@ -221,15 +221,18 @@ def test_a_model_is_checked_by_itself():
     ("top_k", -1, r"an integer of at least 0 \(0 is all\)"),
     ("top_p", 0.0, r"a number in \(0, 1\]"),
     ("top_p", 1.01, r"a number in \(0, 1\]"),
+    ("temperature", "warm", "a finite number of at least 0"),
+    ("top_p", True, r"a number in \(0, 1\]"),
     ("beyond_window", "stop", "one of slide, continue, refuse"),
   ],
 )
 def test_sampling_is_checked(name, value, expected):
   sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0, beyond_window="slide")
   config_lib.check_sampling(sample)
-  message = f"^sample.{name}: expected {expected}.*, got {value}"
-  with pytest.raises(ValueError, match=message):
-    config_lib.check_sampling({**sample, name: value})
+  message = f"{name}: expected {expected}.*, got {value}"
+  for prefix in ("", "sample."):
+    with pytest.raises(ValueError, match=f"^{prefix}{message}"):
+      config_lib.check_sampling({**sample, name: value}, prefix)
 
 
 def test_durations_have_one_unit():

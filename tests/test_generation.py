@@ -9,7 +9,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.generation import Generator, _noise
+from dpjax.generation import Generator, _noise, tokens_per_second
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers
@@ -176,6 +176,25 @@ def test_text_ends_at_a_stop_token(dispatcher):
   assert len(chunks) < 90 // 4 or longest > 80
 
 
+def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
+  generator, _ = dispatcher
+  texts = write(dispatcher, ["hij abc de", "j"], length=2, seed=2)
+  # The long one ends with its first token, so that the other has room for its eight.
+  slow = generator._advance[False]
+  generator._advance[False] = None
+  try:
+    found = write(dispatcher, ["hij abc de", "j"], length=8, seed=2, stop=[texts[0][0]])
+  finally:
+    generator._advance[False] = slow
+  assert found[0] == "" and found[1].startswith(texts[1])
+
+
+def test_more_than_all_tokens_are_all(dispatcher):
+  settings = dict(length=5, seed=4)
+  texts = write(dispatcher, ["abc"], **settings)
+  assert write(dispatcher, ["abc"], top_k=10**12, **settings) == texts
+
+
 def test_text_comes_as_it_is_made(dispatcher):
   generator, params = dispatcher
   settings = dict(length=20, seed=4, beyond_window="continue")
@@ -207,20 +226,21 @@ WRONG = (
   (dict(prompts=["a" * 12]), r"prompt: expected 1 to 11 tokens .* got 12"),
   (dict(prompts=[]), "prompts: expected at least one text, got"),
   (dict(prompts="abc"), "prompts: expected at least one text, got 'abc'"),
-  (dict(temperature=-0.1), "sample.temperature: expected a finite number of at least 0"),
-  (dict(temperature=float("inf")), "sample.temperature: expected a finite number"),
-  (dict(temperature=float("nan")), "sample.temperature: expected a finite number"),
-  (dict(top_p=0.0), r"sample.top_p: expected a number in \(0, 1\], got 0"),
-  (dict(top_p=1.5), r"sample.top_p: expected a number in \(0, 1\], got 1.5"),
-  (dict(top_k=-1), "sample.top_k: expected an integer of at least 0"),
-  (dict(length=0), "sample.length: expected an integer of at least 1"),
-  (dict(length=2.5), "sample.length: expected an integer of at least 1"),
+  (dict(prompts=["abc", 5]), "prompt: expected a text, got 5"),
+  (dict(temperature=-0.1), "temperature: expected a finite number of at least 0"),
+  (dict(temperature=float("inf")), "temperature: expected a finite number"),
+  (dict(temperature=float("nan")), "temperature: expected a finite number"),
+  (dict(top_p=0.0), r"top_p: expected a number in \(0, 1\], got 0"),
+  (dict(top_p=1.5), r"top_p: expected a number in \(0, 1\], got 1.5"),
+  (dict(top_k=-1), "top_k: expected an integer of at least 0"),
+  (dict(length=0), "length: expected an integer of at least 1"),
+  (dict(length=2.5), "length: expected an integer of at least 1"),
   (dict(num_samples=0), "num_samples: expected an integer of at least 1, got 0"),
   (dict(seed=2**32), "seed: expected an integer in"),
   (dict(stop=["ab"]), "stop: expected texts of one token each, got 'ab'"),
   (dict(stop="z"), "stop: expected texts of one token each, got 'z'"),
   (dict(stop=[""]), "stop: expected texts of one token each, got ''"),
-  (dict(beyond_window="go"), "sample.beyond_window: expected one of slide, cont"),
+  (dict(beyond_window="go"), "beyond_window: expected one of slide, cont"),
   (dict(length=10, beyond_window="refuse"), "length: expected at most 9 after a prompt of"),
 )
 
@@ -251,6 +271,14 @@ def test_models_that_end_with_their_window_say_so(settings, what):
   with pytest.raises(ValueError, match=message):
     generator.stream(params, ["abc"], length=10, beyond_window="continue")
   generator.stream(params, ["abc"], length=9, beyond_window="continue")
+
+
+def test_the_speed_is_that_of_whole_chunks():
+  # Of the first of each size, and of what is cut, nothing is known.
+  times = [5.0, 6.0, 8.0, 8.5, 20.0, 21.0, 22.0]
+  assert tokens_per_second([16, 16, 16, 9, 4, 4, 1], times) == 9
+  assert tokens_per_second([16], [5.0]) is None
+  assert tokens_per_second([16, 3], [5.0, 6.0]) is None
 
 
 @jax.numpy_dtype_promotion("standard")  # for the optimiser

@@ -127,11 +127,14 @@ def test_generation(finished):
   assert [[len(text) for text in texts] for texts in several] == [[8, 8]] * 3
   with pytest.raises(ValueError, match=r"prompt: expected 1 to 19 tokens .* got 20"):
     run.generate("the " * 5)
-  with pytest.raises(ValueError, match=r"sample.top_p: expected a number in \(0, 1\]"):
+  with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\]"):
     run.generate("the ", top_p=0.0)
   for wrong in (dict(num_samples=0), dict(seed=2**32), dict(length=2.5), dict(top_k=-1)):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected an integer"):
       run.generate("the ", **wrong)
+  for wrong in (None, 5, b"the "):
+    with pytest.raises(ValueError, match="prompt: expected a text, "):
+      run.generate(wrong)
 
 
 def test_models_of_a_seed_get_the_same_random_windows():

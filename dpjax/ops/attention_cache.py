@@ -21,6 +21,8 @@ import numpy as np
 from jax import core
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops.lengths import check_lengths, is_real
+
 
 class AttentionCache(NamedTuple):
   """Keys and values of the tokens so far, for one layer.
@@ -288,22 +290,8 @@ def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array |
       f"{chunk}"
     )
   if lengths is not None:
-    lengths = _check_lengths(lengths, batch, chunk)
+    lengths = check_lengths(lengths, batch, chunk)
   return lengths
-
-
-def _check_lengths(lengths, batch: int, chunk: int) -> jax.Array:
-  array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-  if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(
-      f"lengths: expected integers [B] = ({batch},), got {array.dtype} {array.shape}"
-    )
-  if not isinstance(array, core.Tracer):
-    found = np.asarray(array)
-    is_wrong = (found < 0) | (found > chunk)
-    if is_wrong.any():
-      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {found[is_wrong][0]}")
-  return jnp.asarray(array, jnp.int32)
 
 
 def _check_room(cache: AttentionCache, new) -> None:
@@ -322,10 +310,6 @@ def _tokens(queries, cache: AttentionCache) -> jax.Array:
   return cache.length[:, None] + jnp.arange(queries.shape[1], dtype=jnp.int32)[None]
 
 
-def _is_real(lengths, chunk: int) -> jax.Array:
-  return jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]
-
-
 def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
   """The cache with the real tokens of the chunk at their places."""
   batch, chunk = place_bc.shape
@@ -333,7 +317,7 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
   added = chunk
   if lengths is not None:
     # Padding goes beyond the end, where a scatter drops it.
-    place_bc = jnp.where(_is_real(lengths, chunk), place_bc, max_length)
+    place_bc = jnp.where(is_real(lengths, chunk), place_bc, max_length)
     added = lengths
 
   head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
@@ -407,4 +391,4 @@ def _attend(scores_bhcn, is_met_bcn, values: list[jax.Array], dtype) -> jax.Arra
 def _zero_padding(x_bche, lengths) -> jax.Array:
   if lengths is None:
     return x_bche
-  return jnp.where(_is_real(lengths, x_bche.shape[1])[..., None, None], x_bche, 0)
+  return jnp.where(is_real(lengths, x_bche.shape[1])[..., None, None], x_bche, 0)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import core
 from jax.typing import ArrayLike
 
 from dpjax.ops import segments
+from dpjax.ops.lengths import check_lengths, is_real
 
 
 class SegmentCache(NamedTuple):
@@ -97,8 +96,7 @@ def pool_segments_cached(
   b_bc = jnp.asarray(boundaries).astype(jnp.int32)
   x_bcd, real_bc = inputs.astype(jnp.float32), jnp.ones_like(b_bc)
   if lengths is not None:
-    lengths = _check_lengths(lengths, batch, chunk)
-    is_real_bc = jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]
+    is_real_bc = is_real(check_lengths(lengths, batch, chunk), chunk)
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
   ids_bc = jnp.cumsum(b_bc, axis=1, dtype=jnp.int32) - b_bc
@@ -119,17 +117,3 @@ def pool_segments_cached(
     last_bcd = jnp.where(b_bc[..., None] > 0, x_bcd, 0)
     s_bcd = segments.sum_of_segments(last_bcd, ids_bc, chunk)
   return jnp.where(is_closed_bs[..., None], s_bcd, 0).astype(inputs.dtype), cache
-
-
-def _check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
-  array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-  if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(
-      f"lengths: expected integers [B] = ({batch},), got {array.dtype} {array.shape}"
-    )
-  if not isinstance(array, core.Tracer):
-    found = np.asarray(array)
-    is_wrong = (found < 0) | (found > chunk)
-    if is_wrong.any():
-      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {found[is_wrong][0]}")
-  return jnp.asarray(array, jnp.int32)

@@ -1,0 +1,46 @@
+"""How many positions of each row are real. B batch, C position of a chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.typing import ArrayLike
+
+
+def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
+  """Raises unless the lengths are integers [B] in 0 .. C; where traced, only by shape.
+
+  Args:
+    lengths: [B], integers.
+    batch: B.
+    chunk: C.
+
+  Returns:
+    [B], int32.
+
+  Raises:
+    ValueError: they are not.
+  """
+  array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+  if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(
+      f"lengths: expected integers [B] = ({batch},), got {array.dtype} {array.shape}"
+    )
+  if not isinstance(array, core.Tracer):
+    found = np.asarray(array)
+    is_wrong = (found < 0) | (found > chunk)
+    if is_wrong.any():
+      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {found[is_wrong][0]}")
+  return jnp.asarray(array, jnp.int32)
+
+
+def is_real(lengths: jax.Array, chunk: int) -> jax.Array:
+  """Which positions are real, [B, C].
+
+    lengths [2, 0], C = 3  ->  [[True, True, False], [False, False, False]]
+
+  Args:
+    lengths: [B], of `check_lengths`.
+    chunk: C.
+  """
+  return jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]
