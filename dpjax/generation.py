@@ -87,10 +87,10 @@ class Generator:
       beyond_window: from where one of the texts is longer than the model's window of M
         tokens, for all of them,
         "slide": every token comes from a full pass over the M before it;
-        "continue": the cache goes on. A Dispatcher reaches back 2**K - 1 tokens in each
-          layer, an Extractor and relative attention M - 1, all they need of what is
-          older having gone through the layers below; sinusoidal positions are computed
-          as far as the text goes. Attention and learned positions end with the window.
+        "continue": the cache goes on. Each layer of a Dispatcher reaches back 2**K - 1
+          tokens, of an Extractor and of relative attention M - 1 (so that layers above
+          others know of more); sinusoidal positions are computed as far as the text
+          goes. Attention and learned positions end with the window.
         "refuse": such a length is an error.
 
     Returns:
