@@ -109,9 +109,15 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
 
 
 def test_an_interrupt_ends_it_without_a_traceback(workdir):
+  # What runs the tests may ignore interrupts, and then its children do.
+  start = (
+    "import runpy, signal, sys; del sys.argv[0]; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+  )
   command = [
-    sys.executable, str(helpers.ROOT / "generate.py"), f"--workdir={workdir}",
-    "--prompt=the ", "--length=100000", "--beyond_window=continue",
+    sys.executable, "-c", start, str(helpers.ROOT / "generate.py"),
+    f"--workdir={workdir}", "--prompt=the ", "--length=100000", "--beyond_window=continue",
   ]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
