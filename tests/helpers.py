@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
@@ -60,6 +62,24 @@ def pooled_config(text: Path, boundaries: str, **train):
   if boundaries == "unigram":
     config.data.unigram_size = 31
   return config
+
+
+def draw_params(model, seed: int, spread: float) -> dict:
+  """Normal numbers in the place of a model's initial ones; gains lie about 1."""
+  tokens = jnp.zeros((2, 2), jnp.int32)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+  generator = np.random.default_rng(seed)
+
+  def draw(path, x):
+    mean = float(path[-1].key == "scale")
+    return jnp.asarray(mean + generator.standard_normal(x.shape) * spread, x.dtype)
+
+  return jax.tree.map_with_path(draw, shapes)
+
+
+def pointers(tree) -> set[int]:
+  """Where its arrays lie in memory; numbers may move."""
+  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
 def overrides(config) -> list[str]:

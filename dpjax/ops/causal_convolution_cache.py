@@ -18,8 +18,10 @@ from typing import NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from dpjax.ops.causal_convolution import causal_convolution
+from dpjax.ops.lengths import check_lengths, is_real
 
 
 class ConvolutionCache(NamedTuple):
@@ -152,7 +154,7 @@ def causal_convolution_cached(
   taps: jax.Array,
   cache: _Cache,
   *,
-  lengths: jax.Array | None = None,
+  lengths: ArrayLike | None = None,
 ) -> tuple[jax.Array, _Cache]:
   """Goes on with every row of a causal convolution where its cache ended.
 
@@ -184,8 +186,8 @@ def causal_convolution_cached(
 
   Raises:
     ValueError: an array has the wrong rank, size or kind of dtype, the cache is not
-      one of the two or not of these sizes and this dtype, or it can't be used with
-      these taps.
+      one of the two or not of these sizes and this dtype, it can't be used with these
+      taps, or lengths that are not traced are outside of 0..C.
   """
   inputs, taps = jnp.asarray(inputs), jnp.asarray(taps)
   _check(inputs, taps, cache)
@@ -193,12 +195,8 @@ def causal_convolution_cached(
   if lengths is None:
     lengths_b = jnp.full(batch, chunk, jnp.int32)
   else:
-    lengths_b = jnp.asarray(lengths)
-    if lengths_b.shape != (batch,) or not jnp.issubdtype(lengths_b.dtype, jnp.integer):
-      raise ValueError(f"lengths: expected integers of shape ({batch},), got "
-                       f"{lengths_b.dtype} {lengths_b.shape}")
-    lengths_b = lengths_b.clip(0, chunk).astype(jnp.int32)
-    real_bc = _range(chunk)[None] < lengths_b[:, None]
+    lengths_b = check_lengths(lengths, batch, chunk)
+    real_bc = is_real(lengths_b, chunk)
     inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
   if chunk == 1 and isinstance(cache, ConvolutionCache):
     return _step(inputs, taps, cache, lengths_b)

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
+from jax.typing import ArrayLike
+
+from dpjax.ops.lengths import check_lengths, is_real
 
 
 class ShiftAndSumCache(NamedTuple):
@@ -67,7 +70,7 @@ def shift_and_sum_cached(
   gates: jax.Array,
   cache: ShiftAndSumCache,
   *,
-  lengths: jax.Array | None = None,
+  lengths: ArrayLike | None = None,
 ) -> tuple[jax.Array, ShiftAndSumCache]:
   """`shift_and_sum` of a chunk that continues each row where its cache ended.
 
@@ -99,7 +102,7 @@ def shift_and_sum_cached(
     gates: [B, C, H, K], floats without unit; the paper's lie in (0, 1).
     cache: of the tokens before, by `init_shift_and_sum_cache` or an earlier call. Its
       rows may have different lengths.
-    lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, the
+    lengths: [B], integers in 0 .. C: so many of the chunk's first tokens are real, the
       rest is padding. Padding, even nan, leaves no trace in the cache, and its outputs
       are zero. None: all are real. Under `jit` the numbers are not checked.
 
@@ -112,16 +115,16 @@ def shift_and_sum_cached(
       of levels of its own; an array has the wrong kind of dtype; or `lengths` are not
       in 0 .. C.
   """
+  _check(values, gates, cache)
   if lengths is not None:
-    lengths = jnp.asarray(lengths)
-  _check(values, gates, cache, lengths)
+    lengths = check_lengths(lengths, *values.shape[:2])
   chunk, levels = values.shape[1], gates.shape[3]
   v_bche, c_bchk = (jnp.asarray(x, jnp.float32) for x in (values, gates))
-  is_real = None
+  real_bc11 = None
   if lengths is not None:
-    is_real = (jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None])[..., None, None]
-    v_bche = jnp.where(is_real, v_bche, 0)
-    c_bchk = jnp.where(is_real, c_bchk, 0)
+    real_bc11 = is_real(lengths, chunk)[..., None, None]
+    v_bche = jnp.where(real_bc11, v_bche, 0)
+    c_bchk = jnp.where(real_bc11, c_bchk, 0)
 
   new_length = cache.length + (chunk if lengths is None else lengths)
   if levels == 0:
@@ -137,7 +140,8 @@ def shift_and_sum_cached(
   for k, past_bmhe in enumerate(jnp.split(read_bmhe, np.cumsum(sizes)[:-1], axis=1)):
     size, c_bche = 2**k, c_bchk[..., k, None]
     if chunk <= size:
-      written.append(v_bche if is_real is None else jnp.where(is_real, v_bche, past_bmhe))
+      is_all = real_bc11 is None
+      written.append(v_bche if is_all else jnp.where(real_bc11, v_bche, past_bmhe))
       v_bche += c_bche * past_bmhe
       continue
     written.append(_newest(v_bche, past_bmhe, lengths))
@@ -189,7 +193,7 @@ def _newest(v_bche, past_bmhe, lengths):
   return jnp.where((token_bm >= 0)[..., None, None], newest_bmhe, past_bmhe)
 
 
-def _check(values, gates, cache, lengths):
+def _check(values, gates, cache):
   if (values.ndim != 4 or 0 in values.shape
       or not jnp.issubdtype(values.dtype, jnp.floating)):
     raise ValueError("values: expected floats [B, C, H, E], none of them 0, got "
@@ -206,12 +210,3 @@ def _check(values, gates, cache, lengths):
   if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
     raise ValueError(f"cache: expected a length of int32 {(batch,)}, got "
                      f"{cache.length.dtype} {cache.length.shape}")
-  if lengths is None:
-    return
-  if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
-    raise ValueError(f"lengths: expected int32 [B] = {(batch,)}, got "
-                     f"{lengths.dtype} {lengths.shape}")
-  if not isinstance(lengths, core.Tracer):
-    is_wrong = np.asarray((lengths < 0) | (lengths > chunk))
-    if is_wrong.any():
-      raise ValueError(f"lengths: expected 0 .. {chunk}, got {lengths[is_wrong][0]}")

@@ -125,6 +125,16 @@ def test_a_sliding_window_sees_exactly_the_last_tokens(prompt_length, length, wi
   assert starts[-1] == [max(0, own + length - 1 - window) for own in lengths]
 
 
+def test_behind_a_window_that_is_not_full_stays_padding():
+  step = sliding_window(window_sum)
+  first = np.array([[1, 2], [3, 4]], np.int32), np.array([2, 1], np.int32)
+  _, cache = step(jnp.asarray(first[0]), init_window(2, 5, 9), jnp.asarray(first[1]))
+  assert cache.tokens.tolist() == [[1, 2, 9, 9, 9], [3, 9, 9, 9, 9]]
+  _, cache = step(jnp.array([[5], [6]], jnp.int32), cache, None)
+  assert cache.tokens.tolist() == [[1, 2, 5, 9, 9], [3, 6, 9, 9, 9]]
+  assert cache.known.tolist() == [3, 2] and cache.start.tolist() == [0, 0]
+
+
 def test_a_row_depends_on_its_own_key_alone():
   prompt, lengths = np.array([[3, 1], [4, 1], [5, 9]]), np.array([2, 2, 1])
   keys = keys_of(3)

@@ -11,6 +11,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.layers import extractors
+from tests import helpers
 
 BATCH, LENGTH, MAX_LENGTH, VOCAB, WIDTH = 3, 23, 29, 11, 6
 SPACE = 2
@@ -77,18 +78,6 @@ def make(boundaries, **settings):
   return dpjax.build_model(config)
 
 
-def draw_params(model, seed=3):
-  """Normal numbers in the place of the initial ones; gains lie about 1."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-  generator = np.random.default_rng(seed)
-
-  def draw(path, x):
-    mean = float(path[-1].key == "scale")
-    return jnp.asarray(mean + generator.standard_normal(x.shape) / 2, x.dtype)
-
-  return jax.tree.map_with_path(draw, shapes)
-
-
 def balance(params, output):
   """Tokens come about as often as each other, and so do boundaries; all are far apart."""
   mean, out = output.logits.mean(axis=(0, 1)), params["logits"]
@@ -118,7 +107,7 @@ def prepare(case):
   _, settings = CASES[case]
   model = make(**{"boundaries": case, **settings})
   # Draws of which nothing is nearly a tie, and whose text does not repeat one token.
-  params = draw_params(model, seed=2 if case == "gumbel" else 13)
+  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
   whole = jax.jit(model.apply)
   balance(params, whole({"params": params}, TOKENS))
   of_step = model.unstack(params) if case in BY_LAYER else params
@@ -127,11 +116,6 @@ def prepare(case):
 
 def kinds(tree):
   return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
-def pointers(tree):
-  """Where its arrays lie in memory; numbers may move."""
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
 def by_chunks(step, cache, tokens, schedule, **given):
@@ -149,11 +133,11 @@ def by_chunks(step, cache, tokens, schedule, **given):
       chunk[row, :length] = tokens[row, part]
       for key, array in given.items():
         parts[key][row, :length] = array[row, part]
-    before, places = kinds(cache), pointers(cache)
+    before, places = kinds(cache), helpers.pointers(cache)
     output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
     cache = output.cache
     # It does not grow, and lies where it lay.
-    assert kinds(cache) == before and pointers(cache) == places
+    assert kinds(cache) == before and helpers.pointers(cache) == places
     for key in ("logits", "boundaries", "boundary_logits"):
       values = getattr(output, key)
       if values is not None:
@@ -290,7 +274,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(
   settings = dict(boundaries="whitespace", space_ids=(SPACE,), mixer="dispatcher")
   settings |= dict(positions="sinusoidal", num_capacities=1) | BEYOND[mixers]
   short, long = make(max_length=8, **settings), make(max_length=LENGTH, **settings)
-  params = draw_params(short)
+  params = helpers.draw_params(short, 3, 1 / 2)
   caches = short.init_cache(BATCH)
   kind = ops.OnlineConvolutionCache if is_online else ops.ConvolutionCache
   if mixers == "extractors":
@@ -307,7 +291,7 @@ def test_where_attention_is_absolute_it_cannot_go_on_and_says_so():
   model = make(
     "fixed", mixer="attention", positions="sinusoidal", max_length=8, num_layers=1
   )
-  step = partial(make_step(model), draw_params(model))
+  step = partial(make_step(model), helpers.draw_params(model, 3, 1 / 2))
   cache, is_nan = model.init_cache(BATCH), []
   for place in range(11):
     lengths = jnp.asarray([1, place % 2, 1], jnp.int32)
@@ -336,7 +320,7 @@ def test_a_cache_of_bfloat16_stays_what_it_is(case):
 
 def test_refusals():
   model = make("whitespace", space_ids=(SPACE,))
-  params, cache = draw_params(model), model.init_cache(BATCH)
+  params, cache = helpers.draw_params(model, 3, 1 / 2), model.init_cache(BATCH)
 
   def refused(message, batch=BATCH, **options):
     def run(params):

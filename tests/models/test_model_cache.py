@@ -29,18 +29,6 @@ def make(mixer, **settings):
   return build_model(config)
 
 
-def draw_params(model, seed=1):
-  """Normal numbers in the place of the initial ones; gains lie about 1."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :3])["params"]
-  generator = np.random.default_rng(seed)
-
-  def draw(path, x):
-    mean = float(path[-1].key == "scale")
-    return jnp.asarray(mean + generator.standard_normal(x.shape) / 3, x.dtype)
-
-  return jax.tree.map_with_path(draw, shapes)
-
-
 def make_step(model, params):
   def step(params, cache, tokens, lengths):
     return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
@@ -54,7 +42,7 @@ def prepare(mixer):
   way = list(config_lib.MIXERS).index(mixer) % 2
   model = make(mixer, **WAYS[way])
   # A draw of which nothing is nearly a tie, and whose text does not repeat one token.
-  params, whole = draw_params(model, seed=8), jax.jit(model.apply)
+  params, whole = helpers.draw_params(model, 8, 1 / 3), jax.jit(model.apply)
   # All tokens come about as often.
   mean = whole({"params": params}, TOKENS).logits.mean(axis=(0, 1))
   params["logits"]["bias"] -= mean
@@ -71,22 +59,17 @@ def by_chunks(step, cache, schedule):
     chunk = garbage.integers(VOCAB, size=(2, size))
     for row, length in enumerate(lengths):
       chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    shapes, places = jax.tree.map(jnp.shape, cache), pointers(cache)
+    shapes, places = jax.tree.map(jnp.shape, cache), helpers.pointers(cache)
     output = step(cache, chunk, jnp.asarray(lengths, jnp.int32))
     cache = output.cache
     # It does not grow, and lies where it lay.
-    assert jax.tree.map(jnp.shape, cache) == shapes and pointers(cache) == places
+    assert jax.tree.map(jnp.shape, cache) == shapes and helpers.pointers(cache) == places
     for row, length in enumerate(lengths):
       found[row, seen[row] : seen[row] + length] = output.logits[row, :length]
     seen += lengths
     np.testing.assert_array_equal(cache.length, seen)
   assert (seen == LENGTH).all()
   return found
-
-
-def pointers(tree):
-  """Where its arrays lie in memory; numbers may move."""
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
 # A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
@@ -143,7 +126,7 @@ def lengthen(params, model):
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
   settings = dict(num_layers=2) | helpers.own_settings(mixer, num_levels=3)
   short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
-  params = draw_params(short)
+  params = helpers.draw_params(short, 1, 1 / 3)
   expected = jax.jit(long.apply)({"params": lengthen(params, long)}, TOKENS).logits
   step = make_step(short, params)
   found = by_chunks(step, short.init_cache(2), CHUNKS)
@@ -152,7 +135,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
 
 def test_beyond_the_window_relative_attention_sees_the_last_tokens():
   model = make("relative_attention", max_length=7, num_layers=1, positions="none")
-  params = draw_params(model)
+  params = helpers.draw_params(model, 1, 1 / 3)
   found = by_chunks(make_step(model, params), model.init_cache(2), CHUNKS)
   # Further layers would see a token that theirs did not: what it said of earlier ones.
   windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
@@ -166,7 +149,8 @@ def test_beyond_the_window_relative_attention_sees_the_last_tokens():
 )
 def test_where_there_is_no_going_on_it_says_nan(mixer, positions):
   model = make(mixer, max_length=7, num_layers=1, positions=positions)
-  found = by_chunks(make_step(model, draw_params(model)), model.init_cache(2), CHUNKS)
+  step = make_step(model, helpers.draw_params(model, 1, 1 / 3))
+  found = by_chunks(step, model.init_cache(2), CHUNKS)
   assert np.isnan(found[:, 7:]).all() and np.isfinite(found[:, :7]).all()
 
 

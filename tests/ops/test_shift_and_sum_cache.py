@@ -273,8 +273,8 @@ CACHE = empty()
     (dict(cache=CACHE._replace(length=zeros(dtype=jnp.int32))), r"cache: .* int32 \(\)"),
     (dict(lengths=zeros(2, dtype=jnp.int32)), r"lengths: .*= \(3,\), got int32 \(2,\)"),
     (dict(lengths=zeros(3)), "lengths: .* got float32"),
-    (dict(lengths=jnp.asarray([0, 8, 7])), r"lengths: expected 0 .. 7, got 8"),
-    (dict(lengths=jnp.asarray([0, -1, 7])), r"lengths: expected 0 .. 7, got -1"),
+    (dict(lengths=jnp.asarray([0, 8, 7])), r"lengths: expected 0 .. C = 7, got 8"),
+    (dict(lengths=jnp.asarray([0, -1, 7])), r"lengths: expected 0 .. C = 7, got -1"),
   ],
 )
 def test_refuses_what_does_not_match(changes, message):
