@@ -189,6 +189,21 @@ def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
   assert found[0] == "" and found[1].startswith(texts[1])
 
 
+def test_a_character_that_stays_incomplete_is_shown_at_the_end():
+  maker = make(Bytes(), mixer="me", positions="sinusoidal")
+  # Nothing but the first byte of two is ever drawn.
+  maker[1]["logits"]["bias"] = maker[1]["logits"]["bias"].at[0xC3].add(1e4)
+  assert write(maker, ["a"], length=3) == ["\ufffd" * 3]
+
+
+def test_a_window_begins_where_the_known_ones_do(dispatcher):
+  generator, _ = dispatcher
+  state = generator._slide([[*range(1, 11), 2, 3, 4], [5, 6, 7]])
+  assert state.token.tolist() == [4, 7] and state.length.tolist() == [13, 3]
+  assert state.cache.known.tolist() == [10, 2] and state.cache.start.tolist() == [2, 0]
+  assert state.cache.tokens[0, :10].tolist() == [*range(3, 11), 2, 3]
+
+
 def test_more_than_all_tokens_are_all(dispatcher):
   settings = dict(length=5, seed=4)
   texts = write(dispatcher, ["abc"], **settings)
