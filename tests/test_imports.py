@@ -23,7 +23,10 @@ ROOMS = [
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 READS_CONFIG = {"interop", "command_line", "generation", "workdir", "run", "scripts"}
 NEVER = {"chex", "tensorflow"}
-ONLY_INSIDE_FUNCTIONS = {"sentencepiece", "tokenizers", "tensorflow_datasets", "torch"}
+# (tensorboardX imports PyTorch where there is one.)
+ONLY_INSIDE_FUNCTIONS = {
+  "sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "torch"
+}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]
 FILES = [
   path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops.shift_and_sum_matrix import matrix_form
+
 
 def num_levels(max_length: int) -> int:
   """Levels whose shifts 1, 2, 4, ... reach across `max_length` positions.
@@ -56,8 +58,11 @@ def shift_and_sum(
   Implementations: "loop", Alg. 1 to the letter and the reference; "unrolled",
   static shifts; "recompute", whose backward pass keeps `values` and `gates`
   alone and recomputes the levels, a block of features at a time, so that
-  training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K).
-  "recompute" has reverse-mode derivatives only.
+  training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K);
+  "matrix", two products with banded matrices in O(T**1.5) work, which is for
+  hardware that multiplies matrices much faster than it reads memory, and which
+  keeps as little but skips no work of a dropped level. "recompute" and "matrix"
+  have reverse-mode derivatives only.
 
   Args:
     values: [B, T, H, E], floats.
@@ -65,8 +70,8 @@ def shift_and_sum(
     level_keep: [K] booleans: a level with False is skipped as a whole, its work
       too, and nothing is rescaled (Dispatcher dropout, Sec. 2.1). None keeps
       all.
-    implementation: "loop", "unrolled", "recompute", or None for the best
-      measured.
+    implementation: "loop", "unrolled", "recompute", "matrix", or None for the
+      best measured.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -259,7 +264,9 @@ def _recompute_backward(residuals, grad):
 _recompute = jax.custom_vjp(_scan)
 _recompute.defvjp(_recompute_forward, _recompute_backward)
 
-_IMPLEMENTATIONS = {"loop": _loop, "unrolled": _unrolled, "recompute": _recompute}
+_IMPLEMENTATIONS = {
+    "loop": _loop, "unrolled": _unrolled, "recompute": _recompute,
+    "matrix": matrix_form}
 
 # By benchmarks/shift_and_sum.py on a CPU: the fastest in training, with the least
 # memory; its forward pass alone is as fast as "loop".

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dpjax.training import metrics
@@ -43,6 +42,8 @@ class Reporter:
       disable=None if self._is_first else True,
     )
     if self._is_first:
+      from tensorboardX import SummaryWriter
+
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
       self._file = path.open("a", encoding="utf-8")

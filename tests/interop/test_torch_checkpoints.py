@@ -31,7 +31,7 @@ CASES = {
   "C_msa_nhead4_L13": {"num_heads": 4},
 }
 RUNS = [(case, "") for case in CASES] + [
-  ("A_dispatcher_nhead1_L13", name) for name in ("loop", "unrolled", "recompute")
+  ("A_dispatcher_nhead1_L13", name) for name in ("loop", "unrolled", "recompute", "matrix")
 ]
 
 
@@ -118,7 +118,7 @@ def test_the_output_of_every_layer(case):
 
 
 @pytest.mark.parametrize("case", ["A_layer_nhead1_L16", "A_layer_leveldrop"])
-@pytest.mark.parametrize("implementation", ["loop", "unrolled", "recompute"])
+@pytest.mark.parametrize("implementation", ["loop", "unrolled", "recompute", "matrix"])
 def test_the_layer_alone_and_its_level_dropout(case, implementation):
   golden = load(case)
   layer = dispatcher.Dispatcher(1, 16, implementation=implementation)
