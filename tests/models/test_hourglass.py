@@ -291,7 +291,8 @@ def test_boundaries_that_are_given_take_the_place_of_its_own():
   own = apply(variables, jnp.asarray(TOKENS))
   np.testing.assert_array_equal(own.boundaries, TOKENS == SPACE)
   given = apply(variables, jnp.asarray(TOKENS), boundaries=jnp.asarray(own.boundaries))
-  np.testing.assert_array_equal(given.logits, own.logits)
+  # Two programs: their sums may differ in the last bit.
+  np.testing.assert_allclose(given.logits, own.logits, rtol=1e-5, atol=1e-6)
   other = apply(variables, jnp.asarray(TOKENS), boundaries=jnp.asarray(GIVEN))
   np.testing.assert_array_equal(other.boundaries, GIVEN)
 

@@ -139,30 +139,30 @@ def tangents(tree):
   return jax.tree.map(zeros, tree)
 
 
+def plain_switch(needed, inputs, *others):
+  """The operator with JAX's own gradient."""
+
+  def branch(size):
+    rest = ((0, 0), (0, LENGTH - size), (0, 0))
+    return lambda: jnp.pad(mix(inputs[:, :size], *others), rest)
+
+  return jax.lax.switch(needed // 4, [branch(size) for size in SIZES])
+
+
 def test_between_the_passes_the_arguments_alone_are_kept():
   inputs, others, _ = draw()
 
-  def plain(inputs, *others, needed):
-    def branch(size):
-      rest = ((0, 0), (0, LENGTH - size), (0, 0))
-      return lambda: jnp.pad(mix(inputs[:, :size], *others), rest)
-
-    return jax.lax.switch(needed // 4, [branch(size) for size in SIZES])
-
-  def capped(inputs, *others, needed):
-    return run_at_capacity(mix, SIZES, needed, inputs, *others)
-
   def kept(operator):
     def residuals(inputs, others, needed):
-      call = functools.partial(operator, needed=needed)
+      call = functools.partial(operator, needed)
       _, pull = jax.vjp(lambda x, params: call(x, params, *others[1:]), inputs, others[0])
       return [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype == jnp.float32]
 
     return sum(leaf.size for leaf in jax.eval_shape(residuals, inputs, others, 5))
 
   arguments = inputs.size + sum(leaf.size for leaf in jax.tree.leaves(others[0]))
-  assert kept(capped) == arguments
-  assert kept(plain) > 2 * arguments
+  assert kept(functools.partial(run_at_capacity, mix, SIZES)) == arguments
+  assert kept(plain_switch) > 2 * arguments
 
 
 @functools.partial(jax.jit, static_argnames=("operator", "wrap"))
@@ -199,6 +199,20 @@ def test_within_a_scan_of_layers(wrap):
   )
   np.testing.assert_allclose(result[:, :needed], expected[:, :needed], **ROUNDING)
   assert_close(gradients, expected_gradients)
+
+
+def test_layers_take_no_more_memory_than_those_of_the_whole_length():
+  inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
+
+  def temporary(operator):
+    lowered = run_layers.lower(
+      inputs, others, weights, 6, operator=operator, wrap=no_wrap
+    )
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  padded = temporary(lambda needed, *x: mix(*x))
+  assert temporary(functools.partial(run_at_capacity, mix, SIZES)) <= 1.1 * padded
+  assert temporary(plain_switch) > 1.1 * padded
 
 
 def test_a_batch_over_devices():

@@ -1,6 +1,8 @@
 """Segments: the matrix of weights, the authors' numbers, and what must not matter."""
 
 import functools
+import math
+import re
 from pathlib import Path
 
 import jax
@@ -141,6 +143,19 @@ def test_only_float_boundaries_pay_for_their_gradient():
   whole = jnp.asarray(BOUNDARIES, jnp.int32)
   assert "custom_vjp" in program(floats(), "mean")
   assert "custom_vjp" not in program(whole, "mean") + program(floats(), "last")
+
+
+@pytest.mark.parametrize("method", ["mean", "last"])
+def test_no_matrix_of_tokens_and_segments_is_built(method):
+  inputs, weights = draw(LARGE)
+  programs = [
+    pool.lower(inputs, floats(), weights, LARGE, method),
+    upsample.lower(weights, floats(), inputs),
+  ]
+  for program in programs:
+    shapes = re.findall(r"tensor<([\dx]+)x[a-z]\w+>", program.as_text())
+    sizes = {math.prod(map(int, shape.split("x"))) for shape in shapes}
+    assert max(sizes) == weights.size < BATCH * LENGTH * LARGE
 
 
 def test_capacity_does_not_matter_to_the_segments_it_has_room_for():
