@@ -2,12 +2,15 @@
 
   python benchmarks/causal_convolution.py --out results/causal_convolution
 
-writes results/causal_convolution.json and .png (about 15 minutes on 2 cores; --quick: 1
-minute, smaller). Ratios are medians over repetitions of paired times, to "plain", a
-textbook scan over the lags with JAX's own gradient, and to "toeplitz"; "gradient" is
-the result and both gradients. Implementations take turns. What needs too much memory or
-time is left out, and the report says why. `choose_implementation` of the op is read from
-the gradients of "cases" and "sweep".
+writes results/causal_convolution.json and .png (about 13 minutes on 2 cores, 6 of them
+for --parts=cases --dtypes=float32; --quick: 2 minutes, smaller). Ratios are medians
+over repetitions of paired times, to "plain", a textbook scan over the lags with JAX's
+own gradient, to "toeplitz", and in "cases" to masked self-attention of the same inputs,
+the products and the softmax without projections, with 1 head and with 32; "gradient" is
+the result and all gradients. Implementations take turns. What needs too much memory or
+time is left out, and the report says why. "cases" and "sweep" are of float32; cases of
+other dtypes are in "cases_bfloat16" and the like. `choose_implementation` of the op is
+read from the gradients of "cases" and "sweep".
 """
 
 import argparse
@@ -22,15 +25,21 @@ import timing
 # Taps that are numbers, vectors and matrices, and the Extractors with such.
 RANKS = {1: "ME", 2: "WE, HE", 3: "SHE"}
 SHAPES = [(16, 128, 128), (2, 1024, 128), (1, 4096, 128)]
+# Of float32 alone: the paper's, of its comparison with self-attention.
+PAPER_SHAPE = (64, 128, 128)
 QUICK_SHAPES = [(4, 32, 32), (1, 128, 32)]
 LENGTHS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 # Matrix taps of 2048 are 128 MiB.
 LONGEST_MATRICES = 1024
 SMALL_BATCHES = [(batch, length) for batch in (1, 4) for length in (16, 64, 256)]
+ONE_ROW_OF_MATRICES = (1, 1024)
 QUICK_LENGTHS = [8, 32]
 WIDTH = 128
 IMPLEMENTATIONS = ("plain", "scan", "conv", "toeplitz", "fft", "dft")
+HEADS = (1, 32)
 KINDS = ("forward", "gradient")
+PARTS = ("cases", "sweep")
+DTYPES = ("float32", "bfloat16")
 MAX_BYTES = 4 * 2**30
 SEED = 0
 
@@ -68,96 +77,181 @@ def gradient(inputs, filters, weights, implementation):
   return result, *pull(weights)
 
 
-def make_arrays(rank, batch, length, width):
+def attend(queries, keys, values, heads):
+  import jax
+
+  def split(x):
+    return x.reshape(*x.shape[:2], heads, -1)
+
+  result = jax.nn.dot_product_attention(
+    split(queries), split(keys), split(values), is_causal=True
+  )
+  return result.reshape(queries.shape)
+
+
+def attention(queries, keys, values, weights, heads, kind):
+  import jax
+
+  if kind == "forward":
+    return attend(queries, keys, values, heads)
+  result, pull = jax.vjp(lambda *x: attend(*x, heads), queries, keys, values)
+  return result, *pull(weights)
+
+
+def make_arrays(rank, batch, length, width, dtype):
   """Inputs, filters, and the gradient's weights."""
   import jax.numpy as jnp
   import numpy as np
 
   generator = np.random.default_rng(SEED)
   shapes = [(batch, length, width), (length, width, width)[:rank], (batch, length, width)]
-  return [jnp.asarray(generator.standard_normal(x), jnp.float32) for x in shapes]
+  return [jnp.asarray(generator.standard_normal(x), dtype) for x in shapes]
 
 
-def prepare(function, implementation, rank, shape, max_seconds):
-  """A compiled call, or why there is none, and its seconds, roughly."""
+def time_once(call):
+  """Seconds of a call, roughly."""
   import jax
 
-  def compile_at(length):
-    arrays = make_arrays(rank, shape[0], length, shape[2])
-    jitted = jax.jit(functools.partial(function, implementation=implementation))
-    compiled = jitted.lower(*arrays).compile()
-    if compiled.memory_analysis().temp_size_in_bytes > MAX_BYTES:
-      return compiled, None
-    return compiled, functools.partial(compiled, *arrays)
-
-  def time_once(call):
+  jax.block_until_ready(call())
+  seconds = []
+  while not seconds or (len(seconds) < 5 and sum(seconds) < 0.2):
+    start = time.perf_counter()
     jax.block_until_ready(call())
-    seconds = []
-    while not seconds or (len(seconds) < 5 and sum(seconds) < 0.2):
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-  length, factor = shape[1], 1
-  if implementation not in ("fft", "dft"):
-    # The work grows with the square of the length: a short call tells of a long one.
-    while length > 256:
-      length, factor = length // 4, factor * 16
-      seconds = factor * time_once(compile_at(length)[1])
-      if seconds > max_seconds:
-        return None, f"about {seconds:.0f} s a call, by a call of length {length}", 0
-  compiled, call = compile_at(shape[1])
-  if call is None:
-    gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
-    return None, f"needs {gib:.1f} GiB of temporary memory", 0
-  return compiled, call, time_once(call)
+    seconds.append(time.perf_counter() - start)
+  return min(seconds)
 
 
-def compare(function, rank, shape, max_seconds, max_ratio, total_seconds):
-  """Milliseconds, ratios and temporary MiB of every implementation."""
+def prepare(function, make, length, max_seconds):
+  """What is compiled, the seconds of compiling, a call, its seconds, roughly.
+
+  Args:
+    function: of arrays.
+    make: the arrays of a length.
+    length: T.
+    max_seconds: of a call. The work grows with the square of the length, so that a short
+      call tells of a long one; `math.inf` where it does not.
+
+  Returns:
+    A tuple of the four, or one sentence, why it is left out.
+  """
+  short, factor = length, 1
+  while max_seconds < math.inf and short > 256:
+    short, factor = short // 4, factor * 16
+    arrays = make(short)
+    compiled, _ = timing.compile_timed(function, *arrays)
+    seconds = factor * time_once(functools.partial(compiled, *arrays))
+    if seconds > max_seconds:
+      return f"about {seconds:.0f} s a call, by a call of length {short}"
+  arrays = make(length)
+  compiled, compile_seconds = timing.compile_timed(function, *arrays)
+  mib = timing.temporary_mib(compiled)
+  if mib * 2**20 > MAX_BYTES:
+    return f"needs {mib / 2**10:.1f} GiB of temporary memory"
+  call = functools.partial(compiled, *arrays)
+  return compiled, compile_seconds, call, time_once(call)
+
+
+def compare(
+  kind, rank, shape, dtype, names, heads, max_seconds, max_ratio, total_seconds
+):
+  """Milliseconds, ratios, temporary MiB, seconds of compiling: of everything named."""
   import numpy as np
 
-  compiled, calls, left_out, once = {}, {}, {}, {}
-  for name in IMPLEMENTATIONS:
-    executable, call, seconds = prepare(function, name, rank, shape, max_seconds)
-    if executable is None:
-      left_out[name] = call
-    else:
-      compiled[name], calls[name], once[name] = executable, call, seconds
-  fastest = min(once.values())
-  for name in [x for x in once if once[x] > max_ratio * fastest]:
-    left_out[name] = f"a call took {once.pop(name) / fastest:.0f} times the fastest's"
-    del compiled[name], calls[name]
-  repetitions = int(np.clip(total_seconds / sum(once.values()), 3, 31))
+  batch, length, width = shape
+  function = {"forward": forward, "gradient": gradient}[kind]
+
+  def make(length):
+    return make_arrays(rank, batch, length, width, dtype)
+
+  def make_attention(length):
+    inputs, _, weights = make_arrays(1, batch, length, width, dtype)
+    return inputs, inputs[:, ::-1], inputs[:, :, ::-1], weights
+
+  prepared = {
+    name: prepare(
+      functools.partial(function, implementation=name), make, length,
+      math.inf if name in ("fft", "dft") else max_seconds,
+    )
+    for name in names
+  }
+  prepared |= {
+    f"attention_{count}": prepare(
+      functools.partial(attention, heads=count, kind=kind), make_attention, length,
+      max_seconds,
+    )
+    for count in heads
+  }
+  left_out = {name: x for name, x in prepared.items() if isinstance(x, str)}
+  prepared = {name: x for name, x in prepared.items() if name not in left_out}
+  fastest = min(once for name, (*_, once) in prepared.items() if name in names)
+  for name in [x for x in names if x in prepared]:
+    times = prepared[name][3] / fastest
+    if times > max_ratio:
+      left_out[name] = f"a call took {times:.0f} times the fastest's"
+      del prepared[name]
+  once = sum(x[3] for x in prepared.values())
+  repetitions = int(np.clip(total_seconds / once, 3, 31))
+  calls = {name: x[2] for name, x in prepared.items()}
   seconds = timing.measure(calls, repetitions)
-  rows = {}
-  for name, executable in compiled.items():
-    rows[name] = {
+  bases = [x for x in ("plain", "toeplitz") if x in calls]
+  bases += [x for x in calls if x not in names]
+  rows = {
+    name: {
       "milliseconds": float(np.median(seconds[name])) * 1e3,
-      "temporary_mib": executable.memory_analysis().temp_size_in_bytes / 2**20,
-    }
-    for base in ("plain", "toeplitz"):
-      if base in seconds:
-        rows[name][f"ratio_to_{base}"] = timing.ratio(seconds[name], seconds[base])
+      "temporary_mib": timing.temporary_mib(compiled),
+      "compile_seconds": compile_seconds,
+    } | {f"ratio_to_{x}": timing.ratio(seconds[name], seconds[x]) for x in bases}
+    for name, (compiled, compile_seconds, _, _) in prepared.items()
+  }
   return {
-    "implementations": rows,
+    "implementations": {name: rows[name] for name in rows if name in names},
+    "attention": {name: rows[name] for name in rows if name not in names},
     "left_out": left_out,
     "repetitions": repetitions,
     "page_faults": float(np.median(seconds["page_faults"])),
   }
 
 
-def run_case(rank, shape, **limits):
-  functions = dict(zip(KINDS, (forward, gradient), strict=True))
-  case = {"rank": rank, "extractors": RANKS[rank]}
+def run_case(rank, shape, *, dtype="float32", heads=(), **limits):
+  # "plain" adds up in the dtype of its inputs.
+  names = [x for x in IMPLEMENTATIONS if dtype == "float32" or x != "plain"]
+  case = {"rank": rank, "extractors": RANKS[rank], "dtype": dtype}
   case |= dict(zip(("batch", "length", "width"), shape, strict=True))
   case |= {
-    kind: compare(function, rank, shape, **limits)
-    for kind, function in functions.items()
+    kind: compare(kind, rank, shape, dtype, names, heads, **limits) for kind in KINDS
   }
   print(json.dumps(case), flush=True)
   return case
+
+
+def run_cases(dtype, quick):
+  """Of every kind of taps and shape, beside attention."""
+  shapes = QUICK_SHAPES if quick else SHAPES
+  if dtype == "float32" and not quick:
+    shapes = [*shapes, PAPER_SHAPE]
+  seconds = {"float32": 6}.get(dtype, 3)
+  return [
+    run_case(
+      rank, shape, dtype=dtype, heads=HEADS, max_seconds=4, max_ratio=math.inf,
+      total_seconds=0.5 if quick else seconds,
+    )
+    for rank in RANKS for shape in shapes
+  ]
+
+
+def run_sweep(quick):
+  cases = []
+  lengths = QUICK_LENGTHS if quick else LENGTHS
+  for rank in RANKS:
+    pairs = [(max(1, 2048 // x), x) for x in lengths if rank < 3 or x <= LONGEST_MATRICES]
+    small = [] if quick else SMALL_BATCHES + [ONE_ROW_OF_MATRICES] * (rank == 3)
+    for batch, length in pairs + small:
+      case = run_case(
+        rank, (batch, length, 32 if quick else WIDTH), max_seconds=1, max_ratio=6,
+        total_seconds=0.2 if quick else 2,
+      )
+      cases.append(case | {"small_batch": (batch, length) not in pairs})
+  return cases
 
 
 def draw_figure(report, path):
@@ -182,6 +276,8 @@ def draw_figure(report, path):
     axis.set_yscale("log")
     axis.set_title(f"{RANKS[rank]}: gradient, ms by T, B T = 2048")
     cases = [x for x in report["cases"] if x["rank"] == rank]
+    if not cases:
+      continue
     labels = ["B{batch} T{length} D{width}".format(**x) for x in cases]
     for row, (key, title) in enumerate(
       [("milliseconds", "ms"), ("temporary_mib", "temporary memory, MiB")], start=1
@@ -194,9 +290,24 @@ def draw_figure(report, path):
       axis.set_xticks(range(len(labels)), labels)
       axis.set_yscale("log")
       axis.set_title(f"{RANKS[rank]}: gradient, {title}")
-  axes[1, 1].legend(loc="upper right")
+  if report["cases"]:
+    axes[1, len(RANKS) // 2].legend(loc="upper right")
   figure.tight_layout()
   figure.savefig(path, dpi=100)
+
+
+def some_of(names):
+  """Reads names, separated by commas, of those."""
+
+  def read(text):
+    chosen = text.split(",")
+    if not set(chosen) <= set(names):
+      raise argparse.ArgumentTypeError(
+        f"expected some of {','.join(names)}, separated by commas, got {text!r}"
+      )
+    return chosen
+
+  return read
 
 
 def main():
@@ -205,31 +316,27 @@ def main():
     "--out", default="results/causal_convolution", help="path, no suffix"
   )
   parser.add_argument("--quick", action="store_true", help="small, few repetitions")
+  parser.add_argument(
+    "--parts", type=some_of(PARTS), default=list(PARTS), help=",".join(PARTS)
+  )
+  parser.add_argument(
+    "--dtypes", type=some_of(DTYPES), default=list(DTYPES),
+    help=f"of the cases: {','.join(DTYPES)}",
+  )
   arguments = parser.parse_args()
   timing.restart_with_quiet_allocator()
 
-  quick = arguments.quick
   report = {
     "machine": timing.describe_machine(),
     "seed": SEED,
     "cases": [],
     "sweep": [],
   }
-  for rank in RANKS:
-    for shape in QUICK_SHAPES if quick else SHAPES:
-      report["cases"].append(run_case(
-        rank, shape, max_seconds=10, max_ratio=math.inf,
-        total_seconds=1 if quick else 20,
-      ))
-    lengths = QUICK_LENGTHS if quick else LENGTHS
-    pairs = [(max(1, 2048 // x), x) for x in lengths if rank < 3 or x <= LONGEST_MATRICES]
-    width = 32 if quick else WIDTH
-    for batch, length in pairs + ([] if quick else SMALL_BATCHES):
-      case = run_case(
-        rank, (batch, length, width), max_seconds=1, max_ratio=6,
-        total_seconds=0.5 if quick else 3,
-      )
-      report["sweep"].append(case | {"small_batch": (batch, length) not in pairs})
+  for dtype in arguments.dtypes if "cases" in arguments.parts else []:
+    key = "cases" if dtype == "float32" else f"cases_{dtype}"
+    report[key] = run_cases(dtype, arguments.quick)
+  if "sweep" in arguments.parts:
+    report["sweep"] = run_sweep(arguments.quick)
   out = pathlib.Path(arguments.out)
   out.parent.mkdir(parents=True, exist_ok=True)
   out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")

@@ -26,21 +26,27 @@ def causal_convolution(
   the taps 2 and 3, the inputs 1, 10 become 2, 23. Inputs shorter than the filter
   use its first taps.
 
-  Sums are carried in float32, in float64 where an argument has it. All
-  implementations are this one function, values and gradients, up to rounding:
+  Sums are carried in float32, in float64 where an argument has it. Where both
+  arguments are bfloat16, or both float16, the first three below multiply them as they
+  are, for the gradients too, so that tensor cores can; a CPU multiplies in float32.
+  "scan" of matrix taps and "toeplitz" then have no forward derivatives (`jax.jvp`).
+  All implementations are this one function, values and gradients, up to rounding:
 
   - "scan", the sum over the lags as it stands and the reference, O(T**2): the least
     memory, and the only one where a later inf or nan leaves the past alone.
-  - "conv", XLA's convolution, O(T**2); on a CPU many times slower within a loop, such
-    as that over the layers of a model.
+  - "conv", XLA's convolution, O(T**2), which carries sums of bfloat16 and float16 as
+    XLA will; on a CPU many times slower within a loop, such as that over the layers of
+    a model.
   - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2), its memory
     too; for matrix taps with that of the inputs.
-  - "fft", products of Fourier transforms, O(T log T). XLA computes an FFT of a batch
-    that is spread over devices on each of them.
+  - "fft", products of Fourier transforms, O(T log T); with matrix taps for one row,
+    B = 1, half as much memory again. XLA computes an FFT of a batch that is spread over
+    devices on each of them.
   - "dft", the same with the transforms as matrix products in two steps, O(T**1.5).
 
   In the last two a position sees rounding errors of later ones, about 1e-7 of them,
-  and for that reason all their products have float32's full precision. Products of
+  and for that reason all their products have float32's full precision, for arguments
+  in bfloat16 too: in that, errors of 1e-2 would tell of the future. Products of
   the others have that of `jax.default_matmul_precision`, which matters where a
   platform has a faster float32 than that of IEEE.
 
@@ -69,9 +75,15 @@ def causal_convolution(
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
   dtype = jnp.float64 if jnp.float64 in (inputs.dtype, filters.dtype) else jnp.float32
+  is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
   y_bte = _IMPLEMENTATIONS[implementation](
-      inputs.astype(dtype), filters[:length].astype(dtype))
+      inputs.astype(dtype), filters[:length].astype(dtype),
+      inputs.dtype if is_low else dtype)
   return y_bte.astype(inputs.dtype)
+
+
+# Of the products of "scan", "conv" and "toeplitz" where both arguments have it.
+_LOW = (jnp.bfloat16, jnp.float16)
 
 
 # By benchmarks/causal_convolution.py on a CPU, see results/causal_convolution.json, the
@@ -86,6 +98,8 @@ _FASTEST = (
     (2, math.inf, 32, "toeplitz"),
     (2, math.inf, math.inf, "fft"),
     (3, 4, 16, "scan"),
+    (3, 1, 256, "dft"),
+    (3, 1, math.inf, "fft"),
     (3, math.inf, 2048, "dft"),
     (3, math.inf, math.inf, "fft"),
 )
@@ -139,7 +153,46 @@ def _lead(x, ndim):
   return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def _scan(x_btd, w):
+def _product(formula, dtype, a, b):
+  """An einsum of float32 or float64 arrays whose values are those of `dtype`."""
+  if dtype == a.dtype:
+    return jnp.einsum(formula, a, b)
+  return _low_product(formula, dtype, a, b)
+
+
+# Arguments and results are float32 for sums before and after, in the gradients as well.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _low_product(formula, dtype, a, b):
+
+  def as_they_are(a, b):
+    return jnp.einsum(
+        formula, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
+
+  # XLA's CPU has no such product for some orders of the axes.
+  return lax.platform_dependent(
+      a, b, cpu=functools.partial(jnp.einsum, formula), default=as_they_are)
+
+
+def _low_forward(formula, dtype, a, b):
+  return _low_product(formula, dtype, a, b), (a, b)
+
+
+def _low_backward(formula, dtype, arrays, by_result):
+  # JAX's own rule would multiply float32 by `dtype`. Nothing is lost: what comes is the
+  # gradient by a result that is rounded to `dtype`.
+  a, b = arrays
+  terms, result = formula.split("->")
+  of_a, of_b = terms.split(",")
+  return (
+      _low_product(f"{result},{of_b}->{of_a}", dtype, by_result, b),
+      _low_product(f"{result},{of_a}->{of_b}", dtype, by_result, a),
+  )
+
+
+_low_product.defvjp(_low_forward, _low_backward)
+
+
+def _scan(x_btd, w, dtype):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
 
@@ -149,7 +202,7 @@ def _scan(x_btd, w):
     lag, tap = lag_tap
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
     if tap.ndim == 2:
-      return y_bte + jnp.einsum("btd,de->bte", past_btd, tap), None
+      return y_bte + _product("btd,de->bte", dtype, past_btd, tap), None
     return y_bte + past_btd * _lead(tap, 3), None
 
   shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
@@ -157,7 +210,8 @@ def _scan(x_btd, w):
   return y_bte
 
 
-def _conv(x_btd, w):
+def _conv(x_btd, w, dtype):
+  x_btd, w = x_btd.astype(dtype), w.astype(dtype)
   batch, length, width = x_btd.shape
   convolve = functools.partial(
       lax.conv_general_dilated, window_strides=(1,), padding=[(length - 1, 0)],
@@ -185,54 +239,53 @@ def _toeplitz_matrix(x, axis):
   return jnp.moveaxis(matrix, (-2, -1), (axis, axis + 1))
 
 
-def _toeplitz(x_btd, w):
+def _toeplitz(x_btd, w, dtype):
   if w.ndim == 1:
-    return jnp.einsum("ts,bsd->btd", _toeplitz_matrix(w, 0), x_btd)
+    return _product("ts,bsd->btd", dtype, _toeplitz_matrix(w, 0), x_btd)
   if w.ndim == 2:
-    m_dts = _toeplitz_matrix(w.T, 1)
-    return jnp.einsum("dts,bsd->btd", m_dts, x_btd)
+    return _product("dts,bsd->btd", dtype, _toeplitz_matrix(w.T, 1), x_btd)
   # Of the inputs: that of the taps is larger wherever B < D.
-  return jnp.einsum("btld,lde->bte", _toeplitz_matrix(x_btd, 1), w)
+  return _product("btld,lde->bte", dtype, _toeplitz_matrix(x_btd, 1), w)
 
 
-# Of the transforms' products: see `causal_convolution`.
+# Of the transforms' products, in float32 or float64 for any dtype: see
+# `causal_convolution`.
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
-def _fft(x_btd, w):
+def _fft(x_btd, w, _):
   length = x_btd.shape[1]
-  # Half of 2 * 2**i, 2 * 3 * 2**i or 2 * 5 * 2**i: a size that FFTs are fast at.
-  half = min(k << (-(-length // (2 * k)) - 1).bit_length() for k in (1, 3, 5))
-  add = 2 * half - length
-  x_bdt = jnp.pad(jnp.moveaxis(x_btd, 1, 2), ((0, 0), (0, 0), (0, add)))
-  w_t = jnp.pad(jnp.moveaxis(w, 0, -1), [(0, 0)] * (w.ndim - 1) + [(0, add)])
+  # 2**i, 3 * 2**i or 5 * 2**i: a size that FFTs are fast at.
+  size = min(k << (-(-length // k) - 1).bit_length() for k in (1, 3, 5))
+  # In a product of polynomials modulo z**size - i, what goes beyond the size comes back
+  # times i: of real ones the real part is the beginning of the convolution. It is that
+  # of p(z c) modulo z**size - 1, c**size = i, which FFTs of the size tell: as much work
+  # as real ones of zero-padded arrays, and fewer steps.
+  angle = np.pi / (2 * size) * np.arange(size)
+  cos, sin = jnp.asarray(np.cos(angle), w.dtype), jnp.asarray(np.sin(angle), w.dtype)
 
-  def multiply(x, w):
-    if w.ndim < 3:
-      return x * _lead(w, 3)
-    product = functools.partial(_einsum, "bdf,def->bef")
-    # By real products, as complex ones are slow on CPU.
-    return lax.complex(
-        product(x.real, w.real) - product(x.imag, w.imag),
-        product(x.real, w.imag) + product(x.imag, w.real))
+  def transform(x, axis):
+    x = jnp.moveaxis(x, axis, -1)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - length)])
+    return jnp.fft.fft(lax.complex(x * _lead(cos, x.ndim), x * _lead(sin, x.ndim)))
 
-  # With its beginning p (T sums, wanted) and its end q the convolution is p + q
-  # where the end is added to the beginning, and p - q where it is taken off. The
-  # second sum is a product of polynomials modulo z**(2 half) + 1, that is of complex
-  # ones modulo z**half - i. Both together cost as much as one of zero-padded arrays,
-  # with half of the memory.
-  p_plus_q = jnp.fft.irfft(multiply(jnp.fft.rfft(x_bdt), jnp.fft.rfft(w_t)), 2 * half)
-  root = np.exp(0.5j * np.pi / half * np.arange(half))
+  y_bef = jnp.fft.ifft(_multiply(transform(x_btd, 1), transform(w, 0)))
+  y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
+  return jnp.moveaxis(y_bet[..., :length], 2, 1)
 
-  def fold(x):
-    z = lax.complex(x[..., :half], x[..., half:])
-    return jnp.fft.fft(z * _lead(jnp.asarray(root, z.dtype), z.ndim))
 
-  z = jnp.fft.ifft(multiply(fold(x_bdt), fold(w_t)))
-  z *= _lead(jnp.asarray(root.conj(), z.dtype), 3)
-  p_minus_q = jnp.concatenate([z.real, z.imag], axis=-1)
-  y_bet = (p_plus_q + p_minus_q)[..., :length] / 2
-  return jnp.moveaxis(y_bet, 2, 1)
+def _multiply(x_bdf, w):
+  """The transforms' product, [f], [d, f] or [d, e, f] for the taps."""
+  if w.ndim < 3:
+    return x_bdf * _lead(w, 3)
+  if x_bdf.shape[0] == 1:
+    # A vector by a matrix waits for memory: no other order of the axes for it.
+    return (x_bdf[:, :, None] * w[None]).sum(axis=1)
+  product = functools.partial(_einsum, "bdf,def->bef")
+  # By real products, as complex ones are slow on CPU.
+  return lax.complex(
+      product(x_bdf.real, w.real) - product(x_bdf.imag, w.imag),
+      product(x_bdf.real, w.imag) + product(x_bdf.imag, w.real))
 
 
 def _dft_matrices(length, dtype):
@@ -262,7 +315,7 @@ def _dft_matrices(length, dtype):
   return jnp.asarray(first, dtype), jnp.asarray(second, dtype)
 
 
-def _dft(x_btd, w):
+def _dft(x_btd, w, _):
   length = x_btd.shape[1]
   first, second = _dft_matrices(length, w.dtype)
   s_size, r_size = second.shape[:2]

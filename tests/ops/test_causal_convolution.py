@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-import json
-import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from tests.reference import extractors as reference
 IMPLEMENTATIONS = ("scan", "conv", "toeplitz", "fft", "dft")
 DIRECT = ("scan", "conv", "toeplitz")
 RANKS = (1, 2, 3)
-RESULTS = pathlib.Path(__file__).parents[2] / "results" / "causal_convolution.json"
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -76,6 +74,7 @@ def assert_close(actual, expected, tolerance=1e-5):
     (2, 7, 11, 3, 5),
     (3, 13, 13, 5, 2),
     (2, 1, 5, 3, 7),
+    (1, 19, 23, 3, 5),
     (2, 37, 41, 3, 5),  # In two steps, or of an even size, where T is neither.
   ],
   ids=lambda size: str(size),
@@ -204,15 +203,61 @@ def test_rows_of_a_batch_are_independent(rank, implementation):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_summed_in_float32(rank, implementation):
-  arrays = draw(rank, length=37, taps=41, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_low_dtypes_are_summed_in_float32(rank, implementation, dtype):
+  arrays = draw(rank, length=37, taps=41, dtype=dtype)
   outputs = run(*arrays, implementation=implementation)
-  assert [x.dtype for x in outputs] == [jnp.bfloat16] * 3
+  assert [x.dtype for x in outputs] == [dtype] * 3
   in_float32 = run(*(x.astype(jnp.float32) for x in arrays),
                    implementation=implementation)
   for x, y in zip(outputs, in_float32, strict=True):
-    np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+    # Rounded once, at the end: the same but where a sum is close to a tie.
+    assert (x == y.astype(dtype)).mean() > 0.99
+    assert_close([x], [y], 5 * float(jnp.finfo(dtype).eps))
   assert_close(outputs, expect(*(np.asarray(x, np.float64) for x in arrays)), 0.05)
+
+
+PRODUCTS = {("scan", 3), *((name, rank) for name in ("conv", "toeplitz") for rank in RANKS)}
+
+
+def operands_on_a_gpu(name, *arrays):
+  """The dtypes that products have there: left, right and result of each."""
+  traced = run.trace(*arrays, implementation=name)
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  lines = [x for x in text.splitlines() if re.search("dot_general|convolution[(]", x)]
+  return [re.findall(r"tensor<[0-9x]*x(\w+)>", x.rsplit(" : ", 1)[1]) for x in lines]
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_products_take_low_dtypes_as_they_are(rank, name):
+  for dtype, short in ((jnp.bfloat16, "bf16"), (jnp.float16, "f16")):
+    products = operands_on_a_gpu(name, *draw(rank, dtype=dtype))
+    result = short if name == "conv" else "f32"
+    expected = 3 * [[short, short, result]] if (name, rank) in PRODUCTS else []
+    assert products == expected
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_mixed_dtypes_are_multiplied_in_float32(rank, name):
+  inputs, filters, weights = draw(rank)
+  low = inputs.astype(jnp.bfloat16), filters, weights.astype(jnp.bfloat16)
+  products = operands_on_a_gpu(name, *low)
+  assert {x for product in products for x in product} <= {"f32"}
+  assert bool(products) == ((name, rank) in PRODUCTS)
+
+
+@pytest.mark.parametrize("name", ["fft", "dft"])
+def test_transforms_of_bfloat16_are_in_float32(rank, name):
+  for product in operands_on_a_gpu(name, *draw(rank, dtype=jnp.bfloat16)):
+    assert product == 3 * ["f32"]
+  length = 64
+  inputs, filters, _ = draw(rank, 1, length, length, dtype=jnp.bfloat16)
+  changed = inputs.at[:, length // 2:].multiply(-3)
+  before, after = (convolve(x, filters, name) for x in (inputs, changed))
+  before, after = (np.asarray(x[:, :length // 2], np.float32) for x in (before, after))
+  # A rounding of the result to bfloat16 that tips over, nothing else.
+  np.testing.assert_allclose(before, after, rtol=2**-7, atol=1e-5)
+  assert (before == after).mean() > 0.98
 
 
 def test_takes_numpy_arrays_of_float64(implementation):
@@ -313,17 +358,24 @@ def test_several_devices_and_other_platforms_have_a_choice_of_their_own():
   assert choose_implementation(3, 2, 7, "gpu", 1) == "dft"
 
 
+DTYPES = pytest.mark.parametrize(
+  "dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.1)], ids=["f32", "bf16"]
+)
+
+
 @pytest.mark.slow
-def test_inside_vmap(implementation):
-  arrays = [jnp.stack([x, 2 * x, -x]) for x in draw(rank=3)]
+@DTYPES
+def test_inside_vmap(implementation, dtype, tolerance):
+  arrays = [jnp.stack([x, 2 * x, -x]) for x in draw(rank=3, dtype=dtype)]
   one = functools.partial(run, implementation=implementation)
   expected = [jnp.stack(x) for x in zip(*map(one, *arrays), strict=True)]
-  assert_close(jax.vmap(one)(*arrays), expected)
+  assert_close(jax.vmap(one)(*arrays), expected, tolerance)
 
 
 @pytest.mark.slow
-def test_inside_a_scan_over_recomputed_layers(implementation):
-  inputs, filters, weights = draw(rank=3, written=3)
+@DTYPES
+def test_inside_a_scan_over_recomputed_layers(implementation, dtype, tolerance):
+  inputs, filters, weights = draw(rank=3, written=3, dtype=dtype)
   layers = jnp.stack([filters, -0.5 * filters, 0.25 * filters])
 
   def stacked(inputs, layers):
@@ -341,7 +393,7 @@ def test_inside_a_scan_over_recomputed_layers(implementation):
   by_scan, by_loop = (
     jax.jit(jax.grad(x, argnums=(0, 1)))(inputs, layers) for x in (stacked, unrolled)
   )
-  assert_close(by_scan, by_loop)
+  assert_close(by_scan, by_loop, tolerance)
 
 
 @pytest.mark.slow
@@ -394,22 +446,6 @@ def test_none_is_the_choice_for_the_shape(rank):
     assert text != run.lower(*arrays, implementation="conv").as_text()
     chosen.add(name)
   assert len(chosen) == 2
-
-
-def test_the_choice_is_the_fastest_measured():
-  report = json.loads(RESULTS.read_text())
-  chosen = {rank: set() for rank in RANKS}
-  for case in report["cases"] + report["sweep"]:
-    rows = case["gradient"]["implementations"]
-    # "conv" is slow within a loop over layers, and "plain" is the benchmark's own.
-    rows = {name: rows[name] for name in rows if name not in ("conv", "plain")}
-    name = choose_implementation(case["rank"], case["batch"], case["length"], "cpu", 1)
-    fastest = min(rows, key=lambda x: rows[x]["milliseconds"])
-    assert rows[name]["milliseconds"] <= 1.25 * rows[fastest]["milliseconds"], (
-      case["rank"], case["batch"], case["length"], name, fastest
-    )
-    chosen[case["rank"]].add(name)
-  assert all(len(names) > 1 for names in chosen.values()), chosen
 
 
 def zeros(*shape, dtype=jnp.float32):

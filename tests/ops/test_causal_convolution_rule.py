@@ -1,0 +1,61 @@
+"""What None stands for in `causal_convolution` is what its benchmark measured as fast."""
+
+import json
+
+import pytest
+
+from dpjax.ops.causal_convolution import choose_implementation
+from tests import helpers
+
+REPORT = json.loads(
+  (helpers.ROOT / "results" / "causal_convolution.json").read_text(encoding="utf-8")
+)
+CASES = REPORT["cases"] + REPORT["sweep"]
+# Rows of a run differ by about as much between two runs.
+SLACK = 1.35
+
+
+def allowed(case):
+  """Milliseconds of what may be chosen, by name."""
+  rows = case["gradient"]["implementations"]
+  # "conv" is slow within a loop over layers, and "plain" is the benchmark's own.
+  return {x: rows[x]["milliseconds"] for x in rows if x not in ("conv", "plain")}
+
+
+def choose(case):
+  return choose_implementation(case["rank"], case["batch"], case["length"], "cpu", 1)
+
+
+def name_of(case):
+  return "{extractors}-{batch}-{length}-{width}".format(**case).replace(", ", "-")
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_choice_was_measured_and_is_fast(case):
+  rows, name = allowed(case), choose(case)
+  assert name in rows, f"{name} was not measured: {case['gradient']['left_out']}"
+  assert rows[name] <= SLACK * min(rows.values()), (name, rows)
+
+
+def test_the_choices_as_a_whole_cost_little():
+  over = [allowed(case)[choose(case)] / min(allowed(case).values()) for case in CASES]
+  assert sum(over) / len(over) < 1.1
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_no_implementation_would_do_for_all_shapes(rank):
+  cases = [case for case in CASES if case["rank"] == rank]
+  assert len({choose(case) for case in cases}) > 1
+  for name in set.union(*(set(allowed(case)) for case in cases)):
+    assert any(
+      allowed(case).get(name, float("inf")) > SLACK * min(allowed(case).values())
+      for case in cases
+    ), name
+
+
+def test_the_choice_does_for_other_dtypes():
+  # It is made by the shape alone: on a CPU products are in float32 whatever the dtype.
+  for key in [x for x in REPORT if x.startswith("cases_")]:
+    for case in REPORT[key]:
+      rows, name = allowed(case), choose(case)
+      assert rows[name] <= SLACK * min(rows.values()), (key, name_of(case), name, rows)
