@@ -47,11 +47,11 @@ def _shift_and_sum(kind, key, length):
 
 def _convolution(rank, length, batch, base, key="milliseconds"):
   def read(report):
-    from dpjax.ops import causal_convolution
+    from dpjax.ops.causal_convolution import choose_implementation
 
     case = _case(report, rank=rank, length=length, batch=batch)
     rows = case["gradient"]["implementations"]
-    chosen = causal_convolution.choose_implementation(rank, batch, length, "cpu", 1)
+    chosen = choose_implementation(rank, batch, length, "cpu", 1)
     if key == "milliseconds":
       return rows[chosen][f"ratio_to_{base}"]
     return rows[chosen][key] / rows[base][key]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
   from ml_collections import ConfigDict
 
-SHIFT_AND_SUM = ("loop", "unrolled", "recompute", "matrix")
+SHIFT_AND_SUM = ("loop", "unrolled", "recompute", "matrix", "pallas")
 CAUSAL_CONVOLUTION = ("scan", "conv", "toeplitz", "fft", "dft")
 # The mixers, each with the implementations of its operator.
 MIXERS = {

@@ -61,8 +61,11 @@ def shift_and_sum(
   training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K);
   "matrix", two products with banded matrices in O(T**1.5) work, which is for
   hardware that multiplies matrices much faster than it reads memory, and which
-  keeps as little but skips no work of a dropped level. "recompute" and "matrix"
-  have reverse-mode derivatives only.
+  keeps as little but skips no work of a dropped level; "pallas", kernels for a
+  GPU and a TPU that read and write the values a few times instead of at every
+  level (`dpjax.ops.pallas.shift_and_sum`), of which the same is true, and which
+  compute a batch that `jax.jit` spreads over devices on each of them (unless
+  within `jax.shard_map`). The last three have reverse-mode derivatives only.
 
   Args:
     values: [B, T, H, E], floats.
@@ -70,8 +73,8 @@ def shift_and_sum(
     level_keep: [K] booleans: a level with False is skipped as a whole, its work
       too, and nothing is rescaled (Dispatcher dropout, Sec. 2.1). None keeps
       all.
-    implementation: "loop", "unrolled", "recompute", "matrix", or None for the
-      best measured.
+    implementation: "loop", "unrolled", "recompute", "matrix", "pallas", or None
+      for the best measured.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -264,10 +267,17 @@ def _recompute_backward(residuals, grad):
 _recompute = jax.custom_vjp(_scan)
 _recompute.defvjp(_recompute_forward, _recompute_backward)
 
+
+def _pallas(values, gates, level_keep):
+  from dpjax.ops.pallas import shift_and_sum as kernels
+
+  return kernels.shift_and_sum(values, gates, level_keep)
+
+
 _IMPLEMENTATIONS = {
     "loop": _loop, "unrolled": _unrolled, "recompute": _recompute,
-    "matrix": matrix_form}
+    "matrix": matrix_form, "pallas": _pallas}
 
 # By benchmarks/shift_and_sum.py on a CPU: the fastest in training, with the least
-# memory; its forward pass alone is as fast as "loop".
+# memory; its forward pass alone is as fast as "loop". No accelerator has been measured.
 DEFAULT_IMPLEMENTATION = "recompute"

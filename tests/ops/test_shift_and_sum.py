@@ -252,6 +252,12 @@ def test_recompute_needs_memory_for_one_level():
   assert long <= 8 * 1.1 * short
 
 
+def test_the_kernels_are_to_be_had_by_name():
+  arrays = draw(2, 13, 2, 3, 4)
+  kept = jnp.asarray([True, False, True, True])
+  assert_close(run(*arrays, kept, implementation="pallas"), expect(*arrays, kept))
+
+
 def test_none_is_the_default_implementation():
   arrays = draw(2, 13, 3, 5, 4)
   text = run.lower(*arrays).as_text()

@@ -1,0 +1,393 @@
+"""Shift-and-sum as Pallas kernels for GPUs (by Triton) and TPUs.
+
+Letters: B batch, T position, H head, E feature of a head, K level; in a pass, N row, G
+sequence, J level, and C block of features.
+
+A program holds the rows of a tile, vectors over a block of features, as the elements of
+a Python list, so that a shift is but another index: between two levels no row leaves the
+registers or moves between threads. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1
+rows from before the tile, and backward from behind it too: the halo, whose levels are
+computed twice. Its rows are the neighbour's, and so for a GPU in its cache.
+
+Higher levels shift by multiples of some s = 2**k. They are the levels 1, 2, .. of the
+sequences of the rows p, p + s, p + 2 * s, .., and the reshape
+
+  [B, T, H, E] -> [B, T / s, s * H, E]
+
+makes each of them a head. So one kernel does every pass, of log2(tile) levels or fewer,
+and where a pass is one tile long, as the last is where the levels reach across T, it has
+no halo.
+
+A pass reads and writes its rows once. Without halos and gates (K / E of what the values
+are) the traffic in arrays of B * T * H * E is therefore 2 * P for P passes forward, and
+3 * Q + 2 * (Q - 1) for Q passes backward, which computes their inputs again. By default
+P is 1 for T up to 64 and 2 up to 4,096; Q is 1 up to 16, 2 up to 256 and 3 up to 4,096.
+Level by level it is 2 or 3 * K forward and about twice that backward.
+
+JAX 0.11 and 0.12 call Pallas's Triton backend deprecated. Of what it offers, the kernels
+use only loads, stores, arithmetic and a sum over one vector.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
+# registers; the backward kernel holds the rows of each of its levels.
+TILE = 64
+BACKWARD_TILE = 16
+
+# Features of a block: the threads of a warp, which needs no barrier, or a TPU's lanes.
+_WARP = 32
+_LANES = 128
+
+
+def shift_and_sum(
+  values: jax.Array,
+  gates: jax.Array,
+  level_keep: jax.Array | None = None,
+  *,
+  interpret: bool | None = None,
+  platform: str | None = None,
+  tile: int = TILE,
+  backward_tile: int = BACKWARD_TILE,
+) -> jax.Array:
+  """`dpjax.ops.shift_and_sum` by kernels, for arrays that it has checked.
+
+  Sums, also those between two passes, are in float32. What does not fill tiles and
+  blocks is padded: T to a multiple of some power of 2 below T, E to one of 128 on a TPU
+  and else of 32, or, below that, to a power of 2. A dropped level costs as much as a
+  kept one. Reverse-mode derivatives only, which keep `values` and `gates` alone.
+
+  XLA cannot divide a kernel over devices, and gathers a divided batch instead: divide it
+  by `jax.shard_map` (with check_vma=False).
+
+  Args:
+    values: [B, T, H, E], floats, T at least 2.
+    gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
+    level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
+    interpret: run the kernels as JAX operations; None: where the platform is a CPU.
+    platform: whose kernels, "gpu" or "tpu", or, only to interpret those of a GPU,
+      "cpu"; None: JAX's default backend.
+    tile: rows of a tile in the forward pass, a power of 2, at least 2.
+    backward_tile: the same in the backward pass.
+
+  Returns:
+    [B, T, H, E], in the dtype of `values`.
+
+  Raises:
+    ValueError: there is no kernel for the platform, a dtype or a tile.
+  """
+  if platform is None:
+    platform = jax.default_backend()
+  if platform not in ("cpu", "gpu", "tpu"):
+    raise ValueError(f"platform: expected 'cpu', 'gpu' or 'tpu', got {platform!r}")
+  if interpret is None:
+    interpret = platform == "cpu"
+  if platform == "cpu" and not interpret:
+    raise ValueError("interpret: expected True or None on a cpu, got False")
+  for name, dtype in (("values", values.dtype), ("gates", gates.dtype)):
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+      raise ValueError(f"{name}: expected floats of at most 32 bits for the Pallas "
+                       f"kernels, got {dtype}")
+  for name, rows in (("tile", tile), ("backward_tile", backward_tile)):
+    if rows < 2 or rows & (rows - 1):
+      raise ValueError(f"{name}: expected a power of 2, at least 2, got {rows}")
+  gates = gates.astype(jnp.float32)
+  if level_keep is not None:
+    gates = jnp.where(level_keep, gates, jnp.float32(0))
+  options = _Options(interpret, platform == "tpu", tile, backward_tile)
+  return _shift_and_sum(values, gates, options)
+
+
+class _Options(NamedTuple):
+  interpret: bool
+  is_tpu: bool
+  tile: int
+  backward_tile: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _shift_and_sum(values, gates, options):
+  length, levels = gates.shape[1], gates.shape[3]
+  passes, padded = _split(length, levels, options.tile)
+  x = _cut(values, padded, options)
+  for i, one in enumerate(passes):
+    dtype = values.dtype if i == len(passes) - 1 else jnp.float32
+    x = _forward(x, _pad(gates, 1, padded), one, dtype, options)
+  return _join(x, values.shape)
+
+
+def _shift_and_sum_fwd(values, gates, options):
+  return _shift_and_sum(values, gates, options), (values, gates)
+
+
+def _shift_and_sum_bwd(options, residuals, grad):
+  values, gates = residuals
+  length, levels = gates.shape[1], gates.shape[3]
+  passes, padded = _split(length, levels, options.backward_tile)
+  gates = _pad(gates, 1, padded)
+  inputs = [_cut(values, padded, options)]
+  for one in passes[:-1]:
+    inputs.append(_forward(inputs[-1], gates, one, jnp.float32, options))
+  g, by_gates = _cut(grad, padded, options), []
+  for i, one in reversed([*enumerate(passes)]):
+    dtype = jnp.float32 if i else values.dtype
+    g, dc = _backward(inputs[i], g, gates, one, dtype, options)
+    by_gates.insert(0, dc)
+  dc_bthk = jnp.concatenate(by_gates, axis=3)[:, :length]
+  return _join(g, values.shape), dc_bthk
+
+
+_shift_and_sum.defvjp(_shift_and_sum_fwd, _shift_and_sum_bwd)
+
+
+class _Pass(NamedTuple):
+  """Levels first .. first + levels - 1, on tiles of `rows` rows, 2**first apart."""
+
+  first: int
+  levels: int
+  rows: int
+
+
+def _split(length, levels, tile):
+  """The passes, and T padded so that the tiles of each fill it.
+
+  The last passes have log2(tile) levels, and the first what is left, as its halo is
+  then a small part of what it reads.
+  """
+  most = tile.bit_length() - 1
+  firsts = [0, *range(levels % most or most, levels, most)]
+  # Powers of 2, so the largest is a multiple of all.
+  unit = max(2**k * tile if length > 2**k * tile else 2**k for k in firsts)
+  padded = -(-length // unit) * unit
+  passes = [
+    _Pass(k, end - k, min(tile, padded // 2**k))
+    for k, end in zip(firsts, [*firsts[1:], levels], strict=True)
+  ]
+  return passes, padded
+
+
+def _cut(x_bthe, length, options):
+  """[B, T, H, E] padded, its features in blocks: [B, T, H, C, E / C]."""
+  features = x_bthe.shape[3]
+  if options.is_tpu:
+    block = _LANES
+  else:
+    block = min(_WARP, 2 ** (features - 1).bit_length())
+  x_bthe = _pad(_pad(x_bthe, 1, length), 3, -(-features // block) * block)
+  return x_bthe.reshape(*x_bthe.shape[:3], -1, block)
+
+
+def _join(x, shape):
+  """The inverse of `_cut`."""
+  return x.reshape(*x.shape[:3], -1)[:, :shape[1], :, :shape[3]]
+
+
+def _pad(x, axis, size):
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, size - x.shape[axis])
+  return jnp.pad(x, widths) if x.shape[axis] < size else x
+
+
+class _Plan:
+  """The grid and the blocks of one pass over [B, T, H, C, E / C].
+
+  The grid is (blocks of features, G, tiles, B): a GPU runs neighbours on its first axis
+  side by side. The rows before, in and behind a tile are its "past", "own" and "future".
+  """
+
+  def __init__(self, shape, one, options):
+    batch, length, heads, blocks, lanes = shape
+    stride = 2**one.first
+    self.shape = (batch, length // stride, stride * heads, blocks, lanes)
+    self.one, self.options = one, options
+    self.tiles = self.shape[1] // one.rows
+    # Rows of the block in which a halo lies: one more than it needs.
+    self.halo = 2**one.levels if self.tiles > 1 else one.rows
+    # Eight rows of lanes make a TPU's vector; None: one block, without an axis.
+    self.group = (8 if blocks % 8 == 0 else blocks) if options.is_tpu else None
+    self.grid = (blocks // (self.group or 1), self.shape[2], self.tiles, batch)
+
+  def call(self, kernel, inputs, out_shape, out_specs):
+    """Runs `kernel` on (array, BlockSpec)s."""
+    arrays, in_specs = zip(*inputs, strict=True)
+    if self.options.is_tpu or self.options.interpret:
+      compiler_params = None
+    else:
+      from jax.experimental.pallas import triton as pltriton  # deprecated: may go
+
+      compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)
+    return pl.pallas_call(
+      functools.partial(kernel, self),
+      out_shape=out_shape,
+      grid=self.grid,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      compiler_params=compiler_params,
+      interpret=self.options.interpret,
+    )(*arrays)
+
+  def rows(self, x, sides):
+    """The inputs of `call` that hold rows of x."""
+    x = x.reshape(self.shape)
+    return [(x, self.rows_spec(side)) for side in sides]
+
+  def rows_spec(self, side):
+    size, index = self._place(side)
+    return pl.BlockSpec(
+      (None, size, None, self.group, self.shape[4]),
+      lambda e, g, i, b: (b, index(i), g, e, 0),
+    )
+
+  def gates(self, gates, sides):
+    """Those that hold gates, a halo's in a line: [B, G, N / halo, 1, halo * J]."""
+    one, line = self.one, self.halo * self.one.levels
+    gates = gates[..., one.first:one.first + one.levels]
+    gates = jnp.moveaxis(gates.reshape(*self.shape[:3], one.levels), 1, 2)
+    gates = gates.reshape(*gates.shape[:2], -1, 1, line)
+
+    def spec(side):
+      size, index = self._place(side)
+      return pl.BlockSpec(
+        (None, None, size // self.halo, 1, line), lambda e, g, i, b: (b, g, index(i), 0, 0),
+        memory_space=pltpu.SMEM if self.options.is_tpu else None,
+      )
+
+    return [(gates, spec(side)) for side in sides]
+
+  def _place(self, side):
+    """A block's rows and, by the tile, its index among blocks of that many."""
+    halos = self.one.rows // self.halo
+    last = self.tiles * halos - 1
+    return {
+      "past": (self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
+      "own": (self.one.rows, lambda i: i),
+      "future": (self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
+    }[side]
+
+  def _are_there(self, sides):
+    """Whether the sequence has rows on each side of this program's tile."""
+    tile = pl.program_id(2)
+    are_there = {"past": tile > 0, "own": None, "future": tile < self.tiles - 1}
+    return {side: are_there[side] for side in sides}
+
+  def read(self, refs):
+    """{position from the tile's start: its features}, zeros beyond the sequence."""
+    rows, are_there = {}, self._are_there(refs)
+    for side, ref in refs.items():
+      for i in range(self._place(side)[0]):
+        row = ref[i].astype(jnp.float32)
+        rows[self._start(side) + i] = _zero_unless(are_there[side], row)
+    return rows
+
+  def reader(self, refs):
+    """(position from the tile's start, level) -> gate, zero beyond the sequence."""
+    are_there = self._are_there(refs)
+
+    def gate(t, k):
+      side = "past" if t < 0 else "own" if t < self.one.rows else "future"
+      i = t - self._start(side)
+      c = refs[side][i // self.halo, 0, i % self.halo * self.one.levels + k]
+      return _zero_unless(are_there[side], c)
+
+    return gate
+
+  def _start(self, side):
+    return {"past": -self.halo, "own": 0, "future": self.one.rows}[side]
+
+
+def _zero_unless(is_there, x):
+  return x if is_there is None else jnp.where(is_there, x, 0.0)
+
+
+def _next_level(v, gate, k, is_whole):
+  """The rows of level k + 1 that those of level k, {position: row}, are enough for."""
+  shift = 2**k
+  return {
+    t: row + gate(t, k) * v[t - shift] if t - shift in v else row
+    for t, row in v.items() if is_whole or t - shift in v
+  }
+
+
+def _forward(x, gates, one, dtype, options):
+  """The levels of one pass on [B, T, H, C, E / C]."""
+  plan = _Plan(x.shape, one, options)
+  sides = ("own", "past") if plan.tiles > 1 else ("own",)
+  out = plan.call(
+    functools.partial(_forward_kernel, sides=sides),
+    plan.rows(x, sides) + plan.gates(gates, sides),
+    jax.ShapeDtypeStruct(plan.shape, dtype),
+    plan.rows_spec("own"),
+  )
+  return out.reshape(x.shape)
+
+
+def _forward_kernel(plan, *refs, sides):
+  *refs, out_ref = refs
+  refs = iter(refs)
+  x_refs, gate_refs = ({side: next(refs) for side in sides} for _ in range(2))
+  v, gate = plan.read(x_refs), plan.reader(gate_refs)
+  for k in range(plan.one.levels):
+    v = _next_level(v, gate, k, plan.tiles == 1)
+  for t in range(plan.one.rows):
+    out_ref[t] = v[t].astype(out_ref.dtype)
+
+
+def _backward(x, g, gates, one, dtype, options):
+  """The gradients of one pass by its input x and its gates, from that by its result.
+
+  With g_k the gradient by v_k, the rows before level k of the pass,
+
+    dgates[t, k] = sum over e of g_{k+1}[t] * v_k[t - 2**k]
+    g_k[t] = g_{k+1}[t] + gates[t + 2**k, k] * g_{k+1}[t + 2**k].
+  """
+  plan = _Plan(x.shape, one, options)
+  if plan.tiles > 1:
+    sides = ("own", "past"), ("own", "future"), ("own", "past", "future")
+  else:
+    sides = ("own",), ("own",), ("own",)
+  # A TPU leaves the sum over lanes to XLA.
+  lanes = plan.shape[4:] if options.is_tpu else ()
+  dc_shape = (plan.grid[0], *plan.shape[:3], one.levels, *lanes)
+  dc_spec = pl.BlockSpec(
+    (None, None, one.rows, None, one.levels, *lanes),
+    lambda e, g, i, b: (e, b, i, g, 0, *([0] * len(lanes))),
+  )
+  dx, dc = plan.call(
+    functools.partial(_backward_kernel, sides=sides),
+    plan.rows(x, sides[0]) + plan.rows(g, sides[1]) + plan.gates(gates, sides[2]),
+    [jax.ShapeDtypeStruct(plan.shape, dtype), jax.ShapeDtypeStruct(dc_shape, jnp.float32)],
+    [plan.rows_spec("own"), dc_spec],
+  )
+  dc = dc.sum(axis=(0, *range(5, dc.ndim)))
+  return dx.reshape(x.shape), dc.reshape(*gates.shape[:3], one.levels)
+
+
+def _backward_kernel(plan, *refs, sides):
+  *refs, dx_ref, dc_ref = refs
+  refs = iter(refs)
+  x_refs, g_refs, gate_refs = ({side: next(refs) for side in group} for group in sides)
+  gate = plan.reader(gate_refs)
+  is_whole, levels = plan.tiles == 1, plan.one.levels
+  v = [plan.read(x_refs)]
+  for k in range(levels - 1):
+    v.append(_next_level(v[k], gate, k, is_whole))
+  g = plan.read(g_refs)
+  for k in reversed(range(levels)):
+    shift = 2**k
+    for t in range(plan.one.rows):
+      if t - shift in v[k]:
+        dc_ref[t, k] = jnp.sum(g[t] * v[k][t - shift], axis=0)
+      else:
+        dc_ref[t, k] = jnp.zeros(dc_ref.shape[2:], jnp.float32)
+    g = {
+      t: row + gate(t + shift, k) * g[t + shift] if t + shift in g else row
+      for t, row in g.items() if is_whole or t + shift in g
+    }
+  for t in range(plan.one.rows):
+    dx_ref[t] = g[t].astype(dx_ref.dtype)

@@ -1,0 +1,266 @@
+"""The Pallas kernels of shift-and-sum against Alg. 1, interpreted, and their lowering.
+
+The suite runs on a CPU; on a GPU or a TPU, which compiles the kernels,
+
+  pytest --noconftest -n 0 tests/ops/test_pallas_shift_and_sum.py
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax.ops.pallas import shift_and_sum as pallas
+from dpjax.ops.shift_and_sum import num_levels, shift_and_sum
+
+ROUNDING = dict(rtol=1e-5, atol=1e-5)
+LOOP = functools.partial(shift_and_sum, implementation="loop")
+# JAX 0.11 and 0.12 still have the backend, and say that a later one will not.
+OLD_BACKEND = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+ON_AN_ACCELERATOR = pytest.mark.skipif(
+  jax.default_backend() not in ("gpu", "tpu"), reason="compiles the kernels for a device"
+)
+CUSTOM_CALLS = {"gpu": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+
+
+def kernels(values, gates, level_keep=None, **options):
+  return pallas.shift_and_sum(values, gates, level_keep, **options)
+
+
+def small(platform="gpu", tile=8, backward_tile=4):
+  """Interpreted, on tiles so small that a short sequence takes several passes."""
+  return functools.partial(
+    kernels, interpret=True, platform=platform, tile=tile, backward_tile=backward_tile
+  )
+
+
+def draw(batch, length, heads, features, levels, dtype=jnp.float32):
+  """Values, gates in (0, 1), and the weights of a scalar to differentiate."""
+  generator = np.random.default_rng(length)
+  values = generator.standard_normal((batch, length, heads, features))
+  gates = generator.uniform(size=(batch, length, heads, levels))
+  weights = generator.standard_normal(values.shape)
+  return tuple(jnp.asarray(x, dtype) for x in (values, gates, weights))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(operator, values, gates, weights, level_keep=None):
+  """The result and its gradients by values and gates."""
+  result, pull = jax.vjp(
+    lambda *x: operator(*x, level_keep=level_keep), values, gates
+  )
+  return result, *pull(weights)
+
+
+def assert_close(actual, expected, **tolerance):
+  for name, a, b in zip(("result", "values", "gates"), actual, expected, strict=True):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    np.testing.assert_allclose(a, b, **(tolerance or ROUNDING), err_msg=name)
+
+
+@pytest.mark.parametrize(
+  "shape, tile, backward_tile",
+  [
+    ((2, 13, 3, 5, 4), 64, 16),  # One pass of one tile.
+    ((2, 37, 1, 20, 6), 8, 4),  # Two passes of 3 levels, backward three of 2.
+    ((3, 16, 2, 8, 4), 4, 16),  # Two passes, the second one tile; backward one.
+    ((2, 15, 3, 5, 4), 8, 8),  # The first pass has one level; T is padded.
+    ((2, 17, 1, 5, 5), 8, 8),  # One row more than two tiles.
+    ((1, 8, 2, 40, 3), 8, 2),  # Two blocks of features; passes of one level.
+    ((2, 29, 3, 5, 2), 4, 4),  # Halos alone: the levels do not reach across T.
+    ((2, 23, 1, 5, 3), 4, 2),  # A last pass of several tiles.
+    ((2, 2, 3, 5, 1), 64, 16),
+  ],
+  ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
+)
+def test_equals_the_algorithm(shape, tile, backward_tile):
+  arrays = draw(*shape)
+  operator = small("gpu", tile, backward_tile)
+  assert_close(run(operator, *arrays), run(LOOP, *arrays))
+
+
+@pytest.mark.parametrize("features", [5, 2 * 8 * 128 - 3], ids=["one", "by-eight"])
+def test_blocks_of_a_tpu_equal_the_algorithm(features):
+  arrays = draw(2, 11, 3, features, 4)
+  operator = small("tpu", 4, 2)
+  assert_close(run(operator, *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+  "level_keep", [[True, False, True, False], [False] * 4, [True] * 4], ids=str
+)
+def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
+  arrays = draw(2, 13, 3, 5, 4)
+  keep = jnp.asarray(level_keep)
+  kept = run(small(), *arrays, keep)
+  assert_close(kept, run(LOOP, *arrays, keep))
+  np.testing.assert_array_equal(kept[2][..., ~np.asarray(keep)], 0)
+  not_a_number = run(small(), arrays[0], jnp.where(keep, arrays[1], jnp.nan), arrays[2],
+                     keep)
+  assert_close(not_a_number, kept)
+
+
+def test_bfloat16_is_summed_in_float32():
+  arrays = draw(2, 13, 3, 5, 4, jnp.bfloat16)
+  outputs = run(small(), *arrays)
+  in_float32 = run(small(), *(x.astype(jnp.float32) for x in arrays))
+  for a, b in zip(outputs, in_float32, strict=True):  # Rounded once, at the end.
+    np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
+def test_dtypes_of_values_and_gates_may_differ():
+  values, gates, weights = draw(2, 13, 3, 5, 4)
+  half = values.astype(jnp.bfloat16)
+  arrays = half, gates, weights.astype(jnp.bfloat16)
+  assert_close(run(small(), *arrays), run(LOOP, *arrays), rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("levels", [2, 4])
+def test_reach_is_exact(levels):
+  length = 13
+  values, gates, _ = draw(1, length, 1, 1, levels)
+  by_values = jax.jit(jax.jacrev(small(tile=4)))(values, gates)
+  distance = np.arange(length)[:, None] - np.arange(length)
+  is_seen = (distance >= 0) & (distance < 2**levels)
+  np.testing.assert_array_equal(by_values.reshape(length, length) != 0, is_seen)
+
+
+@pytest.mark.parametrize("of", ["values", "gates"])
+def test_the_past_does_not_see_a_later_nan(of):
+  values, gates, _ = draw(2, 29, 2, 3, 4)
+  if of == "values":
+    values_later, gates_later = values.at[:, 2:].set(jnp.nan), gates
+  else:
+    values_later, gates_later = values, gates.at[:, 2:].set(jnp.nan)
+  operator = jax.jit(small(tile=4))
+  changed = operator(values_later, gates_later)
+  np.testing.assert_array_equal(changed[:, :2], operator(values, gates)[:, :2])
+
+
+def test_inside_vmap_and_scan():
+  arrays = [jnp.stack([x, 2 * x, -x]) for x in draw(2, 13, 3, 5, 4)]
+  keeps = jnp.asarray([[True, False, True, True], [True] * 4, [False] * 4])
+  one = functools.partial(run, small())
+  expected = [jnp.stack(x) for x in zip(*map(one, *arrays, keeps), strict=True)]
+  assert_close(jax.vmap(one)(*arrays, keeps), expected)
+  _, scanned = jax.lax.scan(lambda carry, x: (carry, one(*x)), 0, (*arrays, keeps))
+  assert_close(scanned, expected)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="divides a batch over two devices")
+def test_divides_by_shard_map():
+  arrays = draw(6, 11, 3, 5, 4)
+  mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+  batch = jax.sharding.PartitionSpec("batch")
+  divided = jax.shard_map(
+    functools.partial(run, small()), mesh=mesh, in_specs=batch, out_specs=batch,
+    check_vma=False,
+  )
+  outputs = jax.jit(divided)(*arrays)
+  assert_close(outputs, run(LOOP, *arrays))
+  assert all(x.sharding.spec[0] == "batch" for x in outputs)
+
+
+def test_keeps_no_level_for_the_backward_pass():
+  values, gates, _ = draw(2, 13, 3, 5, 4)
+  _, pull = jax.vjp(small(), values, gates)
+  sizes = sorted(x.size for x in jax.tree.leaves(pull))
+  assert sizes == sorted([values.size, gates.size])
+
+
+def test_passes_cover_the_levels_once():
+  for length in (2, 3, 64, 65, 1000, 4096, 16384):
+    for levels in {1, num_levels(length)}:
+      for tile in (2, 16, 64):
+        passes, padded = pallas._split(length, levels, tile)
+        covered = [k for one in passes for k in range(one.first, one.first + one.levels)]
+        assert covered == [*range(levels)]
+        assert length <= padded < 2 * length or padded == length
+        for one in passes:
+          assert 2**one.levels <= max(one.rows, 2) * 2 and one.rows <= tile
+          assert padded % (2**one.first * one.rows) == 0
+  assert len(pallas._split(4096, 12, pallas.TILE)[0]) == 2
+  assert len(pallas._split(4096, 12, pallas.BACKWARD_TILE)[0]) == 3
+
+
+def lower(platform, shape, dtype):
+  """The text for a platform that need not be there: forward, and with gradients."""
+  arrays = [jax.ShapeDtypeStruct(s, dtype) for s in
+            (shape[:4], (*shape[:3], shape[4]), shape[:4])]
+  operator = functools.partial(
+    kernels, interpret=False, platform=platform, tile=8, backward_tile=4
+  )
+  platforms = {"gpu": ("cuda",), "tpu": ("tpu",)}[platform]
+  # From JAX 0.11 on, Triton's lowering asks for the kind of GPU.
+  device = jax.sharding.AbstractDevice(
+    device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+  )
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    forward = jax.jit(operator).trace(*arrays[:2])
+    both = run.trace(operator, *arrays)
+    return [x.lower(lowering_platforms=platforms).as_text() for x in (forward, both)]
+
+
+@OLD_BACKEND
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+  "shape, dtype, passes",
+  [
+    ((2, 37, 3, 20, 6), jnp.bfloat16, (2, 3)),
+    ((1, 8, 2, 1100, 3), jnp.float32, (1, 2)),
+  ],
+  ids=str,
+)
+def test_lowers_without_the_device(platform, shape, dtype, passes):
+  forward, both = lower(platform, shape, dtype)
+  name, (ahead, back) = CUSTOM_CALLS[platform], passes
+  assert forward.count(name) == ahead
+  # Forward, all of its passes but one again, and backward.
+  assert both.count(name) == ahead + (back - 1) + back
+  # Kernels are where the levels are: nothing else runs over the values.
+  assert "stablehlo.while" not in both and "stablehlo.case" not in both
+
+
+@ON_AN_ACCELERATOR
+@OLD_BACKEND
+@pytest.mark.parametrize(
+  "shape", [(2, 512, 3, 20, 9), (1, 4096, 1, 480, 12), (2, 1000, 1, 160, 10)], ids=str
+)
+def test_the_compiled_kernels_equal_the_algorithm(shape):
+  values, gates, weights = draw(*shape)
+  arrays = values, 0.3 * gates, weights
+  compiled = run.lower(kernels, *arrays).compile()
+  assert CUSTOM_CALLS[jax.default_backend()] in compiled.as_text()
+  for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
+    scale = float(jnp.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(platform="rocm"), "platform: expected 'cpu', 'gpu' or 'tpu', got 'rocm'"),
+    (dict(interpret=False, platform="cpu"), "interpret: expected True or None .* False"),
+    (dict(tile=12), "tile: expected a power of 2, at least 2, got 12"),
+    (dict(backward_tile=1), "backward_tile: expected a power of 2, at least 2, got 1"),
+  ],
+  ids=str,
+)
+def test_refuses_options(options, message):
+  values, gates, _ = draw(2, 7, 3, 5, 3)
+  with pytest.raises(ValueError, match=message):
+    kernels(values, gates, **options)
+
+
+@pytest.mark.parametrize("name", ["values", "gates"])
+def test_refuses_float64(name):
+  values, gates, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(2, 7, 3, 5, 3))
+  arrays = dict(values=values, gates=gates)
+  with jax.enable_x64(True):
+    arrays[name] = jax.ShapeDtypeStruct(arrays[name].shape, jnp.float64)
+    with pytest.raises(ValueError, match=f"{name}: expected floats of at most 32 bits"):
+      jax.eval_shape(kernels, **arrays)
