@@ -1,0 +1,324 @@
+"""Attention by tiles against attention at once: values, gradients, dropout, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import sharding
+
+from dpjax import ops
+from dpjax.layers.attention import RelativeAttention, SelfAttention
+from dpjax.ops import attention
+
+BATCH, HEADS, FEATURES, BLOCK = 2, 3, 5, 8
+ATTENTIONS = {"causal": ops.causal_attention, "relative": ops.relative_attention}
+ROUNDING = dict(rtol=1e-5, atol=1e-5)
+
+
+def draw(name, length, dtype=jnp.float32, heads=HEADS, features=FEATURES):
+  """The arguments, and the gradient of the result."""
+  shapes = [(BATCH, length, heads, features)] * 4
+  if name == "relative":
+    # Two distances more than there are.
+    shapes += [(length + 2, heads, features), (heads, features), (heads, features)]
+  generator = np.random.default_rng(5)
+  weights, *arguments = (generator.standard_normal(shape) for shape in shapes)
+  return [jnp.asarray(x, dtype) for x in arguments], jnp.asarray(weights, dtype)
+
+
+def with_gradients(name, **settings):
+  """(arguments, weights) -> the result and the gradients of its sum times the weights."""
+
+  def run(arguments, weights):
+    function = functools.partial(ATTENTIONS[name], **settings)
+    result, pull = jax.vjp(function, *arguments)
+    return result, *pull(weights)
+
+  return run
+
+
+def whole(name, length, **settings):
+  return with_gradients(name, block_size=length, **settings)
+
+
+def assert_alike(found, expected, **tolerance):
+  for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+    assert x.shape == y.shape and x.dtype == y.dtype
+    x, y = (np.asarray(z, np.float32) for z in (x, y))
+    np.testing.assert_allclose(x, y, **tolerance, err_msg=f"number {i}")
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(
+  "length, block",
+  [(BLOCK + 1, BLOCK), (2 * BLOCK, BLOCK), (29, BLOCK), (17, 16), (7, 3), (3, 1)],
+)
+def test_tiles_give_what_all_at_once_gives(name, length, block):
+  arguments, weights = draw(name, length)
+  run = with_gradients(name, block_size=block)
+  assert "scan" in str(jax.make_jaxpr(run)(arguments, weights))
+  found = jax.jit(run)(arguments, weights)
+  expected = jax.jit(whole(name, length))(arguments, weights)
+  assert all(np.abs(x).max() > 0.1 for x in found)
+  assert_alike(found, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK])
+def test_up_to_a_block_all_is_at_once(name, length):
+  arguments, weights = draw(name, length)
+  program, expected = (
+    str(jax.make_jaxpr(f)(arguments, weights))
+    for f in (with_gradients(name, block_size=BLOCK), whole(name, length))
+  )
+  assert program == expected and "scan" not in program
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_bfloat16(name):
+  length = 21
+  arguments, weights = draw(name, length, jnp.bfloat16)
+  found = jax.jit(with_gradients(name, block_size=BLOCK))(arguments, weights)
+  assert {x.dtype for x in found} == {jnp.dtype("bfloat16")}
+  exact = [x.astype(jnp.float32) for x in arguments]
+  expected = jax.jit(whole(name, length))(exact, weights.astype(jnp.float32))
+  for x, y in zip(found, expected, strict=True):
+    # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
+    np.testing.assert_allclose(
+      x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max()
+    )
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_large_scores_are_finite(name):
+  arguments, weights = draw(name, 19)
+  arguments = [100 * x for x in arguments]
+  found = jax.jit(with_gradients(name, block_size=BLOCK))(arguments, weights)
+  assert all(np.isfinite(x).all() for x in found)
+  assert_alike(found[:1], jax.jit(whole(name, 19))(arguments, weights)[:1], **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_what_comes_later_does_not_count_even_nan(name):
+  length, place = 3 * BLOCK - 2, 2 * BLOCK
+  arguments, weights = draw(name, length)
+  attend = jax.jit(functools.partial(ATTENTIONS[name], block_size=BLOCK))
+  before = attend(*arguments)
+  for value in (jnp.nan, jnp.inf):
+    changed = [x.at[:, place:].set(value) for x in arguments[:3]] + arguments[3:]
+    np.testing.assert_array_equal(attend(*changed)[:, :place], before[:, :place])
+  # The gradient of what comes first is 0 at all that comes later, and at nothing before.
+  weights = weights.at[:, place:].set(0)
+  grads = jax.jit(with_gradients(name, block_size=BLOCK))(arguments, weights)[1:4]
+  for grad in grads:
+    np.testing.assert_array_equal(grad[:, place:], 0)
+    assert (np.abs(grad[:, 1:place]).max(axis=3) > 0).all()
+
+
+def weights_of(name, length, block_size, rate, key):
+  """[B, T, H, S]: values of which position s has feature s alone."""
+  arguments, _ = draw(name, length, features=length)
+  arguments[2] = jnp.broadcast_to(jnp.eye(length)[None, :, None], arguments[2].shape)
+  return ATTENTIONS[name](
+    *arguments, dropout_rate=rate, dropout_key=key, block_size=block_size
+  )
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_dropout_is_of_the_weights(name):
+  length, rate = 29, 0.3
+  exact = jax.jit(functools.partial(weights_of, name, length, length, 0.0))(None)
+  train = jax.jit(functools.partial(weights_of, name, length, BLOCK, rate))
+  keys = jax.random.split(jax.random.key(0), 3)
+  dropped = np.stack([train(key) for key in keys])
+  np.testing.assert_array_equal(dropped[1], train(keys[1]))
+  is_past = np.tril(np.ones((length, length), bool))[None, None, :, None]
+  is_past = np.broadcast_to(is_past, dropped.shape)
+  is_kept = dropped != 0
+  assert not (is_kept & ~is_past).any()
+  exact = np.broadcast_to(exact, dropped.shape)
+  np.testing.assert_allclose(dropped[is_kept], exact[is_kept] / (1 - rate), rtol=1e-5)
+  # Five times the deviation of the share; of every row, head, key and pair of tiles.
+  assert is_past.sum() == 3 * BATCH * HEADS * length * (length + 1) // 2
+
+  def assert_share(part):
+    count = is_past[part].sum()
+    bound = 5 * (rate * (1 - rate) / count) ** 0.5
+    assert abs(is_kept[part].sum() / count - (1 - rate)) < bound
+
+  assert_share(np.s_[:])
+  blocks = [np.s_[:BLOCK], np.s_[BLOCK : 2 * BLOCK], np.s_[2 * BLOCK : 3 * BLOCK]]
+  alike = []
+  for i, queries in enumerate(blocks):
+    for keys_met in blocks[: i + 1]:
+      assert_share(np.s_[:, :, queries, :, keys_met])
+      if keys_met != queries:
+        alike.append(is_kept[:, :, queries, :, keys_met])
+  # No two tiles, rows, heads or keys drop the same.
+  alike = np.moveaxis(np.stack(alike), 4, 3).reshape(-1, BLOCK**2)
+  assert len(np.unique(alike, axis=0)) == len(alike) == 3 * 3 * BATCH * HEADS
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_gradient_drops_what_the_result_dropped(name):
+  length, settings = 19, dict(
+    dropout_rate=0.3, dropout_key=jax.random.key(2), block_size=BLOCK
+  )
+  arguments, weights = draw(name, length)
+  kept = jax.jit(functools.partial(weights_of, name, length, BLOCK, 0.3))
+  factors_bths = np.float32(kept(jax.random.key(2)) != 0) / 0.7
+
+  def expected(*arguments):
+    # The same mask over weights that are built at once.
+    values = jnp.broadcast_to(jnp.eye(length)[None, :, None],
+                              (BATCH, length, HEADS, length))
+    lead = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - FEATURES)])
+            for x in arguments]
+    scale = (length / FEATURES) ** 0.5
+    lead[0] *= scale
+    if name == "relative":
+      lead[4:] = [x * scale for x in lead[4:]]
+    weights_bths = ATTENTIONS[name](*lead[:2], values, *lead[3:], block_size=length)
+    return jnp.einsum("bths,bshe->bthe", weights_bths * factors_bths, arguments[2])
+
+  @jax.jit
+  def reference(arguments, weights):
+    result, pull = jax.vjp(expected, *arguments)
+    return result, *pull(weights)
+
+  found = jax.jit(with_gradients(name, **settings))(arguments, weights)
+  assert_alike(found, reference(arguments, weights), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_under_vmap_every_row_has_its_own_key(name):
+  arguments, weights = draw(name, 13)
+  keys = jax.random.split(jax.random.key(1), 3)
+
+  def run(key, scale):
+    settings = dict(dropout_rate=0.4, dropout_key=key, block_size=BLOCK)
+    return with_gradients(name, **settings)([scale * x for x in arguments], weights)
+
+  scales = jnp.asarray([0.5, 1, 2])
+  together = jax.jit(jax.vmap(run))(keys, scales)
+  for i in range(3):
+    expected = jax.jit(run)(keys[i], scales[i])
+    assert_alike([x[i] for x in together], expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_rows_on_several_devices_meet_in_shared_gradients_alone(name):
+  arguments, weights = draw(name, 19)
+  mesh = sharding.Mesh(np.asarray(jax.devices()[:BATCH]), "data")
+  by_rows, everywhere = (
+    sharding.NamedSharding(mesh, sharding.PartitionSpec(x)) for x in ("data", None)
+  )
+  spread = [jax.device_put(x, by_rows if x.ndim == 4 else everywhere) for x in arguments]
+  run = jax.jit(with_gradients(name, block_size=BLOCK))
+  compiled = run.lower(spread, jax.device_put(weights, by_rows)).compile()
+  found = compiled(spread, jax.device_put(weights, by_rows))
+  assert_alike(found, run(arguments, weights), **ROUNDING)
+  text = compiled.as_text()
+  assert "all-gather" not in text and "all-to-all" not in text
+  # Not at every tile: what XLA puts into a loop is as long as a tile.
+  assert ("all-reduce(" in text) == (name == "relative")
+  assert all(f",{2 * BLOCK},{FEATURES}]" not in line
+             for line in text.splitlines() if " all-reduce(" in line)
+
+
+def test_a_gradient_of_a_gradient():
+  arguments, weights = draw("relative", 11)
+
+  def squares(arguments, block_size):
+    _, *grads = with_gradients("relative", block_size=block_size)(arguments, weights)
+    return sum(jnp.sum(x**2) for x in grads)
+
+  found, expected = (
+    jax.jit(jax.grad(functools.partial(squares, block_size=size)))(arguments)
+    for size in (4, 11)
+  )
+  assert_alike(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", [SelfAttention, RelativeAttention])
+def test_in_layers_that_are_scanned_and_computed_again(layer, monkeypatch):
+  length, width, layers = 11, 6, 3
+  generator = np.random.default_rng(0)
+  inputs = jnp.asarray(generator.standard_normal((BATCH, length, width)), jnp.float32)
+
+  class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      return layer(2, length, dropout=0.2)(x, deterministic=False), None
+
+  def make(step):
+    return nn.scan(
+      step, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
+      length=layers,
+    )()
+
+  def run(model, params):
+    rngs = {"dropout": jax.random.key(1)}
+    return jnp.sum(model.apply({"params": params}, inputs, None, rngs=rngs)[0] ** 2)
+
+  plain, again = make(Step), make(nn.remat(Step, prevent_cse=False))
+  rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  params = plain.init(rngs, inputs, None)["params"]
+  monkeypatch.setattr(attention, "BLOCK_SIZE", 4)
+  for model in (plain, again):
+    assert "custom_vjp" in str(jax.make_jaxpr(functools.partial(run, model))(params))
+  found, expected = (
+    jax.jit(jax.value_and_grad(functools.partial(run, model)))(params)
+    for model in (plain, again)
+  )
+  assert np.isfinite(found[0]) and found[0] > 0
+  assert_alike(jax.tree.leaves(found), jax.tree.leaves(expected), **ROUNDING)
+
+
+def compile_training(name, length, **settings):
+  settings = dict(dropout_rate=0.1, dropout_key=jax.random.key(0)) | settings
+  arguments, weights = draw(name, length, heads=2, features=8)
+  return jax.jit(with_gradients(name, **settings)).lower(arguments, weights).compile()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_memory_grows_as_the_length(name):
+  short, long = (
+    compile_training(name, length, block_size=32).memory_analysis().temp_size_in_bytes
+    for length in (512, 1024)
+  )
+  assert long < 2.6 * short
+  at_once = compile_training(name, 512, block_size=512).memory_analysis()
+  assert short < at_once.temp_size_in_bytes / 5
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_by_default_nothing_is_as_large_as_all_pairs(name):
+  length = 600
+  text = compile_training(name, length).as_text()
+  # Five blocks, all alike.
+  assert "2,2,120,120" in text
+  assert f"{length},{length}" not in text
+  assert f"{length},{length}" in compile_training(name, length, block_size=length).as_text()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("block_size", [0, -3])
+def test_refuses_blocks_of_nothing(name, block_size):
+  arguments, _ = draw(name, 5)
+  with pytest.raises(ValueError, match=f"block_size: .* at least 1, got {block_size}"):
+    ATTENTIONS[name](*arguments, block_size=block_size)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("block_size", [3, 5])
+def test_dropout_needs_a_key_and_a_probability(name, block_size):
+  arguments, _ = draw(name, 5)
+  attend = functools.partial(ATTENTIONS[name], *arguments, block_size=block_size)
+  with pytest.raises(ValueError, match="dropout_key: .*dropout_rate = 0.4, got None"):
+    attend(dropout_rate=0.4)
+  with pytest.raises(ValueError, match=r"rate: expected a probability .*, got 1.5"):
+    attend(dropout_rate=1.5, dropout_key=jax.random.key(0))
