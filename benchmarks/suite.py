@@ -149,7 +149,8 @@ def print_table(rows: list[dict]) -> None:
   for row in rows:
     found = "-" if row["found"] is None else f"{row['found']:.3f}"
     is_met = row["found"] is not None and row["found"] <= row["bar"]
-    print(f"{row['what']:58}{found:>8}  <= {row['bar']:<5} {'met' if is_met else 'NOT MET'}")
+    verdict = "met" if is_met else "NOT MET"
+    print(f"{row['what']:58}{found:>8}  <= {row['bar']:<5} {verdict}")
 
 
 def run(name: str, is_quick: bool, more: list[str]) -> bool:

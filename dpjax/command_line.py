@@ -1,9 +1,12 @@
 """What the scripts share: flags, and errors without a traceback."""
 
+import importlib.util
 import logging as std_logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -18,6 +21,11 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "which one this is, from 
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
 )
+_CACHE = flags.DEFINE_string(
+  "compilation_cache", None, "a folder for what was compiled, of up to 2 GiB; empty: none; "
+  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"
+)
+_CACHE_BYTES = 2**31
 
 
 def define_config(required: bool) -> flags.FlagHolder:
@@ -77,6 +85,7 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   std_logging.getLogger("jax").setLevel(std_logging.WARNING)
   _join_processes()
+  _set_compilation_cache()
   try:
     main(argv)
   except ValueError as error:
@@ -106,3 +115,43 @@ def _join_processes() -> None:
   jax.distributed.initialize(*given)
   if jax.process_index() == 0:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+
+
+def _set_compilation_cache() -> None:
+  """Has JAX keep what it compiles in a folder, where a later start finds it."""
+  import jax
+
+  if _CACHE.value == "":
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  folder = _CACHE.value
+  if folder is None:
+    # Code for a CPU is not checked well when it is read: with some processors each program
+    # is called one of another machine, on standard error, and a folder that different
+    # machines share has code that not all of them can run (jax-ml/jax#38445).
+    if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
+      return
+    folder = _cache_home() / "dpjax" / "compiled"
+  folder = Path(folder).expanduser().absolute()
+  try:
+    # What lies there is run: it is for nobody else to write.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    print(
+      f"compilation_cache: expected a folder that can be written, got {folder} "
+      f"({error.strerror}); what is compiled is not kept",
+      file=sys.stderr,
+    )
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  is_unlimited = jax.config.values["jax_compilation_cache_max_size"] == -1
+  # JAX locks a limited folder by a package that it does not itself bring.
+  if is_unlimited and importlib.util.find_spec("filelock"):
+    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+
+
+def _cache_home() -> Path:
+  given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+  return given if given.is_absolute() else Path("~/.cache")

@@ -163,11 +163,12 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
   Source: the pooling paper, Sec. 3 (entropy).
   """
-  log_p_btv = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  p_btv = jnp.exp(log_p_btv)
-  # 0 ln 0 = 0, and no nan in the gradient either.
-  log_p_btv = jnp.where(p_btv > 0, log_p_btv, 0)
-  return -jnp.sum(p_btv * log_p_btv, axis=-1)
+  logits = logits.astype(jnp.float32)
+  log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0. (A `where` on p would have
+  # XLA keep log p and p.)
+  log_p_btv = jnp.maximum(log_p_btv, -200)
+  return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
 
 
 def entropy_spikes(entropies: jax.Array, left: int = 2) -> jax.Array:

@@ -4,8 +4,8 @@ Letters: S sequence, N position, H head, E feature of a head, K level, W band, M
 
 The first levels let a position reach W - 1 back, and are one lower triangular matrix whose
 band is W wide. To the others, whose shifts are multiples of W, the positions p, p + W,
-p + 2 W, ... are a sequence of their own, in which they shift by 1, 2, 4, ...: the same again.
-With W = sqrt(T) that is O(T**1.5 D) work, all of it in matrix products, in place of
+p + 2 W, ... are a sequence of their own, in which they shift by 1, 2, 4, ...: the same
+again. With W = sqrt(T) that is O(T**1.5 D) work, all of it in matrix products, in place of
 O(T log T D) that moves every number through memory once a level.
 """
 

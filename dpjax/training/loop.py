@@ -67,7 +67,8 @@ def fit(
 
   The state after step n depends on the seed and on the batches before it alone, so a run
   that was stopped, or killed, ends as one that never was (on the same machine, bit for
-  bit). What a step measured is read while the next one runs. SIGTERM and SIGINT end the
+  bit). What a step measured is read while the next one runs, and nothing moves between
+  host and device but the batch and that (`jax.transfer_guard`). SIGTERM and SIGINT end the
   step, save, and raise `Interrupted`.
 
   Args:
@@ -135,8 +136,11 @@ def fit(
       for step in range(start, num_steps):
         batch = batches.batch(step, rows)
         size = capacity(batch)
-        state, measured = train_step(state, sharding.put_batch(batch, mesh), capacity=size)
-        meter.read_previous(step + 1, measured)
+        # JAX does not know the placing of a batch over several processes for asked.
+        placed = sharding.put_batch(batch, mesh)
+        with jax.transfer_guard("disallow"):
+          state, measured = train_step(state, placed, capacity=size)
+          meter.read_previous(step + 1, measured)
         done = step + 1
         stopping = should_stop(done)
         at_end = done == num_steps

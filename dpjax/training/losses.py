@@ -37,10 +37,39 @@ def cross_entropy(
       "logits, targets, weights: expected [B, T, V], [B, T], [B, T], got "
       f"{logits.shape}, {targets.shape}, {weights.shape}"
     )
-  nats_bt = optax.softmax_cross_entropy_with_integer_labels(
-    logits.astype(jnp.float32), targets
-  )
+  nats_bt = _nats_of_tokens(logits, targets)
   return jnp.sum(nats_bt * weights), jnp.sum(weights)
+
+
+@jax.custom_vjp
+def _nats_of_tokens(logits, targets) -> jax.Array:
+  """[B, T], -log softmax(logits)[target]; of [B, T, V] it keeps the logits alone."""
+  return _nats_forward(logits, targets)[0]
+
+
+def _nats_forward(logits, targets):
+  lse_bt = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+  return lse_bt - _pick(logits, targets), (logits, lse_bt, targets)
+
+
+def _nats_backward(residuals, grad_bt):
+  # dnats[b, t] / dlogits[b, t, v] = p[b, t, v] - [v = targets[b, t]]
+  logits, lse_bt, targets = residuals
+  p_btv = jnp.exp(logits.astype(jnp.float32) - lse_bt[..., None])
+  grad_btv = (p_btv * grad_bt[..., None]).astype(logits.dtype)
+  # In its place: a comparison with every v would have XLA make the gradient once for each
+  # of those that read it.
+  of_target_bt = (jnp.exp(_pick(logits, targets) - lse_bt) - 1) * grad_bt
+  put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
+  return put(grad_btv, targets, of_target_bt.astype(logits.dtype)), None
+
+
+def _pick(logits, targets) -> jax.Array:
+  picked_bt1 = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+  return picked_bt1[..., 0].astype(jnp.float32)
+
+
+_nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
 
 @dataclasses.dataclass(frozen=True)

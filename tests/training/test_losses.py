@@ -69,6 +69,43 @@ def test_bfloat16_logits_are_summed_in_float32():
   assert nats.dtype == count.dtype == jnp.float32
 
 
+def test_the_gradient_by_the_weights_is_what_each_target_costs():
+  logits, targets, weights = draw()
+  run = jax.jit(jax.grad(losses.cross_entropy, argnums=2, has_aux=True))
+  grad, _ = run(logits, targets, weights)
+  for b, t in np.ndindex(BATCH, LENGTH):
+    one = np.zeros((BATCH, LENGTH))
+    one[b, t] = 1
+    np.testing.assert_allclose(grad[b, t], exact(logits, targets, one)[0], rtol=1e-5)
+
+
+def test_a_token_that_cannot_be_has_no_gradient():
+  logits, targets, weights = draw()
+  impossible = np.arange(VOCAB) == (np.asarray(targets)[..., None] + 3) % VOCAB
+  logits = jnp.where(impossible, -jnp.inf, logits)
+  nats, grad = jax.jit(
+    jax.value_and_grad(lambda x: losses.cross_entropy(x, targets, weights)[0])
+  )(logits)
+  expected = exact(jnp.where(impossible, -1e3, logits), targets, weights)
+  np.testing.assert_allclose(nats, expected[0], rtol=1e-5)
+  np.testing.assert_allclose(grad, expected[1], rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(grad[impossible], 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_one_size_with_the_logits_it_keeps_them_alone(dtype):
+  logits, targets, weights = draw()
+  logits = logits.astype(dtype)
+  _, pull = jax.vjp(lambda x: losses.cross_entropy(x, targets, weights)[0], logits)
+  kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= logits.size]
+  assert [(leaf.shape, leaf.dtype) for leaf in kept] == [(logits.shape, dtype)]
+  (grad,) = pull(jnp.float32(2))
+  expected = 2 * exact(logits.astype(jnp.float32), targets, weights)[1]
+  assert grad.dtype == dtype
+  rounding = float(jnp.finfo(dtype).eps)
+  np.testing.assert_allclose(np.float64(grad), expected, rtol=8 * rounding, atol=1e-6)
+
+
 def test_shapes_that_do_not_match_are_refused():
   logits, targets, weights = draw()
   for wrong in (

@@ -1,0 +1,121 @@
+"""Where the scripts keep what they compile. Each start is a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import helpers
+
+# A script that compiles one function, and says what of JAX's cache was used. JAX's least
+# time of a program worth keeping is 1 s.
+SCRIPT = """
+import collections, json, sys
+import jax
+from jax import monitoring
+from absl import flags
+from dpjax import command_line
+
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+events = collections.Counter()
+monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
+if sys.argv[1] == "accelerator":
+  jax.default_backend = lambda: "gpu"
+if sys.argv[1] == "configured":
+  jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+del sys.argv[1:3]
+
+def main(_):
+  value = jax.jit(lambda x: x * 3 + 1)(2.0)
+  print(json.dumps(dict(
+    value=float(value),
+    hits=events["cache_hits"],
+    folder=jax.config.jax_compilation_cache_dir,
+    max_size=jax.config.jax_compilation_cache_max_size,
+  )))
+
+command_line.start(main)
+"""
+
+
+def start(*flags, kind="cpu", configured="", **environment):
+  """What the script said; its environment has no settings of JAX's cache but the given."""
+  clean = {
+    name: value
+    for name, value in helpers.environment().items()
+    if "CACHE" not in name
+  }
+  result = subprocess.run(
+    [sys.executable, "-W", "error", "-c", SCRIPT, kind, str(configured), *flags],
+    env=clean | {name: str(value) for name, value in environment.items()},
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  said = json.loads(result.stdout)
+  assert said["value"] == 7
+  return said, result.stderr
+
+
+def programs(folder):
+  return {name for name in os.listdir(folder) if name.endswith("-cache")}
+
+
+def test_a_second_start_finds_what_the_first_compiled(tmp_path):
+  folder = tmp_path / "new" / "cache"
+  first, errors = start(f"--compilation_cache={folder}")
+  assert (first["hits"], errors) == (0, "")
+  assert first["max_size"] == 2**31
+  kept = programs(folder)
+  assert kept and folder.stat().st_mode & 0o077 == 0
+  second, _ = start(f"--compilation_cache={folder}")
+  assert second["hits"] == len(kept) and programs(folder) == kept
+
+
+def test_the_folder_is_that_of_the_flag_then_of_jax_then_the_users_own(tmp_path):
+  flag, jaxs, home = (tmp_path / name for name in ("flag", "jax", "home"))
+  of_user = dict(XDG_CACHE_HOME=home, kind="accelerator")
+  of_jax = of_user | dict(JAX_COMPILATION_CACHE_DIR=jaxs)
+  assert start(f"--compilation_cache={flag}", **of_jax)[0]["folder"] == str(flag)
+  assert programs(flag) and not jaxs.exists() and not home.exists()
+  said, _ = start(**of_jax)
+  # All of it is as the user, or who runs the script's function, has set it.
+  assert (said["folder"], said["max_size"]) == (str(jaxs), -1)
+  assert programs(jaxs) and not home.exists()
+  said, _ = start(XDG_CACHE_HOME=home, kind="configured", configured=jaxs)
+  assert said["folder"] == str(jaxs) and said["hits"] > 0
+  own = home / "dpjax" / "compiled"
+  assert start(**of_user)[0]["folder"] == str(own) and programs(own)
+  # A path that is not absolute is to be ignored, by the rules of XDG.
+  said, _ = start(kind="accelerator", XDG_CACHE_HOME="here", HOME=tmp_path / "user")
+  assert said["folder"] == str(tmp_path / "user/.cache/dpjax/compiled")
+
+
+def test_an_empty_flag_means_none(tmp_path):
+  kept = dict(XDG_CACHE_HOME=tmp_path / "home", JAX_COMPILATION_CACHE_DIR=tmp_path / "jax")
+  start("--compilation_cache=", kind="accelerator", **kept)
+  assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_kept_of_a_cpu_unless_it_is_asked_for(tmp_path):
+  said, _ = start(XDG_CACHE_HOME=tmp_path, HOME=tmp_path)
+  assert said["folder"] is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["flag", "user"])
+def test_a_folder_that_cannot_be_written_stops_no_run(place, tmp_path):
+  (tmp_path / "file").write_text("x")
+  folder = tmp_path / "file" / "cache"
+  if place == "flag":
+    _, errors = start(f"--compilation_cache={folder}")
+  else:
+    _, errors = start(kind="accelerator", XDG_CACHE_HOME=folder)
+    folder = folder / "dpjax" / "compiled"
+  assert errors == (
+    f"compilation_cache: expected a folder that can be written, got {folder} "
+    "(Not a directory); what is compiled is not kept\n"
+  )
