@@ -6,8 +6,9 @@
   python benchmarks/suite.py --summary          nothing is run: results/ is read
 
 Each runs in a process of its own and writes results/NAME.json and .png (with --quick
-nothing). Then a table compares results/ with the bars of `BARS`, on the machine that the
-reports name. A benchmark that fails does not stop the others; the exit status is 1 then.
+nothing); on a GPU, name another --folder. Then a table compares what is there with the
+bars of `BARS`, or with `GPU_BARS`, by the machine that the reports name. A benchmark that
+fails does not stop the others; the exit status is 1 then.
 """
 
 import argparse
@@ -127,18 +128,139 @@ BARS: tuple[tuple[str, str, float, Callable[[dict], float]], ...] = (
 )
 
 
-def load(name: str) -> dict | None:
-  path = RESULTS / f"{name}.json"
-  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def _lengths_row(report, length):
+  (row,) = [
+    x for x in report["lengths"] if (x["length"], x["dtype"]) == (length, "float32")
+  ]
+  return row["gradient"]
 
 
-def compare_with_bars() -> list[dict]:
-  """The bars and what results/ says of them; None where it does not."""
-  reports = {name: load(name) for name in NAMES}
+def _over_attention(key, length):
+  def read(report):
+    rows = _lengths_row(report, length)
+    return rows["shift_and_sum"][key] / rows["attention"][key]
+
+  return read
+
+
+def _tiles(key):
+  def read(report):
+    case = _case(report, name="relative", length=2048, rate=0.1)
+    return case["forms"]["blocks 128"][key]
+
+  return read
+
+
+def _hourglass(key):
+  return lambda report: report["variants"]["whitespace"][key]
+
+
+def _with_a_cache(name):
+  def read(report):
+    rows = [x for x in report["models"] if (x["name"], x["length"]) == (name, 4096)]
+    return 1 / rows[0]["times_faster"]
+
+  return read
+
+
+def _over_copy(kind):
+  """The fastest form's time over that of a copy, one read and one write."""
+
+  def read(report):
+    rows = _case(report, batch=8, length=4096)
+    copy = rows["forward"]["copy"]["milliseconds"]
+    forms = [rows[kind].get(name, {}) for name in report["implementations"]]
+    return min(x["milliseconds"] for x in forms if "milliseconds" in x) / copy
+
+  return read
+
+
+def _she_over_attention(report):
+  case = _case(report, rank=3, length=128, batch=64)["gradient"]
+  forms = case["implementations"].values()
+  return min(row["ratio_to_attention_32"] for row in forms if "milliseconds" in row)
+
+
+GPU_BARS: tuple[tuple[str, str, float, Callable[[dict], float]], ...] = (
+  ("shift-and-sum, forward, (8, 4096, 1024): time / copy", "shift_and_sum", 1 / 0.6,
+   _over_copy("forward")),
+  ("shift-and-sum, gradient, (8, 4096, 1024): time / copy", "shift_and_sum", 1 / 0.4,
+   _over_copy("gradient")),
+  ("Dispatcher, training step: time / PyTorch", "training_step", 0.5, _step("usual")),
+  ("hourglass, fixed 4, training step: time / no pooling", "hourglass", 0.5,
+   lambda report: report["variants"]["fixed 4"]["ratio"]),
+  ("SHE, l 128, B 64, gradient: time / attention, 32 heads", "causal_convolution", 2.0,
+   _she_over_attention),
+)
+
+
+# What a user gains: what, beside what, the report, and how the ratios of time and of
+# memory are read from it; None where there is no such ratio.
+GAINS: tuple[tuple[str, str, str, Callable | None, Callable | None], ...] = (
+  ("shift-and-sum, T 4096, D 512, gradient", "its levels unrolled, JAX's own gradient",
+   "shift_and_sum", _shift_and_sum("gradient", "ratio", 4096),
+   _shift_and_sum("gradient", "temporary_mib", 4096)),
+  ("the same", "masked self-attention (JAX's own), one head", "shift_and_sum",
+   _over_attention("milliseconds", 4096), _over_attention("temporary_mib", 4096)),
+  ("the same, T 16384", "likewise", "shift_and_sum",
+   _over_attention("milliseconds", 16384), _over_attention("temporary_mib", 16384)),
+  ("6 Dispatcher layers, T 512, gradient", "unrolled", "shift_and_sum",
+   lambda report: report["stack"]["mixers"]["recompute"]["ratio"],
+   lambda report: report["stack"]["mixers"]["recompute"]["temporary_mib_ratio"]),
+  ("SHE, l 128, B 16, gradient", "the sum over the lags", "causal_convolution",
+   _convolution(3, 128, 16, "plain"), _convolution(3, 128, 16, "plain", "temporary_mib")),
+  ("WE, l 1024, gradient", "the sum over the lags", "causal_convolution",
+   _convolution(2, 1024, 2, "plain"), _convolution(2, 1024, 2, "plain", "temporary_mib")),
+  ("ME, l 4096, gradient", "a product with a Toeplitz matrix", "causal_convolution",
+   _convolution(1, 4096, 1, "toeplitz"),
+   _convolution(1, 4096, 1, "toeplitz", "temporary_mib")),
+  ("pooling, T 2048, forward", "a one-hot matrix", "pooling", _pooling("pool", "forward"),
+   None),
+  ("pooling, backward", "likewise", "pooling", _pooling("pool", "backward"), None),
+  ("up-sampling, forward", "likewise", "pooling", _pooling("upsample", "forward"), None),
+  ("up-sampling, backward", "likewise", "pooling", _pooling("upsample", "backward"), None),
+  ("middle layers at the capacity that is found", "padded to T + 1", "pooling",
+   _middle("milliseconds", "padded"), _middle("temporary_mib", "padded")),
+  ("relative attention in tiles, T 2048, gradient", "all weights at once", "attention",
+   _tiles("ratio"), _tiles("temporary_mib_ratio")),
+  ("a training step that pools words, T 2048", "12 layers without pooling", "hourglass",
+   _hourglass("ratio"), _hourglass("temporary_mib_ratio")),
+  ("a training step of the Dispatcher's paper", "PyTorch", "training_step",
+   _step("usual"), None),
+  ("a token of a Dispatcher with a cache, T 4096", "a pass over the window", "generation",
+   _with_a_cache("dispatcher"), None),
+)
+
+
+def gains(folder: pathlib.Path = RESULTS) -> list[str]:
+  """The rows of README's table, as Markdown."""
   rows = []
-  for what, name, bar, read in BARS:
+  for what, beside, name, read_time, read_memory in GAINS:
+    cells = []
+    for read in (read_time, read_memory):
+      try:
+        cells.append(f"{read(load(name, folder)):.2g}" if read else "-")
+      except (KeyError, ValueError):
+        cells.append("?")
+    rows.append(f"| {what} | {beside} | {' | '.join(cells)} |")
+  return rows
+
+
+def load(name: str, folder: pathlib.Path = RESULTS) -> dict:
+  """A report; {} where there is none."""
+  path = folder / f"{name}.json"
+  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def compare_with_bars(folder: pathlib.Path = RESULTS) -> list[dict]:
+  """The bars and what the reports say of them; None where they do not."""
+  reports = {name: load(name, folder) for name in NAMES}
+  machine = reports["shift_and_sum"].get("machine", {})
+  is_cpu = machine.get("device", "cpu") == "cpu"
+  rows = []
+  for what, name, bar, read in BARS if is_cpu else GPU_BARS:
     try:
-      found = read(reports[name] or {})
+      found = read(reports[name])
     except (KeyError, ValueError):  # No such report, or no such row in it.
       found = None
     rows.append({"what": what, "report": name, "bar": bar, "found": found})
@@ -147,16 +269,17 @@ def compare_with_bars() -> list[dict]:
 
 def print_table(rows: list[dict]) -> None:
   for row in rows:
-    found = "-" if row["found"] is None else f"{row['found']:.3f}"
-    is_met = row["found"] is not None and row["found"] <= row["bar"]
-    verdict = "met" if is_met else "NOT MET"
-    print(f"{row['what']:58}{found:>8}  <= {row['bar']:<5} {verdict}")
+    found, verdict = "-", "not measured"
+    if row["found"] is not None:
+      found = f"{row['found']:.3f}"
+      verdict = "met" if row["found"] <= row["bar"] else "NOT MET"
+    print(f"{row['what']:58}{found:>8}  <= {row['bar']:<6.3g}{verdict}")
 
 
-def run(name: str, is_quick: bool, more: list[str]) -> bool:
-  """Whether the benchmark came to its end."""
+def run(name: str, folder: pathlib.Path | None, more: list[str]) -> bool:
+  """Whether the benchmark came to its end; without a folder it is a quick one."""
   command = [sys.executable, str(FOLDER / f"{name}.py"), *more]
-  command += ["--quick"] if is_quick else ["--out", str(RESULTS / name)]
+  command += ["--quick"] if folder is None else ["--out", str(folder / name)]
   print(f"== {name}", flush=True)
   start = time.perf_counter()
   status = subprocess.run(command, check=False).returncode
@@ -171,6 +294,9 @@ def main():
   parser.add_argument("--only", default=",".join(NAMES), help="names, by commas")
   parser.add_argument("--quick", action="store_true", help="small; nothing is written")
   parser.add_argument("--summary", action="store_true", help="run nothing")
+  parser.add_argument(
+    "--folder", type=pathlib.Path, default=RESULTS, help="of the reports; results"
+  )
   parser.add_argument("--text", help="of benchmarks/generation.py: a file of text8")
   arguments = parser.parse_args()
   names = arguments.only.split(",")
@@ -182,10 +308,12 @@ def main():
     more = list(MORE.get(name, ()))
     if name == "generation" and arguments.text:
       more += ["--text", arguments.text]
-    if not run(name, arguments.quick, more):
+    if not run(name, None if arguments.quick else arguments.folder, more):
       failed.append(name)
   if not arguments.quick:
-    print_table(compare_with_bars())
+    print_table(compare_with_bars(arguments.folder))
+    heads = "\n| ours | beside | time | memory |\n|---|---|---|---|"
+    print(heads, *gains(arguments.folder), sep="\n")
   if failed:
     sys.exit(f"failed: {', '.join(failed)}")
 

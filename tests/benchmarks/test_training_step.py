@@ -336,10 +336,12 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
       )
       assert (ours["grown_mib"], theirs["grown_mib"]) == (10.0, 8.0)
   rows = report["parts"]["extractors"]["rows"]["quiet"]
-  assert [(x["name"], tuple(x["sides"])) for x in rows][:2] == [
+  assert [(x["name"], tuple(x["sides"])) for x in rows][:3] == [
     ("she", ("jax", "torch", "torch, sum")),
+    ("attention", ("jax", "torch")),
     ("he", ("jax", "torch", "torch, sum", "torch, fft")),
   ]
+  assert [x["name"] for x in rows][3:] == ["we", "me"]
   lines = capsys.readouterr().out.splitlines()
   for line in (
     "| Dispatcher, dpjax | train | 0.2 | float32 | 1,000 | - | 0.500 | 3.00 | 1.00 | 7.00 "
