@@ -10,9 +10,9 @@ minute, smaller). All ratios are to "unrolled", medians over repetitions of pair
 being one read and one write of the values, what a perfect kernel would take.
 `level_dropout` compares the default with each level skipped with probability p, averaged
 over draws, to no level skipped. "lengths" has the default beside masked self-attention of
-one head (`jax.nn.dot_product_attention`; on a GPU by cuDNN, in bfloat16). "stack" is the
-gradient of 6 layers: mixers with residuals alone, whole blocks, and blocks of which only
-the inputs are kept (`remat`).
+one head: `jax.nn.dot_product_attention` (on a GPU by cuDNN, in bfloat16), and "tiles",
+`dpjax.ops.causal_attention`. "stack" is the gradient of 6 layers: mixers with residuals
+alone, whole blocks, and blocks of which only the inputs are kept (`remat`).
 """
 
 import argparse
@@ -88,10 +88,16 @@ def attention(values, gates, weights):
   )
 
 
-def attention_gradient(values, gates, weights):
+def tiles(values, gates, weights):
+  from dpjax import ops
+
+  return ops.causal_attention(values, values, values)
+
+
+def gradient_of(function, values, gates, weights):
   import jax
 
-  result, pull = jax.vjp(lambda x: attention(x, gates, weights), values)
+  result, pull = jax.vjp(lambda x: function(x, gates, weights), values)
   return result, *pull(weights)
 
 
@@ -138,9 +144,13 @@ def compare_lengths(lengths, width, dtype, repetitions):
   for length in lengths:
     arrays = make_arrays(1, length, width, dtype)
     row = {"length": length, "width": width, "dtype": dtype}
+    of_attention = {"attention": attention, "tiles": tiles}
+    gradients = {
+      name: functools.partial(gradient_of, f) for name, f in of_attention.items()
+    }
     for kind, functions in (
-      ("forward", {"shift_and_sum": forward, "attention": attention}),
-      ("gradient", {"shift_and_sum": gradient, "attention": attention_gradient}),
+      ("forward", {"shift_and_sum": forward} | of_attention),
+      ("gradient", {"shift_and_sum": gradient} | gradients),
     ):
       # [T, T] weights and what their gradient keeps of them.
       if 16 * length**2 / 2**20 > timing.most_mib():
@@ -254,12 +264,14 @@ def draw_figure(report, path):
   for row, kind in enumerate(kinds):
     axis = axes[row, 2]
     for dtype in dict.fromkeys(x["dtype"] for x in report["lengths"]):
-      for name, style in (("shift_and_sum", "o-"), ("attention", "x--")):
+      styles = {"shift_and_sum": "o-", "attention": "x--", "tiles": "+:"}
+      for name, style in styles.items():
         points = [
           (x["length"], x[kind][name]["milliseconds"]) for x in report["lengths"]
           if x["dtype"] == dtype and "milliseconds" in x[kind].get(name, {})
         ]
-        axis.plot(*zip(*points, strict=True), style, label=f"{name}, {dtype}")
+        if points:
+          axis.plot(*zip(*points, strict=True), style, label=f"{name}, {dtype}")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_title(f"{kind}: ms by T, B 1, D {report['lengths'][0]['width']}")

@@ -220,13 +220,15 @@ def fourier(x_btd, taps):
   """The same by Fourier transforms over time."""
   length = x_btd.shape[1]
   taps = taps[:length]
-  if taps.ndim == 3:
-    raise ValueError("extraction: expected sum or convolution of SHE, got fft")
   # Half precision has no transforms of all lengths.
   with torch.autocast(x_btd.device.type, enabled=False):
     f_bfd = torch.fft.rfft(x_btd.float(), 2 * length, dim=1)
-    g_fd = torch.fft.rfft(taps.view(length, -1), 2 * length, dim=0)
-    return torch.fft.irfft(f_bfd * g_fd, 2 * length, dim=1)[:, :length]
+    if taps.ndim == 3:
+      g_fde = torch.fft.rfft(taps, 2 * length, dim=0)
+      product_bfe = torch.einsum("bfd,fde->bfe", f_bfd, g_fde)
+    else:
+      product_bfe = f_bfd * torch.fft.rfft(taps.view(length, -1), 2 * length, dim=0)
+    return torch.fft.irfft(product_bfe, 2 * length, dim=1)[:, :length]
 
 
 EXTRACTIONS = {"sum": sum_of_lags, "convolution": convolution, "fft": fourier}

@@ -132,15 +132,15 @@ def _set_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
     folder = _cache_home() / "dpjax" / "compiled"
-  folder = Path(folder).expanduser().absolute()
   try:
+    folder = Path(folder).expanduser().absolute()
     # What lies there is run: it is for nobody else to write.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
-  except OSError as error:
+  except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
     print(
       f"compilation_cache: expected a folder that can be written, got {folder} "
-      f"({error.strerror}); what is compiled is not kept",
+      f"({getattr(error, 'strerror', None) or error}); what is compiled is not kept",
       file=sys.stderr,
     )
     jax.config.update("jax_enable_compilation_cache", False)

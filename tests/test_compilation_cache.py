@@ -9,6 +9,8 @@ import pytest
 
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
 # A script that compiles one function, and says what of JAX's cache was used. JAX's least
 # time of a program worth keeping is 1 s.
 SCRIPT = """

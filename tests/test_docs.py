@@ -5,11 +5,15 @@ import importlib
 import json
 import pkgutil
 import re
+import sys
 
 import dpjax
 from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
 from tests import helpers
+
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+import suite  # noqa: E402
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -29,6 +33,25 @@ def test_the_table_of_shift_and_sum_is_that_of_its_benchmark():
     )
     assert row in README, f"expected the row {row}"
     assert case["level_dropout"]["0.9"]["ratio_to_none_dropped"] <= 0.5
+
+
+def test_the_table_of_what_a_user_gains_is_that_of_the_suite():
+  for row in suite.gains():
+    assert row in README, f"expected the row {row}"
+
+
+def rows_of_attention():
+  for case in result("attention")["cases"]:
+    ours = case["forms"]["blocks 128"]
+    yield (
+      f"| {case['name']} | {case['batch']}, {case['length']}, {case['heads']} "
+      f"| {case['rate']:g} | {ours['ratio']:.2f} | {ours['temporary_mib_ratio']:.2f} |"
+    )
+
+
+def test_the_table_of_attention_is_that_of_its_benchmark():
+  for row in rows_of_attention():
+    assert row in README, f"expected the row {row}"
 
 
 def test_the_table_of_causal_convolution_is_that_of_its_benchmark():
@@ -133,23 +156,31 @@ def rows_of_the_hourglass():
 
 def rows_of_pooling():
   for case in result("pooling")["cases"]:
-    operators, middle = case["operators"], case["middle"]["implementations"]
-    numbers = [
-      f"{operators[name][kind]['segments_known']['ratio']:.2f}"
-      for name in ("pool", "upsample")
-      for kind in ("forward", "gradient")
-    ]
-    ours = middle["run_at_capacity"]
-    numbers += [f"{row['ratio']:.2f}" for row in (ours, middle["known"])]
-    memory = [middle[name]["temporary_mib"] for name in ("padded", "run_at_capacity")]
-    yield (
-      f"| {case['batch']}, {case['length']}, {case['width']} | {' | '.join(numbers)} "
-      f"| {memory[0]:.0f} → {memory[1]:.0f} MiB |"
-    )
+    if case["dtype"] == "float32":
+      operators = case["operators"]
+      numbers = [
+        f"{operators[name][kind]['segments_known']['ratio']:.2f}"
+        for name in ("pool", "upsample")
+        for kind in ("forward", "backward")
+      ]
+      shape = f"{case['batch']}, {case['length']}, {case['width']}"
+      yield f"| {shape} | {' | '.join(numbers)} |"
+
+
+def rows_of_the_middle():
+  for case in result("pooling")["cases"]:
+    if case["middle"]:
+      rows = case["middle"]["implementations"]
+      ours = rows["run_at_capacity"]
+      yield (
+        f"| {case['batch']}, {case['length']}, {case['width']} | {ours['ratio']:.2f} "
+        f"| {ours['ratio_known']:.2f} | {rows['padded']['temporary_mib']:.0f} → "
+        f"{ours['temporary_mib']:.0f} MiB |"
+      )
 
 
 def test_the_tables_of_what_token_pooling_costs_are_those_of_its_benchmarks():
-  for row in (*rows_of_the_hourglass(), *rows_of_pooling()):
+  for row in (*rows_of_the_hourglass(), *rows_of_pooling(), *rows_of_the_middle()):
     assert row in README, f"expected the row {row}"
 
 

@@ -18,6 +18,7 @@ ROOMS = [
   {"run"},
   {"complexity", "plots"},
   {"segmentation", "significance"},
+  {"reproduce"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -52,6 +52,7 @@ class SelfAttention(nn.Module):
       use_bias=self.use_bias,
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, nn.initializers.xavier_uniform()),
+      dot_general=ops.dot_general,
       name="queries_keys_values",
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
@@ -67,6 +68,7 @@ class SelfAttention(nn.Module):
       use_bias=self.use_bias,
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
+      dot_general=ops.dot_general,
       name="out",
     )(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
@@ -182,10 +184,20 @@ class RelativeAttention(nn.Module):
     per_head = (-1, self.num_heads, width // self.num_heads)
     kernel_init = initializers.weights(self.init_std, initializers.linear_kernel)
     qkv_btpd = nn.DenseGeneral(
-      (3, width), dtype=self.dtype, kernel_init=kernel_init, name="queries_keys_values"
+      (3, width),
+      dtype=self.dtype,
+      kernel_init=kernel_init,
+      dot_general=ops.dot_general,
+      name="queries_keys_values",
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head[1:])
-    project = nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="distances")
+    project = nn.Dense(
+      width,
+      dtype=self.dtype,
+      kernel_init=kernel_init,
+      dot_general=ops.dot_general,
+      name="distances",
+    )
     qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
     biases = positions.content_bias, positions.position_bias
     if cache is None:
@@ -217,9 +229,13 @@ class RelativeAttention(nn.Module):
         *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
       )
       cache = RelativeAttentionCache(kept, r_hre)
-    y_btd = nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name="out")(
-      y_bthe.reshape(inputs.shape)
-    )
+    y_btd = nn.Dense(
+      width,
+      dtype=self.dtype,
+      kernel_init=kernel_init,
+      dot_general=ops.dot_general,
+      name="out",
+    )(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:

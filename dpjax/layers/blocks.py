@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from dpjax import ops
 from dpjax.layers import dropout, initializers
 
 ACTIVATIONS = {
@@ -66,6 +67,7 @@ class FeedForward(nn.Module):
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
       bias_init=initializers.biases(self.init_std, bias_init),
+      dot_general=ops.dot_general,
       name=name,
     )(x)
 

@@ -124,6 +124,7 @@ def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:
     use_bias=False,
     dtype=module.dtype,
     kernel_init=initializers.weights(module.init_std, initializers.linear_kernel),
+    dot_general=ops.dot_general,
     name=name,
   )
 

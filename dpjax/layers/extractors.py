@@ -166,5 +166,6 @@ def _linear(module, name: str, x_btd: jax.Array) -> jax.Array:
     use_bias=False,
     dtype=module.dtype,
     kernel_init=initializers.weights(module.init_std, initializers.linear_kernel),
+    dot_general=ops.dot_general,
     name=name,
   )(x_btd)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
 from dpjax.models.stack import Stack
 
@@ -174,6 +175,7 @@ class LanguageModel(nn.Module):
       kernel_init=initializers.weights(
         self.init_std, initializers.symmetric_uniform(0.1)
       ),
+      dot_general=ops.dot_general,
       name="logits",
     )(x_btd)
     return LanguageModelOutput(logits_btv, boundaries, boundary_logits, cache)

@@ -25,6 +25,7 @@ from dpjax.ops.causal_convolution_cache import (
   init_online_convolution_cache,
 )
 from dpjax.ops.dropout import dropout
+from dpjax.ops.products import dot_general
 from dpjax.ops.segments import (
   check_boundaries,
   pool_segments,
@@ -58,6 +59,7 @@ __all__ = [
   "check_boundaries",
   "conditional_entropy",
   "dispatch_matrix",
+  "dot_general",
   "dropout",
   "entropy_spikes",
   "fixed_boundaries",

@@ -18,8 +18,8 @@ from jax import lax
 
 from dpjax.ops.dropout import dropout
 
-# By benchmarks/attention.py on a CPU. An accelerator, not measured, launches several
-# kernels for each tile: it gets fewer and larger ones.
+# By benchmarks/attention.py on a CPU. An accelerator launches several kernels for each
+# tile, so it gets fewer and larger ones; how large is a guess.
 BLOCK_SIZE = 128
 ACCELERATOR_BLOCK_SIZE = 1024
 
@@ -42,8 +42,9 @@ def causal_attention(
   without dropout by `jax.nn.dot_product_attention`, in the form that it takes by itself.
   Beyond, they are built a tile of block_size x block_size at a time, those of the future
   never, and again in the backward pass: O(B H block_size**2 + B H T E) memory, for the
-  gradient too, and half of the work; reverse-mode derivatives only. The softmax is taken
-  in float32.
+  gradient too, and half of the work where tiles are many; reverse-mode derivatives only,
+  and in `jax.shard_map` with check_vma=False. The softmax is taken in float32, and its
+  gradient rounded to the dtype of `queries`.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -54,7 +55,7 @@ def causal_attention(
     dropout_key: random key, needed where `dropout_rate` > 0. What is dropped depends on
       `block_size`, too.
     block_size: the most queries, and keys, of a tile; at least T: all at once. None:
-      128 on a CPU, 1,024 elsewhere.
+      128 where `jax.default_backend` is a CPU, else 1,024.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -349,10 +350,11 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
 
   # What the rows share is summed over them at the end: they may lie on several devices.
   batch = y_hbte.shape[1]
-  shapes = inputs._replace(
-    relative=jax.tree.map(lambda x: x[:, None].repeat(batch, axis=1), inputs.relative)
+  grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs)
+  per_row = jax.tree.map(
+    lambda x: jnp.zeros((len(x), batch, *x.shape[1:]), jnp.float32), inputs.relative
   )
-  grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+  grads = grads._replace(relative=per_row)
   grads, _ = lax.scan(tile, grads, _tiles(y_hbte, size))
   relative = jax.tree.map(lambda x: x.sum(axis=1), grads.relative)
   grads = grads._replace(relative=relative)

@@ -164,6 +164,8 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
   Source: the pooling paper, Sec. 3 (entropy).
   """
   logits = logits.astype(jnp.float32)
+  # Large numbers that all share would cost the differences their digits.
+  logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0. (A `where` on p would have
   # XLA keep log p and p.)

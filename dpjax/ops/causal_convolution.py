@@ -98,6 +98,7 @@ _FASTEST = (
     (2, math.inf, 32, "toeplitz"),
     (2, math.inf, math.inf, "fft"),
     (3, 4, 16, "scan"),
+    (3, 1, 64, "scan"),
     (3, 1, 256, "dft"),
     (3, 1, math.inf, "fft"),
     (3, math.inf, 2048, "dft"),

@@ -61,7 +61,8 @@ def shift_and_sum(
   training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K);
   "matrix", two products with banded matrices in O(T**1.5) work, which is for
   hardware that multiplies matrices much faster than it reads memory, and which
-  keeps as little but skips no work of a dropped level; "pallas", kernels for a
+  keeps as little but skips no work of a dropped level, rounds bfloat16 between
+  the two, and lets the past see a later inf or nan; "pallas", kernels for a
   GPU and a TPU that read and write the values a few times instead of at every
   level (`dpjax.ops.pallas.shift_and_sum`), of which the same is true, and which
   compute a batch that `jax.jit` spreads over devices on each of them (unless

@@ -21,9 +21,12 @@ def matrix_form(
 ) -> jax.Array:
   """`dpjax.ops.shift_and_sum`, of which it is an implementation.
 
-  Kept for the gradient are `values` and `gates` alone. A level that is dropped has gates of
-  0, and its work is not saved. Products of float32 have its full precision; where `values`
-  are bfloat16 or float16, so are the matrices, and the sums are float32.
+  Kept for the gradient are `values` and `gates` alone; beside them it takes memory for
+  O(B H T**1.5) numbers of the matrices. A level that is dropped has gates of 0, and its
+  work is not saved. Products of float32 have its full precision; where `values` are
+  bfloat16 or float16, so are the matrices and what goes from one product to the other,
+  while each product sums in float32. An inf or nan reaches up to 2 sqrt(T) positions of
+  the past, by products with 0.
 
   Args:
     values: [B, T, H, E], floats.

@@ -67,9 +67,9 @@ def fit(
 
   The state after step n depends on the seed and on the batches before it alone, so a run
   that was stopped, or killed, ends as one that never was (on the same machine, bit for
-  bit). What a step measured is read while the next one runs, and nothing moves between
-  host and device but the batch and that (`jax.transfer_guard`). SIGTERM and SIGINT end the
-  step, save, and raise `Interrupted`.
+  bit). What a step measured is read while the next one runs. Between its batch and that,
+  no step moves anything else to the device, or, on an accelerator, from it: it would raise
+  (`jax.transfer_guard`). SIGTERM and SIGINT end the step, save, and raise `Interrupted`.
 
   Args:
     model: takes [B, T] tokens.

@@ -19,7 +19,8 @@ def cross_entropy(
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  Sums, and not their quotient, so that parts of a batch add up to the whole.
+  Sums, and not their quotient, so that parts of a batch add up to the whole. Reverse-mode
+  derivatives only, which keep the logits as they are.
 
   Args:
     logits: [B, T, V], floats; the softmax is taken in float32.
@@ -59,7 +60,7 @@ def _nats_backward(residuals, grad_bt):
   grad_btv = (p_btv * grad_bt[..., None]).astype(logits.dtype)
   # In its place: a comparison with every v would have XLA make the gradient once for each
   # of those that read it.
-  of_target_bt = (jnp.exp(_pick(logits, targets) - lse_bt) - 1) * grad_bt
+  of_target_bt = jnp.expm1(_pick(logits, targets) - lse_bt) * grad_bt
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
   return put(grad_btv, targets, of_target_bt.astype(logits.dtype)), None
 

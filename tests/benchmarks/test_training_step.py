@@ -44,9 +44,10 @@ MODELS: dict[str, dict[str, Any]] = {
   "we": dict(mixer="we", **PRE),
   "me": dict(mixer="me", **PRE),
 }
+EXTRACTIONS = dict.fromkeys(training_step.FORMS, ("sum", "convolution", "fft"))
 FORMS = [
   (name, form)
-  for name in MODELS for form in training_step.FORMS.get(name, ("convolution",))
+  for name in MODELS for form in EXTRACTIONS.get(name, ("convolution",))
 ]
 
 
@@ -185,16 +186,6 @@ def test_refuses_what_is_not_written_in_pytorch(settings, words):
 
   with pytest.raises(ValueError, match=words):
     torch_models.LanguageModel(settings_of(settings))
-
-
-@needs_torch
-def test_she_has_no_transforms():
-  import torch
-
-  from benchmarks import torch_models
-
-  with pytest.raises(ValueError, match="expected sum or convolution of SHE, got fft"):
-    torch_models.fourier(torch.ones(2, 3, 5), torch.ones(3, 5, 5))
 
 
 @needs_torch
@@ -337,9 +328,9 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
       assert (ours["grown_mib"], theirs["grown_mib"]) == (10.0, 8.0)
   rows = report["parts"]["extractors"]["rows"]["quiet"]
   assert [(x["name"], tuple(x["sides"])) for x in rows][:3] == [
-    ("she", ("jax", "torch", "torch, sum")),
+    ("she", ("jax", "torch", "torch, fft")),
     ("attention", ("jax", "torch")),
-    ("he", ("jax", "torch", "torch, sum", "torch, fft")),
+    ("he", ("jax", "torch", "torch, fft")),
   ]
   assert [x["name"] for x in rows][3:] == ["we", "me"]
   lines = capsys.readouterr().out.splitlines()

@@ -170,6 +170,11 @@ def test_entropy():
   np.testing.assert_allclose(half, np.full((2, 3), math.log(7)), rtol=1e-6)
   # A certain prediction far from 0 has no entropy, and is no nan.
   np.testing.assert_array_equal(jax.jit(conditional_entropy)(1e4 * logits), 0)
+  # What all logits share is no matter, however large.
+  uncertain = jnp.round(4 * logits) / 4
+  np.testing.assert_allclose(
+    conditional_entropy(uncertain + 8192), conditional_entropy(uncertain), rtol=1e-5
+  )
 
 
 def test_spikes():

