@@ -82,7 +82,7 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **mode
       for mixer, name in (("we", "fft"), ("she", "dft"), ("me", "toeplitz"))
     ),
   ],
-  ids=lambda settings: "-".join(map(str, settings.values())) or "plain",
+  ids=["plain", "whitespace", "gumbel", "entropy-relative", "parts", "we", "she", "me"],
 )
 def test_nothing_moves_unasked(settings, tmp_path):
   fit(tmp_path, **settings)
