@@ -274,7 +274,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(
   settings = dict(boundaries="whitespace", space_ids=(SPACE,), mixer="dispatcher")
   settings |= dict(positions="sinusoidal", num_capacities=1) | BEYOND[mixers]
   short, long = make(max_length=8, **settings), make(max_length=LENGTH, **settings)
-  params = helpers.draw_params(short, 3, 1 / 2)
+  params = helpers.draw_params(short, 4, 1 / 2)
   caches = short.init_cache(BATCH)
   kind = ops.OnlineConvolutionCache if is_online else ops.ConvolutionCache
   if mixers == "extractors":
