@@ -1,0 +1,1 @@
+"""The papers' tables and figures, and the experiments that belong to them."""

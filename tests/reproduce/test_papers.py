@@ -1,0 +1,97 @@
+"""Every number of the papers' tables, and a configuration for each."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+
+from dpjax import complexity
+from dpjax import config as config_lib
+from dpjax.reproduce import papers
+
+ROWS = {
+  (table.name, row.name): row for table in papers.TABLES.values() for row in table.rows
+}
+
+
+def load(row):
+  file, _, variant = row.config.partition(":")
+  module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+  takes_one = bool(inspect.signature(module.get_config).parameters)
+  assert takes_one or not variant
+  return module, module.get_config(*([variant] if takes_one else []))
+
+
+@pytest.mark.parametrize("name", papers.TABLES)
+def test_every_row_has_a_configuration_that_is_valid(name):
+  table = papers.TABLES[name]
+  assert (table.kind == "runs") == bool(table.rows)
+  names = [row.name for row in table.rows]
+  assert len({*names}) == len(names)
+  for config in {row.config: row for row in table.rows}.values():
+    config_lib.check(load(config)[1])
+  for row in table.rows:
+    assert set(row.paper) <= set(table.scores)
+    assert not row.after or row.after in names
+
+
+def test_the_numbers_of_a_row_stand_in_its_configuration_too():
+  checked = 0
+  for (table, _), row in ROWS.items():
+    said = load(row)[0].__doc__ or ""
+    for score, number in row.paper.items():
+      if score != papers.FACTOR:
+        digits = 2 if score == papers.PERPLEXITY else 3
+        # Of two starred ones the header of Table 2 has the bare number.
+        assert re.search(rf"(?<!\d){number:.{digits}f}", said), (table, row)
+        checked += 1
+  assert checked == 12 + 48 + 6
+
+
+@pytest.mark.parametrize(
+  "table, count, groups",
+  [("dispatcher-table1", 13, 5), ("pooling-table1", 48, 6), ("pooling-table2", 6, 1),
+   ("pooling-fig3", 15, 1), ("pooling-fig4", 35, 1), ("extractors-fig7", 8, 1),
+   ("extractors-fig8", 6, 1), ("extractors-fig10", 24, 1), ("extractors-fig11", 24, 1)],
+)
+def test_no_row_is_missing(table, count, groups):
+  rows = papers.TABLES[table].rows
+  assert len(rows) == count
+  assert len({row.group for row in rows}) == groups
+
+
+@pytest.mark.parametrize("name", ["dispatcher-table1", "pooling-table1"])
+def test_what_is_tested_has_a_baseline_in_its_group(name):
+  table = papers.TABLES[name]
+  groups = {row.group for row in table.rows if row.paper}
+  baselines = {
+    row.group for row in table.rows if row.name.rpartition("/")[2] == table.baseline
+  }
+  assert baselines == groups
+
+
+def test_stars_are_where_the_paper_beats_its_baselines():
+  for row in papers.TABLES["pooling-table1"].rows:
+    rivals = [
+      other.paper[papers.BITS] for other in papers.TABLES["pooling-table1"].rows
+      if other.group == row.group and other.name.rpartition("/")[2].startswith(
+        ("none", "fixed"))
+    ]
+    if row.is_starred:
+      assert row.paper[papers.BITS] < min(rivals)
+
+
+def test_rows_of_a_figure_have_places():
+  for name in ("extractors-fig10", "extractors-fig11", "pooling-fig4"):
+    table = papers.TABLES[name]
+    assert table.axis and all(row.place for row in table.rows)
+    of_a_label = [row.place for row in table.rows if row.label == table.rows[0].label]
+    assert of_a_label == sorted({*of_a_label})
+
+
+def test_table_7_is_what_we_count():
+  counted = complexity.table(length=128, width=128, num_heads=32)
+  for name, paper in papers.TABLE_7.items():
+    assert dataclasses.astuple(counted[name]) == paper, name
