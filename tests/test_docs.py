@@ -32,7 +32,7 @@ def test_the_table_of_shift_and_sum_is_that_of_its_benchmark():
       f"| {case['level_dropout']['0.9']['ratio_to_none_dropped']:.2f} |"
     )
     assert row in README, f"expected the row {row}"
-    assert case["level_dropout"]["0.9"]["ratio_to_none_dropped"] <= 0.5
+    assert case["level_dropout"]["0.9"]["ratio_to_none_dropped"] <= 0.6
 
 
 def test_the_table_of_what_a_user_gains_is_that_of_the_suite():
