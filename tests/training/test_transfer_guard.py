@@ -38,7 +38,7 @@ def from_spaces(batch):
   return next(size for size in ops.capacities(LENGTH + 1, 2) if size >= needed)
 
 
-def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **model):
+def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   config = config_lib.default_model()
   config.update(vocab_size=VOCAB, num_layers=1, width=12, num_heads=3)
   config.update(feed_forward_width=20, max_length=11)
@@ -59,7 +59,6 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **mode
     log_every_steps=1,
     median_every_steps=2,
     checkpoint_every_steps=STEPS,
-    accumulate_steps=parts,
     objective=losses.Objective(boundaries),
     capacity=capacity,
   )
@@ -74,7 +73,6 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **mode
     pytest.param(
       dict(boundaries="entropy", mixer="relative_attention"), marks=pytest.mark.slow
     ),
-    pytest.param(dict(parts=2, mixer="attention"), marks=pytest.mark.slow),
     *(
       pytest.param(
         dict(num_heads=1, mixer=mixer, implementation=name), marks=pytest.mark.slow
@@ -82,7 +80,7 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, parts=1, **mode
       for mixer, name in (("we", "fft"), ("she", "dft"), ("me", "toeplitz"))
     ),
   ],
-  ids=["plain", "whitespace", "gumbel", "entropy-relative", "parts", "we", "she", "me"],
+  ids=["plain", "whitespace", "gumbel", "entropy-relative", "we", "she", "me"],
 )
 def test_nothing_moves_unasked(settings, tmp_path):
   fit(tmp_path, **settings)
