@@ -40,6 +40,17 @@ def test_the_table_of_what_a_user_gains_is_that_of_the_suite():
     assert row in README, f"expected the row {row}"
 
 
+def test_what_is_said_of_the_dispatchers_steps_is_measured():
+  rows = result("training_step")["parts"]["lengths"]["rows"]
+  over = {
+    row["length"]: row["over_attention"] for row in rows
+    if (row["name"], row["side"]) == ("dispatcher", "jax") and "left_out" not in row
+  }
+  said = re.sub(r"\s+", " ", README)
+  assert f"{over[512]:.2f} of its time at T = 512, {over[4096]:.2f} at 4,096" in said
+  assert all(ratio < 1 for ratio in over.values() if ratio)
+
+
 def rows_of_attention():
   for case in result("attention")["cases"]:
     ours = case["forms"]["blocks 128"]
