@@ -108,8 +108,6 @@ NAMES = {
 }
 
 
-
-
 def draw_text(seed, batch, length, vocab_size):
   """[B, T + 1], ids at random, the same in every process."""
   import numpy as np

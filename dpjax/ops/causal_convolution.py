@@ -29,7 +29,8 @@ def causal_convolution(
   Sums are carried in float32, in float64 where an argument has it. Where both
   arguments are bfloat16, or both float16, the first three below multiply them as they
   are, for the gradients too, so that tensor cores can; a CPU multiplies in float32.
-  "scan" of matrix taps and "toeplitz" then have no forward derivatives (`jax.jvp`).
+  "scan" does so with matrix taps alone, the others being no products of matrices; that
+  and "toeplitz" then have no forward derivatives (`jax.jvp`).
   All implementations are this one function, values and gradients, up to rounding:
 
   - "scan", the sum over the lags as it stands and the reference, O(T**2): the least

@@ -72,8 +72,8 @@ def shift_and_sum(
     values: [B, T, H, E], floats.
     gates: [B, T, H, K], floats without unit; the paper's lie in (0, 1).
     level_keep: [K] booleans: a level with False is skipped as a whole, its work
-      too, and nothing is rescaled (Dispatcher dropout, Sec. 2.1). None keeps
-      all.
+      too (but by "matrix" and "pallas"), and nothing is rescaled (Dispatcher
+      dropout, Sec. 2.1). None keeps all.
     implementation: "loop", "unrolled", "recompute", "matrix", "pallas", or None
       for the best measured.
 

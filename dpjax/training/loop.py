@@ -136,7 +136,7 @@ def fit(
       for step in range(start, num_steps):
         batch = batches.batch(step, rows)
         size = capacity(batch)
-        # JAX does not know the placing of a batch over several processes for asked.
+        # Placing a batch over several processes counts as unasked: outside of the guard.
         placed = sharding.put_batch(batch, mesh)
         with jax.transfer_guard("disallow"):
           state, measured = train_step(state, placed, capacity=size)
