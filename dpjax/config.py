@@ -403,8 +403,8 @@ def from_dict(settings: Mapping) -> ConfigDict:
     ValueError: as `check`.
   """
   config = default()
-  known = _flatten(config)
-  for key, value in _flatten(settings).items():
+  known = flatten(config)
+  for key, value in flatten(settings).items():
     _check_value(key, value, known)
     *parents, name = key.split(".")
     section = config
@@ -420,7 +420,7 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
 
   A setting that was added since `old` was written has its default there.
   """
-  there, here = {**_flatten(default()), **_flatten(old)}, _flatten(new)
+  there, here = {**flatten(default()), **flatten(old)}, flatten(new)
   is_endless = here.get("train.schedule") == "constant"
   free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [
@@ -439,21 +439,22 @@ def unknown_key(key: str, known: Iterable[str]) -> ValueError:
 
 def known_keys() -> list[str]:
   """Every setting by its full name, `model.width` for one."""
-  return sorted(_flatten(default()))
+  return sorted(flatten(default()))
 
 
-def _flatten(config: Mapping, prefix: str = "") -> dict:
+def flatten(config: Mapping, prefix: str = "") -> dict:
+  """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
   flat = {}
   for key, value in config.items():
     if isinstance(value, (Mapping, ConfigDict)):
-      flat.update(_flatten(value, f"{prefix}{key}."))
+      flat.update(flatten(value, f"{prefix}{key}."))
     else:
       flat[prefix + key] = tuple(value) if isinstance(value, list) else value
   return flat
 
 
 def _check_keys(config, known, prefix: str) -> None:
-  flat, known = _flatten(config, prefix), _flatten(known, prefix)
+  flat, known = flatten(config, prefix), flatten(known, prefix)
   for key, value in flat.items():
     _check_value(key, value, known)
   missing = sorted(known.keys() - flat.keys())

@@ -243,12 +243,18 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   return data
 
 
-def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float]]:
+def train(
+  config: ConfigDict,
+  workdir: str | Path,
+  *,
+  should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[Run, dict[str, float]]:
   """Trains what a configuration describes, or goes on where the folder's run stopped.
 
   Args:
     config: of `dpjax.config`.
     workdir: the run's folder; made where there is none.
+    should_stop: asked after every update, beside signals.
 
   Returns:
     The run with the parameters that were best by validation, and their test scores.
@@ -256,7 +262,7 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
   Raises:
     ValueError: `setting: expected ..., got ...`.
     dpjax.training.loop.NonFiniteError: the training diverged.
-    dpjax.training.loop.Interrupted: a signal stopped it; it has saved.
+    dpjax.training.loop.Interrupted: a signal or `should_stop` did; it has saved.
   """
   workdir = Path(workdir)
   data = _prepare(config, workdir)
@@ -305,8 +311,11 @@ def train(config: ConfigDict, workdir: str | Path) -> tuple[Run, dict[str, float
     initial=_initial(config, shapes["params"], data) if settings.initial_run else None,
     meta={"config": config.to_dict()},
     origin=_origin(data),
+    should_stop=should_stop,
   )
   best = load(workdir)
+  # What validation was compiled for: the same model, with other parameters.
+  best.__dict__["_eval_step"] = run._eval_step
   scores = best.score_split("test", progress=True)
   best.write_scores("test", scores)
   return best, scores

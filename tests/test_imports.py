@@ -22,7 +22,9 @@ ROOMS = [
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "command_line", "generation", "workdir", "run", "scripts"}
+READS_CONFIG = {
+  "interop", "command_line", "generation", "workdir", "run", "reproduce", "scripts"
+}
 NEVER = {"chex", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
 ONLY_INSIDE_FUNCTIONS = {

@@ -1,5 +1,6 @@
 """Whole runs, in this process: train, stop, go on, score, generate."""
 
+import itertools
 import json
 import math
 import shutil
@@ -166,16 +167,22 @@ def stop_at(monkeypatch, step, kind=batches.ContiguousRows):
   monkeypatch.setattr(kind, "batch", batch)
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@pytest.mark.parametrize("step, by", [
+  (2, "signal"), (5, "signal"), (8, "signal"), (6, "answer")
+])
 def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
-  text, finished, tmp_path, monkeypatch, step
+  text, finished, tmp_path, monkeypatch, step, by
 ):
   workdir, _, scores = finished
   config = helpers.small_config(text)
+  asked = itertools.count()
   with monkeypatch.context() as patch:
-    stop_at(patch, step)
+    if by == "signal":
+      stop_at(patch, step)
     with pytest.raises(loop.Interrupted, match=f"Stopped at step {step + 1} of 12"):
-      dpjax.train(config, tmp_path)
+      dpjax.train(
+        config, tmp_path, should_stop=lambda: next(asked) == step and by == "answer"
+      )
   # A line that was being written when the run was killed, and one that is written again.
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write(json.dumps({"step": 12, "split": "train", "loss": 0.0}) + '\n{"step": 3')

@@ -218,7 +218,7 @@ def test_a_run_is_trained_for_each_seed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [
-  loop.NonFiniteError("Step 3: expected a finite loss"), loop.Interrupted("Stopped"),
+  loop.NonFiniteError("Step 3: expected a finite loss"), loop.Interrupted(3, 7),
   ValueError("workdir: expected an empty folder"),
 ])
 def test_what_stops_a_run_stops_all(monkeypatch, error):

@@ -38,7 +38,16 @@ class NonFiniteError(RuntimeError):
 
 
 class Interrupted(Exception):  # noqa: N818
-  """The run was asked to stop, and has saved; the message names the step."""
+  """The run was asked to stop, and has saved.
+
+  Args:
+    step: updates made.
+    num_steps: of the whole run.
+  """
+
+  def __init__(self, step: int, num_steps: int):
+    super().__init__(f"Stopped at step {step} of {num_steps}, which is saved.")
+    self.step, self.num_steps = step, num_steps
 
 
 def fit(
@@ -62,6 +71,7 @@ def fit(
   initial: Callable[[], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
+  should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
   """Trains until `num_steps`, going on from the newest checkpoint in `workdir`.
 
@@ -94,10 +104,12 @@ def fit(
     meta: saved with each checkpoint.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
       vocabulary, or a hash of the text.
+    should_stop: asked after every update, beside signals; of several processes all have
+      to answer alike.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
-    Interrupted: a signal came.
+    Interrupted: a signal came, or `should_stop` said so.
     ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
       has another origin.
   """
@@ -116,7 +128,7 @@ def fit(
   rows = sharding.process_rows(batches.batch_size)
   with (
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
-    _stop_signal() as should_stop,
+    _stop_signal() as has_signal,
   ):
     found = saved.restore(abstract, origin)
     if found is None:
@@ -142,7 +154,7 @@ def fit(
           state, measured = train_step(state, placed, capacity=size)
           meter.read_previous(step + 1, measured)
         done = step + 1
-        stopping = should_stop(done)
+        stopping = has_signal(done) or should_stop()
         at_end = done == num_steps
         if at_end or done % eval_every_steps == 0:
           meter.read_pending()
@@ -165,7 +177,7 @@ def fit(
           saved.save(state, kept, origin=origin, best=is_best)
         if stopping and not at_end:
           saved.wait()
-          raise Interrupted(f"Stopped at step {done} of {num_steps}, which is saved.")
+          raise Interrupted(done, num_steps)
 
 
 class _Meter:

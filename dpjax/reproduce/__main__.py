@@ -1,0 +1,112 @@
+r"""Runs the papers' tables and figures, and reports ours beside theirs.
+
+  python -m dpjax.reproduce extractors-table7
+  python -m dpjax.reproduce pooling-table1 --scale=cpu --seeds=3 --data=texts
+  python -m dpjax.reproduce all --scale=paper --data=texts --minutes=25 --minutes_each=4
+  python -m dpjax.reproduce report
+
+The first word is a table's name, or several with commas between them, or "all", the most
+valuable first. What is finished, by the reports in --out, is not done again, and a run that
+was stopped goes on. "report" writes docs/reproduce.md anew, from results/reproduce.
+
+Status 1: some of it has no result, and not for want of time.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from dpjax import command_line
+from dpjax.reproduce import papers
+
+PAGE = "docs/reproduce.md"
+
+flags.adopt_module_key_flags(command_line)
+_SCALE = flags.DEFINE_string(
+  "scale", "paper", "paper; or cpu, small models; or tiny, seconds on Python's manual"
+)
+_SEEDS = flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ...")
+_DATA = flags.DEFINE_string(
+  "data", "", "a folder of texts, each a folder or .txt file by its corpus's name (with "
+  "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
+  "in its folder vocabularies; empty: what is missing is downloaded into data/"
+)
+_RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
+_OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
+_MINUTES = flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit")
+_MINUTES_EACH = flags.DEFINE_float(
+  "minutes_each", 0.0, "nor one of a run that took so many in this call; 0: no limit"
+)
+
+
+def find(names: str) -> list[papers.Table]:
+  """The tables of a list of names with commas, or of "all".
+
+  Raises:
+    ValueError: one has no table.
+  """
+  if names == "all":
+    return [papers.TABLES[name] for name in papers.BY_VALUE]
+  for name in names.split(","):
+    if name not in papers.TABLES:
+      near = difflib.get_close_matches(name, papers.TABLES, n=1, cutoff=0.0)[0]
+      raise ValueError(f"TABLE: expected all, report, or of {', '.join(papers.TABLES)}, "
+                       f"got {name!r}; the nearest is {near}")
+  return [papers.TABLES[name] for name in dict.fromkeys(names.split(","))]
+
+
+def main(names: str) -> None:
+  """Does what is missing of the tables, and prints their reports."""
+  # Loaded once the flags are known to be right, as JAX takes a while.
+  from dpjax.reproduce import experiment, report, work
+
+  if names == "report":
+    contents = report.read(_OUT.value)
+    path = Path(PAGE)
+    if not path.parent.is_dir():
+      raise ValueError(f"report: expected to be started in the repository of dpjax, where "
+                       f"{path} is, got {Path.cwd()}")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(report.page(contents), encoding="utf-8")
+    os.replace(temporary, path)
+    print(f"{report.headline(contents)}\n{path}")
+    return
+  tables = find(names)
+  job = work.Work(
+    tables,
+    work.Settings(
+      _SCALE.value, _SEEDS.value, _DATA.value, _RUNS.value, _OUT.value, _MINUTES.value,
+      _MINUTES_EACH.value,
+    ),
+  )
+  stopped = None
+  try:
+    job.run()
+  except experiment.Stopped as error:
+    stopped = error
+  for content in job.write():
+    print(f"\n{report.markdown(content)}")
+  print(f"\nThe reports are in {_OUT.value}.")
+  if stopped is not None:
+    sys.exit(f"{stopped} The same command goes on from there.")
+  missing = job.without_result()
+  if missing:
+    sys.exit("\n".join([f"{len(missing)} without a result:", *missing]))
+
+
+def _start(arguments: Sequence[str]) -> None:
+  if not arguments or arguments[0].startswith("-"):
+    if not {"--help", "--helpfull", "-h"} & {*arguments}:
+      sys.exit("TABLE: expected a name, all or report as the first word, got none; --help "
+               "has more")
+  else:
+    del sys.argv[1]
+  command_line.start(lambda _: main(arguments[0]))
+
+
+if __name__ == "__main__":
+  _start(sys.argv[1:])

@@ -1,0 +1,240 @@
+"""Does the experiments of tables: what is missing, in order, within a time limit."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dpjax.reproduce import experiment, report, scales, step_times
+from dpjax.reproduce.papers import Row, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How to work.
+
+  Attributes:
+    scale: one of `dpjax.reproduce.scales.SCALES`.
+    seeds: runs of each experiment, those of the seeds 0, 1, ...
+    data: as `dpjax.reproduce.experiment.configure`.
+    runs: where the runs' folders are.
+    out: where the reports are; what they hold is not done again.
+    minutes: after so many no step is begun; 0: no limit.
+    minutes_each: nor one of a run that has taken so many of this call; 0: no limit.
+  """
+
+  scale: str
+  seeds: int = 1
+  data: str = ""
+  runs: str = "runs/reproduce"
+  out: str = "results/reproduce"
+  minutes: float = 0.0
+  minutes_each: float = 0.0
+
+  def check(self) -> None:
+    """Refuses what cannot be followed.
+
+    Raises:
+      ValueError: `setting: expected ..., got ...`.
+    """
+    if self.scale not in scales.SCALES:
+      known = ", ".join(scales.SCALES)
+      raise ValueError(f"scale: expected one of {known}, got {self.scale}")
+    if self.seeds < 1:
+      raise ValueError(f"seeds: expected at least 1, got {self.seeds}")
+    for key in ("minutes", "minutes_each"):
+      if not 0 <= getattr(self, key) < math.inf:
+        raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
+    if self.data and not Path(self.data).is_dir():
+      raise ValueError(f"data: expected a folder of texts, got {self.data}")
+    if jax.process_count() > 1:
+      raise ValueError(f"num_processes: expected 1, got {jax.process_count()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """One to be made: its row and seed, and the row whose parameters it begins with."""
+
+  row: Row
+  seed: int
+  after: Row | None
+
+  @property
+  def key(self) -> tuple[str, int]:
+    return self.row.config, self.seed
+
+
+class Work:
+  """The experiments of some tables, and what is known of them.
+
+  Args:
+    tables: the most valuable first.
+    settings: how to work.
+
+  Raises:
+    ValueError: as `Settings.check`, or a report that is there cannot be read.
+  """
+
+  def __init__(self, tables: Sequence[Table], settings: Settings):
+    settings.check()
+    self._tables, self._settings = tables, settings
+    self._began = time.monotonic()
+    self._records: dict[tuple[str, int], dict[str, Any]] = {}
+    self._points: dict[str, list[dict[str, Any]]] = {}
+    for content in report.read(settings.out, settings.scale):
+      self._points[content["table"]] = content.get("points", [])
+      for row in content.get("rows", []):
+        for record in row.get("runs", []):
+          self._take(record)
+
+  def run(self) -> None:
+    """Does what is missing, and writes the reports as it goes.
+
+    Raises:
+      dpjax.reproduce.experiment.Stopped: a signal came; all is saved.
+    """
+    todo = [job for job in self._jobs() if isinstance(job, Table) or not self._has(job)]
+    times: list[float] = []
+    for i, job in enumerate(todo):
+      if self._is_over():
+        print(f"The time is over; {len(todo) - i} of {len(todo)} were not begun.")
+        break
+      place = f"\n[{i + 1} of {len(todo)}]"
+      if isinstance(job, Table):
+        print(f"{place} {job.name}", flush=True)
+        self._measure(job)
+        continue
+      print(f"{place} {job.row.name}, seed {job.seed}{self._left(times, len(todo) - i)}",
+            flush=True)
+      begin = time.monotonic()
+      status = self._do(job)
+      if status != "left_out":
+        times.append(time.monotonic() - begin)
+
+  def write(self, tables: Sequence[Table] = ()) -> list[dict[str, Any]]:
+    """Writes the reports of all tables, or of these, and gives what they hold."""
+    contents = [self._content(table) for table in tables or self._tables]
+    for content in contents:
+      report.write(content, self._settings.out)
+    return contents
+
+  def without_result(self) -> list[str]:
+    """What has no result, and not for want of time: a line each."""
+    lines = []
+    for job in self._jobs():
+      if isinstance(job, Table):
+        points = self._points.get(job.name, [])
+        lines += [f"{job.name}, {point['model']} at {point['place']}: {point['left_out']}"
+                  for point in points if point["left_out"]]
+        continue
+      record = self._records.get(job.key, {})
+      if record.get("status") in ("left_out", "diverged"):
+        lines.append(f"{job.row.name}, seed {job.seed}: {record['reason']}")
+    return lines
+
+  def _jobs(self) -> Iterator[_Run | Table]:
+    """All that there is to do, in order; the first seed of everything comes first."""
+    seen = set()
+    for seed in range(self._settings.seeds):
+      for table in self._tables:
+        if table.kind == "step_times" and seed == 0:
+          yield table
+        for run in _in_order(table, seed):
+          if run.key not in seen:
+            seen.add(run.key)
+            yield run
+
+  def _has(self, run: _Run) -> bool:
+    record = self._records.get(run.key, {})
+    is_finished = record.get("status") in ("done", "diverged")
+    # A later version may make its reduced runs otherwise.
+    return is_finished and record["changes"] == experiment.changes(
+      run.row.config, self._settings.scale
+    )
+
+  def _do(self, run: _Run) -> str:
+    settings, begin = self._settings, time.monotonic()
+
+    def should_stop() -> bool:
+      each = settings.minutes_each
+      is_long = each > 0 and time.monotonic() - begin > 60 * each
+      return is_long or self._is_over()
+
+    first = ""
+    if run.after is not None:
+      first = experiment.folder(settings.runs, settings.scale, run.after.config, run.seed)
+    try:
+      record = experiment.do(
+        run.row, run.seed, settings.scale, runs=settings.runs, data=settings.data,
+        initial_run=first, should_stop=should_stop,
+      )
+    except experiment.Stopped as stopped:
+      self._put(run, stopped.record)
+      raise
+    if record["reason"]:
+      print(record["reason"], flush=True)
+    self._put(run, record)
+    return record["status"]
+
+  def _put(self, run: _Run, record: dict[str, Any]) -> None:
+    before = self._records.get(run.key, {})
+    if before.get("status") == "partial" and before["changes"] == record["changes"]:
+      record["minutes"] = round(record["minutes"] + before["minutes"], 2)
+    self._records[run.key] = record
+    self.write([
+      table for table in self._tables
+      if any(row.config == run.row.config for row in table.rows)
+    ])
+
+  def _take(self, record: dict[str, Any]) -> None:
+    """Of two reports that have a run one may be older."""
+    key = record["config"], record["seed"]
+    if record.get("step", 0) >= self._records.get(key, {}).get("step", 0):
+      self._records[key] = record
+
+  def _measure(self, table: Table) -> None:
+    points = self._points.setdefault(table.name, [])
+
+    def put(point: dict[str, Any]) -> None:
+      points.append(point | experiment.about())
+      self.write([table])
+
+    known = [point for point in points if not point["left_out"]]
+    points[:] = known
+    step_times.measure(
+      table.name, self._settings.scale, known, put=put, should_stop=self._is_over
+    )
+
+  def _content(self, table: Table) -> dict[str, Any]:
+    scale = self._settings.scale
+    if table.kind == "counts":
+      return report.counts(table, scale)
+    if table.kind == "step_times":
+      return report.step_times(table, scale, self._points.get(table.name, []))
+    return report.summarise(table, scale, [*self._records.values()])
+
+  def _is_over(self) -> bool:
+    minutes = self._settings.minutes
+    return minutes > 0 and time.monotonic() - self._began > 60 * minutes
+
+  def _left(self, times: Sequence[float], count: int) -> str:
+    """How long the rest takes, by the mean of what was done."""
+    if not times:
+      return ""
+    minutes = sum(times) / len(times) * count / 60
+    if self._settings.minutes:
+      gone = (time.monotonic() - self._began) / 60
+      minutes = min(minutes, self._settings.minutes - gone)
+    return f", about {minutes:.0f} minutes left"
+
+
+def _in_order(table: Table, seed: int) -> list[_Run]:
+  """A table's runs: first those that stand alone, then what others begin with, and they."""
+  by_name = {row.name: row for row in table.rows}
+  firsts = {row.after for row in table.rows if row.after}
+  runs = [_Run(row, seed, by_name.get(row.after)) for row in table.rows]
+  return sorted(runs, key=lambda run: 2 * bool(run.after) or run.row.name in firsts)

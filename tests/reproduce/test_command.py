@@ -1,0 +1,64 @@
+"""The command as it is started, in processes of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dpjax.reproduce import papers
+from tests import helpers
+
+
+def started(*arguments, cwd=helpers.ROOT):
+  return subprocess.run(
+    [sys.executable, "-m", "dpjax.reproduce", *map(str, arguments)], cwd=cwd,
+    env=helpers.environment(), capture_output=True, text=True, timeout=600, check=False,
+  )
+
+
+def test_a_table_that_is_counted_is_written_and_printed(tmp_path):
+  done = started("extractors-table7", "--scale=tiny", f"--out={tmp_path}")
+  assert done.returncode == 0, done.stderr
+  assert "139,476,992" in done.stdout and "agrees" in done.stdout
+  content = json.loads((tmp_path / "extractors-table7_tiny.json").read_text())
+  assert all(row["agrees"] for row in content["rows"])
+
+
+def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
+  (tmp_path / "texts").mkdir()
+  done = started(
+    "extractors-table7,extractors-fig7", "--scale=cpu", f"--out={tmp_path / 'out'}",
+    f"--data={tmp_path / 'texts'}", f"--runs={tmp_path / 'runs'}",
+  )
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  count = len(papers.TABLES["extractors-fig7"].rows)
+  assert f"{count} without a result:" in done.stderr
+  assert "attention_64, seed 0: data: expected a folder childrens_books" in done.stderr
+  assert len(list((tmp_path / "out").glob("*_cpu.json"))) == 2
+
+
+@pytest.mark.parametrize("arguments, message", [
+  ((), "TABLE: expected a name, all or report as the first word, got none"),
+  (("extractors-tabel7",), "the nearest is extractors-table7"),
+  (("all", "--scale=large"), "scale: expected one of tiny, cpu, paper, got large"),
+  (("all", "--scal=tiny"), "Unknown command line flag 'scal'"),
+])
+def test_wrong_input_ends_with_a_message(tmp_path, arguments, message):
+  done = started(*arguments, *[f"--out={tmp_path}"] * bool(arguments))
+  assert done.returncode == 1 and message in done.stderr
+  assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_the_page_is_made_of_the_reports(tmp_path):
+  (tmp_path / "docs").mkdir()
+  out = tmp_path / "results/reproduce"
+  started("extractors-table7", "--scale=paper", f"--out={out}")
+  done = started("report", cwd=tmp_path)
+  assert done.returncode == 0, done.stderr
+  page = (tmp_path / "docs/reproduce.md").read_text()
+  assert "extractors-table7" in page and "139,476,992" in page
+  (tmp_path / "docs/reproduce.md").unlink()
+  (tmp_path / "docs").rmdir()
+  done = started("report", cwd=tmp_path)
+  assert done.returncode == 1 and "docs/reproduce.md" in done.stderr

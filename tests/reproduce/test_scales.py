@@ -1,0 +1,100 @@
+"""Experiments made small, and the texts that they find."""
+
+import pytest
+
+from dpjax import config as config_lib
+from dpjax.reproduce import papers, scales
+
+CONFIGS = sorted({row.config for table in papers.TABLES.values() for row in table.rows})
+
+
+@pytest.mark.parametrize("scale", scales.SCALES)
+def test_every_experiment_can_be_run_at_every_scale(scale):
+  for name in CONFIGS:
+    config = scales.configure(name, scale)
+    config_lib.check(config)
+    assert scale != "tiny" or config.data.name == "python_manual", name
+    changes = scales.changes(scales.load(name), config)
+    assert bool(changes) == (scale != "paper"), name
+
+
+@pytest.mark.parametrize("scale", ["tiny", "cpu"])
+@pytest.mark.parametrize("table", papers.TABLES)
+def test_what_a_table_compares_stays_different(table, scale):
+  # Of tiny's runs those alone are alike that differ in their text, or its pieces.
+  configs = {row.config for row in papers.TABLES[table].rows}
+  made = {}
+  for name in configs:
+    settings = config_lib.flatten(scales.configure(name, scale))
+    made.setdefault(str(settings), []).append(name)
+  for names in made.values():
+    texts = {name.partition(":")[0].rpartition("_")[2] for name in names}
+    is_alike = any("unigram" in name for name in names) or len(texts) > 1 or all(
+      "wiki40b" in name or "finetuned" in name for name in names
+    )
+    assert len(names) == 1 or scale == "tiny" and is_alike, names
+
+
+@pytest.mark.parametrize("name, kept", [
+  ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
+  ("extractors_childrens_books.py:me,fig11_8", {"max_length": 32, "num_layers": 8}),
+  ("extractors_childrens_books.py:attention_64", {"num_heads": 64}),
+  ("pooling_text8.py:entropy,middle_14",
+   {"num_layers": 14, "first_layers": 2, "boundaries": "entropy"}),
+  ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries": "none"}),
+  ("pooling_text8.py:fixed3,subsampling", {"shortening_factor": 3, "pooling": "last"}),
+])
+@pytest.mark.parametrize("scale", ["tiny", "cpu"])
+def test_what_a_figure_varies_stays_as_it_is(name, kept, scale):
+  config = scales.configure(f"configs/{name}", scale)
+  assert {key: config.model[key] for key in kept} == kept
+  assert config.train.num_steps < 2_000
+
+
+def test_with_and_without_pooling_there_are_as_many_layers():
+  for scale in ("tiny", "cpu"):
+    pooled = scales.configure("configs/pooling_text8.py:gumbel", scale).model
+    whole = scales.configure("configs/pooling_text8.py:none", scale).model
+    assert pooled.first_layers + pooled.num_layers + pooled.last_layers == whole.num_layers
+
+
+def test_changes_are_those_that_change_numbers():
+  paper = scales.load("configs/msa_ptb.py")
+  ours = scales.load("configs/msa_ptb.py")
+  ours.seed, ours.data.path, ours.sample.length = 5, "elsewhere", 7
+  assert scales.changes(paper, ours) == {}
+  ours.model.width, ours.data.max_characters = 8, (0, 3, 4)
+  assert scales.changes(paper, ours) == {
+    "model.width": [512, 8], "data.max_characters": [(0, 0, 0), (0, 3, 4)]
+  }
+
+
+def test_texts_are_found_by_name(tmp_path):
+  for name in ("wikitext2", "wikitext2_raw", "penn_treebank"):
+    (tmp_path / name).mkdir()
+  for name in ("text8_prefix.txt", "wiki40b_fi_books.txt", "wiki40b_he.txt",
+               "wiki40b_he_less.txt", "cc100.bin"):
+    (tmp_path / name).write_text("a text\n")
+
+  def found(*name):
+    return scales.find_text(tmp_path, *name).name
+
+  assert found("wikitext2") == "wikitext2"
+  assert found("penn_treebank") == "penn_treebank"
+  # A part of a text, or another one in its place, says so in its name.
+  assert found("text8") == "text8_prefix.txt"
+  assert found("wiki40b", "fi") == "wiki40b_fi_books.txt"
+  assert found("wiki40b", "he") == "wiki40b_he.txt"
+  # The language of one that has but one is that of its cleaning.
+  assert found("text8", "en") == "text8_prefix.txt"
+  for missing in (("lm1b", ""), ("wiki40b", "vi"), ("cc100", "en"), ("wikitext103", "")):
+    with pytest.raises(ValueError, match="data: expected a folder .* got none"):
+      found(*missing)
+  (tmp_path / "text8_more").mkdir()
+  with pytest.raises(ValueError, match="got text8_more, text8_prefix.txt"):
+    found("text8")
+
+
+def test_an_unknown_scale_is_refused():
+  with pytest.raises(ValueError, match="scale: expected one of tiny, cpu, paper, got huge"):
+    scales.configure("configs/msa_ptb.py", "huge")

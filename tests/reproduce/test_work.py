@@ -1,0 +1,220 @@
+"""What is done, in which order, what is kept, and what stops it; without any training."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+from dpjax.reproduce import __main__ as command
+from dpjax.reproduce import experiment, papers, report, work
+
+TABLE = papers.Table(
+  "pooling-table2", "A table", "A paper", (papers.BITS,),
+  rows=(
+    papers.Row("second", "after", "configs/dispatcher_finetuned.py:ptb", after="first"),
+    papers.Row("alone", "alone", "configs/msa_ptb.py", paper={papers.BITS: 1.5}),
+    papers.Row("first", "first", "configs/dispatcher_openwebtext.py"),
+  ),
+)
+OTHER = dataclasses.replace(
+  TABLE, name="pooling-fig3", rows=(
+    papers.Row("again", "the same", "configs/msa_ptb.py"),
+    papers.Row("more", "more", "configs/dispatcher_ptb.py"),
+  ),
+)
+ABOUT = {"command": "a command", "date": "2020-02-02", "machine": {}, "versions": {}}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that stands still until it is told to go on."""
+  now = types.SimpleNamespace(seconds=100.0)
+  monkeypatch.setattr(work.time, "monotonic", lambda: now.seconds)
+  return now
+
+
+@pytest.fixture
+def done(monkeypatch, clock):
+  """What was asked of `experiment.do`, which takes a minute, or as long as may be."""
+  calls, results = [], {}
+
+  def do(row, seed, scale, *, runs, data, initial_run, should_stop):
+    calls.append((row.name, seed, str(initial_run)))
+    result = dict(results.get(row.name, {"status": "done"}))
+    seconds = result.pop("seconds", 60)
+    while seconds and not should_stop():
+      seconds -= 1
+      clock.seconds += 1
+    if seconds:
+      result = {"status": "partial", "reason": "Stopped"}
+    record = {
+      "row": row.name, "config": row.config, "seed": seed, "reason": "", "step": 5,
+      "num_steps": 7, "minutes": 1.25, "scores": {}, "validation": [],
+      "changes": experiment.changes(row.config, scale), **ABOUT, **result,
+    }
+    if record["status"] == "done":
+      record["scores"] = {papers.BITS: 1.25 + seed}
+    if record.pop("signal", False):
+      raise experiment.Stopped(record)
+    return record
+
+  monkeypatch.setattr(work.experiment, "do", do)
+  return types.SimpleNamespace(calls=calls, results=results)
+
+
+def settings(folder, **changes):
+  return work.Settings(
+    "tiny", runs=str(folder / "runs"), out=str(folder / "out"), **changes
+  )
+
+
+def run(tables, folder, **changes):
+  job = work.Work(tables, settings(folder, **changes))
+  job.run()
+  return job
+
+
+def names(done):
+  return [(name, seed) for name, seed, _ in done.calls]
+
+
+def kept(folder, table=TABLE):
+  content = json.loads((folder / f"out/{table.name}_tiny.json").read_text())
+  return {row["name"]: row["runs"] for row in content["rows"]}
+
+
+def test_every_run_once_and_those_that_others_begin_with_before_them(done, tmp_path):
+  run([TABLE, OTHER], tmp_path, seeds=2)
+  first = ["alone", "first", "second", "more"]
+  assert names(done) == [(name, seed) for seed in (0, 1) for name in first]
+  folder = experiment.folder(
+    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 1
+  )
+  assert done.calls[-2] == ("second", 1, str(folder))
+  assert done.calls[0][2] == ""
+  # Tables share a run, and each has it in its report.
+  assert len(kept(tmp_path)["alone"]) == len(kept(tmp_path, OTHER)["again"]) == 2
+  assert (tmp_path / "out/pooling-fig3_tiny.md").exists()
+
+
+def test_what_is_finished_is_not_done_again_and_nothing_of_it_is_lost(done, tmp_path):
+  run([TABLE], tmp_path, seeds=2)
+  done.calls.clear()
+  run([TABLE, OTHER], tmp_path)
+  assert names(done) == [("more", 0)]
+  assert [x["seed"] for x in kept(tmp_path)["alone"]] == [0, 1]
+  assert [x["seed"] for x in kept(tmp_path, OTHER)["again"]] == [0, 1]
+  run([TABLE], tmp_path, seeds=3)
+  assert names(done)[1:] == [("alone", 2), ("first", 2), ("second", 2)]
+
+
+@pytest.mark.parametrize("status, is_again", [
+  ("done", False), ("diverged", False), ("partial", True), ("left_out", True)
+])
+def test_what_is_tried_again(done, tmp_path, status, is_again):
+  done.results["alone"] = {"status": status, "reason": "Why."}
+  job = run([TABLE], tmp_path)
+  told = [f"alone, seed 0: {'Why.'}"] * (status in ("diverged", "left_out"))
+  assert job.without_result() == told
+  done.calls.clear()
+  done.results.clear()
+  job = run([TABLE], tmp_path)
+  assert names(done) == [("alone", 0)] * is_again
+  assert job.without_result() == told * (not is_again)
+  minutes = kept(tmp_path)["alone"][0]["minutes"]
+  assert minutes == (2.5 if status == "partial" else 1.25)
+
+
+def test_a_run_of_other_settings_does_not_count(done, tmp_path, monkeypatch):
+  run([TABLE], tmp_path)
+  done.calls.clear()
+  monkeypatch.setattr(experiment, "changes", lambda config, scale: {"seed": [0, 3]})
+  run([TABLE], tmp_path)
+  assert len(done.calls) == 3
+
+
+def test_the_time_limits(done, tmp_path, capsys):
+  done.results["alone"] = {"seconds": 500}
+  done.results["first"] = {"seconds": 40, "status": "done"}
+  run([TABLE, OTHER], tmp_path, minutes=2, minutes_each=1)
+  # 61 seconds of the first one, 40 of the next; then the time is over within the third.
+  assert names(done) == [("alone", 0), ("first", 0), ("second", 0)]
+  assert [runs[0]["status"] for runs in kept(tmp_path).values()] == [
+    "partial", "partial", "done"
+  ]
+  printed = capsys.readouterr().out
+  assert "[2 of 4] first, seed 0, about 1 minutes left" in printed
+  assert "The time is over; 1 of 4 were not begun." in printed
+
+
+def test_a_signal_ends_it_and_what_there_is_is_kept(done, tmp_path):
+  done.results["first"] = {"status": "partial", "reason": "Stopped", "signal": True}
+  with pytest.raises(experiment.Stopped):
+    run([TABLE], tmp_path)
+  assert [len(runs) for runs in kept(tmp_path).values()] == [0, 1, 1]
+  assert kept(tmp_path)["first"][0]["status"] == "partial"
+
+
+def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch):
+  table = papers.TABLES["dispatcher-fig2"]
+  asked = []
+
+  def measure(name, scale, known, *, put, should_stop):
+    asked.append((name, scale, [point["place"] for point in known]))
+    put({"model": "Dispatcher", "dtype": "float32", "place": 8, "seconds": 0.5,
+         "left_out": ""})
+    put({"model": "Dispatcher", "dtype": "float32", "place": 16, "seconds": None,
+         "left_out": "no room"})
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(work.step_times, "measure", measure)
+  monkeypatch.setattr(work.experiment, "about", lambda: ABOUT)
+  for _ in range(2):
+    with pytest.raises(KeyboardInterrupt):
+      run([table], tmp_path)
+  # What found no room is tried again.
+  assert asked == [("dispatcher-fig2", "tiny", []), ("dispatcher-fig2", "tiny", [8])]
+  points = json.loads((tmp_path / "out/dispatcher-fig2_tiny.json").read_text())["points"]
+  assert [point["place"] for point in points] == [8, 8, 16]
+  assert points[0]["date"] == ABOUT["date"]
+  job = work.Work([table], settings(tmp_path))
+  assert job.without_result() == ["dispatcher-fig2, Dispatcher at 16: no room"]
+
+
+@pytest.mark.parametrize("changes, message", [
+  (dict(scale="huge"), "scale: expected one of tiny, cpu, paper, got huge"),
+  (dict(seeds=0), "seeds: expected at least 1, got 0"),
+  (dict(minutes=-1.0), "minutes: expected at least 0, got -1"),
+  (dict(minutes_each=float("nan")), "minutes_each: expected at least 0, got nan"),
+  (dict(data="nowhere"), "data: expected a folder of texts, got nowhere"),
+])
+def test_settings_that_cannot_be_followed(tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    work.Work([TABLE], dataclasses.replace(settings(tmp_path), **changes))
+
+
+def test_a_damaged_report_is_named(tmp_path):
+  (tmp_path / "out").mkdir()
+  path = tmp_path / "out/pooling-table2_tiny.json"
+  path.write_text("{")
+  with pytest.raises(ValueError, match=str(path)):
+    work.Work([TABLE], settings(tmp_path))
+  assert path.read_text() == "{"
+
+
+def test_names_of_tables():
+  assert [table.name for table in command.find("all")] == [*papers.BY_VALUE]
+  assert sorted(papers.BY_VALUE) == sorted(papers.TABLES)
+  found = command.find("pooling-fig4,extractors-table7,pooling-fig4")
+  assert [table.name for table in found] == ["pooling-fig4", "extractors-table7"]
+  with pytest.raises(ValueError, match="TABLE: .*got 'pooling-fig6'; the nearest is pool"):
+    command.find("pooling-fig6")
+
+
+def test_a_report_has_what_the_run_was_missing(done, tmp_path):
+  done.results["alone"] = {"status": "left_out", "reason": "no text"}
+  job = run([TABLE], tmp_path)
+  (content,) = job.write()
+  assert content["rows"][1]["runs"][0]["reason"] == "no text"
+  assert "no text" in report.markdown(content)
