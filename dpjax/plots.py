@@ -300,14 +300,14 @@ def draw(runs: Sequence[Run], *, figure: str = "curves", every: int = 2000) -> "
   if figure == "every_batch":
     for i, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
       x = np.arange(1, len(run.losses) + 1)
-      axes.plot(x, run.losses, **_style(i), label=name, linewidth=0.4, alpha=0.6)
+      axes.plot(x, run.losses, **style(i), label=name, linewidth=0.4, alpha=0.6)
     axes.set(xlabel="batch", ylabel="training cost (nats per token)")
   elif figure == "curves":
     for i, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
       _check_every(run.losses, every, run.folder)
       y = medians(run.losses, every)
       x = every * np.arange(1, len(y) + 1)
-      axes.plot(x, y, **_style(i), label=name, marker=".")
+      axes.plot(x, y, **style(i), label=name, marker=".")
     axes.set(
       xlabel="batch", ylabel=f"median cost of each {every:,} batches (nats per token)"
     )
@@ -381,12 +381,12 @@ def _draw_places(
     points.setdefault(place, []).append(last_median(run.losses, every))
   for i, (text, points) in enumerate(lines.items()):
     places = sorted(points)
-    style = _style(i)
+    look = style(i)
     means = [np.mean(points[place]) for place in places]
-    axes.plot(places, means, **style, label=text, marker="o")
+    axes.plot(places, means, **look, label=text, marker="o")
     shared = [(x, y) for x in places if len(points[x]) > 1 for y in points[x]]
     if shared:
-      axes.scatter(*zip(*shared, strict=True), color=style["color"], marker="x")
+      axes.scatter(*zip(*shared, strict=True), color=look["color"], marker="x")
   axes.set_xscale("log", base=2)
   everywhere = sorted({place for points in lines.values() for place in points})
   axes.set_xticks(everywhere, [str(place) for place in everywhere])
@@ -396,7 +396,7 @@ def _draw_places(
   )
 
 
-def _style(i: int) -> dict[str, Any]:
+def style(i: int) -> dict[str, Any]:
   """Of line i: as many as there are colours, then the same with another dash."""
   return {
     "color": _COLOURS[i % len(_COLOURS)],

@@ -118,10 +118,7 @@ def do(
   """
   begin = time.monotonic()
   workdir = folder(runs, scale, row.config, seed)
-  record: dict[str, Any] = {
-    "row": row.name, "config": row.config, "seed": seed, "status": "left_out",
-    "reason": "", "scores": {}, "changes": changes(row.config, scale),
-  }
+  record = left_out(row, seed, scale, "")
   signalled = None
   try:
     config = configure(row, seed, scale, runs=runs, data=data, initial_run=initial_run)
@@ -151,7 +148,7 @@ def do(
     record["reason"] = str(error).splitlines()[0]
   jax.clear_caches()  # A process that makes many models would keep the code of all.
   record["minutes"] = round((time.monotonic() - begin) / 60, 2)
-  record = _for_json(record | about())
+  record = _for_json(record)
   if signalled is not None:
     raise Stopped(record) from signalled
   return record
@@ -163,6 +160,15 @@ class Stopped(Exception):  # noqa: N818
   def __init__(self, record: dict[str, Any]):
     super().__init__(record["reason"])
     self.record = record
+
+
+def left_out(row: Row, seed: int, scale: str, reason: str) -> dict[str, Any]:
+  """The record of a run that was not begun, and why."""
+  return {
+    "row": row.name, "config": row.config, "seed": seed, "status": "left_out",
+    "reason": reason, "scores": {}, "changes": changes(row.config, scale), "minutes": 0.0,
+    **about(),
+  }
 
 
 def about() -> dict[str, Any]:

@@ -85,6 +85,7 @@ def _one(
     return None
   canvas, axes = _canvas(content)
   _plot(axes, lines, marker)
+  _legend(axes)
   axes.set(xlabel=xlabel, ylabel=ylabel)
   if marker == "o" and len({x for points in lines.values() for x, _ in points}) > 1:
     _doubling(axes, lines)
@@ -116,6 +117,7 @@ def _step_times(content: Content, axis: str) -> "Figure | None":
     _plot(axes, found, "o")
     axes.set(xlabel=axis, ylabel=f"{name} over that without pooling")
     axes.set_ylim(bottom=0)
+  _legend(all_axes[-1])
   return canvas
 
 
@@ -147,13 +149,14 @@ def _beside(content: Content, score: str) -> "Figure | None":
       points = [
         (row[key][score], i) for i, row in enumerate(rows) if score in (row.get(key) or {})
       ]
-      axes.scatter(*zip(*points, strict=True), color=plots._style(key == "mean")["color"])
+      axes.scatter(*zip(*points, strict=True), color=plots.style(key == "mean")["color"])
       axes.set_title(f"{group}, {name}" if group else name, fontsize="medium")
+      axes.locator_params(axis="x", nbins=5)
       _grid(axes)
     for i, row in enumerate(rows):
       deviation = (row.get("deviation") or {}).get(score)
       if deviation is not None:
-        colour = plots._style(1)["color"]
+        colour = plots.style(1)["color"]
         right.errorbar(row["mean"][score], i, xerr=deviation, color=colour)
     left.set_yticks(range(len(rows)), [row["label"] for row in rows])
     left.set_ylim(len(rows) - 0.5, -0.5)
@@ -174,8 +177,11 @@ def _plot(axes: "Axes", lines: Lines, marker: str) -> None:
   for i, (label, points) in enumerate(lines.items()):
     if points:
       x, y = zip(*sorted(points), strict=True)
-      axes.plot(x, y, **plots._style(i), label=label, marker=marker)
+      axes.plot(x, y, **plots.style(i), label=label, marker=marker)
   _grid(axes)
+
+
+def _legend(axes: "Axes") -> None:
   axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 

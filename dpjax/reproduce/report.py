@@ -1,7 +1,7 @@
 """What the runs of a table gave beside the paper's numbers: JSON, Markdown and a figure.
 
-`summarise` turns records of runs into the content of a table, and `write` keeps it as
-<table>_<scale>.json, .md and .png. The pages, `page` and `headline`, are made of those
+`summarise` turns records of runs into the content of a table, and `write` keeps it as JSON,
+Markdown and a figure. The pages, `page` and `headline`, are made of those
 files alone. Nothing here trains, and JAX is not loaded.
 """
 
@@ -52,7 +52,7 @@ def summarise(
       furthest is kept.
 
   Returns:
-    What <table>_<scale>.json holds.
+    What its JSON holds.
   """
   found: dict[str, dict[int, Mapping[str, Any]]] = {}
   for record in records:
@@ -88,14 +88,23 @@ def step_times(
   return {**_head(table, scale), "points": [dict(point) for point in points]}
 
 
+def file_name(table: str, scale: str) -> str:
+  """Of a table's files, without their endings: a reduced scale says so.
+
+  >>> file_name("pooling-fig3", "cpu"), file_name("pooling-fig3", "paper")
+  ('pooling-fig3_reduced_cpu', 'pooling-fig3')
+  """
+  return table if scale == "paper" else f"{table}_reduced_{scale}"
+
+
 def write(content: Mapping[str, Any], folder: str | Path) -> None:
-  """Writes <table>_<scale>.json, .md and, where there is a figure, .png.
+  """Writes its files (`file_name`): .json, .md and, where there is a figure, .png.
 
   Each is written whole or not at all, and nothing before all three are made. Numbers that
   are not finite become null.
   """
   content = _finite(content)
-  folder, name = Path(folder), f"{content['table']}_{content['scale']}"
+  folder, name = Path(folder), file_name(content["table"], content["scale"])
   text, figure = markdown(content), draw(content)
   if figure is not None:
     text += f"\n![{name}]({name}.png)\n"
@@ -111,7 +120,7 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
   """Reads what `write` wrote, in the order of `papers.TABLES`, "paper" before "cpu".
 
   Args:
-    folder: with <table>_<scale>.json; other files are left alone.
+    folder: of `write`; other files are left alone.
     scale: None reads all.
 
   Raises:
@@ -120,7 +129,7 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
   scales = SCALES if scale is None else (scale,)
   contents = []
   for name, size in itertools.product(papers.TABLES, scales):
-    path = Path(folder) / f"{name}_{size}.json"
+    path = Path(folder) / f"{file_name(name, size)}.json"
     if path.exists():
       try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +157,6 @@ def markdown(content: Mapping[str, Any]) -> str:
   parts = [f"## {_heading(content)}", f"{_said(content, 'source')}. {scale}", *body,
            "\n".join(claims), "\n".join(_origin(_records(content)))]
   return "\n\n".join(part for part in parts if part) + "\n"
-
 
 
 def page(contents: Sequence[Mapping[str, Any]]) -> str:
@@ -184,7 +192,7 @@ def page(contents: Sequence[Mapping[str, Any]]) -> str:
   for x in contents:
     lines += ["", markdown(x).rstrip("\n")]
     if draw(x) is not None:
-      name = f"{x['table']}_{x['scale']}"
+      name = file_name(x["table"], x["scale"])
       lines += ["", f"![{name}](../results/reproduce/{name}.png)"]
   return "\n".join(lines) + "\n"
 
@@ -329,6 +337,237 @@ def _progress_of(content: Mapping[str, Any]) -> tuple[int, int]:
   return done, len(rows) * max(content.get("seeds") or 0, 1)
 
 
+def _trained(content: Mapping[str, Any]) -> list[str]:
+  """The table of a content of runs, and what is below it."""
+  rows = content.get("rows", ())
+  axis = _said(content, "axis", "") if any(_has(x, "place") for x in rows) else ""
+  has_groups = len({row.get("group") for row in rows}) > 1
+  tests = [row["test"] for row in rows if row.get("test")]
+  heads = ["group"] * has_groups + ["row"] + [axis] * bool(axis) + ["parameters", "steps"]
+  scores = [
+    score for score in _said(content, "scores", ())
+    if any(_has(row, key, score) for row in rows for key in ("paper", "mean"))
+  ]
+  printed = [score for score in scores if any(_has(row, "paper", score) for row in rows)]
+  for score in scores:
+    name = _spaced(score)
+    heads += [f"{name}, the paper's", f"{name}, ours"] if score in printed else [name]
+  heads += ["difference, p"] * bool(tests)
+  notes = [_note(row, content) for row in rows]
+  heads += ["note"] * any(notes)
+  lines = []
+  for row, note in zip(rows, notes, strict=True):
+    cells = [row.get("group", "")] * has_groups + [row.get("label", "-")]
+    cells += [f"{row['place']:g}" if _has(row, "place") else "-"] * bool(axis)
+    sizes = [run["parameters"] for run in row.get("runs", ()) if _has(run, "parameters")]
+    cells += [f"{sizes[0]:,}" if sizes else "-", _steps(row)]
+    for score in scores:
+      paper = _number(score, row.get("paper", {}).get(score))
+      star = "*" * bool(row.get("is_starred") and score == scores[0])
+      cells += [paper + star] * (score in printed) + [_ours(row, score)]
+    test = row.get("test") or {}
+    cell = "-"
+    if test:
+      cell = f"{_number(test['score'], test['difference'], '+')}, {test['p_value']:.3f}"
+      cell = _joined([cell, test.get("verdict")])
+    cells += [cell] * bool(tests)
+    lines.append(cells + [note or "-"] * any(notes))
+  below = _missing(rows) + _order_line(content)
+  if any((row.get("seeds") or 0) > 1 for row in rows):
+    below.append("- ±: the sample's deviation over seeds, their number in brackets.")
+  if tests:
+    below.append(f"- Difference of {_spaced(tests[0]['score'])} to the group's "
+                 f"{_said(content, 'baseline', 'baseline')}: a paired t-test over the "
+                 "seeds of both.")
+  return [_grid(heads, lines), "\n".join(below), _changes(content), _texts(rows)]
+
+
+def _timed(content: Mapping[str, Any]) -> list[str]:
+  points = content.get("points", ())
+  columns = list(dict.fromkeys((x.get("model"), x.get("dtype")) for x in points))
+  cells, missing = {}, {}
+  for point in points:
+    key = point.get("model"), point.get("dtype")
+    ratios = [
+      f"{name} {point[x]:.2f}"
+      for name, x in (("time", "ratio"), ("memory", "memory_ratio")) if _has(point, x)
+    ]
+    memory = f", {point['temporary_mib']:,.4g} MiB" if _has(point, "temporary_mib") else ""
+    cell = f"{point['seconds']:.3g} s{memory}" if _has(point, "seconds") else "-"
+    cells[point.get("place"), key] = cell + f" ({', '.join(ratios)})" * bool(ratios)
+    if point.get("left_out"):
+      who = f"{_joined(key)} at {point.get('place'):,g}"
+      missing.setdefault(point["left_out"], []).append(who)
+  places = sorted({place for place, _ in cells})
+  lines = [[f"{x:,g}", *(cells.get((x, y), "-") for y in columns)] for x in places]
+  grid = _grid([_said(content, "axis", "place"), *map(_joined, columns)], lines)
+  below = [f"- Left out: {reason}: {'; '.join(who)}." for reason, who in missing.items()]
+  bases = sorted({x["baseline"] for x in points if x.get("baseline")})
+  if bases:
+    below.append(f"- In brackets: over {_joined(bases)} at the same place.")
+  settings = dict.fromkeys(
+    _joined(f"{key} {_value(x)}" for key, x in (point.get("settings") or {}).items())
+    for point in points
+  )
+  below += [f"- Settings: {line}." for line in settings if line]
+  return [grid, "\n".join(below)]
+
+
+def _counted(content: Mapping[str, Any]) -> list[str]:
+  lines, rows = [], content.get("rows", ())
+  for row in rows:
+    paper, ours = (
+      [f"{row.get(key, {}).get(name, math.nan):,}" for name in _COUNTS]
+      for key in ("paper", "ours")
+    )
+    end = "agrees" if row.get("agrees") else "differs"
+    lines += [[row.get("label", "-"), "the paper's", *paper, ""], ["", "ours", *ours, end]]
+  return [_grid(["layer", "whose", *_COUNTS, ""], lines)]
+
+
+def _grid(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+  lines = [heads, ["---"] * len(heads), *lines]
+  return "\n".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |" for line in lines)
+
+
+def _number(score: str, value: float | None, sign: str = "") -> str:
+  """With the digits of its score; "-" for none."""
+  if value is None or not math.isfinite(value):
+    return "-"
+  digits = 3 if score in (papers.BITS, "median_cost", "nats_per_token") else 2
+  return f"{value:{sign}.{digits}f}"
+
+
+def _ours(row: Mapping[str, Any], score: str) -> str:
+  cell = _number(score, row.get("mean", {}).get(score))
+  if cell != "-" and _has(row, "deviation", score):
+    values = _by_seed(row.get("runs", ()), score)
+    cell += f" ± {_number(score, row['deviation'][score])} ({len(values)})"
+  return cell
+
+
+def _steps(row: Mapping[str, Any]) -> str:
+  cells = []
+  for run in row.get("runs", ()):
+    status = _spaced(run.get("status", "-"))
+    steps = f"{run['step']:,} of {run.get('num_steps') or 0:,}" if _has(run, "step") else ""
+    cells.append(_joined([steps, "" if status == "done" and steps else status]))
+  return "; ".join(dict.fromkeys(cells)) or "-"
+
+
+def _note(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+  """How far runs came that are not done, and their last validation."""
+  notes = []
+  for run in row.get("runs", ()):
+    if run.get("status") in ("partial", "diverged") and run.get("validation"):
+      last = run["validation"][-1]
+      first = (*_said(content, "scores", ()), "nats_per_token")
+      score = next((x for x in first if _has(last, x)), "")
+      of_all = f" of {run['num_steps']:,}" if _has(run, "num_steps") else ""
+      notes.append(f"step {last.get('step') or 0:,}{of_all}; validation "
+                   f"{_number(score, last.get(score))} {_spaced(score)}")
+  return "; ".join(dict.fromkeys(notes))
+
+
+def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """A line a reason: the rows without any result, and single seeds of the others."""
+  found: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
+  for row in rows:
+    for run in row.get("runs") or [{"status": "not run"}]:
+      if run.get("status") != "done":
+        reason = _joined([_spaced(run.get("status") or ""), run.get("reason")])
+        whole, single = found.setdefault(reason, ([], []))
+        if row.get("seeds"):
+          single.append(f"`{row.get('name')}`, seed {run.get('seed')}")
+        elif row not in whole:
+          whole.append(row)
+  return [
+    f"- Without a result: {'; '.join([_who(whole, rows)] * bool(whole) + single)}: "
+    f"{why.rstrip('.')}."
+    for why, (whole, single) in found.items()
+  ]
+
+
+def _who(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+  """Names rows by their groups or labels, where all of one are meant, else one by one."""
+  if len(some) == len(rows):
+    return "all rows"
+  left, names = [row.get("name") for row in some], []
+  for key, form in (("group", "{}"), ("label", "{}"), ("place", "all at {}")):
+    for value in dict.fromkeys(row.get(key) for row in some):
+      whole = [row.get("name") for row in rows if row.get(key) == value]
+      if len(whole) > 1 and value is not None and {*whole} <= {*left}:
+        names.append(form.format(value))
+        left = [name for name in left if name not in whole]
+  return ", ".join([*names, *(f"`{name}`" for name in left)])
+
+
+def _order_line(content: Mapping[str, Any]) -> list[str]:
+  order = content.get("order")
+  if not order:
+    return []
+  rest, printed = "", order.get("paper_pairs", order["pairs"])
+  if printed > order["pairs"]:
+    rest = f"; the other {printed - order['pairs']} of its {printed} have no result"
+  return [f"- {order['same']} of the paper's {order['pairs']} pairs are in its order, by "
+          f"{_spaced(order['score'])}{rest}."]
+
+
+def _changes(content: Mapping[str, Any]) -> str:
+  """What differs from the papers' settings, that of all rows once."""
+  rows = [row for row in content.get("rows", ())
+          if any(run.get("status") != "left_out" for run in row.get("runs", ()))]
+  found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+  for row in rows:
+    changes = {k: x for run in row["runs"] for k, x in (run.get("changes") or {}).items()}
+    for key, (before, now) in changes.items():
+      change = f"{_value(before)} -> {_value(now)}"
+      found.setdefault(key, {}).setdefault(change, []).append(row)
+  lines = []
+  for key, changes in sorted(found.items()):
+    cells = [f"{x} ({_who(who, rows)})" if len(who) < len(rows) else x
+             for x, who in changes.items()]
+    lines.append(f"- `{key}` {'; '.join(cells)}")
+  return "\n".join(["The paper's settings -> these:", "", *lines]) if lines else ""
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
+  places: dict[str, list[str]] = {}
+  for row in rows:
+    for run in row.get("runs", ()):
+      if run.get("text"):
+        sizes = [f"{(run.get('tokens') or {}).get(x) or 0:,}" for x in _SPLITS]
+        kinds = f" of {run['vocab_size']:,} kinds" if _has(run, "vocab_size") else ""
+        line = f"{' / '.join(sizes)} tokens{kinds} ({' / '.join(_SPLITS)})"
+        group = [row.get("group") or "the paper's"] * _is_stand_in(run)
+        places.setdefault(f"`{run['text']}`: {line}", []).extend(group)
+  return "\n".join(
+    f"- Text: {line}{', in the place of ' * bool(x)}{_joined(dict.fromkeys(x))}."
+    for line, x in places.items()
+  )
+
+
+def _origin(records: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Where and when the numbers were made, and by which commands."""
+  lines = []
+  for key, name in (("machine", "Machine"), ("versions", "Versions")):
+    values = dict.fromkeys(_joined(_words(x[key])) for x in records if x.get(key))
+    lines += [f"- {name}: {value}." for value in values]
+  dates = sorted({str(x["date"]) for x in records if x.get("date")})
+  ends = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
+  lines += [f"- Date: {ends}."] * bool(dates)
+  lines += [f"- Command: `{x}`" for x in
+            dict.fromkeys(x["command"] for x in records if x.get("command"))]
+  minutes = sum(x.get("minutes") or 0 for x in records)
+  return lines + [f"- {minutes:.1f} minutes in all."] * bool(minutes)
+
+
+def _words(value: Any) -> Iterator[str]:
+  for key, x in value.items() if isinstance(value, Mapping) else [("", value)]:
+    known = {"device": "{}", "processor": "{}", "cores": "{} cores"}
+    yield known.get(key, f"{key} {{}}").format(x).strip()
+
+
 def _said(content: Mapping[str, Any], key: str, default: Any = "-") -> Any:
   """Of the content or, where an older one lacks it, of its table."""
   table = papers.TABLES.get(content.get("table", ""))
@@ -407,231 +646,3 @@ def _preferred(
 
 def _slashed(words: Iterable[str]) -> str:
   return " / ".join(words)
-
-
-def _trained(content: Mapping[str, Any]) -> list[str]:
-  """The table of a content of runs, and what is below it."""
-  rows = content.get("rows", ())
-  axis = _said(content, "axis", "") if any(_has(x, "place") for x in rows) else ""
-  has_groups = len({row.get("group") for row in rows}) > 1
-  tests = [row["test"] for row in rows if row.get("test")]
-  heads = ["group"] * has_groups + ["row"] + [axis] * bool(axis) + ["parameters", "steps"]
-  scores = [
-    score for score in _said(content, "scores", ())
-    if any(_has(row, key, score) for row in rows for key in ("paper", "mean"))
-  ]
-  printed = [score for score in scores if any(_has(row, "paper", score) for row in rows)]
-  for score in scores:
-    name = _spaced(score)
-    heads += [f"{name}, the paper's", f"{name}, ours"] if score in printed else [name]
-  heads += ["difference, p"] * bool(tests)
-  notes = [_note(row, content) for row in rows]
-  heads += ["note"] * any(notes)
-  lines = []
-  for row, note in zip(rows, notes, strict=True):
-    cells = [row.get("group", "")] * has_groups + [row.get("label", "-")]
-    cells += [f"{row['place']:g}" if _has(row, "place") else "-"] * bool(axis)
-    sizes = [run["parameters"] for run in row.get("runs", ()) if _has(run, "parameters")]
-    cells += [f"{sizes[0]:,}" if sizes else "-", _steps(row)]
-    for score in scores:
-      paper = _number(score, row.get("paper", {}).get(score), of_paper=True)
-      star = "*" * bool(row.get("is_starred") and score == scores[0])
-      cells += [paper + star] * (score in printed) + [_ours(row, score)]
-    test = row.get("test") or {}
-    cell = f"{_number(test.get('score', ''), test.get('difference'), sign='+')}, "
-    cell += f"{test.get('p_value', math.nan):.3f} {test.get('verdict', '')}".strip()
-    cells += [cell if test else "-"] * bool(tests)
-    lines.append(cells + [note or "-"] * any(notes))
-  below = _missing(rows) + _order_line(content)
-  if any((row.get("seeds") or 0) > 1 for row in rows):
-    below.append("- ±: the sample's deviation over seeds, their number in brackets.")
-  if tests:
-    below.append(f"- Difference of {_spaced(tests[0]['score'])} to the group's "
-                 f"{_said(content, 'baseline', 'baseline')}: a paired t-test over the "
-                 "seeds of both.")
-  return [_grid(heads, lines), "\n".join(below), _changes(content), _texts(rows)]
-
-
-def _timed(content: Mapping[str, Any]) -> list[str]:
-  points = content.get("points", ())
-  columns = list(dict.fromkeys((x.get("model"), x.get("dtype")) for x in points))
-  cells, missing = {}, {}
-  for point in points:
-    key = point.get("model"), point.get("dtype")
-    ratios = [
-      f"{name} {point[x]:.2f}"
-      for name, x in (("time", "ratio"), ("memory", "memory_ratio")) if _has(point, x)
-    ]
-    memory = f", {point['temporary_mib']:,.4g} MiB" if _has(point, "temporary_mib") else ""
-    cell = f"{point['seconds']:.3g} s{memory}" if _has(point, "seconds") else "-"
-    cells[point.get("place"), key] = cell + f" ({', '.join(ratios)})" * bool(ratios)
-    if point.get("left_out"):
-      who = f"{_joined(key)} at {point.get('place'):,g}"
-      missing.setdefault(point["left_out"], []).append(who)
-  places = sorted({place for place, _ in cells})
-  lines = [[f"{x:,g}", *(cells.get((x, y), "-") for y in columns)] for x in places]
-  grid = _grid([_said(content, "axis", "place"), *map(_joined, columns)], lines)
-  below = [f"- Left out: {reason}: {'; '.join(who)}." for reason, who in missing.items()]
-  bases = sorted({x["baseline"] for x in points if x.get("baseline")})
-  over = _joined(bases) or "the model without pooling"
-  below.append(f"- In brackets: over {over} at its side, medians of paired measurements.")
-  settings = dict.fromkeys(
-    _joined(f"{key} {_value(x)}" for key, x in (point.get("settings") or {}).items())
-    for point in points
-  )
-  below += [f"- Settings: {line}." for line in settings if line]
-  return [grid, "\n".join(below)]
-
-
-def _counted(content: Mapping[str, Any]) -> list[str]:
-  lines, rows = [], content.get("rows", ())
-  for row in rows:
-    for whose in ("paper", "ours"):
-      numbers = [f"{row.get(whose, {}).get(name, math.nan):,}" for name in _COUNTS]
-      end = "" if whose == "paper" else "agrees" if row.get("agrees") else "differs"
-      first = row.get("label", "-") if whose == "paper" else ""
-      lines.append([first, "the paper's" if whose == "paper" else whose, *numbers, end])
-  return [_grid(["layer", "whose", *_COUNTS, ""], lines)]
-
-
-def _grid(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-  lines = [heads, ["---"] * len(heads), *lines]
-  return "\n".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |" for line in lines)
-
-
-def _number(score: str, value: float | None, *, of_paper=False, sign="") -> str:
-  """With the digits of its score, a factor's as the paper prints it; "-" for none."""
-  if value is None or not math.isfinite(value):
-    return "-"
-  digits = 3 if score in (papers.BITS, "median_cost", "nats_per_token") else 2
-  if of_paper and score == papers.FACTOR:
-    digits = 1
-  return f"{value:{sign}.{digits}f}"
-
-
-def _ours(row: Mapping[str, Any], score: str) -> str:
-  cell = _number(score, row.get("mean", {}).get(score))
-  if cell != "-" and _has(row, "deviation", score):
-    values = _by_seed(row.get("runs", ()), score)
-    cell += f" ± {_number(score, row['deviation'][score])} ({len(values)})"
-  return cell
-
-
-def _steps(row: Mapping[str, Any]) -> str:
-  cells = []
-  for run in row.get("runs", ()):
-    status = run.get("status", "-").replace("_", " ")
-    steps = f"{run['step']:,} of {run.get('num_steps') or 0:,}" if _has(run, "step") else ""
-    cells.append(_joined([steps, "" if status == "done" and steps else status]))
-  return "; ".join(dict.fromkeys(cells)) or "-"
-
-
-def _note(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
-  """How far runs came that are not done, and their last validation."""
-  notes = []
-  for run in row.get("runs", ()):
-    if run.get("status") in ("partial", "diverged") and run.get("validation"):
-      last = run["validation"][-1]
-      first = (*_said(content, "scores", ()), "nats_per_token")
-      score = next((x for x in first if _has(last, x)), "")
-      of_all = f" of {run['num_steps']:,}" if _has(run, "num_steps") else ""
-      notes.append(f"step {last.get('step') or 0:,}{of_all}; validation "
-                   f"{_number(score, last.get(score))} {_spaced(score)}")
-  return "; ".join(dict.fromkeys(notes))
-
-
-def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """A line a reason: the rows without any result, and single seeds of the others."""
-  found: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
-  for row in rows:
-    for run in row.get("runs") or [{"status": "not run"}]:
-      if run.get("status") != "done":
-        reason = _joined([_spaced(run.get("status") or ""), run.get("reason")])
-        whole, single = found.setdefault(reason, ([], []))
-        if row.get("seeds"):
-          single.append(f"`{row.get('name')}`, seed {run.get('seed')}")
-        elif row not in whole:
-          whole.append(row)
-  return [
-    f"- Without a result: {'; '.join([_who(whole, rows)] * bool(whole) + single)}: {why}."
-    for why, (whole, single) in found.items()
-  ]
-
-
-def _who(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
-  """Names rows by their groups or labels, where all of one are meant, else one by one."""
-  if len(some) == len(rows):
-    return "all rows"
-  left, names = [row.get("name") for row in some], []
-  for key, form in (("group", "{}"), ("label", "{}"), ("place", "all at {}")):
-    for value in dict.fromkeys(row.get(key) for row in some):
-      whole = [row.get("name") for row in rows if row.get(key) == value]
-      if len(whole) > 1 and value is not None and {*whole} <= {*left}:
-        names.append(form.format(value))
-        left = [name for name in left if name not in whole]
-  return ", ".join([*names, *(f"`{name}`" for name in left)])
-
-
-def _order_line(content: Mapping[str, Any]) -> list[str]:
-  order = content.get("order")
-  if not order:
-    return []
-  rest, printed = "", order.get("paper_pairs", order["pairs"])
-  if printed > order["pairs"]:
-    rest = f"; the other {printed - order['pairs']} of its {printed} have no result"
-  return [f"- {order['same']} of the paper's {order['pairs']} pairs are in its order, by "
-          f"{_spaced(order['score'])}{rest}."]
-
-
-def _changes(content: Mapping[str, Any]) -> str:
-  """What differs from the papers' settings, that of all rows once."""
-  rows = [row for row in content.get("rows", ()) if row.get("runs")]
-  found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-  for row in rows:
-    changes = {k: x for run in row["runs"] for k, x in (run.get("changes") or {}).items()}
-    for key, (before, now) in changes.items():
-      change = f"{_value(before)} -> {_value(now)}"
-      found.setdefault(key, {}).setdefault(change, []).append(row)
-  lines = []
-  for key, changes in sorted(found.items()):
-    cells = [f"{x} ({_who(who, rows)})" if len(who) < len(rows) else x
-             for x, who in changes.items()]
-    lines.append(f"- `{key}` {'; '.join(cells)}")
-  return "\n".join(["The paper's settings -> these:", "", *lines]) if lines else ""
-
-
-def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
-  places: dict[str, list[str]] = {}
-  for row in rows:
-    for run in row.get("runs", ()):
-      if run.get("text"):
-        sizes = [f"{(run.get('tokens') or {}).get(x) or 0:,}" for x in _SPLITS]
-        kinds = f" of {run['vocab_size']:,} kinds" if _has(run, "vocab_size") else ""
-        line = f"{' / '.join(sizes)} tokens{kinds} ({' / '.join(_SPLITS)})"
-        group = [row.get("group") or "the paper's"] * _is_stand_in(run)
-        places.setdefault(f"`{run['text']}`: {line}", []).extend(group)
-  return "\n".join(
-    f"- Text: {line}{', in the place of ' * bool(x)}{_joined(dict.fromkeys(x))}."
-    for line, x in places.items()
-  )
-
-
-def _origin(records: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Where and when the numbers were made, and by which commands."""
-  lines = []
-  for key, name in (("machine", "Machine"), ("versions", "Versions")):
-    values = dict.fromkeys(_joined(_words(x[key])) for x in records if x.get(key))
-    lines += [f"- {name}: {value}." for value in values]
-  dates = sorted({str(x["date"]) for x in records if x.get("date")})
-  ends = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
-  lines += [f"- Date: {ends}."] * bool(dates)
-  lines += [f"- Command: `{x}`" for x in
-            dict.fromkeys(x["command"] for x in records if x.get("command"))]
-  minutes = sum(x.get("minutes") or 0 for x in records)
-  return lines + [f"- {minutes:.1f} minutes in all."] * bool(minutes)
-
-
-def _words(value: Any) -> Iterator[str]:
-  for key, x in value.items() if isinstance(value, Mapping) else [("", value)]:
-    known = {"device": "{}", "processor": "{}", "cores": "{} cores"}
-    yield known.get(key, f"{key} {{}}").format(x).strip()

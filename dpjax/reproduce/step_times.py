@@ -16,7 +16,6 @@ Sources: Cetoli, CLASP 2022, Fig. 2; Nawrot et al. 2023, arXiv:2211.09761, Sec. 
 
 import dataclasses
 import gc
-import importlib
 import math
 import os
 import statistics
@@ -28,6 +27,7 @@ import jax
 import numpy as np
 
 from dpjax.models.build import build_model
+from dpjax.reproduce import scales
 from dpjax.training import losses, sharding
 from dpjax.training import step as step_lib
 from dpjax.training.optimizer import learning_rate, make_optimizer
@@ -106,7 +106,7 @@ def places(name: str, scale: str) -> list[Place]:
     scale: "tiny", "cpu" or "paper".
 
   Returns:
-    Them, by dtype and place; the files of configs/ are imported.
+    Them, by dtype and place.
 
   Raises:
     ValueError: the name or the scale is unknown.
@@ -120,14 +120,14 @@ def places(name: str, scale: str) -> list[Place]:
     if name == FIG2:
       for length in sizes["places"]:
         at = (dtype, length, sizes, dict(max_length=length))
-        found += [_place(DISPATCHER, ATTENTION, "dispatcher_wikitext2", *at),
-                  _place(ATTENTION, None, "msa_wikitext2", *at)]
+        found += [_place(DISPATCHER, ATTENTION, "dispatcher_wikitext2.py", *at),
+                  _place(ATTENTION, None, "msa_wikitext2.py", *at)]
     else:
       layers = dict(zip(_LAYERS, sizes["layers"], strict=True))
       whole = dict(num_layers=sum(layers.values()))
-      found.append(_place(VANILLA, None, "pooling_text8:none", dtype, 1, sizes, whole))
+      found.append(_place(VANILLA, None, "pooling_text8.py:none", dtype, 1, sizes, whole))
       found += [
-        _place(FIXED, VANILLA, "pooling_text8:fixed2", dtype, factor, sizes,
+        _place(FIXED, VANILLA, "pooling_text8.py:fixed2", dtype, factor, sizes,
                layers | dict(shortening_factor=factor))
         for factor in sizes["places"]
       ]
@@ -371,8 +371,7 @@ def _reason(error: Exception) -> str:
 
 
 def _place(model, baseline, file, dtype, place, sizes, of_model) -> Place:
-  module, *variant = file.split(":")
-  config = importlib.import_module(f"configs.{module}").get_config(*variant)
+  config = scales.load(f"configs/{file}")
   config.train.batch_size = sizes["batch"]
   of = config.model
   of.update(sizes["model"] | of_model | dict(dtype=dtype))

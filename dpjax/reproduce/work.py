@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,12 @@ class Work:
         times.append(time.monotonic() - begin)
 
   def write(self, tables: Sequence[Table] = ()) -> list[dict[str, Any]]:
-    """Writes the reports of all tables, or of these, and gives what they hold."""
+    """Writes the reports of all tables, or of these, and gives what they hold.
+
+    Those of which nothing has been begun are left out.
+    """
     contents = [self._content(table) for table in tables or self._tables]
+    contents = [content for content in contents if _is_begun(content)]
     for content in contents:
       report.write(content, self._settings.out)
     return contents
@@ -166,6 +170,12 @@ class Work:
 
     first = ""
     if run.after is not None:
+      status = self._records.get((run.after.config, run.seed), {}).get("status", "missing")
+      if status != "done":
+        reason = f"expected a whole run of {run.after.name}, got it {status}"
+        return self._end(run, experiment.left_out(
+          run.row, run.seed, settings.scale, reason.replace("_", " ")
+        ))
       first = experiment.folder(settings.runs, settings.scale, run.after.config, run.seed)
     try:
       record = experiment.do(
@@ -175,6 +185,9 @@ class Work:
     except experiment.Stopped as stopped:
       self._put(run, stopped.record)
       raise
+    return self._end(run, record)
+
+  def _end(self, run: _Run, record: dict[str, Any]) -> str:
     if record["reason"]:
       print(record["reason"], flush=True)
     self._put(run, record)
@@ -230,6 +243,11 @@ class Work:
       gone = (time.monotonic() - self._began) / 60
       minutes = min(minutes, self._settings.minutes - gone)
     return f", about {minutes:.0f} minutes left"
+
+
+def _is_begun(content: Mapping[str, Any]) -> bool:
+  is_run = any(row.get("runs") for row in content.get("rows", []))
+  return is_run or bool(content.get("points")) or content["kind"] == "counts"
 
 
 def _in_order(table: Table, seed: int) -> list[_Run]:

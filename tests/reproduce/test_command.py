@@ -21,7 +21,7 @@ def test_a_table_that_is_counted_is_written_and_printed(tmp_path):
   done = started("extractors-table7", "--scale=tiny", f"--out={tmp_path}")
   assert done.returncode == 0, done.stderr
   assert "139,476,992" in done.stdout and "agrees" in done.stdout
-  content = json.loads((tmp_path / "extractors-table7_tiny.json").read_text())
+  content = json.loads((tmp_path / "extractors-table7_reduced_tiny.json").read_text())
   assert all(row["agrees"] for row in content["rows"])
 
 
@@ -35,7 +35,7 @@ def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
   count = len(papers.TABLES["extractors-fig7"].rows)
   assert f"{count} without a result:" in done.stderr
   assert "attention_64, seed 0: data: expected a folder childrens_books" in done.stderr
-  assert len(list((tmp_path / "out").glob("*_cpu.json"))) == 2
+  assert len(list((tmp_path / "out").glob("*_reduced_cpu.json"))) == 2
 
 
 @pytest.mark.parametrize("arguments, message", [

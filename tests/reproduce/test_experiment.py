@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import signal
+from pathlib import Path
 
 import jax
 import pytest
@@ -147,4 +148,5 @@ def test_tables_that_share_an_experiment_share_its_folder():
     for table in papers.TABLES.values() for row in table.rows
   }
   assert len(folders) == len({*folders.values()})
-  assert str(experiment.folder("a", "cpu", "configs/msa_ptb.py", 2)) == "a/cpu/msa_ptb/seed_2"
+  folder = experiment.folder("a", "cpu", "configs/msa_ptb.py", 2)
+  assert folder == Path("a/cpu/msa_ptb/seed_2")

@@ -80,7 +80,7 @@ def names(done):
 
 
 def kept(folder, table=TABLE):
-  content = json.loads((folder / f"out/{table.name}_tiny.json").read_text())
+  content = json.loads((folder / f"out/{table.name}_reduced_tiny.json").read_text())
   return {row["name"]: row["runs"] for row in content["rows"]}
 
 
@@ -95,7 +95,22 @@ def test_every_run_once_and_those_that_others_begin_with_before_them(done, tmp_p
   assert done.calls[0][2] == ""
   # Tables share a run, and each has it in its report.
   assert len(kept(tmp_path)["alone"]) == len(kept(tmp_path, OTHER)["again"]) == 2
-  assert (tmp_path / "out/pooling-fig3_tiny.md").exists()
+  assert (tmp_path / "out/pooling-fig3_reduced_tiny.md").exists()
+
+
+@pytest.mark.parametrize("status", ["partial", "diverged", "left_out"])
+def test_what_begins_with_another_run_waits_for_all_of_it(done, tmp_path, status):
+  done.results["first"] = {"status": status, "reason": "Why"}
+  run([TABLE], tmp_path)
+  assert names(done) == [("alone", 0), ("first", 0)]
+  (record,) = kept(tmp_path)["second"]
+  got = status.replace("_", " ")
+  assert record["status"] == "left_out"
+  assert record["reason"] == f"expected a whole run of first, got it {got}"
+  done.results.clear()
+  run([TABLE], tmp_path)
+  # What diverged would do so again.
+  assert names(done)[2:] == [("first", 0), ("second", 0)] * (status != "diverged")
 
 
 def test_what_is_finished_is_not_done_again_and_nothing_of_it_is_lost(done, tmp_path):
@@ -107,6 +122,21 @@ def test_what_is_finished_is_not_done_again_and_nothing_of_it_is_lost(done, tmp_
   assert [x["seed"] for x in kept(tmp_path, OTHER)["again"]] == [0, 1]
   run([TABLE], tmp_path, seeds=3)
   assert names(done)[1:] == [("alone", 2), ("first", 2), ("second", 2)]
+
+
+def test_of_two_reports_of_a_run_the_later_one_counts(done, tmp_path):
+  done.results["again"] = {"status": "partial", "reason": "Stopped", "step": 2}
+  run([OTHER], tmp_path)
+  run([TABLE], tmp_path)
+  assert names(done) == [("again", 0), ("more", 0)] + [
+    (name, 0) for name in ("alone", "first", "second")
+  ]
+  # The report that has it still as it was is not believed, and is brought up to date.
+  run([OTHER], tmp_path)
+  assert len(done.calls) == 5
+  assert kept(tmp_path, OTHER)["again"][0]["status"] == "partial"
+  work.Work([OTHER], settings(tmp_path)).write()
+  assert kept(tmp_path, OTHER)["again"][0]["status"] == "done"
 
 
 @pytest.mark.parametrize("status, is_again", [
@@ -175,7 +205,8 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch):
       run([table], tmp_path)
   # What found no room is tried again.
   assert asked == [("dispatcher-fig2", "tiny", []), ("dispatcher-fig2", "tiny", [8])]
-  points = json.loads((tmp_path / "out/dispatcher-fig2_tiny.json").read_text())["points"]
+  path = tmp_path / "out/dispatcher-fig2_reduced_tiny.json"
+  points = json.loads(path.read_text())["points"]
   assert [point["place"] for point in points] == [8, 8, 16]
   assert points[0]["date"] == ABOUT["date"]
   job = work.Work([table], settings(tmp_path))
@@ -196,7 +227,7 @@ def test_settings_that_cannot_be_followed(tmp_path, changes, message):
 
 def test_a_damaged_report_is_named(tmp_path):
   (tmp_path / "out").mkdir()
-  path = tmp_path / "out/pooling-table2_tiny.json"
+  path = tmp_path / "out/pooling-table2_reduced_tiny.json"
   path.write_text("{")
   with pytest.raises(ValueError, match=str(path)):
     work.Work([TABLE], settings(tmp_path))
