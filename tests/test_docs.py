@@ -10,6 +10,7 @@ import sys
 import dpjax
 from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
+from dpjax.reproduce import pages, papers, report
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
@@ -212,6 +213,20 @@ def test_what_is_said_of_preparation_is_measured():
   ):
     assert sentence in said, f"expected the words {sentence}"
   assert min(bpe["ratio"], unigram["ratio"]) >= 0.8
+
+
+def test_the_papers_numbers_and_ours_are_those_of_the_reports():
+  contents = report.read(helpers.ROOT / "results/reproduce")
+  assert {content["table"] for content in contents} == {*papers.TABLES}
+  page = (helpers.ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
+  assert page == pages.page(contents), "python -m dpjax.reproduce report makes it anew"
+  assert pages.headline(contents) in README
+  # No run may pass for one of the papers' scale.
+  for content in contents:
+    if content["scale"] != "paper":
+      assert f"**Reduced ({content['scale']})" in pages.markdown(content) or (
+        content["kind"] == "counts"
+      )
 
 
 def test_what_is_said_of_the_quickstart_is_measured():

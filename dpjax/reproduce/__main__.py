@@ -62,18 +62,20 @@ def find(names: str) -> list[papers.Table]:
 def main(names: str) -> None:
   """Does what is missing of the tables, and prints their reports."""
   # Loaded once the flags are known to be right, as JAX takes a while.
-  from dpjax.reproduce import experiment, report, work
+  from dpjax.reproduce import experiment, pages, report, work
 
   if names == "report":
     contents = report.read(_OUT.value)
+    if not contents:
+      raise ValueError(f"out: expected a folder with reports, got {_OUT.value} without")
     path = Path(PAGE)
     if not path.parent.is_dir():
       raise ValueError(f"report: expected to be started in the repository of dpjax, where "
                        f"{path} is, got {Path.cwd()}")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(report.page(contents), encoding="utf-8")
+    temporary.write_text(pages.page(contents), encoding="utf-8")
     os.replace(temporary, path)
-    print(f"{report.headline(contents)}\n{path}")
+    print(f"{pages.headline(contents)}\n{path}")
     return
   tables = find(names)
   job = work.Work(
@@ -89,7 +91,7 @@ def main(names: str) -> None:
   except experiment.Stopped as error:
     stopped = error
   for content in job.write():
-    print(f"\n{report.markdown(content)}")
+    print(f"\n{pages.markdown(content)}")
   print(f"\nThe reports are in {_OUT.value}.")
   if stopped is not None:
     sys.exit(f"{stopped} The same command goes on from there.")

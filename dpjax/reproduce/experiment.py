@@ -13,16 +13,18 @@ A record is what a report holds of a run, as JSON values:
                          median_cost, the median training loss of the last batches
   validation             the scores of the validation split, by step
   costs                  median training losses of each `every` batches
-  minutes                of all calls together
-  machine, versions, command, date
+  minutes, resumed       of all calls that went on with one another; whether the last did
+  machine, versions, command, date    of the last call
 """
 
 import datetime
+import hashlib
 import json
 import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -42,10 +44,28 @@ from dpjax.training import loop, metrics
 _CURVE = ("nats_per_token", "perplexity", "bits_per_character")
 
 
-def folder(runs: str | Path, scale: str, config: str, seed: int) -> Path:
-  """Where the run of a configuration "FILE:VARIANT" is: tables that have it share it."""
+def folder(runs: str | Path, scale: str, config: str, seed: int, text: str = "") -> Path:
+  """Where the run of a configuration "FILE:VARIANT" is: tables that have it share it.
+
+  Runs that differ in what is changed for the scale, or in their text, have others.
+  """
   slug = config.removeprefix("configs/").replace(".py", "").replace(":", "/")
-  return Path(runs, scale, slug, f"seed_{seed}")
+  what = json.dumps([changes(config, scale), text], sort_keys=True)
+  digits = hashlib.sha256(what.encode()).hexdigest()[:8]
+  return Path(runs, scale, f"{slug}_{digits}", f"seed_{seed}")
+
+
+def text(config: str, scale: str, data: str | Path) -> str:
+  """What the text of an experiment is called: the corpus, or its stand-in in a folder.
+
+  Raises:
+    ValueError: the folder has none.
+  """
+  settings = scales.configure(config, scale).data
+  if not data or settings.name == catalog.ONE_MORE:
+    return scales.stem(settings.name, settings.language)
+  found = scales.find_text(data, settings.name, settings.language)
+  return found.name.removesuffix(".txt")
 
 
 def changes(config: str, scale: str) -> dict[str, list]:
@@ -74,13 +94,14 @@ def configure(
   """
   config = scales.configure(row.config, scale)
   config.seed = seed
-  config.train.initial_run = str(initial_run)
+  # Whole names: a run that goes on is recognised by them.
+  config.train.initial_run = str(initial_run and Path(initial_run).resolve())
   if config.data.name == catalog.ONE_MORE:
     config.data.data_dir = str(Path(runs, "data"))
   elif data:
     config.data.data_dir = str(Path(runs, "data"))
-    text = scales.find_text(data, config.data.name, config.data.language)
-    config.data.path = str(text)
+    found = scales.find_text(data, config.data.name, config.data.language)
+    config.data.path = str(found.resolve())
     config.data.manual_dir = str(Path(data, "vocabularies"))
     if config.data.language and not config.data.clean:
       config.data.language = ""
@@ -117,35 +138,40 @@ def do(
     Stopped: a signal came; the run is saved.
   """
   begin = time.monotonic()
-  workdir = folder(runs, scale, row.config, seed)
-  record = left_out(row, seed, scale, "")
-  signalled = None
+  record, signalled, is_over = left_out(row, seed, scale, ""), None, False
+
+  def asks() -> bool:
+    # The loop does not ask after a step at which a signal came.
+    nonlocal is_over
+    is_over = should_stop()
+    return is_over
+
   try:
     config = configure(row, seed, scale, runs=runs, data=data, initial_run=initial_run)
-    run, scores = run_lib.train(config, workdir, should_stop=should_stop)
-    costs = _costs(workdir, run.config.train.median_every_steps)
-    num_steps = len(plots.read_losses(workdir))
-    record |= _describe(run) | {
-      "status": "done", "step": num_steps, "num_steps": num_steps, "best_step": run.step,
-      "scores": scores | {"median_cost": costs["last"]}, "costs": costs,
-    }
-  except loop.Interrupted as error:
-    signalled = None if should_stop() else error
-    run = run_lib.load(workdir, error.step)
-    record |= _describe(run) | {
-      "status": "partial", "reason": str(error), "step": error.step,
-      "num_steps": error.num_steps,
-      "costs": _costs(workdir, run.config.train.median_every_steps),
-    }
-    if signalled is None:
-      scores = run.score_split("valid", progress=True)
-      record["validation"].append(_point(error.step, scores))
-  except loop.NonFiniteError as error:
-    record |= {"status": "diverged", "reason": str(error)}
+    record["text"] = text(row.config, scale, data)
+    workdir = folder(runs, scale, row.config, seed, record["text"])
+    record["resumed"] = (workdir / "checkpoints").exists()
+    try:
+      run, scores = run_lib.train(config, workdir, should_stop=asks)
+      record |= _describe(run) | _curves(workdir, config)
+      record |= {"status": "done", "num_steps": record["step"], "best_step": run.step}
+      record["scores"] = scores | {"median_cost": record["costs"]["last"]}
+    except loop.Interrupted as error:
+      signalled = None if is_over else error
+      run = run_lib.load(workdir, error.step)
+      record |= _describe(run) | _curves(workdir, config)
+      record |= {"status": "partial", "reason": str(error), "num_steps": error.num_steps}
+      if signalled is None:
+        scores = run.score_split("valid", progress=True)
+        record["validation"].append(_point(error.step, scores))
+    except loop.NonFiniteError as error:
+      record |= _curves(workdir, config) | {"status": "diverged", "reason": str(error)}
   except (ValueError, OSError) as error:
     record["reason"] = " ".join(str(error).split())
-  except jax.errors.JaxRuntimeError as error:
-    record["reason"] = str(error).splitlines()[0]
+  # A queue that runs overnight goes on with the next.
+  except Exception as error:
+    traceback.print_exc()
+    record["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
   jax.clear_caches()  # A process that makes many models would keep the code of all.
   record["minutes"] = round((time.monotonic() - begin) / 60, 2)
   record = _for_json(record)
@@ -166,21 +192,20 @@ def left_out(row: Row, seed: int, scale: str, reason: str) -> dict[str, Any]:
   """The record of a run that was not begun, and why."""
   return {
     "row": row.name, "config": row.config, "seed": seed, "status": "left_out",
-    "reason": reason, "scores": {}, "changes": changes(row.config, scale), "minutes": 0.0,
-    **about(),
+    "reason": reason, "step": 0, "scores": {}, "changes": changes(row.config, scale),
+    "minutes": 0.0, "resumed": False, **about(),
   }
 
 
 def about() -> dict[str, Any]:
   """The machine, the versions, the command and the day."""
-  names = ("dpjax", "jax", "jaxlib", "flax", "optax")
   return {
     "machine": {
       "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-      "processor": _processor(), "cores": len(os.sched_getaffinity(0)),
+      "processor": _processor(), "cores": _cores(),
     },
     "versions": {
-      **{name: metadata.version(name) for name in names},
+      **{name: _version(name) for name in ("dpjax", "jax", "jaxlib", "flax", "optax")},
       "python": platform.python_version(),
     },
     "command": " ".join(["python", *sys.orig_argv[1:]]),
@@ -189,32 +214,35 @@ def about() -> dict[str, Any]:
 
 
 def _describe(run: run_lib.Run) -> dict[str, Any]:
-  assert run.data is not None and run.workdir is not None
-  lines = (run.workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-  reports = [json.loads(line) for line in lines]
-  path = run.config.data.path
+  assert run.data is not None
   return {
-    "text": Path(path).name.removesuffix(".txt") if path else run.data.name,
     "tokens": {split: counts["tokens"] for split, counts in run.data.counts.items()},
     "vocab_size": run.config.model.vocab_size,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
+  }
+
+
+def _curves(workdir: Path, config: ConfigDict) -> dict[str, Any]:
+  """What a run's files have of its losses and validations, and how far it came."""
+  losses = plots.read_losses(workdir)
+  every = config.train.median_every_steps
+  lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+  reports = [json.loads(line) for line in lines]
+  return {
+    "step": len(losses),
     "validation": [
       _point(report["step"], report) for report in reports if report["split"] == "valid"
     ],
+    "costs": {
+      "every": every,
+      "medians": plots.medians(losses, every).tolist() if len(losses) >= every else [],
+      "last": plots.last_median(losses, min(every, len(losses))) if len(losses) else None,
+    },
   }
 
 
 def _point(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
   return {"step": step, **{name: scores[name] for name in _CURVE if name in scores}}
-
-
-def _costs(workdir: Path, every: int) -> dict[str, Any]:
-  losses = plots.read_losses(workdir)
-  every = min(every, len(losses))
-  return {
-    "every": every, "medians": plots.medians(losses, every).tolist(),
-    "last": plots.last_median(losses, every),
-  }
 
 
 def _for_json(value: Any) -> Any:
@@ -225,6 +253,20 @@ def _for_json(value: Any) -> Any:
   if isinstance(value, (float, np.floating)):
     return metrics.for_json({"": float(value)})[""]
   return value
+
+
+def _version(name: str) -> str:
+  try:
+    return metadata.version(name)
+  except metadata.PackageNotFoundError:
+    return "not installed"
+
+
+def _cores() -> int:
+  """That this process may use, where the system says it."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -1,38 +1,26 @@
-"""What the runs of a table gave beside the paper's numbers: JSON, Markdown and a figure.
+"""What the runs of a table gave beside the paper's numbers, as files.
 
 `summarise` turns records of runs into the content of a table, and `write` keeps it as JSON,
-Markdown and a figure. The pages, `page` and `headline`, are made of those
-files alone. Nothing here trains, and JAX is not loaded.
+Markdown and a figure. Nothing here trains, and JAX is not loaded.
 """
 
 import itertools
 import json
 import math
 import os
-import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpjax import complexity, plots, significance
-from dpjax.data import catalog
-from dpjax.reproduce import papers
+from dpjax.reproduce import pages, papers
 from dpjax.reproduce.figures import draw
 
 SCALES = ("paper", "cpu", "tiny")
 # Of two records of one seed the first of these counts.
 _STATUSES = ("done", "partial", "diverged", "left_out")
-_COUNTS = ("multiplications", "additions", "divisions", "exponentiations", "parameters")
-# The comparisons of `headline`: table, group, rows, score.
-_HEADLINES = [
-  *(("dispatcher-table1", text, ("msa", "dispatcher"), papers.PERPLEXITY)
-    for text in ("PTB", "WikiText2")),
-  *(("pooling-table1", "text8", (row,), papers.BITS)
-    for row in ("none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram",
-                "whitespace")),
-]
-_SPLITS = ("train", "valid", "test")
+
 
 
 def summarise(
@@ -43,7 +31,8 @@ def summarise(
   A record is a row's where their configurations are one, so that several tables may share
   a run. Means, sample deviations and tests are over runs that are done, and over scores
   that are finite; a test is `dpjax.significance.compare`'s, of the seeds that the row and
-  the baseline of its group have in common, at least 2.
+  the first baseline of its group have in common, at least 2. "is_better" says that it is
+  lower than all of them by such a test, p < 0.05.
 
   Args:
     table: of the kind "runs".
@@ -59,14 +48,22 @@ def summarise(
     runs, seed = found.setdefault(record["config"], {}), record["seed"]
     runs[seed] = max(record, runs.get(seed, record), key=_progress)
   rows = [_row(row, table.scores, found.get(row.config, {})) for row in table.rows]
-  for row in rows if table.baseline else ():
-    row["test"] = _test(row, rows, table.scores[0], table.baseline)
+  # Of another vocabulary, so that their scores are of other tokens.
+  apart = {row.name for row in table.rows if row.after}
+  for row in rows if table.baselines else ():
+    bases = [x for x in rows if x["group"] == row["group"] and x is not row
+             and x["name"].rpartition("/")[2] in table.baselines]
+    tests = [_test(row, base, table.scores[0]) for base in bases]
+    row["test"] = tests[0] if tests else None
+    row["is_better"] = len(tests) == len(table.baselines) and all(
+      test is not None and test["verdict"] == "lower" for test in tests
+    )
   return {
     **_head(table, scale),
     "seeds": len({run["seed"] for row in rows for run in row["runs"]}),
     "scores": [*table.scores],
     "rows": rows,
-    "order": _order(rows, table.scores[0]) if table.scores else None,
+    "order": _order(rows, table.scores[0], apart),
   }
 
 
@@ -75,45 +72,43 @@ def counts(table: papers.Table, scale: str) -> dict[str, Any]:
   ours = complexity.table(length=128, width=128, num_heads=32)
   rows = []
   for label, numbers in papers.TABLE_7.items():
-    paper = dict(zip(_COUNTS, numbers, strict=True))
-    own = {name: getattr(ours[label], name) for name in _COUNTS}
+    paper = dict(zip(papers.COUNTS, numbers, strict=True))
+    own = {name: getattr(ours[label], name) for name in papers.COUNTS}
     rows.append({"label": label, "paper": paper, "ours": own, "agrees": own == paper})
   return {**_head(table, scale), "rows": rows}
 
 
 def step_times(
-  table: papers.Table, scale: str, points: Sequence[Mapping[str, Any]]
+  table: papers.Table, scale: str, points: Sequence[Mapping[str, Any]], planned: int
 ) -> dict[str, Any]:
-  """Puts the points of `dpjax.reproduce.step_times.measure` under their table's head."""
-  return {**_head(table, scale), "points": [dict(point) for point in points]}
+  """Puts the points of `dpjax.reproduce.step_times.measure` under their table's head.
 
-
-def file_name(table: str, scale: str) -> str:
-  """Of a table's files, without their endings: a reduced scale says so.
-
-  >>> file_name("pooling-fig3", "cpu"), file_name("pooling-fig3", "paper")
-  ('pooling-fig3_reduced_cpu', 'pooling-fig3')
+  Args:
+    table: of the kind "step_times".
+    scale: "paper", "cpu" or "tiny".
+    points: those that there are.
+    planned: how many there are to be.
   """
-  return table if scale == "paper" else f"{table}_reduced_{scale}"
+  points = [dict(point) for point in points]
+  return {**_head(table, scale), "planned": planned, "points": points}
 
 
 def write(content: Mapping[str, Any], folder: str | Path) -> None:
-  """Writes its files (`file_name`): .json, .md and, where there is a figure, .png.
+  """Writes the files of a content: .json, .md and, where there is a figure, .png.
 
-  Each is written whole or not at all, and nothing before all three are made. Numbers that
-  are not finite become null.
+  Their name is `dpjax.reproduce.pages.file_name`'s. Each is written whole or not
+  at all, the JSON first. Numbers that are not finite become null.
   """
   content = _finite(content)
-  folder, name = Path(folder), file_name(content["table"], content["scale"])
-  text, figure = markdown(content), draw(content)
+  folder, name = Path(folder), pages.file_name(content["table"], content["scale"])
+  lines = json.dumps(content, indent=2, allow_nan=False) + "\n"
+  folder.mkdir(parents=True, exist_ok=True)
+  _replace(folder / f"{name}.json", lambda path: path.write_text(lines, "utf-8"))
+  text, figure = pages.markdown(content), draw(content)
   if figure is not None:
     text += f"\n![{name}]({name}.png)\n"
-  as_json = json.dumps(content, indent=2, allow_nan=False) + "\n"
-  folder.mkdir(parents=True, exist_ok=True)
-  for suffix, lines in (("json", as_json), ("md", text)):
-    _replace(folder / f"{name}.{suffix}", lambda x, y=lines: x.write_text(y, "utf-8"))
-  if figure is not None:
-    _replace(folder / f"{name}.png", lambda x: plots.write(figure, x))
+    _replace(folder / f"{name}.png", lambda path: plots.write(figure, path))
+  _replace(folder / f"{name}.md", lambda path: path.write_text(text, "utf-8"))
 
 
 def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
@@ -129,106 +124,17 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
   scales = SCALES if scale is None else (scale,)
   contents = []
   for name, size in itertools.product(papers.TABLES, scales):
-    path = Path(folder) / f"{file_name(name, size)}.json"
+    path = Path(folder) / f"{pages.file_name(name, size)}.json"
     if path.exists():
       try:
         content = json.loads(path.read_text(encoding="utf-8"))
       except (OSError, ValueError) as error:
         raise ValueError(f"folder: expected JSON in {path}, got: {error}") from error
-      if not isinstance(content, dict):
+      is_table = isinstance(content, dict) and content.get("table") == name
+      if not is_table or not {"rows", "points"} & content.keys():
         raise ValueError(f"folder: expected a table in {path}, got another JSON")
-      contents.append({"table": name, "scale": size, **content})
+      contents.append(content)
   return contents
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-  """A section of Markdown: what scale it is, the table, and where its numbers are from."""
-  kind = content.get("kind", "runs")
-  if kind == "counts":
-    scale, body = "Counted, so that it is the same at every scale.", _counted(content)
-  else:
-    scale = "At the paper's scale, but for what is said below."
-    if content.get("scale") != "paper":
-      what = "sizes" if kind == "step_times" else "models and fewer steps"
-      scale = (f"**Reduced ({content.get('scale')}): smaller {what}, not to be compared "
-               "with the paper's numbers.**")
-    body = _timed(content) if kind == "step_times" else _trained(content)
-  claims = [f"- The paper: {claim}" for claim in _said(content, "claims", ())]
-  parts = [f"## {_heading(content)}", f"{_said(content, 'source')}. {scale}", *body,
-           "\n".join(claims), "\n".join(_origin(_records(content)))]
-  return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def page(contents: Sequence[Mapping[str, Any]]) -> str:
-  """docs/reproduce.md: how to run, what there is, and a section for each table."""
-  lines = [
-    "# The papers' tables and figures, run again",
-    "",
-    "Made from `results/reproduce` by `python -m dpjax.reproduce report`; not edited by "
-    "hand. A table is run by its name, or all of them:",
-    "",
-    "```",
-    *(f"python -m dpjax.reproduce {name} --scale={scale}{rest}" for name, scale, rest in (
-      ("all", "tiny", ""),
-      ("pooling-table1", "cpu", " --seeds=3 --data=FOLDER --minutes=25 --minutes_each=6"),
-      ("pooling-table1", "paper", " --seeds=3 --data=FOLDER"),
-    )),
-    "```",
-    "",
-    "`tiny` takes seconds, on Python's manual; `cpu` takes minutes, with small models on "
-    "the real texts; `paper` is as the paper has it. Runs of the first two are reduced: "
-    "not to be compared with the paper's numbers.",
-    "",
-    "| table | source | scale | runs done | minutes | |",
-    "|---|---|---|---|---|---|",
-  ]
-  for x in contents:
-    done, of_all = _progress_of(x)
-    minutes = sum(run.get("minutes") or 0 for run in _runs(x))
-    lines.append(
-      f"| `{x['table']}` | {_said(x, 'source')} | {x['scale']} | {done} of {of_all} "
-      f"| {f'{minutes:.0f}' if minutes else '-'} | [section](#{_anchor(_heading(x))}) |"
-    )
-  for x in contents:
-    lines += ["", markdown(x).rstrip("\n")]
-    if draw(x) is not None:
-      name = file_name(x["table"], x["scale"])
-      lines += ["", f"![{name}](../results/reproduce/{name}.png)"]
-  return "\n".join(lines) + "\n"
-
-
-def headline(contents: Sequence[Mapping[str, Any]]) -> str:
-  """The README's table: the paper's numbers and ours where there are both; "" without.
-
-  Runs at the paper's scale come before those of "cpu"; those of "tiny" are left out.
-  """
-  lines = []
-  for name, group, ends, score in _HEADLINES:
-    for content in _preferred(contents, name):
-      rows = [
-        row for end in ends for row in content.get("rows", ())
-        if row.get("group") == group and row.get("name", "").endswith(f"/{end}")
-      ]
-      done = [row for row in rows if score in (row.get("mean") or {})]
-      if done:
-        what = f"{group}, {_spaced(score)}: {_slashed(r['label'] for r in rows)}"
-        numbers = [
-          _slashed(_number(score, row.get(key, {}).get(score)) for row in rows)
-          for key in ("paper", "mean")
-        ]
-        lines.append(f"| {what} | {' | '.join(numbers)} | {_made(content, done)} |")
-        break
-  for content in _preferred(contents, "extractors-table7"):
-    rows = content.get("rows", ())
-    agreed = [
-      row.get("ours", {}).get(key) == x
-      for row in rows for key, x in row.get("paper", {}).items()
-    ]
-    lines.append(f"| operations and parameters of {len(rows)} layers, d = l = 128 | "
-                 f"{len(agreed)} numbers | {sum(agreed)} of them agree | counted |")
-    break
-  head = ["| what | the paper's | ours | how ours was made |", "|---|---|---|---|"]
-  return "\n".join([*head, *lines]) + "\n" if lines else ""
 
 
 def _head(table: papers.Table, scale: str) -> dict[str, Any]:
@@ -258,7 +164,7 @@ def _row(
       score: statistics.stdev(x) if len(x) > 1 else None for score, x in columns.items()
     },
     "seeds": sum(run["status"] == "done" for run in runs),
-    "test": None,
+    "test": None, "is_better": False,
   }
 
 
@@ -271,27 +177,28 @@ def _by_seed(runs: Iterable[Mapping[str, Any]], score: str) -> dict[int, float]:
 
 
 def _test(
-  row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], score: str, baseline: str
+  row: Mapping[str, Any], base: Mapping[str, Any], score: str
 ) -> dict[str, Any] | None:
-  for base in rows:
-    is_baseline = base["name"].rpartition("/")[2] == baseline
-    if base is not row and is_baseline and base["group"] == row["group"]:
-      ours, theirs = _by_seed(row["runs"], score), _by_seed(base["runs"], score)
-      common = sorted(ours.keys() & theirs.keys())
-      if len(common) > 1:
-        pair = {"baseline": theirs, "row": ours}
-        chosen = {key: {seed: x[seed] for seed in common} for key, x in pair.items()}
-        _, test = significance.compare(chosen, "baseline")
-        return {
-          "difference": test.difference, "p_value": test.p_value, "verdict": test.verdict,
-          "score": score, "baseline": base["name"],
-        }
-  return None
+  ours, theirs = _by_seed(row["runs"], score), _by_seed(base["runs"], score)
+  common = sorted(ours.keys() & theirs.keys())
+  if len(common) < 2:
+    return None
+  pair = {"baseline": theirs, "row": ours}
+  chosen = {key: {seed: x[seed] for seed in common} for key, x in pair.items()}
+  _, test = significance.compare(chosen, "baseline")
+  return {
+    "difference": test.difference, "p_value": test.p_value, "verdict": test.verdict,
+    "score": score, "baseline": base["name"], "seeds": len(common),
+  }
 
 
-def _order(rows: Sequence[Mapping[str, Any]], score: str) -> dict[str, Any] | None:
+def _order(
+  rows: Sequence[Mapping[str, Any]], score: str, apart: Container[str]
+) -> dict[str, Any] | None:
   same = pairs = printed = 0
   for a, b in itertools.combinations(rows, 2):
+    if a["name"] in apart or b["name"] in apart:
+      continue
     if a["group"] == b["group"] and score in a["paper"] and score in b["paper"]:
       theirs = a["paper"][score] - b["paper"][score]
       printed += theirs != 0
@@ -318,331 +225,3 @@ def _replace(path: Path, work: Callable[[Path], Any]) -> None:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
-
-
-def _runs(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-  for row in content.get("rows", ()):
-    yield from row.get("runs", ())
-
-
-def _progress_of(content: Mapping[str, Any]) -> tuple[int, int]:
-  """How many runs, or points, or rows that agree, there are of how many."""
-  rows, kind = content.get("rows", ()), content.get("kind", "runs")
-  if kind == "step_times":
-    points = content.get("points", ())
-    return sum(not point.get("left_out") for point in points), len(points)
-  if kind == "counts":
-    return sum(bool(row.get("agrees")) for row in rows), len(rows)
-  done = sum(run.get("status") == "done" for run in _runs(content))
-  return done, len(rows) * max(content.get("seeds") or 0, 1)
-
-
-def _trained(content: Mapping[str, Any]) -> list[str]:
-  """The table of a content of runs, and what is below it."""
-  rows = content.get("rows", ())
-  axis = _said(content, "axis", "") if any(_has(x, "place") for x in rows) else ""
-  has_groups = len({row.get("group") for row in rows}) > 1
-  tests = [row["test"] for row in rows if row.get("test")]
-  heads = ["group"] * has_groups + ["row"] + [axis] * bool(axis) + ["parameters", "steps"]
-  scores = [
-    score for score in _said(content, "scores", ())
-    if any(_has(row, key, score) for row in rows for key in ("paper", "mean"))
-  ]
-  printed = [score for score in scores if any(_has(row, "paper", score) for row in rows)]
-  for score in scores:
-    name = _spaced(score)
-    heads += [f"{name}, the paper's", f"{name}, ours"] if score in printed else [name]
-  heads += ["difference, p"] * bool(tests)
-  notes = [_note(row, content) for row in rows]
-  heads += ["note"] * any(notes)
-  lines = []
-  for row, note in zip(rows, notes, strict=True):
-    cells = [row.get("group", "")] * has_groups + [row.get("label", "-")]
-    cells += [f"{row['place']:g}" if _has(row, "place") else "-"] * bool(axis)
-    sizes = [run["parameters"] for run in row.get("runs", ()) if _has(run, "parameters")]
-    cells += [f"{sizes[0]:,}" if sizes else "-", _steps(row)]
-    for score in scores:
-      paper = _number(score, row.get("paper", {}).get(score))
-      star = "*" * bool(row.get("is_starred") and score == scores[0])
-      cells += [paper + star] * (score in printed) + [_ours(row, score)]
-    test = row.get("test") or {}
-    cell = "-"
-    if test:
-      cell = f"{_number(test['score'], test['difference'], '+')}, {test['p_value']:.3f}"
-      cell = _joined([cell, test.get("verdict")])
-    cells += [cell] * bool(tests)
-    lines.append(cells + [note or "-"] * any(notes))
-  below = _missing(rows) + _order_line(content)
-  if any((row.get("seeds") or 0) > 1 for row in rows):
-    below.append("- ±: the sample's deviation over seeds, their number in brackets.")
-  if tests:
-    below.append(f"- Difference of {_spaced(tests[0]['score'])} to the group's "
-                 f"{_said(content, 'baseline', 'baseline')}: a paired t-test over the "
-                 "seeds of both.")
-  return [_grid(heads, lines), "\n".join(below), _changes(content), _texts(rows)]
-
-
-def _timed(content: Mapping[str, Any]) -> list[str]:
-  points = content.get("points", ())
-  columns = list(dict.fromkeys((x.get("model"), x.get("dtype")) for x in points))
-  cells, missing = {}, {}
-  for point in points:
-    key = point.get("model"), point.get("dtype")
-    ratios = [
-      f"{name} {point[x]:.2f}"
-      for name, x in (("time", "ratio"), ("memory", "memory_ratio")) if _has(point, x)
-    ]
-    memory = f", {point['temporary_mib']:,.4g} MiB" if _has(point, "temporary_mib") else ""
-    cell = f"{point['seconds']:.3g} s{memory}" if _has(point, "seconds") else "-"
-    cells[point.get("place"), key] = cell + f" ({', '.join(ratios)})" * bool(ratios)
-    if point.get("left_out"):
-      who = f"{_joined(key)} at {point.get('place'):,g}"
-      missing.setdefault(point["left_out"], []).append(who)
-  places = sorted({place for place, _ in cells})
-  lines = [[f"{x:,g}", *(cells.get((x, y), "-") for y in columns)] for x in places]
-  grid = _grid([_said(content, "axis", "place"), *map(_joined, columns)], lines)
-  below = [f"- Left out: {reason}: {'; '.join(who)}." for reason, who in missing.items()]
-  bases = sorted({x["baseline"] for x in points if x.get("baseline")})
-  if bases:
-    below.append(f"- In brackets: over {_joined(bases)} at the same place.")
-  settings = dict.fromkeys(
-    _joined(f"{key} {_value(x)}" for key, x in (point.get("settings") or {}).items())
-    for point in points
-  )
-  below += [f"- Settings: {line}." for line in settings if line]
-  return [grid, "\n".join(below)]
-
-
-def _counted(content: Mapping[str, Any]) -> list[str]:
-  lines, rows = [], content.get("rows", ())
-  for row in rows:
-    paper, ours = (
-      [f"{row.get(key, {}).get(name, math.nan):,}" for name in _COUNTS]
-      for key in ("paper", "ours")
-    )
-    end = "agrees" if row.get("agrees") else "differs"
-    lines += [[row.get("label", "-"), "the paper's", *paper, ""], ["", "ours", *ours, end]]
-  return [_grid(["layer", "whose", *_COUNTS, ""], lines)]
-
-
-def _grid(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-  lines = [heads, ["---"] * len(heads), *lines]
-  return "\n".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |" for line in lines)
-
-
-def _number(score: str, value: float | None, sign: str = "") -> str:
-  """With the digits of its score; "-" for none."""
-  if value is None or not math.isfinite(value):
-    return "-"
-  digits = 3 if score in (papers.BITS, "median_cost", "nats_per_token") else 2
-  return f"{value:{sign}.{digits}f}"
-
-
-def _ours(row: Mapping[str, Any], score: str) -> str:
-  cell = _number(score, row.get("mean", {}).get(score))
-  if cell != "-" and _has(row, "deviation", score):
-    values = _by_seed(row.get("runs", ()), score)
-    cell += f" ± {_number(score, row['deviation'][score])} ({len(values)})"
-  return cell
-
-
-def _steps(row: Mapping[str, Any]) -> str:
-  cells = []
-  for run in row.get("runs", ()):
-    status = _spaced(run.get("status", "-"))
-    steps = f"{run['step']:,} of {run.get('num_steps') or 0:,}" if _has(run, "step") else ""
-    cells.append(_joined([steps, "" if status == "done" and steps else status]))
-  return "; ".join(dict.fromkeys(cells)) or "-"
-
-
-def _note(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
-  """How far runs came that are not done, and their last validation."""
-  notes = []
-  for run in row.get("runs", ()):
-    if run.get("status") in ("partial", "diverged") and run.get("validation"):
-      last = run["validation"][-1]
-      first = (*_said(content, "scores", ()), "nats_per_token")
-      score = next((x for x in first if _has(last, x)), "")
-      of_all = f" of {run['num_steps']:,}" if _has(run, "num_steps") else ""
-      notes.append(f"step {last.get('step') or 0:,}{of_all}; validation "
-                   f"{_number(score, last.get(score))} {_spaced(score)}")
-  return "; ".join(dict.fromkeys(notes))
-
-
-def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """A line a reason: the rows without any result, and single seeds of the others."""
-  found: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
-  for row in rows:
-    for run in row.get("runs") or [{"status": "not run"}]:
-      if run.get("status") != "done":
-        reason = _joined([_spaced(run.get("status") or ""), run.get("reason")])
-        whole, single = found.setdefault(reason, ([], []))
-        if row.get("seeds"):
-          single.append(f"`{row.get('name')}`, seed {run.get('seed')}")
-        elif row not in whole:
-          whole.append(row)
-  return [
-    f"- Without a result: {'; '.join([_who(whole, rows)] * bool(whole) + single)}: "
-    f"{why.rstrip('.')}."
-    for why, (whole, single) in found.items()
-  ]
-
-
-def _who(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
-  """Names rows by their groups or labels, where all of one are meant, else one by one."""
-  if len(some) == len(rows):
-    return "all rows"
-  left, names = [row.get("name") for row in some], []
-  for key, form in (("group", "{}"), ("label", "{}"), ("place", "all at {}")):
-    for value in dict.fromkeys(row.get(key) for row in some):
-      whole = [row.get("name") for row in rows if row.get(key) == value]
-      if len(whole) > 1 and value is not None and {*whole} <= {*left}:
-        names.append(form.format(value))
-        left = [name for name in left if name not in whole]
-  return ", ".join([*names, *(f"`{name}`" for name in left)])
-
-
-def _order_line(content: Mapping[str, Any]) -> list[str]:
-  order = content.get("order")
-  if not order:
-    return []
-  rest, printed = "", order.get("paper_pairs", order["pairs"])
-  if printed > order["pairs"]:
-    rest = f"; the other {printed - order['pairs']} of its {printed} have no result"
-  return [f"- {order['same']} of the paper's {order['pairs']} pairs are in its order, by "
-          f"{_spaced(order['score'])}{rest}."]
-
-
-def _changes(content: Mapping[str, Any]) -> str:
-  """What differs from the papers' settings, that of all rows once."""
-  rows = [row for row in content.get("rows", ())
-          if any(run.get("status") != "left_out" for run in row.get("runs", ()))]
-  found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-  for row in rows:
-    changes = {k: x for run in row["runs"] for k, x in (run.get("changes") or {}).items()}
-    for key, (before, now) in changes.items():
-      change = f"{_value(before)} -> {_value(now)}"
-      found.setdefault(key, {}).setdefault(change, []).append(row)
-  lines = []
-  for key, changes in sorted(found.items()):
-    cells = [f"{x} ({_who(who, rows)})" if len(who) < len(rows) else x
-             for x, who in changes.items()]
-    lines.append(f"- `{key}` {'; '.join(cells)}")
-  return "\n".join(["The paper's settings -> these:", "", *lines]) if lines else ""
-
-
-def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
-  places: dict[str, list[str]] = {}
-  for row in rows:
-    for run in row.get("runs", ()):
-      if run.get("text"):
-        sizes = [f"{(run.get('tokens') or {}).get(x) or 0:,}" for x in _SPLITS]
-        kinds = f" of {run['vocab_size']:,} kinds" if _has(run, "vocab_size") else ""
-        line = f"{' / '.join(sizes)} tokens{kinds} ({' / '.join(_SPLITS)})"
-        group = [row.get("group") or "the paper's"] * _is_stand_in(run)
-        places.setdefault(f"`{run['text']}`: {line}", []).extend(group)
-  return "\n".join(
-    f"- Text: {line}{', in the place of ' * bool(x)}{_joined(dict.fromkeys(x))}."
-    for line, x in places.items()
-  )
-
-
-def _origin(records: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Where and when the numbers were made, and by which commands."""
-  lines = []
-  for key, name in (("machine", "Machine"), ("versions", "Versions")):
-    values = dict.fromkeys(_joined(_words(x[key])) for x in records if x.get(key))
-    lines += [f"- {name}: {value}." for value in values]
-  dates = sorted({str(x["date"]) for x in records if x.get("date")})
-  ends = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
-  lines += [f"- Date: {ends}."] * bool(dates)
-  lines += [f"- Command: `{x}`" for x in
-            dict.fromkeys(x["command"] for x in records if x.get("command"))]
-  minutes = sum(x.get("minutes") or 0 for x in records)
-  return lines + [f"- {minutes:.1f} minutes in all."] * bool(minutes)
-
-
-def _words(value: Any) -> Iterator[str]:
-  for key, x in value.items() if isinstance(value, Mapping) else [("", value)]:
-    known = {"device": "{}", "processor": "{}", "cores": "{} cores"}
-    yield known.get(key, f"{key} {{}}").format(x).strip()
-
-
-def _said(content: Mapping[str, Any], key: str, default: Any = "-") -> Any:
-  """Of the content or, where an older one lacks it, of its table."""
-  table = papers.TABLES.get(content.get("table", ""))
-  return content.get(key) or getattr(table, key, None) or default
-
-
-def _heading(content: Mapping[str, Any]) -> str:
-  return f"{content.get('table')}, {content.get('scale')}: {_said(content, 'title')}"
-
-
-def _anchor(text: str) -> str:
-  return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
-
-
-def _has(content: Mapping[str, Any], *keys: str) -> bool:
-  """Whether there is something at the end of the keys."""
-  value: Any = content
-  for key in keys:
-    value = value.get(key) if isinstance(value, Mapping) else None
-  return value is not None
-
-
-def _is_stand_in(run: Mapping[str, Any]) -> bool:
-  """Whether the text is another than the paper's, or a part that has a name."""
-  is_named = any(
-    run.get("text") in (name, *(f"{name}_{language}" for language in entry.languages))
-    for name, entry in catalog.ENTRIES.items()
-  )
-  return not is_named or "data.name" in (run.get("changes") or {})
-
-
-def _made(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-  """How the runs of some rows were made: "reduced (cpu): 2 layers of width 64, ..."."""
-  runs = [run for row in rows for run in row["runs"] if run.get("status") == "done"]
-  words = []
-  for run in runs[:1]:
-    now = {key: x[1] for key, x in (run.get("changes") or {}).items()}
-    middle = "middle " * _has(run, "scores", papers.FACTOR)
-    layers, width = now.get("model.num_layers"), now.get("model.width")
-    sizes = [f"{layers} {middle}layers"] if layers else []
-    sizes += [f"width {width}"] if width else []
-    words += [" of ".join(sizes), run.get("text", "") if _is_stand_in(run) else ""]
-  steps = sorted({run["num_steps"] for run in runs if _has(run, "num_steps")})
-  words += [f"{' or '.join(f'{x:,}' for x in steps)} steps"] if steps else []
-  seeds = max(row.get("seeds") or 1 for row in rows)
-  words += [f"{seeds} seeds"] if seeds > 1 else []
-  is_whole = content["scale"] == "paper"
-  return f"{'as the paper' if is_whole else 'reduced (cpu)'}: {_joined(words)}"
-
-
-def _value(x: Any) -> str:
-  if isinstance(x, int) and not isinstance(x, bool):
-    return f"{x:,}"
-  return json.dumps(x) if x in ("", None) or isinstance(x, (bool, list, tuple)) else f"{x}"
-
-
-def _spaced(name: str) -> str:
-  return name.replace("_", " ")
-
-
-def _joined(words: Iterable[Any]) -> str:
-  return ", ".join(str(word) for word in words if word)
-
-
-def _records(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-  """The runs or points, or the content itself: whatever says where it was made."""
-  return [*_runs(content), *content.get("points", ())] or [content]
-
-
-def _preferred(
-  contents: Sequence[Mapping[str, Any]], name: str
-) -> list[Mapping[str, Any]]:
-  found = [x for x in contents if x["table"] == name and x["scale"] in SCALES[:2]]
-  return sorted(found, key=lambda x: SCALES.index(x["scale"]))
-
-
-def _slashed(words: Iterable[str]) -> str:
-  return " / ".join(words)

@@ -89,6 +89,8 @@ def load(name: str) -> ConfigDict:
   try:
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
   except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("configs"):
+      raise
     raise ValueError(f"configs: expected dpjax to be installed from its repository (pip "
                      f"install -e .), where {file} is, got {root} without") from error
   return module.get_config(*[variant] * bool(variant))
@@ -121,6 +123,12 @@ def configure(name: str, scale: str) -> ConfigDict:
         steps = {"num_steps": num_steps, "eval_every_steps": num_steps,
                  "median_every_steps": num_steps // 5}
         changes |= {f"train.{key}": value for key, value in steps.items()}
+  if scale == "cpu":
+    # Of a corpus that is large or has no splits of its own, the first part is taken.
+    _, *others = _OF_ALL["cpu"]["data.max_characters"]
+    changes["data.max_characters"] = (config.data.max_characters[0], *others)
+    if config.train.initial_run:
+      changes["train.learning_rate"] /= 6  # as the paper's of the two
   kind = config.model.boundaries
   if family == "pooling" and kind == "none" and "model.num_layers" in changes:
     for side in ("first", "last"):
@@ -157,22 +165,24 @@ def find_text(folder: str | Path, name: str, language: str = "") -> Path:
   Raises:
     ValueError: there is none, or there is more than one.
   """
-  stem = _stem(name, language)
-  known = {_stem(other, tongue) for other, entry in catalog.ENTRIES.items()
-           for tongue in entry.languages or ("",)} - {stem}
+  wanted = stem(name, language)
+  known = {stem(other, tongue) for other, entry in catalog.ENTRIES.items()
+           for tongue in entry.languages or ("",)} - {wanted}
   def is_it(path: Path) -> bool:
     found = path.name.removesuffix(".txt")
     is_text = path.is_dir() or path.suffix == ".txt"
-    return is_text and found not in known and f"{found}_".startswith(f"{stem}_")
+    return is_text and found not in known and f"{found}_".startswith(f"{wanted}_")
 
   paths = sorted(filter(is_it, Path(folder).glob("*")))
-  exact = [path for path in paths if path.name.removesuffix(".txt") == stem]
+  exact = [path for path in paths if path.name.removesuffix(".txt") == wanted]
   if len(exact or paths) != 1:
     got = ", ".join(path.name for path in exact or paths) or "none"
-    raise ValueError(f"data: expected a folder {stem} or {stem}.txt in {folder}, got {got}")
+    raise ValueError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got "
+                     f"{got}")
   return (exact or paths)[0]
 
 
-def _stem(name: str, language: str) -> str:
-  has_several = bool(catalog.ENTRIES[name].languages)
+def stem(name: str, language: str = "") -> str:
+  """The name of a corpus with its language, where it has several."""
+  has_several = name in catalog.ENTRIES and bool(catalog.ENTRIES[name].languages)
   return f"{name}_{language}" if has_several else name

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import jax
 
 from dpjax.reproduce import experiment, report, scales, step_times
-from dpjax.reproduce.papers import Row, Table
+from dpjax.reproduce.pages import file_name
+from dpjax.reproduce.papers import TABLES, Row, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,8 @@ class Work:
     self._began = time.monotonic()
     self._records: dict[tuple[str, int], dict[str, Any]] = {}
     self._points: dict[str, list[dict[str, Any]]] = {}
-    for content in report.read(settings.out, settings.scale):
-      self._points[content["table"]] = content.get("points", [])
-      for row in content.get("rows", []):
-        for record in row.get("runs", []):
-          self._take(record)
+    self._errors: list[str] = []
+    self._read()
 
   def run(self) -> None:
     """Does what is missing, and writes the reports as it goes.
@@ -97,7 +96,11 @@ class Work:
     Raises:
       dpjax.reproduce.experiment.Stopped: a signal came; all is saved.
     """
+    self.write([table for table in self._tables if table.kind == "counts"])
     todo = [job for job in self._jobs() if isinstance(job, Table) or not self._has(job)]
+    if self._settings.minutes_each:
+      # Those that have had a turn come after those that have had none.
+      todo.sort(key=lambda job: isinstance(job, _Run) and self._status(job) == "partial")
     times: list[float] = []
     for i, job in enumerate(todo):
       if self._is_over():
@@ -115,20 +118,20 @@ class Work:
       if status != "left_out":
         times.append(time.monotonic() - begin)
 
-  def write(self, tables: Sequence[Table] = ()) -> list[dict[str, Any]]:
+  def write(self, tables: Sequence[Table] | None = None) -> list[dict[str, Any]]:
     """Writes the reports of all tables, or of these, and gives what they hold.
 
     Those of which nothing has been begun are left out.
     """
-    contents = [self._content(table) for table in tables or self._tables]
-    contents = [content for content in contents if _is_begun(content)]
+    tables = self._tables if tables is None else tables
+    contents = [*filter(_is_begun, map(self._content, tables))]
     for content in contents:
       report.write(content, self._settings.out)
     return contents
 
   def without_result(self) -> list[str]:
     """What has no result, and not for want of time: a line each."""
-    lines = []
+    lines = [*self._errors]
     for job in self._jobs():
       if isinstance(job, Table):
         points = self._points.get(job.name, [])
@@ -136,7 +139,10 @@ class Work:
                   for point in points if point["left_out"]]
         continue
       record = self._records.get(job.key, {})
-      if record.get("status") in ("left_out", "diverged"):
+      # Those that wait for another run are wanting time alone, if that one is.
+      after = _Run(job.after, job.seed, None) if job.after else job
+      is_waiting = after is not job and self._status(after) in ("partial", "missing")
+      if record.get("status") in ("left_out", "diverged") and not is_waiting:
         lines.append(f"{job.row.name}, seed {job.seed}: {record['reason']}")
     return lines
 
@@ -152,13 +158,37 @@ class Work:
             seen.add(run.key)
             yield run
 
+  def _status(self, run: _Run) -> str:
+    return self._records.get(run.key, {}).get("status", "missing")
+
   def _has(self, run: _Run) -> bool:
-    record = self._records.get(run.key, {})
-    is_finished = record.get("status") in ("done", "diverged")
-    # A later version may make its reduced runs otherwise.
-    return is_finished and record["changes"] == experiment.changes(
-      run.row.config, self._settings.scale
+    """Whether it is finished, and is what would be run now."""
+    settings, record = self._settings, self._records.get(run.key, {})
+    if record.get("status") not in ("done", "diverged"):
+      return False
+    if record["changes"] != experiment.changes(run.row.config, settings.scale):
+      return False
+    try:
+      text = experiment.text(run.row.config, settings.scale, settings.data)
+    except ValueError:
+      return True  # Nothing better can be had without the text.
+    if record["text"] != text:
+      return False
+    # Its parameters may be gone, and wanted.
+    is_wanted = record["status"] == "done" and any(
+      isinstance(job, _Run) and job.after == run.row and job.seed == run.seed
+      and self._status(job) != "done"
+      for job in self._jobs()
     )
+    return not is_wanted or (self._folder(run.row, run.seed) / "checkpoints").exists()
+
+  def _folder(self, row: Row, seed: int) -> Path:
+    settings = self._settings
+    try:
+      text = experiment.text(row.config, settings.scale, settings.data)
+    except ValueError:
+      text = ""
+    return experiment.folder(settings.runs, settings.scale, row.config, seed, text)
 
   def _do(self, run: _Run) -> str:
     settings, begin = self._settings, time.monotonic()
@@ -170,13 +200,13 @@ class Work:
 
     first = ""
     if run.after is not None:
-      status = self._records.get((run.after.config, run.seed), {}).get("status", "missing")
+      status = self._status(_Run(run.after, run.seed, None))
       if status != "done":
         reason = f"expected a whole run of {run.after.name}, got it {status}"
         return self._end(run, experiment.left_out(
           run.row, run.seed, settings.scale, reason.replace("_", " ")
         ))
-      first = experiment.folder(settings.runs, settings.scale, run.after.config, run.seed)
+      first = self._folder(run.after, run.seed)
     try:
       record = experiment.do(
         run.row, run.seed, settings.scale, runs=settings.runs, data=settings.data,
@@ -194,40 +224,62 @@ class Work:
     return record["status"]
 
   def _put(self, run: _Run, record: dict[str, Any]) -> None:
-    before = self._records.get(run.key, {})
-    if before.get("status") == "partial" and before["changes"] == record["changes"]:
+    self._read()  # Another process may have written meanwhile.
+    before = self._records.get(run.key)
+    if before and before["status"] == "partial" and record["resumed"]:
       record["minutes"] = round(record["minutes"] + before["minutes"], 2)
-    self._records[run.key] = record
+    if before is None or _rank(record) >= _rank(before) or record["status"] == "done":
+      self._records[run.key] = record
+    elif record["reason"]:
+      # Nothing that was reached is lost by a call that does not come as far.
+      self._records[run.key] = before | {"reason": record["reason"]}
+    tables = TABLES | {table.name: table for table in self._tables}
     self.write([
-      table for table in self._tables
+      table for table in tables.values()
       if any(row.config == run.row.config for row in table.rows)
+      and (table in self._tables or self._has_report(table))
     ])
 
-  def _take(self, record: dict[str, Any]) -> None:
-    """Of two reports that have a run one may be older."""
-    key = record["config"], record["seed"]
-    if record.get("step", 0) >= self._records.get(key, {}).get("step", 0):
-      self._records[key] = record
+  def _has_report(self, table: Table) -> bool:
+    name = file_name(table.name, self._settings.scale)
+    return Path(self._settings.out, f"{name}.json").exists()
+
+  def _read(self) -> None:
+    """Takes what the reports hold; of a run that several have, the furthest."""
+    for content in report.read(self._settings.out, self._settings.scale):
+      self._points.setdefault(content["table"], content.get("points", []))
+      for row in content.get("rows", []):
+        for record in row.get("runs", []):
+          key = record["config"], record["seed"]
+          if key not in self._records or _rank(record) > _rank(self._records[key]):
+            self._records[key] = record
 
   def _measure(self, table: Table) -> None:
     points = self._points.setdefault(table.name, [])
 
     def put(point: dict[str, Any]) -> None:
+      points[:] = [x for x in points if _place(x) != _place(point)]
       points.append(point | experiment.about())
       self.write([table])
 
-    known = [point for point in points if not point["left_out"]]
-    points[:] = known
-    step_times.measure(
-      table.name, self._settings.scale, known, put=put, should_stop=self._is_over
-    )
+    machine = experiment.about()["machine"]
+    known = [x for x in points if not x["left_out"] and x["machine"] == machine]
+    try:
+      step_times.measure(
+        table.name, self._settings.scale, known, put=put, should_stop=self._is_over
+      )
+    # A queue that runs overnight goes on with the next.
+    except Exception as error:
+      traceback.print_exc()
+      self._errors.append(f"{table.name}: {type(error).__name__}: {error}")
 
   def _content(self, table: Table) -> dict[str, Any]:
     scale = self._settings.scale
     if table.kind == "counts":
       return report.counts(table, scale)
     if table.kind == "step_times":
-      return report.step_times(table, scale, self._points.get(table.name, []))
+      planned = len(step_times.places(table.name, scale))
+      return report.step_times(table, scale, self._points.get(table.name, []), planned)
     return report.summarise(table, scale, [*self._records.values()])
 
   def _is_over(self) -> bool:
@@ -243,6 +295,16 @@ class Work:
       gone = (time.monotonic() - self._began) / 60
       minutes = min(minutes, self._settings.minutes - gone)
     return f", about {minutes:.0f} minutes left"
+
+
+def _rank(record: Mapping[str, Any]) -> tuple[int, int]:
+  """Of two records of a run the higher one counts."""
+  order = ("left_out", "partial", "diverged", "done")
+  return order.index(record["status"]), record["step"]
+
+
+def _place(point: Mapping[str, Any]) -> tuple:
+  return point["model"], point["dtype"], point["place"]
 
 
 def _is_begun(content: Mapping[str, Any]) -> bool:

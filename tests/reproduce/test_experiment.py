@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import signal
-from pathlib import Path
 
 import jax
 import pytest
@@ -38,13 +37,14 @@ def after(count):
 
 def same(record):
   """What two runs of one seed have in common."""
-  return {key: x for key, x in record.items() if key not in ("minutes", "command", "date")}
+  free = ("minutes", "resumed", "command", "date")
+  return {key: x for key, x in record.items() if key not in free}
 
 
 def test_the_record_of_a_run_that_is_done(finished):
   runs, record = finished
   json.dumps(record, allow_nan=False)
-  folder = experiment.folder(runs, "tiny", ROW.config, 3)
+  folder = experiment.folder(runs, "tiny", ROW.config, 3, "python_manual")
   run = dpjax.load(folder)
   assert (record["status"], record["reason"], record["seed"]) == ("done", "", 3)
   assert (record["step"], record["num_steps"], record["best_step"]) == (4, 4, run.step)
@@ -74,7 +74,9 @@ def test_stopped_by_the_time_and_taken_up(finished, tmp_path):
   assert (first, second["step"]) == (whole["validation"][0], 3)
   assert first["nats_per_token"] != second["nats_per_token"]
   assert record["scores"] == {} and record["parameters"] == whole["parameters"]
-  assert same(experiment.do(ROW, 3, "tiny", runs=tmp_path)) == same(whole)
+  again = experiment.do(ROW, 3, "tiny", runs=tmp_path)
+  assert same(again) == same(whole)
+  assert (whole["resumed"], record["resumed"], again["resumed"]) == (False, False, True)
 
 
 def test_a_signal_ends_it_and_its_record_is_told(tmp_path, monkeypatch):
@@ -86,8 +88,9 @@ def test_a_signal_ends_it_and_its_record_is_told(tmp_path, monkeypatch):
     return read(self, step, rows)
 
   monkeypatch.setattr(batches.RandomWindows, "batch", batch)
+  # The time is over once the run has saved: what ended it is the signal all the same.
   with pytest.raises(experiment.Stopped, match="Stopped at step 2 of 4") as stopped:
-    experiment.do(ROW, 3, "tiny", runs=tmp_path)
+    experiment.do(ROW, 3, "tiny", runs=tmp_path, should_stop=after(2))
   assert (stopped.value.record["status"], stopped.value.record["step"]) == ("partial", 2)
 
 
@@ -117,6 +120,19 @@ def test_what_diverges_says_so(tmp_path, monkeypatch):
   record = experiment.do(ROW, 0, "tiny", runs=tmp_path)
   assert record["status"] == "diverged" and "expected a finite" in record["reason"]
   assert record["changes"]["train.learning_rate"] == [1e-3, 1e30]
+  # Adam's first update has the size of the rate: one loss was finite.
+  assert record["step"] == 1 and record["costs"]["last"] == pytest.approx(5.7, abs=0.2)
+
+
+def test_an_error_that_nobody_expected_is_told_and_left_out(tmp_path, monkeypatch, capsys):
+  def train(*arguments, **settings):
+    raise NotImplementedError("of this kind")
+
+  monkeypatch.setattr(experiment.run_lib, "train", train)
+  record = experiment.do(ROW, 0, "tiny", runs=tmp_path)
+  assert record["status"] == "left_out"
+  assert record["reason"] == "NotImplementedError: of this kind"
+  assert "Traceback" in capsys.readouterr().err
 
 
 def test_texts_and_vocabularies_of_a_folder(tmp_path):
@@ -130,11 +146,11 @@ def test_texts_and_vocabularies_of_a_folder(tmp_path):
     return config
 
   config = configured("ptb/msa")
-  assert config.data.path == str(tmp_path / "penn_treebank")
+  assert config.data.path == str((tmp_path / "penn_treebank").resolve())
   assert config.data.manual_dir == str(tmp_path / "vocabularies")
   assert (config.data.data_dir, config.seed) == ("runs/data", 5)
   config = configured("wiki40b_fi/none", "cpu")
-  assert config.data.path == str(tmp_path / "wiki40b_fi_books.txt")
+  assert config.data.path == str((tmp_path / "wiki40b_fi_books.txt").resolve())
   assert config.data.clean and config.data.language == "fi"
   # Without a folder, what is missing is downloaded to where train.py would.
   config = configured("ptb/msa", data="")
@@ -143,10 +159,24 @@ def test_texts_and_vocabularies_of_a_folder(tmp_path):
 
 
 def test_tables_that_share_an_experiment_share_its_folder():
-  folders = {
-    experiment.folder("runs", "cpu", row.config, 1): row.config
-    for table in papers.TABLES.values() for row in table.rows
-  }
-  assert len(folders) == len({*folders.values()})
-  folder = experiment.folder("a", "cpu", "configs/msa_ptb.py", 2)
-  assert folder == Path("a/cpu/msa_ptb/seed_2")
+  configs = {row.config for table in papers.TABLES.values() for row in table.rows}
+  folders = {experiment.folder("runs", "cpu", config, 1) for config in configs}
+  assert len(folders) == len(configs)
+  one = experiment.folder("a", "cpu", "configs/msa_ptb.py", 2)
+  assert one.parts[:2] == ("a", "cpu") and one.name == "seed_2"
+  assert one.parent.name.startswith("msa_ptb_")
+  # What is made otherwise, or of another text, lies elsewhere.
+  others = {experiment.folder("a", "paper", "configs/msa_ptb.py", 2).parent.name,
+            experiment.folder("a", "cpu", "configs/msa_ptb.py", 2, "ptb").parent.name}
+  assert len(others | {one.parent.name}) == 3
+
+
+def test_what_a_text_is_called(tmp_path):
+  (tmp_path / "text8_prefix.txt").write_text("a text\n")
+  name = "configs/pooling_text8.py:none"
+  assert experiment.text(name, "paper", "") == "text8"
+  assert experiment.text(name, "paper", tmp_path) == "text8_prefix"
+  assert experiment.text(name, "tiny", tmp_path) == "python_manual"
+  assert experiment.text("configs/pooling_wiki40b.py:fi,none", "cpu", "") == "wiki40b_fi"
+  with pytest.raises(ValueError, match="data: expected a folder penn_treebank"):
+    experiment.text("configs/msa_ptb.py", "cpu", tmp_path)

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from dpjax.reproduce import __main__ as command
-from dpjax.reproduce import experiment, papers, report, work
+from dpjax.reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
   "pooling-table2", "A table", "A paper", (papers.BITS,),
@@ -40,6 +40,7 @@ def done(monkeypatch, clock):
   calls, results = [], {}
 
   def do(row, seed, scale, *, runs, data, initial_run, should_stop):
+    is_known = any(call[:2] == (row.name, seed) for call in calls)
     calls.append((row.name, seed, str(initial_run)))
     result = dict(results.get(row.name, {"status": "done"}))
     seconds = result.pop("seconds", 60)
@@ -51,7 +52,8 @@ def done(monkeypatch, clock):
     record = {
       "row": row.name, "config": row.config, "seed": seed, "reason": "", "step": 5,
       "num_steps": 7, "minutes": 1.25, "scores": {}, "validation": [],
-      "changes": experiment.changes(row.config, scale), **ABOUT, **result,
+      "changes": experiment.changes(row.config, scale), "resumed": is_known,
+      "text": experiment.text(row.config, scale, data), **ABOUT, **result,
     }
     if record["status"] == "done":
       record["scores"] = {papers.BITS: 1.25 + seed}
@@ -89,7 +91,7 @@ def test_every_run_once_and_those_that_others_begin_with_before_them(done, tmp_p
   first = ["alone", "first", "second", "more"]
   assert names(done) == [(name, seed) for seed in (0, 1) for name in first]
   folder = experiment.folder(
-    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 1
+    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 1, "python_manual"
   )
   assert done.calls[-2] == ("second", 1, str(folder))
   assert done.calls[0][2] == ""
@@ -147,13 +149,86 @@ def test_what_is_tried_again(done, tmp_path, status, is_again):
   job = run([TABLE], tmp_path)
   told = [f"alone, seed 0: {'Why.'}"] * (status in ("diverged", "left_out"))
   assert job.without_result() == told
-  done.calls.clear()
   done.results.clear()
   job = run([TABLE], tmp_path)
-  assert names(done) == [("alone", 0)] * is_again
+  assert names(done)[3:] == [("alone", 0)] * is_again
   assert job.without_result() == told * (not is_again)
   minutes = kept(tmp_path)["alone"][0]["minutes"]
   assert minutes == (2.5 if status == "partial" else 1.25)
+
+
+@pytest.mark.parametrize("reached, later, kept_step", [
+  (dict(status="partial", step=4), dict(status="left_out", step=0), 4),
+  (dict(status="partial", step=4), dict(status="partial", step=3), 4),
+  (dict(status="partial", step=4), dict(status="partial", step=6), 6),
+  (dict(status="partial", step=4), dict(status="diverged", step=5), 5),
+  (dict(status="left_out", step=0), dict(status="partial", step=2), 2),
+])
+def test_what_was_reached_is_not_lost(done, tmp_path, reached, later, kept_step):
+  done.results["alone"] = reached | {"reason": "First."}
+  run([TABLE], tmp_path)
+  done.results["alone"] = later | {"reason": "Then."}
+  run([TABLE], tmp_path)
+  (record,) = kept(tmp_path)["alone"]
+  assert (record["step"], record["reason"]) == (kept_step, "Then.")
+  first = record["status"] == reached["status"] and record["step"] == reached["step"]
+  assert first == (kept_step == reached["step"])
+
+
+def test_minutes_add_up_where_a_run_went_on(done, tmp_path):
+  found = []
+  for resumed in (False, True, False):
+    done.results["alone"] = {"status": "partial", "reason": "Stopped", "resumed": resumed}
+    run([TABLE], tmp_path)
+    found.append(kept(tmp_path)["alone"][0]["minutes"])
+  # The third one found no checkpoint: it began anew, and came as far.
+  assert found == [1.25, 2.5, 1.25]
+
+
+def test_a_run_on_another_text_does_not_count(done, tmp_path, monkeypatch):
+  run([TABLE], tmp_path)
+  monkeypatch.setattr(experiment, "text", lambda config, scale, data: "the whole text")
+  run([TABLE], tmp_path)
+  assert len(done.calls) == 6
+  # Where the text is missing, there is nothing better to be had.
+  def missing(config, scale, data):
+    raise ValueError("data: expected a folder")
+
+  monkeypatch.setattr(experiment, "text", missing)
+  run([TABLE], tmp_path)
+  assert len(done.calls) == 6
+
+
+def test_parameters_that_are_gone_and_wanted_are_made_again(done, tmp_path):
+  done.results["second"] = {"status": "left_out", "reason": "Why."}
+  run([TABLE], tmp_path)
+  run([TABLE], tmp_path)
+  assert names(done)[3:] == [("first", 0), ("second", 0)]
+  folder = experiment.folder(
+    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 0, "python_manual"
+  )
+  (folder / "checkpoints").mkdir(parents=True)
+  run([TABLE], tmp_path)
+  assert names(done)[5:] == [("second", 0)]
+
+
+def test_who_has_had_a_turn_comes_after_those_that_have_had_none(done, tmp_path):
+  done.results["alone"] = {"seconds": 500}
+  run([TABLE], tmp_path, minutes=1)
+  assert names(done) == [("alone", 0)]
+  run([TABLE], tmp_path, minutes_each=2)
+  assert names(done)[1:] == [("first", 0), ("second", 0), ("alone", 0)]
+
+
+def test_reports_that_share_a_run_are_brought_up_to_date(done, tmp_path):
+  shared = dataclasses.replace(
+    papers.TABLES["dispatcher-table1"], rows=papers.TABLES["dispatcher-table1"].rows[:1]
+  )
+  done.results["ptb/msa"] = {"status": "partial", "reason": "Stopped", "step": 2}
+  run([shared], tmp_path)
+  run([TABLE], tmp_path)
+  (record,) = kept(tmp_path, shared)["ptb/msa"]
+  assert record["status"] == "done"
 
 
 def test_a_run_of_other_settings_does_not_count(done, tmp_path, monkeypatch):
@@ -186,7 +261,7 @@ def test_a_signal_ends_it_and_what_there_is_is_kept(done, tmp_path):
   assert kept(tmp_path)["first"][0]["status"] == "partial"
 
 
-def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch):
+def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys):
   table = papers.TABLES["dispatcher-fig2"]
   asked = []
 
@@ -196,21 +271,27 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch):
          "left_out": ""})
     put({"model": "Dispatcher", "dtype": "float32", "place": 16, "seconds": None,
          "left_out": "no room"})
-    raise KeyboardInterrupt
+    raise RuntimeError("broken")
 
   monkeypatch.setattr(work.step_times, "measure", measure)
-  monkeypatch.setattr(work.experiment, "about", lambda: ABOUT)
+  machine = {"device": "one"}
+  monkeypatch.setattr(work.experiment, "about", lambda: ABOUT | {"machine": machine})
   for _ in range(2):
-    with pytest.raises(KeyboardInterrupt):
-      run([table], tmp_path)
-  # What found no room is tried again.
-  assert asked == [("dispatcher-fig2", "tiny", []), ("dispatcher-fig2", "tiny", [8])]
+    job = run([table], tmp_path)
+  machine = {"device": "two"}
+  job = run([table], tmp_path)
+  # What found no room is tried again, and so is all on another machine.
+  assert [known for _, _, known in asked] == [[], [8], []]
   path = tmp_path / "out/dispatcher-fig2_reduced_tiny.json"
-  points = json.loads(path.read_text())["points"]
-  assert [point["place"] for point in points] == [8, 8, 16]
-  assert points[0]["date"] == ABOUT["date"]
-  job = work.Work([table], settings(tmp_path))
-  assert job.without_result() == ["dispatcher-fig2, Dispatcher at 16: no room"]
+  content = json.loads(path.read_text())
+  assert [point["place"] for point in content["points"]] == [8, 16]
+  assert {point["machine"]["device"] for point in content["points"]} == {"two"}
+  assert content["planned"] == 8
+  # An error that nobody expected ends neither the queue nor what was written.
+  assert "RuntimeError: broken" in capsys.readouterr().err
+  assert job.without_result() == [
+    "dispatcher-fig2: RuntimeError: broken", "dispatcher-fig2, Dispatcher at 16: no room"
+  ]
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -248,4 +329,4 @@ def test_a_report_has_what_the_run_was_missing(done, tmp_path):
   job = run([TABLE], tmp_path)
   (content,) = job.write()
   assert content["rows"][1]["runs"][0]["reason"] == "no text"
-  assert "no text" in report.markdown(content)
+  assert "no text" in pages.markdown(content)
