@@ -186,9 +186,11 @@ def _legend(axes: "Axes") -> None:
 
 
 def _doubling(axes: "Axes", lines: Lines) -> None:
-  """Places that double, as most do, lie at equal distances."""
+  """Places that double, as most do, lie at equal distances; far ones in decades."""
   places = sorted({x for points in lines.values() for x, _ in points})
-  if all(b >= 2 * a > 0 for a, b in zip(places, places[1:], strict=False)):
+  if places[0] > 0 and places[-1] > 50 * places[0]:
+    axes.set_xscale("log")
+  elif all(b >= 2 * a > 0 for a, b in zip(places, places[1:], strict=False)):
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [f"{x:,g}" for x in places])
     axes.set_xticks([], minor=True)

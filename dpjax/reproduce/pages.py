@@ -262,7 +262,7 @@ def _steps(row: Mapping[str, Any]) -> str:
   cells = []
   for run in row.get("runs", ()):
     status = _spaced(run.get("status", "-"))
-    steps = f"{run['step']:,} of {run.get('num_steps') or 0:,}" if _has(run, "step") else ""
+    steps = f"{run['step']:,} of {run.get('num_steps') or 0:,}" if run.get("step") else ""
     cells.append(_joined([steps, "" if status == "done" and steps else status]))
   return "; ".join(dict.fromkeys(cells)) or "-"
 
@@ -301,9 +301,15 @@ def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _who(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
-  """Names rows by their groups or labels, where all of one are meant, else one by one."""
-  if len(some) == len(rows):
+  """Names rows, or those that are not meant where that is shorter."""
+  rest = [row for row in rows if row not in some]
+  if not rest:
     return "all rows"
+  return min(_named(some, rows), f"all but {_named(rest, rows)}", key=len)
+
+
+def _named(some: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+  """Names rows by their groups or labels, where all of one are meant, else one by one."""
   left, names = [row.get("name") for row in some], []
   for key, form in (("group", "{}"), ("label", "{}"), ("place", "all at {}")):
     for value in dict.fromkeys(row.get(key) for row in some):
