@@ -1,5 +1,6 @@
 """Reports made of records that the tests write: no run is needed."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -527,3 +528,40 @@ def test_the_headline_has_what_both_have():
 def test_jax_is_not_loaded():
   code = "import sys\nfrom dpjax.reproduce import report\nassert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ours_has_a_star_where_it_is_below_all_baselines():
+  # Below "none" by the same in every seed; of "long" and of itself that holds for one each.
+  table = dataclasses.replace(SMALL, baselines=("none", "long"))
+  scores = {"a.py:none": (1.5, 1.75, 1.625), "a.py:long": (1.25, 1.5, 1.375)}
+  runs = [record(config, i, bits=x) for config, by in scores.items()
+          for i, x in enumerate(by)]
+  for less, is_better in ((0.125, True), (-0.0625, False)):
+    ours = [record("a.py:short", i, bits=x - less) for i, x in
+            enumerate(scores["a.py:long"])]
+    content = report.summarise(table, "paper", runs + ours)
+    row = named(content, "x/short")
+    assert (row["test"]["baseline"], row["test"]["verdict"]) == ("x/none", "lower")
+    assert row["is_better"] == is_better
+    (cell,) = (x for x in line(pages.markdown(content), "X | short") if "±" in x)
+    assert cell.endswith("(3)*") == is_better
+  # The seeds of one baseline are not there: there is no such claim.
+  content = report.summarise(table, "paper", runs[:4] + ours)
+  assert not named(content, "x/short")["is_better"]
+
+
+def test_what_began_with_another_run_is_not_put_in_order():
+  rows = [*SMALL.rows[:2], dataclasses.replace(SMALL.rows[2], after="x/none")]
+  table = dataclasses.replace(SMALL, rows=tuple(rows))
+  ran = [record(row.config, bits=x) for row, x in zip(rows, (3.0, 2.0, 1.0), strict=True)]
+  assert report.summarise(SMALL, "paper", ran)["order"]["pairs"] == 3
+  content = report.summarise(table, "paper", ran)
+  assert content["order"] == {"score": BITS, "same": 1, "pairs": 1, "paper_pairs": 1}
+
+
+def test_the_papers_scale_on_another_text_says_so():
+  ran = [record("a.py:none", bits=1.25)]
+  assert "At the paper's scale" in pages.markdown(report.summarise(SMALL, "paper", ran))
+  ran.append(record("a.py:long", bits=1.5, text="text8_prefix"))
+  text = pages.markdown(report.summarise(SMALL, "paper", ran))
+  assert "At the paper's scale" not in text and "**but not on its texts**" in text
