@@ -12,7 +12,6 @@ was stopped goes on. "report" writes docs/reproduce.md anew, from results/reprod
 Status 1: some of it has no result, and not for want of time.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -43,22 +42,6 @@ _MINUTES_EACH = flags.DEFINE_float(
 )
 
 
-def find(names: str) -> list[papers.Table]:
-  """The tables of a list of names with commas, or of "all".
-
-  Raises:
-    ValueError: one has no table.
-  """
-  if names == "all":
-    return [papers.TABLES[name] for name in papers.BY_VALUE]
-  for name in names.split(","):
-    if name not in papers.TABLES:
-      near = difflib.get_close_matches(name, papers.TABLES, n=1, cutoff=0.0)[0]
-      raise ValueError(f"TABLE: expected all, report, or of {', '.join(papers.TABLES)}, "
-                       f"got {name!r}; the nearest is {near}")
-  return [papers.TABLES[name] for name in dict.fromkeys(names.split(","))]
-
-
 def main(names: str) -> None:
   """Does what is missing of the tables, and prints their reports."""
   # Loaded once the flags are known to be right, as JAX takes a while.
@@ -77,7 +60,7 @@ def main(names: str) -> None:
     os.replace(temporary, path)
     print(f"{pages.headline(contents)}\n{path}")
     return
-  tables = find(names)
+  tables = papers.find(names)
   job = work.Work(
     tables,
     work.Settings(

@@ -8,6 +8,7 @@ Nawrot et al. 2023, arXiv:2211.09761.
 """
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 
 # Scores, as runs report them.
@@ -332,3 +333,19 @@ TABLES = {
     ),
   )
 }
+
+
+def find(names: str) -> list[Table]:
+  """The tables of a list of names with commas, or of "all".
+
+  Raises:
+    ValueError: one has no table.
+  """
+  if names == "all":
+    return [TABLES[name] for name in BY_VALUE]
+  for name in names.split(","):
+    if name not in TABLES:
+      near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
+      raise ValueError(f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
+                       f"got {name!r}; the nearest is {near}")
+  return [TABLES[name] for name in dict.fromkeys(names.split(","))]

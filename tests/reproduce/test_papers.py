@@ -96,3 +96,12 @@ def test_table_7_is_what_we_count():
   counted = complexity.table(length=128, width=128, num_heads=32)
   for name, paper in papers.TABLE_7.items():
     assert dataclasses.astuple(counted[name]) == paper, name
+
+
+def test_names_of_tables():
+  assert [table.name for table in papers.find("all")] == [*papers.BY_VALUE]
+  assert sorted(papers.BY_VALUE) == sorted(papers.TABLES)
+  found = papers.find("pooling-fig4,extractors-table7,pooling-fig4")
+  assert [table.name for table in found] == ["pooling-fig4", "extractors-table7"]
+  with pytest.raises(ValueError, match="TABLE: .*got 'pooling-fig6'; the nearest is pool"):
+    papers.find("pooling-fig6")

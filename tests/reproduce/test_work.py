@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from dpjax.reproduce import __main__ as command
 from dpjax.reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
@@ -313,15 +312,6 @@ def test_a_damaged_report_is_named(tmp_path):
   with pytest.raises(ValueError, match=str(path)):
     work.Work([TABLE], settings(tmp_path))
   assert path.read_text() == "{"
-
-
-def test_names_of_tables():
-  assert [table.name for table in command.find("all")] == [*papers.BY_VALUE]
-  assert sorted(papers.BY_VALUE) == sorted(papers.TABLES)
-  found = command.find("pooling-fig4,extractors-table7,pooling-fig4")
-  assert [table.name for table in found] == ["pooling-fig4", "extractors-table7"]
-  with pytest.raises(ValueError, match="TABLE: .*got 'pooling-fig6'; the nearest is pool"):
-    command.find("pooling-fig6")
 
 
 def test_a_report_has_what_the_run_was_missing(done, tmp_path):
