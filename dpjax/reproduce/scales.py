@@ -67,7 +67,8 @@ _OF_ALL: dict[str, dict[str, Any]] = {
     "train.checkpoint_every_steps": 4,
   },
 }
-_UNITS = {"sample.prompt": "", "train.num_epochs": 0.0, "train.eval_every_epochs": 0.0}
+# No sample, and of two units of a duration not the other one.
+_UNSET = {"sample.prompt": "", "train.num_epochs": 0.0, "train.eval_every_epochs": 0.0}
 # Many runs each: what these figures vary, and how long a run is then.
 _FIGURES = {
   "fig10_": (("model.num_layers", "model.max_length"), 400),
@@ -115,7 +116,7 @@ def configure(name: str, scale: str) -> ConfigDict:
   if scale == "paper":
     return config
   family = Path(name.partition(":")[0]).stem.partition("_")[0].replace("msa", "dispatcher")
-  changes = {**_UNITS, **_OF_ALL[scale], **_CHANGES[scale, family]}
+  changes = {**_UNSET, **_OF_ALL[scale], **_CHANGES[scale, family]}
   for word, (varied, num_steps) in _FIGURES.items():
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
