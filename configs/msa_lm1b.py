@@ -6,7 +6,7 @@
 Data, and a vocabulary that is not the paper's, as for configs/dispatcher_lm1b.py; with the
 uncased one it has 40.8M parameters.
 
-Dropout of the attention weights makes training build them all (no fused kernel).
+Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      39.2M (the paper: 41M)
 Hardware, hours: one GPU; about 100,000 steps an epoch, up to 60 epochs; not yet timed

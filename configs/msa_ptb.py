@@ -5,7 +5,7 @@
 
 Data as for configs/dispatcher_ptb.py.
 
-Dropout of the attention weights makes training build them all (no fused kernel).
+Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      18.2M (the paper: 18M)
 Hardware, hours: one GPU; 120 steps an epoch, 60 epochs; not yet timed

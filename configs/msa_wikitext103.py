@@ -6,7 +6,7 @@
 Data as for configs/dispatcher_wikitext103.py; learning rate and epsilon as the authors'
 code has them for this model.
 
-Dropout of the attention weights makes training build them all (no fused kernel).
+Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      39.2M (the paper: 39M)
 Hardware, hours: one GPU, up to 60 epochs; not yet timed
