@@ -1,6 +1,5 @@
 """Every table of the other two papers, run at the scale "tiny"."""
 
-import jax
 import pytest
 
 from dpjax.reproduce import papers
@@ -18,5 +17,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_has_a_result(name, folder):
-  with jax.numpy_dtype_promotion("standard"):
-    tiny.check_table(name, folder)
+  tiny.check_table(name, folder)
+
+
+def test_what_is_done_is_not_done_again(folder):
+  tiny.check_going_on("extractors-fig8", folder)
