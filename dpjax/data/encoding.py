@@ -145,7 +145,7 @@ def encode_text(
     return done["result"]
   is_large = size >= LARGE_BYTES
   if processes is None:
-    processes = _num_cores() if is_large else 1
+    processes = num_cores() if is_large else 1
   counter, sizes, since = Counter(), done["sizes"], 0
   bar = tqdm(total=size, desc=f"encoding {split}", unit="B", unit_scale=True,
              disable=not is_large)
@@ -238,7 +238,7 @@ def _nothing(paths: list[Path]) -> dict:
   return {"parts": 0, "sizes": [0] * len(paths), "sha256": "", "result": None}
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
   """Those that this process may use, where the system says it."""
   if hasattr(os, "sched_getaffinity"):
     return len(os.sched_getaffinity(0))

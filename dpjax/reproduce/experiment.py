@@ -20,7 +20,6 @@ A record is what a report holds of a run, as JSON values:
 import datetime
 import hashlib
 import json
-import os
 import platform
 import sys
 import time
@@ -31,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from dpjax import plots
 from dpjax import run as run_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
+from dpjax.data.encoding import num_cores
 from dpjax.reproduce import scales
 from dpjax.reproduce.papers import Row
-from dpjax.training import loop, metrics
+from dpjax.training import loop
 
 _CURVE = ("nats_per_token", "perplexity", "bits_per_character")
 
@@ -132,7 +131,7 @@ def do(
     should_stop: asked after every update.
 
   Returns:
-    The record; but for its status nothing tells of what could not be done.
+    The record; what could not be done is in its status and reason, and raises nothing.
 
   Raises:
     Stopped: a signal came; the run is saved.
@@ -174,7 +173,6 @@ def do(
     record["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
   jax.clear_caches()  # A process that makes many models would keep the code of all.
   record["minutes"] = round((time.monotonic() - begin) / 60, 2)
-  record = _for_json(record)
   if signalled is not None:
     raise Stopped(record) from signalled
   return record
@@ -202,7 +200,7 @@ def about() -> dict[str, Any]:
   return {
     "machine": {
       "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-      "processor": _processor(), "cores": _cores(),
+      "processor": _processor(), "cores": num_cores(),
     },
     "versions": {
       **{name: _version(name) for name in ("dpjax", "jax", "jaxlib", "flax", "optax")},
@@ -245,28 +243,11 @@ def _point(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
   return {"step": step, **{name: scores[name] for name in _CURVE if name in scores}}
 
 
-def _for_json(value: Any) -> Any:
-  if isinstance(value, Mapping):
-    return {key: _for_json(x) for key, x in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_for_json(x) for x in value]
-  if isinstance(value, (float, np.floating)):
-    return metrics.for_json({"": float(value)})[""]
-  return value
-
-
 def _version(name: str) -> str:
   try:
     return metadata.version(name)
   except metadata.PackageNotFoundError:
     return "not installed"
-
-
-def _cores() -> int:
-  """That this process may use, where the system says it."""
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -23,7 +23,6 @@ _PAPERS = "the paper's settings"
 _SPLITS = ("train", "valid", "test")
 
 
-
 def file_name(table: str, scale: str) -> str:
   """Of a table's files, without their endings: a reduced scale says so.
 
