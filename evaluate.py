@@ -9,6 +9,7 @@ import tempfile
 from absl import flags
 
 from dpjax import command_line
+from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config(required=False)
@@ -27,17 +28,17 @@ def main(_) -> None:
   from dpjax import run as run_lib
 
   if bool(_TORCH.value) == bool(_WORKDIR.value):
-    raise ValueError(
+    raise UserError(
       "--workdir, --torch_checkpoint: expected one of them, got "
       f"{'both' if _WORKDIR.value else 'none'}"
     )
   if bool(_TORCH.value) != (_CONFIG.value is not None):
-    raise ValueError(
+    raise UserError(
       "--config: expected it with --torch_checkpoint, to name data and tokenizer, and "
       "not with --workdir, which has its own"
     )
   if _TORCH.value and _STEP.value is not None:
-    raise ValueError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
+    raise UserError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)

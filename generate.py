@@ -13,6 +13,7 @@ from pathlib import Path
 from absl import flags
 
 from dpjax import command_line
+from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
@@ -67,15 +68,15 @@ def _given_prompt() -> str | None:
   if _PROMPT_FILE.value is None:
     return _PROMPT.value
   if _PROMPT.value is not None:
-    raise ValueError("prompt, prompt_file: expected one of them, got both")
+    raise UserError("prompt, prompt_file: expected one of them, got both")
   file = _PROMPT_FILE.value
   content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
   try:
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
   except UnicodeDecodeError as error:
-    raise ValueError(f"prompt_file: expected UTF-8 in {file}, got {error}") from error
+    raise UserError(f"prompt_file: expected UTF-8 in {file}, got {error}") from error
   if not prompt:
-    raise ValueError(f"prompt_file: expected a text in {file}, got none")
+    raise UserError(f"prompt_file: expected a text in {file}, got none")
   return prompt
 
 

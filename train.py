@@ -8,6 +8,7 @@ import sys
 from absl import flags
 
 from dpjax import command_line
+from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config(required=True)
@@ -47,7 +48,7 @@ def main(_) -> None:
     try:
       text = prompt + run.generate(prompt, seed=run.config.seed, **settings)[0]
     # Another text than the configuration's may have other characters than its prompt.
-    except ValueError as error:
+    except UserError as error:
       text = f"(none: sample.{error})"
     print(f"\nA sample:\n{text}")
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _MODULES = ("complexity", "config", "data", "decoding", "generation", "interop", "layers",
             "models", "ops", "plots", "segmentation", "significance", "text", "training")
 _NAMES = {
+  "UserError": "dpjax.errors",
   "build_model": "dpjax.models.build",
   "generate": "dpjax.run",
   "load": "dpjax.run",

@@ -12,6 +12,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError, exit_on_user_error
 
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, for a run of several processes"
@@ -50,13 +51,13 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
     rest = flags.FLAGS(argv)
     if len(rest) > 1:
-      raise ValueError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
+      raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
     # An error within the file shows when the configuration is first looked at.
     config = flags.FLAGS.config if "config" in flags.FLAGS else None
     if config is not None and not isinstance(config, config_lib.ConfigDict):
       if type(config).__module__.startswith("ml_collections"):
         config.is_locked  # noqa: B018  (raises what went wrong within the file)
-      raise ValueError("expected a file whose get_config() gives a ConfigDict")
+      raise UserError("expected a file whose get_config() gives a ConfigDict")
     return rest
   except flags.Error as error:
     # An error within the configuration's file comes as the text of a traceback.
@@ -69,7 +70,7 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     sys.exit(f"--config: {' '.join(str(error).split())}")
 
 
-def _unknown_setting(argv: Sequence[str]) -> ValueError | None:
+def _unknown_setting(argv: Sequence[str]) -> UserError | None:
   """What is wrong with the first --config.KEY that is not in the configuration."""
   known = config_lib.known_keys()
   for argument in argv:
@@ -87,13 +88,8 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
   _join_processes()
   _set_compilation_cache()
   try:
-    main(argv)
-  except ValueError as error:
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    sys.exit(str(error))
-  except OSError as error:
-    sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
+    with exit_on_user_error():
+      main(argv)
   except KeyboardInterrupt:
     sys.stdout.flush()
     print("\nInterrupted", file=sys.stderr, flush=True)

@@ -26,6 +26,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from dpjax.errors import UserError
+
 MIXERS = ("attention", "dispatcher", "dispatcher_multihead", "she", "he", "we", "me")
 EXTRACTORS = ("she", "he", "we", "me")
 
@@ -143,7 +145,7 @@ parameters=65536)
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
   if not (_is_whole(position) and position <= length):
-    raise ValueError(
+    raise UserError(
       f"position: expected an integer from 1 to the length {length}, got {position}"
     )
   # Level k reads the token 2**k before, and the first has none before it.
@@ -193,7 +195,7 @@ def fft_training_counts(
     ValueError: as `training_counts`, or the mixer is no Extractor.
   """
   if mixer not in EXTRACTORS:
-    raise ValueError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
+    raise UserError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
   _check(mixer, length, width, 1, adjustment, output_projection)
   stages = (2 * length - 1).bit_length()
   points = 2**stages
@@ -294,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       num_heads=given.num_heads,
       position=given.inference,
     )
-  except ValueError as error:
+  except UserError as error:
     sys.exit(f"--{error}".replace("--position", "--inference"))
   if given.inference is None:
     print(f"Training, forward: {given.length} tokens, width {given.width}\n")
@@ -408,21 +410,21 @@ def _check(
   output_projection: bool,
 ) -> None:
   if mixer not in MIXERS:
-    raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
+    raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
   sizes = {"length": length, "width": width, "num_heads": num_heads}
   for name, value in sizes.items():
     if not _is_whole(value):
-      raise ValueError(f"{name}: expected an integer of at least 1, got {value}")
+      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
   if width % num_heads:
-    raise ValueError(
+    raise UserError(
       f"num_heads: expected a divisor of the width {width}, got {num_heads}"
     )
   if mixer in EXTRACTORS and num_heads != 1:
-    raise ValueError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
+    raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
   switches = {"adjustment": adjustment, "output_projection": output_projection}
   for name, value in switches.items():
     if mixer not in ("she", "he", "we") and not value:
-      raise ValueError(f"{name}: expected True with the mixer {mixer}, got {value}")
+      raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
 
 
 def _is_whole(value) -> bool:

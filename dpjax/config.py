@@ -10,6 +10,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dpjax.errors import UserError
+
 if TYPE_CHECKING:
 
   class ConfigDict(dict[str, Any]):
@@ -224,7 +226,7 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
     ValueError: the variant is neither "tiny" nor "".
   """
   if variant not in ("", "tiny"):
-    raise ValueError(f"expected the variant tiny, or none, got {variant}")
+    raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:
     config.model.update(
       dict(num_layers=2, width=32, feed_forward_width=64, max_length=64)
@@ -386,7 +388,7 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
   if not (is_one and math.isfinite(epochs)):
-    raise ValueError(
+    raise UserError(
       f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
       f"other 0, got {steps} steps and {epochs} epochs"
     )
@@ -430,11 +432,11 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
   ]
 
 
-def unknown_key(key: str, known: Iterable[str]) -> ValueError:
+def unknown_key(key: str, known: Iterable[str]) -> UserError:
   """The error for a key that does not exist, with the nearest one that does."""
   near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
   hint = f"; the nearest known is {near[0]}" if near else ""
-  return ValueError(f"{key}: expected a known setting, got an unknown one{hint}")
+  return UserError(f"{key}: expected a known setting, got an unknown one{hint}")
 
 
 def known_keys() -> list[str]:
@@ -527,4 +529,4 @@ def _get(config, key: str) -> Any:
 
 def _expect(is_true, key: str, expected: str, got) -> None:
   if not is_true:
-    raise ValueError(f"{key}: expected {expected}, got {got}")
+    raise UserError(f"{key}: expected {expected}, got {got}")

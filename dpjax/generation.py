@@ -15,6 +15,7 @@ import numpy as np
 
 from dpjax import config as config_lib
 from dpjax.decoding import generate as decoding
+from dpjax.errors import UserError
 from dpjax.models.language_model import LanguageModel
 from dpjax.text.streaming import TextStream
 from dpjax.text.tokenizer import Tokenizer
@@ -111,12 +112,12 @@ class Generator:
     config_lib.check_sampling(settings)
     config_lib.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
-      raise ValueError(f"num_samples: expected an integer of at least 1, got {num_samples}")
+      raise UserError(f"num_samples: expected an integer of at least 1, got {num_samples}")
     if not prompts or isinstance(prompts, str):
-      raise ValueError(f"prompts: expected at least one text, got {prompts!r}")
+      raise UserError(f"prompts: expected at least one text, got {prompts!r}")
     for prompt in prompts:
       if not isinstance(prompt, str):
-        raise ValueError(f"prompt: expected a text, got {prompt!r}")
+        raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
     stop_ids = self._stop_ids(stop)
@@ -178,7 +179,7 @@ class Generator:
       for text in stop:
         ids = {i for i, other in enumerate(texts) if other == text}
         if not ids or not text:
-          raise ValueError(f"stop: expected texts of one token each, got {text!r}")
+          raise UserError(f"stop: expected texts of one token each, got {text!r}")
         found |= ids
     return found
 
@@ -263,12 +264,12 @@ def check_prompt(
   window, beyond = config.model.max_length, settings["beyond_window"]
   if beyond != "continue":
     if len(ids) > window:
-      raise ValueError(
+      raise UserError(
         f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}"
       )
     longest = window + 1 - max(1, len(ids))
     if beyond == "refuse" and settings["length"] > longest:
-      raise ValueError(
+      raise UserError(
         f"length: expected at most {longest} after a {name} of {len(ids)} tokens (the "
         f"model's window has {window}), got {settings['length']}; or another beyond_window"
       )
@@ -277,7 +278,7 @@ def check_prompt(
   if config.model.positions == "learned":
     ends.append("learned positions")
   if ends and max(1, len(ids)) + settings["length"] - 1 > window:
-    raise ValueError(
+    raise UserError(
       f"beyond_window: expected slide or refuse with {' and '.join(ends)}, which ends with "
       f"the model's window of {window} tokens, got continue"
     )
@@ -290,7 +291,7 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
   parts = prompt if tokenizer.kind == "characters" else prompt.split()
   found = dict.fromkeys(part for part in parts if unknown in tokenizer.encode(part))
   shown = " ".join(map(repr, found)) or repr(prompt)
-  raise ValueError(f"prompt: expected what the vocabulary has, got {shown}")
+  raise UserError(f"prompt: expected what the vocabulary has, got {shown}")
 
 
 def pad_id(config: config_lib.ConfigDict) -> int:

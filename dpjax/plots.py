@@ -21,12 +21,13 @@ mixer below it.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from dpjax.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -81,7 +82,7 @@ def read_losses(workdir: str | Path) -> np.ndarray:
   """
   content = _read(workdir, "losses.f32")
   if len(content) % 4:
-    raise ValueError(
+    raise UserError(
       f"workdir: expected 4 bytes an update in {Path(workdir) / 'losses.f32'}, got "
       f"{len(content)} bytes"
     )
@@ -98,13 +99,13 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
     config = json.loads(_read(workdir, "config.json"))
   except (UnicodeDecodeError, json.JSONDecodeError) as error:
     path = Path(workdir) / "config.json"
-    raise ValueError(f"workdir: expected JSON in {path}, got: {error}") from error
+    raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
   sections = ("model", "data", "train")
   if not isinstance(config, dict) or not all(
     isinstance(config.get(section, {}), dict) for section in sections
   ):
     path = Path(workdir) / "config.json"
-    raise ValueError(f"workdir: expected the settings of a run in {path}, got others")
+    raise UserError(f"workdir: expected the settings of a run in {path}, got others")
   return config
 
 
@@ -124,7 +125,7 @@ def read_runs(
     ValueError: a folder cannot be read, or there are more or fewer labels.
   """
   if labels is not None and len(labels) != len(workdirs):
-    raise ValueError(
+    raise UserError(
       f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}"
     )
   runs = []
@@ -154,7 +155,7 @@ def label(config: Mapping[str, Any]) -> str:
   """
   mixer = _setting(config, "model.mixer")
   if not isinstance(mixer, str):
-    raise ValueError(f"model.mixer: expected the name of a token mixer, got {mixer}")
+    raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
   if mixer in ("she", "he", "we", "me"):
     without = [
       part.replace("_", " ")
@@ -292,7 +293,7 @@ def draw(runs: Sequence[Run], *, figure: str = "curves", every: int = 2000) -> "
       settings do not say where it has its place.
   """
   if figure not in FIGURES:
-    raise ValueError(f"figure: expected one of {', '.join(FIGURES)}, got {figure}")
+    raise UserError(f"figure: expected one of {', '.join(FIGURES)}, got {figure}")
   from matplotlib.figure import Figure
 
   canvas = Figure(figsize=(9, 5), layout="constrained")
@@ -345,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--json", help="a file for the table")
   given = parser.parse_args(arguments)
-  try:
+  with exit_on_user_error():
     _check_suffix(given.out)
     labels = None if given.labels is None else given.labels.split(",")
     runs = read_runs(given.run_folder, labels)
@@ -361,8 +362,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
       text = json.dumps(content, indent=2) + "\n"
       _write(given.json, "json", lambda: Path(given.json).write_text(text, "utf-8"))
     write(figure, given.out)
-  except ValueError as error:
-    sys.exit(str(error))
 
 
 def _draw_places(
@@ -372,7 +371,7 @@ def _draw_places(
   for run in runs:
     place = _setting(run.config, key)
     if type(place) is not int or place < 1:
-      raise ValueError(
+      raise UserError(
         f"{key}: expected an integer of at least 1 in the settings of {run.folder}, got "
         f"{place}"
       )
@@ -470,7 +469,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 
 def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
   if not 1 <= every <= len(losses):
-    raise ValueError(
+    raise UserError(
       f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got "
       f"{every}"
     )
@@ -478,17 +477,17 @@ def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
 
 def _check_suffix(path: str | Path) -> None:
   if Path(path).suffix not in SUFFIXES:
-    raise ValueError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
+    raise UserError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
 
 
 def _read(workdir: str | Path, name: str) -> bytes:
   path = Path(workdir) / name
   if not Path(workdir).is_dir():
-    raise ValueError(f"workdir: expected the folder of a run, got {workdir}")
+    raise UserError(f"workdir: expected the folder of a run, got {workdir}")
   try:
     return path.read_bytes()
   except OSError as error:
-    raise ValueError(
+    raise UserError(
       f"workdir: expected to read {path}, got: {error.strerror}"
     ) from error
 
@@ -498,7 +497,7 @@ def _write(path: str | Path, name: str, work: Callable[[], Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     work()
   except OSError as error:
-    raise ValueError(
+    raise UserError(
       f"{name}: expected a file that can be written, got {path} ({error.strerror})"
     ) from error
 

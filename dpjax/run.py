@@ -20,6 +20,7 @@ from dpjax import generation, ops
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
+from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Tokenizer
@@ -75,7 +76,7 @@ class Run:
     """
     tokens = self.tokenizer.encode(text)
     if not len(tokens):
-      raise ValueError(f"text: expected at least one token, got none in {text!r}")
+      raise UserError(f"text: expected at least one token, got none in {text!r}")
     counts = {"tokens": len(tokens), **prepared.count_text([text])}
     boundaries = None
     if self.data is not None and self.data.unigram is not None:
@@ -101,7 +102,7 @@ class Run:
     """
     if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"
-      raise ValueError(f"split: expected one of {known}, got {split}")
+      raise UserError(f"split: expected one of {known}, got {split}")
     return self._score_split(self.params, split, window, stride, progress)
 
   def write_scores(
@@ -184,7 +185,7 @@ class Run:
     settings, longest = self.config.eval, self.config.model.max_length
     window = window or settings.window or longest
     if not 1 <= window <= longest:
-      raise ValueError(
+      raise UserError(
         f"eval.window: expected 1 to model.max_length = {longest}, got {window}"
       )
     return window, stride or min(settings.stride, window) or window
@@ -192,7 +193,7 @@ class Run:
   def _score_split(self, params, split: str, window=0, stride=0, progress=False):
     data = self.data
     if data is None:
-      raise ValueError("split: expected a run with data, got one without")
+      raise UserError("split: expected a run with data, got one without")
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
     return self._score(params, tokens, counts, window, stride, progress, boundaries)
@@ -399,20 +400,20 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   try:
     import torch  # pyright: ignore[reportMissingImports]  (optional)
   except ImportError as error:
-    raise ValueError(
+    raise UserError(
       "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
     ) from error
   try:
     content = torch.load(file, map_location="cpu", weights_only=True)
   # A damaged file shows as any of several types.
   except Exception as error:
-    raise ValueError(
+    raise UserError(
       f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     ) from error
   config_lib.check(config)
   settings = config.model
   if settings.mixer == "relative_attention":
-    raise ValueError(
+    raise UserError(
       "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
       "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
       "characters are in no file"
@@ -424,7 +425,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     max_length=settings.max_length,
   )
   if model_config.mixer != settings.mixer:
-    raise ValueError(
+    raise UserError(
       f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
     )
   data = workdir_lib.prepare_data(config, Path(folder) / "data")
@@ -446,18 +447,18 @@ def table(scores: Mapping[str, float]) -> str:
 def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
   size = config.model.vocab_size
   if size not in (0, tokenizer.vocab_size):
-    raise ValueError(
+    raise UserError(
       f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
     )
   kind, space_ids = config.model.boundaries, config.model.space_ids
   space_ids = space_ids or tokenizer.space_ids
   if kind == "whitespace" and not space_ids:
-    raise ValueError(
+    raise UserError(
       "data.tokenizer: expected one with a space or a line end among its tokens, for the "
       f"boundaries whitespace, got {tokenizer.kind} without"
     )
   if max(space_ids, default=0) >= tokenizer.vocab_size:
-    raise ValueError(
+    raise UserError(
       f"model.space_ids: expected ids below {tokenizer.vocab_size}, got {space_ids}"
     )
   config = config.copy_and_resolve_references()
@@ -498,7 +499,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   goes_on = workdir_lib.check(workdir, config)
   first = config.train.initial_run
   if first and not goes_on and not (Path(first) / "checkpoints").is_dir():
-    raise ValueError(f"train.initial_run: expected the folder of a run, got {first}")
+    raise UserError(f"train.initial_run: expected the folder of a run, got {first}")
   return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
 
 
@@ -509,11 +510,11 @@ def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
   def read() -> dict:
     try:
       other = load(folder)
-    except ValueError as error:
-      raise ValueError(f"train.initial_run: expected a run that can be read, got {folder} "
-                       f"({error})") from error
+    except UserError as error:
+      raise UserError(f"train.initial_run: expected a run that can be read, got {folder} "
+                      f"({error})") from error
     if other.tokenizer.to_json() != data.tokenizer.to_json():
-      raise ValueError(
+      raise UserError(
         f"train.initial_run: expected a run with the vocabulary of this one, got {folder} "
         f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
       )
@@ -524,7 +525,7 @@ def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
     )
     wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
     if wrong:
-      raise ValueError(
+      raise UserError(
         f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
         f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {folder}"
       )
@@ -548,7 +549,7 @@ def _as_texts(prompt: str | Sequence[str]) -> list[str]:
   if isinstance(prompt, str):
     return [prompt]
   if not isinstance(prompt, Sequence):
-    raise ValueError(f"prompt: expected a text, or several, got {prompt!r}")
+    raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
   return list(prompt)
 
 

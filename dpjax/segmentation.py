@@ -12,13 +12,13 @@ Source: the pooling paper, Fig. 2.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dpjax import plots
+from dpjax.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
   longest = run.config.model.max_length
   if not 1 <= len(tokens) <= longest:
     expected = f"1 to {longest} tokens (the model's window)"
-    raise ValueError(f"text: expected {expected}, got {len(tokens)}")
+    raise UserError(f"text: expected {expected}, got {len(tokens)}")
 
   @jax.jit
   def read(params, tokens_bt):
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--length", type=int, help=about)
   parser.add_argument("--out", help=f"a file: {', '.join(plots.SUFFIXES)}")
   given = parser.parse_args(arguments)
-  try:
+  with exit_on_user_error():
     from dpjax import run as run_lib
 
     run = run_lib.load(given.run_folder)
@@ -170,15 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
           f"conditional entropy {found.entropies.mean():.4f} nats")
     if given.out:
       plots.write(draw(found), given.out)
-  except ValueError as error:
-    sys.exit(str(error))
 
 
 def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
   """The tokens that the flags ask for; a run that was loaded has data."""
   longest = run.config.model.max_length
   if length is not None and not 1 <= length <= longest:
-    raise ValueError(f"length: expected 1 to model.max_length = {longest}, got {length}")
+    raise UserError(f"length: expected 1 to model.max_length = {longest}, got {length}")
   if text is not None:
     return run.tokenizer.encode(text)[:length]
   return run.data.splits["test"][: length or min(120, longest)]

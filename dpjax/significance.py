@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dpjax.errors import UserError, exit_on_user_error
+
 
 class Row(NamedTuple):
   """A configuration beside the baseline.
@@ -66,15 +68,15 @@ def compare(
       those of the baseline, or SciPy is missing.
   """
   if not 0 < alpha < 1:
-    raise ValueError(f"alpha: expected a number in (0, 1), got {alpha}")
+    raise UserError(f"alpha: expected a number in (0, 1), got {alpha}")
   if baseline not in scores:
-    raise ValueError(f"baseline: expected one of {', '.join(scores)}, got {baseline}")
+    raise UserError(f"baseline: expected one of {', '.join(scores)}, got {baseline}")
   seeds, rows = sorted(scores[baseline]), []
   if len(seeds) < 2:
-    raise ValueError(f"seeds: expected at least 2 of {baseline}, got {seeds}")
+    raise UserError(f"seeds: expected at least 2 of {baseline}, got {seeds}")
   for name, by_seed in scores.items():
     if sorted(by_seed) != seeds:
-      raise ValueError(f"seeds: expected {seeds} of {name}, got {sorted(by_seed)}")
+      raise UserError(f"seeds: expected {seeds} of {name}, got {sorted(by_seed)}")
     values = [by_seed[seed] for seed in seeds]
     differences = [by_seed[seed] - scores[baseline][seed] for seed in seeds]
     mean, p_value = statistics.fmean(differences), _p_value(differences)
@@ -97,7 +99,7 @@ def read_scores(
   is_number = re.compile("0|[1-9][0-9]*").fullmatch
   seeds = sorted((seed for seed in runs if is_number(seed)), key=int)
   if not seeds:
-    raise ValueError(f"workdir: expected runs seed_<n> in {folder}, got none")
+    raise UserError(f"workdir: expected runs seed_<n> in {folder}, got none")
   return {int(seed): _read_score(runs[seed], score, split) for seed in seeds}
 
 
@@ -124,15 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
   parser.add_argument("--alpha", type=float, default=0.05)
   given = parser.parse_args(arguments)
-  try:
+  with exit_on_user_error():
     folders = dict.fromkeys(str(Path(x)) for x in [given.baseline, *given.folder])
     scores = {x: read_scores(x, given.score, given.split) for x in folders}
     baseline, *_ = folders
     table = format_table(compare(scores, baseline, given.alpha))
     print(f"{given.score} of the {given.split} split, seeds {[*scores[baseline]]}\n")
     print(f"{table}\n\nlower, higher: than {baseline}, p < {given.alpha:g}")
-  except ValueError as error:
-    sys.exit(str(error))
 
 
 def _start_training(arguments: Sequence[str]) -> None:
@@ -157,7 +157,7 @@ def _train(config, workdir: str, seeds: Sequence[str]) -> None:
 
   numbers = [int(seed) for seed in seeds if seed.isdecimal()]
   if not numbers or len({*numbers}) != len(seeds):
-    raise ValueError(f"seeds: expected whole numbers, each once, got {','.join(seeds)}")
+    raise UserError(f"seeds: expected whole numbers, each once, got {','.join(seeds)}")
   for seed in numbers:
     config.seed, folder = seed, Path(workdir) / f"seed_{seed}"
     try:
@@ -174,15 +174,15 @@ def _read_score(run: Path, score: str, split: str) -> float:
   pattern = rf"scores_{split}_({'|'.join(best) or '[0-9]+'})\.json"
   files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
   if len(files) != 1:
-    raise ValueError(f"split: expected scores_{split}_<best step>.json in {run}, got "
-                     f"{len(files)} of them; evaluate.py --split={split} writes one")
+    raise UserError(f"split: expected scores_{split}_<best step>.json in {run}, got "
+                    f"{len(files)} of them; evaluate.py --split={split} writes one")
   try:
     scores = dict(json.loads(files[0].read_text(encoding="utf-8"))["scores"])
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise ValueError(f"split: expected scores in {files[0]}, got {error!r}") from error
+    raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
   if not isinstance(scores.get(score), (int, float)):
     known = ", ".join(name for name, value in scores.items() if value is not None)
-    raise ValueError(f"score: expected one of {known} (of {files[0]}), got {score}")
+    raise UserError(f"score: expected one of {known} (of {files[0]}), got {score}")
   return scores[score]
 
 

@@ -25,6 +25,7 @@ from dpjax import config as config_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
 from dpjax.data.download import locked
+from dpjax.errors import UserError
 from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
 from dpjax.text.unigram import load_unigram
 
@@ -42,7 +43,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
     raise _not_writable(workdir, error) from error
   if not path.exists():
     if (workdir / "checkpoints").exists():
-      raise ValueError(
+      raise UserError(
         f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
         "checkpoints and no config.json"
       )
@@ -51,7 +52,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   if differences and not (workdir / "checkpoints").exists():
     return False  # nothing is lost
   if differences:
-    raise ValueError(
+    raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
       f"whose run has another: {'; '.join(differences)}"
     )
@@ -102,8 +103,8 @@ def prepare_data(
       before = prepared.read_counts(folder)
       _make_data(config, folder)
       if prepared.read_counts(folder) != before:
-        raise ValueError(f"data: expected the text that the run in {folder.parent} began "
-                         "with, as its tokens are gone, got another")
+        raise UserError(f"data: expected the text that the run in {folder.parent} began "
+                        "with, as its tokens are gone, got another")
 
   _on_first_process(make)
   return prepared.open_prepared(folder)
@@ -133,8 +134,8 @@ def prepare_shared(config: ConfigDict) -> Path:
       if not (target / "data.json").exists():
         prepared.prepare(corpus, target, **settings)
   except OSError as error:
-    raise ValueError(f"data.data_dir: expected a folder that can be written, got {target} "
-                     f"({error.strerror})") from error
+    raise UserError(f"data.data_dir: expected a folder that can be written, got {target} "
+                    f"({error.strerror})") from error
   return target
 
 
@@ -220,7 +221,7 @@ def read_config(workdir: Path) -> ConfigDict:
   """
   path = workdir / "config.json"
   if not path.exists():
-    raise ValueError(f"workdir: expected the folder of a run, got {workdir}")
+    raise UserError(f"workdir: expected the folder of a run, got {workdir}")
   return config_lib.from_dict(_read_json(path))
 
 
@@ -235,10 +236,10 @@ def _read_json(path: Path) -> dict:
   try:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-      raise ValueError(f"{type(content).__name__} for a dict of settings")
+      raise UserError(f"{type(content).__name__} for a dict of settings")
     return content
   except (OSError, ValueError) as error:
-    raise ValueError(f"workdir: expected a readable {path}, got: {error}") from error
+    raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 
 def _on_first_process(work: Callable[[], None]) -> None:
@@ -250,7 +251,7 @@ def _on_first_process(work: Callable[[], None]) -> None:
   if jax.process_index() == 0:
     try:
       work()
-    except ValueError as error:
+    except UserError as error:
       message = str(error)
   if jax.process_count() > 1:
     encoded = np.zeros(4096, np.uint8)
@@ -259,10 +260,10 @@ def _on_first_process(work: Callable[[], None]) -> None:
     encoded = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
     message = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
   if message:
-    raise ValueError(message)
+    raise UserError(message)
 
 
-def _not_writable(folder: Path, error: OSError) -> ValueError:
-  return ValueError(
+def _not_writable(folder: Path, error: OSError) -> UserError:
+  return UserError(
     f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
   )

@@ -13,6 +13,7 @@ from scipy import stats
 
 from dpjax import command_line, significance
 from dpjax import run as run_lib
+from dpjax.errors import UserError
 from dpjax.training import loop
 from tests import helpers
 
@@ -219,12 +220,12 @@ def test_a_run_is_trained_for_each_seed(monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [
   loop.NonFiniteError("Step 3: expected a finite loss"), loop.Interrupted(3, 7),
-  ValueError("workdir: expected an empty folder"),
+  UserError("workdir: expected an empty folder"),
 ])
 def test_what_stops_a_run_stops_all(monkeypatch, error):
   calls, message = train(monkeypatch, error, "--workdir=a")
   assert len(calls) == 2
-  own = isinstance(error, ValueError)
+  own = isinstance(error, UserError)
   assert message == (str(error) if own else f"a/seed_1: {error}")
 
 

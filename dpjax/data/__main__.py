@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dpjax.data import catalog
+from dpjax.errors import UserError, exit_on_user_error
 
 PART = 2**20  # characters
 
@@ -43,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   cleaning.add_argument("--language", required=True)
   given = parser.parse_args(arguments)
   try:
-    {"list": _list, "prepare": _prepare, "clean": _clean}[given.command](given)
-  except ValueError as error:
-    sys.exit(str(error))
+    with exit_on_user_error():
+      {"list": _list, "prepare": _prepare, "clean": _clean}[given.command](given)
   except BrokenPipeError:
     sys.stderr.close()  # the reader has enough
-  except OSError as error:
-    sys.exit(f"{error.filename}: expected to read and write it, got: {error.strerror}")
 
 
 def _list(given) -> None:
@@ -105,7 +103,7 @@ def _read(name: str) -> Iterator[str]:
         yield part
       file.detach()
   except UnicodeDecodeError as error:
-    raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
+    raise UserError(f"{name}: expected a text in UTF-8, got {error}") from error
 
 
 if __name__ == "__main__":

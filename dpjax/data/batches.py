@@ -18,6 +18,8 @@ It is 0 where a window is filled up.
 
 import numpy as np
 
+from dpjax.errors import UserError
+
 
 class _Rows:
   """The stream, cut into B contiguous rows, of which batches take windows."""
@@ -150,7 +152,7 @@ def _rows(stream: np.ndarray, batch_size: int) -> np.ndarray:
 def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
   length = len(tokens) // batch_size
   if length < window + 1:
-    raise ValueError(
+    raise UserError(
       f"train.window: expected at most {max(0, length - 1)} ({len(tokens)} tokens of "
       f"the train split in {batch_size} rows give {length} each, the last of them a "
       f"target alone), got {window}"
@@ -160,8 +162,8 @@ def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
 
 def _check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
   if boundaries is not None and len(boundaries) != len(tokens):
-    raise ValueError(f"boundaries: expected one for each of the {len(tokens)} tokens, "
-                     f"got {len(boundaries)}")
+    raise UserError(f"boundaries: expected one for each of the {len(tokens)} tokens, "
+                    f"got {len(boundaries)}")
 
 
 class RandomWindows:
@@ -196,7 +198,7 @@ class RandomWindows:
     """
     _check_boundaries(boundaries, tokens)
     if len(tokens) < window + 1:
-      raise ValueError(
+      raise UserError(
         f"train.window: expected at most {max(0, len(tokens) - 1)} (the train split has "
         f"{len(tokens)} tokens, the last of them a target alone), got {window}"
       )
@@ -285,8 +287,8 @@ class EvaluationWindows:
     """
     _check_boundaries(boundaries, tokens)
     if not 1 <= stride <= window:
-      raise ValueError(f"eval.stride: expected 1 .. {window} (the window), got "
-                       f"{stride}")
+      raise UserError(f"eval.stride: expected 1 .. {window} (the window), got "
+                      f"{stride}")
     self.batch_size = batch_size
     self._tokens = tokens
     self._window = window

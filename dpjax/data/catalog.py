@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpjax.data.download import File, download, locked
+from dpjax.errors import UserError
 
 ONE_MORE = "python_manual"  # which comes with Python
 
@@ -176,17 +177,17 @@ def find(name: str, language: str = "") -> Entry:
       corpus's.
   """
   if name == ONE_MORE:
-    raise ValueError(f"data.name: expected a corpus to prepare, got {name}, which comes "
-                     "with Python")
+    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes "
+                    "with Python")
   if name not in ENTRIES:
     names = [ONE_MORE, *ENTRIES]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"data.name: expected one of {', '.join(names)} (or a data.path), "
-                     f"got {name!r}; the nearest is {near}")
+    raise UserError(f"data.name: expected one of {', '.join(names)} (or a data.path), "
+                    f"got {name!r}; the nearest is {near}")
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
-    raise ValueError(f"data.language: expected one of {', '.join(entry.languages)} for "
-                     f"{name}, got {language!r}")
+    raise UserError(f"data.language: expected one of {', '.join(entry.languages)} for "
+                    f"{name}, got {language!r}")
   return entry
 
 
@@ -248,10 +249,10 @@ def open_records(
     contents = json.loads(Path(builder.data_dir, "text.json").read_text("utf-8"))
   except OSError as error:
     if str(error.filename or "").startswith(str(manual_dir)):
-      raise ValueError(f"data.manual_dir: expected a file that can be read, got "
-                       f"{error.filename} ({error.strerror})") from error
-    raise ValueError(f"data.data_dir: expected a folder that can be written, got "
-                     f"{data_dir} ({error})") from error
+      raise UserError(f"data.manual_dir: expected a file that can be read, got "
+                      f"{error.filename} ({error.strerror})") from error
+    raise UserError(f"data.data_dir: expected a folder that can be written, got "
+                    f"{data_dir} ({error})") from error
   splits, texts = {}, {}
   for split, source in (("train", "train"), ("valid", "validation"), ("test", "test")):
     if source in contents:
@@ -280,8 +281,8 @@ def find_vocabulary(name: str, data_dir: Path, manual_dir: str | Path = "") -> s
       for file in files
     ]
   except OSError as error:
-    raise ValueError(f"data.data_dir: expected a folder that can be written, got "
-                     f"{data_dir} ({error})") from error
+    raise UserError(f"data.data_dir: expected a folder that can be written, got "
+                    f"{data_dir} ({error})") from error
   return str(first)
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from dpjax.data import catalog, texts
 from dpjax.data.texts import SPLITS
+from dpjax.errors import UserError
 from dpjax.text.tokenizer import is_clean_cut
 
 CHUNK_BYTES = 2**20
@@ -63,9 +64,9 @@ class Chunks:
       try:
         yield self.content[begin:end].decode()
       except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: expected UTF-8 text, got byte "
-                         f"{error.object[error.start]:#04x} at offset "
-                         f"{begin + error.start} of {self.source}") from error
+        raise UserError(f"data.path: expected UTF-8 text, got byte "
+                        f"{error.object[error.start]:#04x} at offset "
+                        f"{begin + error.start} of {self.source}") from error
       begin = end
 
   def _cut(self, begin: int) -> int:
@@ -147,8 +148,8 @@ def load_corpus(
   else:
     entry = catalog.find(name, language)
     if language and not entry.languages and not clean:
-      raise ValueError(f"data.language: expected '' for {name}, unless data.clean is True, "
-                       f"got {language!r}")
+      raise UserError(f"data.language: expected '' for {name}, unless data.clean is True, "
+                      f"got {language!r}")
     is_enough = [0 < most <= held
                  for most, held in zip(max_characters, entry.head, strict=False)]
     splits, about = catalog.open_records(
@@ -163,7 +164,7 @@ def load_corpus(
     return Corpus(corpus.name, made.splits, texts.read_about(folder))
   missing = [split for split in SPLITS if split not in corpus.splits]
   if missing:
-    raise ValueError(
+    raise UserError(
       f"data.max_characters: expected a size of every split, as {corpus.name} has no "
       f"{' and no '.join(missing)} of its own, got {tuple(max_characters)}"
     )
@@ -179,8 +180,8 @@ def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
     content = _open(path)
     about = {"files": [_identity(path)], "split_fractions": list(split_fractions)}
   except OSError as error:
-    raise ValueError(f"data.path: expected a readable text file or folder, got "
-                     f"{error.filename or path} ({error.strerror})") from error
+    raise UserError(f"data.path: expected a readable text file or folder, got "
+                    f"{error.filename or path} ({error.strerror})") from error
   return Corpus(path.stem, _cut_splits(content, split_fractions, str(path)), about)
 
 
@@ -194,7 +195,7 @@ def _python_manual() -> bytes:
   try:
     from pydoc_data.topics import topics
   except ImportError as error:
-    raise ValueError(
+    raise UserError(
       "data.name: expected a Python with its manual (pydoc_data.topics), got one "
       "without; install it (Debian, Ubuntu: apt install libpython3-stdlib) or give a "
       "text of your own with data.path"
@@ -205,7 +206,7 @@ def _python_manual() -> bytes:
 def _open(path: Path) -> mmap.mmap:
   with path.open("rb") as file:
     if path.stat().st_size == 0:
-      raise ValueError(f"data.path: expected a text, got the empty file {path}")
+      raise UserError(f"data.path: expected a text, got the empty file {path}")
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -213,8 +214,8 @@ def _open_split(folder: Path, split: str) -> Chunks:
   names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
   path = next((folder / name for name in names if (folder / name).exists()), None)
   if path is None:
-    raise ValueError(f"data.path: expected {' or '.join(names)} in the folder, got "
-                     f"{folder} without")
+    raise UserError(f"data.path: expected {' or '.join(names)} in the folder, got "
+                    f"{folder} without")
   content = _open(path)
   return Chunks(content, 0, len(content), str(path))
 
@@ -226,8 +227,8 @@ def _cut_splits(content, fractions: Sequence[float], source: str) -> dict[str, C
   second = _line_end(content, first, size - test)
   stretches = {"train": (0, first), "valid": (first, second), "test": (second, size)}
   if any(begin == end for begin, end in stretches.values()):
-    raise ValueError(f"data.path: expected a text long enough for three splits, got "
-                     f"{size} bytes in {source}")
+    raise UserError(f"data.path: expected a text long enough for three splits, got "
+                    f"{size} bytes in {source}")
   return {split: Chunks(content, *stretches[split], source) for split in SPLITS}
 
 

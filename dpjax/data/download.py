@@ -33,6 +33,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dpjax.errors import UserError
+
 PAUSES_S = (2.0, 6.0, 18.0, 54.0)  # between tries without a new byte; then it gives up
 LONGEST_PAUSE_S = 600.0  # whatever a server asks for
 TIMEOUT_S = 60.0  # to connect, and from byte to byte
@@ -115,7 +117,7 @@ def download(
     return places.whole
   by_hand = places.by_hand(file)
   if urllib.parse.urlsplit(file.url).scheme not in ("http", "https"):
-    raise ValueError(f"File.url: expected http:// or https://, got {file.url!r}; {by_hand}")
+    raise UserError(f"File.url: expected http:// or https://, got {file.url!r}; {by_hand}")
   try:
     places.folder.mkdir(parents=True, exist_ok=True)
     with locked(places.lock):
@@ -141,14 +143,14 @@ def verify(file: File, folder: Path) -> Path:
   _check(file)
   places = _Places(Path(folder), _name(file), None)
   if not _is_whole(file, places):
-    raise ValueError(f"{places.whole}: expected a whole file with a record that agrees "
-                     f"({places.record}), got none; download it")
+    raise UserError(f"{places.whole}: expected a whole file with a record that agrees "
+                    f"({places.record}), got none; download it")
   expected = f"sha256:{(_read_record(places.record) or {})['sha256']}"
   for checksum in {expected, file.checksum or expected}:
     came = _digest(places.whole, checksum)
     if came != checksum.lower():
-      raise ValueError(f"{places.whole}: expected {checksum}, got {came}; delete it to "
-                       "download it again")
+      raise UserError(f"{places.whole}: expected {checksum}, got {came}; delete it to "
+                      "download it again")
   return places.whole
 
 
@@ -183,22 +185,22 @@ class _BrokenError(Exception):
 
 def _check(file: File) -> None:
   if not re.fullmatch("|sha256:[0-9a-fA-F]{64}|md5:[0-9a-fA-F]{32}", file.checksum):
-    raise ValueError("File.checksum: expected sha256: and 64, or md5: and 32 hexadecimal "
-                     f"digits, got {file.checksum!r}")
+    raise UserError("File.checksum: expected sha256: and 64, or md5: and 32 hexadecimal "
+                    f"digits, got {file.checksum!r}")
   for key in ("size", "head_bytes"):
     if getattr(file, key) < 0:
-      raise ValueError(f"File.{key}: expected 0 or more, got {getattr(file, key)}")
+      raise UserError(f"File.{key}: expected 0 or more, got {getattr(file, key)}")
   if file.checksum and file.head_bytes:
-    raise ValueError("File.checksum: expected none with head_bytes, as it is of the whole "
-                     f"file, got {file.checksum}")
+    raise UserError("File.checksum: expected none with head_bytes, as it is of the whole "
+                    f"file, got {file.checksum}")
 
 
 def _name(file: File) -> str:
   path = urllib.parse.urlsplit(file.url).path
   name = file.name or urllib.parse.unquote(path.rpartition("/")[2])
   if name in ("", ".", "..") or "/" in name or "\0" in name:
-    raise ValueError(f"File.name: expected the name of a file, got {name!r} "
-                     f"(url {file.url!r})")
+    raise UserError(f"File.name: expected the name of a file, got {name!r} "
+                    f"(url {file.url!r})")
   return name
 
 
@@ -207,13 +209,13 @@ def _check_manual(file: File, path: Path) -> None:
   least = min(file.size, file.head_bytes or file.size)
   if file.size and not least <= size <= file.size:
     expected = f"{file.size} bytes" if least == file.size else f"{least} bytes or more"
-    raise ValueError(f"{path}: expected {expected}, got {size}; get it again from "
-                     f"{file.url}, or remove it")
+    raise UserError(f"{path}: expected {expected}, got {size}; get it again from "
+                    f"{file.url}, or remove it")
   if file.checksum:
     came = _digest(path, file.checksum)
     if came != file.checksum.lower():
-      raise ValueError(f"{path}: expected {file.checksum}, got {came}; get it again from "
-                       f"{file.url}, or remove it")
+      raise UserError(f"{path}: expected {file.checksum}, got {came}; get it again from "
+                      f"{file.url}, or remove it")
 
 
 def _is_whole(file: File, places: _Places) -> bool:
@@ -282,20 +284,20 @@ def _check_what_came(file: File, places: _Places, record: dict, first: dict | No
     if came != file.checksum.lower():
       os.replace(places.partial, places.bad)
       places.state.unlink()
-      raise ValueError(f"{file.url}: expected {file.checksum}, got {came} "
-                       f"({record['size']} bytes, kept as {places.bad} to look at); call "
-                       f"again, or {by_hand}")
+      raise UserError(f"{file.url}: expected {file.checksum}, got {came} "
+                      f"({record['size']} bytes, kept as {places.bad} to look at); call "
+                      f"again, or {by_hand}")
   expected = min(file.size, file.head_bytes or file.size)
   if file.size and record["size"] != expected:
     os.replace(places.partial, places.bad)
     places.state.unlink()
-    raise ValueError(f"{file.url}: expected {expected} bytes, got {record['size']} (kept "
-                     f"as {places.bad} to look at); call again, or {by_hand}")
+    raise UserError(f"{file.url}: expected {expected} bytes, got {record['size']} (kept "
+                    f"as {places.bad} to look at); call again, or {by_hand}")
   if first is not None and first["sha256"] != record["sha256"]:
-    raise ValueError(f"{file.url}: expected sha256:{first['sha256']}, as it was at the "
-                     f"first download ({first.get('date')}), got sha256:"
-                     f"{record['sha256']}; to accept what came, delete {places.record}; "
-                     f"to download it again, delete {places.partial}; or {by_hand}")
+    raise UserError(f"{file.url}: expected sha256:{first['sha256']}, as it was at the "
+                    f"first download ({first.get('date')}), got sha256:"
+                    f"{record['sha256']}; to accept what came, delete {places.record}; "
+                    f"to download it again, delete {places.partial}; or {by_hand}")
 
 
 class _Transfer:
@@ -339,7 +341,7 @@ class _Transfer:
           if self._length() > furthest:
             furthest, self._restarts = self._length(), 0
           if max(failures, self._restarts) > len(PAUSES_S):
-            raise ValueError(
+            raise UserError(
               f"{self._file.url}: expected the file, got {broken}, after "
               f"{max(failures, self._restarts)} tries; {self._length()} bytes of it are "
               f"in {self._places.partial}; call again to go on from there, or "
@@ -459,11 +461,11 @@ class _Transfer:
     file, size, target = self._file, self.state["size"], self._target()
     if file.size and size not in (None, file.size):
       self._drop()
-      raise ValueError(f"{file.url}: expected {file.size} bytes, got {size}; "
-                       f"{self._by_hand}")
+      raise UserError(f"{file.url}: expected {file.size} bytes, got {size}; "
+                      f"{self._by_hand}")
     if self._first is not None and size is not None and target != self._first["size"]:
       self._drop()
-      raise ValueError(
+      raise UserError(
         f"{file.url}: expected {self._first['size']} bytes, as at the first download "
         f"({self._first.get('date')}), got {target}; to accept the new file, delete "
         f"{self._places.record}; or {self._by_hand}"
@@ -499,9 +501,9 @@ class _Transfer:
     is_chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
     if not (is_chunked or file.size or file.checksum):
       self._drop()
-      raise ValueError(f"{file.url}: expected a server that tells the file's size, got "
-                       f"{length} bytes of which none knows if they are all; "
-                       f"{self._by_hand}")
+      raise UserError(f"{file.url}: expected a server that tells the file's size, got "
+                      f"{length} bytes of which none knows if they are all; "
+                      f"{self._by_hand}")
     self._set_size(length)
 
   def _show(self, target: int | None, length: int) -> tqdm:
@@ -526,7 +528,7 @@ def _get(url: str, headers: dict, by_hand: str):
     return requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S)
   except (urllib3.exceptions.HTTPError, OSError) as error:  # requests' own are OSErrors
     if isinstance(error, ValueError | requests.TooManyRedirects):
-      raise ValueError(f"{url}: expected a file, got {error}; {by_hand}") from error
+      raise UserError(f"{url}: expected a file, got {error}; {by_hand}") from error
     raise _BrokenError(str(error)) from error
 
 
@@ -555,7 +557,7 @@ def _refusal(url: str, response, by_hand: str) -> Exception:
   said = f"{status} {response.reason}"
   if status >= 500 or status in (408, 425, 429):
     return _BrokenError(said, _retry_after(response))
-  return ValueError(f"{url}: expected the file, got {said}; {by_hand}")
+  return UserError(f"{url}: expected the file, got {said}; {by_hand}")
 
 
 def _retry_after(response) -> float:
@@ -617,8 +619,8 @@ def _read_record(path: Path) -> dict | None:
   record = _read_json(path)
   kinds = {"url": str, "size": int, "sha256": str}
   if not all(isinstance(record.get(key), kind) for key, kind in kinds.items()):
-    raise ValueError(f"{path}: expected the record of a download (url, size, sha256), got "
-                     "something else; delete it to download the file again")
+    raise UserError(f"{path}: expected the record of a download (url, size, sha256), got "
+                    "something else; delete it to download the file again")
   return record
 
 

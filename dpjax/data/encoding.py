@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dpjax.errors import UserError
 from dpjax.text.tokens import Tokenizer, tokenizer_from_json
 from dpjax.text.unigram import UnigramBoundaries, whole_words
 
@@ -26,7 +27,7 @@ LARGE_BYTES = 2**25
 COMMIT_BYTES = 2**27  # of text, between two notes of what is done
 
 
-class EncodingError(ValueError):
+class EncodingError(UserError):
   """A process that encodes has ended early; what is done stays."""
 
 

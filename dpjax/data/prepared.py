@@ -16,6 +16,7 @@ import numpy as np
 
 from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.data.encoding import Counter, Encoder, EncodingError, encode_text
+from dpjax.errors import UserError
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
@@ -62,8 +63,8 @@ class Prepared:
       ValueError: the data were prepared without.
     """
     if self.unigram is None:
-      raise ValueError(f"data: expected {self.name} with Unigram boundaries, got it "
-                       "prepared without")
+      raise UserError(f"data: expected {self.name} with Unigram boundaries, got it "
+                      "prepared without")
     return self.unigram.of_tokens(text, self.tokenizer)
 
 
@@ -107,8 +108,8 @@ def prepare(
   folder = Path(folder)
   _check_replaceable(folder)
   if unigram is not None and kind not in CHARACTER_KINDS:
-    raise ValueError(f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-                     f"Unigram boundaries, got {kind}")
+    raise UserError(f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
+                    f"Unigram boundaries, got {kind}")
   sizes = {split: len(text) for split, text in corpus.splits.items()}
   made = {"corpus": dict(corpus.about), "tokenizer": {"kind": kind, **settings},
           "unigram": None if unigram is None else dict(unigram)}
@@ -122,8 +123,8 @@ def prepare(
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, len(text), encoder, partial, split, processes)
       if not counts[split]["tokens"]:
-        raise ValueError(f"data.path: expected tokens in every split, got none in the "
-                         f"{split} split of {corpus.name}")
+        raise UserError(f"data.path: expected tokens in every split, got none in the "
+                        f"{split} split of {corpus.name}")
     content = {"format": FORMAT, "name": corpus.name, "dtype": encoder.dtype.name,
                "splits": counts, "unigram": unigram is not None, "made": made}
     _write_text(partial / "data.json", json.dumps(content, indent=2))
@@ -199,11 +200,11 @@ def open_prepared(folder: str | Path) -> Prepared:
     sizes = {split: int(counts[split]["tokens"]) for split in SPLITS}
     has_boundaries = bool(content.get("unigram", False))
   except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f"{path}: expected the counts of prepared data, got damaged JSON "
-                     f"({error!r})") from error
+    raise UserError(f"{path}: expected the counts of prepared data, got damaged JSON "
+                    f"({error!r})") from error
   if version > FORMAT:
-    raise ValueError(f"{path}: expected a format up to {FORMAT}, got {version}: a "
-                     "later version of dpjax wrote it")
+    raise UserError(f"{path}: expected a format up to {FORMAT}, got {version}: a "
+                    "later version of dpjax wrote it")
   splits = {split: _map(folder / f"{split}.bin", dtype, size)
             for split, size in sizes.items()}
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
@@ -215,8 +216,8 @@ def open_prepared(folder: str | Path) -> Prepared:
   try:
     unigram = UnigramBoundaries(path.read_bytes())
   except (OSError, ValueError) as error:
-    raise ValueError(f"{path}: expected the Unigram model of prepared data, got "
-                     f"another file, or none ({error})") from error
+    raise UserError(f"{path}: expected the Unigram model of prepared data, got "
+                    f"another file, or none ({error})") from error
   return Prepared(name, tokenizer, splits, counts, boundaries, unigram)
 
 
@@ -233,8 +234,8 @@ def count_text(chunks: Iterable[str]) -> dict:
 
 def _check_replaceable(folder: Path) -> None:
   if folder.exists() and any(folder.iterdir()) and not (folder / "data.json").exists():
-    raise ValueError(f"workdir: expected room for prepared data, got {folder}, which "
-                     "holds something else")
+    raise UserError(f"workdir: expected room for prepared data, got {folder}, which "
+                    "holds something else")
 
 
 def _make_encoder(
@@ -313,7 +314,7 @@ def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
     found = (f"a link to {path.readlink()}, which is gone (training with the run's "
              "settings makes it again)")
   if found != expected:
-    raise ValueError(f"{path}: expected {expected} bytes, got {found}")
+    raise UserError(f"{path}: expected {expected} bytes, got {found}")
   return np.memmap(path, dtype, "r")
 
 
@@ -325,5 +326,5 @@ def _read_text(path: Path) -> str:
   try:
     return path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
-    raise ValueError(f"{path}: expected a readable file of prepared data, got "
-                     f"{error}") from error
+    raise UserError(f"{path}: expected a readable file of prepared data, got "
+                    f"{error}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dpjax.data.download import locked
+from dpjax.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 ABOUT = "text.json"
@@ -46,8 +47,8 @@ def make(
   sizes = dict(zip(SPLITS, max_characters, strict=True))
   is_cut = set(splits) == {"train"}
   if is_cut and not all(sizes.values()):
-    raise ValueError(f"data.max_characters: expected a size of every split, as {name} has "
-                     f"a train split alone, got {tuple(max_characters)}")
+    raise UserError(f"data.max_characters: expected a size of every split, as {name} has "
+                    f"a train split alone, got {tuple(max_characters)}")
   about = dict(about) | {"clean": language, "max_characters": list(max_characters),
                          "cleaning": CLEANING if language else 0}
   digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
@@ -67,8 +68,8 @@ def make(
         (partial / ABOUT).write_text(text + "\n", encoding="utf-8")
         os.replace(partial, target)
   except OSError as error:
-    raise ValueError(f"data.data_dir: expected a folder that can be written, got {folder} "
-                     f"({error})") from error
+    raise UserError(f"data.data_dir: expected a folder that can be written, got {folder} "
+                    f"({error})") from error
   return target
 
 
@@ -102,8 +103,8 @@ def _write(path: Path, parts: Iterator[str], most: int, name: str):
     file.flush()
     os.fsync(file.fileno())
   if not size:
-    raise ValueError(f"data.max_characters: expected a text long enough for every split, "
-                     f"got none left for the {path.stem} split of {name}")
+    raise UserError(f"data.max_characters: expected a text long enough for every split, "
+                    f"got none left for the {path.stem} split of {name}")
   if size < most:
     print(f"{name}: the {path.stem} split has {size:,} characters, fewer than the "
           f"{most:,} of data.max_characters")

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from dpjax.errors import UserError
+
 Names = str | tuple[str, ...]
 Table = Mapping[str, tuple[str, Names]]
 
@@ -32,7 +34,7 @@ def find_state(content: Mapping) -> dict:
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))
   if not isinstance(state, Mapping):
-    raise ValueError(
+    raise UserError(
       f"state_dict: expected a mapping of names to arrays, got {type(state).__name__}"
     )
   if all(name.startswith("module.") for name in state):
@@ -67,7 +69,7 @@ def check_names(names: Iterable[str], table: Table, models: str) -> None:
   expected = {name for _, each in table.values() for name in _tuple(each)}
   unknown, missing = sorted({*names} - expected), sorted(expected - {*names})
   if missing or unknown:
-    raise ValueError(
+    raise UserError(
       f"state_dict: expected the names of the authors' {models}, got "
       f"{unknown or 'none'} unknown, {missing or 'none'} missing"
     )
@@ -92,7 +94,7 @@ def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]
         sizes.setdefault(letter, 3 * sizes["D"] if letter == "3" else size)
       expected = tuple(sizes.get(letter) for letter in letters)
       if shape != expected:
-        raise ValueError(f"{name}: expected the shape {expected}, got {shape}")
+        raise UserError(f"{name}: expected the shape {expected}, got {shape}")
   return sizes
 
 

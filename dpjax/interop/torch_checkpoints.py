@@ -14,6 +14,7 @@ import numpy as np
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
+from dpjax.errors import UserError
 from dpjax.interop import torch_arrays, torch_hourglass
 from dpjax.interop.torch_arrays import Table
 from dpjax.layers import embeddings
@@ -105,11 +106,11 @@ def from_torch(
       features.
   """
   if variant not in ("paper", "multihead"):
-    raise ValueError(f"variant: expected paper or multihead, got {variant}")
+    raise UserError(f"variant: expected paper or multihead, got {variant}")
   state = torch_arrays.find_state(state_dict)
   if torch_hourglass.is_hourglass(state):
     if variant != "paper":
-      raise ValueError(f"variant: expected paper for a MemTransformerLM, got {variant}")
+      raise UserError(f"variant: expected paper for a MemTransformerLM, got {variant}")
     return torch_hourglass.convert(
       state_dict,
       state,
@@ -123,7 +124,7 @@ def from_torch(
       sample_boundaries=sample_boundaries,
     )
   if boundaries not in (None, "none"):
-    raise ValueError(
+    raise UserError(
       f"boundaries: expected none for a file without token pooling, got {boundaries}"
     )
   num_heads = 1 if num_heads is None else num_heads
@@ -141,8 +142,8 @@ def from_torch(
     _check_positions(positions, sizes["D"])
   if max_length is None:
     if positions is None:
-      raise ValueError(f"max_length: expected a number where {_POSITIONS} is missing, "
-                       "got None")
+      raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, "
+                      "got None")
     max_length = len(positions)
 
   model_config = config_lib.default_model()
@@ -180,7 +181,7 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
     got = f"{sizes['K']} rows of gates, where 1 to 12 levels are possible"
   else:
     return
-  raise ValueError(
+  raise UserError(
     f"num_heads: expected a Dispatcher of one head, got {got}; with more the authors' "
     "code reshapes [B, T, D] to [B * H, T, D / H], which cuts positions instead of "
     "features, and no model here does that"
@@ -189,14 +190,14 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
 
 def _check_positions(table: np.ndarray, width: int) -> None:
   if table.ndim != 3 or table.shape[1:] != (1, width):
-    raise ValueError(
+    raise UserError(
       f"{_POSITIONS}: expected the shape (max_length, 1, {width}), got {table.shape}"
     )
   # There the angles are rounded to float32, and they grow with the position.
   tolerance = 1e-5 + 2e-7 * np.arange(len(table))[:, None]
   here = embeddings.sinusoidal_positions(len(table), width)
   if not (np.abs(table[:, 0] - here) <= tolerance).all():
-    raise ValueError(f"{_POSITIONS}: expected the sinusoidal positions, got others")
+    raise UserError(f"{_POSITIONS}: expected the sinusoidal positions, got others")
 
 
 def _mixer_name(is_attention: bool, variant: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
+from dpjax.errors import UserError
 from dpjax.interop import torch_arrays
 from dpjax.interop.torch_arrays import Table
 
@@ -101,16 +102,16 @@ def convert(
   arrays = torch_arrays.read_arrays(state)
   sizes = torch_arrays.read_sizes(arrays, table)
   if num_heads not in (None, sizes["H"]):
-    raise ValueError(f"num_heads: expected the {sizes['H']} of r_w_bias, got {num_heads}")
+    raise UserError(f"num_heads: expected the {sizes['H']} of r_w_bias, got {num_heads}")
   if sizes["H"] * sizes["E"] != sizes["D"]:
-    raise ValueError(
+    raise UserError(
       f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
       f"{(sizes['H'], sizes['E'])}"
     )
   if _FREQUENCIES in arrays:
     _check_frequencies(arrays[_FREQUENCIES], sizes["D"])
   if max_length is None:
-    raise ValueError(
+    raise UserError(
       "max_length: expected a number, as a MemTransformerLM has no table of positions, "
       "got None"
     )
@@ -130,9 +131,9 @@ def convert(
     **settings,
   )
   if boundaries == "fixed" and shortening_factor is None:
-    raise ValueError("shortening_factor: expected k of the fixed boundaries, got None")
+    raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
   if boundaries == "whitespace" and not model_config.space_ids:
-    raise ValueError("space_ids: expected the space's for whitespace, got none")
+    raise UserError("space_ids: expected the space's for whitespace, got none")
   if shortening_factor is not None:
     model_config.shortening_factor = shortening_factor
   if boundaries == "fixed" or boundary_offset:
@@ -169,7 +170,7 @@ def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
   if given is None and len(possible) == 1:
     return possible[0]
   if given is None or given not in possible:
-    raise ValueError(
+    raise UserError(
       f"boundaries: expected {' or '.join(possible)} by what the file holds, got {given}"
     )
   return given
@@ -205,8 +206,8 @@ def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
 def _check_frequencies(frequencies: np.ndarray, width: int) -> None:
   here = 10000.0 ** (-np.arange(0, width, 2) / width)
   if frequencies.shape != here.shape:
-    raise ValueError(
+    raise UserError(
       f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}"
     )
   if not np.allclose(frequencies, here, rtol=1e-5, atol=0):
-    raise ValueError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")
+    raise UserError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")

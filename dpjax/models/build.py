@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError
 from dpjax.layers import attention, blocks, dispatcher, extractors
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
@@ -31,7 +32,7 @@ def build_model(model_config: Mapping) -> LanguageModel:
   config_lib.check_model(model_config)
   model = dict(model_config)
   if not model["vocab_size"]:
-    raise ValueError("model.vocab_size: expected the tokenizer's size, got 0")
+    raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   dtype = jnp.dtype(model["dtype"])
   is_pooled = model["boundaries"] != "none"
   make_positions = None

@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags
 
 from dpjax import command_line
+from dpjax.errors import UserError
 from dpjax.reproduce import papers
 
 PAGE = "docs/reproduce.md"
@@ -50,11 +51,11 @@ def main(names: str) -> None:
   if names == "report":
     contents = report.read(_OUT.value)
     if not contents:
-      raise ValueError(f"out: expected a folder with reports, got {_OUT.value} without")
+      raise UserError(f"out: expected a folder with reports, got {_OUT.value} without")
     path = Path(PAGE)
     if not path.parent.is_dir():
-      raise ValueError(f"report: expected to be started in the repository of dpjax, where "
-                       f"{path} is, got {Path.cwd()}")
+      raise UserError(f"report: expected to be started in the repository of dpjax, where "
+                      f"{path} is, got {Path.cwd()}")
     temporary = path.with_suffix(".tmp")
     temporary.write_text(pages.page(contents), encoding="utf-8")
     os.replace(temporary, path)

@@ -36,6 +36,7 @@ from dpjax import run as run_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
 from dpjax.data.encoding import num_cores
+from dpjax.errors import UserError
 from dpjax.reproduce import scales
 from dpjax.reproduce.papers import Row
 from dpjax.training import loop
@@ -165,7 +166,7 @@ def do(
         record["validation"].append(_point(error.step, scores))
     except loop.NonFiniteError as error:
       record |= _curves(workdir, config) | {"status": "diverged", "reason": str(error)}
-  except (ValueError, OSError) as error:
+  except (UserError, OSError) as error:
     record["reason"] = " ".join(str(error).split())
   # A queue that runs overnight goes on with the next.
   except Exception as error:

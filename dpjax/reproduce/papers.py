@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
+from dpjax.errors import UserError
+
 # Scores, as runs report them.
 PERPLEXITY = "perplexity"
 BITS = "bits_per_character"
@@ -346,6 +348,6 @@ def find(names: str) -> list[Table]:
   for name in names.split(","):
     if name not in TABLES:
       near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
-      raise ValueError(f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
-                       f"got {name!r}; the nearest is {near}")
+      raise UserError(f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
+                      f"got {name!r}; the nearest is {near}")
   return [TABLES[name] for name in dict.fromkeys(names.split(","))]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import complexity, plots, significance
+from dpjax.errors import UserError
 from dpjax.reproduce import pages, papers
 from dpjax.reproduce.figures import draw
 
@@ -129,10 +130,10 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
       try:
         content = json.loads(path.read_text(encoding="utf-8"))
       except (OSError, ValueError) as error:
-        raise ValueError(f"folder: expected JSON in {path}, got: {error}") from error
+        raise UserError(f"folder: expected JSON in {path}, got: {error}") from error
       is_table = isinstance(content, dict) and content.get("table") == name
       if not is_table or not {"rows", "points"} & content.keys():
-        raise ValueError(f"folder: expected a table in {path}, got another JSON")
+        raise UserError(f"folder: expected a table in {path}, got another JSON")
       contents.append(content)
   return contents
 

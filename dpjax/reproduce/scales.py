@@ -16,6 +16,7 @@ from typing import Any
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
+from dpjax.errors import UserError
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
@@ -92,8 +93,8 @@ def load(name: str) -> ConfigDict:
   except ModuleNotFoundError as error:
     if not (error.name or "").startswith("configs"):
       raise
-    raise ValueError(f"configs: expected dpjax to be installed from its repository (pip "
-                     f"install -e .), where {file} is, got {root} without") from error
+    raise UserError(f"configs: expected dpjax to be installed from its repository (pip "
+                    f"install -e .), where {file} is, got {root} without") from error
   return module.get_config(*[variant] * bool(variant))
 
 
@@ -111,7 +112,7 @@ def configure(name: str, scale: str) -> ConfigDict:
     ValueError: the scale is none of them, or as `load`.
   """
   if scale not in SCALES:
-    raise ValueError(f"scale: expected one of {', '.join(SCALES)}, got {scale}")
+    raise UserError(f"scale: expected one of {', '.join(SCALES)}, got {scale}")
   config = load(name)
   if scale == "paper":
     return config
@@ -178,8 +179,8 @@ def find_text(folder: str | Path, name: str, language: str = "") -> Path:
   exact = [path for path in paths if path.name.removesuffix(".txt") == wanted]
   if len(exact or paths) != 1:
     got = ", ".join(path.name for path in exact or paths) or "none"
-    raise ValueError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got "
-                     f"{got}")
+    raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got "
+                    f"{got}")
   return (exact or paths)[0]
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dpjax.errors import UserError
 from dpjax.models.build import build_model
 from dpjax.reproduce import scales
 from dpjax.training import losses, sharding
@@ -112,9 +113,9 @@ def places(name: str, scale: str) -> list[Place]:
     ValueError: the name or the scale is unknown.
   """
   if name not in _SCALES:
-    raise ValueError(f"table: expected one of {', '.join(_SCALES)}, got {name}")
+    raise UserError(f"table: expected one of {', '.join(_SCALES)}, got {name}")
   if scale not in _SCALES[name]:
-    raise ValueError(f"scale: expected one of {', '.join(_SCALES[name])}, got {scale}")
+    raise UserError(f"scale: expected one of {', '.join(_SCALES[name])}, got {scale}")
   sizes, found = _SCALES[name][scale], []
   for dtype in sizes["dtypes"]:
     if name == FIG2:

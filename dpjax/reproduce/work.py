@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from dpjax.errors import UserError
 from dpjax.reproduce import experiment, report, scales, step_times
 from dpjax.reproduce.pages import file_name
 from dpjax.reproduce.papers import TABLES, Row, Table
@@ -45,16 +46,16 @@ class Settings:
     """
     if self.scale not in scales.SCALES:
       known = ", ".join(scales.SCALES)
-      raise ValueError(f"scale: expected one of {known}, got {self.scale}")
+      raise UserError(f"scale: expected one of {known}, got {self.scale}")
     if self.seeds < 1:
-      raise ValueError(f"seeds: expected at least 1, got {self.seeds}")
+      raise UserError(f"seeds: expected at least 1, got {self.seeds}")
     for key in ("minutes", "minutes_each"):
       if not 0 <= getattr(self, key) < math.inf:
-        raise ValueError(f"{key}: expected at least 0, got {getattr(self, key)}")
+        raise UserError(f"{key}: expected at least 0, got {getattr(self, key)}")
     if self.data and not Path(self.data).is_dir():
-      raise ValueError(f"data: expected a folder of texts, got {self.data}")
+      raise UserError(f"data: expected a folder of texts, got {self.data}")
     if jax.process_count() > 1:
-      raise ValueError(f"num_processes: expected 1, got {jax.process_count()}")
+      raise UserError(f"num_processes: expected 1, got {jax.process_count()}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Work:
       return False
     try:
       text = experiment.text(run.row.config, settings.scale, settings.data)
-    except ValueError:
+    except UserError:
       return True  # Nothing better can be had without the text.
     if record["text"] != text:
       return False
@@ -186,7 +187,7 @@ class Work:
     settings = self._settings
     try:
       text = experiment.text(row.config, settings.scale, settings.data)
-    except ValueError:
+    except UserError:
       text = ""
     return experiment.folder(settings.runs, settings.scale, row.config, seed, text)
 

@@ -30,6 +30,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
+from dpjax.errors import UserError
+
 _MARKERS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_")
 _MARKER = re.compile("|".join(_MARKERS))
 _OVERLAPPING_MARKER = re.compile(f"(?=({_MARKER.pattern}))")
@@ -41,7 +43,7 @@ _BLOCK = 2**14
 
 def _expect(setting: str, expected: str, others: list[str]):
   if others:
-    raise ValueError(f"{setting}: expected {expected}, got {', '.join(map(repr, others))}")
+    raise UserError(f"{setting}: expected {expected}, got {', '.join(map(repr, others))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +86,8 @@ class Language:
             [letter for letter in self.alphabet
              if unicodedata.normalize(self._form, letter) != letter])
     if len(self.digits) != len(_DIGITS):
-      raise ValueError("digits: expected the ten names of 0 to 9, "
-                       f"got {len(self.digits)}: {', '.join(self.digits)}")
+      raise UserError("digits: expected the ten names of 0 to 9, "
+                      f"got {len(self.digits)}: {', '.join(self.digits)}")
     _expect("digits", f"names of letters of the alphabet {self.alphabet}",
             [name for name in self.digits if not name or set(name) - set(self.alphabet)])
     _expect("diacritics", "neither letters of the alphabet nor spaces nor digits",
@@ -281,6 +283,6 @@ def _language(language: str | Language) -> Language:
   if language not in LANGUAGES:
     near = difflib.get_close_matches(language, LANGUAGES, n=1, cutoff=0.0)
     hint = f"; the nearest is {near[0]}" if near else ""
-    raise ValueError(f"data.language: expected one of {', '.join(LANGUAGES)}, "
-                     f"got {language}{hint}")
+    raise UserError(f"data.language: expected one of {', '.join(LANGUAGES)}, "
+                    f"got {language}{hint}")
   return LANGUAGES[language]

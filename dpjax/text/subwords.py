@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax.errors import UserError
 from dpjax.text.tokenizer import (
   Tokenizer,
   as_ids,
@@ -44,7 +45,7 @@ class SentencePiece(Tokenizer):
     try:
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-      raise ValueError("not a SentencePiece model") from error
+      raise UserError("not a SentencePiece model") from error
     self.kind = kind
     self._model = model
     self.vocab_size = self._processor.vocab_size()
@@ -100,8 +101,8 @@ class SentencePiece(Tokenizer):
       if too_small:
         raise size_error(f"at least {too_small[1]} for this text",
                          vocab_size) from error
-      raise ValueError(f"data.tokenizer: expected a text that {kind} can learn from, "
-                       f"got SentencePiece's answer {error}") from error
+      raise UserError(f"data.tokenizer: expected a text that {kind} can learn from, "
+                      f"got SentencePiece's answer {error}") from error
     return cls(kind, model.getvalue())
 
   def encode(self, text: str) -> np.ndarray:
@@ -159,7 +160,7 @@ class BytePairs(Tokenizer):
     """
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
-      raise ValueError("a tokenizer that is not byte-level BPE")
+      raise UserError("a tokenizer that is not byte-level BPE")
     self.vocab_size = raw.get_vocab_size()
     known = (raw.token_to_id(piece) for piece in ("\u010a", END_OF_TEXT))
     self.start_id = next((i for i in known if i is not None), 0)  # U+010A is "\n"
@@ -176,7 +177,7 @@ class BytePairs(Tokenizer):
         return cls(library_tokenizer(json.loads(read_file(path))))
       merges = path / "merges.txt" if path.is_dir() else path
       if not merges.name.endswith("merges.txt"):
-        raise ValueError("another name")
+        raise UserError("another name")
       vocabulary = merges.with_name(merges.name[:-len("merges.txt")] + "vocab.json")
       read_file(merges)
       read_file(vocabulary)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax.errors import UserError
+
 FORMAT = 1
 
 
@@ -57,8 +59,8 @@ class Tokenizer(abc.ABC):
     Raises:
       ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
     """
-    raise ValueError("data.tokenizer: expected characters or bytes with Unigram "
-                     f"boundaries, got {self.kind}")
+    raise UserError("data.tokenizer: expected characters or bytes with Unigram "
+                    f"boundaries, got {self.kind}")
 
   @abc.abstractmethod
   def fields(self) -> dict:
@@ -83,8 +85,8 @@ def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
   """
   array = np.asarray(ids, np.int64).reshape(-1)
   if array.size and not 0 <= array.min() <= array.max() < vocab_size:
-    raise ValueError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. "
-                     f"{array.max()}")
+    raise UserError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. "
+                    f"{array.max()}")
   return array
 
 
@@ -146,14 +148,14 @@ def read_file(file: str | Path) -> bytes:
   return content
 
 
-def file_error(expected: str, got: str) -> ValueError:
+def file_error(expected: str, got: str) -> UserError:
   """The error for a vocabulary file that is not what it should be."""
-  return ValueError(f"data.tokenizer_file: expected {expected}, got {got}")
+  return UserError(f"data.tokenizer_file: expected {expected}, got {got}")
 
 
-def size_error(expected: str, got: int) -> ValueError:
+def size_error(expected: str, got: int) -> UserError:
   """The error for a vocabulary that cannot have the size asked for."""
-  return ValueError(f"data.tokenizer_size: expected {expected}, got {got}")
+  return UserError(f"data.tokenizer_size: expected {expected}, got {got}")
 
 
 def library_tokenizer(content: dict):
@@ -172,4 +174,4 @@ def library_call(read, *arguments):
   try:
     return read(*arguments)
   except Exception as error:
-    raise ValueError(f"the tokenizers library answers: {error}") from error
+    raise UserError(f"the tokenizers library answers: {error}") from error

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dpjax.errors import UserError
 from dpjax.text.subwords import BytePairs, SentencePiece
 from dpjax.text.tokenizer import FORMAT, Tokenizer, as_ids
 from dpjax.text.wordpiece import WordPiece
@@ -71,7 +72,7 @@ class Characters(Tokenizer):
   def from_fields(cls, kind: str, fields: dict) -> "Characters":
     """See `Tokenizer`."""
     if list(fields["characters"]) != sorted(set(fields["characters"])):
-      raise ValueError("characters that are not sorted")
+      raise UserError("characters that are not sorted")
     return cls(fields["characters"])
 
 
@@ -154,17 +155,17 @@ def train_tokenizer(
   if kind not in KINDS:
     near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)
     hint = f"; the nearest is {near[0]}" if near else ""
-    raise ValueError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got "
-                     f"{kind!r}{hint}")
+    raise UserError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got "
+                    f"{kind!r}{hint}")
   for setting, value in (("lower_text", lower_text), ("lower_pieces", lower_pieces),
                          ("restrict_vocabulary", restrict)):
     if value and kind != "wordpiece":
-      raise ValueError(f"data.{setting}: expected False with the tokenizer {kind}, got "
-                       "True (it is a setting of wordpiece)")
+      raise UserError(f"data.{setting}: expected False with the tokenizer {kind}, got "
+                      "True (it is a setting of wordpiece)")
   if kind in CHARACTER_KINDS:
     if file:
-      raise ValueError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
-                       f"got {file}")
+      raise UserError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
+                      f"got {file}")
     return Characters.train(chunks) if kind == "characters" else Bytes()
   if kind == "wordpiece":
     options = {"lower_text": lower_text, "lower_pieces": lower_pieces}
@@ -186,16 +187,16 @@ def tokenizer_from_json(text: str) -> Tokenizer:
   try:
     content = json.loads(text)
   except json.JSONDecodeError as error:
-    raise ValueError(f"{expected} damaged JSON ({error})") from error
+    raise UserError(f"{expected} damaged JSON ({error})") from error
   if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-    raise ValueError(f"{expected} JSON without a format number")
+    raise UserError(f"{expected} JSON without a format number")
   if content["format"] > FORMAT:
-    raise ValueError(f"tokenizer.json: expected a format up to {FORMAT}, got "
-                     f"{content['format']}: a later version of dpjax wrote it")
+    raise UserError(f"tokenizer.json: expected a format up to {FORMAT}, got "
+                    f"{content['format']}: a later version of dpjax wrote it")
   kind = content.get("kind")
   if kind not in KINDS:
-    raise ValueError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
+    raise UserError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
   try:
     return KINDS[kind].from_fields(kind, content)
   except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{expected} a damaged {kind}: {error}") from error
+    raise UserError(f"{expected} a damaged {kind}: {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer, cut_lines
 
 _UNIGRAM = 1  # of SentencePiece's model types, and the one that a model need not name
@@ -58,15 +59,15 @@ class UnigramBoundaries:
 
     try:
       if not model:
-        raise ValueError("an empty one")
+        raise UserError("an empty one")
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
       found = _model_type(model)
     except (RuntimeError, ValueError, IndexError) as error:
-      raise ValueError("model: expected a SentencePiece model, got something "
-                       "else") from error
+      raise UserError("model: expected a SentencePiece model, got something "
+                      "else") from error
     if found != _UNIGRAM:
-      raise ValueError(f"model: expected a SentencePiece model of the type "
-                       f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}")
+      raise UserError(f"model: expected a SentencePiece model of the type "
+                      f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}")
     self.model = model
     self._found: dict[str, bytes] = {}  # of words met before, a byte a character
 
@@ -172,7 +173,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   lines = filter(str.strip, lines)
   first = next(lines, None)
   if first is None:
-    raise ValueError("data.path: expected a text that has words, got one without")
+    raise UserError("data.path: expected a text that has words, got one without")
   try:
     sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=itertools.chain([first], lines),
@@ -199,8 +200,8 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
     too_small = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
       raise _size_error(f"at least {too_small[1]} for this text", vocab_size) from error
-    raise ValueError("data.path: expected a text that SentencePiece can learn a Unigram "
-                     f"model from, got its answer {error}") from error
+    raise UserError("data.path: expected a text that SentencePiece can learn a Unigram "
+                    f"model from, got its answer {error}") from error
   return model.getvalue()
 
 
@@ -214,17 +215,17 @@ def load_unigram(file: str | Path) -> bytes:
   try:
     model = Path(file).read_bytes()
   except OSError as error:
-    raise ValueError(f"data.unigram_file: expected a readable file, got {file} "
-                     f"({error.strerror})") from error
+    raise UserError(f"data.unigram_file: expected a readable file, got {file} "
+                    f"({error.strerror})") from error
   try:
     return UnigramBoundaries(model).model
   except ValueError as error:
     problem = str(error).removeprefix("model: ")
-    raise ValueError(f"data.unigram_file: {problem}: {file}") from error
+    raise UserError(f"data.unigram_file: {problem}: {file}") from error
 
 
-def _size_error(expected: str, got: int) -> ValueError:
-  return ValueError(f"data.unigram_size: expected {expected}, got {got}")
+def _size_error(expected: str, got: int) -> UserError:
+  return UserError(f"data.unigram_size: expected {expected}, got {got}")
 
 
 def _lengths(word: str, pieces: list[str]) -> list[int]:
@@ -275,7 +276,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
       continue
     sizes = {1: 8, 5: 4}
     if wire_type != 2 and wire_type not in sizes:
-      raise ValueError(f"wire type {wire_type}")
+      raise UserError(f"wire type {wire_type}")
     size = varint() if wire_type == 2 else sizes[wire_type]
     yield number, message[place:place + size]
     place += size

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from dpjax.errors import UserError
 from dpjax.training.step import TrainState
 
 FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
@@ -130,7 +131,7 @@ class Checkpoints:
       tries.append((best, self._best))
     found, damaged = self._first_readable(tries, abstract, origin or {})
     if found is None and damaged:
-      raise ValueError(
+      raise UserError(
         f"workdir: expected a whole checkpoint in {self._root}, got damaged ones of the "
         f"steps {[step for step, _ in damaged]}"
       )
@@ -159,9 +160,9 @@ class Checkpoints:
     """
     known = self.steps()
     if not known:
-      raise ValueError("workdir: expected a run with a checkpoint, got none")
+      raise UserError("workdir: expected a run with a checkpoint, got none")
     if step is not None and step not in known:
-      raise ValueError(f"step: expected one of {known}, got {step}")
+      raise UserError(f"step: expected one of {known}, got {step}")
     best = self.best_step()
     wanted = [step] if step is not None else known[::-1]
     if step is None and best is not None:
@@ -171,7 +172,7 @@ class Checkpoints:
       tries.insert(0, (best, self._best))
     found, damaged = self._first_readable(tries, abstract, origin or {})
     if found is None:
-      raise ValueError(
+      raise UserError(
         f"step: expected a whole checkpoint, got a damaged one of step {damaged[0][0]}"
       )
     return found
@@ -249,7 +250,7 @@ def _silent_coroutines():
     sys.unraisablehook = hook
 
 
-class _RefusedError(ValueError):
+class _RefusedError(UserError):
   """The checkpoint is whole, and not to be used."""
 
 
@@ -276,7 +277,7 @@ def _read(
   state_args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
   state = TrainState(**manager.restore(step, args=state_args)["state"])
   if fingerprints(state) != meta["fingerprints"]:
-    raise ValueError("its arrays are not those that were saved")
+    raise UserError("its arrays are not those that were saved")
   return Checkpoint(step, state, meta)
 
 

@@ -2,6 +2,8 @@
 
 import optax
 
+from dpjax.errors import UserError
+
 
 def learning_rate(
   schedule: str, peak: float, *, warmup_steps: int, num_steps: int
@@ -26,9 +28,9 @@ def learning_rate(
     ValueError: the warm-up leaves no step to a cosine, or the schedule is unknown.
   """
   if schedule not in ("constant", "cosine"):
-    raise ValueError(f"train.schedule: expected constant or cosine, got {schedule}")
+    raise UserError(f"train.schedule: expected constant or cosine, got {schedule}")
   if schedule == "cosine" and warmup_steps >= num_steps:
-    raise ValueError(
+    raise UserError(
       f"train.warmup_steps: expected fewer than the {num_steps} steps of the run, got "
       f"{warmup_steps}"
     )
@@ -75,5 +77,5 @@ def make_optimizer(
   elif name == "adamw":
     update = optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay)
   else:
-    raise ValueError(f"train.optimizer: expected adam or adamw, got {name}")
+    raise UserError(f"train.optimizer: expected adam or adamw, got {name}")
   return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dpjax.errors import UserError
+
 AXIS = "data"
 
 
@@ -55,7 +57,7 @@ def check_rows(batch_size: int, accumulate_steps: int = 1) -> None:
   """
   devices = jax.device_count()
   if batch_size % (devices * accumulate_steps):
-    raise ValueError(
+    raise UserError(
       f"train.batch_size: expected a multiple of {devices * accumulate_steps} ({devices} "
       f"devices x {accumulate_steps} accumulated parts), got {batch_size}"
     )

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from dpjax.errors import UserError
 from dpjax.reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
@@ -191,7 +192,7 @@ def test_a_run_on_another_text_does_not_count(done, tmp_path, monkeypatch):
   assert len(done.calls) == 6
   # Where the text is missing, there is nothing better to be had.
   def missing(config, scale, data):
-    raise ValueError("data: expected a folder")
+    raise UserError("data: expected a folder")
 
   monkeypatch.setattr(experiment, "text", missing)
   run([TABLE], tmp_path)

@@ -25,6 +25,7 @@ from tensorflow_datasets.core import example_serializer
 
 from dpjax.data import download
 from dpjax.data.download import File
+from dpjax.errors import UserError
 from dpjax.text.tokenizer import is_clean_cut
 
 RECORD_BYTES = 2**20
@@ -85,8 +86,8 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     if missing := [PLAIN_STEMS[split][0] for split in PLAIN_STEMS if split not in found]:
       if not found:
         return {}
-      raise ValueError(f"data.manual_dir: expected train.txt, valid.txt and test.txt, got "
-                       f"{folder} without {', '.join(f'{stem}.txt' for stem in missing)}")
+      raise UserError(f"data.manual_dir: expected train.txt, valid.txt and test.txt, got "
+                      f"{folder} without {', '.join(f'{stem}.txt' for stem in missing)}")
     return found
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -127,7 +128,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       )
       lengths, size = _write_shards(records, template)
       if not lengths:
-        raise ValueError(f"{self.name}: expected text in the split {split}, got none")
+        raise UserError(f"{self.name}: expected text in the split {split}, got none")
       infos.append(
         tfds.core.SplitInfo(
           name=split, shard_lengths=lengths, num_bytes=size, filename_template=template
@@ -170,7 +171,7 @@ def read_text(path: Path) -> Iterator[str]:
   except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
     if isinstance(error, OSError) and error.errno:  # else of gzip or bz2
       raise
-    raise ValueError(f"{path}: expected a text in UTF-8, got {error}") from error
+    raise UserError(f"{path}: expected a text in UTF-8, got {error}") from error
 
 
 def join(pieces: Iterable[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import tensorflow_datasets as tfds
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 BASE_URL = "https://data.statmt.org/cc-100"
 HEAD_BYTES = 2**28
@@ -85,5 +86,5 @@ def read_documents(path: Path) -> Iterator[str]:
   except EOFError:  # only the beginning; what is left in `rest` is no whole document
     return
   except (lzma.LZMAError, UnicodeDecodeError) as error:
-    raise ValueError(f"{path}: expected UTF-8 text packed by xz, or the beginning of "
-                     f"such a file, got {error}") from error
+    raise UserError(f"{path}: expected UTF-8 text packed by xz, or the beginning of "
+                    f"such a file, got {error}") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 # Project Gutenberg asks programs to use its mirrors; the site itself blocks them.
 BASE_URL = "https://gutenberg.pglaf.org/cache/epub"
@@ -74,11 +75,11 @@ def read_book(path: Path) -> str:
   try:
     text = path.read_text(encoding="utf-8-sig")  # also makes line ends LF
   except UnicodeDecodeError as error:
-    raise ValueError(f"{path}: expected a book in UTF-8, got {error}") from error
+    raise UserError(f"{path}: expected a book in UTF-8, got {error}") from error
   starts = list(_START.finditer(text))
   end = _END.search(text, starts[-1].end()) if starts else None
   if end is None:
-    raise ValueError(
+    raise UserError(
       f"{path}: expected a book between the lines *** START OF THE PROJECT GUTENBERG "
       f"EBOOK ... *** and *** END OF ..., got none of the "
       f"{'second' if starts else 'first'}"

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 HUB = "https://huggingface.co"
 
@@ -58,8 +59,8 @@ class HubBuilder(TextBuilder, skip_registration=True):
     if names and not known.keys() >= set(names):
       source, listed = (source, listed) if listed else self._get_list(get, folder)
     if not names or listed and not listed.keys() >= set(names):
-      raise ValueError(f"{source}: expected all of {split}-00000-of-NNNNN.parquet and "
-                       f"so on, got {', '.join(sorted(listed or known)) or 'nothing'}")
+      raise UserError(f"{source}: expected all of {split}-00000-of-NNNNN.parquet and "
+                      f"so on, got {', '.join(sorted(listed or known)) or 'nothing'}")
     for name in names:
       if known is not listed and name in known:
         yield local / name
@@ -88,8 +89,8 @@ def read_texts(path: Path) -> Iterator[str]:
         for batch in file.iter_batches(64, row_groups=[i], columns=["text"]):
           yield from (text or "" for text in batch.column(0).to_pylist())
   except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
-    raise ValueError(f"{path}: expected a Parquet file with a column of strings named "
-                     f"text, got {error}") from error
+    raise UserError(f"{path}: expected a Parquet file with a column of strings named "
+                    f"text, got {error}") from error
 
 
 def _read_list(path: Path) -> dict[str, dict]:
@@ -103,5 +104,5 @@ def _read_list(path: Path) -> dict[str, dict]:
       for entry in json.loads(path.read_bytes())
     }
   except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f"{path}: expected huggingface.co's list of a folder, JSON with "
-                     f"path, size and lfs.oid, got {error!r}") from error
+    raise UserError(f"{path}: expected huggingface.co's list of a folder, JSON with "
+                    f"path, size and lfs.oid, got {error!r}") from error

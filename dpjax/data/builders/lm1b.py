@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 
 class Lm1b(TextBuilder, skip_registration=True):
@@ -80,8 +81,8 @@ def read_tar(path: Path, pattern: str, *, members: int = 1) -> Iterator[str]:
   except (
     gzip.BadGzipFile, tarfile.TarError, zlib.error, EOFError, UnicodeDecodeError
   ) as error:
-    raise ValueError(
+    raise UserError(
       f"{path}: expected a tar.gz archive with {members} members {pattern} in UTF-8, got "
       f"{error}"
     ) from error
-  raise ValueError(f"{path}: expected {members} members {pattern}, got {seen}")
+  raise UserError(f"{path}: expected {members} members {pattern}, got {seen}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dpjax.data.builders.base import TextBuilder, read_text
 from dpjax.data.builders.lm1b import read_tar
+from dpjax.errors import UserError
 
 ARCHIVE = "simple-examples.tgz"
 NAMES = {
@@ -47,7 +48,7 @@ class PennTreebank(TextBuilder, skip_registration=True):
     paths = {split: folder / name for split, name in NAMES.items()}
     if all(path.exists() for path in paths.values()):
       return {split: read_text(path) for split, path in paths.items()}
-    raise ValueError(
+    raise UserError(
       f"{self.name}: expected {ARCHIVE} (or {', '.join(NAMES.values())}, or a folder "
       f"{self.name} with train.txt, valid.txt, test.txt) in the folder {folder}, got "
       "none of them. The corpus may not be downloaded for you: "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 PIECE_BYTES = 2**20
 
@@ -54,7 +55,7 @@ def _size(path: Path) -> int:
     with zipfile.ZipFile(path) as archive:
       return archive.getinfo("text8").file_size
   except (zipfile.BadZipFile, KeyError) as error:
-    raise ValueError(f"{path}: expected a zip archive of text8, got {error}") from error
+    raise UserError(f"{path}: expected a zip archive of text8, got {error}") from error
 
 
 def _read(path: Path, begin: int, end: int) -> Iterator[str]:
@@ -66,6 +67,6 @@ def _read(path: Path, begin: int, end: int) -> Iterator[str]:
       for at in range(begin, end, PIECE_BYTES):
         yield file.read(min(PIECE_BYTES, end - at)).decode("ascii")
   except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(
+    raise UserError(
       f"{path}: expected text8, whole and in ASCII, got {error}"
     ) from error

@@ -11,6 +11,7 @@ from typing import cast
 import tensorflow_datasets as tfds
 
 from dpjax.data.builders.hub import HubBuilder, read_texts
+from dpjax.errors import UserError
 
 LANGUAGES = """ar bg ca cs da de el en es et fa fi fr he hi hr hu id it ja ko lt lv ms nl
 no pl pt ro ru sk sl sr sv th tl tr uk vi zh-cn zh-tw""".split()
@@ -81,5 +82,5 @@ def _plain(text: str, path: Path) -> str:
   try:
     return ast.literal_eval(text).decode()
   except (SyntaxError, ValueError) as error:
-    raise ValueError(f"{path}: expected articles, as text or as Python prints their "
-                     f"bytes, got {text[:40]!r} ... ({error})") from error
+    raise UserError(f"{path}: expected articles, as text or as Python prints their "
+                    f"bytes, got {text[:40]!r} ... ({error})") from error

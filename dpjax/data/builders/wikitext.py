@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dpjax.data.builders.base import TextBuilder
 from dpjax.data.download import File
+from dpjax.errors import UserError
 
 # The first author's own address: the one on Amazon S3 is gone, and this one has the same
 # files (issue 1284 of github.com/ooples/AiDotNet, pull request 11 of
@@ -103,6 +104,6 @@ def _read(path: Path, member: str) -> Iterator[str]:
   except (
     zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError
   ) as error:
-    raise ValueError(
+    raise UserError(
       f"{path}: expected a zip archive with {member} in UTF-8, got {error}"
     ) from error
