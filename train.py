@@ -42,11 +42,10 @@ def main(_) -> None:
     return
   print(f"\nThe test split, by step {run.step} (best by validation):")
   print(run_lib.table(scores))
-  settings = dict(run.config.sample)
-  prompt = settings.pop("prompt")
+  prompt = run.config.sample.prompt
   if prompt:
     try:
-      text = prompt + run.generate(prompt, seed=run.config.seed, **settings)[0]
+      text = prompt + run.generate(prompt, seed=run.config.seed)[0]
     # Another text than the configuration's may have other characters than its prompt.
     except UserError as error:
       text = f"(none: sample.{error})"

@@ -57,8 +57,8 @@ ONLY_FOR_BOUNDARIES = {
   "model.last_layers": BOUNDARIES,
   "model.first_mixer": BOUNDARIES,
   "model.last_mixer": BOUNDARIES,
-  "model.pooling": BOUNDARIES[:-1],
-  "model.num_capacities": BOUNDARIES[1:],
+  "model.pooling": ("fixed", "whitespace", "unigram", "entropy"),
+  "model.num_capacities": ("whitespace", "unigram", "entropy", "gumbel"),
   "model.shortening_factor": ("fixed",),
   "model.boundary_offset": ("fixed",),
   "model.space_ids": ("whitespace", "gumbel"),
@@ -86,17 +86,25 @@ CHOICES = {
   "train.parameters": ("replicated", "sharded"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
-# What may differ between a run and its continuation, since it changes no trained number
-# beyond the order of sums; the length does where the schedule ends with it.
+# Settings that may change on resume: they change the order of sums and the random numbers
+# of dropout at most, and which checkpoint is the best. The length may change only where
+# the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "data.data_dir",
   "data.manual_dir",
+  "model.implementation",
+  "model.num_capacities",
+  "model.remat",
+  "model.scan_layers",
+  "train.accumulate_steps",
+  "train.checkpoint_every_steps",
+  "train.eval_every_",
+  "train.keep_checkpoints",
   "train.log_every_steps",
   "train.median_every_steps",
-  "train.checkpoint_every_steps",
-  "train.keep_checkpoints",
   "train.parameters",
+  "eval.",
   "sample.",
 )
 

@@ -1,7 +1,8 @@
 """Text from a trained model, as it comes: prompts in, continuations out.
 
 `Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py are this.
-Each new token costs one step with a cache, `dpjax.decoding` has the loop.
+Each new token costs one step with a cache, or a pass over the window where a mixer has no
+`init_cache`; `dpjax.decoding` has the loop.
 """
 
 import itertools
@@ -63,16 +64,18 @@ class Generator:
     params: Mapping,
     prompts: Sequence[str],
     *,
-    length: int = 300,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    length: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beyond_window: str | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
-    beyond_window: str = "slide",
   ) -> Iterator[list[Piece]]:
     """Continues prompts, all of their samples at once.
+
+    Settings that are None are as in the run's configuration, `config.sample`.
 
     Args:
       params: of the model.
@@ -81,10 +84,6 @@ class Generator:
       temperature: at least 0; 0 always takes the most likely token.
       top_k: draw from the k most likely tokens; 0 is all.
       top_p: draw from the most likely tokens that reach this probability, in (0, 1].
-      seed: sample i of prompt j draws from (seed, i, j) alone, whatever else is written
-        beside it.
-      num_samples: continuations of each prompt.
-      stop: texts of tokens at which a sample ends; the stop token is no part of it.
       beyond_window: from where one of the texts is longer than the model's window of M
         tokens, for all of them,
         "slide": every token comes from a full pass over the M before it;
@@ -93,6 +92,10 @@ class Generator:
           others know of more); sinusoidal positions are computed as far as the text
           goes. Attention and learned positions end with the window.
         "refuse": such a length is an error.
+      seed: sample i of prompt j draws from (seed, i, j) alone, whatever else is written
+        beside it.
+      num_samples: continuations of each prompt.
+      stop: texts of tokens at which a sample ends; the stop token is no part of it.
 
     Returns:
       An iterator of what comes, a list with a `Piece` for each row: prompt 0's samples,
@@ -102,13 +105,17 @@ class Generator:
       ValueError: a setting is out of its range, a prompt is too long or has what the
         vocabulary has not, or the model cannot do what is asked of it beyond its window.
     """
-    settings = dict(
+    given = dict(
       length=length,
       temperature=temperature,
       top_k=top_k,
       top_p=top_p,
       beyond_window=beyond_window,
     )
+    usual = self._config.sample
+    settings = {
+      name: usual[name] if value is None else value for name, value in given.items()
+    }
     config_lib.check_sampling(settings)
     config_lib.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
@@ -120,6 +127,9 @@ class Generator:
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
+    if settings["beyond_window"] == "continue" and not self._model.has_cache:
+      raise UserError("beyond_window: expected slide or refuse with a mixer that has no "
+                      "cache, got continue")
     stop_ids = self._stop_ids(stop)
     texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
     rows = [
@@ -132,18 +142,22 @@ class Generator:
       for i in range(num_samples)
     ])
     draw = dict(
-      temperature=jnp.float32(temperature),
-      top_k=jnp.int32(min(top_k, self._tokenizer.vocab_size)),
-      top_p=jnp.float32(top_p),
+      temperature=jnp.float32(settings["temperature"]),
+      top_k=jnp.int32(min(settings["top_k"], self._tokenizer.vocab_size)),
+      top_p=jnp.float32(settings["top_p"]),
     )
+    length, beyond_window = settings["length"], settings["beyond_window"]
     return self._pieces(params, rows, keys, draw, length, stop_ids, beyond_window)
 
   def _pieces(self, params, rows, keys, draw, length, stop_ids, beyond_window):
     streams = [TextStream(self._tokenizer) for _ in rows]
     is_stopped = [False] * len(rows)
-    is_cached, done = True, 0
-    own_params = self._by_layer(params)
-    state = self._begin(own_params, *_filled(rows, self._window), keys)
+    is_cached, done = self._model.has_cache, 0
+    if is_cached:
+      own_params = self._by_layer(params)
+      state = self._begin(own_params, *_filled(rows, self._window), keys)
+    else:
+      own_params, state = params, self._slide(rows)
     while done < length and not all(is_stopped):
       living = [row for row, ends in zip(rows, is_stopped, strict=True) if not ends]
       longest = max(map(len, living))

@@ -58,6 +58,13 @@ class Run:
   data: prepared.Prepared | None = None
   workdir: Path | None = None
 
+  def __repr__(self) -> str:
+    size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+    return (
+      f"Run({self.config.model.mixer}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
+    )
+
   def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
     """Scores a text, its first token included.
 
@@ -133,7 +140,8 @@ class Run:
     Args:
       prompt: a text, or texts of any lengths; "" starts a text.
       **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
-        beyond_window of `dpjax.generation.Generator.stream`.
+        beyond_window of `dpjax.generation.Generator.stream`; by default as in the run's
+        configuration, `config.sample`.
 
     Returns:
       The continuations, without the prompt, one for each sample; of several prompts, a
@@ -239,8 +247,10 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   Raises:
     ValueError: `setting: expected ..., got ...`.
   """
-  data = _prepare(config, Path(workdir))
-  workdir_lib.claim(Path(workdir), config)
+  config_lib.check(config)
+  with workdir_lib.hold(Path(workdir)):
+    data = _prepare(config, Path(workdir))
+    workdir_lib.claim(Path(workdir), config)
   return data
 
 
@@ -265,7 +275,14 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.training.loop.Interrupted: a signal or `should_stop` did; it has saved.
   """
-  workdir = Path(workdir)
+  config_lib.check(config)
+  with workdir_lib.hold(Path(workdir)):
+    return _train(config, Path(workdir), should_stop)
+
+
+def _train(
+  config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]
+) -> tuple[Run, dict[str, float]]:
   data = _prepare(config, workdir)
   given = config
   config = _with_vocabulary(config, data.tokenizer)
@@ -359,8 +376,6 @@ def generate(
 
     dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
 
-  What `settings` do not say is as in the run's configuration, `config.sample`.
-
   Args:
     run: of `load`, or its folder.
     prompt: a text, or texts of any lengths; "" starts a text.
@@ -373,9 +388,7 @@ def generate(
     ValueError: as there, or there is no such run.
   """
   run = run if isinstance(run, Run) else load(run)
-  usual = dict(run.config.sample)
-  del usual["prompt"]
-  return run.generate(prompt, **usual | settings)
+  return run.generate(prompt, **settings)
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
@@ -495,7 +508,6 @@ def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | 
 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   """The tokens of a run, made unless it goes on; before that, what can be refused."""
-  config_lib.check(config)
   goes_on = workdir_lib.check(workdir, config)
   first = config.train.initial_run
   if first and not goes_on and not (Path(first) / "checkpoints").is_dir():

@@ -8,12 +8,18 @@ checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
 scores_<split>_<step>.json    of a whole split, written by train.py and evaluate.py
+lock             locked by the process that trains; names its host and number
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +35,56 @@ from dpjax.errors import UserError
 from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
 from dpjax.text.unigram import load_unigram
 
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+  """Keeps other runs out of the folder, which is made if needed, while the block runs.
+
+  The operating system releases the lock when the process ends, however it ends. Of several
+  processes of one run, the first one holds the lock for all.
+
+  Raises:
+    UserError: another process trains in the folder, or it cannot be written.
+  """
+  with contextlib.ExitStack() as held:
+    _on_first_process(lambda: _lock(workdir, held))
+    yield
+
+
+def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = held.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+      file.seek(0)
+      owner = file.read().strip() or "another process"
+      raise UserError(
+        f"workdir: expected a folder in which no other process trains, got {workdir}, in "
+        f"which {owner} does"
+      ) from error
+    _log.warning(
+      "%s: this file system has no locks (%s); make sure that no other process trains here",
+      workdir, error.strerror,
+    )
+  file.truncate(0)
+  file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+  file.flush()
+
 
 def check(workdir: Path, config: ConfigDict) -> bool:
   """Whether the folder holds a run of this configuration to go on with.
 
   Raises:
-    ValueError: it holds a run of another configuration, or it cannot be made.
+    ValueError: it holds a run of another configuration.
   """
   path = workdir / "config.json"
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise _not_writable(workdir, error) from error
   if not path.exists():
     if (workdir / "checkpoints").exists():
       raise UserError(
@@ -49,7 +93,8 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
-  if differences and not (workdir / "checkpoints").exists():
+  has_saved = any((workdir / "checkpoints").glob("*/[0-9]*"))
+  if differences and not has_saved:
     return False  # nothing is lost
   if differences:
     raise UserError(

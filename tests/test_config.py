@@ -312,6 +312,9 @@ def test_only_what_changes_no_trained_number_may_differ():
     "train.checkpoint_every_steps": 9,
     "train.keep_checkpoints": 5,
     "train.parameters": "sharded",
+    "train.accumulate_steps": 4,
+    "model.remat": True,
+    "eval.stride": 17,
     "sample.prompt": "A",
     "sample.top_k": 3,
   })

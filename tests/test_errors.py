@@ -49,7 +49,9 @@ def test_it_is_a_value_error_and_public():
   assert dpjax.UserError is UserError and issubclass(UserError, ValueError)
 
 
-@pytest.mark.parametrize("error, has_traceback", [("UserError", False), ("ValueError", True)])
+@pytest.mark.parametrize(
+  "error, has_traceback", [("UserError", False), ("ValueError", True)]
+)
 def test_a_script_shows_a_traceback_only_of_what_is_not_the_users(error, has_traceback):
   code = (
     "import dpjax; from dpjax import command_line\n"

@@ -1,11 +1,14 @@
 """Texts of small models that were not trained, within their windows and beyond them."""
 
+import dataclasses
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
@@ -303,8 +306,43 @@ def test_from_a_folder_with_the_settings_of_the_run(tmp_path):
   config.sample.update(dict(length=9, temperature=0.0))
   run, _ = dpjax.train(config, tmp_path / "run")
   texts = dpjax.generate(tmp_path / "run", "the ", num_samples=2)
+  assert texts == run.generate("the ", num_samples=2)
   assert texts == run.generate("the ", length=9, temperature=0.0, num_samples=2)
   assert texts == dpjax.generate(run, ["the ", "a"], num_samples=2)[0]
   assert "".join(x[0].text for x in run.stream("the ", length=9, temperature=0.0)) == (
     texts[0]
   )
+
+
+class Averages(nn.Module):
+  """A mixer without a cache: the mean of all positions so far."""
+
+  max_length: int
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True):
+    sums = jnp.cumsum(inputs, axis=1)
+    counts = jnp.arange(1, inputs.shape[1] + 1, dtype=inputs.dtype)[None, :, None]
+    return nn.Dense(inputs.shape[2])(sums / counts)
+
+
+def without_cache():
+  generator, params = make()
+  model = generator._model
+  block = partial(
+    model.layers.make_block.func,
+    **model.layers.make_block.keywords | dict(make_mixer=partial(Averages, WINDOW)),
+  )
+  model = model.clone(layers=dataclasses.replace(model.layers, make_block=block))
+  params = model.init(jax.random.key(3), jnp.zeros((1, 3), jnp.int32))["params"]
+  params = jax.tree.map(lambda x: 6 * x, params)
+  return Generator(generator._config, model, generator._tokenizer), params
+
+
+def test_a_mixer_without_a_cache_writes_by_full_passes():
+  maker, prompts = without_cache(), ["abcb", "j", "gfedcba"]
+  texts = write(maker, prompts, length=14, temperature=0.0)
+  assert texts == greedy_by_hand(maker, prompts, 14)
+  assert write(maker, ["j"], length=5, temperature=0.0) == [texts[1][:5]]
+  with pytest.raises(ValueError, match="beyond_window: expected slide or refuse with a m"):
+    write(maker, prompts, length=3, beyond_window="continue")

@@ -241,6 +241,65 @@ def test_a_finished_run_goes_on_to_more_steps(text, tmp_path):
   assert run.workdir == tmp_path
 
 
+@pytest.fixture(scope="module")
+def stopped(text, tmp_path_factory):
+  """A run without dropout after 6 of its 12 steps, and where it ends undisturbed."""
+  config = helpers.small_config(text, batch_size=16)
+  config.model.update(dict(dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0))
+  folder = tmp_path_factory.mktemp("stopped")
+  config.train.num_steps = 6
+  dpjax.train(config, folder / "half")
+  shutil.copytree(folder / "half", folder / "whole")
+  config.train.num_steps = 12
+  dpjax.train(config, folder / "whole")
+  return config, folder / "half", dpjax.load(folder / "whole", step=12)
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("model.implementation", "loop"),
+    ("model.remat", True),
+    ("model.scan_layers", False),
+    ("train.accumulate_steps", 2),
+    ("eval.batch_size", 3),
+    ("eval.stride", 5),
+    ("train.eval_every_steps", 4),
+  ],
+)
+def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(
+  stopped, tmp_path, key, value
+):
+  config, half, undisturbed = stopped
+  shutil.copytree(half, tmp_path / "run")
+  config = config.copy_and_resolve_references()
+  section, _, name = key.partition(".")
+  assert config[section][name] != value
+  config[section][name] = value
+  dpjax.train(config, tmp_path / "run")
+  run = dpjax.load(tmp_path / "run", step=12)
+  assert run.config[section][name] == value
+  chex.assert_trees_all_close(run.params, undisturbed.params, atol=2e-5)
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
+  config = helpers.small_config(text, num_steps=3)
+  with workdir_lib.hold(tmp_path / "run"):
+    with pytest.raises(dpjax.UserError, match="workdir: .* no other process trains"):
+      dpjax.train(config, tmp_path / "run")
+  assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_a_run_prints_as_one_line(finished):
+  workdir, run, _ = finished
+  size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+  kind, entries = run.tokenizer.kind, run.tokenizer.vocab_size
+  assert repr(run) == (
+    f"Run(dispatcher, {size:,} parameters, {kind} of {entries} entries, step {run.step}, "
+    f"{workdir})"
+  )
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
   # Adam's first update has the size of the learning rate: step 1 is finite, step 2 is not.
   config = helpers.small_config(text, learning_rate=1e30, checkpoint_every_steps=1)

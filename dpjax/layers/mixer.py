@@ -15,7 +15,8 @@ class Mixer(Protocol):
 
   With a cache it takes the rows in chunks of any size, one token for one, and gives what
   it would give for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
-  is a pytree of arrays, the same for chunks of all sizes, passed in and out.
+  is a pytree of arrays, the same for chunks of all sizes, passed in and out. A mixer may
+  leave out `init_cache`, `cache` and `lengths`; then generation takes full passes.
 
   Rows may become longer than `max_length` by chunks, where the mixer can go on: position t
   of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to

@@ -194,6 +194,14 @@ class LanguageModel(nn.Module):
       inner[name] = getattr(hourglass, name).unstack(inner[name])
     return {**params, "hourglass": inner}
 
+  @property
+  def has_cache(self) -> bool:
+    """Whether all mixers have one: else each new token takes a pass over the window."""
+    if self.layers is not None:
+      return self.layers.has_cache
+    hourglass = self._hourglass()
+    return all(getattr(hourglass, name).has_cache for name in ("first", "middle", "last"))
+
   def init_cache(self, batch: int) -> LanguageModelCache:
     """The cache of B rows of which no token has been seen; it needs no parameters."""
     if self.layers is not None:

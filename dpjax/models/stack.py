@@ -143,6 +143,11 @@ class Stack:
     """The parameters of each layer by themselves, under "0", "1", ...: a copy of them."""
     return {str(i): _layer(params, i) for i in range(self.num_layers)}
 
+  @property
+  def has_cache(self) -> bool:
+    """Whether its mixers can go on where a cache ends."""
+    return hasattr(self.make_mixer(), "init_cache")
+
   def init_caches(self, batch: int, width: int) -> tuple:
     """One for each layer, of B rows of width D."""
     return tuple(
