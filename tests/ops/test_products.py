@@ -71,6 +71,14 @@ def test_options_pass_through():
   assert result.dtype == jnp.float32 and result.shape == (2, 3, 7)
 
 
+def test_jaxlib_multiplies_many_narrow_rows_correctly():
+  """Fails with jaxlib 0.10.2 on CPU, which pyproject.toml therefore excludes."""
+  rows, matrix = normal(32803, 3), normal(3, 3)
+  squares = jax.jit(lambda rows, matrix: jnp.sum((matrix @ rows.T) ** 2, axis=0))
+  expected = np.sum((np.asarray(matrix) @ np.asarray(rows).T) ** 2, axis=0)
+  np.testing.assert_allclose(squares(rows, matrix), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mixer", ["dispatcher", "he"])
 def test_the_layers_of_a_model_use_it(mixer):
   config = config_lib.default_model()
