@@ -26,6 +26,7 @@ from dpjax.ops.causal_convolution_cache import (
 )
 from dpjax.ops.dropout import dropout
 from dpjax.ops.products import dot_general
+from dpjax.ops.routing import ratio_loss, route, smooth_segments, straight_through
 from dpjax.ops.segments import (
   check_boundaries,
   pool_segments,
@@ -72,13 +73,17 @@ __all__ = [
   "num_levels",
   "pool_segments",
   "pool_segments_cached",
+  "ratio_loss",
   "relative_attention",
   "relative_attention_cached",
   "relative_positions",
+  "route",
   "run_at_capacity",
   "segment_ids",
   "shift_and_sum",
   "shift_and_sum_cached",
+  "smooth_segments",
+  "straight_through",
   "upsample_segments",
   "whitespace_boundaries",
 ]

@@ -1,0 +1,173 @@
+"""Routing of H-Net: segments end where neighbouring vectors differ.
+
+    p, b = route(h, W_q, W_k)       a boundary where the cosine is negative
+    z    = pool_segments(h, b, S, method="last")
+    e    = smooth_segments(middle(z), p at the boundaries)
+    u    = upsample_segments([null, e], b) * straight_through(p, b)
+
+The first token of a row is always a boundary, so that no token reads the null group.
+
+Letters: B batch, T position (token), S segment, D feature.
+
+Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
+hnet/utils/train.py. Same numbers; their kernel for the scan is an associative scan here.
+"""
+
+import jax
+import jax.numpy as jnp
+
+LEAST = 1e-4  # a probability lies this far from 0 and 1 in the scan
+
+
+def route(
+  hidden: jax.Array,
+  query_kernel: jax.Array,
+  key_kernel: jax.Array,
+  *,
+  previous: jax.Array | None = None,
+  start: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """The probability that a segment ends with each token, and whether one does.
+
+    p_t = clip((1 - cos(h_{t-1} W_q, h_t W_k)) / 2, 0, 1),  p_0 = 1
+    b_t = [p_t > 1/2]
+
+  Args:
+    hidden: [B, T, D], floats.
+    query_kernel: [D, E], of the vector before.
+    key_kernel: [D, E], of the token's own vector.
+    previous: [B, D], the vector before each row's first, where rows go on; None: zeros.
+    start: [B], integers, how many tokens of each row came before; None: none did.
+
+  Returns:
+    p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
+
+  Raises:
+    ValueError: the shapes do not match.
+
+  Source: arXiv:2507.07955, the routing module.
+  """
+  if hidden.ndim != 3 or not (
+    query_kernel.ndim == 2
+    and query_kernel.shape == key_kernel.shape
+    and query_kernel.shape[0] == hidden.shape[2]
+  ):
+    raise ValueError(
+      "hidden, query_kernel, key_kernel: expected [B, T, D], [D, E], [D, E], got "
+      f"{hidden.shape}, {query_kernel.shape}, {key_kernel.shape}"
+    )
+  if previous is None:
+    previous = jnp.zeros_like(hidden[:, 0])
+  before = jnp.concatenate([previous[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
+  cosine = jnp.sum(_unit(before @ query_kernel) * _unit(hidden @ key_kernel), axis=-1)
+  probabilities = jnp.clip((1 - cosine) / 2, 0, 1)
+  is_first = jnp.arange(hidden.shape[1])[None] == 0
+  if start is not None:
+    is_first &= start[:, None] == 0
+  probabilities = jnp.where(is_first, 1, probabilities)
+  return probabilities, (probabilities > 0.5).astype(jnp.int32)
+
+
+def smooth_segments(
+  segments: jax.Array, probabilities: jax.Array, *, previous: jax.Array | None = None
+) -> jax.Array:
+  """Blends each segment into those before it, by how sure its boundary was.
+
+    q_m = clip(p_m, 1e-4, 1 - 1e-4)
+    e_m = q_m z_m + (1 - q_m) e_{m-1},  e_{-1} = 0
+
+  Args:
+    segments: z, [B, S, D], floats.
+    probabilities: p, [B, S], of the boundaries that end them.
+    previous: e_{-1}, [B, D], where rows go on.
+
+  Returns:
+    e, [B, S, D], carried in at least float32, in the dtype of `segments`.
+
+  Raises:
+    ValueError: the shapes do not match.
+
+  Source: arXiv:2507.07955, the smoothing module.
+  """
+  if segments.ndim != 3 or probabilities.shape != segments.shape[:2]:
+    raise ValueError(
+      "segments, probabilities: expected [B, S, D], [B, S], got "
+      f"{segments.shape}, {probabilities.shape}"
+    )
+  dtype = _at_least_float32(segments)
+  q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
+  added = q * segments.astype(dtype)
+  if previous is not None:
+    added = added.at[:, 0].add((1 - q[:, 0]) * previous.astype(dtype))
+  kept = jnp.broadcast_to(1 - q, added.shape)
+
+  def join(left, right):
+    return left[0] * right[0], left[1] * right[0] + right[1]
+
+  return jax.lax.associative_scan(join, (kept, added), axis=1)[1].astype(segments.dtype)
+
+
+def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Array:
+  """Ones, through which the gradient reaches the probability of what was chosen.
+
+    c_t = p_t if b_t else 1 - p_t;  1, with the gradient of c_t
+
+  Args:
+    probabilities: [B, T], floats.
+    boundaries: [B, T], 0 or 1.
+
+  Returns:
+    [B, T], in the dtype of `probabilities`.
+
+  Source: arXiv:2507.07955, the confidence score of the upsampler.
+  """
+  chosen = jnp.where(boundaries > 0, probabilities, 1 - probabilities)
+  return chosen + jax.lax.stop_gradient(1 - chosen)
+
+
+def ratio_loss(
+  boundaries: jax.Array,
+  probabilities: jax.Array,
+  factor: float,
+  *,
+  weights: jax.Array | None = None,
+) -> jax.Array:
+  """Pulls the share of boundaries to 1 / N; 1 where it is reached, and the least there.
+
+    L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
+
+  Args:
+    boundaries: [B, T], 0 or 1.
+    probabilities: [B, T], floats.
+    factor: N, the tokens a segment that are aimed at, above 1.
+    weights: [B, T], 1 where a token counts; None: everywhere.
+
+  Returns:
+    A scalar, at least float32.
+
+  Raises:
+    ValueError: the shapes do not match, or N is not above 1.
+
+  Source: arXiv:2507.07955, the ratio loss.
+  """
+  if boundaries.shape != probabilities.shape or not factor > 1:
+    raise ValueError(
+      "boundaries, probabilities, factor: expected equal shapes and a factor above 1, got "
+      f"{boundaries.shape}, {probabilities.shape}, {factor}"
+    )
+  dtype = _at_least_float32(probabilities)
+  ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
+  share = jax.lax.stop_gradient(jnp.sum(boundaries.astype(dtype) * ones) / jnp.sum(ones))
+  mean = jnp.sum(probabilities.astype(dtype) * ones) / jnp.sum(ones)
+  return factor / (factor - 1) * ((factor - 1) * share * mean + (1 - share) * (1 - mean))
+
+
+def _unit(vectors: jax.Array) -> jax.Array:
+  """Vectors of length 1, of zeros where they are; in at least float32."""
+  vectors = vectors.astype(_at_least_float32(vectors))
+  squares = jnp.sum(vectors * vectors, axis=-1, keepdims=True)
+  return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+
+
+def _at_least_float32(array: jax.Array):
+  return jnp.float64 if array.dtype == jnp.float64 else jnp.float32

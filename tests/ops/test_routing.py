@@ -1,0 +1,159 @@
+"""H-Net's routing: the authors' numbers, and what must hold of any numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+from tests import helpers
+
+BATCH, LENGTH, WIDTH = 3, 11, 5
+
+
+def normal(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def golden(case):
+  file = np.load(helpers.ROOT / f"tests/golden/L_hnet_routing_{case}.npz")
+  return {name: jnp.asarray(file[name]) for name in file}
+
+
+def forward(h, q, k, residual_weight, residual_bias, *, capacity):
+  """Everything between the first and the last stack, with the goldens' fixed middle."""
+  probabilities, boundaries = ops.route(h, q.T, k.T)
+  chunks = ops.pool_segments(h, boundaries, capacity, method="last")
+  counts = jnp.arange(1, capacity + 1, dtype=jnp.float32)[None, :, None]
+  middle = jnp.tanh(chunks + jnp.cumsum(chunks, axis=1) / counts)
+  p_of_segments = ops.pool_segments(
+    probabilities[..., None], boundaries, capacity, method="last"
+  )[..., 0]
+  smooth = ops.smooth_segments(middle, p_of_segments)
+  null = jnp.full_like(smooth[:, :1], 1e6)  # no token reads it
+  chosen = ops.upsample_segments(jnp.concatenate([null, smooth], axis=1), boundaries)
+  output = ops.straight_through(probabilities, boundaries)[..., None] * chosen
+  output += h @ residual_weight.T + residual_bias[None, None]
+  return output, (probabilities, boundaries, chunks, middle, chosen)
+
+
+@pytest.mark.parametrize(("case", "factor"), [("a", 3.0), ("b", 4.5)])
+def test_the_authors_values_and_gradients(case, factor):
+  data = golden(case)
+  names = ("h", "q", "k", "residual_weight", "residual_bias")
+  inputs = [data[f"in/{name}"] for name in names]
+  capacity = data["out/chunks"].shape[1]
+
+  def total(*inputs):
+    output, known = forward(*inputs, capacity=capacity)
+    ratio = ops.ratio_loss(known[1], known[0], factor)
+    return jnp.sum(output * data["in/cotangent"]) + 0.7 * ratio, (output, ratio, *known)
+
+  (value, found), grads = jax.value_and_grad(total, tuple(range(5)), has_aux=True)(*inputs)
+  output, ratio, probabilities, boundaries, chunks, middle, chosen = found
+  np.testing.assert_array_equal(boundaries, data["out/boundaries"])
+  is_real = data["out/chunk_is_real"][..., None].astype(jnp.float32)
+  for ours, name in (
+    (probabilities, "probability"),
+    (chunks * is_real, "chunks"),
+    (middle * is_real, "middle"),
+    (chosen, "dechunked"),
+    (output, "output"),
+    (ratio, "ratio_loss"),
+  ):
+    theirs = data[f"out/{name}"]
+    if name in ("chunks", "middle"):
+      theirs = theirs * is_real
+    np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=name)
+  np.testing.assert_allclose(value, data["out/total"], rtol=1e-5)
+  for grad, name in zip(grads, names, strict=True):
+    np.testing.assert_allclose(
+      grad, data[f"grad/{name}"], atol=1e-4, rtol=1e-4, err_msg=name
+    )
+
+
+def test_equal_neighbours_are_joined_and_opposite_ones_cut():
+  hidden = jnp.array([[[1.0, 2.0], [2.0, 4.0], [-1.0, -2.0], [2.0, -1.0], [0.0, 0.0]]])
+  probabilities, boundaries = ops.route(hidden, jnp.eye(2), jnp.eye(2))
+  np.testing.assert_allclose(probabilities, [[1, 0, 1, 0.5, 0.5]], atol=1e-6)
+  assert boundaries.tolist() == [[1, 0, 1, 0, 0]]
+
+
+def test_a_probability_looks_at_no_later_token():
+  hidden, query, key = normal(0, 1, LENGTH, WIDTH), normal(1, WIDTH, 7), normal(2, WIDTH, 7)
+  jacobian = jax.jacobian(lambda h: ops.route(h, query, key)[0])(hidden)[0, :, 0]
+  reached = np.abs(jacobian).sum(-1) > 0
+  expected = np.eye(LENGTH, dtype=bool) | np.eye(LENGTH, k=-1, dtype=bool)
+  expected[0] = False
+  np.testing.assert_array_equal(reached, expected)
+
+
+def test_rows_that_go_on_are_routed_as_whole_ones():
+  hidden, query, key = (normal(3, BATCH, LENGTH, WIDTH), normal(4, WIDTH, WIDTH),
+                        normal(5, WIDTH, WIDTH))
+  whole = ops.route(hidden, query, key)[0]
+  first = ops.route(hidden[:, :4], query, key, start=jnp.zeros(BATCH, jnp.int32))[0]
+  rest = ops.route(
+    hidden[:, 4:], query, key, previous=hidden[:, 3], start=jnp.full(BATCH, 4)
+  )[0]
+  np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, atol=1e-6)
+
+
+def test_vectors_of_zeros_have_finite_gradients():
+  hidden = jnp.zeros((2, 3, WIDTH))
+  grad = jax.grad(lambda h: ops.route(h, jnp.eye(WIDTH), jnp.eye(WIDTH))[0].sum())(hidden)
+  assert np.isfinite(grad).all()
+
+
+def test_smoothing_is_the_loop_and_goes_on():
+  segments, p = normal(6, BATCH, 7, WIDTH), jax.nn.sigmoid(normal(7, BATCH, 7))
+  e, rows = np.zeros((BATCH, WIDTH)), []
+  for m in range(7):
+    e = np.asarray(p[:, m, None]) * segments[:, m] + (1 - np.asarray(p[:, m, None])) * e
+    rows.append(e)
+  expected = np.stack(rows, 1)
+  whole = ops.smooth_segments(segments, p)
+  np.testing.assert_allclose(whole, expected, atol=1e-6)
+  rest = ops.smooth_segments(segments[:, 3:], p[:, 3:], previous=whole[:, 2])
+  np.testing.assert_allclose(rest, expected[:, 3:], atol=1e-6)
+
+
+def test_a_sure_boundary_keeps_a_trace_of_what_was_before():
+  segments = jnp.ones((1, 2, 1)) * jnp.array([[[1.0], [0.0]]])
+  smooth = ops.smooth_segments(segments, jnp.ones((1, 2)))
+  np.testing.assert_allclose(smooth[0, :, 0], [1 - 1e-4, 1e-4 * (1 - 1e-4)], rtol=1e-3)
+  assert ops.smooth_segments(segments.astype(jnp.bfloat16), jnp.ones((1, 2))).dtype == (
+    jnp.bfloat16
+  )
+
+
+def test_the_choice_is_one_with_the_gradient_of_its_probability():
+  p, b = jnp.array([[0.75, 0.25]]), jnp.array([[1, 0]])
+  value, pull = jax.vjp(lambda p: ops.straight_through(p, b), p)
+  assert value.tolist() == [[1, 1]] and pull(jnp.ones((1, 2)))[0].tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.5])
+def test_the_ratio_loss_is_one_where_the_share_is_right(factor):
+  share = jnp.full((2, 18), 1 / factor)
+  assert ops.ratio_loss(share, share, factor) == pytest.approx(1.0)
+  more = ops.ratio_loss(share + 0.1, share + 0.1, factor)
+  assert more > 1
+  assert not jax.grad(lambda b: ops.ratio_loss(b, share, factor))(share + 0.1).any()
+  weights = jnp.zeros((2, 18)).at[:, :5].set(1)
+  mixed = jnp.where(weights > 0, share, 0.9)
+  assert ops.ratio_loss(mixed, mixed, factor, weights=weights) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: ops.route(jnp.ones((2, 3)), jnp.eye(3), jnp.eye(3)), "hidden, query_kernel"),
+    (lambda: ops.route(jnp.ones((2, 3, 5)), jnp.eye(3), jnp.eye(3)), "got .2, 3, 5."),
+    (lambda: ops.smooth_segments(jnp.ones((2, 3, 5)), jnp.ones((2, 5))), "segments, prob"),
+    (lambda: ops.ratio_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0), "a factor above 1"),
+  ],
+)
+def test_wrong_shapes_are_refused(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
