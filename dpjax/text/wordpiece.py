@@ -72,8 +72,8 @@ class WordPiece(Tokenizer):
         pieces.append("<eos>")
     return cls(raw, pieces, lower_text, lower_pieces)
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`; a text that does not end with a line end gets none."""
+  def _encode(self, text: str) -> np.ndarray:
+    """A text that does not end with a line end gets none."""
     return self._table[_encode_raw(self._raw, text, self._lower_text)]
 
   def decode(self, ids) -> str:

@@ -8,6 +8,7 @@ from dpjax.data import corpora, encoding, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
+from tests.text.test_subwords import family
 
 SPLITS = {
   "train": "one  two\r\nthree\u2003four \u00e9\n\n five" * 31,
@@ -63,6 +64,21 @@ def test_subwords_do_not_depend_on_the_parts(tmp_path, monkeypatch, kind, size):
     np.testing.assert_array_equal(data.splits["train"], expected)
 
 
+@pytest.mark.parametrize("name", ["llama 3", "llama 2"])
+def test_files_of_other_families_do_not_depend_on_the_parts(tmp_path, monkeypatch, name):
+  text = "One.\nTwo\n\nthree\n  four;\n\n\n five \u00e9\n\u00e9\n/six\n" * 23
+  (tmp_path / "texts").mkdir()
+  for split in SPLITS:
+    (tmp_path / "texts" / f"{split}.txt").write_bytes(text.encode())
+  raw = family(name)
+  raw.save(str(tmp_path / "tokenizer.json"))
+  expected = raw.encode(text, add_special_tokens=False).ids
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 41)
+  data = prepare(load_corpus(path=tmp_path / "texts"), tmp_path / "data", "bpe",
+                 file=str(tmp_path / "tokenizer.json"))
+  assert data.splits["train"].tolist() == expected
+
+
 def test_counts_do_not_depend_on_the_parts():
   text = "a bc\n\n  de\tf\u00e9 \u2003g\r\nh i"
   whole = count_text([text])
@@ -89,7 +105,7 @@ def test_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dtype)
     kind, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
     decode = from_fields = fields = None
 
-    def encode(self, text):
+    def _encode(self, text):
       return np.full(len(text), self.vocab_size - 1, np.int32)
 
     def to_json(self):
