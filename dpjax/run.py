@@ -74,8 +74,9 @@ class Run:
       stride: tokens it scores of them, the others being context; 0 is likewise.
 
     Returns:
-      "nats_per_token", "perplexity", "perplexity_per_word", "bits_per_character" and
-      "bits_per_byte" (`dpjax.training.metrics.text_scores`); with token pooling also
+      "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
+      some of the text, "bits_per_character" and "bits_per_byte"
+      (`dpjax.training.metrics.text_scores`); with token pooling also
       those of `dpjax.training.metrics.boundary_scores`.
 
     Raises:
@@ -209,6 +210,8 @@ class Run:
   def _score(
     self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None
   ):
+    if not self.tokenizer.keeps_text(tokens):
+      counts = {unit: counts[unit] for unit in ("tokens", "words")}
     # Whole rows for every device; rows without text count nothing.
     num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
     window, stride = self._window_and_stride(window, stride)

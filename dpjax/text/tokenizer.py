@@ -82,7 +82,9 @@ class Tokenizer(abc.ABC):
     Of ids that do not, -ln P is not that of the text, so bits per character and per
     byte would be too low.
     """
-    return self.lossless and (self.unknown_id is None or self.unknown_id not in ids)
+    size = 2**24  # Of mapped ids, few are held at a time.
+    blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
+    return self.lossless and not any(self.unknown_id in block for block in blocks)
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:

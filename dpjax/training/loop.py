@@ -163,10 +163,11 @@ def fit(
           is_best = scores[BEST_BY] < best[BEST_BY]
           if is_best:
             best = {"step": done, BEST_BY: scores[BEST_BY]}
+          bits = scores.get("bits_per_character")
           reporter.say(
             f"step {done}: nats per token {meter.mean:.4f} in training, "
-            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}, "
-            f"bits per character {scores['bits_per_character']:.4f}"
+            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
+            f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
             f"{' (best so far)' if is_best else ''}"
           )
         else:
