@@ -106,11 +106,13 @@ class Run:
       As `score`.
 
     Raises:
-      ValueError: there is no such split, or the window is longer than the model's.
+      ValueError: there is no such split, its tokens have changed since they were prepared, or
+        the window is longer than the model's.
     """
     if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
+    self.data.check(split)
     return self._score_split(self.params, split, window, stride, progress)
 
   def write_scores(

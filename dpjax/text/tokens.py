@@ -142,8 +142,9 @@ def train_tokenizer(
     vocab_size: V of a vocabulary that is learned; where the text has too few pieces,
       the result of "wordpiece" and "bpe" is smaller.
     file: a vocabulary to load in place of learning one. SentencePiece: a `.model`.
-      WordPiece: a `vocab.txt`, one piece a line. BPE: a `tokenizer.json`, or a merges
-      file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
+      WordPiece: a `vocab.txt`, one piece a line, of which `[UNK]` has to be one;
+      without `[SEP]`, `<eos>` is added for the line end. BPE: a `tokenizer.json`, or a
+      merges file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
     lower_text: "wordpiece" alone: lower-case the text first.
     lower_pieces: "wordpiece" alone: lower-case the pieces, found in the cased text.
     restrict: "wordpiece" alone: only the pieces that this text has.

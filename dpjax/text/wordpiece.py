@@ -150,7 +150,8 @@ def _learn_pieces(
 
 def _read_pieces(file: str) -> dict[str, int]:
   """Reads a vocab.txt: piece to number of its line."""
-  expected = "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them"
+  expected = ("a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
+              "other mark is needed: without [SEP], <eos> is added for the line end)")
   try:
     lines = read_file(file).decode().rstrip("\r\n").split("\n")
   except UnicodeDecodeError as error:
