@@ -278,7 +278,7 @@ def train(
   Raises:
     ValueError: `setting: expected ..., got ...`.
     dpjax.training.loop.NonFiniteError: the training diverged.
-    dpjax.training.loop.Interrupted: a signal or `should_stop` did; it has saved.
+    dpjax.errors.Interrupted: a signal or `should_stop` did; it has saved.
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
@@ -352,26 +352,28 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
     step: of the checkpoint; None is the best by validation.
 
   Returns:
-    The run. A checkpoint that is damaged is named in a warning, and the one before it
-    is read, unless `step` asks for it.
+    The run, its parameters replicated or sharded as in training. A checkpoint that is
+    damaged is named in a warning, and the one before it is read, unless `step` asks for
+    it.
 
   Raises:
     ValueError: there is no run, no such step, or no checkpoint that is whole.
+    OSError: a file cannot be read.
   """
   workdir = Path(workdir)
   config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
   model = build_model(config.model)
-  # The state's shapes do not depend on the length of the run.
+  # The shapes do not depend on the length of the run.
   update = _make_optimizer(config, num_steps=2**31)
-  abstract = step_lib.abstract_state(model, update, config.seed, sharding.make_mesh())
+  abstract = step_lib.abstract_state(
+    model, update, config.seed, sharding.make_mesh(), config.train.parameters
+  )
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
     origin = {"tokenizer": data.tokenizer.to_json()}
-    found = saved.restore_step(abstract, step, origin)
-  return Run(
-    config, model, found.state.params, data.tokenizer, found.step, data, workdir
-  )
+    found = saved.restore_step(abstract.params, step, origin)
+  return Run(config, model, found.params, data.tokenizer, found.step, data, workdir)
 
 
 def generate(
