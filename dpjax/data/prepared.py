@@ -210,8 +210,8 @@ def has_broken_links(folder: str | Path) -> bool:
 def read_counts(folder: str | Path) -> dict:
   """What data.json says of the splits; {} if there is none."""
   try:
-    return json.loads(_read_text(Path(folder) / "data.json"))["splits"]
-  except (ValueError, KeyError):
+    return read_json(_read_text(Path(folder) / "data.json"))["splits"]
+  except (ValueError, KeyError, TypeError):
     return {}
 
 

@@ -245,8 +245,10 @@ def test_counts_that_lack_one(tmp_path, corpus, key):
   file = tmp_path / "data" / "data.json"
   content = json.loads(file.read_text())
   del content["splits"]["valid"][key]
-  for text in (json.dumps(content), "[" * 10**5):
+  for text in (json.dumps(content), "[" * 10**5, "[3]"):
     file.write_text(text)
+    assert prepared.read_counts(tmp_path / "data") == (
+      content["splits"] if text[0] == "{" else {})
     with pytest.raises(UserError, match="data.json: expected the counts"):
       open_prepared(tmp_path / "data")
 
