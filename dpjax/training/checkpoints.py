@@ -385,10 +385,12 @@ def _check_arrays(saved: Mapping[str, tuple], target: dict, folder: Path) -> Non
     if text(saved[name]) != text(wanted[name])
   ]
   if wrong:
+    # Moments have the names of their parameters.
+    wrong.sort(key=lambda line: (not line.startswith("params."), line))
     more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     raise _RefusedError(
       f"workdir: expected a checkpoint of this model, got another in {folder}: "
-      f"{'; '.join(sorted(wrong)[:8])}{more}"
+      f"{'; '.join(wrong[:8])}{more}"
     )
 
 
