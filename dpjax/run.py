@@ -22,7 +22,7 @@ from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
-from dpjax.models.build import build_model
+from dpjax.models.build import build_model, check_memory
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import (
   checkpoints,
@@ -302,6 +302,7 @@ def _train(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given)
   run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
   if jax.process_index() == 0:
