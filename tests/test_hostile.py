@@ -121,6 +121,7 @@ COMMANDS = [
   ("evaluate.py --workdir={no_checkpoints}", "workdir|checkpoints"),
   ("evaluate.py --workdir={no_data}", "data"),
   ("evaluate.py --workdir={damaged}", "workdir: expected a readable .*config.json"),
+  ("evaluate.py --workdir={nested}", "workdir: expected a readable .*config.json"),
   ("evaluate.py --workdir={of_text}", "train.batch_size: expected a value of type int"),
   ("evaluate.py --workdir={of_list}", "workdir: expected a readable .*config.json"),
   ("evaluate.py --workdir={run} --step=5", "step: expected one of"),
