@@ -271,9 +271,8 @@ def _tiled(
     relative = positions_hre, relative[1], relative[2]
   # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
   zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
-  inputs = jax.tree.map(
-    lambda x: x + sum(zeros).astype(x.dtype), _Inputs(q, k, v, relative)
-  )
+  zero = sum(zeros, jnp.float32(0))
+  inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
   y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, dropout_key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 

@@ -202,22 +202,19 @@ def _scan(x_btd, w, dtype):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
 
-  def multiply(x_btd, tap):
-    if tap.ndim == 2:
-      return _product("btd,de->bte", dtype, x_btd, tap)
-    return x_btd * _lead(tap, 3)
-
   # Recomputed in the gradient, where all shifted inputs would be kept otherwise.
   @jax.checkpoint
   def body(y_bte, lag_tap):
     lag, tap = lag_tap
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
-    return y_bte + multiply(past_btd, tap), None
+    if tap.ndim == 2:
+      return y_bte + _product("btd,de->bte", dtype, past_btd, tap), None
+    return y_bte + past_btd * _lead(tap, 3), None
 
-  # Within `jax.shard_map` a sum varies over devices as its first term does, and zeros
-  # would not.
-  y_bte, _ = lax.scan(
-      body, multiply(x_btd, w[0]), (jnp.arange(1, length), w[1:]))
+  shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
+  # Within `jax.shard_map` these zeros vary over devices as the sums do.
+  zeros = jnp.zeros_like(x_btd, shape=shape) + jnp.zeros_like(w, shape=())
+  y_bte, _ = lax.scan(body, zeros, (jnp.arange(length), w))
   return y_bte
 
 

@@ -1,6 +1,7 @@
 """Meshes with explicit axes, the default of `jax.make_mesh`."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import cast
 
@@ -28,14 +29,16 @@ def automatic_axes(function: Callable) -> Callable:
   Returns:
     The function.
   """
+  name = next(iter(inspect.signature(function).parameters))
 
   @functools.wraps(function)
-  def run(first, *args, **kwargs):
-    leaves, structure = jax.tree.flatten((first, args, kwargs))
+  def run(*args, **kwargs):
+    leaves, structure = jax.tree.flatten((args, kwargs))
     placed = (x for x in leaves if isinstance(x, jax.Array) and _mesh(x).explicit_axes)
     example = next(placed, None)
     if example is None:
-      return function(first, *args, **kwargs)
+      return function(*args, **kwargs)
+    first = args[0] if args else kwargs[name]
     mesh, axes = _mesh(example), [*jax.typeof(first).sharding.spec]
     # Outside of `jit` the devices are known, and JAX needs them for a result that is not
     # on the mesh yet.
@@ -52,8 +55,8 @@ def automatic_axes(function: Callable) -> Callable:
       leaves = [
         reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x for x in leaves
       ]
-      moved, args, kwargs = jax.tree.unflatten(structure, leaves)
-      result = function(moved, *args, **kwargs)
+      args, kwargs = jax.tree.unflatten(structure, leaves)
+      result = function(*args, **kwargs)
     return jax.tree.map(like_first, result)
 
   return run
