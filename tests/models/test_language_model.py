@@ -206,7 +206,10 @@ def test_too_long_an_input_is_refused():
     dict(mixer="dispatcher"),
     dict(mixer="he"),
     dict(mixer="relative_attention", positions="none"),
-    dict(boundaries="gumbel", first_layers=1, last_layers=1, num_capacities=2),
+    pytest.param(
+      dict(boundaries="gumbel", first_layers=1, last_layers=1, num_capacities=2),
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=["dispatcher", "he", "relative_attention", "gumbel"],
 )
