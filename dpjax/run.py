@@ -106,8 +106,8 @@ class Run:
       As `score`.
 
     Raises:
-      ValueError: there is no such split, its tokens have changed since they were prepared, or
-        the window is longer than the model's.
+      ValueError: there is no such split, its tokens have changed since they were
+        prepared, or the window is longer than the model's.
     """
     if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"

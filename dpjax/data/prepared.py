@@ -389,8 +389,8 @@ def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   expected = size * dtype.itemsize
   found = path.stat().st_size if path.exists() else "no such file"
   if path.is_symlink() and not path.exists():
-    found = (f"a link to {path.readlink()}, which is gone (train.py --prepare_only with the "
-             "run's settings makes it again)")
+    found = (f"a link to {path.readlink()}, which is gone (train.py --prepare_only with "
+             "the run's settings makes it again)")
   if found != expected:
     raise UserError(f"{path}: expected {expected} bytes, got {found}")
   return np.memmap(path, dtype, "r")
