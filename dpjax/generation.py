@@ -105,7 +105,7 @@ class Generator:
       ValueError: a setting is out of its range, a prompt is too long or has what the
         vocabulary has not, or the model cannot do what is asked of it beyond its window.
     """
-    given = dict(
+    given: dict[str, Any] = dict(
       length=length,
       temperature=temperature,
       top_k=top_k,
