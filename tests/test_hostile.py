@@ -90,6 +90,7 @@ COMMANDS = [
   # Configurations that are none.
   ("train.py --workdir={new}", "--config"),
   ("train.py --config={quickstart}", "--workdir"),
+  ("train.py --config={quickstart} --workdir=", "--workdir: expected a folder, got none"),
   ("train.py --config= --workdir={new}", "--config"),
   ("train.py --config={nothing}.py --workdir={new}", "--config: .*No such file"),
   ("train.py --config={folder} --workdir={new}", "--config: expected a Python file"),
