@@ -163,7 +163,9 @@ def check_platform() -> None:
   try:
     jax.default_backend()
   except (AssertionError, RuntimeError) as error:  # The former: there is no CUDA.
-    name = os.environ.get("JAX_PLATFORMS", "")
+    name = os.environ.get("JAX_PLATFORMS")
+    if not name:
+      raise
     raise UserError(
       f"JAX_PLATFORMS: expected a platform that JAX finds here, got {name!r} "
       f"({' '.join(str(error).split()) or 'which is none'})"

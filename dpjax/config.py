@@ -87,7 +87,8 @@ CHOICES = {
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
 # Settings that may change on resume: they change the order of sums and the random numbers
-# of dropout at most, and which checkpoint is the best. The length may change only where
+# of dropout at most (in bfloat16 an implementation also rounds in other places), and which
+# checkpoint is the best. The length may change only where
 # the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
@@ -251,14 +252,19 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
   return config
 
 
-def check(config: ConfigDict) -> None:
+def check(config: ConfigDict, *, limits: bool = True) -> None:
   """Refuses a configuration that cannot run, before anything is compiled.
+
+  Args:
+    config: all settings.
+    limits: whether to refuse numbers and sizes beyond any machine's, too. An earlier
+      version did not, and its runs are to be read.
 
   Raises:
     ValueError: `key: expected ..., got ...`, for the first key that is unknown, of the
       wrong type, or at odds with another.
   """
-  _check_keys(config, default(), "")
+  _check_keys(config, default(), "", limits)
   check_model(config.model)
   _check_choices(config, "train.")
   for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size",
@@ -289,12 +295,13 @@ def check(config: ConfigDict) -> None:
   rows, parts = config.train.batch_size, config.train.accumulate_steps
   _expect(rows % parts == 0, "train.accumulate_steps",
           f"a divisor of train.batch_size = {rows}", parts)
-  _check_arrays(config)
-  # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
-  levels = max(1, (longest - (config.model.boundaries == "none")).bit_length())
-  _expect(config.model.num_levels <= levels, "model.num_levels",
-          f"at most {levels}, which reach over model.max_length = {longest}",
-          config.model.num_levels)
+  if limits:
+    _check_arrays(config)
+    # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
+    levels = max(1, (longest - (config.model.boundaries == "none")).bit_length())
+    _expect(config.model.num_levels <= levels, "model.num_levels",
+            f"at most {levels}, which reach over model.max_length = {longest}",
+            config.model.num_levels)
   fractions = config.data.split_fractions
   are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
   _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
@@ -440,13 +447,13 @@ def from_dict(settings: Mapping) -> ConfigDict:
   config = default()
   known = flatten(config)
   for key, value in flatten(settings).items():
-    _check_value(key, value, known)
+    _check_value(key, value, known, limits=False)
     *parents, name = key.split(".")
     section = config
     for parent in parents:
       section = section[parent]
     section[name] = value
-  check(config)
+  check(config, limits=False)
   return config
 
 
@@ -488,22 +495,22 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
   return flat
 
 
-def _check_keys(config, known, prefix: str) -> None:
+def _check_keys(config, known, prefix: str, limits: bool = True) -> None:
   flat, known = flatten(config, prefix), flatten(known, prefix)
   for key, value in flat.items():
-    _check_value(key, value, known)
+    _check_value(key, value, known, limits)
   missing = sorted(known.keys() - flat.keys())
   _expect(not missing, ", ".join(missing), "a value", "none")
 
 
-def _check_value(key: str, value, known: Mapping) -> None:
+def _check_value(key: str, value, known: Mapping, limits: bool = True) -> None:
   if key not in known:
     raise unknown_key(key, known)
   kind = type(known[key])
   is_number = kind is float and type(value) in (int, float)
   _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
           repr(value))
-  if kind is float:
+  if kind is float and (limits or value != math.inf):
     _expect(abs(value) <= _LARGEST_FLOAT, key, "a number of float32 that is finite", value)
   elif kind is int and key != "seed":
     _expect(value < 2**31, key, "an integer below 2**31", value)

@@ -10,8 +10,9 @@ class UserError(ValueError):
   """A setting, a file or a flag is wrong; the message is for the person who gave it.
 
   The message reads `setting: expected ..., got ...`. The scripts print it without a
-  traceback and exit with status 1. Every other exception, a plain `ValueError` from JAX
-  among them, keeps its traceback: it may be a defect of dpjax.
+  traceback and exit with status 1, and so they do with an `OSError` that names a file.
+  Every other exception, a plain `ValueError` from JAX among them, keeps its traceback: it
+  may be a defect of dpjax.
   """
 
 
@@ -54,6 +55,6 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
     if os.environ.get("DPJAX_TRACEBACK") or (isinstance(error, OSError) and file is None):
       raise
     if isinstance(error, OSError):
-      sys.exit(f"{file}: expected to read and write it, got: {error.strerror}")
+      sys.exit(f"{file}: expected to read or write it, got: {error.strerror}")
     is_flag = str(error).partition(":")[0] in flags
     sys.exit(f"--{error}" if is_flag else str(error))

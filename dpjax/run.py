@@ -333,7 +333,11 @@ def _train(
     capacity=_capacity(config),
     seed=config.seed,
     initial=_initial(config, shapes["params"], data) if settings.initial_run else None,
-    meta={"config": config.to_dict()},
+    meta={
+      "config": config.to_dict(),
+      "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0),
+                             strict=True)),
+    },
     origin=_origin(data),
     should_stop=should_stop,
   )
@@ -426,6 +430,8 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     ) from error
   try:
     content = torch.load(file, map_location="cpu", weights_only=True)
+  except (MemoryError, OSError):
+    raise
   # A damaged file shows as any of several types.
   except Exception as error:
     raise UserError(
@@ -460,9 +466,10 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
 
 def table(scores: Mapping[str, float]) -> str:
   """Scores for people, a line each."""
-  return "\n".join(
-    f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()
-  )
+  lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
+  if "bits_per_character" not in scores:
+    lines.append("  (no bits per character: the tokens do not hold the whole text)")
+  return "\n".join(lines)
 
 
 def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:

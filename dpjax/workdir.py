@@ -73,9 +73,10 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
       "%s: this file system has no locks (%s); make sure that no other process trains here",
       workdir, error.strerror,
     )
-  file.truncate(0)
-  file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-  file.flush()
+  with contextlib.suppress(OSError):  # Who holds the lock is of use to people alone.
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
 
 
 def check(workdir: Path, config: ConfigDict) -> bool:
@@ -293,18 +294,21 @@ def _on_first_process(work: Callable[[], None]) -> None:
   if jax.process_count() > 1:
     # The first one to be sent has a short time limit, which long work would exceed.
     multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
-  message = ""
+  message, own = "", None
   if jax.process_index() == 0:
     try:
       work()
-    except UserError as error:
-      message = str(error)
+    # Whatever it is: the others would wait for ever.
+    except Exception as error:
+      own, message = error, str(error) or type(error).__name__
   if jax.process_count() > 1:
     encoded = np.zeros(4096, np.uint8)
     letters = np.frombuffer(message.encode()[: encoded.size], np.uint8)
     encoded[: letters.size] = letters
     encoded = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
     message = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
+  if own is not None:
+    raise own
   if message:
     raise UserError(message)
 

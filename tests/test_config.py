@@ -349,6 +349,14 @@ def test_a_run_from_before_token_pooling_is_read():
   assert back == pooled and back.model.space_ids == (0, 7)
 
 
+def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
+  for key, value in {"train.clip_norm": float("inf"), "model.num_levels": 12}.items():
+    config = changed({key: value})
+    with pytest.raises(ValueError, match=f"^{key}: expected"):
+      config_lib.check(config)
+    assert config_lib.from_dict(config.to_dict()) == config
+
+
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
   free = changed({

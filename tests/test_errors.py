@@ -28,7 +28,7 @@ def test_a_shape_error_of_jax_keeps_its_type():
 
 
 def test_a_file_that_cannot_be_written_exits_with_its_name(tmp_path):
-  with pytest.raises(SystemExit, match=r"nowhere/x.json: expected to read and write it"):
+  with pytest.raises(SystemExit, match=r"nowhere/x.json: expected to read or write it"):
     with exit_on_user_error():
       (tmp_path / "nowhere" / "x.json").write_text("")
 

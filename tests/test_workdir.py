@@ -79,3 +79,22 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
   (tmp_path / "checkpoints" / "last" / "30").mkdir()
   with pytest.raises(UserError, match="train.batch_size: 20 there, 10 here"):
     workdir_lib.check(tmp_path, config)
+
+
+def test_any_error_of_the_first_process_reaches_the_others(monkeypatch):
+  """Else they would wait for a message that never comes."""
+  sent = []
+
+  def broadcast(value):
+    sent.append(value)
+    return value
+
+  monkeypatch.setattr(workdir_lib.jax, "process_count", lambda: 2)
+  monkeypatch.setattr(workdir_lib.multihost_utils, "broadcast_one_to_all", broadcast)
+
+  def fail():
+    raise OSError(errno.EIO, "Input/output error")
+
+  with pytest.raises(OSError, match="Input/output error"):
+    workdir_lib._on_first_process(fail)
+  assert b"Input/output error" in sent[-1].tobytes()

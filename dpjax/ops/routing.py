@@ -96,7 +96,7 @@ def smooth_segments(
       "segments, probabilities: expected [B, S, D], [B, S], got "
       f"{segments.shape}, {probabilities.shape}"
     )
-  dtype = sum_dtype(segments)
+  dtype = sum_dtype(segments, probabilities)
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
   added = q * segments.astype(dtype)
   if previous is not None:

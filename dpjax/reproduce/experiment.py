@@ -175,15 +175,15 @@ def do(
   jax.clear_caches()  # A process that makes many models would keep the code of all.
   record["minutes"] = round((time.monotonic() - begin) / 60, 2)
   if signalled is not None:
-    raise Stopped(record, signalled.signal) from signalled
+    raise Stopped(record, signalled) from signalled
   return record
 
 
 class Stopped(Interrupted):
   """A signal ended a run; `record` says what there is of it."""
 
-  def __init__(self, record: dict[str, Any], signal: int | None = None):
-    super().__init__(record["step"], record["num_steps"], signal)
+  def __init__(self, record: dict[str, Any], by: Interrupted):
+    super().__init__(by.step, by.num_steps, by.signal)
     self.record = record
 
 

@@ -148,10 +148,9 @@ class Checkpoints:
       OSError: the file system could not read one. Nothing is moved.
     """
     self._check_alike()
-    tries = [(step, self._last) for step in sorted(self._last.all_steps(), reverse=True)]
-    best = self.best_step()
-    if best is not None and best not in self._last.all_steps():
-      tries.append((best, self._best))
+    tries = [(step, manager) for manager in (self._last, self._best)
+             for step in manager.all_steps()]
+    tries.sort(key=lambda step_and_manager: step_and_manager[0], reverse=True)
     found, damaged = self._first_readable(tries, _as_dict(abstract), origin or {})
     if found is None:
       if damaged:
@@ -417,14 +416,25 @@ def _damage_or_cause(error: Exception, folder: Path) -> Exception:
   if type(error) is not Exception and not isinstance(error, (*_GONE, *_UNPARSABLE)):
     return error
   try:
-    for path in folder.rglob("*"):
-      if path.is_file():
-        with path.open("rb") as file:
-          while file.read(2**24):
-            pass
+    _read_all(folder)
   except OSError as failure:
-    return OSError(failure.errno, failure.strerror, str(path))
+    return OSError(failure.errno, failure.strerror, failure.filename or str(folder))
   return _DamagedError(f"{type(error).__name__}: {error}".split("\n")[0][:200])
+
+
+def _read_all(folder: Path) -> None:
+  """Reads every file, for the errors of the file system alone."""
+
+  def fail(error: OSError) -> None:
+    # A folder that is missing is damage, as a file is.
+    if not isinstance(error, _GONE):
+      raise error
+
+  for root, _, names in os.walk(folder, onerror=fail):
+    for name in names:
+      with open(os.path.join(root, name), "rb") as file:
+        while file.read(2**24):
+          pass
 
 
 def _raise_together(error: Exception | None, folder: Path) -> None:
@@ -435,7 +445,7 @@ def _raise_together(error: Exception | None, folder: Path) -> None:
     return
   if error is not None and own == worst:
     raise error
-  message = f"Process {every.index(worst)} could not read {folder}, and says why."
+  message = f"Process {every.index(worst)} could not read or move {folder}, and says why."
   raise _DamagedError(message) if worst == 1 else RuntimeError(message)
 
 

@@ -96,7 +96,8 @@ def fit(
     seed: of parameters and dropout.
     initial: gives the parameters to begin with, where there is no checkpoint; None: they
       are drawn.
-    meta: saved with each checkpoint.
+    meta: saved with each checkpoint. Where its "validation", how that is scored, is not
+      a checkpoint's to go on from, the best begins anew.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
       vocabulary, or a hash of the text.
     should_stop: asked after every update, beside signals; of several processes all have
@@ -135,6 +136,9 @@ def fit(
       best = {"step": 0, BEST_BY: math.inf}
     else:
       state, best = found.state, found.meta["best"]
+      ours = (meta or {}).get("validation")
+      if found.meta.get("validation", ours) != ours:
+        best = {"step": 0, BEST_BY: math.inf}  # By other scores than those to come.
     start = int(state.step)
 
     with reporting.Reporter(workdir, start, num_steps) as reporter:

@@ -286,3 +286,30 @@ def test_fingerprints_notice_a_bit_and_a_swap():
   assert own == checkpoints.fingerprints(make_state(3))
   assert own != checkpoints.fingerprints(bit)
   assert own != checkpoints.fingerprints(swap)
+
+
+def test_the_best_of_the_same_step_is_used_where_the_last_is_damaged(tmp_path):
+  save(tmp_path, [3, 5], best=[5])
+  largest_file(tmp_path / "last" / "5").unlink()
+  with Checkpoints(tmp_path, keep=2) as saved:
+    found = saved.restore(abstract())
+    assert found.step == 5
+    assert_equal(found.state, make_state(5))
+    saved.save(make_state(7), {"note": "of 7"})
+  with Checkpoints(tmp_path) as saved:
+    assert saved.steps() == [3, 5, 7] and saved.best_step() == 5
+
+
+def test_a_folder_that_cannot_be_listed_is_no_damage(tmp_path, monkeypatch):
+  save(tmp_path, [3])
+  largest_file(tmp_path / "last" / "3").unlink()
+
+  def walk(folder, onerror):
+    onerror(OSError(errno.EIO, "Input/output error", str(folder)))
+    return iter(())
+
+  monkeypatch.setattr(os, "walk", walk)
+  with Checkpoints(tmp_path, keep=2) as saved:
+    with pytest.raises(OSError, match="Input/output error"):
+      saved.restore(abstract())
+  assert not (tmp_path / "damaged").exists()
