@@ -67,9 +67,10 @@ def test_the_page_is_made_of_the_reports(tmp_path):
 def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
   code = (
     "import runpy\n"
+    "from dpjax.errors import Interrupted\n"
     "from dpjax.reproduce import experiment, work\n"
     "def run(self):\n"
-    "  raise experiment.Stopped({'step': 3, 'num_steps': 7}, 15)\n"
+    "  raise experiment.Stopped({}, Interrupted(3, 7, 15))\n"
     "work.Work.run = run\n"
     "runpy.run_module('dpjax.reproduce', run_name='__main__', alter_sys=True)\n"
   )

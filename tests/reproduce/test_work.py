@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dpjax.errors import UserError
+from dpjax.errors import Interrupted, UserError
 from dpjax.reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
@@ -58,7 +58,7 @@ def done(monkeypatch, clock):
     if record["status"] == "done":
       record["scores"] = {papers.BITS: 1.25 + seed}
     if record.pop("signal", False):
-      raise experiment.Stopped(record)
+      raise experiment.Stopped(record, Interrupted(3, 7))
     return record
 
   monkeypatch.setattr(work.experiment, "do", do)
