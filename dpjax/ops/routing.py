@@ -7,7 +7,7 @@
 
 The first token of a row is always a boundary, so that no token reads the null group.
 
-Letters: B batch, T position (token), S segment, D feature.
+Letters: B batch, T position (token), S segment, D feature, E feature of the projections.
 
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
 hnet/utils/train.py. Same numbers; their kernel for the scan is an associative scan here.
