@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import logging as std_logging
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -195,6 +196,8 @@ def _join_processes() -> None:
   known = [f"--{name}={value}" for name, value in given.items() if value is not None]
   shown = " ".join(known) or "--distributed"
   try:
+    if given["process_id"] == 0 and not missing:
+      _check_port(int(port))
     with _time_limit(seconds, f"{shown}: expected all processes to meet "
                      f"within {seconds} s (--join_seconds), got no answer of some"):
       jax.distributed.initialize(
@@ -202,7 +205,7 @@ def _join_processes() -> None:
         # At its own limit, JAX aborts the process (signal 6).
         initialization_timeout=seconds + 60,
       )
-  except (KeyError, RuntimeError, ValueError) as error:
+  except (KeyError, OSError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
     if missing:
       expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
@@ -210,6 +213,14 @@ def _join_processes() -> None:
   check_platform()
   if jax.process_index() == 0:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+
+
+def _check_port(port: int) -> None:
+  """Raises an OSError where nobody can listen; JAX then sometimes crashes (signal 11)."""
+  six = socket.has_dualstack_ipv6()
+  socket.create_server(
+    ("", port), family=socket.AF_INET6 if six else socket.AF_INET, dualstack_ipv6=six
+  ).close()
 
 
 @contextlib.contextmanager

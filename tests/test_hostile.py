@@ -266,7 +266,7 @@ PROCESSES = [
   ({}, "generate.py --workdir={run} --coordinator=localhost:{free} --num_processes=2 "
        "--process_id=0 --join_seconds=2", "--coordinator=.*: expected all .* within 2 s"),
   ({}, "generate.py --workdir={run} --coordinator=localhost:{busy} --num_processes=2 "
-       "--process_id=0 --join_seconds=2", "--coordinator=.*: expected .* listen"),
+       "--process_id=0 --join_seconds=2", "--coordinator=.*: expected .* listen .*in use"),
 ]
 
 
