@@ -28,9 +28,8 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
+from dpjax.layers.boundaries import Boundaries
 from dpjax.models.stack import Stack
-
-PREDICTED = ("unigram", "entropy", "gumbel")
 
 
 class HourglassCache(NamedTuple):
@@ -77,19 +76,9 @@ class Hourglass(nn.Module):
     first: blocks before the pooling.
     middle: blocks on segments; their mixers' `max_length` is that of the tokens + 1.
     last: blocks after the up-sampling.
-    kind: "fixed", "whitespace", or of a predictor "unigram", "entropy", "gumbel".
-    predictor_width: hidden layer of the predictor, Linear, GELU, Linear.
+    make_boundaries: called with `name`, gives the `dpjax.layers.boundaries.Boundaries`.
     make_positions: called with `name`, gives the positions and biases that the relative
       attention of all three stacks shares; None where no stack has it.
-    pooling: "mean", or "last" (sub-sampling).
-    shortening_factor: k of "fixed".
-    boundary_offset: place of the first boundary of "fixed"; None: k - 1.
-    space_ids: tokens that end a segment of "whitespace".
-    temperature: tau of "gumbel".
-    sample_boundaries: draw the boundaries of "gumbel" in evaluation, too.
-    num_capacities: lengths that the middle is compiled for where S is known on the device
-      alone (`dpjax.ops.run_at_capacity`).
-    init_std: of the predictor's weights; as `dpjax.layers.blocks.FeedForward`.
     norm_init_std: of the gains of the middle's LayerNorm.
     dtype: of the computation; parameters are float32.
   """
@@ -97,17 +86,8 @@ class Hourglass(nn.Module):
   first: Stack
   middle: Stack
   last: Stack
-  kind: str
-  predictor_width: int
+  make_boundaries: Callable[..., Boundaries]
   make_positions: Callable[..., nn.Module] | None = None
-  pooling: str = "mean"
-  shortening_factor: int = 2
-  boundary_offset: int | None = None
-  space_ids: tuple[int, ...] = ()
-  temperature: float = 0.5
-  sample_boundaries: bool = False
-  num_capacities: int = 8
-  init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
@@ -132,10 +112,10 @@ class Hourglass(nn.Module):
 
     Args:
       inputs: [B, T, D].
-      tokens: [B, T], ids, by which "whitespace" finds its boundaries.
-      deterministic: False in training; gumbel draws from the "dropout" stream, too.
+      tokens: [B, T], ids.
+      deterministic: False in training.
       boundaries: [B, T], 0 or 1, in place of the module's own.
-      boundary_noise: [B, T] in (0, 1), the u of gumbel, in place of a draw.
+      boundary_noise: [B, T] in (0, 1), in place of what the boundaries draw.
       capacity: an S that holds every row, from the data, at most T + 1; None finds it on
         the device. Where it is too small the result is nan.
       cache: None, or of `init_cache`, or of the output before.
@@ -147,16 +127,17 @@ class Hourglass(nn.Module):
 
     Raises:
       ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range or
-        beside a cache, or noise for boundaries that are not gumbel's.
+        beside a cache, or noise for boundaries that draw nothing.
     """
     batch, length, _ = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
     if capacity is not None and not 1 <= capacity <= length + 1:
       raise ValueError(f"capacity: expected 1 to T + 1 = {length + 1}, got {capacity}")
-    if boundary_noise is not None and self.kind != "gumbel":
+    kind = self.make_boundaries(name="boundary_predictor")
+    if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(
-        f"boundary_noise: expected none for the boundaries {self.kind}, got some"
+        f"boundary_noise: expected none for {type(kind).__name__}, got some"
       )
     positions = None
     if self.make_positions is not None:
@@ -172,24 +153,18 @@ class Hourglass(nn.Module):
         )
       h_btd, first_caches = steps["first"](inputs, cache.first, lengths)
 
-    logits_bt = None
-    if self.kind in PREDICTED:
-      logits_bt = blocks.FeedForward(
-        self.predictor_width,
-        "gelu",
-        init_std=self.init_std,
-        dtype=self.dtype,
-        out_width=1,
-        name="boundary_predictor",
-      )(h_btd)[..., 0]
-    if boundaries is not None:
-      ops.check_boundaries(boundaries, (batch, length))
+    if boundaries is not None and boundary_noise is None and kind.takes_noise:
+      boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
+    found = kind(
+      h_btd, tokens, deterministic=deterministic, noise=boundary_noise, start=start
+    )
+    if boundaries is None:
+      boundaries = found.boundaries
+      most = kind.most_segments(length)
+      if capacity is None and most is not None:
+        capacity = most + 1
     else:
-      if self.kind == "fixed" and capacity is None:
-        capacity = len(range(self._first_boundary(), length, self.shortening_factor)) + 1
-      boundaries = self._find_boundaries(
-        tokens, logits_bt, boundary_noise, deterministic, start
-      )
+      ops.check_boundaries(boundaries, (batch, length))
     null_d = self.param(
       "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
     )
@@ -199,7 +174,7 @@ class Hourglass(nn.Module):
     norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
     if cache is not None:
       new, segment = ops.pool_segments_cached(
-        h_btd, boundaries, cache.segment, method=self.pooling, lengths=lengths
+        h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
       )
       queue_bsd = norm(jnp.concatenate([null_b1d, new], axis=1))
       u_btd, latest, middle_caches = _read_segments(
@@ -209,25 +184,25 @@ class Hourglass(nn.Module):
         cache,
         start,
         lengths,
-        min(self.num_capacities, 4),
+        min(kind.lengths_compiled, 4),
       )
       y_btd, last_caches = steps["last"](u_btd + h_btd, cache.last, lengths)
       cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest)
-      return HourglassOutput(y_btd, boundaries, logits_bt, cache)
+      return HourglassOutput(y_btd, boundaries, found.logits, cache)
 
     if capacity is None:
-      sizes = ops.capacities(length + 1, self.num_capacities)
+      sizes = ops.capacities(length + 1, kind.lengths_compiled)
       needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
     else:
       sizes, needed = (capacity,), None
-    s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=self.pooling)
+    s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=kind.pooling_method)
     s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
     s_bsd = self.middle.apply(
       norm(s_bsd), name="middle", sizes=sizes, needed=needed, **common
     )
     u_btd = ops.upsample_segments(s_bsd, boundaries)
     y_btd = self.last.apply(u_btd + h_btd, name="last", **common)
-    return HourglassOutput(y_btd, boundaries, logits_bt)
+    return HourglassOutput(y_btd, boundaries, found.logits)
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D of which no token has been seen."""
@@ -238,22 +213,6 @@ class Hourglass(nn.Module):
       ops.init_segment_cache(batch, width),
       jnp.zeros((batch, width), self.dtype),
     )
-
-  def _first_boundary(self) -> int:
-    last = self.shortening_factor - 1
-    return last if self.boundary_offset is None else self.boundary_offset
-
-  def _find_boundaries(self, tokens, logits_bt, noise, deterministic: bool, start):
-    if self.kind == "fixed":
-      factor, first = self.shortening_factor, self._first_boundary()
-      return ops.fixed_boundaries(tokens.shape, factor, first, start=start)
-    if self.kind == "whitespace":
-      return ops.whitespace_boundaries(tokens, self.space_ids)
-    is_drawn = not deterministic or self.sample_boundaries or noise is not None
-    if self.kind == "gumbel" and is_drawn:
-      key = self.make_rng("dropout") if noise is None else None
-      return ops.gumbel_sigmoid(logits_bt, self.temperature, key=key, noise=noise)
-    return (logits_bt > 0).astype(jnp.int32)  # p > 0.5
 
 
 def _read_segments(
