@@ -8,21 +8,11 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpjax import old_settings, registry
 from dpjax.errors import UserError
-
-if TYPE_CHECKING:
-
-  class ConfigDict(dict[str, Any]):
-    """Its attributes are the settings, which no type checker knows."""
-
-    def __init__(self, settings: Mapping | None = None): ...
-    def __getattr__(self, name: str) -> Any: ...
-    def __setattr__(self, name: str, value) -> None: ...
-else:
-  from ml_collections import ConfigDict
+from dpjax.registry import ConfigDict
 
 CHOICES = {
   "model.norm": ("post", "pre"),
@@ -228,8 +218,8 @@ def check(config: ConfigDict) -> None:
   _check_training(config.train)
   longest = config.model.max_length
   for key in ("train.window", "eval.window"):
-    _expect(_get(config, key) <= longest, key, f"at most model.max_length = {longest}",
-            _get(config, key))
+    _expect(get(config, key) <= longest, key, f"at most model.max_length = {longest}",
+            get(config, key))
   window = config.eval.window or longest
   _expect(config.eval.stride <= window, "eval.stride", f"at most the window {window}",
           config.eval.stride)
@@ -293,7 +283,7 @@ def _check_training(train: ConfigDict) -> None:
   for key, value in train.optimizer.items():
     if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
       _expect(0 <= value < 1, f"train.optimizer.{key}", "a number in [0, 1)", value)
-    elif key in ("eps", "eps_root", "weight_decay"):
+    elif key in ("eps", "eps_root", "weight_decay") and value is not None:
       _expect(value >= 0, f"train.optimizer.{key}", "at least 0", value)
 
 
@@ -387,19 +377,12 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
     key = f"{prefix}{name}"
     if name not in config:
       raise unknown_key(key, flatten(default()))
-    value = tuple(value) if isinstance(value, list) else value
-    if key in COMPONENTS and value is not None:
-      _expect(isinstance(value, Mapping), key, "a section with a name", repr(value))
-      values = {field: tuple(x) if isinstance(x, list) else x for field, x in value.items()}
-      COMPONENTS[key].check(
-        {**COMPONENTS[key].section(values.get("name")).to_dict(), **values}, key
-      )
-      config[key.rpartition(".")[2]] = COMPONENTS[key].section(**values)
-    elif isinstance(config[name], ConfigDict):
-      _expect(isinstance(value, Mapping), key, "a section", repr(value))
+    if key in COMPONENTS and isinstance(value, Mapping):
+      config[name] = COMPONENTS[key].from_dict(value, key)
+    elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")
     else:
-      config[name] = value
+      config[name] = tuple(value) if isinstance(value, list) else value
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
@@ -447,12 +430,15 @@ def _check_keys(config, known, prefix: str) -> None:
     key = f"{prefix}{name}"
     if name not in known:
       raise unknown_key(key, flatten(known, prefix))
-    if key in COMPONENTS and not (value is None and key in OWN_MIXERS):
-      _expect(isinstance(value, ConfigDict), key, "a section, of dpjax.config", repr(value))
-      COMPONENTS[key].check(value, key)
-    elif isinstance(known[name], ConfigDict):
-      _expect(isinstance(value, ConfigDict), key, "a section", repr(value))
-      _check_keys(value, known[name], f"{key}.")
+    if value is None and key in OWN_MIXERS:
+      continue
+    if key in COMPONENTS or isinstance(known[name], ConfigDict):
+      if not isinstance(value, ConfigDict):
+        raise UserError(f"{key}: expected a section of settings, got {value!r}")
+      if key in COMPONENTS:
+        COMPONENTS[key].check(value, key)
+      else:
+        _check_keys(value, known[name], f"{key}.")
     elif known[name] is not None:
       kind = type(known[name])
       is_number = kind is float and type(value) in (int, float)
@@ -465,7 +451,7 @@ def _check_keys(config, known, prefix: str) -> None:
 def _check_choices(config, section: str) -> None:
   for key, choices in CHOICES.items():
     if key.startswith(section):
-      _check_choice(key, _get(config, key), choices)
+      _check_choice(key, get(config, key), choices)
 
 
 def _check_choice(key: str, value, choices: Sequence[str]) -> None:
@@ -484,10 +470,11 @@ def _is_number(value) -> bool:
 
 
 def _at_least(config, key: str, least: int) -> None:
-  _expect(_get(config, key) >= least, key, f"at least {least}", _get(config, key))
+  _expect(get(config, key) >= least, key, f"at least {least}", get(config, key))
 
 
-def _get(config, key: str) -> Any:
+def get(config, key: str) -> Any:
+  """The setting of a full name, `model.mixer.num_heads` for one."""
   for part in key.split("."):
     config = config[part]
   return config

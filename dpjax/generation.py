@@ -109,7 +109,7 @@ class Generator:
       ValueError: a setting is out of its range, a prompt is too long or has what the
         vocabulary has not, or the model cannot do what is asked of it beyond its window.
     """
-    given = dict(
+    given: dict[str, Any] = dict(
       length=length,
       temperature=temperature,
       top_k=top_k,
@@ -292,9 +292,9 @@ def check_prompt(
         f"model's window has {window}), got {settings['length']}; or another beyond_window"
       )
     return
+  names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(config.model).values())
   ends = [
-    name
-    for name in dict.fromkeys(x["name"] for x in config_lib.mixers_in(config.model).values())
+    name for name in names
     if not getattr(registry.mixers.component(name), "is_endless", True)
   ]
   if config.model.positions == "learned":

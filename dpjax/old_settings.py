@@ -67,8 +67,11 @@ def to_sections(settings: Mapping) -> dict[str, Any]:
     new["model"] = _model(flat) | new["model"]
   if any(key.startswith("train.") and key not in _BOUNDARIES.values() for key in flat):
     new["train"] = {
-      "optimizer": _section(registry.optimizers, "train.optimizer", "adam", _OPTIMIZERS, flat),
-      "schedule": _section(registry.schedules, "train.schedule", "constant", _SCHEDULES, flat),
+      name: _section(known, f"train.{name}", usual, fields, flat)
+      for name, known, usual, fields in (
+        ("optimizer", registry.optimizers, "adam", _OPTIMIZERS),
+        ("schedule", registry.schedules, "constant", _SCHEDULES),
+      )
     } | new["train"]
   return new
 

@@ -139,10 +139,10 @@ def read_runs(
 def label(config: Mapping[str, Any]) -> str:
   """Names a run after its token mixer.
 
-    >>> label({"model": {"mixer": "attention", "num_heads": 32}})
+    >>> label({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
     'attention, 32 heads'
-    >>> label({"model": {"mixer": "he", "adjustment": False, "output_projection": False}})
-    'HE, extraction alone'
+    >>> label({"model": {"mixer": {"name": "we", "output_projection": False}}})
+    'WE, no output projection'
 
   Args:
     config: the settings of a run.
@@ -153,21 +153,24 @@ def label(config: Mapping[str, Any]) -> str:
   Raises:
     ValueError: the settings name no mixer.
   """
-  mixer = _setting(config, "model.mixer")
-  if not isinstance(mixer, str):
+  settings = _setting(config, "model.mixer")
+  if isinstance(settings, str):  # Of version 0.1, where the model has them.
+    settings = {**config["model"], "name": settings}
+  mixer = settings.get("name") if isinstance(settings, Mapping) else settings
+  if not isinstance(settings, Mapping) or not isinstance(mixer, str):
     raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
   if mixer in ("she", "he", "we", "me"):
     without = [
       part.replace("_", " ")
       for part in ("adjustment", "output_projection")
-      if _setting(config, f"model.{part}") is False
+      if settings.get(part) is False
     ]
     name = mixer.upper()
     if len(without) == 2:
       return f"{name}, extraction alone"
     return f"{name}, no {without[0]}" if without else name
   names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
-  name, heads = names.get(mixer, mixer), _setting(config, "model.num_heads")
+  name, heads = names.get(mixer, mixer), settings.get("num_heads")
   if mixer == "attention" or heads not in (1, None):
     name += f", {heads} {'head' if heads == 1 else 'heads'}"
   return name

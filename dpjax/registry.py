@@ -14,11 +14,22 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import config_dict
 
 from dpjax.errors import UserError
+
+if TYPE_CHECKING:
+
+  class ConfigDict(dict[str, Any]):
+    """Its attributes are the settings, which no type checker knows."""
+
+    def __init__(self, settings: Mapping | None = None): ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value) -> None: ...
+else:
+  from ml_collections import ConfigDict
 
 _SIMPLE = (float, int, str, bool, tuple)
 _REQUIRED = inspect.Parameter.empty
@@ -84,7 +95,7 @@ class Registry:
       raise ValueError(f"{self._kind}: expected a name that is free, got {name}")
     self._components[name] = component
 
-  def component(self, name: str, key: str = "") -> Callable:
+  def component(self, name: Any, key: str = "") -> Callable:
     """The component of a name.
 
     Raises:
@@ -124,6 +135,7 @@ class Registry:
     Raises:
       UserError: as `check`.
     """
+    self.component(name)
     section = ConfigDict({"name": name})
     for field, setting in self.settings(name).items():
       if setting.is_optional and setting.default is None:
@@ -133,6 +145,20 @@ class Registry:
     # Checked before they are put in: a ConfigDict has errors of its own.
     self.check({**section.to_dict(), **values}, self._kind)
     section.update(values)
+    return section
+
+  def from_dict(self, values: Mapping, key: str) -> ConfigDict:
+    """A section from what JSON made of it; settings added since have their defaults.
+
+    Raises:
+      UserError: as `check`, with `key` as the section's name.
+    """
+    given = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
+    name = given.pop("name", None)
+    self.component(name, f"{key}.name")
+    section = self.section(str(name))
+    self.check({**section.to_dict(), **given}, key)
+    section.update(given)
     return section
 
   def check(self, section: Mapping, key: str) -> None:
@@ -223,7 +249,7 @@ def _check_value(key: str, value: Any, setting: Setting) -> None:
     raise UserError(
       f"{key}: expected a value of type {setting.kind.__name__}{none}, got {value!r}"
     )
-  if setting.kind is float and not math.isfinite(value):
+  if isinstance(value, float) and not math.isfinite(value):
     raise UserError(f"{key}: expected a finite number, got {value}")
 
 

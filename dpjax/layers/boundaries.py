@@ -2,10 +2,9 @@
 
 B batch, T position, D width.
 
-A kind is one Linen module. `dpjax.models.hourglass.Hourglass` asks it where segments end and
-how to pool them, `dpjax.training.losses.Objective` what it adds to the loss; neither knows a
-kind by its name. A new kind subclasses `Boundaries` and is made known by
-`dpjax.register_boundaries`.
+A kind is one Linen module. `dpjax.models.hourglass.Hourglass` asks it where segments end
+and how to pool them, `dpjax.training.losses.Objective` what it adds to the loss. A new kind
+subclasses `Boundaries`, and `dpjax.register_boundaries` gives it a name.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
@@ -21,6 +20,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
+from dpjax.ops.segments import METHODS
 
 
 class Found(NamedTuple):
@@ -90,7 +90,7 @@ class Boundaries(nn.Module):
     return None
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray | None:
-    """[B], how many segments end in rows [B, T] of the host; None: only the device knows."""
+    """[B], the segments that end in each of the host's rows [B, T]; None: unknown there."""
     del tokens
     return None
 
@@ -357,8 +357,8 @@ def _at_least_one(name: str, value: int) -> None:
 
 
 def _check_pooling(pooling: str) -> None:
-  if pooling not in ops.segments.METHODS:
-    known = ", ".join(ops.segments.METHODS)
+  if pooling not in METHODS:
+    known = ", ".join(METHODS)
     raise ValueError(f"pooling: expected one of {known}, got {pooling}")
 
 

@@ -1,7 +1,7 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -25,8 +25,8 @@ class Mixer(Protocol):
   t - max_length + 1. Attention cannot, and gives nan from there on.
 
   A mixer class may have `is_endless = False`, which says that rows cannot go on beyond
-  `max_length` with a cache, and a method `make_positions`, which gives what makes the module
-  whose result all such mixers of a model are called with, as `positions`.
+  `max_length` with a cache. With a method `make_positions` it shares positions: the method
+  gives what makes a module, whose result all such mixers of a model take as `positions`.
 
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
@@ -90,7 +90,7 @@ def check_settings(
   *,
   sizes: Sequence[str],
   rates: Sequence[str] = (),
-  implementations: Sequence[str] | None = None,
+  implementations: Collection[str] | None = None,
 ) -> None:
   """Refuses fields of a mixer that are out of their ranges, when it is made.
 

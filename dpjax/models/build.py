@@ -125,7 +125,9 @@ def _make_positions(model: Mapping, sections: Mapping, dtype) -> partial | None:
     maker = _mixer_maker(model, section, dtype)
     if hasattr(maker.func, "make_positions"):
       found[key] = maker().make_positions()
-  (first, made), *others = found.items() or [("", None)]
+  if not found:
+    return None
+  (first, made), *others = found.items()
   for key, other in others:
     if (other.func, other.keywords) != (made.func, made.keywords):
       raise UserError(f"{key}: expected a mixer that can share its positions with "

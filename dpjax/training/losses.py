@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dpjax.layers.boundaries import Boundaries
 
