@@ -36,11 +36,18 @@ _BEYOND_WINDOW = flags.DEFINE_string(
 )
 _JSON = flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
 
+# More than any window holds, and rows than one wants to wait for: all are one batch.
+_MOST_BYTES, _MOST_SAMPLES = 2**24, 4096
+
 
 def main(_) -> None:
   """Prints the prompt and what follows, for each sample, then how fast that was."""
   from dpjax import run as run_lib
 
+  if not 1 <= _NUM_SAMPLES.value <= _MOST_SAMPLES:
+    raise UserError(
+      f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {_NUM_SAMPLES.value}"
+    )
   prompt = _given_prompt()
   run = run_lib.load(_WORKDIR.value, _STEP.value)
   given = dict(
@@ -70,7 +77,17 @@ def _given_prompt() -> str | None:
   if _PROMPT.value is not None:
     raise UserError("prompt, prompt_file: expected one of them, got both")
   file = _PROMPT_FILE.value
-  content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+  if file == "-":
+    content = sys.stdin.buffer.read(_MOST_BYTES + 1)
+  else:
+    # Others, /dev/zero or a pipe that nobody writes to, may have no end.
+    if not Path(file).is_file():
+      raise UserError(f"prompt_file: expected a file with a text, or -, got {file}")
+    with open(file, "rb") as opened:
+      content = opened.read(_MOST_BYTES + 1)
+  if len(content) > _MOST_BYTES:
+    raise UserError(f"prompt_file: expected at most {_MOST_BYTES:,} bytes, got {file}, "
+                    "which has more")
   try:
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
   except UnicodeDecodeError as error:

@@ -34,22 +34,20 @@ def main(_) -> None:
     run, scores = run_lib.train(_CONFIG.value, _WORKDIR.value)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
-  except loop.Interrupted as message:
-    if jax.process_index() == 0:
-      print(f"{message} The same command goes on from there.")
-    return
-  if jax.process_index() != 0:
-    return
-  print(f"\nThe test split, by step {run.step} (best by validation):")
-  print(run_lib.table(scores))
+  is_first = jax.process_index() == 0
+  if is_first:
+    print(f"\nThe test split, by step {run.step} (best by validation):")
+    print(run_lib.table(scores), flush=True)
   prompt = run.config.sample.prompt
   if prompt:
+    # In every process: each may hold a part of the parameters alone.
     try:
       text = prompt + run.generate(prompt, seed=run.config.seed)[0]
     # Another text than the configuration's may have other characters than its prompt.
     except UserError as error:
       text = f"(none: sample.{error})"
-    print(f"\nA sample:\n{text}")
+    if is_first:
+      print(f"\nA sample:\n{text}")
 
 
 if __name__ == "__main__":

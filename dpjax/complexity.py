@@ -30,6 +30,7 @@ from dpjax.errors import UserError
 
 MIXERS = ("attention", "dispatcher", "dispatcher_multihead", "she", "he", "we", "me")
 EXTRACTORS = ("she", "he", "we", "me")
+_LARGEST = 2**31  # of the sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,6 +416,8 @@ def _check(
   for name, value in sizes.items():
     if not _is_whole(value):
       raise UserError(f"{name}: expected an integer of at least 1, got {value}")
+    if value > _LARGEST:
+      raise UserError(f"{name}: expected at most {_LARGEST:,}, got {value}")
   if width % num_heads:
     raise UserError(
       f"num_heads: expected a divisor of the width {width}, got {num_heads}"

@@ -54,6 +54,10 @@ FREE_KEYS = (
   "sample.",
 )
 FREE_NAMES = ("implementation", "num_capacities")  # of components
+# Sizes above these fit no machine, and float32 counts positions no further.
+LARGEST = 2**24
+_MOST_LAYERS = 10_000
+_LARGEST_ARRAY = 2**40  # numbers
 
 
 def mixer(name: str, **settings) -> ConfigDict:
@@ -207,6 +211,8 @@ def check(config: ConfigDict) -> None:
   _check_keys(config, default(), "")
   check_model(config.model)
   _check_choices(config, "train.")
+  for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size"):
+    _at_most(config, key, LARGEST)
   for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
               "train.median_every_steps", "train.checkpoint_every_steps",
               "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size"):
@@ -226,6 +232,12 @@ def check(config: ConfigDict) -> None:
   rows, parts = config.train.batch_size, config.train.accumulate_steps
   _expect(rows % parts == 0, "train.accumulate_steps",
           f"a divisor of train.batch_size = {rows}", parts)
+  _check_arrays(config)
+  # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
+  levels = max(1, (longest - (config.model.boundaries == "none")).bit_length())
+  _expect(config.model.num_levels <= levels, "model.num_levels",
+          f"at most {levels}, which reach over model.max_length = {longest}",
+          config.model.num_levels)
   fractions = config.data.split_fractions
   are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
   _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
@@ -257,6 +269,10 @@ def check_model(model: Mapping) -> None:
   for key in ("num_layers", "width", "feed_forward_width", "max_length",
               "first.num_layers", "last.num_layers"):
     _at_least(config, f"model.{key}", 1)
+  for key in ("width", "feed_forward_width", "max_length", "vocab_size"):
+    _at_most(config, f"model.{key}", LARGEST)
+  for key in ("num_layers", "first.num_layers", "last.num_layers"):
+    _at_most(config, f"model.{key}", _MOST_LAYERS)
   for key in ("vocab_size", "init_std", "norm_init_std"):
     _at_least(config, f"model.{key}", 0)
   for key in ("dropout", "hidden_dropout"):
@@ -321,8 +337,9 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
     ValueError: as `check`.
   """
   for key, is_valid, expected in (
-    ("length", lambda x: _is_whole(x, 1), "an integer of at least 1"),
-    ("temperature", lambda x: _is_number(x) and 0 <= x < math.inf,
+    ("length", lambda x: _is_whole(x, 1) and x <= LARGEST,
+     f"an integer of at least 1 and at most {LARGEST:,}"),
+    ("temperature", lambda x: _is_number(x) and 0 <= x <= registry.LARGEST_FLOAT,
      "a finite number of at least 0 (0 is greedy)"),
     ("top_k", lambda x: _is_whole(x, 0), "an integer of at least 0 (0 is all)"),
     ("top_p", lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
@@ -346,7 +363,8 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
     Steps, at least 1.
 
   Raises:
-    ValueError: both units are given, or none, or one is negative or not finite.
+    ValueError: both units are given, or none, or one is negative or not finite, or the
+      steps are too many to be counted in 32 bits.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
@@ -355,7 +373,10 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
       f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
       f"other 0, got {steps} steps and {epochs} epochs"
     )
-  return steps or max(1, round(epochs * steps_per_epoch))
+  count = steps or epochs * steps_per_epoch
+  _expect(count < 2**31, f"train.{name}_{'steps' if steps else 'epochs'}",
+          "fewer than 2**31 steps", count)
+  return max(1, round(count))
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
@@ -439,13 +460,28 @@ def _check_keys(config, known, prefix: str) -> None:
         COMPONENTS[key].check(value, key)
       else:
         _check_keys(value, known[name], f"{key}.")
-    elif known[name] is not None:
-      kind = type(known[name])
-      is_number = kind is float and type(value) in (int, float)
-      _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
-              repr(value))
+    if known[name] is not None:
+      usual = known[name]
+      registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   _expect(not missing, ", ".join(missing), "a value", "none")
+
+
+def _check_arrays(config) -> None:
+  """Refuses what is too large for any machine: the weights, or the numbers of one pass."""
+  model, train = config.model, config.train
+  layers, width, hidden = model.num_layers, model.width, model.feed_forward_width
+  rows, length = train.batch_size // train.accumulate_steps, model.max_length
+  for keys, sizes in (
+    ("model.num_layers, model.width, model.feed_forward_width", (layers, width, hidden)),
+    ("train.batch_size, train.window, model.width, model.feed_forward_width",
+     (rows, train.window or length, max(width, hidden))),
+    ("eval.batch_size, eval.window, model.width, model.feed_forward_width",
+     (config.eval.batch_size, config.eval.window or length, max(width, hidden))),
+  ):
+    _expect(math.prod(sizes) <= _LARGEST_ARRAY, keys,
+            f"at most {_LARGEST_ARRAY:,} numbers in an array of their sizes",
+            " x ".join(f"{size:,}" for size in sizes))
 
 
 def _check_choices(config, section: str) -> None:
@@ -471,6 +507,10 @@ def _is_number(value) -> bool:
 
 def _at_least(config, key: str, least: int) -> None:
   _expect(get(config, key) >= least, key, f"at least {least}", get(config, key))
+
+
+def _at_most(config, key: str, most: int) -> None:
+  _expect(get(config, key) <= most, key, f"at most {most:,}", get(config, key))
 
 
 def get(config, key: str) -> Any:

@@ -97,7 +97,7 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
   """
   try:
     config = json.loads(_read(workdir, "config.json"))
-  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
     path = Path(workdir) / "config.json"
     raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
   sections = ("model", "data", "train")
@@ -331,7 +331,7 @@ def write(figure: "Figure", path: str | Path) -> None:
   Raises:
     ValueError: the name ends in none of `SUFFIXES`, or the file cannot be written.
   """
-  _check_suffix(path)
+  check_suffix(path)
   _write(path, "out", lambda: figure.savefig(path, dpi=150))
 
 
@@ -344,20 +344,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", required=True, help=f"a file: {', '.join(SUFFIXES)}")
   parser.add_argument("--figure", choices=FIGURES, default="curves")
   parser.add_argument(
-    "--every", type=int, help="batches of a median; as the runs report them if not given"
+    "--every", type=int, help="batches of a median; if not given, as the runs report them, "
+    "or a tenth of a run that is shorter"
   )
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--json", help="a file for the table")
   given = parser.parse_args(arguments)
-  with exit_on_user_error():
-    _check_suffix(given.out)
+  with exit_on_user_error(vars(given)):
+    check_suffix(given.out)
     labels = None if given.labels is None else given.labels.split(",")
     runs = read_runs(given.run_folder, labels)
-    every = given.every
+    shortest = min(runs, key=lambda run: len(run.losses))
+    every, most = given.every, len(shortest.losses)
     if every is None:
-      every = max(_setting(x.config, "train.median_every_steps") or 2000 for x in runs)
+      reported = _reported(runs)
+      every = max((x for x in reported if x <= most), default=-(-most // 10))
+      if given.figure == "every_batch":
+        every = max(reported)
     if given.figure == "every_batch":  # Which needs no whole window.
-      every = min(every, *(len(run.losses) for run in runs))
+      every = min(every, most)
+    _check_every(shortest.losses, every, shortest.folder)
     content = table(runs, every, given.figure)
     figure = draw(runs, figure=given.figure, every=every)
     print(format_table(content))
@@ -470,6 +476,21 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
   return value
 
 
+def _reported(runs: Sequence[Run]) -> list[int]:
+  """The updates of which each run reports the median."""
+  known = []
+  for run in runs:
+    every = _setting(run.config, "train.median_every_steps")
+    every = 2000 if every is None else every
+    if type(every) is not int or every < 1:
+      raise UserError(f"train.median_every_steps: expected an integer of at least 1 in the "
+                      f"settings of {run.folder}, got {every!r}")
+    if not len(run.losses):
+      raise UserError(f"workdir: expected a run with updates, got {run.folder} with none")
+    known.append(every)
+  return known
+
+
 def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
   if not 1 <= every <= len(losses):
     raise UserError(
@@ -478,7 +499,12 @@ def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
     )
 
 
-def _check_suffix(path: str | Path) -> None:
+def check_suffix(path: str | Path) -> None:
+  """Refuses a file that is not of `SUFFIXES`.
+
+  Raises:
+    ValueError: it is none.
+  """
   if Path(path).suffix not in SUFFIXES:
     raise UserError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
 

@@ -9,7 +9,6 @@ setting: the component that declares such a field is given it when it is built.
 import difflib
 import importlib
 import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +31,7 @@ else:
   from ml_collections import ConfigDict
 
 _SIMPLE = (float, int, str, bool, tuple)
+LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
 _REQUIRED = inspect.Parameter.empty
 
 
@@ -182,7 +182,7 @@ class Registry:
         raise UserError(
           f"{key}.{field}: expected a setting of {name}, got an unknown one{hint}"
         )
-      _check_value(f"{key}.{field}", value, known[field])
+      check_value(f"{key}.{field}", value, known[field])
     missing = [field for field in known if field not in values]
     if missing:
       raise UserError(f"{key}.{missing[0]}: expected a value, got none")
@@ -240,17 +240,24 @@ def _setting(default: Any, hint: Any) -> Setting | None:
   return Setting(kind, default, is_optional)
 
 
-def _check_value(key: str, value: Any, setting: Setting) -> None:
+def check_value(key: str, value: Any, setting: Setting) -> None:
+  """Refuses a value of another type, or one that no array of 32 bits can hold.
+
+  Raises:
+    UserError: see above.
+  """
   if value is None and setting.is_optional:
     return
   kinds = (float, int) if setting.kind is float else (setting.kind,)
-  if type(value) not in kinds:
+  if value is None or type(value) not in kinds:
     none = " or None" if setting.is_optional else ""
     raise UserError(
       f"{key}: expected a value of type {setting.kind.__name__}{none}, got {value!r}"
     )
-  if isinstance(value, float) and not math.isfinite(value):
-    raise UserError(f"{key}: expected a finite number, got {value}")
+  if setting.kind is float and not abs(value) <= LARGEST_FLOAT:
+    raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
+  if setting.kind is int and not abs(value) < 2**31 and key != "seed":
+    raise UserError(f"{key}: expected an integer below 2**31, got {value}")
 
 
 mixers = Registry(

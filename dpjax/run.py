@@ -22,7 +22,7 @@ from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
-from dpjax.models.build import build_boundaries, build_model
+from dpjax.models.build import build_boundaries, build_model, check_memory
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import (
   checkpoints,
@@ -74,8 +74,9 @@ class Run:
       stride: tokens it scores of them, the others being context; 0 is likewise.
 
     Returns:
-      "nats_per_token", "perplexity", "perplexity_per_word", "bits_per_character" and
-      "bits_per_byte" (`dpjax.training.metrics.text_scores`); with token pooling also
+      "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
+      some of the text, "bits_per_character" and "bits_per_byte"
+      (`dpjax.training.metrics.text_scores`); with token pooling also
       those of `dpjax.training.metrics.boundary_scores`.
 
     Raises:
@@ -105,11 +106,13 @@ class Run:
       As `score`.
 
     Raises:
-      ValueError: there is no such split, or the window is longer than the model's.
+      ValueError: there is no such split, its tokens have changed since they were
+        prepared, or the window is longer than the model's.
     """
     if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
+    self.data.check(split)
     return self._score_split(self.params, split, window, stride, progress)
 
   def write_scores(
@@ -209,6 +212,8 @@ class Run:
   def _score(
     self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None
   ):
+    if not self.tokenizer.keeps_text(tokens):
+      counts = {unit: counts[unit] for unit in ("tokens", "words")}
     # Whole rows for every device; rows without text count nothing.
     num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
     window, stride = self._window_and_stride(window, stride)
@@ -273,7 +278,7 @@ def train(
   Raises:
     ValueError: `setting: expected ..., got ...`.
     dpjax.training.loop.NonFiniteError: the training diverged.
-    dpjax.training.loop.Interrupted: a signal or `should_stop` did; it has saved.
+    dpjax.errors.Interrupted: a signal or `should_stop` did; it has saved.
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
@@ -297,6 +302,7 @@ def _train(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given)
   run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
   if jax.process_index() == 0:
@@ -347,26 +353,28 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
     step: of the checkpoint; None is the best by validation.
 
   Returns:
-    The run. A checkpoint that is damaged is named in a warning, and the one before it
-    is read, unless `step` asks for it.
+    The run, its parameters replicated or sharded as in training. A checkpoint that is
+    damaged is named in a warning, and the one before it is read, unless `step` asks for
+    it.
 
   Raises:
     ValueError: there is no run, no such step, or no checkpoint that is whole.
+    OSError: a file cannot be read.
   """
   workdir = Path(workdir)
   config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
   model = build_model(config.model)
-  # The state's shapes do not depend on the length of the run.
+  # The shapes do not depend on the length of the run.
   update = optimizer.build_optimizer(config.train, num_steps=2**31)
-  abstract = step_lib.abstract_state(model, update, config.seed, sharding.make_mesh())
+  abstract = step_lib.abstract_state(
+    model, update, config.seed, sharding.make_mesh(), config.train.parameters
+  )
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
     origin = {"tokenizer": data.tokenizer.to_json()}
-    found = saved.restore_step(abstract, step, origin)
-  return Run(
-    config, model, found.state.params, data.tokenizer, found.step, data, workdir
-  )
+    found = saved.restore_step(abstract.params, step, origin)
+  return Run(config, model, found.params, data.tokenizer, found.step, data, workdir)
 
 
 def generate(

@@ -160,9 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--length", type=int, help=about)
   parser.add_argument("--out", help=f"a file: {', '.join(plots.SUFFIXES)}")
   given = parser.parse_args(arguments)
-  with exit_on_user_error():
+  with exit_on_user_error(vars(given)):
+    from dpjax import command_line
     from dpjax import run as run_lib
 
+    if given.out:
+      plots.check_suffix(given.out)
+    command_line.check_platform()
     run = run_lib.load(given.run_folder)
     found = segment(run, _stretch(run, given.text, given.length))
     print(render(found))

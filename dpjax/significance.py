@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import Interrupted, UserError, exit_on_user_error
 
 
 class Row(NamedTuple):
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
   parser.add_argument("--alpha", type=float, default=0.05)
   given = parser.parse_args(arguments)
-  with exit_on_user_error():
+  with exit_on_user_error(vars(given)):
     folders = dict.fromkeys(str(Path(x)) for x in [given.baseline, *given.folder])
     scores = {x: read_scores(x, given.score, given.split) for x in folders}
     baseline, *_ = folders
@@ -155,15 +155,19 @@ def _train(config, workdir: str, seeds: Sequence[str]) -> None:
   from dpjax import run as run_lib
   from dpjax.training import loop
 
-  numbers = [int(seed) for seed in seeds if seed.isdecimal()]
+  # Python makes no number of thousands of digits, and no seed has so many.
+  numbers = [int(seed) for seed in seeds if seed.isdecimal() and len(seed) < 20]
   if not numbers or len({*numbers}) != len(seeds):
     raise UserError(f"seeds: expected whole numbers, each once, got {','.join(seeds)}")
   for seed in numbers:
     config.seed, folder = seed, Path(workdir) / f"seed_{seed}"
     try:
       run, scores = run_lib.train(config, folder)
-    except (loop.NonFiniteError, loop.Interrupted) as error:
+    except loop.NonFiniteError as error:
       sys.exit(f"{folder}: {error}")
+    except Interrupted as error:
+      error.args = (f"{folder}: {error}",)
+      raise
     if jax.process_index() == 0:
       print(f"\n{folder}, the test split, by step {run.step} (best by validation):")
       print(run_lib.table(scores), flush=True)
@@ -178,12 +182,14 @@ def _read_score(run: Path, score: str, split: str) -> float:
                     f"{len(files)} of them; evaluate.py --split={split} writes one")
   try:
     scores = dict(json.loads(files[0].read_text(encoding="utf-8"))["scores"])
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
-  if not isinstance(scores.get(score), (int, float)):
-    known = ", ".join(name for name, value in scores.items() if value is not None)
-    raise UserError(f"score: expected one of {known} (of {files[0]}), got {score}")
-  return scores[score]
+  known = {name: float(value) for name, value in scores.items()
+           if type(value) in (int, float) and abs(value) <= sys.float_info.max}
+  if score not in known:
+    names = ", ".join(known)
+    raise UserError(f"score: expected one of {names} (of {files[0]}), got {score}")
+  return known[score]
 
 
 def _p_value(differences: Sequence[float]) -> float:

@@ -151,6 +151,7 @@ def prepare_data(
       if prepared.read_counts(folder) != before:
         raise UserError(f"data: expected the text that the run in {folder.parent} began "
                         "with, as its tokens are gone, got another")
+    prepared.open_prepared(folder).check()
 
   _on_first_process(make)
   return prepared.open_prepared(folder)

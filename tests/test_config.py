@@ -58,7 +58,6 @@ def test_the_default_is_valid():
     ("model.num_levels", -1, "expected at least 0, got -1"),
     ("model.dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
     ("model.hidden_dropout", -0.1, "expected a probability .* got -0.1"),
-    ("model.mixer_dropout", float("nan"), "expected a probability .* got nan"),
     ("data.split_fractions", (0.5, 0.5), "expected three positive numbers"),
     ("data.split_fractions", (0.5, 0.5, 0.0), "expected three positive numbers"),
     ("data.split_fractions", (0.5, 0.5, 0.1), "expected .* with the sum 1"),
@@ -77,7 +76,11 @@ def test_the_default_is_valid():
     ("train.clip_norm", -0.5, "expected at least 0, got -0.5"),
     ("train.weight_decay", -0.1, "expected at least 0, got -0.1"),
     ("train.learning_rate", -1e-3, "expected at least 0, got -0.001"),
-    ("train.learning_rate", float("nan"), "expected at least 0, got nan"),
+    ("model.num_levels", 10, "expected at most 9, which reach .*max_length = 512, got 10"),
+    ("model.num_levels", 40, "expected at most 24, got 40"),
+    ("train.warmup_steps", 2**31, r"expected an integer below 2\*\*31, got 2147483648"),
+    ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
+    ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
     ("train.eps", -1e-8, "expected at least 0, got -1e-08"),
     ("train.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
     ("train.b2", -0.1, r"expected a number in \[0, 1\), got -0.1"),
@@ -87,12 +90,52 @@ def test_the_default_is_valid():
     ("eval.stride", 513, "expected at most the window 512, got 513"),
     ("eval.batch_size", 0, "expected at least 1, got 0"),
     ("seed", -1, "expected an integer in .*got -1"),
-    ("sample.length", 0, "expected an integer of at least 1, got 0"),
+    ("sample.length", 0, "expected an integer of at least 1 .*, got 0"),
+    ("sample.length", 2**24 + 1, "expected .* at most 16,777,216, got 16777217"),
   ],
 )
 def test_what_cannot_run_is_refused(key, value, message):
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
     config_lib.check(changed({key: value}))
+
+
+FLOATS = [key for key, value in config_lib.flatten(config_lib.default()).items()
+          if type(value) is float]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_numbers_that_are_not_finite_in_float32_are_refused(value):
+  assert len(FLOATS) > 12
+  for key in FLOATS:
+    with pytest.raises(ValueError, match=f"^{key}: expected a number .* finite, got {value}"
+                       .replace("+", r"\+")):
+      config_lib.check(changed({key: value}))
+
+
+@pytest.mark.parametrize(
+  "key",
+  ["model.num_layers", "model.width", "model.feed_forward_width", "model.max_length",
+   "model.vocab_size", "model.num_capacities", "model.first_layers", "model.last_layers",
+   "train.batch_size", "train.window", "eval.batch_size", "eval.window", "eval.stride",
+   "data.tokenizer_size", "data.unigram_size", "sample.length"],
+)
+def test_sizes_that_fit_no_machine_are_refused(key):
+  with pytest.raises(ValueError, match=f"^{key}: expected .*at most .*, got 1000000000"):
+    config_lib.check(changed({"model.boundaries": "unigram", key: 10**9}))
+
+
+def test_sizes_that_fit_no_machine_together_are_refused():
+  config_lib.check(changed({"model.num_layers": 10_000, "train.batch_size": 2**20}))
+  with pytest.raises(ValueError, match="^model.num_layers, model.width, model.feed_forward_"
+                     r"width: expected .* got 6 x 1,048,576 x 1,048,576$"):
+    config_lib.check(changed({"model.width": 2**20, "model.feed_forward_width": 2**20}))
+  rows = {"train.batch_size": 2**24, "model.max_length": 2**9, "model.width": 2**9}
+  with pytest.raises(ValueError, match="^train.batch_size, train.window, model.width, .* "
+                     "got 16,777,216 x 512 x 512$"):
+    config_lib.check(changed(rows))
+  config_lib.check(changed({**rows, "train.accumulate_steps": 4}))
+  with pytest.raises(ValueError, match="^eval.batch_size, .* got 16,777,216 x 400 x 512$"):
+    config_lib.check(changed({"eval.batch_size": 2**24, "eval.window": 400}))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +289,8 @@ def test_durations_have_one_unit():
   for both in ((3, 1.0), (0, 0.0), (-1, 0.0), (-1, 2.0), (0, -2.0), (3, -1.0)):
     with pytest.raises(ValueError, match="^train.num_steps, train.num_epochs: expected"):
       steps(*both)
+  with pytest.raises(ValueError, match=r"^train.num_epochs: .*2\*\*31 steps, got 22000"):
+    steps(0, 2.2e7)
   for epochs in (float("inf"), float("nan")):
     with pytest.raises(ValueError, match=f"got 0 steps and {epochs} epochs"):
       steps(0, epochs)
@@ -277,6 +322,7 @@ def test_settings_added_later_take_their_defaults():
     ({"train": {"optimizer": None}}, "train.optimizer: expected a value of type str"),
     ({"train": {"batch_size": -20}}, "train.batch_size: expected at least 1, got -20"),
     ({"model": 3}, "model: expected a known setting"),
+    ({"train": {"num_epochs": 10**400}}, "train.num_epochs: expected .* finite, got 1000"),
   ],
 )
 def test_settings_that_cannot_be_read_are_refused(settings, message):

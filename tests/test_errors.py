@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import dpjax
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import Interrupted, UserError, exit_on_user_error
 from tests import helpers
 
 
@@ -36,6 +37,19 @@ def test_an_os_error_without_a_file_is_raised():
   with pytest.raises(OSError, match=os.strerror(errno.EIO)):
     with exit_on_user_error():
       raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("number, status", [
+  (signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 1)
+])
+def test_an_interrupted_run_exits_as_its_signal_would(number, status, capsys):
+  with pytest.raises(SystemExit) as end:
+    with exit_on_user_error():
+      raise Interrupted(3, 7, number)
+  assert end.value.code == status
+  assert capsys.readouterr().out == (
+    "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
+  )
 
 
 def test_the_environment_asks_for_the_traceback(monkeypatch):

@@ -279,7 +279,14 @@ def test_medians_are_of_as_many_as_the_runs_report(folder, capsys):
   runs = [folder("a", COSTS, train__median_every_steps=3), folder("b", COSTS)]
   plots.main([runs[0], "--out=x.png"])
   assert "Median training cost of 3 batches" in capsys.readouterr().out
-  assert ended(*runs, "--out=x.png").endswith("at most the 8 updates of a, got 2000")
+  # 2,000 as by default do not fit one of them.
+  plots.main([*runs, "--out=x.png"])
+  assert "Median training cost of 3 batches" in capsys.readouterr().out
+  plots.main([runs[1], folder("c", COSTS * 5, train__median_every_steps=9), "--out=x.png"])
+  assert "Median training cost of 1 batches" in capsys.readouterr().out
+  # A tenth, as of the quickstart's 400 updates.
+  plots.main([folder("d", COSTS * 5), "--out=x.png"])
+  assert "Median training cost of 4 batches" in capsys.readouterr().out
   # Every batch is drawn of a run of any length.
   plots.main([*runs, "--out=x.png", "--figure=every_batch"])
   assert "Median training cost of 8 batches" in capsys.readouterr().out
@@ -288,13 +295,13 @@ def test_medians_are_of_as_many_as_the_runs_report(folder, capsys):
 @pytest.mark.parametrize(
   "flags, message",
   [
-    (["--every=9"], "every: expected at least 1 and at most the 8 updates of a, got 9"),
-    (["--every=0"], "every: expected at least 1 and at most the 8 updates of a, got 0"),
-    (["--labels=x,y"], "labels: expected one for each of the 1 runs, got 2"),
-    (["--out=x.bmp"], "out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
+    (["--every=9"], "--every: expected at least 1 and at most the 8 updates of a, got 9"),
+    (["--every=0"], "--every: expected at least 1 and at most the 8 updates of a, got 0"),
+    (["--labels=x,y"], "--labels: expected one for each of the 1 runs, got 2"),
+    (["--out=x.bmp"], "--out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
     (["--out=a/losses.f32/x.png"],
-     "out: expected a file that can be written, got a/losses.f32/x.png ("),
-    (["--json=a"], "json: expected a file that can be written, got a (Is a directory)"),
+     "--out: expected a file that can be written, got a/losses.f32/x.png ("),
+    (["--json=a"], "--json: expected a file that can be written, got a (Is a directory)"),
   ],
 )
 def test_wrong_flags(folder, tmp_path, flags, message):
@@ -304,7 +311,7 @@ def test_wrong_flags(folder, tmp_path, flags, message):
 
 
 def test_a_wrong_suffix_is_told_before_anything_is_read():
-  assert ended("none", "--out=x.bmp").startswith("out: expected a file that ends in .png")
+  assert ended("none", "--out=x.bmp").startswith("--out: expected a file that ends in .png")
 
 
 def test_wrong_folders(folder, tmp_path):
@@ -329,6 +336,7 @@ def test_wrong_folders(folder, tmp_path):
     ("{}", "model.mixer: expected the name of a token mixer, got None"),
     ('{"model": {"mixer": "me"}}', "model.max_length: expected an integer of at least 1 "
      "in the settings of a, got None"),
+    ("[" * 100_000, "workdir: expected JSON in a/config.json, got: "),
   ],
 )
 def test_wrong_settings(folder, tmp_path, text, message):
@@ -349,9 +357,9 @@ def test_an_unknown_figure(folder):
 def test_the_module_runs_as_a_command(folder, tmp_path):
   run = folder("a", [4, 3])
   done = subprocess.run(
-    [sys.executable, "-m", "dpjax.plots", run, "--out=x.png"],
+    [sys.executable, "-m", "dpjax.plots", run, "--out=x.png", "--every=3"],
     env=helpers.environment(), cwd=tmp_path, capture_output=True, text=True, check=False,
   )
   assert done.returncode == 1
-  expected = "every: expected at least 1 and at most the 2 updates of a, got 2000\n"
+  expected = "--every: expected at least 1 and at most the 2 updates of a, got 3\n"
   assert done.stderr == expected

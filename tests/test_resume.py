@@ -23,9 +23,11 @@ def text(tmp_path_factory):
   return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
-def start(config, workdir, *arguments, **changes) -> subprocess.Popen:
+def start(
+  config, workdir, *arguments, script=helpers.ROOT / "train.py", **changes
+) -> subprocess.Popen:
   return subprocess.Popen(
-    [sys.executable, str(helpers.ROOT / "train.py"), *helpers.overrides(config),
+    [sys.executable, str(script), *helpers.overrides(config),
      f"--workdir={workdir}", *arguments],
     env=helpers.environment(**changes),
     stdout=subprocess.PIPE,
@@ -133,15 +135,16 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   chex.assert_trees_all_equal(one.params, other.params)
 
 
-def test_sigterm_saves_and_exits_with_0(text, tmp_path):
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status):
   config = helpers.small_config(
     text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
   )
   process = start(config, tmp_path)
   wait_until(lambda: last_step(tmp_path) >= 3, [process])
-  process.send_signal(signal.SIGTERM)
+  process.send_signal(number)
   printed = finish(process)
-  assert process.returncode == 0
+  assert process.returncode == status, printed
   assert "which is saved. The same command goes on from there." in printed
   assert dpjax.load(tmp_path).step >= 3
 
@@ -161,14 +164,14 @@ def test_a_killed_run_that_draws_boundaries_ends_as_one_that_never_was(text, tmp
   assert (killed / "losses.f32").read_bytes() == (whole / "losses.f32").read_bytes()
 
 
-def start_two(config, workdir) -> list[subprocess.Popen]:
+def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
   return [
     start(
       config, workdir, f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
-      f"--process_id={number}", NPROC="4",
+      f"--process_id={number}", NPROC="4", **changes,
     )
     for number in range(2)
   ]
@@ -210,7 +213,7 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   wait_until(lambda: last_step(tmp_path / "run") >= 3, processes)
   processes[1].send_signal(signal.SIGTERM)
   printed = finish_all(processes)
-  assert [process.returncode for process in processes] == [0, 0], printed
+  assert [process.returncode for process in processes] == [143, 143], printed
   assert "which is saved" in printed[0]
   assert dpjax.load(tmp_path / "run").step >= 3
   config.data.path = str(tmp_path / "missing.txt")
@@ -218,3 +221,51 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [1, 1], printed
   assert all("data.path: " in text and "Traceback" not in text for text in printed), printed
+
+
+def test_two_processes_share_the_parameters(text, tmp_path):
+  config = helpers.small_config(
+    text, num_steps=10, eval_every_steps=5, parameters="sharded"
+  )
+  config.sample.update(dict(prompt="the cat", length=9))
+  processes = start_two(config, tmp_path / "two")
+  printed = finish_all(processes)
+  assert [process.returncode for process in processes] == [0, 0], printed
+  assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
+  assert finish(start(config, tmp_path / "one")).count("The test split") == 1
+  chex.assert_trees_all_close(
+    params_of(tmp_path / "two", 10), params_of(tmp_path / "one", 10), atol=1e-5
+  )
+
+
+def test_an_error_of_one_process_stops_both_and_moves_nothing(text, tmp_path):
+  config = helpers.small_config(
+    text, num_steps=6, eval_every_steps=6, checkpoint_every_steps=2
+  )
+  config.sample.prompt = ""
+  printed = finish_all(start_two(config, tmp_path / "run"))
+  assert "The test split" in printed[0], printed
+  config.train.num_steps = 8
+  script = tmp_path / "script.py"
+  script.write_text(f"""
+import errno, os, runpy, sys
+import orbax.checkpoint as ocp
+
+read = ocp.PyTreeCheckpointHandler.restore
+
+def restore(self, directory, *arguments, **settings):
+  if "--process_id=1" in sys.argv:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+  return read(self, directory, *arguments, **settings)
+
+ocp.PyTreeCheckpointHandler.restore = restore
+runpy.run_path({str(helpers.ROOT / "train.py")!r}, run_name="__main__")
+""")
+  processes = start_two(config, tmp_path / "run", script=script)
+  printed = finish_all(processes)
+  assert all(process.returncode for process in processes), printed
+  assert "last/6: expected to read and write it, got: Stale file handle" in printed[1]
+  assert "Process 1 could not read" in printed[0]
+  assert not (tmp_path / "run" / "checkpoints" / "damaged").exists()
+  printed = finish_all(start_two(config, tmp_path / "run"))
+  assert "Going on from the checkpoint of step 6" in printed[0], printed

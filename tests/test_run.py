@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import signal
 
@@ -327,6 +328,39 @@ def test_accumulated_and_sharded_runs_train(text, finished, tmp_path):
   config = helpers.small_config(text, accumulate_steps=2, batch_size=16, num_steps=3)
   _, scores = dpjax.train(config, tmp_path / "accumulated")
   assert math.isfinite(scores["perplexity"])
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_read_and_used_in_shards(text, tmp_path):
+  config = helpers.small_config(text, parameters="sharded", num_steps=2)
+  config.model.update(dict(width=24, feed_forward_width=40))
+  sharded, scores = dpjax.train(config, tmp_path)
+  # Each of the 8 devices has its part alone of what can be cut.
+  for path, leaf in jax.tree.leaves_with_path(sharded.params):
+    is_cut = any(size % 8 == 0 for size in leaf.shape)
+    sizes = {shard.data.size for shard in leaf.addressable_shards}
+    assert sizes == {leaf.size // 8 if is_cut else leaf.size}, path
+  largest = max(jax.tree.leaves(sharded.params), key=lambda leaf: leaf.size)
+  assert largest.addressable_shards[0].data.size == largest.size // 8
+  # The same, by whole parameters on each device.
+  settings = json.loads((tmp_path / "config.json").read_text())
+  settings["train"]["parameters"] = "replicated"
+  kept = (tmp_path / "config.json").read_bytes()
+  (tmp_path / "config.json").write_text(json.dumps(settings))
+  whole = dpjax.load(tmp_path)
+  (tmp_path / "config.json").write_bytes(kept)
+  assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(whole.params))
+  chex.assert_trees_all_equal(whole.params, sharded.params)
+  assert whole.score_split("test") == pytest.approx(scores, rel=1e-5)
+  for beyond in ("slide", "continue"):
+    options = dict(length=25, temperature=0.0, beyond_window=beyond)
+    texts = [run.generate(["the ", "a"], **options) for run in (sharded, whole)]
+    assert texts[0] == texts[1] and len(texts[0][1][0]) == 25
+  # On one device.
+  done = helpers.script("evaluate.py", f"--workdir={tmp_path}")
+  assert done.returncode == 0, done.stderr
+  printed = float(re.search(r"perplexity +(\S+)", done.stdout)[1])
+  assert printed == pytest.approx(scores["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

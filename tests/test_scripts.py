@@ -12,6 +12,8 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from absl import flags
 
@@ -231,7 +233,8 @@ def test_a_reader_that_has_enough_ends_it(workdir):
      "prompt_file: expected a text in .*empty, got none"),
     ("generate.py", ["--workdir={workdir}", "--prompt_file={latin}"],
      "prompt_file: expected UTF-8 in .*latin, got"),
-    ("generate.py", ["--workdir={workdir}", "--prompt_file={new}"], "no_such: expected to"),
+    ("generate.py", ["--workdir={workdir}", "--prompt_file={new}"],
+     "prompt_file: expected a file with a text, or -, got .*no_such"),
     ("generate.py", ["--workdir={workdir}", "--prompt_file={text}", "--prompt=a"],
      "prompt, prompt_file: expected one of them, got both"),
   ],
@@ -265,3 +268,22 @@ def test_a_wrong_flag_shows_no_traceback(tmp_path):
     "train.bach_size: expected a known setting, got an unknown one; the nearest known is "
     "train.batch_size"
   ]
+
+
+@pytest.mark.parametrize("allocate", [
+  lambda: np.zeros(2**60, np.uint8),
+  lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
+  lambda: [0] * 2**59,
+])
+def test_too_little_memory_ends_with_the_settings_that_need_less(allocate):
+  message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
+  with pytest.raises(SystemExit, match=message) as end:
+    with command_line.exit_out_of_memory():
+      allocate()
+  assert "\n" not in end.value.code
+
+
+def test_other_errors_of_jax_are_raised():
+  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+    with command_line.exit_out_of_memory():
+      raise jax.errors.JaxRuntimeError("INTERNAL: a defect")

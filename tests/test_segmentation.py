@@ -178,12 +178,13 @@ def test_without_a_text_the_test_split_is_shown(loaded, capsys):
 
 
 @pytest.mark.parametrize("flags, message", [
-  (["--length=12"], "length: expected 1 to model.max_length = 11, got 12"),
-  (["--length=0"], "length: expected 1 to model.max_length = 11, got 0"),
-  (["--text="], "text: expected 1 to 11 tokens (the model's window), got 0"),
-  (["--text=to be or to be"], "text: expected 1 to 11 tokens (the model's window), got 14"),
+  (["--length=12"], "--length: expected 1 to model.max_length = 11, got 12"),
+  (["--length=0"], "--length: expected 1 to model.max_length = 11, got 0"),
+  (["--text="], "--text: expected 1 to 11 tokens (the model's window), got 0"),
+  (["--text=to be or to be"],
+   "--text: expected 1 to 11 tokens (the model's window), got 14"),
   (["--length=4", "--out=x.bmp"],
-   "out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
+   "--out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
 ])
 def test_wrong_flags(loaded, flags, message):
   loaded("whitespace")

@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from scipy import stats
 
 from dpjax import command_line, significance
 from dpjax import run as run_lib
-from dpjax.errors import UserError
+from dpjax.errors import Interrupted, UserError
 from dpjax.training import loop
 from tests import helpers
 
@@ -144,16 +145,16 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
   (["no_such"], "workdir: expected runs seed_<n> in no_such, got none"),
   (["a", "--split=valid"],
-   "split: expected scores_valid_<best step>.json in a/seed_0, got 0 of them; evaluate.py "
-   "--split=valid writes one"),
+   "--split: expected scores_valid_<best step>.json in a/seed_0, got 0 of them; "
+   "evaluate.py --split=valid writes one"),
   (["a", "--score=bits"],
-   "score: expected one of perplexity, bits_per_character (of a/seed_0/scores_test_12.json)"
-   ", got bits"),
+   "--score: expected one of perplexity, bits_per_character "
+   "(of a/seed_0/scores_test_12.json), got bits"),
   (["infinite"],
-   "score: expected one of perplexity (of infinite/seed_0/scores_test_12.json), got "
+   "--score: expected one of perplexity (of infinite/seed_0/scores_test_12.json), got "
    "bits_per_character"),
   (["two"], "seeds: expected [0, 1, 2] of two, got [0, 1]"),
-  (["a", "--alpha=1"], "alpha: expected a number in (0, 1), got 1.0"),
+  (["a", "--alpha=1"], "--alpha: expected a number in (0, 1), got 1.0"),
 ])
 def test_wrong_flags(folder, arguments, message):
   folder("a", SCORES["none"])
@@ -219,7 +220,7 @@ def test_a_run_is_trained_for_each_seed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [
-  loop.NonFiniteError("Step 3: expected a finite loss"), loop.Interrupted(3, 7),
+  loop.NonFiniteError("Step 3: expected a finite loss"),
   UserError("workdir: expected an empty folder"),
 ])
 def test_what_stops_a_run_stops_all(monkeypatch, error):
@@ -227,6 +228,13 @@ def test_what_stops_a_run_stops_all(monkeypatch, error):
   assert len(calls) == 2
   own = isinstance(error, UserError)
   assert message == (str(error) if own else f"a/seed_1: {error}")
+
+
+def test_a_signal_stops_all_with_its_status(monkeypatch, capsys):
+  error = Interrupted(3, 7, signal.SIGTERM)
+  calls, status = train(monkeypatch, error, "--workdir=a")
+  assert len(calls) == 2 and status == 143
+  assert "a/seed_1: Stopped at step 3 of 7, which is saved. The" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seeds", ["", "1,x", "0,1,0", "-1", "1.5", "1,01"])

@@ -204,6 +204,10 @@ def _python_manual() -> bytes:
 
 
 def _open(path: Path) -> mmap.mmap:
+  # Opening a pipe would wait, and some devices never end.
+  if path.exists() and not path.is_file():
+    raise UserError(f"data.path: expected a readable text file or folder, got {path} (no "
+                    "regular file)")
   with path.open("rb") as file:
     if path.stat().st_size == 0:
       raise UserError(f"data.path: expected a text, got the empty file {path}")

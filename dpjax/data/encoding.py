@@ -108,7 +108,7 @@ class Encoder:
 
   def parts(self, text: Iterable[str]) -> Iterable[str]:
     """The parts of a text as this takes them: boundaries need whole words."""
-    return text if self.unigram is None else whole_words(text)
+    return self.tokenizer.parts(text) if self.unigram is None else whole_words(text)
 
 
 def encode_text(

@@ -1,11 +1,13 @@
 """A corpus as tokens on disk: encoded once, memory-mapped ever after.
 
 A folder holds {train,valid,test}.bin (uint16, or int32 where there are more than 65,536
-ids), tokenizer.json, and data.json with what can be counted; with Unigram boundaries
-also {train,valid,test}.boundaries.bin (uint8, one a token) and unigram.model.
+ids), tokenizer.json, and data.json with what can be counted, and the checksums of the
+.bin files; with Unigram boundaries also {train,valid,test}.boundaries.bin (uint8, one a
+token) and unigram.model.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import numpy as np
 from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.data.encoding import Counter, Encoder, EncodingError, encode_text
 from dpjax.errors import UserError
+from dpjax.text.tokenizer import read_json
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
@@ -47,6 +50,8 @@ class Prepared:
     boundaries: None, or of each split the Unigram boundaries of its tokens: 0 or 1,
       uint8 [N], mapped read-only.
     unigram: None, or what gives those of another text.
+    folder: where the files are.
+    checksums: SHA-256 of the .bin files, by name; {}: an earlier version wrote them.
   """
 
   name: str
@@ -55,6 +60,30 @@ class Prepared:
   counts: Mapping[str, dict]
   boundaries: Mapping[str, np.ndarray] | None = None
   unigram: UnigramBoundaries | None = None
+  folder: Path = Path()
+  checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def check(self, *splits: str) -> None:
+    """Reads whole splits, and checks that they are what was written.
+
+    A gigabyte takes less than a second, or as long as the disk needs.
+
+    Args:
+      *splits: their names; none: all.
+
+    Raises:
+      ValueError: a file has changed, or has ids that are not of the vocabulary; the
+        message names it.
+    """
+    for split in splits or self.splits:
+      for name in (f"{split}.bin", f"{split}.boundaries.bin"):
+        expected = self.checksums.get(name)
+        if expected is not None and _checksum(self.folder / name) != expected:
+          raise _changed(self.folder / name, "what was prepared", "a file that was changed")
+      first, last = self.splits[split].min(), self.splits[split].max()
+      if first < 0 or last >= self.tokenizer.vocab_size:
+        raise _changed(self.folder / f"{split}.bin",
+                       f"ids 0 .. {self.tokenizer.vocab_size - 1}", f"{first} .. {last}")
 
   def segment(self, text: str) -> np.ndarray:
     """The Unigram boundaries of another text's tokens, uint8 [number of tokens].
@@ -122,11 +151,14 @@ def prepare(
     counts = {}
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, len(text), encoder, partial, split, processes)
-      if not counts[split]["tokens"]:
-        raise UserError(f"data.path: expected tokens in every split, got none in the "
-                        f"{split} split of {corpus.name}")
+      for unit in ("tokens", "words"):
+        if not counts[split][unit]:
+          raise UserError(f"data.path: expected {unit} in every split, got none in the "
+                          f"{split} split of {corpus.name}")
+    checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.bin"))}
     content = {"format": FORMAT, "name": corpus.name, "dtype": encoder.dtype.name,
-               "splits": counts, "unigram": unigram is not None, "made": made}
+               "splits": counts, "unigram": unigram is not None, "made": made,
+               "checksums": checksums}
     _write_text(partial / "data.json", json.dumps(content, indent=2))
     for name in (STATE, *(f"{split}.json" for split in corpus.splits)):
       (partial / name).unlink()
@@ -178,13 +210,15 @@ def has_broken_links(folder: str | Path) -> bool:
 def read_counts(folder: str | Path) -> dict:
   """What data.json says of the splits; {} if there is none."""
   try:
-    return json.loads(_read_text(Path(folder) / "data.json"))["splits"]
-  except (ValueError, KeyError):
+    return read_json(_read_text(Path(folder) / "data.json"))["splits"]
+  except (ValueError, KeyError, TypeError):
     return {}
 
 
 def open_prepared(folder: str | Path) -> Prepared:
   """Opens what `prepare` wrote.
+
+  The tokens are not read; `Prepared.check` does it.
 
   Raises:
     ValueError: a file is missing, shorter or longer than it was, or damaged; the
@@ -194,12 +228,17 @@ def open_prepared(folder: str | Path) -> Prepared:
   path = folder / "data.json"
   text = _read_text(path)
   try:
-    content = json.loads(text)
+    content = read_json(text)
     name, dtype = content["name"], np.dtype(content["dtype"])
     version, counts = int(content["format"]), content["splits"]
-    sizes = {split: int(counts[split]["tokens"]) for split in SPLITS}
+    for split in SPLITS:
+      _check_counts(counts[split])
+    sizes = {split: counts[split]["tokens"] for split in SPLITS}
     has_boundaries = bool(content.get("unigram", False))
-  except (ValueError, KeyError, TypeError) as error:
+    checksums = dict(content.get("checksums", {}))
+    if not isinstance(name, str) or dtype not in (np.uint16, np.int32):
+      raise UserError(f"the name {name!r} and the type {dtype}")
+  except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
     raise UserError(f"{path}: expected the counts of prepared data, got damaged JSON "
                     f"({error!r})") from error
   if version > FORMAT:
@@ -209,7 +248,7 @@ def open_prepared(folder: str | Path) -> Prepared:
             for split, size in sizes.items()}
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
   if not has_boundaries:
-    return Prepared(name, tokenizer, splits, counts)
+    return Prepared(name, tokenizer, splits, counts, folder=folder, checksums=checksums)
   boundaries = {split: _map(folder / f"{split}.boundaries.bin", np.dtype(np.uint8), size)
                 for split, size in sizes.items()}
   path = folder / "unigram.model"
@@ -218,7 +257,7 @@ def open_prepared(folder: str | Path) -> Prepared:
   except (OSError, ValueError) as error:
     raise UserError(f"{path}: expected the Unigram model of prepared data, got "
                     f"another file, or none ({error})") from error
-  return Prepared(name, tokenizer, splits, counts, boundaries, unigram)
+  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, folder, checksums)
 
 
 def count_text(chunks: Iterable[str]) -> dict:
@@ -305,6 +344,26 @@ def _resume(partial: Path, state: dict) -> Encoder | None:
   except (OSError, ValueError):
     return None
   return Encoder(tokenizer, _dtype(tokenizer), unigram)
+
+
+def _check_counts(counts: Mapping) -> None:
+  for unit in ("tokens", "characters", "words", "bytes"):
+    if type(counts[unit]) is not int or counts[unit] < 1:
+      raise UserError(f"{counts[unit]!r} {unit}")
+  if not isinstance(counts["sha256"], str):
+    raise UserError(f"the checksum {counts['sha256']!r}")
+
+
+def _checksum(path: Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _changed(path: Path, expected: str, got: str) -> UserError:
+  return UserError(
+    f"{path}: expected {expected}, got {got}; put a copy in its place, or remove "
+    f"{path.resolve().parent}, which training with the run's settings makes again"
+  )
 
 
 def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:

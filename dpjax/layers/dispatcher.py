@@ -16,6 +16,8 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import initializers, mixer
 
+MOST_LEVELS = 24  # beyond 2**24 no window fits a machine
+
 
 class Dispatcher(nn.Module):
   """The paper's layer: y = W_out shift_and_sum(W_in x, sigmoid(W_c x)).
@@ -49,6 +51,11 @@ class Dispatcher(nn.Module):
       self, sizes=("num_heads", "max_length", "num_levels"), rates=("level_dropout",),
       implementations=ops.SHIFT_AND_SUM,
     )
+    # A model of the authors may have more levels than its length needs.
+    if (self.num_levels or 0) > MOST_LEVELS:
+      raise ValueError(
+        f"num_levels: expected at most {MOST_LEVELS}, got {self.num_levels}"
+      )
     super().__post_init__()
 
   @nn.compact

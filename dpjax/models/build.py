@@ -1,9 +1,11 @@
 """Settings -> model: the only place where names of components become modules."""
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dpjax import config as config_lib
@@ -65,6 +67,40 @@ def build_model(model_config: Mapping) -> LanguageModel:
     **outer,
   )
   return LanguageModel(make_hourglass=make_hourglass, **common)
+
+
+def check_memory(shapes: Any, num_parts: int = 1) -> None:
+  """Refuses a model whose training state is larger than the memory of a device.
+
+  The state is the parameters and the two moments of Adam. Whether the rest of a step fits,
+  nobody knows before it is compiled; but on a CPU, arrays of a state that do not fit can
+  leave XLA waiting for ever.
+
+  Args:
+    shapes: of the parameters.
+    num_parts: over how many devices each is divided.
+
+  Raises:
+    ValueError: it is larger.
+  """
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+  stats = jax.local_devices()[0].memory_stats() or {}
+  memory = stats.get("bytes_limit") or _host_memory()
+  needed = 3 * size // num_parts
+  if memory and needed > memory:
+    raise UserError(
+      "model.num_layers, model.width, model.feed_forward_width: expected parameters that "
+      f"fit, with Adam's moments, the {memory / 2**30:.1f} GiB of a device, got "
+      f"{needed / 2**30:,.1f} GiB; train.parameters = sharded divides them"
+    )
+
+
+def _host_memory() -> int:
+  """Bytes; 0 where the system does not tell."""
+  try:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  except (AttributeError, OSError, ValueError):
+    return 0
 
 
 def build_boundaries(model_config: Mapping) -> Boundaries | None:

@@ -9,7 +9,8 @@ The first word is a table's name, or several with commas between them, or "all",
 valuable first. What is finished, by the reports in --out, is not done again, and a run that
 was stopped goes on. "report" writes docs/reproduce.md anew, from results/reproduce.
 
-Status 1: some of it has no result, and not for want of time.
+Status 1: some of it has no result, and not for want of time. 128 + a signal's number: the
+signal ended it.
 """
 
 import os
@@ -24,6 +25,7 @@ from dpjax.errors import UserError
 from dpjax.reproduce import papers
 
 PAGE = "docs/reproduce.md"
+_MOST_SEEDS = 1000
 
 flags.adopt_module_key_flags(command_line)
 _SCALE = flags.DEFINE_string(
@@ -62,6 +64,8 @@ def main(names: str) -> None:
     print(f"{pages.headline(contents)}\n{path}")
     return
   tables = papers.find(names)
+  if _SEEDS.value > _MOST_SEEDS:
+    raise UserError(f"seeds: expected at most {_MOST_SEEDS:,}, got {_SEEDS.value}")
   job = work.Work(
     tables,
     work.Settings(
@@ -78,7 +82,7 @@ def main(names: str) -> None:
     print(f"\n{pages.markdown(content)}")
   print(f"\nThe reports are in {_OUT.value}.")
   if stopped is not None:
-    sys.exit(f"{stopped} The same command goes on from there.")
+    raise stopped
   missing = job.without_result()
   if missing:
     sys.exit("\n".join([f"{len(missing)} without a result:", *missing]))

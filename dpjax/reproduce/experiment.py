@@ -36,7 +36,7 @@ from dpjax import run as run_lib
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
 from dpjax.data.encoding import num_cores
-from dpjax.errors import UserError
+from dpjax.errors import Interrupted, UserError
 from dpjax.reproduce import scales
 from dpjax.reproduce.papers import Row
 from dpjax.training import loop
@@ -156,7 +156,7 @@ def do(
       record |= _describe(run) | _curves(workdir, config)
       record |= {"status": "done", "num_steps": record["step"], "best_step": run.step}
       record["scores"] = scores | {"median_cost": record["costs"]["last"]}
-    except loop.Interrupted as error:
+    except Interrupted as error:
       signalled = None if is_over else error
       run = run_lib.load(workdir, error.step)
       record |= _describe(run) | _curves(workdir, config)
@@ -175,15 +175,15 @@ def do(
   jax.clear_caches()  # A process that makes many models would keep the code of all.
   record["minutes"] = round((time.monotonic() - begin) / 60, 2)
   if signalled is not None:
-    raise Stopped(record) from signalled
+    raise Stopped(record, signalled.signal) from signalled
   return record
 
 
-class Stopped(Exception):  # noqa: N818
+class Stopped(Interrupted):
   """A signal ended a run; `record` says what there is of it."""
 
-  def __init__(self, record: dict[str, Any]):
-    super().__init__(record["reason"])
+  def __init__(self, record: dict[str, Any], signal: int | None = None):
+    super().__init__(record["step"], record["num_steps"], signal)
     self.record = record
 
 

@@ -6,6 +6,7 @@ Of the bytes of "e\u00e9 e" one by one, each as soon as it is certain:
   push([169])  ->  "\u00e9"      push([32, 101])  ->  " e"      finish()  ->  ""
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,11 +28,12 @@ class TextStream:
 
   All text is given out at once, but for the last U+FFFD, three at most, where they can
   be the beginning of a character: those wait for the next token that is none. (A real
-  U+FFFD of "characters" waits for nothing.)
+  U+FFFD of "characters" waits for nothing.) Bytes of a BPE that decodes a row of them
+  together, all or none, wait for the end of the row.
 
   A push decodes its own tokens and a few before them, not the whole text. For every
-  tokenizer of dpjax; a BPE that was loaded has to decode as GPT-2's does, and a
-  SentencePiece model to have no rules of denormalisation.
+  tokenizer of dpjax; the decoder of a BPE that was loaded has to be that of GPT-2,
+  Llama or Gemma, and a SentencePiece model to have no rules of denormalisation.
   """
 
   def __init__(self, tokenizer: Tokenizer):
@@ -58,7 +60,15 @@ class TextStream:
     Raises:
       ValueError: an id is outside 0 .. V - 1; nothing is taken then.
     """
-    for i in as_ids(ids, self._tokenizer.vocab_size).tolist():
+    new = as_ids(ids, self._tokenizer.vocab_size).tolist()
+    self._waiting += new
+    is_open = self._tokenizer.open_ids.__contains__
+    num_open = len(list(itertools.takewhile(is_open, reversed(new))))
+    if num_open == len(new):
+      return ""
+    whole = len(self._waiting) - num_open
+    new, self._waiting = self._waiting[:whole], self._waiting[whole:]
+    for i in new:
       if not self._is_empty(i):
         self._marks.clear()
       elif i in self._marks:
@@ -78,12 +88,13 @@ class TextStream:
 
   def finish(self) -> str:
     """Ends the text: gives out the rest, and begins a new one."""
-    rest = self._tokenizer.decode(self._window)[self._shown:]
+    rest = self._tokenizer.decode(self._window + self._waiting)[self._shown:]
     self._begin()
     return rest
 
   def _begin(self) -> None:
-    self._window: list[int] = []  # the last tokens
+    self._window: list[int] = []  # the last tokens, without those that wait
+    self._waiting: list[int] = []  # open ones, whose text is not certain
     self._shown = 0  # how many characters of the window's text were given out
     self._marks: set[int] = set()  # the tokens without text at the window's end
 

@@ -1,11 +1,12 @@
-"""SentencePiece and byte-level BPE: subwords that keep the whole text."""
+"""SentencePiece and BPE: subwords, which keep the whole text if they are learned here."""
 
 import base64
 import io
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,39 @@ from dpjax.text.tokenizer import (
   library_call,
   library_tokenizer,
   read_file,
+  read_json,
   size_error,
 )
 
-# White space of every kind, in places where tokenizers like to lose it.
-_PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n "
+# White space of every kind, in places where tokenizers like to lose it; what a
+# normalisation changes; every byte that UTF-8 has.
+_PROBE = (
+  "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n "
+  "Ab cD e\u0301 \u2126 \ufb01 \uff21 \u00bd \u2047 x\u00ad\u200b\ufeff "
+  + "".join(map(chr, (*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800,
+                      *range(0x1000, 0x10000, 0x1000),
+                      *range(0x10000, 0x110000, 0x40000))))
+)
+# Line ends after and before all that the rules of pre-tokenizers tell apart.
+_SIDES = ("a", "B", "7", ".", ")", "/", "_", "'s", "\u00e9", "\u4e2d", "\u2581",
+          "\N{GRINNING FACE}")
+_GAPS = ("\n", "\n\n", "\n\n\n", " \n", "  \n", "\n ", "\n  ", " \n ", "\n \n ",
+         "\n\n ", "\t\n", "\n\t", "\r\n", "\r\n\r\n", "\u2003\n", "\n\u2003", " ",
+         "  ")
+_CUT_PROBE = "\n".join(
+  f"\n{left}{gap}{right}" for left in _SIDES for gap in _GAPS for right in _SIDES
+)
+# Where GPT-2's rule cuts a text in any case: where `_cut_as_bpe` does, and where the
+# parts of a text end (`is_clean_cut`, else before a space).
+_GPT2_PLACES = r"(?=\n\S)|(?<=\S\n)(?=\S)|(?<=\n)(?=\s\S)|(?<=\S)(?= \S)"
+# Other rules cut at some of these: behind a line end, or between two words.
+_LETTER = r"[^\W\d_]"
+_PLACES = tuple(
+  f"(?<={before})(?={after}{_LETTER})"
+  for before, after in ((r"\S\n", ""), (r"\S\n", " "), (r"\s\n", ""), (r"\s\n", " "),
+                        (_LETTER, " "))
+)
+MOST_WHOLE = 2**24  # characters without a place to cut; encoding them takes 2 GB
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
@@ -57,7 +86,7 @@ class SentencePiece(Tokenizer):
     # Pieces for bytes stand for what it has not.
     self.unknown_id = None if self._mark_ids else self._processor.unk_id()
     self.start_id = max(0, self._line_end)
-    self.lossless = self.decode(self.encode(_PROBE)) == _PROBE
+    self.lossless = _is_lossless(self, _PROBE)
 
   @classmethod
   def load(cls, kind: str, file: str) -> "SentencePiece":
@@ -105,8 +134,7 @@ class SentencePiece(Tokenizer):
                       f"got SentencePiece's answer {error}") from error
     return cls(kind, model.getvalue())
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`."""
+  def _encode(self, text: str) -> np.ndarray:
     parts = list(cut_lines(text, 2**14))  # its time is not linear in a part's length
     ends = [self._line_end >= 0 and part.endswith("\n") for part in parts]
     lines = [part[:-1] if end else part for part, end in zip(parts, ends, strict=True)]
@@ -148,7 +176,13 @@ class SentencePiece(Tokenizer):
 
 
 class BytePairs(Tokenizer):
-  """Byte-level BPE, as GPT-2 has it."""
+  """BPE of the `tokenizers` library: as GPT-2 has it, or as a file describes it.
+
+  Most files cut a text into words before they merge its pieces, by rules of their own.
+  GPT-2's rule cuts at every line end, so lines are encoded side by side; Llama 3's joins
+  some line ends to what is before them, and Llama 2's does not cut at all. Which it is
+  is tried on a text when the file is loaded. All give the ids of the whole text.
+  """
 
   kind = "bpe"
 
@@ -156,15 +190,35 @@ class BytePairs(Tokenizer):
     """Takes the library's tokenizer.
 
     Raises:
-      ValueError: it is none of byte-level BPE.
+      ValueError: it is none of BPE.
     """
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
-      raise UserError("a tokenizer that is not byte-level BPE")
-    self.vocab_size = raw.get_vocab_size()
-    known = (raw.token_to_id(piece) for piece in ("\u010a", END_OF_TEXT))
+      raise UserError("a tokenizer that is not BPE")
+    # A file can ask for them; neither is for the text of a language model.
+    raw.no_truncation()
+    raw.no_padding()
+    raw.model.dropout = None
+    # Ids may have gaps, so that there are fewer pieces.
+    self.vocab_size = max(raw.get_vocab().values(), default=-1) + 1
+    known = map(raw.token_to_id, ("\u010a", "\n", "<0x0A>", END_OF_TEXT))
     self.start_id = next((i for i in known if i is not None), 0)  # U+010A is "\n"
-    self.lossless = self.decode(self.encode(_PROBE)) == _PROBE
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_ids = [raw.token_to_id(piece) for piece in byte_pieces]
+    self.open_ids = frozenset(
+      i for i, piece in zip(byte_ids, byte_pieces, strict=True)
+      if i is not None and self.decode([i]) != piece
+    )
+    if raw.model.unk_token and len(self.open_ids) < 256:
+      self.unknown_id = raw.token_to_id(raw.model.unk_token)
+    marks = [token.content for token in raw.get_added_tokens_decoder().values()]
+    probe = _CUT_PROBE + "".join(f" {mark} \n{mark}\n\na" for mark in marks)
+    self._is_like_gpt2 = self._can_cut(_GPT2_PLACES, probe)
+    self._places = None
+    if not self._is_like_gpt2:
+      places = [place for place in _PLACES if self._can_cut(place, probe)]
+      self._places = re.compile("|".join(places) or r"(?!)")
+    self.lossless = _is_lossless(self, _PROBE + "".join(f" {mark} \n" for mark in marks))
 
   @classmethod
   def load(cls, file: str) -> "BytePairs":
@@ -174,7 +228,7 @@ class BytePairs(Tokenizer):
     path = Path(file)
     try:
       if path.suffix == ".json":
-        return cls(library_tokenizer(json.loads(read_file(path))))
+        return cls(library_tokenizer(read_json(read_file(path))))
       merges = path / "merges.txt" if path.is_dir() else path
       if not merges.name.endswith("merges.txt"):
         raise UserError("another name")
@@ -186,7 +240,7 @@ class BytePairs(Tokenizer):
     except ValueError as error:
       if str(error).startswith("data."):
         raise
-      raise file_error("a tokenizer.json of byte-level BPE, or <any>merges.txt with "
+      raise file_error("a tokenizer.json of BPE, or <any>merges.txt with "
                        "<any>vocab.json beside it, or their folder", file) from error
 
   @classmethod
@@ -207,10 +261,46 @@ class BytePairs(Tokenizer):
     raw.train_from_iterator(parts, trainer)
     return cls(raw)
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`."""
-    found = self._raw.encode_batch_fast(_cut_as_bpe(text), add_special_tokens=False)
+  def _encode(self, text: str) -> np.ndarray:
+    return self._encode_parts(_cut_as_bpe(text) if self._is_like_gpt2 else [text])
+
+  def _encode_parts(self, parts: list[str]) -> np.ndarray:
+    found = self._raw.encode_batch_fast(parts, add_special_tokens=False)
     return np.array(list(itertools.chain.from_iterable(f.ids for f in found)), np.int32)
+
+  def _can_cut(self, places: str, probe: str) -> bool:
+    """Whether a text that is cut at all of these places has the ids of the whole."""
+    # Pieces with a line end or a space inside can go across a place.
+    probe += self._crossing
+    whole = self._encode_parts([probe])
+    return np.array_equal(self._encode_parts(re.split(places, probe)), whole)
+
+  @cached_property
+  def _crossing(self) -> str:
+    ids = [[i] for i in range(self.vocab_size)]
+    pieces = self._raw.decode_batch(ids, skip_special_tokens=False)
+    found = filter(re.compile(r"\n[^\n]|\S[\n ]").search, pieces)
+    return "".join(f"x{piece}x .{piece} x" for piece in found)
+
+  def parts(self, chunks: Iterable[str]) -> Iterator[str]:
+    """See `Tokenizer`."""
+    if self._places is None:
+      yield from chunks
+      return
+    held = ""
+    for chunk in chunks:
+      held += chunk
+      cut = max((found.end() for found in self._places.finditer(held)), default=0)
+      if cut:
+        yield held[:cut]
+        held = held[cut:]
+      if len(held) > MOST_WHOLE:
+        raise file_error(
+          "a tokenizer by which long texts can be cut without a change of their ids, or "
+          f"a text of up to {MOST_WHOLE:,} characters a split", "a longer one"
+        )
+    if held:
+      yield held
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
@@ -225,6 +315,12 @@ class BytePairs(Tokenizer):
   def from_fields(cls, kind: str, fields: dict) -> "BytePairs":
     """See `Tokenizer`."""
     return cls(library_tokenizer(fields["tokenizer"]))
+
+
+def _is_lossless(tokenizer: Tokenizer, probe: str) -> bool:
+  """Whether a text comes back, with spaces in front and without."""
+  texts = probe, probe.lstrip()
+  return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
 def _cut_as_bpe(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 import abc
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,9 @@ import numpy as np
 from dpjax.errors import UserError
 
 FORMAT = 1
+# Of a vocabulary that is learned: far more than any has, and what the libraries that
+# learn it still have memory for.
+MOST_PIECES = 2**24
 
 
 class Tokenizer(abc.ABC):
@@ -22,11 +25,12 @@ class Tokenizer(abc.ABC):
     start_id: stands before a text's first token, where a model needs one to predict
       that token from: the line end where the vocabulary has it.
     unknown_id: of what the vocabulary has not; None where it has all.
-    lossless: `decode(encode(text)) == text`, for any text ("characters": of the
-      characters it knows).
+    lossless: `decode(encode(text)) == text`, for any text without unknown parts.
     space_ids: of the space and the line end, in this order, where they are tokens of
       their own whatever stands beside them: "characters" (those that the text had)
       and "bytes". Subwords join them to other pieces, and have none.
+    open_ids: those whose text the next tokens can still change: bytes, where a row of
+      them is decoded together.
   """
 
   kind: str
@@ -35,14 +39,52 @@ class Tokenizer(abc.ABC):
   unknown_id: int | None = None
   lossless: bool
   space_ids: tuple[int, ...] = ()
+  open_ids: frozenset[int] = frozenset()
 
-  @abc.abstractmethod
   def encode(self, text: str) -> np.ndarray:
     """The ids of a text, int32 [N].
 
-    Encoding a long text in parts that end with its lines gives the same ids ("bpe": if
-    the cuts are clean, by `is_clean_cut`).
+    Encoding a long text in the parts that `parts` makes of it gives the same ids.
+
+    Raises:
+      ValueError: `text: ...`, it has a lone surrogate, which no file in UTF-8 can hold.
     """
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      raise UserError("text: expected Unicode text, got a lone surrogate at place "
+                      f"{error.start}") from error
+    return self._encode(text)
+
+  @abc.abstractmethod
+  def _encode(self, text: str) -> np.ndarray:
+    """`encode` of a text without lone surrogates."""
+
+  def parts(self, chunks: Iterable[str]) -> Iterable[str]:
+    """Cuts a text anew, so that its parts have the ids of the whole.
+
+    Args:
+      chunks: the text in parts that end with its lines, if possible at clean cuts
+        (`is_clean_cut`).
+
+    Returns:
+      The same text in parts.
+
+    Raises:
+      ValueError: `data.tokenizer_file: ...`, while iterating: there is no such place in
+        a long text.
+    """
+    return chunks
+
+  def keeps_text(self, ids: np.ndarray) -> bool:
+    """Whether the ids [N] of a text hold all of it: nothing was lost or unknown.
+
+    Of ids that do not, -ln P is not that of the text, so bits per character and per
+    byte would be too low.
+    """
+    size = 2**24  # Of mapped ids, few are held at a time.
+    blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
+    return self.lossless and not any(self.unknown_id in block for block in blocks)
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -133,29 +175,49 @@ def _is_space(character: str) -> bool:
   return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
-def read_file(file: str | Path) -> bytes:
+def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
   """The content of a vocabulary file.
 
   Raises:
-    ValueError: `data.tokenizer_file: ...`, it is empty or cannot be read.
+    ValueError: `setting: ...`, it is empty, no regular file, or cannot be read.
   """
+  path = Path(file)
   try:
-    content = Path(file).read_bytes()
+    # Opening a pipe would wait, and some devices never end.
+    if path.exists() and not path.is_file():
+      raise file_error("a readable file", f"{file} (no regular file)", setting)
+    content = path.read_bytes()
   except OSError as error:
-    raise file_error("a readable file", f"{file} ({error.strerror})") from error
+    raise file_error("a readable file", f"{file} ({error.strerror})", setting) from error
   if not content:
-    raise file_error("a vocabulary", f"the empty file {file}")
+    raise file_error("a vocabulary", f"the empty file {file}", setting)
   return content
 
 
-def file_error(expected: str, got: str) -> UserError:
+def read_json(text: str | bytes):
+  """The value of a JSON text.
+
+  Raises:
+    ValueError: it is damaged, or nested too deeply to be read.
+  """
+  try:
+    return json.loads(text)
+  except RecursionError as error:
+    raise UserError("JSON that is nested too deeply") from error
+
+
+def file_error(
+  expected: str, got: str, setting: str = "data.tokenizer_file"
+) -> UserError:
   """The error for a vocabulary file that is not what it should be."""
-  return UserError(f"data.tokenizer_file: expected {expected}, got {got}")
+  return UserError(f"{setting}: expected {expected}, got {got}")
 
 
-def size_error(expected: str, got: int) -> UserError:
+def size_error(
+  expected: str, got: int, setting: str = "data.tokenizer_size"
+) -> UserError:
   """The error for a vocabulary that cannot have the size asked for."""
-  return UserError(f"data.tokenizer_size: expected {expected}, got {got}")
+  return UserError(f"{setting}: expected {expected}, got {got}")
 
 
 def library_tokenizer(content: dict):
@@ -166,7 +228,7 @@ def library_tokenizer(content: dict):
   """
   from tokenizers import Tokenizer as LibraryTokenizer
 
-  return library_call(LibraryTokenizer.from_str, json.dumps(content))
+  return library_call(lambda: LibraryTokenizer.from_str(json.dumps(content)))
 
 
 def library_call(read, *arguments):

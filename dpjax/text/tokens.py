@@ -6,14 +6,20 @@ Of train_tokenizer("characters", ["to be\n", "or not"]):
 """
 
 import difflib
-import json
 from collections.abc import Iterable
 
 import numpy as np
 
 from dpjax.errors import UserError
 from dpjax.text.subwords import BytePairs, SentencePiece
-from dpjax.text.tokenizer import FORMAT, Tokenizer, as_ids
+from dpjax.text.tokenizer import (
+  FORMAT,
+  MOST_PIECES,
+  Tokenizer,
+  as_ids,
+  read_json,
+  size_error,
+)
 from dpjax.text.wordpiece import WordPiece
 
 __all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json",
@@ -50,9 +56,8 @@ class Characters(Tokenizer):
       found.update(chunk)
     return cls("".join(sorted(found)))
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`."""
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+  def _encode(self, text: str) -> np.ndarray:
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     return self._table[np.minimum(points, len(self._table) - 1)]
 
   def decode(self, ids) -> str:
@@ -85,8 +90,7 @@ class Bytes(Tokenizer):
   lossless = True
   space_ids = (ord(" "), ord("\n"))
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`."""
+  def _encode(self, text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
   def decode(self, ids) -> str:
@@ -138,8 +142,9 @@ def train_tokenizer(
     vocab_size: V of a vocabulary that is learned; where the text has too few pieces,
       the result of "wordpiece" and "bpe" is smaller.
     file: a vocabulary to load in place of learning one. SentencePiece: a `.model`.
-      WordPiece: a `vocab.txt`, one piece a line. BPE: a `tokenizer.json`, or a merges
-      file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
+      WordPiece: a `vocab.txt`, one piece a line, of which `[UNK]` has to be one;
+      without `[SEP]`, `<eos>` is added for the line end. BPE: a `tokenizer.json`, or a
+      merges file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
     lower_text: "wordpiece" alone: lower-case the text first.
     lower_pieces: "wordpiece" alone: lower-case the pieces, found in the cased text.
     restrict: "wordpiece" alone: only the pieces that this text has.
@@ -167,6 +172,8 @@ def train_tokenizer(
       raise UserError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
                       f"got {file}")
     return Characters.train(chunks) if kind == "characters" else Bytes()
+  if not file and vocab_size > MOST_PIECES:
+    raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
   if kind == "wordpiece":
     options = {"lower_text": lower_text, "lower_pieces": lower_pieces}
     return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **options)
@@ -185,8 +192,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
   """
   expected = "tokenizer.json: expected the JSON of a tokenizer, got"
   try:
-    content = json.loads(text)
-  except json.JSONDecodeError as error:
+    content = read_json(text)
+  except ValueError as error:
     raise UserError(f"{expected} damaged JSON ({error})") from error
   if not isinstance(content, dict) or not isinstance(content.get("format"), int):
     raise UserError(f"{expected} JSON without a format number")
@@ -194,9 +201,9 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise UserError(f"tokenizer.json: expected a format up to {FORMAT}, got "
                     f"{content['format']}: a later version of dpjax wrote it")
   kind = content.get("kind")
-  if kind not in KINDS:
+  if not isinstance(kind, str) or kind not in KINDS:
     raise UserError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
   try:
     return KINDS[kind].from_fields(kind, content)
-  except (KeyError, TypeError, ValueError) as error:
+  except (KeyError, TypeError, ValueError, AttributeError) as error:
     raise UserError(f"{expected} a damaged {kind}: {error}") from error

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import Tokenizer, cut_lines
+from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, read_file, size_error
 
 _UNIGRAM = 1  # of SentencePiece's model types, and the one that a model need not name
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
@@ -166,6 +166,8 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
 
   if vocab_size < 4:
     raise _size_error("at least 4", vocab_size)
+  if vocab_size > MOST_PIECES:
+    raise _size_error(f"at most {MOST_PIECES:,}", vocab_size)
   model = io.BytesIO()
   # SentencePiece skips longer lines; at a space the cut changes no word.
   lines = (line.removesuffix("\n") for chunk in whole_words(chunks)
@@ -212,11 +214,7 @@ def load_unigram(file: str | Path) -> bytes:
     ValueError: `data.unigram_file: ...`, it cannot be read, is no SentencePiece model,
       or is of another type, as "bpe".
   """
-  try:
-    model = Path(file).read_bytes()
-  except OSError as error:
-    raise UserError(f"data.unigram_file: expected a readable file, got {file} "
-                    f"({error.strerror})") from error
+  model = read_file(file, "data.unigram_file")
   try:
     return UnigramBoundaries(model).model
   except ValueError as error:
@@ -225,7 +223,7 @@ def load_unigram(file: str | Path) -> bytes:
 
 
 def _size_error(expected: str, got: int) -> UserError:
-  return UserError(f"data.unigram_size: expected {expected}, got {got}")
+  return size_error(expected, got, "data.unigram_size")
 
 
 def _lengths(word: str, pieces: list[str]) -> list[int]:

@@ -72,8 +72,8 @@ class WordPiece(Tokenizer):
         pieces.append("<eos>")
     return cls(raw, pieces, lower_text, lower_pieces)
 
-  def encode(self, text: str) -> np.ndarray:
-    """See `Tokenizer`; a text that does not end with a line end gets none."""
+  def _encode(self, text: str) -> np.ndarray:
+    """A text that does not end with a line end gets none."""
     return self._table[_encode_raw(self._raw, text, self._lower_text)]
 
   def decode(self, ids) -> str:
@@ -150,7 +150,8 @@ def _learn_pieces(
 
 def _read_pieces(file: str) -> dict[str, int]:
   """Reads a vocab.txt: piece to number of its line."""
-  expected = "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them"
+  expected = ("a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
+              "other mark is needed: without [SEP], <eos> is added for the line end)")
   try:
     lines = read_file(file).decode().rstrip("\r\n").split("\n")
   except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -10,8 +11,22 @@ from tqdm import tqdm
 from dpjax.training import metrics, sharding
 
 
+class EvalStep(Protocol):
+  """What `dpjax.training.step.jit_eval_step` gives."""
+
+  def __call__(
+    self, params, batch: dict[str, jax.Array], index: int, *, capacity: int | None
+  ) -> Mapping[str, jax.Array]:
+    """The sums of batch `index`."""
+    ...
+
+
 class EvaluationBatches(Protocol):
-  """Batches that weight each token of a text once (`dpjax.data.batches`)."""
+  """Batches that weight each token of a text once (`dpjax.data.batches`).
+
+  Attributes:
+    batch_size: rows of a batch.
+  """
 
   batch_size: int
 
@@ -25,7 +40,7 @@ class EvaluationBatches(Protocol):
 
 
 def evaluate(
-  eval_step,
+  eval_step: EvalStep,
   params,
   batches: EvaluationBatches,
   counts: Mapping[str, int],

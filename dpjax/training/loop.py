@@ -16,6 +16,7 @@ import optax
 from flax import linen as nn
 from jax.experimental import multihost_utils
 
+from dpjax.errors import Interrupted
 from dpjax.training import checkpoints, losses, metrics, reporting, sharding
 from dpjax.training import step as step_lib
 
@@ -24,9 +25,15 @@ BEST_BY = "nats_per_token"
 
 
 class TrainBatches(Protocol):
-  """Batches as a function of the step alone (`dpjax.data.batches`)."""
+  """Batches as a function of the step alone (`dpjax.data.batches`).
+
+  Attributes:
+    batch_size: rows of a batch.
+    window: tokens of a row.
+  """
 
   batch_size: int
+  window: int
 
   def batch(self, step: int, rows: slice) -> Mapping[str, np.ndarray]:
     """The given rows of the batch of update `step`."""
@@ -35,19 +42,6 @@ class TrainBatches(Protocol):
 
 class NonFiniteError(RuntimeError):
   """The loss or the gradient of a step was not finite; the message names the step."""
-
-
-class Interrupted(Exception):  # noqa: N818
-  """The run was asked to stop, and has saved.
-
-  Args:
-    step: updates made.
-    num_steps: of the whole run.
-  """
-
-  def __init__(self, step: int, num_steps: int):
-    super().__init__(f"Stopped at step {step} of {num_steps}, which is saved.")
-    self.step, self.num_steps = step, num_steps
 
 
 def fit(
@@ -85,7 +79,8 @@ def fit(
     model: takes [B, T] tokens.
     optimizer: of `dpjax.training.optimizer`.
     batches: what to train on.
-    evaluate: parameters -> scores of the validation split, "nats_per_token" among them.
+    evaluate: parameters -> scores of the validation split, "nats_per_token" and
+      "perplexity" among them.
     workdir: the run's folder, which exists.
     num_steps: updates in all.
     eval_every_steps: updates between two evaluations; there is one at the end, too.
@@ -111,7 +106,8 @@ def fit(
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal came, or `should_stop` said so.
     ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
-      has another origin.
+      has another origin or is of another model.
+    OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, accumulate_steps)
   mesh = sharding.make_mesh()
@@ -128,7 +124,7 @@ def fit(
   rows = sharding.process_rows(batches.batch_size)
   with (
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
-    _stop_signal() as has_signal,
+    _stop_signal() as find_signal,
   ):
     found = saved.restore(abstract, origin)
     if found is None:
@@ -145,16 +141,24 @@ def fit(
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
       meter = _Meter(reporter, batches, log_every_steps, median_every_steps)
+      compiled = set()
       for step in range(start, num_steps):
+        meter.start()
         batch = batches.batch(step, rows)
         size = capacity(batch)
+        compiles = size not in compiled
+        if compiles:
+          # Else the step before would be timed with the compilation.
+          meter.read_pending()
+          compiled.add(size)
         # Placing a batch over several processes counts as unasked: outside of the guard.
         placed = sharding.put_batch(batch, mesh)
         with jax.transfer_guard("disallow"):
           state, measured = train_step(state, placed, capacity=size)
-          meter.read_previous(step + 1, measured)
+          meter.read_previous(step + 1, measured, is_timed=not compiles)
         done = step + 1
-        stopping = has_signal(done) or should_stop()
+        number = find_signal(done)
+        stopping = number is not None or should_stop()
         at_end = done == num_steps
         if at_end or done % eval_every_steps == 0:
           meter.read_pending()
@@ -163,10 +167,11 @@ def fit(
           is_best = scores[BEST_BY] < best[BEST_BY]
           if is_best:
             best = {"step": done, BEST_BY: scores[BEST_BY]}
+          bits = scores.get("bits_per_character")
           reporter.say(
             f"step {done}: nats per token {meter.mean:.4f} in training, "
-            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}, "
-            f"bits per character {scores['bits_per_character']:.4f}"
+            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
+            f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
             f"{' (best so far)' if is_best else ''}"
           )
         else:
@@ -177,25 +182,43 @@ def fit(
           saved.save(state, kept, origin=origin, best=is_best)
         if stopping and not at_end:
           saved.wait()
-          raise Interrupted(done, num_steps)
+          raise Interrupted(done, num_steps, number)
 
 
 class _Meter:
-  """Reads what a step measured once the next one is under way; reports means, medians."""
+  """Reads what a step measured once the next one is under way; reports means, medians.
+
+  A step takes as long as from the reading of the one before to its own. Where none is
+  under way, as after an evaluation or a checkpoint, it takes as long as from `start`.
+  """
 
   def __init__(
-    self, reporter: reporting.Reporter, batches, log_every_steps: int, median_every: int
+    self,
+    reporter: reporting.Reporter,
+    batches: TrainBatches,
+    log_every_steps: int,
+    median_every: int,
   ):
     self._reporter = reporter
     self._log_every_steps, self._median_every = log_every_steps, median_every
     self._tokens_each = batches.batch_size * batches.window
-    self._pending, self._losses, self._since = None, [], time.perf_counter()
-    self._sums = {}
+    self._pending, self._losses, self._sums = None, [], {}
+    self._since, self._seconds, self._num_timed = 0.0, 0.0, 0
     self.mean = math.nan  # of the losses since the report before
 
-  def read_previous(self, step: int, measured: Mapping[str, jax.Array]) -> None:
-    """Takes what step `step` is measuring and reads what the one before measured."""
-    previous, self._pending = self._pending, (step, measured)
+  def start(self) -> None:
+    """A step begins; what was done since the last one was read is not part of it."""
+    if self._pending is None:
+      self._since = time.perf_counter()
+
+  def read_previous(
+    self, step: int, measured: Mapping[str, jax.Array], is_timed: bool = True
+  ) -> None:
+    """Takes what step `step` is measuring and reads what the one before measured.
+
+    The speed leaves out a step that is not timed: it was compiled first.
+    """
+    previous, self._pending = self._pending, (step, measured, is_timed)
     self._read(previous)
 
   def read_pending(self) -> None:
@@ -203,11 +226,16 @@ class _Meter:
     pending, self._pending = self._pending, None
     self._read(pending)
 
-  def _read(self, step_and_measured) -> None:
-    if step_and_measured is None:
+  def _read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None) -> None:
+    if pending is None:
       return
-    step, measured = step_and_measured
+    step, measured, is_timed = pending
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
+    now = time.perf_counter()
+    if is_timed:
+      self._seconds += now - self._since
+      self._num_timed += 1
+    self._since = now
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
       if not math.isfinite(value):
@@ -221,7 +249,7 @@ class _Meter:
     self.mean = sum(self._losses) / len(self._losses)
     self._reporter.advance(loss)
     if step % self._log_every_steps == 0:
-      now = time.perf_counter()
+      tokens = self._tokens_each * self._num_timed
       self._reporter.report(
         step,
         "train",
@@ -230,11 +258,13 @@ class _Meter:
           # Fewer than usual where the run was taken up in between.
           "mean_over_steps": len(self._losses),
           "grad_norm": grad_norm,
-          "tokens_per_second": self._tokens_each * len(self._losses) / (now - self._since),
+          # Of the steps that are timed; not known where there are none.
+          "tokens_per_second": tokens / self._seconds if self._seconds else math.nan,
           **metrics.boundary_scores(self._sums),
         },
       )
-      self._losses, self._sums, self._since = [], {}, now
+      self._losses, self._sums = [], {}
+      self._seconds, self._num_timed = 0.0, 0
     if step % self._median_every == 0:
       median, known = self._reporter.median(self._median_every)
       scores = {"median_loss": median, "median_over_steps": known}
@@ -243,24 +273,28 @@ class _Meter:
 
 @contextlib.contextmanager
 def _stop_signal():
-  """Gives a function of the step that says whether the run was asked to stop."""
+  """Gives a function of the step: the signal that asked the run to stop, or None."""
   if jax.process_count() > 1:
-    # All processes have to stop at one step; JAX agrees on it for them.
-    yield lambda step: bool(multihost_utils.reached_preemption_sync_point(step))
+    # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
+    def agreed(step: int) -> int | None:
+      is_asked = multihost_utils.reached_preemption_sync_point(step)
+      return signal.SIGTERM if is_asked else None
+
+    yield agreed
     return
   if threading.current_thread() is not threading.main_thread():
-    yield lambda step: False
+    yield lambda step: None
     return
-  asked = threading.Event()
+  asked = []
 
   def ask(number, frame):
-    asked.set()
+    asked.append(number)
     signal.signal(number, before[number])  # A second one ends it at once.
 
   numbers = (signal.SIGTERM, signal.SIGINT)
   before = {number: signal.signal(number, ask) for number in numbers}
   try:
-    yield lambda step: asked.is_set()
+    yield lambda step: asked[0] if asked else None
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)

@@ -13,24 +13,31 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
     bits_per_byte        = nats / ln 2 / bytes
 
   Perplexity per token depends on the tokenizer; the other three do not, so models with
-  different tokenizers can be compared by them (where the tokenizer is lossless).
+  different tokenizers can be compared by them. Bits are of a text that its tokens hold
+  whole (`dpjax.text.tokenizer.Tokenizer.keeps_text`): one that was lower-cased takes
+  fewer, though its characters are as many. Perplexity per word is given of any, as
+  word-level benchmarks have it: compare it where the tokens hold as much of the text.
 
   Args:
-    nats: -ln P(text), the sum over all its tokens.
-    counts: how many "tokens", "words", "characters" and "bytes" the text has, each at
-      least 1. Words are separated by white space, and each line end counts as one, as
-      word-level benchmarks have it.
+    nats: -ln P(tokens), the sum over all of them.
+    counts: how many "tokens" and "words" the text has and, unless its tokens have lost
+      some of it, "characters" and "bytes", each at least 1. Words are separated by white
+      space, and each line end counts as one, as word-level benchmarks have it.
 
   Returns:
-    "nats_per_token" and the four above; an overflowing perplexity is infinite.
+    "nats_per_token" and those above, bits only where "characters" and "bytes" are given;
+    an overflowing perplexity is infinite.
   """
-  return {
+  scores = {
     "nats_per_token": nats / counts["tokens"],
     "perplexity": _exp(nats / counts["tokens"]),
     "perplexity_per_word": _exp(nats / counts["words"]),
-    "bits_per_character": nats / math.log(2) / counts["characters"],
-    "bits_per_byte": nats / math.log(2) / counts["bytes"],
   }
+  bits = nats / math.log(2)
+  for unit in ("character", "byte"):
+    if f"{unit}s" in counts:
+      scores[f"bits_per_{unit}"] = bits / counts[f"{unit}s"]
+  return scores
 
 
 def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Where a run's scores go: the terminal, metrics.jsonl, losses.f32, TensorBoard files."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -15,6 +16,8 @@ from dpjax.training import metrics
 
 LOSSES = "losses.f32"
 
+_log = logging.getLogger(__name__)
+
 
 class Reporter:
   """Writes scores, on the first process only.
@@ -24,7 +27,8 @@ class Reporter:
   update, the first one first, as little-endian float32 (4 bytes each; NaN where it is
   not known).
   A run that is taken up at an earlier step writes the steps since again: what the files
-  have of them is dropped first.
+  have of them is dropped first. Lines that cannot be read are moved into
+  `metrics.jsonl.damaged`, with a warning.
 
   Args:
     workdir: the run's folder, which exists.
@@ -46,11 +50,14 @@ class Reporter:
 
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
-      self._file = path.open("a", encoding="utf-8")
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
-      self._tensorboard = SummaryWriter(
-        str(Path(workdir) / "tensorboard"), purge_step=step + 1
-      )
+      self._file = path.open("a", encoding="utf-8")
+      folder = Path(workdir) / "tensorboard"
+      try:
+        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
+      except OSError as error:  # metrics.jsonl has the same numbers.
+        self._tensorboard = None
+        _log.warning("%s: %s; training goes on without it", folder, error.strerror)
 
   def __enter__(self) -> "Reporter":
     return self
@@ -60,7 +67,8 @@ class Reporter:
     if self._is_first:
       self._file.close()
       self._losses.close()
-      self._tensorboard.close()
+      if self._tensorboard is not None:
+        self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
     """One more step is done."""
@@ -86,6 +94,8 @@ class Reporter:
     line |= metrics.for_json(scores)
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
+    if self._tensorboard is None:
+      return
     for name, value in scores.items():
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
@@ -110,13 +120,29 @@ def _open_losses(path: Path, step: int):
 def _drop_lines_after(path: Path, step: int) -> None:
   if not path.exists():
     return
-  kept = []
-  for line in path.read_text(encoding="utf-8").splitlines():
-    try:
-      if json.loads(line)["step"] <= step:
-        kept.append(line + "\n")
-    except json.JSONDecodeError:
-      continue  # The line that was being written when the run was killed.
+  *lines, last = path.read_bytes().split(b"\n")
+  if _step_of(last) is not None:
+    lines.append(last)  # Else it was being written when the run was killed.
+  steps = [_step_of(line) for line in lines]
+  damaged = [line for line, found in zip(lines, steps, strict=True) if found is None]
+  if damaged:
+    aside = path.with_name(path.name + ".damaged")
+    with aside.open("ab") as file:
+      file.writelines(line + b"\n" for line in damaged)
+    _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
   temporary = path.with_suffix(".tmp")
-  temporary.write_text("".join(kept), encoding="utf-8")
+  with temporary.open("wb") as file:
+    for line, found in zip(lines, steps, strict=True):
+      if found is not None and found <= step:
+        file.write(line + b"\n")
   os.replace(temporary, path)
+
+
+def _step_of(line: bytes) -> int | None:
+  """The step of a line of `metrics.jsonl`; None of what is not one."""
+  try:
+    content = json.loads(line.decode("utf-8"))
+  except ValueError:
+    return None
+  step = content.get("step") if isinstance(content, dict) else None
+  return step if isinstance(step, int) else None

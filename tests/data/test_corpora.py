@@ -1,10 +1,12 @@
 import builtins
+import os
 import sys
 
 import pytest
 
 from dpjax.data import corpora
 from dpjax.data.corpora import load_corpus
+from dpjax.errors import UserError
 
 SPLITS = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
 
@@ -123,6 +125,20 @@ def test_no_permission(tmp_path, monkeypatch):
 def test_unknown_name():
   with pytest.raises(ValueError, match="^data.name: .*the nearest is python_manual"):
     load_corpus("python_manuel")
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path):
+  """A pipe would be waited for, and /dev/zero never ends."""
+  write(tmp_path, SPLITS)
+  os.mkfifo(tmp_path / "pipe")
+  for place in (tmp_path / "pipe", "/dev/zero"):
+    with pytest.raises(UserError, match=rf"^data.path: .*{place} \(no regular file\)"):
+      load_corpus(path=place)
+  for make in (os.mkfifo, os.mkdir):
+    (tmp_path / "test.txt").unlink()
+    make(tmp_path / "test.txt")
+    with pytest.raises(UserError, match=r"^data.path: .*test.txt \(no regular file\)"):
+      load_corpus(path=tmp_path)
 
 
 def test_python_manual():

@@ -742,7 +742,7 @@ while True:
 
 def test_killed_at_every_step(server, tmp_path):
   command = [sys.executable, "-c", KILLING, server.url, str(tmp_path), "1999"]
-  subprocess.run(command, check=True, cwd=HERE, timeout=60, env={
+  subprocess.run(command, check=True, cwd=HERE, timeout=600, env={
     **os.environ, "PYTHONPATH": str(HERE), "NO_PROXY": "127.0.0.1"
   })
   folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))

@@ -1,13 +1,20 @@
 import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
+from flax import linen as nn
 
+from dpjax import workdir
 from dpjax.data import corpora, encoding, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
+from dpjax.errors import UserError
+from dpjax.run import Run
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
+from tests import helpers
+from tests.text.test_subwords import family
 
 SPLITS = {
   "train": "one  two\r\nthree\u2003four \u00e9\n\n five" * 31,
@@ -63,6 +70,21 @@ def test_subwords_do_not_depend_on_the_parts(tmp_path, monkeypatch, kind, size):
     np.testing.assert_array_equal(data.splits["train"], expected)
 
 
+@pytest.mark.parametrize("name", ["llama 3", "llama 2"])
+def test_files_of_other_families_do_not_depend_on_the_parts(tmp_path, monkeypatch, name):
+  text = "One.\nTwo\n\nthree\n  four;\n\n\n five \u00e9\n\u00e9\n/six\n" * 23
+  (tmp_path / "texts").mkdir()
+  for split in SPLITS:
+    (tmp_path / "texts" / f"{split}.txt").write_bytes(text.encode())
+  raw = family(name)
+  raw.save(str(tmp_path / "tokenizer.json"))
+  expected = raw.encode(text, add_special_tokens=False).ids
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 41)
+  data = prepare(load_corpus(path=tmp_path / "texts"), tmp_path / "data", "bpe",
+                 file=str(tmp_path / "tokenizer.json"))
+  assert data.splits["train"].tolist() == expected
+
+
 def test_counts_do_not_depend_on_the_parts():
   text = "a bc\n\n  de\tf\u00e9 \u2003g\r\nh i"
   whole = count_text([text])
@@ -89,7 +111,7 @@ def test_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dtype)
     kind, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
     decode = from_fields = fields = None
 
-    def encode(self, text):
+    def _encode(self, text):
       return np.full(len(text), self.vocab_size - 1, np.int32)
 
     def to_json(self):
@@ -171,6 +193,13 @@ def test_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, corpus, kind):
   assert not (tmp_path / "data").exists()
 
 
+def test_split_without_words(tmp_path, corpus):
+  (tmp_path / "texts" / "valid.txt").write_bytes(b"   ")
+  corpus = load_corpus(path=tmp_path / "texts")
+  with pytest.raises(ValueError, match="data.path: expected words .*none in the valid "):
+    prepare(corpus, tmp_path / "data", "bytes")
+
+
 def test_split_without_tokens(tmp_path, corpus):
   (tmp_path / "texts" / "valid.txt").write_bytes(b"   ")
   (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
@@ -192,14 +221,98 @@ def test_damage_is_named(tmp_path, corpus, name, damage):
     open_prepared(tmp_path / "data")
 
 
-@pytest.mark.parametrize("change", [{"dtype": "bits"}, {"splits": []}, {"format": None},
-                                    {"splits": {"train": {"tokens": 3}}}])
+COUNTS = {"tokens": 3, "words": 2, "characters": 3, "bytes": 3, "sha256": "5a"}
+
+
+@pytest.mark.parametrize("change", [
+  {"dtype": "bits"}, {"dtype": "float32"}, {"splits": []}, {"splits": [3]}, {"name": [3]},
+  {"format": None}, {"format": float("inf")}, {"checksums": [5, 7]}, {"checksums": 5},
+  {"splits": {"train": {"tokens": 3}}}, {"splits": dict.fromkeys(SPLITS, 3)},
+  *({"splits": dict.fromkeys(SPLITS, COUNTS | wrong)} for wrong in (
+    {"words": 0}, {"tokens": 3.5}, {"bytes": "3"}, {"characters": None}, {"sha256": 5})),
+])
 def test_damaged_counts(tmp_path, corpus, change):
   prepare(corpus, tmp_path / "data", "characters")
   file = tmp_path / "data" / "data.json"
   file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
   with pytest.raises(ValueError, match="data.json: expected the counts"):
     open_prepared(tmp_path / "data")
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_counts_that_lack_one(tmp_path, corpus, key):
+  prepare(corpus, tmp_path / "data", "characters")
+  file = tmp_path / "data" / "data.json"
+  content = json.loads(file.read_text())
+  del content["splits"]["valid"][key]
+  for text in (json.dumps(content), "[" * 10**5, "[3]"):
+    file.write_text(text)
+    assert prepared.read_counts(tmp_path / "data") == (
+      content["splits"] if text[0] == "{" else {})
+    with pytest.raises(UserError, match="data.json: expected the counts"):
+      open_prepared(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "valid.boundaries.bin"])
+def test_a_changed_file_is_found_when_it_is_checked(tmp_path, corpus, name):
+  prepare(corpus, tmp_path / "data", "characters", unigram=UNIGRAM).check()
+  file = tmp_path / "data" / name
+  content = bytearray(file.read_bytes())
+  split, *_ = name.split(".")
+  for place in (0, -2):  # An id, or a boundary, becomes another one that is valid.
+    content[place] ^= 1
+    file.write_bytes(content)
+    data = open_prepared(tmp_path / "data")
+    for splits in ((), (split,)):
+      with pytest.raises(UserError, match=f"^{file}: expected what was prepared, got a "
+                                          f"file that was .* remove {file.parent}, "):
+        data.check(*splits)
+    data.check(*SPLITS.keys() - {split})
+    content[place] ^= 1
+  file.write_bytes(content)
+  open_prepared(tmp_path / "data").check()
+
+
+def test_tokens_are_checked_before_they_are_used(tmp_path):
+  """When a run is begun or taken up, and a split is scored; not when it is opened."""
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97))
+  folder = tmp_path / "run" / "data"
+  data = workdir.prepare_data(config, folder)
+  changed = np.fromfile(folder / "train.bin", np.uint16)
+  changed[[11, 12]] = changed[[12, 11]]
+  assert (changed != data.splits["train"]).sum() == 2
+  changed.tofile(folder / "train.bin")
+  with pytest.raises(UserError, match=f"^{folder}/train.bin: expected what was prepared"):
+    workdir.prepare_data(config, folder)
+  run = Run(config, nn.Dense(3), {}, data.tokenizer, 0, open_prepared(folder))
+  with pytest.raises(UserError, match=f"^{folder}/train.bin: expected what was prepared"):
+    run.score_split("train")
+  prepared.link(folder, tmp_path / "other")
+  with pytest.raises(UserError, match=f"^{tmp_path}/other/train.bin.* remove {folder}, "):
+    workdir.prepare_data(config, tmp_path / "other")
+  shutil.rmtree(folder)
+  workdir.prepare_data(config, folder).check()
+
+
+def test_data_of_an_earlier_version_have_no_checksums(tmp_path, corpus):
+  data = prepare(corpus, tmp_path / "data", "characters")
+  size = data.tokenizer.vocab_size
+  file = tmp_path / "data" / "data.json"
+  content = json.loads(file.read_text())
+  assert content["checksums"].keys() == {f"{split}.bin" for split in SPLITS}
+  del content["checksums"]
+  file.write_text(json.dumps(content))
+  tokens = np.fromfile(tmp_path / "data" / "test.bin", np.uint16)
+  for tokens[1], is_known in ((size - 1, True), (size, False)):
+    tokens.tofile(tmp_path / "data" / "test.bin")
+    data = open_prepared(tmp_path / "data")
+    data.check("train", "valid")
+    if is_known:
+      data.check()
+      continue
+    with pytest.raises(UserError, match=rf"test.bin: expected ids 0 \.\. {size - 1}, got "
+                                        rf"\d+ \.\. {size}; "):
+      data.check()
 
 
 def test_later_format(tmp_path, corpus):

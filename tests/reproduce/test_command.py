@@ -62,3 +62,24 @@ def test_the_page_is_made_of_the_reports(tmp_path):
   (tmp_path / "docs").rmdir()
   done = started("report", cwd=tmp_path)
   assert done.returncode == 1 and "docs/reproduce.md" in done.stderr
+
+
+def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
+  code = (
+    "import runpy\n"
+    "from dpjax.reproduce import experiment, work\n"
+    "def run(self):\n"
+    "  raise experiment.Stopped({'step': 3, 'num_steps': 7}, 15)\n"
+    "work.Work.run = run\n"
+    "runpy.run_module('dpjax.reproduce', run_name='__main__', alter_sys=True)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code, "extractors-table7", "--scale=tiny", f"--out={tmp_path}"],
+    cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True,
+    timeout=600, check=False,
+  )
+  assert done.returncode == 143, done.stderr
+  assert "The reports are in" in done.stdout and done.stdout.endswith(
+    "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
+  )
+  assert len([*tmp_path.iterdir()]) == 2

@@ -91,6 +91,7 @@ def test_a_signal_ends_it_and_its_record_is_told(tmp_path, monkeypatch):
   # The time is over once the run has saved: what ended it is the signal all the same.
   with pytest.raises(experiment.Stopped, match="Stopped at step 2 of 4") as stopped:
     experiment.do(ROW, 3, "tiny", runs=tmp_path, should_stop=after(2))
+  assert stopped.value.signal == signal.SIGTERM
   assert (stopped.value.record["status"], stopped.value.record["step"]) == ("partial", 2)
 
 

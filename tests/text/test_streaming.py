@@ -9,7 +9,9 @@ import sentencepiece
 import tokenizers as library
 
 from dpjax.text.streaming import TextStream
+from dpjax.text.subwords import BytePairs
 from dpjax.text.tokens import KINDS, train_tokenizer
+from tests.text.test_subwords import FAMILIES, family
 
 LINES = ["the cat sat, on the  mat.\n", "\n", "  don't \u00e9\u6f22 \N{GRINNING FACE}!\n",
          "the cat's mats   \u2581 (two) \n\n"] * 5
@@ -204,3 +206,32 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizers):
   with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 255, got 105 \.\. 256"):
     stream.push([105, 256])
   assert stream.push([105]) == "i" and stream.finish() == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_files_of_other_families(name):
+  """The text is that of the library's own decoding; half of it is what models write."""
+  raw = family(name)
+  tokenizer = BytePairs(family(name))
+  rng = np.random.default_rng(7)
+  texts = [text.replace("\ufffd", "") for text in TEXTS]
+  ids = [raw.encode(text, add_special_tokens=False).ids for text in texts]
+  ids += [rng.choice([*ids[0], *rng.integers(tokenizer.vocab_size, size=41)], 149)
+          for _ in range(19)]
+  for row in map(np.asarray, ids):
+    expected = raw.decode(row.tolist(), skip_special_tokens=False)
+    assert streamed(tokenizer, row[:, None]) == tokenizer.decode(row) == expected
+    assert streamed(tokenizer, np.array_split(row, 7)) == expected
+
+
+def test_a_row_of_bytes_waits_for_its_end():
+  """The decoder of Llama 2 makes U+FFFD of all of a row of bytes that ends too early."""
+  tokenizer = BytePairs(family("llama 2"))
+  stream = TextStream(tokenizer)
+  *_, at, first, last = tokenizer.encode("cat\u00e9").tolist()
+  assert tokenizer.decode([at, first, last, first]) == "at" + 3 * "\ufffd"
+  assert stream.push([at]) == "at"
+  assert [stream.push([i]) for i in (first, last, first)] == ["", "", ""]
+  assert stream.push([at]) == 3 * "\ufffd" + "at"
+  assert [stream.push([i]) for i in (first, last)] == ["", ""]
+  assert stream.finish() == "\u00e9"

@@ -1,10 +1,14 @@
+import functools
 import io
 import json
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as library
+from tokenizers import decoders, normalizers, pre_tokenizers
 
+from dpjax.text import subwords
 from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
@@ -123,3 +127,174 @@ def test_gpt2s_mark_between_documents_is_one_token(tmp_path):
     ids = again.encode(text).tolist()
     assert ids.count(mark) == 1 and again.decode(ids) == text
   assert tokenizer.vocab_size == reference.get_vocab_size()
+
+
+# The rule of Llama 3, which is that of GPT-4, and that of GPT-4o, short.
+_RULE = (
+  r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+  r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RULE_4O = _RULE.replace(r"+[\r\n]*", r"+[\r\n/]*")
+FAMILY_LINES = [
+  "One.\nTwo (three).\n\nFour\n  five {\n}\n  x;\n/one/two.\n/\n\n\n 12 345\n1. a\n",
+  "the cat's\n\n sat on\n\tthe mat\r\n on\r\n\r\n \n the \n mat\n",
+] * 9
+
+
+def _byte_level(rule=None, normalizer=None, **options):
+  """Byte-level BPE whose words are cut by a regular expression, None: by nothing."""
+  raw = library.Tokenizer(library.models.BPE())
+  raw.pre_tokenizer = pre_tokenizers.ByteLevel(
+    **{"add_prefix_space": False, "use_regex": False, **options})
+  if rule:
+    raw.pre_tokenizer = pre_tokenizers.Sequence([
+      pre_tokenizers.Split(library.Regex(rule), "isolated"), raw.pre_tokenizer])
+  if normalizer:
+    raw.normalizer = normalizer
+  raw.decoder = decoders.ByteLevel()
+  raw.train_from_iterator(FAMILY_LINES, library.trainers.BpeTrainer(
+    vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    special_tokens=["<|mark|>"], show_progress=False))
+  return raw
+
+
+def _byte_fallback(normalizer, *stripped):
+  """BPE over characters and marks for spaces, with bytes for those it has not."""
+  raw = library.Tokenizer(library.models.BPE(
+    unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+  raw.normalizer = normalizer
+  raw.decoder = decoders.Sequence([
+    decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+  marks = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+  words = [f" {word}" for line in FAMILY_LINES for word in line.split()]
+  words += 9 * ["\n\n", "\n\n\n"]
+  raw.train_from_iterator(words, library.trainers.BpeTrainer(
+    vocab_size=310, special_tokens=marks, show_progress=False))
+  content = json.loads(raw.to_str())
+  del content["added_tokens"][3:]
+  return library.Tokenizer.from_str(json.dumps(content))
+
+
+def family(name):
+  """A small tokenizer of the library, as the files of a family of models have it."""
+  return library.Tokenizer.from_str(_file(name))
+
+
+@functools.cache  # Training twice can give others.
+def _file(name):
+  return _train(name).to_str()
+
+
+def _train(name):
+  if name == "llama 3":
+    return _byte_level(_RULE)
+  if name == "gpt-4o":
+    return _byte_level(_RULE_4O)
+  if name == "qwen":
+    return _byte_level(_RULE, normalizers.NFC())
+  if name == "starcoder":
+    raw = _byte_level(use_regex=True)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([
+      pre_tokenizers.Digits(individual_digits=True), raw.pre_tokenizer])
+    return raw
+  if name == "space in front":
+    return _byte_level(use_regex=True, add_prefix_space=True)
+  if name == "no rule":
+    return _byte_level()
+  space = normalizers.Replace(" ", "\u2581")
+  if name == "gemma":
+    return _byte_fallback(space)
+  return _byte_fallback(normalizers.Sequence([normalizers.Prepend("\u2581"), space]),
+                        decoders.Strip(" ", 1, 0))
+
+
+FAMILIES = {  # whether a text without a normalisation comes back whole
+  "llama 3": True, "gpt-4o": True, "qwen": True, "starcoder": True,
+  "space in front": False, "no rule": True, "gemma": True, "llama 2": True,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def of_family(request, tmp_path_factory):
+  """A family's name, the library's tokenizer, and the one that is loaded of its file."""
+  raw = family(request.param)
+  file = tmp_path_factory.mktemp("family") / "tokenizer.json"
+  raw.save(str(file))
+  return request.param, raw, train_tokenizer("bpe", [], file=str(file))
+
+
+def _texts():
+  yield from ("One.\nTwo", "one\ntwo", "\none\n", " \n two \n ", "\r\n", "a", "",
+              "7\n/7)\n/", "\n<|mark|> \none<|mark|>\n\n")
+  rng = np.random.default_rng(5)
+  parts = ["\n", "\n", "\n\n", "\r\n", " ", "  ", "\t", ".", ")", "/", "7", "12", "'s",
+           "One", "two", " the", "\u00e9", "\u6f22", "};\n", "\u2003"]
+  for _ in range(60):
+    yield "".join(rng.choice(parts, 41))
+
+
+def test_families_have_the_ids_of_the_library(of_family):
+  name, raw, tokenizer = of_family
+  for text in _texts():
+    expected = raw.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text).tolist() == expected
+    if FAMILIES[name]:
+      assert tokenizer.decode(expected) == text
+  again = tokenizer_from_json(tokenizer.to_json())
+  assert again.encode(text).tolist() == expected
+  # Qwen's normalises; the mark for a space comes back as one; a space is put in front.
+  assert tokenizer.lossless == (name in ("llama 3", "gpt-4o", "starcoder", "no rule"))
+  assert tokenizer.decode([tokenizer.start_id]) == "\n"
+
+
+def test_families_are_cut_where_no_id_changes(of_family, monkeypatch):
+  name, raw, tokenizer = of_family
+  num_parts = 0
+  for text in _texts():
+    chunks = [text[begin:begin + 11] for begin in range(0, len(text), 11)]
+    parts = list(tokenizer.parts(chunks))
+    assert "".join(parts) == text
+    found = [i for part in parts for i in tokenizer.encode(part).tolist()]
+    assert found == raw.encode(text, add_special_tokens=False).ids
+    num_parts += len(parts)
+  whole = len(list(_texts())) - 1  # One is empty.
+  assert num_parts == whole if name in ("no rule", "llama 2") else num_parts > 2 * whole
+  monkeypatch.setattr(subwords, "MOST_WHOLE", 29)
+  if name in ("no rule", "llama 2"):
+    with pytest.raises(ValueError, match="^data.tokenizer_file: .* up to 29 characters"):
+      list(tokenizer.parts(["one two\n"] * 4))
+  assert "".join(tokenizer.parts(["one two\n"] * 3)) == "one two\n" * 3
+
+
+def test_what_a_file_says_of_batches_is_not_for_texts(tmp_path):
+  raw = family("llama 3")
+  expected = raw.encode(FAMILY_LINES[0]).ids
+  raw.enable_truncation(5)
+  raw.enable_padding(length=500)
+  raw.model.dropout = 0.5
+  raw.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = train_tokenizer("bpe", [], file=str(tmp_path / "tokenizer.json"))
+  assert tokenizer.encode(FAMILY_LINES[0]).tolist() == expected
+
+
+def test_ids_with_gaps(tmp_path):
+  content = json.loads(family("llama 3").to_str())
+  content["model"]["vocab"]["zzz"] = 401
+  (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+  tokenizer = train_tokenizer("bpe", [], file=str(tmp_path / "tokenizer.json"))
+  assert tokenizer.vocab_size == 402 and tokenizer.decode([401, 400]) == "zzz"
+
+
+def test_normalised_text_is_lost(tmp_path):
+  """A model that normalises is not lossless, though it keeps all white space."""
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(LINES), model_writer=model, vocab_size=283,
+    byte_fallback=True, hard_vocab_limit=False, remove_extra_whitespaces=False,
+    add_dummy_prefix=False, allow_whitespace_only_pieces=True,
+    normalization_rule_name="nfkc", user_defined_symbols=["\n"], minloglevel=2)
+  (tmp_path / "nfkc.model").write_bytes(model.getvalue())
+  file = str(tmp_path / "nfkc.model")
+  tokenizer = train_tokenizer("sentencepiece_unigram", [], file=file)
+  assert tokenizer.decode(tokenizer.encode("  a  b\n\u00e9")) == "  a  b\n\u00e9"
+  assert not tokenizer.lossless and not tokenizer.keeps_text(tokenizer.encode("a"))

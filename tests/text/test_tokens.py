@@ -1,8 +1,10 @@
 import json
+import os
 
 import numpy as np
 import pytest
 
+from dpjax.errors import UserError
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   KINDS,
@@ -95,6 +97,42 @@ def test_training_twice_gives_the_same(tokenizers, kind):
   assert again.to_json() == tokenizers[kind].to_json()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lone_surrogate_is_no_text(tokenizers, kind):
+  for text, place in (("\ud800", 0), ("the\n\udfff cat", 4)):
+    with pytest.raises(UserError, match="^text: expected Unicode text, got a lone "
+                                        f"surrogate at place {place}$"):
+      tokenizers[kind].encode(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_which_ids_hold_their_text(tokenizers, kind):
+  tokenizer = tokenizers[kind]
+  assert tokenizer.keeps_text(tokenizer.encode(TEXT)) == (kind != "wordpiece")
+  # Of the kinds here, "characters" alone has no id for it.
+  unseen = tokenizer.encode("the \N{SNOWMAN}")
+  assert tokenizer.keeps_text(unseen) == (kind not in ("characters", "wordpiece"))
+  assert tokenizer.keeps_text(unseen[:0]) == (kind != "wordpiece")
+
+
+@pytest.mark.parametrize("kind", SUBWORDS)
+def test_size_beyond_what_can_be_learned(kind):
+  for size in (2**24 + 1, 2**31, 2**63, 10**30):
+    with pytest.raises(UserError, match="^data.tokenizer_size: expected at most "
+                                        f"16,777,216, got {size}"):
+      train_tokenizer(kind, LINES, vocab_size=size)
+
+
+@pytest.mark.parametrize("kind", SUBWORDS)
+def test_file_that_is_no_regular_file(tmp_path, kind):
+  pipe = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
+  os.mkfifo(pipe)
+  places = [pipe, "/dev/zero"] + [tmp_path] * (kind != "bpe")  # a folder of two files
+  for place in places:
+    with pytest.raises(UserError, match=f"^data.tokenizer_file: expected .*{place}"):
+      train_tokenizer(kind, [TEXT], file=str(place))
+
+
 def test_characters_are_sorted_and_the_last_id_is_unknown():
   tokenizer = train_tokenizer("characters", ["to be\n", "or not"])
   assert tokenizer.vocab_size == 9  # "\n", " ", b, e, n, o, r, t, unknown
@@ -155,7 +193,10 @@ def test_characters_take_no_file():
 
 
 @pytest.mark.parametrize("kind", SUBWORDS)
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0 not a vocabulary", b"[]"])
+@pytest.mark.parametrize("content", [
+  None, b"", b"\xff\xfe\0 not a vocabulary", b"[]", b"[" * 10**5, b'{"model":' * 10**5,
+  b'{"model": {"type": ["BPE"], "vocab": {}, "merges": []}}',
+])
 def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   file = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
   if content is not None:
@@ -171,6 +212,9 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   ('{"kind": "bytes"}', "without a format number"),
   ('{"format": 2, "kind": "bytes"}', "a format up to 1, got 2"),
   ('{"format": 1, "kind": "runes"}', "the kind 'runes'"),
+  ('{"format": 1, "kind": ["bytes"]}', r"the kind \['bytes'\]"),
+  ("[" * 10**5, "damaged JSON .*nested too deeply"),
+  ('{"format": 1, "kind": "characters", "characters": ["a", "b"]}', "a damaged charact"),
   ('{"format": 1, "kind": "characters"}', "a damaged characters"),
   ('{"format": 1, "kind": "characters", "characters": "ba"}', "a damaged characters"),
   ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "a damaged sentencep"),

@@ -193,7 +193,8 @@ def test_words_that_chunks_cut_are_learned_whole():
 def test_sizes_that_the_text_does_not_admit():
   for size, expected in [(4001, r"at most \d+ for this text, got 4001"),
                          (7, r"at least \d+ for this text, got 7"),
-                         (0, "at least 4, got 0")]:
+                         (0, "at least 4, got 0"),
+                             (2**31, "at most 16,777,216, got 2147483648")]:
     with pytest.raises(ValueError, match=f"^data.unigram_size: expected {expected}"):
       train_unigram([TEXT], size)
   assert train_unigram([TEXT], limit("least", TEXT, 7))
@@ -222,8 +223,9 @@ def test_model_from_a_file(tmp_path, model):
     load_unigram(tmp_path)
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
-    with pytest.raises(ValueError, match="^data.unigram_file: expected a SentencePiece "
-                                         "model, got something else: .*other.model"):
+    expected = "SentencePiece model, got something else:" if content else "vocabulary, got"
+    with pytest.raises(ValueError, match=f"^data.unigram_file: expected a {expected} "
+                                         ".*other.model"):
       load_unigram(tmp_path / "other.model")
 
 

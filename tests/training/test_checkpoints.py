@@ -1,14 +1,18 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
+import errno
+import os
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
-from dpjax.training import checkpoints
+from dpjax.errors import UserError
+from dpjax.training import checkpoints, sharding
 from dpjax.training.checkpoints import Checkpoints
 from dpjax.training.step import TrainState
 
@@ -53,17 +57,44 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     found = saved.restore(abstract())
     assert (found.step, found.meta["note"]) == (11, "of 11")
     assert_equal(found.state, make_state(11))
-    assert_equal(saved.restore_step(abstract()).state, make_state(5))
-    assert_equal(saved.restore_step(abstract(), 7).state, make_state(7))
+    best = saved.restore_step(abstract().params)
+    assert (best.step, best.meta["note"]) == (5, "of 5")
+    chex.assert_trees_all_equal(best.params, make_state(5).params)
+    other = saved.restore_step(abstract().params, 7)
+    chex.assert_trees_all_equal(other.params, make_state(7).params)
     with pytest.raises(ValueError, match=r"step: expected one of \[5, 7, 11\], got 4"):
-      saved.restore_step(abstract(), 4)
+      saved.restore_step(abstract().params, 4)
 
 
 def test_nothing_saved(tmp_path):
   with Checkpoints(tmp_path, keep=2) as saved:
     assert saved.restore(abstract()) is None
     with pytest.raises(ValueError, match="workdir: expected a run with a checkpoint"):
-      saved.restore_step(abstract())
+      saved.restore_step(abstract().params)
+
+
+def test_parameters_are_read_without_the_moments_and_onto_any_devices(tmp_path):
+  with Checkpoints(tmp_path, keep=2) as saved:
+    params = make_state(5).params | {"u": jnp.arange(24.0)}
+    opt_state = optax.adam(0.1).init(params)
+    saved.save(make_state(5).replace(params=params, opt_state=opt_state), {})
+  places = sharding.state_sharding(params, sharding.make_mesh(), "sharded")
+  target = jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    params, places,
+  )
+  with Checkpoints(tmp_path) as saved:
+    found = saved.restore_step(target).params
+  chex.assert_trees_all_equal(found, params)
+  shapes = {
+    name: {shard.data.shape for shard in leaf.addressable_shards}
+    for name, leaf in found.items()
+  }
+  assert shapes == {"w": {(700, 11)}, "b": {(13,)}, "u": {(3,)}}
+  # Another optimiser's checkpoint has the same parameters.
+  with Checkpoints(tmp_path) as saved:
+    with pytest.raises(UserError, match="a checkpoint of this model"):
+      saved.restore(abstract())
 
 
 def cut(path: Path):
@@ -76,14 +107,19 @@ def flip_a_bit(path: Path):
   path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+def put_a_folder(path: Path):
+  path.unlink()
+  path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink, put_a_folder])
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, damage, caplog):
   save(tmp_path, [5, 7])
   damage(largest_file(tmp_path / "last" / "7"))
   with Checkpoints(tmp_path, keep=2) as saved:
-    assert saved.restore_step(abstract()).step == 5
+    assert saved.restore_step(abstract().params).step == 5
     with pytest.raises(ValueError, match="damaged one of step 7"):
-      saved.restore_step(abstract(), 7)
+      saved.restore_step(abstract().params, 7)
     found = saved.restore(abstract())
     assert_equal(found.state, make_state(5))
     assert "The checkpoint of step 7 is damaged" in caplog.text
@@ -96,11 +132,118 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, damage,
     assert saved.restore(abstract()).meta["note"] == "again"
 
 
+@pytest.mark.parametrize("name", [
+  "meta/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d", "state", "meta",
+])
+@pytest.mark.parametrize("damage", [cut, Path.unlink, put_a_folder])
+def test_damage_of_every_file_is_noticed(tmp_path, name, damage):
+  save(tmp_path, [5, 7])
+  path = tmp_path / "last" / "7" / name
+  if path.is_dir() and path.name == "d":
+    (path,) = path.iterdir()
+  if path.is_dir():
+    path.rename(tmp_path / "gone")
+  else:
+    damage(path)
+  with Checkpoints(tmp_path, keep=2) as saved:
+    assert saved.restore(abstract()).step == 5
+  assert len([*(tmp_path / "damaged").iterdir()]) == 1
+
+
+def of_the_system(number):
+  """As Python tells it."""
+  return lambda: OSError(number, os.strerror(number))
+
+
+def of_tensorstore(code, number):
+  text = f"{code}: Error opening \"zarr\" driver: Failed to open: {os.strerror(number)} [x]"
+  return lambda: ValueError(text)
+
+
+def of_orbax(code, number):
+  def make():
+    try:
+      raise of_tensorstore(code, number)()
+    except ValueError as error:
+      wrapped = Exception("Encountered error while reading array index: 3")
+      wrapped.__cause__ = error
+      return wrapped
+
+  return make
+
+
+@pytest.mark.parametrize("make, number", [
+  (of_the_system(errno.ESTALE), errno.ESTALE),
+  (of_the_system(errno.EACCES), errno.EACCES),
+  (of_tensorstore("RESOURCE_EXHAUSTED", errno.EMFILE), errno.EMFILE),
+  (of_orbax("UNKNOWN", errno.EIO), errno.EIO),
+])
+def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch, make, number):
+  save(tmp_path, [5, 7])
+  read = ocp.PyTreeCheckpointHandler.restore
+
+  def restore(self, directory, *arguments, **settings):
+    if Path(directory).parent.name == "7":
+      raise make()
+    return read(self, directory, *arguments, **settings)
+
+  with monkeypatch.context() as patch, Checkpoints(tmp_path, keep=2) as saved:
+    patch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
+    for call in (lambda: saved.restore(abstract()),
+                 lambda: saved.restore_step(abstract().params)):
+      with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        call()
+      assert caught.value.errno == number and "/7" in caught.value.filename
+  assert not (tmp_path / "damaged").exists()
+  with Checkpoints(tmp_path, keep=2) as saved:
+    assert saved.restore(abstract()).step == 7
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives EIO")
+@pytest.mark.parametrize("name", ["meta/metadata", "commit_success.txt"])
+def test_a_file_that_cannot_be_read_is_no_damage(tmp_path, name):
+  save(tmp_path, [5, 7])
+  last = tmp_path / "last" / "7"
+  (last / name).unlink()
+  (last / name).symlink_to("/proc/self/mem")
+  if name == "commit_success.txt":  # Nobody reads it, but to find what is wrong elsewhere.
+    cut(last / "meta" / "metadata")
+  with Checkpoints(tmp_path, keep=2) as saved:
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+      saved.restore(abstract())
+  assert last.exists() and not (tmp_path / "damaged").exists()
+
+
+def changed(**changes) -> TrainState:
+  state = abstract()
+  params = {name: leaf for name, leaf in (state.params | changes).items() if leaf}
+  return state.replace(params=params)
+
+
+@pytest.mark.parametrize("changes, message", [
+  (dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
+   r"in \S+/last/7: params.v is missing; params.w is not the model's$"),
+  (dict(w=jax.ShapeDtypeStruct((700, 13), jnp.float32)),
+   r"in \S+: params.w is float32 \[700, 11\] and not float32 \[700, 13\]$"),
+  (dict(b=jax.ShapeDtypeStruct((13,), jnp.bfloat16)),
+   r"params.b is float32 \[13\] and not bfloat16 \[13\]$"),
+])
+def test_the_checkpoint_of_another_model_is_told_as_such(tmp_path, changes, message):
+  save(tmp_path, [5, 7])
+  with Checkpoints(tmp_path, keep=2) as saved:
+    message = f"^workdir: expected a checkpoint of this model, got another .*{message}"
+    with pytest.raises(UserError, match=message):
+      saved.restore(changed(**changes))
+    with pytest.raises(UserError, match=message):
+      saved.restore_step(changed(**changes).params)
+  assert not (tmp_path / "damaged").exists()
+
+
 def test_all_damaged_is_refused(tmp_path):
   save(tmp_path, [5])
   cut(largest_file(tmp_path / "last" / "5"))
   with Checkpoints(tmp_path, keep=2) as saved:
-    with pytest.raises(ValueError, match=r"expected a whole checkpoint .* steps \[5\]"):
+    with pytest.raises(ValueError, match=r"whole .* the steps \[5\]\. R.* backup"):
       saved.restore(abstract())
   assert (tmp_path / "last" / "5").exists()
 

@@ -1,9 +1,14 @@
 """What the loop reads of a step, and when."""
 
+import json
 import types
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
 from dpjax.training import loop
 
@@ -29,3 +34,84 @@ def test_a_step_is_read_while_the_next_one_runs():
   meter.read_previous(4, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(0.5)})
   with pytest.raises(loop.NonFiniteError, match="Step 4: expected a finite loss, got nan"):
     meter.read_pending()
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, tokens):
+    return nn.Embed(3, 5)(tokens)
+
+
+class Batches:
+  batch_size, window = 8, 7
+
+  def batch(self, step, rows):
+    return {"tokens": np.full((8, 7), step, np.int32)[rows]}
+
+
+class Clock:
+  """A device that takes 2 seconds a step, and all else that takes much longer."""
+
+  def __init__(self):
+    self.now, self.free_at = 0.0, 0.0
+    self._advance = jax.jit(lambda state: state.replace(step=state.step + 1))
+    self._ends, self._compiled = {}, set()
+
+  def step(self, state, batch, capacity):
+    if capacity not in self._compiled:
+      self._compiled.add(capacity)
+      self.now += 500
+    self.free_at = max(self.now, self.free_at) + 2
+    loss = jax.device_put(np.float32(3))
+    self._ends[id(loss)] = self.free_at, loss
+    return self._advance(state), {"loss": loss, "grad_norm": loss}
+
+  def device_get(self, tree):
+    end, _ = self._ends.get(id(tree["loss"]), (0, None))
+    self.now = max(self.now, end)
+    return {name: np.asarray(value) for name, value in tree.items()}
+
+  def evaluate(self, params):
+    self.now += 1000
+    return dict(nats_per_token=2.0, perplexity=7.4, bits_per_character=1.5)
+
+  def save(self, *_, **__):
+    self.now += 70
+
+
+@pytest.mark.parametrize("changes", [
+  dict(eval_every_steps=3, checkpoint_every_steps=5),
+  dict(eval_every_steps=1, checkpoint_every_steps=100),
+])
+def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
+  clock, capacities = Clock(), [5, 5, 5, 5, 9, 5, 5, 9, 9, 5, 5, 9]
+  monkeypatch.setattr(loop.step_lib, "jit_train_step", lambda *_, **__: clock.step)
+  monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+  monkeypatch.setattr(loop.checkpoints.Checkpoints, "save", clock.save)
+  monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
+  loop.fit(
+    Model(), optax.sgd(0.5), Batches(), clock.evaluate, workdir=tmp_path, num_steps=12,
+    log_every_steps=1, median_every_steps=50, **changes,
+    capacity=lambda batch: capacities[batch["tokens"][0, 0]],
+  )
+  lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+  speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
+  # Steps 1 and 5 are compiled first.
+  assert speeds == [None, 28, 28, 28, None] + [28] * 7
+
+
+def test_a_report_over_several_steps_leaves_out_the_one_that_was_compiled(monkeypatch):
+  now, reports = [10.0], []
+  monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+  reporter = types.SimpleNamespace(
+    advance=lambda loss: None, report=lambda step, split, scores: reports.append(scores)
+  )
+  meter = loop._Meter(reporter, Batches(), log_every_steps=3, median_every=50)
+  measured = {"loss": jnp.float32(3), "grad_norm": jnp.float32(0.5)}
+  for step, seconds in enumerate((100, 4, 10), 1):
+    meter.start()
+    meter.read_previous(step, measured, is_timed=step > 1)
+    now[0] += seconds
+  meter.read_pending()
+  assert reports[0]["tokens_per_second"] == 2 * 56 / 14
+  assert reports[0]["mean_over_steps"] == 3

@@ -1,9 +1,14 @@
+import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
+import dpjax
+from dpjax import run as run_lib
 from dpjax.training import metrics
+from tests import helpers
 
 
 def test_text_scores_by_hand():
@@ -20,6 +25,31 @@ def test_text_scores_by_hand():
       "bits_per_byte": 20 / 11,
     }
   )
+
+
+def test_a_text_that_was_lost_has_no_bits():
+  scores = metrics.text_scores(20 * math.log(2), {"tokens": 5, "words": 4})
+  assert scores == pytest.approx({
+    "nats_per_token": 4 * math.log(2), "perplexity": 16.0, "perplexity_per_word": 32.0})
+
+
+def test_a_run_whose_tokenizer_loses_text_reports_no_bits(tmp_path, capsys):
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97), num_steps=2)
+  config.model.update(
+    dict(num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0))
+  config.data.update(dict(tokenizer="wordpiece", tokenizer_size=43, lower_text=True))
+  with jax.numpy_dtype_promotion("standard"):
+    run, scores = dpjax.train(config, tmp_path / "run")
+    scored = run.score("The cat\nsat")
+  known = {"nats_per_token", "perplexity", "perplexity_per_word"}
+  assert scores.keys() == scored.keys() == known
+  written = json.loads((tmp_path / "run" / "scores_test_2.json").read_text())
+  assert written["scores"] == scores and written["counts"]["characters"]
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  [valid] = [line for line in map(json.loads, lines) if line["split"] == "valid"]
+  assert known <= valid.keys() and "bits" not in " ".join(valid)
+  said = capsys.readouterr().out
+  assert "perplexity" in said and "bits" not in said + run_lib.table(scores)
 
 
 def test_a_uniform_guess_among_n_has_perplexity_n():

@@ -1,6 +1,7 @@
 """Scores in files: a line for each report, and the same for TensorBoard."""
 
 import json
+import logging
 import math
 import struct
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from dpjax.errors import exit_on_user_error
 from dpjax.training import reporting
 
 
@@ -150,3 +152,39 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     reporter.report(1, "train", {"loss": 1.0})
     reporter.say("step 1: better")
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", [
+  b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"step": 2, "a": "\xff"}',
+  bytes(5),
+])
+def test_damaged_lines_are_set_aside_with_a_warning(tmp_path, caplog, damage):
+  write(tmp_path, [2, 3])
+  path = tmp_path / "metrics.jsonl"
+  first, second = path.read_bytes().splitlines(keepends=True)
+  path.write_bytes(first + damage + b"\n" + second + damage + b"\n")
+  write(tmp_path, [5], begin=4)
+  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5]
+  aside = tmp_path / "metrics.jsonl.damaged"
+  assert aside.read_bytes() == 2 * (damage + b"\n")
+  assert "metrics.jsonl: moved 2 damaged line(s) into metrics.jsonl.damaged" in caplog.text
+
+
+def test_a_file_in_the_place_of_tensorboards_folder(tmp_path, caplog):
+  (tmp_path / "tensorboard").write_text("mine")
+  with caplog.at_level(logging.WARNING):
+    write(tmp_path, [2, 3])
+  assert [line["step"] for line in lines(tmp_path)] == [2, 3]
+  assert (tmp_path / "tensorboard").read_text() == "mine"
+  (record,) = caplog.records
+  assert record.getMessage().startswith(f"{tmp_path / 'tensorboard'}: ")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", reporting.LOSSES])
+def test_a_folder_in_the_place_of_a_file_is_told_in_one_line(tmp_path, name):
+  write(tmp_path, [2])
+  (tmp_path / name).unlink()
+  (tmp_path / name).mkdir()
+  with pytest.raises(SystemExit, match=f"^{tmp_path / name}: expected .* Is a directory$"):
+    with exit_on_user_error():
+      reporting.Reporter(tmp_path, 2, 7)
