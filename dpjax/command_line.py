@@ -1,15 +1,19 @@
 """What the scripts share: flags, and errors without a traceback."""
 
 import contextlib
+import importlib
 import importlib.util
 import logging as std_logging
 import os
+import re
+import runpy
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -29,6 +33,9 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
 )
+_PLUGINS = flags.DEFINE_multi_string(
+  "plugin", [], "a module that registers mixers, boundaries or optimizers when imported"
+)
 _JOIN_SECONDS = flags.DEFINE_integer(
   "join_seconds", 300, "how long to wait for the other processes", lower_bound=1
 )
@@ -40,8 +47,12 @@ _CACHE_BYTES = 2**31
 
 
 def define_config(required: bool) -> flags.FlagHolder:
-  """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting."""
-  holder = config_flags.DEFINE_config_file(
+  """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting.
+
+  A section that is a component is chosen by its name, and then has that component's
+  settings: --config.model.mixer=we --config.model.mixer.adjustment=False.
+  """
+  holder = flags.DEFINE_string(
     "config", None, "a file of configs/, with :variant where it has some"
   )
   if required:
@@ -59,63 +70,95 @@ def start(main: Callable[[Sequence[str]], None]) -> None:
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
-    _check_config_file(argv)
-    rest = flags.FLAGS(argv)
+    rest = flags.FLAGS(_with_config(list(argv)))
     if len(rest) > 1:
       raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-    # An error within the file shows when the configuration is first looked at.
-    config = flags.FLAGS.config if "config" in flags.FLAGS else None
-    if config is not None and not isinstance(config, config_lib.ConfigDict):
-      if type(config).__module__.startswith("ml_collections"):
-        config.is_locked  # noqa: B018  (raises what went wrong within the file)
-      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
+    for module in _PLUGINS.value:
+      _import_plugin(module)
     return rest
+  except (UserError, flags.Error) as error:
+    sys.exit(" ".join(str(error).split()))
+
+
+def _with_config(argv: list[str]) -> list[str]:
+  """Makes the configuration of --config a flag; gives the arguments without that."""
+  if "config" not in flags.FLAGS:
+    return argv
+  place = next(
+    (i for i, x in enumerate(argv) if re.fullmatch("--?config(=.*)?", x, re.DOTALL)), None
+  )
+  if place is None:
+    return argv
+  _, is_joined, file = argv[place].partition("=")
+  if not is_joined:
+    file = argv[place + 1] if place + 1 < len(argv) else ""
+  config = load_config(file)
+  others = argv[:place] + argv[place + (1 if is_joined else 2) :]
+  others = _choose_components(config, others)
+  known = config_lib.flatten(config)
+  for argument in others:
+    setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+    if setting and setting[1] not in known:
+      raise config_lib.unknown_key(setting[1], known)
+  delattr(flags.FLAGS, "config")
+  settings: Any = config
+  config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
+  return others
+
+
+def load_config(file: str) -> config_lib.ConfigDict:
+  """What `get_config` of the file gives; after a colon stands its argument.
+
+  Raises:
+    UserError: it is no such file, or raises an error.
+  """
+  path, _, variant = file.partition(":")
+  if Path(path).exists() and not Path(path).is_file():
+    raise UserError(f"--config: expected a Python file, got {path}")
+  try:
+    get_config = runpy.run_path(path, run_name="config")["get_config"]
+    config = get_config(*[variant] * bool(variant))
+    if not isinstance(config, config_lib.ConfigDict):
+      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
+    return config
   except UserError as error:
-    sys.exit(str(error))
-  except flags.Error as error:
-    # An error within the configuration's file comes as the text of a traceback.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    in_file = any(line.startswith("Traceback") for line in lines)
-    sys.exit(f"{lines[0]} {lines[-1]}" if in_file else " ".join(lines))
-  except (AttributeError, KeyError) as error:
-    sys.exit(str(_unknown_setting(argv) or _in_config_file(error)))
-  # The file of the configuration is a program of the user's, with errors of any type.
+    raise UserError(f"--config: {error}") from error
+  # The file is a program of the user's, with errors of any type.
   except Exception as error:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    sys.exit(_in_config_file(error))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f" ({frame.filename}, line {frame.lineno})" if frame.filename == path else ""
+    raise UserError(
+      "--config: expected a Python file whose get_config() gives a ConfigDict, got "
+      f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    ) from error
 
 
-def _check_config_file(argv: Sequence[str]) -> None:
-  for argument, after in zip(argv, [*argv[1:], ""], strict=True):
-    name, is_joined, value = argument.partition("=")
-    path = Path((value if is_joined else after).partition(":")[0])
-    if name in ("-config", "--config") and path.exists() and not path.is_file():
-      raise UserError(f"--config: expected a Python file, got {path}")
-
-
-def _in_config_file(error: Exception) -> str:
-  """The message of what went wrong while the configuration's file was read and run."""
-  before = "Configuration is not available because of an earlier failure to load: "
-  text = " ".join(str(error).removeprefix(before).split())
-  frame = traceback.extract_tb(error.__traceback__)[-1]
-  places = [value for value in sys.argv if Path(frame.filename).name in value]
-  where = f" ({frame.filename}, line {frame.lineno})" if places else ""
-  return (
-    "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-    f"{type(error).__name__}: {text}{where}"
-  )
-
-
-def _unknown_setting(argv: Sequence[str]) -> UserError | None:
-  """What is wrong with the first --config.KEY that is not in the configuration."""
-  known = config_lib.known_keys()
+def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
+  """Sets the components that arguments name; gives the other arguments."""
+  others = []
   for argument in argv:
-    name = argument.lstrip("-").partition("=")[0]
-    for prefix in ("config.", "noconfig."):
-      if name.startswith(prefix) and name.removeprefix(prefix) not in known:
-        return config_lib.unknown_key(name.removeprefix(prefix), known)
-  return None
+    name, _, value = argument.lstrip("-").partition("=")
+    key = name.removeprefix("config.")
+    if key == name or key not in config_lib.COMPONENTS:
+      others.append(argument)
+      continue
+    section, _, last = key.rpartition(".")
+    registry = config_lib.COMPONENTS[key]
+    registry.component(value, key)  # Refused under its own name.
+    parent = config_lib.get(config, section)
+    with parent.unlocked():
+      parent[last] = registry.section(value)
+  return others
+
+
+def _import_plugin(module: str) -> None:
+  try:
+    importlib.import_module(module)
+  except ImportError as error:
+    raise UserError(f"--plugin: expected a module that can be imported, got {module} "
+                    f"({error})") from error
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:

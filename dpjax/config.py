@@ -234,10 +234,12 @@ def check(config: ConfigDict) -> None:
           f"a divisor of train.batch_size = {rows}", parts)
   _check_arrays(config)
   # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
-  levels = max(1, (longest - (config.model.boundaries == "none")).bit_length())
-  _expect(config.model.num_levels <= levels, "model.num_levels",
-          f"at most {levels}, which reach over model.max_length = {longest}",
-          config.model.num_levels)
+  levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
+  for key, section in mixers_in(config.model).items():
+    _expect((section.get("num_levels") or 0) <= levels, f"{key}.num_levels",
+            f"at most {levels}, with which the last of model.max_length = "
+            f"{config.model.max_length} tokens reaches the first",
+            section.get("num_levels"))
   fractions = config.data.split_fractions
   are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
   _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0

@@ -7,7 +7,9 @@ setting: the component that declares such a field is given it when it is built.
 """
 
 import difflib
+import functools
 import importlib
+import importlib.metadata
 import inspect
 import types
 import typing
@@ -103,11 +105,14 @@ class Registry:
     """
     found = self._components.get(name) if isinstance(name, str) else None
     if found is None:
+      load_plugins()
+      found = self._components.get(name) if isinstance(name, str) else None
+    if found is None:
       near = difflib.get_close_matches(str(name), self._components, n=1)
       hint = f"; did you mean {near[0]}?" if near else ""
       raise UserError(
         f"{key or self._kind}: expected one of {', '.join(self._components)}, got "
-        f"{name}{hint} ({self._register} adds another)"
+        f"{name}{hint} ({self._register} adds another, in a module that --plugin names)"
       )
     if isinstance(found, str):
       module, _, attribute = found.partition(":")
@@ -218,6 +223,13 @@ class Registry:
       raise UserError(f"{key}.{error}") from error
 
 
+@functools.cache
+def load_plugins() -> None:
+  """Imports what installed packages name as their entry points "dpjax.plugins", once."""
+  for entry_point in importlib.metadata.entry_points(group="dpjax.plugins"):
+    entry_point.load()
+
+
 def _hints(component: Callable) -> dict[str, Any]:
   try:
     return typing.get_type_hints(component)
@@ -309,3 +321,5 @@ schedules = Registry(
     "cosine": "dpjax.training.optimizer:cosine",
   },
 )
+register_mixer, register_boundaries = mixers.register, boundaries.register
+register_optimizer, register_schedule = optimizers.register, schedules.register
