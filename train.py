@@ -25,6 +25,8 @@ def main(_) -> None:
   from dpjax import run as run_lib
   from dpjax.training import loop
 
+  if not _WORKDIR.value:
+    raise UserError("--workdir: expected a folder, got none")
   if _PREPARE_ONLY.value:
     data = run_lib.prepare(_CONFIG.value, _WORKDIR.value)
     for split, counts in data.counts.items():

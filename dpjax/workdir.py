@@ -286,7 +286,7 @@ def _read_json(path: Path) -> dict:
     if not isinstance(content, dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
     return content
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 

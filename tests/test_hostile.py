@@ -90,6 +90,7 @@ COMMANDS = [
   # Configurations that are none.
   ("train.py --workdir={new}", "--config"),
   ("train.py --config={quickstart}", "--workdir"),
+  ("train.py --config={quickstart} --workdir=", "--workdir: expected a folder, got none"),
   ("train.py --config= --workdir={new}", "--config"),
   ("train.py --config={nothing}.py --workdir={new}", "--config: .*No such file"),
   ("train.py --config={folder} --workdir={new}", "--config: expected a Python file"),
@@ -121,6 +122,7 @@ COMMANDS = [
   ("evaluate.py --workdir={no_checkpoints}", "workdir|checkpoints"),
   ("evaluate.py --workdir={no_data}", "data"),
   ("evaluate.py --workdir={damaged}", "workdir: expected a readable .*config.json"),
+  ("evaluate.py --workdir={nested}", "workdir: expected a readable .*config.json"),
   ("evaluate.py --workdir={of_text}", "train.batch_size: expected a value of type int"),
   ("evaluate.py --workdir={of_list}", "workdir: expected a readable .*config.json"),
   ("evaluate.py --workdir={run} --step=5", "step: expected one of"),

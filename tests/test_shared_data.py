@@ -4,6 +4,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -90,7 +91,7 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path):
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
   with pytest.raises(ValueError, match="train.bin: expected .* a link to .* which is gone"):
-    prepared.open_prepared(folder)
+    prepared.open_prepared(folder).check()
   assert workdir_lib.prepare_data(config, folder).splits["train"].tolist() == first
   # Not from another text, with which the run did not begin.
   shutil.rmtree(made.parent)
@@ -99,6 +100,22 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path):
     archive.writestr("text8", TEXT8.replace("cat", "tac"))
   with pytest.raises(ValueError, match="data: expected the text that the run in"):
     workdir_lib.prepare_data(config, folder)
+
+
+@jax.numpy_dtype_promotion("standard")  # for the optimizer
+def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
+  config.data.update(clean=True, language="en", data_dir=str(tmp_path / "data"))
+  run, _ = run_lib.train(config, tmp_path / "run")
+  expected = run.generate("the ", length=9, temperature=0.0), run.score("a cat sat")
+  shutil.rmtree(tmp_path / "data")
+  (tmp_path / "text.txt").unlink()
+  (tmp_path / "run").rename(tmp_path / "moved")
+  moved = run_lib.load(tmp_path / "moved")
+  texts = moved.generate("the ", length=9, temperature=0.0)
+  assert (texts, moved.score("a cat sat")) == expected
+  with pytest.raises(ValueError, match="test.bin: .* is gone .train.py --prepare_only"):
+    moved.score_split("test")
 
 
 def test_another_text_of_that_name_has_its_own(config, tmp_path):

@@ -44,7 +44,8 @@ class Prepared:
   Attributes:
     name: the corpus's.
     tokenizer: the one its tokens are of.
-    splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only.
+    splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only when they
+      are asked for, so that a model can be used where its tokens are gone.
     counts: of each split: "tokens", "characters", "words", "bytes", "sha256" (of the
       text). Words are separated by white space, and each line end counts as one.
     boundaries: None, or of each split the Unigram boundaries of its tokens: 0 or 1,
@@ -76,11 +77,14 @@ class Prepared:
         message names it.
     """
     for split in splits or self.splits:
+      ids = self.splits[split]
+      if self.boundaries is not None:
+        self.boundaries[split]  # noqa: B018  (raises what is wrong with the file)
       for name in (f"{split}.bin", f"{split}.boundaries.bin"):
         expected = self.checksums.get(name)
         if expected is not None and _checksum(self.folder / name) != expected:
           raise _changed(self.folder / name, "what was prepared", "a file that was changed")
-      first, last = self.splits[split].min(), self.splits[split].max()
+      first, last = ids.min(), ids.max()
       if first < 0 or last >= self.tokenizer.vocab_size:
         raise _changed(self.folder / f"{split}.bin",
                        f"ids 0 .. {self.tokenizer.vocab_size - 1}", f"{first} .. {last}")
@@ -95,6 +99,24 @@ class Prepared:
       raise UserError(f"data: expected {self.name} with Unigram boundaries, got it "
                       "prepared without")
     return self.unigram.of_tokens(text, self.tokenizer)
+
+
+class _Arrays(Mapping[str, np.ndarray]):
+  """The arrays of each split, a file each, mapped when they are asked for."""
+
+  def __init__(
+    self, folder: Path, ending: str, dtype: np.dtype, sizes: Mapping[str, int]
+  ):
+    self._folder, self._ending, self._dtype, self._sizes = folder, ending, dtype, sizes
+
+  def __getitem__(self, split: str) -> np.memmap:
+    return _map(self._folder / f"{split}{self._ending}", self._dtype, self._sizes[split])
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._sizes)
+
+  def __len__(self) -> int:
+    return len(self._sizes)
 
 
 def prepare(
@@ -218,11 +240,10 @@ def read_counts(folder: str | Path) -> dict:
 def open_prepared(folder: str | Path) -> Prepared:
   """Opens what `prepare` wrote.
 
-  The tokens are not read; `Prepared.check` does it.
+  The tokens are not opened; `Prepared.check` does it, and `splits` where one is asked for.
 
   Raises:
-    ValueError: a file is missing, shorter or longer than it was, or damaged; the
-      message names it.
+    ValueError: a file is missing or damaged; the message names it.
   """
   folder = Path(folder)
   path = folder / "data.json"
@@ -244,13 +265,11 @@ def open_prepared(folder: str | Path) -> Prepared:
   if version > FORMAT:
     raise UserError(f"{path}: expected a format up to {FORMAT}, got {version}: a "
                     "later version of dpjax wrote it")
-  splits = {split: _map(folder / f"{split}.bin", dtype, size)
-            for split, size in sizes.items()}
+  splits = _Arrays(folder, ".bin", dtype, sizes)
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
   if not has_boundaries:
     return Prepared(name, tokenizer, splits, counts, folder=folder, checksums=checksums)
-  boundaries = {split: _map(folder / f"{split}.boundaries.bin", np.dtype(np.uint8), size)
-                for split, size in sizes.items()}
+  boundaries = _Arrays(folder, ".boundaries.bin", np.dtype(np.uint8), sizes)
   path = folder / "unigram.model"
   try:
     unigram = UnigramBoundaries(path.read_bytes())
@@ -370,8 +389,8 @@ def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   expected = size * dtype.itemsize
   found = path.stat().st_size if path.exists() else "no such file"
   if path.is_symlink() and not path.exists():
-    found = (f"a link to {path.readlink()}, which is gone (training with the run's "
-             "settings makes it again)")
+    found = (f"a link to {path.readlink()}, which is gone (train.py --prepare_only with "
+             "the run's settings makes it again)")
   if found != expected:
     raise UserError(f"{path}: expected {expected} bytes, got {found}")
   return np.memmap(path, dtype, "r")

@@ -83,7 +83,9 @@ class Dispatcher(nn.Module):
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
     """See `dpjax.layers.mixer.Mixer`; [B, 2**K - 1, H, E], whatever the length."""
     features = width // self.num_heads
-    return ops.init_shift_and_sum_cache(batch, self.num_heads, features, self._num_levels)
+    return ops.init_shift_and_sum_cache(
+      batch, self.num_heads, features, self._num_levels, self.dtype
+    )
 
   @property
   def _num_levels(self) -> int:

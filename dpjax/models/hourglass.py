@@ -210,7 +210,7 @@ class Hourglass(nn.Module):
       self.first.init_caches(batch, width),
       self.middle.init_caches(batch, width),
       self.last.init_caches(batch, width),
-      ops.init_segment_cache(batch, width),
+      ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
     )
 

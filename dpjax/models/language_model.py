@@ -10,6 +10,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
 from dpjax.models.stack import Stack
+from dpjax.ops.explicit_axes import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):
@@ -179,6 +180,15 @@ class LanguageModel(nn.Module):
       name="logits",
     )(x_btd)
     return LanguageModelOutput(logits_btv, boundaries, boundary_logits, cache)
+
+  @nn.nowrap
+  def apply(self, variables: Mapping, tokens: jax.Array, *args, **kwargs) -> Any:
+    """`flax.linen.Module.apply`, also for arrays on a mesh with explicit axes."""
+
+    def of_tokens(tokens, variables, args, kwargs):
+      return nn.Module.apply(self, variables, tokens, *args, **kwargs)
+
+    return automatic_axes(of_tokens)(tokens, variables, args, kwargs)
 
   def unstack(self, params: Mapping) -> dict:
     """The parameters with those of each layer by themselves, a copy of them.

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 
 from dpjax.ops.dropout import dropout
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.products import sum_dtype
 
 # By benchmarks/attention.py on a CPU. An accelerator launches several kernels for each
 # tile, so it gets fewer and larger ones; how large is a guess.
@@ -24,6 +26,7 @@ BLOCK_SIZE = 128
 ACCELERATOR_BLOCK_SIZE = 1024
 
 
+@automatic_axes
 def causal_attention(
   queries: jax.Array,
   keys: jax.Array,
@@ -42,9 +45,9 @@ def causal_attention(
   without dropout by `jax.nn.dot_product_attention`, in the form that it takes by itself.
   Beyond, they are built a tile of block_size x block_size at a time, those of the future
   never, and again in the backward pass: O(B H block_size**2 + B H T E) memory, for the
-  gradient too, and half of the work where tiles are many; reverse-mode derivatives only,
-  and in `jax.shard_map` with check_vma=False. The softmax is taken in float32, and its
-  gradient rounded to the dtype of `queries`.
+  gradient too, and half of the work where tiles are many; reverse-mode derivatives only.
+  The softmax is taken in float32, in float64 where an argument has it, and its gradient
+  rounded to the dtype of `queries`.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -76,14 +79,16 @@ def causal_attention(
   size = _block_size(block_size, queries)
   if size:
     return _tiled(queries, keys, values, None, dropout_rate, dropout_key, size)
-  if not dropout_rate:
+  # JAX's own always takes the softmax in float32.
+  if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
   scores_bhts = jnp.einsum(
-    "bthe,bshe->bhts", queries, keys, preferred_element_type=jnp.float32
+    "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
   )
   return _attend(scores_bhts, values, dropout_rate, dropout_key)
 
 
+@automatic_axes
 def relative_attention(
   queries: jax.Array,
   keys: jax.Array,
@@ -104,7 +109,7 @@ def relative_attention(
     output[b, t, h]   = sum over s <= t of softmax(score[b, h, t])[s] values[b, s, h]
 
   There is no memory of earlier windows. Time, memory and derivatives are as in
-  `causal_attention`; the softmax is taken in float32.
+  `causal_attention`, and so is the dtype of the softmax.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -152,7 +157,7 @@ def relative_attention(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],
     keys,
-    preferred_element_type=jnp.float32,
+    preferred_element_type=sum_dtype(queries, keys),
   )
   # The farthest first, so that column s of row t is s + T - 1 - t here.
   farthest_first_rhe = positions[:length][::-1]
@@ -160,7 +165,7 @@ def relative_attention(
     "bthe,rhe->bhtr",
     queries + position_bias[None, None],
     farthest_first_rhe,
-    preferred_element_type=jnp.float32,
+    preferred_element_type=sum_dtype(queries, positions),
   )
   return _attend(
     scores_bhts + _align(by_distance_bhtr), values, dropout_rate, dropout_key
@@ -264,7 +269,10 @@ def _tiled(
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
     relative = positions_hre, relative[1], relative[2]
-  inputs = _Inputs(q, k, v, relative)
+  # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
+  zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
+  zero = sum(zeros, jnp.float32(0))
+  inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
   y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, dropout_key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
@@ -295,8 +303,9 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, key):
     new = top_hbq, sum_hbq, y_hbqe
     return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True)), None
 
-  zeros_hbt = jnp.zeros(values_hbte.shape[:3], jnp.float32)
-  state = zeros_hbt - jnp.inf, zeros_hbt, jnp.zeros(values_hbte.shape, jnp.float32)
+  zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(inputs)))
+  zeros_hbt = zeros_hbte[..., 0]
+  state = zeros_hbt - jnp.inf, zeros_hbt, zeros_hbte
   (top_hbt, sum_hbt, y_hbte), _ = lax.scan(tile, state, _tiles(values_hbte, size))
   y_hbte = (y_hbte / sum_hbt[..., None]).astype(values_hbte.dtype)
   return y_hbte, (inputs, key, y_hbte, top_hbt + jnp.log(sum_hbt))
@@ -306,7 +315,8 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
   inputs, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
   # Of weights, the mean gradient: that of the output along it, dropout or not.
-  mean_hbt = jnp.sum(grad_hbte.astype(jnp.float32) * y_hbte.astype(jnp.float32), axis=-1)
+  dtype = log_sum_hbt.dtype
+  mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
   def tile(grads, i_j):
     i, j = i_j
@@ -350,9 +360,10 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
 
   # What the rows share is summed over them at the end: they may lie on several devices.
   batch = y_hbte.shape[1]
-  grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs)
+  grads = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), inputs)
   per_row = jax.tree.map(
-    lambda x: jnp.zeros((len(x), batch, *x.shape[1:]), jnp.float32), inputs.relative
+    lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])),
+    inputs.relative,
   )
   grads = grads._replace(relative=per_row)
   grads, _ = lax.scan(tile, grads, _tiles(y_hbte, size))
@@ -397,7 +408,7 @@ def _tile_scores(inputs: _Inputs, i, j, size: int) -> tuple[jax.Array, _Parts]:
 
 
 def _product(spec: str, x, y) -> jax.Array:
-  return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
 
 
 def _tiles(x_hbte, size: int) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,9 @@ import numpy as np
 from jax import core
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.products import sum_dtype
 
 
 class AttentionCache(NamedTuple):
@@ -85,6 +87,7 @@ def init_attention_cache(
   )
 
 
+@automatic_axes
 def causal_attention_cached(
   queries: jax.Array,
   keys: jax.Array,
@@ -110,8 +113,9 @@ def causal_attention_cached(
     cache:  values [[6 4 2 .] [5 . . .]]  length [3 1]
 
   Takes O(B C M H E) time, for a step as for a prompt, and O(B H C M) memory. The softmax
-  is taken in float32. Equal to `causal_attention` up to rounding; keys and values are
-  rounded to the dtype of the cache before anything reads them.
+  is taken in float32, or float64 as the queries. Equal to `causal_attention` up to
+  rounding; keys and values are rounded to the dtype of the cache before anything reads
+  them.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
@@ -147,6 +151,7 @@ def causal_attention_cached(
   return _zero_padding(outputs_bche, lengths), cache
 
 
+@automatic_axes
 def relative_attention_cached(
   queries: jax.Array,
   keys: jax.Array,
@@ -240,7 +245,7 @@ def relative_attention_cached(
     "bche,rhe->bhcr",
     queries + position_bias[None, None],
     positions[:max_length],
-    preferred_element_type=jnp.float32,
+    preferred_element_type=sum_dtype(queries),
   )
   scores_bhcn += jnp.take_along_axis(
     by_distance_bhcr,
@@ -358,16 +363,17 @@ def _distances(cache: AttentionCache, batch: int, chunk: int) -> jax.Array:
 
 def _scores(queries_bche, keys_bhme) -> jax.Array:
   keys_bhme = keys_bhme.astype(queries_bche.dtype)
+  dtype = sum_dtype(queries_bche)
   if queries_bche.shape[1] == 1:
     # With an axis of one XLA would lay the cache out anew.
     return jnp.einsum(
       "bhe,bhme->bhm",
       queries_bche[:, 0],
       keys_bhme,
-      preferred_element_type=jnp.float32,
+      preferred_element_type=dtype,
     )[:, :, None]
   return jnp.einsum(
-    "bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=jnp.float32
+    "bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=dtype
   )
 
 

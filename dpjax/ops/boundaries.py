@@ -15,6 +15,8 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
+from dpjax.ops.products import sum_dtype
+
 
 def fixed_boundaries(
   shape: Sequence[int],
@@ -123,7 +125,7 @@ def gumbel_sigmoid(
     noise: [B, T], u itself, in (0, 1).
 
   Returns:
-    [B, T], float32, exactly 0.0 or 1.0.
+    [B, T], float32, or float64 as the logits, exactly 0.0 or 1.0.
 
   Raises:
     ValueError: not one of `key` and `noise` is given, or an argument is not as above.
@@ -143,9 +145,10 @@ def gumbel_sigmoid(
   else:
     u = jnp.asarray(noise)
     _check_noise(u, logits.shape)
-    u = u.astype(jnp.float32)
-  noisy = logits.astype(jnp.float32) + jnp.log(u) - jnp.log1p(-u)
-  return _straight_through(jax.nn.sigmoid(noisy / jnp.asarray(temperature, jnp.float32)))
+  dtype = sum_dtype(logits)
+  u = u.astype(dtype)
+  noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
+  return _straight_through(jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype)))
 
 
 def conditional_entropy(logits: jax.Array) -> jax.Array:
@@ -159,11 +162,11 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
     logits: [B, T, V], floats; at least one of every V is finite.
 
   Returns:
-    [B, T], nats, float32.
+    [B, T], nats, float32, or float64 as the logits.
 
   Source: the pooling paper, Sec. 3 (entropy).
   """
-  logits = logits.astype(jnp.float32)
+  logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -225,8 +228,8 @@ def binomial_prior_loss(
     weights: [B, T], 1 where a token counts and 0 where not. None: all count.
 
   Returns:
-    [B], nats per token, float32. A row in which no token counts gives 0, and zero
-    gradient.
+    [B], nats per token, float32, or float64 as the boundaries. A row in which no token
+    counts gives 0, and zero gradient.
 
   Raises:
     ValueError: `alpha` is out of range, or the shapes are not [B, T].
@@ -238,11 +241,11 @@ def binomial_prior_loss(
   b_bt = jnp.asarray(boundaries)
   if b_bt.ndim != 2:
     raise ValueError(f"boundaries: expected [B, T], got shape {b_bt.shape}")
-  b_bt = b_bt.astype(jnp.float32)
+  b_bt = b_bt.astype(sum_dtype(b_bt))
   w_bt = jnp.ones_like(b_bt) if weights is None else jnp.asarray(weights)
   if w_bt.shape != b_bt.shape:
     raise ValueError(f"weights: expected {b_bt.shape}, got {w_bt.shape}")
-  w_bt = w_bt.astype(jnp.float32)
+  w_bt = w_bt.astype(b_bt.dtype)
   ones_b, total_b = jnp.sum(b_bt * w_bt, axis=1), jnp.sum(w_bt, axis=1)
   log_choices_b = (
     lax.lgamma(total_b + 1) - lax.lgamma(ones_b + 1) - lax.lgamma(total_b - ones_b + 1)

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.products import sum_dtype
 
+
+@automatic_axes
 def causal_convolution(
     inputs: jax.Array, filters: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
@@ -75,7 +79,7 @@ def causal_convolution(
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
-  dtype = jnp.float64 if jnp.float64 in (inputs.dtype, filters.dtype) else jnp.float32
+  dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
   y_bte = IMPLEMENTATIONS[implementation](
       inputs.astype(dtype), filters[:length].astype(dtype),
@@ -208,7 +212,9 @@ def _scan(x_btd, w, dtype):
     return y_bte + past_btd * _lead(tap, 3), None
 
   shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
-  y_bte, _ = lax.scan(body, jnp.zeros(shape, w.dtype), (jnp.arange(length), w))
+  # Within `jax.shard_map` these zeros vary over devices as the sums do.
+  zeros = jnp.zeros_like(x_btd, shape=shape) + jnp.zeros_like(w, shape=())
+  y_bte, _ = lax.scan(body, zeros, (jnp.arange(length), w))
   return y_bte
 
 
@@ -269,11 +275,21 @@ def _fft(x_btd, w, _):
   def transform(x, axis):
     x = jnp.moveaxis(x, axis, -1)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - length)])
-    return jnp.fft.fft(lax.complex(x * _lead(cos, x.ndim), x * _lead(sin, x.ndim)))
+    x = lax.complex(x * _lead(cos, x.ndim), x * _lead(sin, x.ndim))
+    return _of_rows(jnp.fft.fft, x)
 
-  y_bef = jnp.fft.ifft(_multiply(transform(x_btd, 1), transform(w, 0)))
+  y_bef = _of_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
   y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
   return jnp.moveaxis(y_bet[..., :length], 2, 1)
+
+
+def _of_rows(transform, x):
+  """A transform of the last axis as one of a matrix.
+
+  XLA:CPU refuses some layouts that it gives itself to arrays of more axes, where a batch
+  is spread over devices.
+  """
+  return transform(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def _multiply(x_bdf, w):

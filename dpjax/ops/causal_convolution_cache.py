@@ -21,7 +21,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from dpjax.ops.causal_convolution import causal_convolution
+from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.products import sum_dtype
 
 
 class ConvolutionCache(NamedTuple):
@@ -139,16 +141,17 @@ def init_online_convolution_cache(
   if block < 1 or block & (block - 1):
     raise ValueError(f"block: expected a power of two, got {block}")
   sizes = _block_sizes(block, num_taps)
-  sum_dtype = _sum_dtype(inputs.dtype)
+  dtype = sum_dtype(inputs)
   return OnlineConvolutionCache(
     inputs=inputs,
     length=length,
     begun=jnp.zeros((batch, len(sizes)), jnp.int32),
-    pending=tuple(jnp.zeros((batch, size, width), sum_dtype) for size in sizes),
+    pending=tuple(jnp.zeros((batch, size, width), dtype) for size in sizes),
     step=jnp.zeros((), jnp.int32),
   )
 
 
+@automatic_axes
 def causal_convolution_cached(
   inputs: jax.Array,
   taps: jax.Array,
@@ -255,10 +258,6 @@ def _block_sizes(block, num_taps):
   return [*(block << j for j in range(doublings)), num_taps]
 
 
-def _sum_dtype(*dtypes):
-  return jnp.float64 if jnp.dtype("float64") in dtypes else jnp.float32
-
-
 def _positions(ring_bld, start_b, count):
   """[B, count, D] of a ring, the positions from `start_b` on."""
   slots_bu = (start_b[:, None] + _range(count)[None]) % ring_bld.shape[1]
@@ -300,7 +299,7 @@ def _latest(ring_bld, length_b, count):
 
 def _step(x_b1d, taps, cache, lengths_b):
   """One position. Written before it is read, as XLA would copy the ring otherwise."""
-  dtype = _sum_dtype(x_b1d.dtype, taps.dtype)
+  dtype = sum_dtype(x_b1d, taps)
   w = taps.astype(dtype)
   ring_bld = _written(cache, x_b1d, lengths_b)
   y_be = _sum_of(_latest(ring_bld, cache.length + 1, taps.shape[0]).astype(dtype), w)
@@ -309,7 +308,7 @@ def _step(x_b1d, taps, cache, lengths_b):
 
 
 def _online_step(x_b1d, taps, cache, lengths_b):
-  dtype = _sum_dtype(x_b1d.dtype, taps.dtype)
+  dtype = sum_dtype(x_b1d, taps)
   w = taps.astype(dtype)
   block, last = _smallest_block(cache), len(cache.pending) - 1
 

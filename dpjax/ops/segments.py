@@ -31,6 +31,9 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.products import sum_dtype
+
 METHODS = ("mean", "last")
 
 
@@ -88,6 +91,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
   return _ids(_as_boundaries(boundaries, None))
 
 
+@automatic_axes
 def pool_segments(
   inputs: jax.Array,
   boundaries: ArrayLike,
@@ -158,6 +162,7 @@ def pool_segments(
   return sum_of_segments(last_btd, ids_bt, capacity)
 
 
+@automatic_axes
 def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
   """Gives every token the vector of the last segment that has ended.
 
@@ -199,17 +204,13 @@ def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
     )
   index_bt = jnp.cumsum(boundaries.astype(jnp.int32), axis=1, dtype=jnp.int32)
   # The cast makes the gradient's sum one of float32.
-  wide_bsd = segments.astype(_sum_dtype(segments))
+  wide_bsd = segments.astype(sum_dtype(segments))
   return _take(wide_bsd, index_bt, jnp.nan).astype(segments.dtype)
 
 
 def _ids(boundaries):
   ones_bt = boundaries.astype(jnp.int32)
   return jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
-
-
-def _sum_dtype(array):
-  return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
 
 
 def sum_of_segments(values, ids, capacity):
@@ -232,7 +233,7 @@ def _take(vectors, index, fill_value):
 
 def _mean(inputs, ids, capacity):
   """The means [B, S, D] and the sizes [B, S, 1], empty segments taken for 1."""
-  wide_btd = inputs.astype(_sum_dtype(inputs))
+  wide_btd = inputs.astype(sum_dtype(inputs))
   sums_bsd = sum_of_segments(wide_btd, ids, capacity)
   sizes_bs = sum_of_segments(jnp.ones_like(ids), ids, capacity)
   sizes_bs1 = jnp.maximum(sizes_bs, 1)[..., None].astype(sums_bsd.dtype)

@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from dpjax.ops import segments
+from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.products import sum_dtype
 
 
 class SegmentCache(NamedTuple):
   """The segment of each row that no boundary has ended yet.
 
   Attributes:
-    total: [B, D], float32, the sum of its tokens.
+    total: [B, D], float32 or float64, the sum of its tokens.
     count: [B], int32, how many they are.
   """
 
@@ -25,12 +27,15 @@ class SegmentCache(NamedTuple):
   count: jax.Array
 
 
-def init_segment_cache(batch: int, width: int) -> SegmentCache:
+def init_segment_cache(
+  batch: int, width: int, dtype: DTypeLike = jnp.float32
+) -> SegmentCache:
   """The cache of rows of which no token has been seen: zeros.
 
   Args:
     batch: B, at least 1.
     width: D, at least 1.
+    dtype: of the inputs; the total is float64 where this is, and else float32.
 
   Raises:
     ValueError: a size is below 1.
@@ -38,11 +43,11 @@ def init_segment_cache(batch: int, width: int) -> SegmentCache:
   for name, size in (("batch", batch), ("width", width)):
     if size < 1:
       raise ValueError(f"{name}: expected at least 1, got {size}")
-  return SegmentCache(
-    jnp.zeros((batch, width), jnp.float32), jnp.zeros(batch, jnp.int32)
-  )
+  total_bd = jnp.zeros((batch, width), dtype)
+  return SegmentCache(total_bd.astype(sum_dtype(total_bd)), jnp.zeros(batch, jnp.int32))
 
 
+@automatic_axes
 def pool_segments_cached(
   inputs: jax.Array,
   boundaries: ArrayLike,
@@ -61,7 +66,7 @@ def pool_segments_cached(
     last:  [2, 50, 0, 0]
 
   As many places are filled as the row has boundaries in the chunk; the others are zero.
-  Sums are carried in float32.
+  Sums are carried in float32, in float64 where the inputs have it.
 
   Args:
     inputs: [B, C, D], floats, C >= 1.
@@ -92,9 +97,12 @@ def pool_segments_cached(
       f"cache: expected total [B, D] = {(batch, width)} and count [B] = {(batch,)}, got "
       f"{cache.total.shape}, {cache.count.shape}"
     )
+  dtype = sum_dtype(inputs)
+  if cache.total.dtype != dtype:
+    raise ValueError(f"cache: expected a total of {dtype}, got {cache.total.dtype}")
   segments.check_boundaries(boundaries, (batch, chunk))
   b_bc = jnp.asarray(boundaries).astype(jnp.int32)
-  x_bcd, real_bc = inputs.astype(jnp.float32), jnp.ones_like(b_bc)
+  x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
   if lengths is not None:
     is_real_bc = is_real(check_lengths(lengths, batch, chunk), chunk)
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
@@ -112,7 +120,7 @@ def pool_segments_cached(
   )
   if method == "mean":
     counts_bs1 = jnp.maximum(counts_bs[:, :chunk], 1)[..., None]
-    s_bcd = totals_bsd[:, :chunk] / counts_bs1.astype(jnp.float32)
+    s_bcd = totals_bsd[:, :chunk] / counts_bs1.astype(dtype)
   else:
     last_bcd = jnp.where(b_bc[..., None] > 0, x_bcd, 0)
     s_bcd = segments.sum_of_segments(last_bcd, ids_bc, chunk)

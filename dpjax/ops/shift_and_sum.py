@@ -5,13 +5,15 @@ Letters: B batch, T position, H head, E feature of a head, K level.
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
 fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py. Differences: with
 more than one head its reshape cuts positions, here heads are an axis of their
-own; sums here are carried in float32.
+own; sums here are carried in float32 or more.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.products import sum_dtype
 from dpjax.ops.shift_and_sum_matrix import matrix_form
 
 
@@ -34,6 +36,7 @@ def num_levels(max_length: int) -> int:
   return (max_length - 1).bit_length()
 
 
+@automatic_axes
 def shift_and_sum(
     values: jax.Array,
     gates: jax.Array,
@@ -53,7 +56,7 @@ def shift_and_sum(
 
     [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
 
-  Sums are carried in float32.
+  Sums are carried in float32, in float64 where an argument has it.
 
   Implementations: "loop", Alg. 1 to the letter and the reference; "unrolled",
   static shifts; "recompute", whose backward pass keeps `values` and `gates`
@@ -100,6 +103,7 @@ def shift_and_sum(
   return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
 
 
+@automatic_axes
 def dispatch_matrix(
     gates: jax.Array, *, level_keep: jax.Array | None = None
 ) -> jax.Array:
@@ -119,7 +123,8 @@ def dispatch_matrix(
     level_keep: as in `shift_and_sum`.
 
   Returns:
-    [B, H, T, T], float32; axes 2 and 3 are the reading and the read position.
+    [B, H, T, T], float32, or float64 as the gates; axes 2 and 3 are the reading and the
+    read position.
 
   Raises:
     ValueError: as in `shift_and_sum`.
@@ -127,8 +132,11 @@ def dispatch_matrix(
   if gates.ndim != 4:
     raise ValueError(f"gates: expected [B, T, H, K], got shape {gates.shape}")
   batch, length, heads, _ = gates.shape
-  eye = jnp.eye(length, dtype=jnp.float32)[None, :, None, :]
-  eye_bths = jnp.broadcast_to(eye, (batch, length, heads, length))
+  eye_tt = jnp.eye(length, dtype=sum_dtype(gates))
+  # Within `jax.shard_map` these zeros vary over devices as the gates do.
+  zeros_bths = jnp.zeros_like(
+      gates, eye_tt.dtype, shape=(batch, length, heads, length))
+  eye_bths = zeros_bths + eye_tt[None, :, None, :]
   m_bths = shift_and_sum(eye_bths, gates, level_keep=level_keep)
   return jnp.moveaxis(m_bths, 1, 2)
 
@@ -154,25 +162,27 @@ def _run_if(keep, level, v):
 
 def _loop(values, gates, level_keep):
   position = jnp.arange(values.shape[1])[None, :, None]
+  dtype = sum_dtype(values, gates)
 
   def body(k, v_bthe):
     shift = 2**k
 
     def level(v_bthe):
-      mask = (position >= shift).astype(jnp.float32)
-      c_bth = mask * gates[..., k].astype(jnp.float32)
+      mask = (position >= shift).astype(dtype)
+      c_bth = mask * gates[..., k].astype(dtype)
       return v_bthe + c_bth[..., None] * jnp.roll(v_bthe, shift, axis=1)
 
     return _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
 
-  v_bthe = lax.fori_loop(0, gates.shape[3], body, values.astype(jnp.float32))
+  v_bthe = lax.fori_loop(0, gates.shape[3], body, values.astype(dtype))
   return v_bthe.astype(values.dtype)
 
 
 def _unrolled(values, gates, level_keep):
-  v_bthe = values.astype(jnp.float32)
+  dtype = sum_dtype(values, gates)
+  v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
-    c_bthe = gates[..., k, None].astype(jnp.float32)
+    c_bthe = gates[..., k, None].astype(dtype)
     def level(v_bthe, shift=2**k, c_bthe=c_bthe):
       past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
       return v_bthe + c_bthe * past_bthe[:, :v_bthe.shape[1]]
@@ -181,7 +191,7 @@ def _unrolled(values, gates, level_keep):
 
 
 def _scan(values, gates, level_keep):
-  length = values.shape[1]
+  length, dtype = values.shape[1], sum_dtype(values, gates)
 
   def body(v_bthe, x):
     c_bth, shift, keep = x
@@ -193,10 +203,10 @@ def _scan(values, gates, level_keep):
 
     return _run_if(keep, level, v_bthe), None
 
-  c_kbth = jnp.moveaxis(gates.astype(jnp.float32), 3, 0)
+  c_kbth = jnp.moveaxis(gates.astype(dtype), 3, 0)
   shifts = 2 ** jnp.arange(gates.shape[3])
   v_bthe, _ = lax.scan(
-      body, values.astype(jnp.float32), (c_kbth, shifts, level_keep))
+      body, values.astype(dtype), (c_kbth, shifts, level_keep))
   return v_bthe.astype(values.dtype)
 
 
@@ -207,8 +217,9 @@ def _recompute_forward(values, gates, level_keep):
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
   features, levels = values.shape[3], gates.shape[3]
+  dtype = sum_dtype(values, gates)
   keep = [None] * levels if level_keep is None else list(level_keep)
-  c_bth = [gates[..., k].astype(jnp.float32) for k in range(levels)]
+  c_bth = [gates[..., k].astype(dtype) for k in range(levels)]
   # All levels of one block take the room of one or two levels of all features;
   # blocks of whole vectors of 8 are the faster ones.
   size = min(features, max(-(-features // levels), 2 * features // levels // 8 * 8))
@@ -226,11 +237,11 @@ def _recompute_backward(residuals, grad):
     # The last block begins early where `size` does not divide the features:
     # what it shares with the one before it must count once in the gates.
     start = jnp.minimum(i * size, features - size)
-    fresh_e = (start + jnp.arange(size) >= i * size).astype(jnp.float32)
+    fresh_e = (start + jnp.arange(size) >= i * size).astype(dtype)
 
     def cut(x_bthe):
       x_bthe = lax.dynamic_slice_in_dim(x_bthe, start, size, axis=3)
-      return x_bthe.astype(jnp.float32)
+      return x_bthe.astype(dtype)
 
     v_bthe = [cut(values)]
     for k in range(levels - 1):

@@ -16,18 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.products import sum_dtype
 
 
 class ShiftAndSumCache(NamedTuple):
   """What `shift_and_sum_cached` knows of the tokens so far.
 
   Attributes:
-    ring: [B, S, H, E], S = 2**K - 1, float32: the last 2**k working values v_k of
-      level k lie from place 2**k - 1 on, that of position t in the place t mod 2**k
-      of them. Zero where there was no token yet.
+    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k working values
+      v_k of level k lie from place 2**k - 1 on, that of position t in the place t mod
+      2**k of them. Zero where there was no token yet.
     length: [B], int32: the tokens so far of each row.
   """
 
@@ -36,7 +38,11 @@ class ShiftAndSumCache(NamedTuple):
 
 
 def init_shift_and_sum_cache(
-  batch: int, num_heads: int, features: int, num_levels: int
+  batch: int,
+  num_heads: int,
+  features: int,
+  num_levels: int,
+  dtype: DTypeLike = jnp.float32,
 ) -> ShiftAndSumCache:
   """The cache before the first token: zeros.
 
@@ -48,6 +54,7 @@ def init_shift_and_sum_cache(
     num_heads: H.
     features: E, the features of a head.
     num_levels: K, the levels of the gates; 0 for an empty cache.
+    dtype: of values and gates; the ring is float64 where this is, and else float32.
 
   Returns:
     ring [B, 2**K - 1, H, E] and length [B].
@@ -61,10 +68,12 @@ def init_shift_and_sum_cache(
       raise ValueError(f"{name}: expected at least 1, got {size}")
   if num_levels < 0:
     raise ValueError(f"num_levels: expected at least 0, got {num_levels}")
-  ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), jnp.float32)
+  ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), dtype)
+  ring = ring.astype(sum_dtype(ring))
   return ShiftAndSumCache(ring, jnp.zeros(batch, jnp.int32))
 
 
+@automatic_axes
 def shift_and_sum_cached(
   values: jax.Array,
   gates: jax.Array,
@@ -81,7 +90,8 @@ def shift_and_sum_cached(
   where v_k of positions before the chunk comes from the cache. The outputs of all
   chunks, one after the other, are those of `shift_and_sum` on the whole row, however
   the row is cut and however long it becomes: there is no last position, and position
-  t always ends with t - 2**K + 1 .. t in it. Sums are carried in float32.
+  t always ends with t - 2**K + 1 .. t in it. Sums are carried in float32, in float64
+  where an argument has it.
 
   For one head of one feature and two levels whose gates are 1, the row 1, 10, 100,
   1000 in chunks of three tokens and one:
@@ -119,7 +129,8 @@ def shift_and_sum_cached(
   if lengths is not None:
     lengths = check_lengths(lengths, *values.shape[:2])
   chunk, levels = values.shape[1], gates.shape[3]
-  v_bche, c_bchk = (jnp.asarray(x, jnp.float32) for x in (values, gates))
+  dtype = cache.ring.dtype
+  v_bche, c_bchk = (jnp.asarray(x, dtype) for x in (values, gates))
   real_bc11 = None
   if lengths is not None:
     real_bc11 = is_real(lengths, chunk)[..., None, None]
@@ -204,8 +215,9 @@ def _check(values, gates, cache):
                      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
   batch, chunk, heads, features = values.shape
   ring = (batch, 2**gates.shape[3] - 1, heads, features)
-  if cache.ring.shape != ring or cache.ring.dtype != jnp.float32:
-    raise ValueError(f"cache: expected a ring of float32 {ring} for K = {gates.shape[3]} "
+  dtype = sum_dtype(values, gates)
+  if cache.ring.shape != ring or cache.ring.dtype != dtype:
+    raise ValueError(f"cache: expected a ring of {dtype} {ring} for K = {gates.shape[3]} "
                      f"levels of gates, got {cache.ring.dtype} {cache.ring.shape}")
   if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
     raise ValueError(f"cache: expected a length of int32 {(batch,)}, got "

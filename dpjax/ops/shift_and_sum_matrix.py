@@ -14,6 +14,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from dpjax.ops.products import sum_dtype
+
 
 @jax.custom_vjp
 def matrix_form(
@@ -25,8 +27,8 @@ def matrix_form(
   O(B H T**1.5) numbers of the matrices. A level that is dropped has gates of 0, and its
   work is not saved. Products of float32 have its full precision; where `values` are
   bfloat16 or float16, so are the matrices and what goes from one product to the other,
-  while each product sums in float32. An inf or nan reaches up to 2 sqrt(T) positions of
-  the past, by products with 0.
+  while each product sums in float32, or float64 where an argument has it. An inf or nan
+  reaches up to 2 sqrt(T) positions of the past, by products with 0.
 
   Args:
     values: [B, T, H, E], floats.
@@ -41,13 +43,15 @@ def matrix_form(
 
 def _both_passes(values, gates, level_keep):
   batch, length, heads, features = values.shape
-  gates = gates.astype(jnp.float32)
+  dtype = sum_dtype(values, gates)
+  gates = gates.astype(dtype)
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, 0)
   levels = gates.shape[3]
   num_low = (levels + 1) // 2
   band = 2**num_low
-  v_bthe = _multiply(values, gates[..., :num_low])
+  v_bthe = values.astype(dtype) if dtype == jnp.float64 else values
+  v_bthe = _multiply(v_bthe, gates[..., :num_low])
   if levels > num_low:
     # [B, T, ...] -> [B W, T / W, ...] and back.
     stride = -(-length // band)
@@ -60,7 +64,7 @@ def _both_passes(values, gates, level_keep):
     v_snhe = _multiply(split(v_bthe), split(gates[..., num_low:]))
     v_bthe = v_snhe.reshape(batch, band, stride, heads, features).swapaxes(1, 2)
     v_bthe = v_bthe.reshape(batch, stride * band, heads, features)[:, :length]
-  return v_bthe
+  return v_bthe.astype(values.dtype)
 
 
 def _multiply(v_snhe, c_snhk):
@@ -86,7 +90,7 @@ def _multiply(v_snhe, c_snhk):
     m_smhij.astype(v_snhe.dtype),
     v_smjhe,
     precision="highest",
-    preferred_element_type=jnp.float32,
+    preferred_element_type=c_snhk.dtype,
   )
   v_snhe = v_smihe.reshape(sequences, blocks * width, heads, features)[:, :length]
   return v_snhe.astype(v_smjhe.dtype)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dpjax.layers.boundaries import Boundaries
+from dpjax.ops.products import sum_dtype
 
 
 def cross_entropy(
@@ -22,12 +23,12 @@ def cross_entropy(
   derivatives only, which keep the logits as they are.
 
   Args:
-    logits: [B, T, V], floats; the softmax is taken in float32.
+    logits: [B, T, V], floats; the softmax is taken in float32, or float64 as they are.
     targets: [B, T], integers in [0, V).
     weights: [B, T], 1 where a target counts and 0 where it does not.
 
   Returns:
-    nats and count, float32 scalars.
+    nats and count, scalars.
 
   Raises:
     ValueError: the shapes do not match.
@@ -38,7 +39,7 @@ def cross_entropy(
       f"{logits.shape}, {targets.shape}, {weights.shape}"
     )
   nats_bt = _nats_of_tokens(logits, targets)
-  return jnp.sum(nats_bt * weights), jnp.sum(weights)
+  return jnp.sum(nats_bt * weights.astype(nats_bt.dtype)), jnp.sum(weights)
 
 
 @jax.custom_vjp
@@ -48,14 +49,14 @@ def _nats_of_tokens(logits, targets) -> jax.Array:
 
 
 def _nats_forward(logits, targets):
-  lse_bt = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+  lse_bt = jax.nn.logsumexp(_wide(logits), axis=-1)
   return lse_bt - _pick(logits, targets), (logits, lse_bt, targets)
 
 
 def _nats_backward(residuals, grad_bt):
   # dnats[b, t] / dlogits[b, t, v] = p[b, t, v] - [v = targets[b, t]]
   logits, lse_bt, targets = residuals
-  p_btv = jnp.exp(logits.astype(jnp.float32) - lse_bt[..., None])
+  p_btv = jnp.exp(_wide(logits) - lse_bt[..., None])
   grad_btv = (p_btv * grad_bt[..., None]).astype(logits.dtype)
   # In its place: a comparison with every v would have XLA make the gradient once for each
   # of those that read it.
@@ -66,7 +67,11 @@ def _nats_backward(residuals, grad_bt):
 
 def _pick(logits, targets) -> jax.Array:
   picked_bt1 = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-  return picked_bt1[..., 0].astype(jnp.float32)
+  return _wide(picked_bt1[..., 0])
+
+
+def _wide(x) -> jax.Array:
+  return x.astype(sum_dtype(x))
 
 
 _nats_of_tokens.defvjp(_nats_forward, _nats_backward)

@@ -218,7 +218,7 @@ def test_damage_is_named(tmp_path, corpus, name, damage):
   if damage == "short":
     file.write_bytes(content[:-1])
   with pytest.raises(ValueError, match=f"{name}: expected"):
-    open_prepared(tmp_path / "data")
+    open_prepared(tmp_path / "data").check()
 
 
 COUNTS = {"tokens": 3, "words": 2, "characters": 3, "bytes": 3, "sha256": "5a"}
@@ -390,7 +390,7 @@ def test_damage_of_boundaries_is_named(tmp_path, corpus, name, damage):
   if damage == "short":
     file.write_bytes(content[:-1])
   with pytest.raises(ValueError, match=f"{name}: expected"):
-    open_prepared(tmp_path / "data")
+    open_prepared(tmp_path / "data").check()
 
 
 def test_data_of_an_earlier_version_have_no_boundaries(tmp_path, corpus):

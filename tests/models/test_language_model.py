@@ -197,3 +197,39 @@ def test_too_long_an_input_is_refused():
   model = make()
   with pytest.raises(ValueError, match="max_length = 11, got the shape"):
     jax.eval_shape(model.init, random_key(0), jnp.zeros((2, 12), jnp.int32))
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(mixer="dispatcher"),
+    dict(mixer="he"),
+    dict(mixer="relative_attention", positions="none"),
+    pytest.param(
+      dict(boundaries="gumbel", first_layers=1, last_layers=1, num_capacities=2),
+      marks=pytest.mark.slow,
+    ),
+  ],
+  ids=["dispatcher", "he", "relative_attention", "gumbel"],
+)
+def test_a_batch_on_a_mesh_with_explicit_axes(settings):
+  model = make(num_layers=1, **settings)
+  params = draw_params(model)
+  tokens = np.random.default_rng(2).integers(VOCAB, size=(16, 5))
+
+  def loss(params, tokens):
+    logits = model.apply({"params": params}, tokens).logits
+    return jnp.mean(jnp.sin(logits)), logits
+
+  run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  expected = run(params, tokens)
+  mesh = jax.make_mesh((8,), ("rows",))
+  assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+  rows, whole = (
+    jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ())
+  )
+  got = run(jax.device_put(params, whole), jax.device_put(tokens, rows))
+  assert jax.typeof(got[0][1]).sharding.spec == jax.P("rows", None, None)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, expected
+  )

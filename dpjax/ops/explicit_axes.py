@@ -1,0 +1,66 @@
+"""Meshes with explicit axes, the default of `jax.make_mesh`."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import cast
+
+import jax
+from jax import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard, use_abstract_mesh
+
+
+def automatic_axes(function: Callable) -> Callable:
+  """Lets a function take arrays that lie on a mesh with explicit axes.
+
+  JAX refuses many reshapes, gathers and loops where an axis is explicit. Within the
+  function all axes are automatic: the compiler places the arrays. An axis of a result is
+  sharded like the same axis of the first argument where both have the same size, and
+  else not at all:
+
+    causal_convolution(f32[16@data, 12, 6], f32[12, 6, 5]) -> f32[16@data, 12, 5]
+
+  Without explicit axes nothing changes. `jax.sharding.auto_axes` does the same for
+  results whose shardings are known before the call.
+
+  Args:
+    function: takes an array, and then anything; returns a pytree of arrays.
+
+  Returns:
+    The function.
+  """
+  name = next(iter(inspect.signature(function).parameters))
+
+  @functools.wraps(function)
+  def run(*args, **kwargs):
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    placed = (x for x in leaves if isinstance(x, jax.Array) and _mesh(x).explicit_axes)
+    example = next(placed, None)
+    if example is None:
+      return function(*args, **kwargs)
+    first = args[0] if args else kwargs[name]
+    mesh, axes = _mesh(example), [*jax.typeof(first).sharding.spec]
+    # Outside of `jit` the devices are known, and JAX needs them for a result that is not
+    # on the mesh yet.
+    is_known = not isinstance(example, core.Tracer)
+    devices = cast(NamedSharding, example.sharding).mesh if is_known else mesh
+
+    def like_first(x):
+      sizes = zip(axes, first.shape, x.shape, strict=False)
+      spec = PartitionSpec(*(axis if a == b else None for axis, a, b in sizes))
+      return reshard(x, NamedSharding(devices, spec))
+
+    automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    with use_abstract_mesh(automatic):
+      leaves = [
+        reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x for x in leaves
+      ]
+      args, kwargs = jax.tree.unflatten(structure, leaves)
+      result = function(*args, **kwargs)
+    return jax.tree.map(like_first, result)
+
+  return run
+
+
+def _mesh(array):
+  return jax.typeof(array).sharding.mesh
