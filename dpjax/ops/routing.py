@@ -16,6 +16,8 @@ hnet/utils/train.py. Same numbers; their kernel for the scan is an associative s
 import jax
 import jax.numpy as jnp
 
+from dpjax.ops.products import sum_dtype
+
 LEAST = 1e-4  # a probability lies this far from 0 and 1 in the scan
 
 
@@ -94,7 +96,7 @@ def smooth_segments(
       "segments, probabilities: expected [B, S, D], [B, S], got "
       f"{segments.shape}, {probabilities.shape}"
     )
-  dtype = _at_least_float32(segments)
+  dtype = sum_dtype(segments)
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
   added = q * segments.astype(dtype)
   if previous is not None:
@@ -155,7 +157,7 @@ def ratio_loss(
       "boundaries, probabilities, factor: expected equal shapes and a factor above 1, got "
       f"{boundaries.shape}, {probabilities.shape}, {factor}"
     )
-  dtype = _at_least_float32(probabilities)
+  dtype = sum_dtype(probabilities)
   ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
   share = jax.lax.stop_gradient(jnp.sum(boundaries.astype(dtype) * ones) / jnp.sum(ones))
   mean = jnp.sum(probabilities.astype(dtype) * ones) / jnp.sum(ones)
@@ -164,10 +166,6 @@ def ratio_loss(
 
 def _unit(vectors: jax.Array) -> jax.Array:
   """Vectors of length 1, of zeros where they are; in at least float32."""
-  vectors = vectors.astype(_at_least_float32(vectors))
+  vectors = vectors.astype(sum_dtype(vectors))
   squares = jnp.sum(vectors * vectors, axis=-1, keepdims=True)
   return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
-
-
-def _at_least_float32(array: jax.Array):
-  return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
