@@ -138,10 +138,8 @@ def configure(name: str, scale: str) -> ConfigDict:
       changes["model.num_layers"] += changes.pop(f"model.{side}.num_layers")
   config.unlock()
   for key, value in changes.items():
-    *parents, setting = key.split(".")
-    section = config
-    for parent in parents:
-      section = section[parent]
+    parents, _, setting = key.rpartition(".")
+    section = config_lib.get(config, parents)
     # A component may lack it.
     if setting in section or key not in _OF_COMPONENTS:
       section[setting] = value
