@@ -280,7 +280,16 @@ def check_model(model: Mapping) -> None:
   for key in ("dropout", "hidden_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
-  registry.boundaries.build(config.model.boundaries, "model.boundaries", predictor_width=1)
+  for key, value in flatten(config.model.boundaries, "model.boundaries.").items():
+    if type(value) is int:
+      _at_most(config, key, LARGEST)
+  registry.boundaries.build(config.model.boundaries, "model.boundaries", width=1,
+                            predictor_width=1)
+  for place in ("first", "last") if not is_pooled(config.model) else ():
+    for name, usual in (("num_layers", 2), ("mixer", None)):
+      value = config.model[place][name]
+      _expect(value == usual, f"model.{place}.{name}",
+              f"{usual} with model.boundaries = none", getattr(value, "name", value))
   for key, section in mixers_in(config.model).items():
     registry.mixers.build(section, key, max_length=config.model.max_length)
     width, heads = config.model.width, section.get("num_heads", 1)
@@ -405,7 +414,9 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
     elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")
     else:
-      config[name] = tuple(value) if isinstance(value, list) else value
+      value = tuple(value) if isinstance(value, list) else value
+      _check_type(key, value, config[name])  # A ConfigDict has errors of its own.
+      config[name] = value
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
@@ -453,20 +464,22 @@ def _check_keys(config, known, prefix: str) -> None:
     key = f"{prefix}{name}"
     if name not in known:
       raise unknown_key(key, flatten(known, prefix))
-    if value is None and key in OWN_MIXERS:
-      continue
-    if key in COMPONENTS or isinstance(known[name], ConfigDict):
-      if not isinstance(value, ConfigDict):
-        raise UserError(f"{key}: expected a section of settings, got {value!r}")
-      if key in COMPONENTS:
-        COMPONENTS[key].check(value, key)
-      else:
-        _check_keys(value, known[name], f"{key}.")
-    if known[name] is not None:
-      usual = known[name]
-      registry.check_value(key, value, registry.Setting(type(usual), usual, False))
+    _check_type(key, value, known[name])
+    if key in COMPONENTS and value is not None:
+      COMPONENTS[key].check(value, key)
+    elif isinstance(known[name], ConfigDict):
+      _check_keys(value, known[name], f"{key}.")
   missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   _expect(not missing, ", ".join(missing), "a value", "none")
+
+
+def _check_type(key: str, value, usual) -> None:
+  if value is None and key in OWN_MIXERS:
+    return
+  if key not in COMPONENTS and not isinstance(usual, ConfigDict):
+    registry.check_value(key, value, registry.Setting(type(usual), usual, False))
+  elif not isinstance(value, ConfigDict):
+    raise UserError(f"{key}: expected a section of settings, got {value!r}")
 
 
 def _check_arrays(config) -> None:

@@ -96,6 +96,7 @@ def _section(
   known: registry.Registry, key: str, usual: str, fields: Mapping, flat: Mapping
 ) -> dict[str, Any]:
   section = {"name": flat.get(key, usual)}
+  known.component(section["name"], key)  # Refused under its own name.
   for field in known.settings(section["name"]):
     if fields.get(field) in flat:
       value = flat[fields[field]]
