@@ -290,7 +290,7 @@ mixers = Registry(
 boundaries = Registry(
   "boundaries",
   "dpjax.register_boundaries",
-  given=("predictor_width", "init_std", "dtype"),
+  given=("width", "predictor_width", "init_std", "dtype"),
   known={
     "none": "dpjax.layers.boundaries:NoBoundaries",
     "fixed": "dpjax.layers.boundaries:Fixed",
@@ -298,6 +298,7 @@ boundaries = Registry(
     "unigram": "dpjax.layers.boundaries:Unigram",
     "entropy": "dpjax.layers.boundaries:EntropySpikes",
     "gumbel": "dpjax.layers.boundaries:Gumbel",
+    "routing": "dpjax.layers.boundaries:Routing",
   },
 )
 optimizers = Registry(

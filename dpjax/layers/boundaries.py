@@ -29,10 +29,14 @@ class Found(NamedTuple):
   Attributes:
     boundaries: [B, T], 0 or 1. Integers, or floats through which a gradient passes.
     logits: [B, T], of a boundary's probability; None without a predictor.
+    probabilities: [B, T], of a boundary, where the model's output depends on them.
+    state: of `init_state`, after these tokens.
   """
 
   boundaries: jax.Array
   logits: jax.Array | None = None
+  probabilities: jax.Array | None = None
+  state: Any = ()
 
 
 class Boundaries(nn.Module):
@@ -43,11 +47,14 @@ class Boundaries(nn.Module):
     needs_text: whether its boundaries are made from the text while that is prepared, so
       that batches have "boundaries", [B, T].
     takes_noise: whether it draws boundaries, and so takes `noise`.
+    has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
+      them the first token of each row has to be a boundary.
   """
 
   needs_spaces: ClassVar[bool] = False
   needs_text: ClassVar[bool] = False
   takes_noise: ClassVar[bool] = False
+  has_null_group: ClassVar[bool] = True
 
   @property
   def pooling_method(self) -> str:
@@ -72,6 +79,8 @@ class Boundaries(nn.Module):
     deterministic: bool = True,
     noise: jax.Array | None = None,
     start: jax.Array | None = None,
+    state: Any = None,
+    lengths: jax.Array | None = None,
   ) -> Found:
     """Says where segments end, from the tokens so far alone.
 
@@ -81,8 +90,33 @@ class Boundaries(nn.Module):
       deterministic: False in training; draws come from the "dropout" stream.
       noise: [B, T] in (0, 1), in place of a draw.
       start: [B], int32, how many tokens of each row came before; None: none did.
+      state: of `init_state` or of the call before, where rows go on; None: they begin.
+      lengths: [B], int32, how many tokens of each row are real; None: all.
     """
     raise NotImplementedError
+
+  def init_state(self, batch: int, width: int) -> Any:
+    """What is known of the tokens before, of B rows of width D that have not begun."""
+    del batch, width
+    return ()
+
+  def blend(
+    self, segments: jax.Array, probabilities: jax.Array | None, previous: jax.Array | None
+  ) -> jax.Array:
+    """What tokens read of segments, after the middle: by default what it gives.
+
+    Args:
+      segments: [B, S, D], of the middle, without the null group.
+      probabilities: [B, S], those of `Found` at the boundaries that end the segments.
+      previous: [B, D], what was read last, where rows go on.
+    """
+    del probabilities, previous
+    return segments
+
+  def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
+    """[B, T, D], the last stack's input: what tokens read and what they were."""
+    del found
+    return read + hidden
 
   def most_segments(self, length: int) -> int | None:
     """How many segments any row of T tokens has; None: it depends on the tokens."""
@@ -142,9 +176,10 @@ class Fixed(Boundaries):
   def _first(self) -> int:
     return self.shortening_factor - 1 if self.offset is None else self.offset
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None):
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
     """See `Boundaries`."""
-    del hidden, deterministic, noise
+    del hidden, deterministic, noise, state, lengths
     return Found(
       ops.fixed_boundaries(tokens.shape, self.shortening_factor, self._first, start=start)
     )
@@ -176,9 +211,10 @@ class Whitespace(Boundaries):
     _at_least_one("num_capacities", self.num_capacities)
     super().__post_init__()
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None):
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, start
+    del hidden, deterministic, noise, start, state, lengths
     return Found(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
@@ -203,9 +239,10 @@ class _Predicted(Boundaries):
   def _logits(self, hidden: jax.Array) -> jax.Array:
     return self._predictor(hidden)[..., 0]
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None):
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
     """See `Boundaries`."""
-    del tokens, deterministic, noise, start
+    del tokens, deterministic, noise, start, state, lengths
     logits = self._logits(hidden)
     return Found((logits > 0).astype(jnp.int32), logits)
 
@@ -324,9 +361,10 @@ class Gumbel(_Predicted):
     """See `Boundaries`."""
     return self.sample
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None):
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
     """See `Boundaries`."""
-    del tokens, start
+    del tokens, start, state, lengths
     logits = self._logits(hidden)
     if deterministic and not self.sample and noise is None:
       return Found((logits > 0).astype(jnp.int32), logits)  # p > 0.5
@@ -341,6 +379,96 @@ class Gumbel(_Predicted):
     if self.space_ids:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
+
+
+class Routing(Boundaries):
+  """H-Net's routing: a segment ends where the next vector points away (`dpjax.ops.route`).
+
+    y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last segment that has ended
+
+  with e the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. A
+  segment's vector is its last token's. Its loss is `weight` times `dpjax.ops.ratio_loss`.
+
+  Attributes:
+    factor: N, the tokens a segment that are aimed at, above 1.
+    weight: of the ratio loss.
+    num_capacities: lengths that the middle is compiled for.
+    width: D.
+    dtype: of the projections of the router; the rest is float32.
+
+  Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
+  """
+
+  has_null_group: ClassVar[bool] = False
+
+  width: int
+  factor: float = 4.5
+  weight: float = 0.03
+  num_capacities: int = 8
+  dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    if not self.factor > 1:
+      raise ValueError(f"factor: expected above 1, got {self.factor}")
+    if not self.weight >= 0:
+      raise ValueError(f"weight: expected at least 0, got {self.weight}")
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  def setup(self):
+    """Begins with the cosine of neighbouring vectors, and without a residual."""
+    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)  # noqa: E731
+    shape = (self.width, self.width)
+    self._query = self.param("query", identity, shape, jnp.float32)
+    self._key = self.param("key", identity, shape, jnp.float32)
+    self._residual = nn.Dense(
+      self.width, kernel_init=nn.initializers.zeros, name="residual"
+    )
+
+  @property
+  def pooling_method(self) -> str:
+    """See `Boundaries`."""
+    return "last"
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del tokens, deterministic, noise
+    probabilities, boundaries = ops.route(
+      hidden, self._query.astype(self.dtype), self._key.astype(self.dtype),
+      previous=state, start=start,
+    )
+    if state is None:
+      return Found(boundaries, probabilities=probabilities)
+    length = jnp.full(len(hidden), hidden.shape[1]) if lengths is None else lengths
+    seen = jnp.concatenate([state[:, None].astype(hidden.dtype), hidden], axis=1)
+    state = jnp.take_along_axis(seen, length[:, None, None], axis=1)[:, 0]
+    return Found(boundaries, probabilities=probabilities, state=state)
+
+  def init_state(self, batch: int, width: int) -> jax.Array:
+    """[B, D], the last vector of each row."""
+    return jnp.zeros((batch, width), self.dtype)
+
+  def blend(self, segments, probabilities, previous):
+    """See `Boundaries`."""
+    assert probabilities is not None
+    return ops.smooth_segments(segments, probabilities, previous=previous)
+
+  def join(self, read, hidden, found):
+    """See `Boundaries`."""
+    assert found.probabilities is not None
+    chosen = ops.straight_through(found.probabilities, found.boundaries)[..., None]
+    sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
+    return sums.astype(hidden.dtype)
+
+  def loss(self, output, batch):
+    """See `Boundaries`."""
+    weights = batch["weights"]
+    ratio = ops.ratio_loss(
+      output.boundaries, output.boundary_probabilities, self.factor, weights=weights
+    )
+    return self.weight * ratio * jnp.sum(weights), None
 
 
 def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:

@@ -113,6 +113,7 @@ def build_boundaries(model_config: Mapping) -> Boundaries | None:
 def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
   return registry.boundaries.maker(
     model["boundaries"],
+    width=model["width"],
     predictor_width=model["feed_forward_width"],
     init_std=model["init_std"],
     dtype=jnp.dtype(model["dtype"]),

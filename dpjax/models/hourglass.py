@@ -28,7 +28,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
-from dpjax.layers.boundaries import Boundaries
+from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.models.stack import Stack
 
 
@@ -43,6 +43,7 @@ class HourglassCache(NamedTuple):
     segment: the open segment's vectors.
     latest: [B, D], what the middle stack made of the last segment that has ended: what
       tokens read until the next one has.
+    boundaries: of `dpjax.layers.boundaries.Boundaries.init_state`.
   """
 
   first: tuple
@@ -50,6 +51,7 @@ class HourglassCache(NamedTuple):
   last: tuple
   segment: ops.SegmentCache
   latest: jax.Array
+  boundaries: Any
 
 
 class HourglassOutput(NamedTuple):
@@ -61,12 +63,14 @@ class HourglassOutput(NamedTuple):
       which a gradient passes.
     boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
     cache: after these tokens, where one was given.
+    boundary_probabilities: [B, T], where the kind of boundaries gives them.
   """
 
   hidden: jax.Array
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   cache: HourglassCache | None = None
+  boundary_probabilities: jax.Array | None = None
 
 
 class Hourglass(nn.Module):
@@ -156,7 +160,13 @@ class Hourglass(nn.Module):
     if boundaries is not None and boundary_noise is None and kind.takes_noise:
       boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
     found = kind(
-      h_btd, tokens, deterministic=deterministic, noise=boundary_noise, start=start
+      h_btd,
+      tokens,
+      deterministic=deterministic,
+      noise=boundary_noise,
+      start=start,
+      state=None if cache is None else cache.boundaries,
+      lengths=lengths,
     )
     if boundaries is None:
       boundaries = found.boundaries
@@ -165,44 +175,57 @@ class Hourglass(nn.Module):
         capacity = most + 1
     else:
       ops.check_boundaries(boundaries, (batch, length))
-    null_d = self.param(
-      "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
-    )
-    null_b1d = jnp.broadcast_to(
-      null_d.astype(h_btd.dtype)[None, None], (batch, 1, len(null_d))
-    )
+      found = found._replace(boundaries=boundaries)
+    null_b1d = jnp.zeros((batch, 1, inputs.shape[2]), h_btd.dtype)
+    if kind.has_null_group:
+      null_d = self.param(
+        "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
+      )
+      null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
     if cache is not None:
       new, segment = ops.pool_segments_cached(
         h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
       )
-      queue_bsd = norm(jnp.concatenate([null_b1d, new], axis=1))
+      queue_bsd = jnp.concatenate([null_b1d, new], axis=1)
       u_btd, latest, middle_caches = _read_segments(
         steps["middle"],
-        queue_bsd,
-        boundaries,
+        norm(queue_bsd) if kind.has_null_group else queue_bsd,
+        kind,
+        found,
         cache,
         start,
         lengths,
-        min(kind.lengths_compiled, 4),
       )
-      y_btd, last_caches = steps["last"](u_btd + h_btd, cache.last, lengths)
-      cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest)
-      return HourglassOutput(y_btd, boundaries, found.logits, cache)
+      x_btd = kind.join(u_btd, h_btd, found)
+      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths)
+      cache = HourglassCache(
+        first_caches, middle_caches, last_caches, segment, latest, found.state
+      )
+      return HourglassOutput(
+        y_btd, boundaries, found.logits, cache, found.probabilities
+      )
 
+    num_null = int(kind.has_null_group)
     if capacity is None:
-      sizes = ops.capacities(length + 1, kind.lengths_compiled)
-      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
+      sizes = ops.capacities(length + num_null, kind.lengths_compiled)
+      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + num_null
     else:
       sizes, needed = (capacity,), None
-    s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=kind.pooling_method)
-    s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-    s_bsd = self.middle.apply(
-      norm(s_bsd), name="middle", sizes=sizes, needed=needed, **common
+    s_bsd = ops.pool_segments(
+      h_btd, boundaries, sizes[-1] - num_null, method=kind.pooling_method
     )
+    if kind.has_null_group:
+      s_bsd = norm(jnp.concatenate([null_b1d, s_bsd], axis=1))
+    s_bsd = self.middle.apply(s_bsd, name="middle", sizes=sizes, needed=needed, **common)
+    if not kind.has_null_group:
+      s_bsd = kind.blend(s_bsd, _at_boundaries(found, sizes[-1]), None)
+      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries)
-    y_btd = self.last.apply(u_btd + h_btd, name="last", **common)
-    return HourglassOutput(y_btd, boundaries, found.logits)
+    y_btd = self.last.apply(kind.join(u_btd, h_btd, found), name="last", **common)
+    return HourglassOutput(
+      y_btd, boundaries, found.logits, boundary_probabilities=found.probabilities
+    )
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D of which no token has been seen."""
@@ -212,38 +235,44 @@ class Hourglass(nn.Module):
       self.last.init_caches(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
+      self.make_boundaries(parent=None).init_state(batch, width),
     )
 
 
+def _at_boundaries(found: Found, size: int) -> jax.Array | None:
+  """[B, S], the probabilities at the boundaries that end the segments."""
+  if found.probabilities is None:
+    return None
+  p_bt1 = found.probabilities[..., None]
+  return ops.pool_segments(p_bt1, found.boundaries, size, method="last")[..., 0]
+
+
 def _read_segments(
-  step,
-  queue_bsd,
-  boundaries,
-  cache: HourglassCache,
-  start,
-  lengths,
-  num_capacities: int,
+  step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths
 ):
   """What each token of a chunk reads, and what is known after it.
 
   Args:
     step: of the middle stack, as `Stack.with_caches` gives it.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
-    boundaries: [B, C], where they do.
+    kind: of the boundaries.
+    found: where they are, [B, C].
     cache: before the chunk.
     start: [B], the tokens before it.
     lengths: [B], how many of the chunk's are real, or None for all.
-    num_capacities: lengths that a longer chunk's queue is compiled for.
 
   Returns:
     [B, C, D]; the last vector that the row's real tokens read, [B, D]; the middle's caches.
   """
-  b_bc = boundaries.astype(jnp.int32)
+  b_bc = found.boundaries.astype(jnp.int32)
   batch, chunk = b_bc.shape
   if lengths is None:
     lengths = jnp.full(batch, chunk, jnp.int32)
   b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
+  p_bc = _at_boundaries(found._replace(boundaries=b_bc), chunk)
   is_new_b = (start == 0) & (lengths > 0)  # the null group goes first
+  if not kind.has_null_group:
+    is_new_b = jnp.zeros_like(is_new_b)
   ended_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
   waiting_b = is_new_b.astype(jnp.int32) + ended_b
 
@@ -251,7 +280,8 @@ def _read_segments(
     begun_bsd = jnp.where(
       is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1)
     )
-    sizes = ops.capacities(chunk + 1, min(num_capacities, chunk // 8 + 1))
+    most = min(kind.lengths_compiled, 4, chunk // 8 + 1)
+    sizes = ops.capacities(chunk + 1, most)
 
     def at_capacity(size, begun_bsd, middle):
       s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b)
@@ -260,6 +290,9 @@ def _read_segments(
     index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
     branches = [partial(at_capacity, size) for size in sizes]
     s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle)
+    if not kind.has_null_group:
+      e_bsd = kind.blend(s_bsd[:, :-1], p_bc, cache.latest)
+      s_bsd = jnp.concatenate([e_bsd, s_bsd[:, -1:]], axis=1)
     known_bsd = jnp.where(
       is_new_b[:, None, None],
       s_bsd,
@@ -274,6 +307,8 @@ def _read_segments(
     next_b = jnp.where(is_new_b, place, 1)
     next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
     s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    if not kind.has_null_group:
+      s_b1d = kind.blend(s_b1d, p_bc, latest_bd)
     return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
 
   # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
