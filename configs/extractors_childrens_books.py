@@ -35,6 +35,7 @@ Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ 
 """
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError
 
 MIXERS = ("she", "he", "we", "me", "he_extraction",
           *(f"attention_{2**i}" for i in range(8)))
@@ -51,7 +52,7 @@ def get_config(variant: str = "she"):
   rest = [word for word in words if word not in (mixer, figure, "tiny", "")]
   if rest or len(words) != len(set(words)):
     known = ", ".join((*MIXERS, *FIGURES, "tiny"))
-    raise ValueError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
+    raise UserError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
 
   config = config_lib.default()
   model = config.model

@@ -52,6 +52,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError
 
 FIXED = {f"fixed{factor}": factor for factor in (2, 3, 4)}
 UNIGRAM = {f"unigram_{size}": size for size in (200, 500, 1000, 3000, 5000, 10_000)}
@@ -91,7 +92,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
   rest = set(words) - {name, middle, text, "subsampling", "tiny", ""}
   if rest or len(words) != len(set(words)):
     languages = "a language, " if len(texts) > 1 else ""
-    raise ValueError(
+    raise UserError(
       f"expected {languages}boundaries, middle_N, subsampling and tiny, each at most once, "
       f"of {', '.join(filter(None, known))}, got {variant}"
     )
@@ -144,7 +145,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
     model.num_layers += model.first.num_layers + model.last.num_layers
   if "subsampling" in words:
     if "pooling" not in model.boundaries:
-      raise ValueError(f"expected no subsampling with {name}, got {variant}")
+      raise UserError(f"expected no subsampling with {name}, got {variant}")
     model.boundaries.pooling = "last"
   if "tiny" in words:
     _make_tiny(config)

@@ -33,7 +33,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
 )
-_PLUGINS = flags.DEFINE_multi_string(
+flags.DEFINE_multi_string(
   "plugin", [], "a module that registers mixers, boundaries or optimizers when imported"
 )
 _JOIN_SECONDS = flags.DEFINE_integer(
@@ -70,13 +70,17 @@ def start(main: Callable[[Sequence[str]], None]) -> None:
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
+    # A configuration may name what a plugin registers.
+    _, plugins = _take(list(argv), "plugin")
+    for module in plugins:
+      _import_plugin(module)
     rest = flags.FLAGS(_with_config(list(argv)))
     if len(rest) > 1:
       raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-    for module in _PLUGINS.value:
-      _import_plugin(module)
     return rest
   except (UserError, flags.Error) as error:
+    if os.environ.get("DPJAX_TRACEBACK"):
+      raise
     sys.exit(" ".join(str(error).split()))
 
 
@@ -84,17 +88,19 @@ def _with_config(argv: list[str]) -> list[str]:
   """Makes the configuration of --config a flag; gives the arguments without that."""
   if "config" not in flags.FLAGS:
     return argv
-  place = next(
-    (i for i, x in enumerate(argv) if re.fullmatch("--?config(=.*)?", x, re.DOTALL)), None
-  )
-  if place is None:
+  others, files = _take(argv, "config")
+  if not files:
     return argv
-  _, is_joined, file = argv[place].partition("=")
-  if not is_joined:
-    file = argv[place + 1] if place + 1 < len(argv) else ""
-  config = load_config(file)
-  others = argv[:place] + argv[place + (1 if is_joined else 2) :]
-  others = _choose_components(config, others)
+  config = load_config(files[-1])
+  for key, registry in config_lib.COMPONENTS.items():
+    others, names = _take(others, f"config.{key}")
+    for name in names[-1:]:
+      registry.component(name, key)  # Refused under its own name.
+      section, _, last = key.rpartition(".")
+      try:
+        config_lib.get(config, section)[last] = registry.section(name)
+      except KeyError as error:
+        raise config_lib.unknown_key(key, config_lib.flatten(config)) from error
   known = config_lib.flatten(config)
   for argument in others:
     setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
@@ -104,6 +110,18 @@ def _with_config(argv: list[str]) -> list[str]:
   settings: Any = config
   config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
   return others
+
+
+def _take(argv: list[str], name: str) -> tuple[list[str], list[str]]:
+  """The arguments without --NAME=VALUE and --NAME VALUE, and these values."""
+  others, values, rest = [], [], iter(argv)
+  for argument in rest:
+    flag, is_joined, value = argument.partition("=")
+    if flag in (f"-{name}", f"--{name}"):
+      values.append(value if is_joined else next(rest, ""))
+    else:
+      others.append(argument)
+  return others, values
 
 
 def load_config(file: str) -> config_lib.ConfigDict:
@@ -116,41 +134,27 @@ def load_config(file: str) -> config_lib.ConfigDict:
   if Path(path).exists() and not Path(path).is_file():
     raise UserError(f"--config: expected a Python file, got {path}")
   try:
-    get_config = runpy.run_path(path, run_name="config")["get_config"]
-    config = get_config(*[variant] * bool(variant))
+    module = runpy.run_path(path, run_name="config")
+    if "get_config" not in module:
+      raise AttributeError("it has no attribute 'get_config'")
+    config = module["get_config"](*[variant] * bool(variant))
     if not isinstance(config, config_lib.ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
-  except UserError as error:
-    raise UserError(f"--config: {error}") from error
   # The file is a program of the user's, with errors of any type.
   except Exception as error:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f" ({frame.filename}, line {frame.lineno})" if frame.filename == path else ""
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    where = f" ({path}, line {lines[-1]})" if lines else ""
+    if isinstance(error, UserError):
+      raise UserError(f"--config: {message}{where}") from error
     raise UserError(
       "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-      f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+      f"{type(error).__name__}: {message}{where}"
     ) from error
-
-
-def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
-  """Sets the components that arguments name; gives the other arguments."""
-  others = []
-  for argument in argv:
-    name, _, value = argument.lstrip("-").partition("=")
-    key = name.removeprefix("config.")
-    if key == name or key not in config_lib.COMPONENTS:
-      others.append(argument)
-      continue
-    section, _, last = key.rpartition(".")
-    registry = config_lib.COMPONENTS[key]
-    registry.component(value, key)  # Refused under its own name.
-    parent = config_lib.get(config, section)
-    with parent.unlocked():
-      parent[last] = registry.section(value)
-  return others
 
 
 def _import_plugin(module: str) -> None:
