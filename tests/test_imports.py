@@ -23,7 +23,7 @@ ROOMS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 READS_CONFIG = {
-  "interop", "command_line", "generation", "workdir", "run", "reproduce", "scripts"
+  "interop", "command_line", "generation", "workdir", "run", "plots", "reproduce", "scripts"
 }
 # Each of these may import those before it, and none of the rooms.
 BASE = ["errors", "registry", "old_settings", "config"]
