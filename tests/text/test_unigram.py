@@ -234,6 +234,6 @@ def test_only_models_of_the_type_unigram(tmp_path):
     tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
     (tmp_path / f"{kind}.model").write_bytes(tokenizer._model)
   assert load_unigram(tmp_path / "sentencepiece_unigram.model")
-  with pytest.raises(ValueError, match="^model.boundaries.file: .* type unigram, got one of "
-                                       "the type bpe: .*_bpe.model"):
+  with pytest.raises(ValueError, match="^model.boundaries.file: .* type unigram, got one "
+                                       "of the type bpe: .*_bpe.model"):
     load_unigram(tmp_path / "sentencepiece_bpe.model")
