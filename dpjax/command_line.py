@@ -93,7 +93,7 @@ def _with_config(argv: list[str]) -> list[str]:
     return argv
   config = load_config(files[-1])
   for key, registry in config_lib.COMPONENTS.items():
-    others, names = _take(others, f"config.{key}")
+    others, names = _take(others, f"config.{key}", f"config.{key}.name")
     for name in names[-1:]:
       registry.component(name, key)  # Refused under its own name.
       section, _, last = key.rpartition(".")
@@ -112,12 +112,12 @@ def _with_config(argv: list[str]) -> list[str]:
   return others
 
 
-def _take(argv: list[str], name: str) -> tuple[list[str], list[str]]:
+def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
   """The arguments without --NAME=VALUE and --NAME VALUE, and these values."""
   others, values, rest = [], [], iter(argv)
   for argument in rest:
     flag, is_joined, value = argument.partition("=")
-    if flag in (f"-{name}", f"--{name}"):
+    if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
       values.append(value if is_joined else next(rest, ""))
     else:
       others.append(argument)
@@ -132,7 +132,7 @@ def load_config(file: str) -> config_lib.ConfigDict:
   """
   path, _, variant = file.partition(":")
   if Path(path).exists() and not Path(path).is_file():
-    raise UserError(f"--config: expected a Python file, got {path}")
+    raise UserError(f"--config: expected a Python file, got {path or 'none'}")
   try:
     module = runpy.run_path(path, run_name="config")
     if "get_config" not in module:
