@@ -17,6 +17,8 @@ from dpjax.layers.dispatcher import Dispatcher, MultiHeadDispatcher
 from dpjax.layers.extractors import HE, ME, SHE, WE
 
 BATCH, LENGTH, WIDTH, MAX_LENGTH = 2, 11, 6, 13
+SHIFT_AND_SUM = tuple(ops.SHIFT_AND_SUM)
+CAUSAL_CONVOLUTION = tuple(ops.CAUSAL_CONVOLUTION)
 
 
 class Mixer(NamedTuple):
@@ -47,13 +49,13 @@ class Mixer(NamedTuple):
   def extractor(cls, layer, **settings) -> "Mixer":
     """An Extractor, with the given parts of it."""
     make = partial(layer, **settings)
-    return cls(make, implementations=ops.CAUSAL_CONVOLUTION, dropout="", has_heads=False)
+    return cls(make, implementations=CAUSAL_CONVOLUTION, dropout="", has_heads=False)
 
 
 LEVELS = (({}, None), ({"num_levels": 1}, 2), ({"num_levels": 3}, 8))
 MIXERS = {
-  "dispatcher": Mixer(Dispatcher, LEVELS, ops.SHIFT_AND_SUM, "level_dropout"),
-  "multihead": Mixer(MultiHeadDispatcher, LEVELS, ops.SHIFT_AND_SUM, "level_dropout"),
+  "dispatcher": Mixer(Dispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
+  "multihead": Mixer(MultiHeadDispatcher, LEVELS, SHIFT_AND_SUM, "level_dropout"),
   "attention": Mixer(SelfAttention),
   "attention without biases": Mixer(partial(SelfAttention, use_bias=False)),
   "relative attention": Mixer(RelativeAttention),
