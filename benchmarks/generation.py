@@ -396,20 +396,20 @@ def pays_from(sweep):
 
 
 def build(settings, model):
-  """A model, and its parameters as `init` gives them."""
+  """A model of flat settings, and its parameters as `init` gives them."""
   import jax
   import jax.numpy as jnp
 
   from dpjax import config
   from dpjax.models.build import build_model
 
-  built = build_model(dict(config.default_model()) | model)
+  built = build_model(config.from_dict({"model": model}).model)
   tokens = jnp.zeros((1, 2), jnp.int32)
   return built, jax.jit(built.init)(jax.random.key(SEED), tokens)["params"]
 
 
 def model_settings(settings, name, length):
-  """`config.model` of a row, less the defaults."""
+  """Of the model of a row, less the defaults."""
   keys = ("num_layers", "width", "feed_forward_width", "vocab_size")
   model = {key: settings[key] for key in keys} | MODELS[name] | {"max_length": length}
   if name in ("attention", "relative_attention"):
@@ -510,7 +510,7 @@ def pick_rows(text, length, batch):
 
 
 def pooling_settings(settings, name):
-  """`config.model` of "vanilla" or "whitespace", less the defaults."""
+  """Of the model "vanilla" or "whitespace", less the defaults."""
   first, between, last = settings["pooled_layers"]
   model = {key: settings[key] for key in ("width", "num_heads", "feed_forward_width")} | {
     "mixer": "relative_attention", "positions": "none", "activation": "gelu",

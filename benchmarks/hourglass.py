@@ -129,17 +129,13 @@ def make_variants(settings, batch):
 
 
 def model_settings(settings, variant):
-  """`config.model` of a variant."""
+  """`config.model` of a variant, whose settings are those that its components have."""
   from dpjax import config
 
-  model = dict(config.default_model()) | COMMON | settings
+  model = COMMON | settings | {"boundaries": variant["kind"]} | variant["pooling"]
   if variant["kind"] == "none":
-    usual = config.default_model()
-    model["num_layers"] += model["first_layers"] + model["last_layers"]
-    model |= {key: usual[key] for key in ("first_layers", "last_layers")}
-  if variant["kind"] in ("none", "fixed"):
-    model["num_capacities"] = config.default_model().num_capacities
-  return model | {"boundaries": variant["kind"]} | variant["pooling"]
+    model["num_layers"] += model.pop("first_layers") + model.pop("last_layers")
+  return config.from_dict({"model": model}).model
 
 
 def make_step(model, optimizer, objective, capacity):
@@ -194,7 +190,7 @@ def compare(settings, batch, repetitions, max_seconds):
   import jax.numpy as jnp
   import numpy as np
 
-  from dpjax.models.build import build_model
+  from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses
   from dpjax.training.optimizer import make_optimizer
   from dpjax.training.step import init_state
@@ -205,15 +201,15 @@ def compare(settings, batch, repetitions, max_seconds):
   states, programs, calls, rows = {}, {}, {}, {}
   for variant in variants:
     name, kind, given = (variant[key] for key in ("name", "kind", "given"))
-    model = build_model(model_settings(settings, variant))
+    of_model = model_settings(settings, variant)
+    model = build_model(of_model)
     # Fixed segments and spaces have the same parameters.
     shared = "pooled" if kind in ("fixed", "whitespace") else kind
     if shared not in states:
       states[shared] = jax.jit(lambda model=model: init_state(model, optimizer, SEED))()
     state = states[shared]
-    step = make_step(
-      model, optimizer, losses.Objective(boundaries=kind), variant["capacity"]
-    )
+    objective = losses.Objective(build_boundaries(of_model))
+    step = make_step(model, optimizer, objective, variant["capacity"])
     arguments = state, data, None if given is None else jnp.asarray(given)
     # What the device decides is data: the learned variants are one program.
     program = kind if kind == LEARNED else name

@@ -38,7 +38,7 @@ PAPER = {
   "unigram": (1.134, 5.0),
   "whitespace": (1.133, 5.7),
 }
-OWN = ("model.num_layers", *config_lib.ONLY_FOR_BOUNDARIES, "model.boundaries")
+OWN = ("model.num_layers", "model.first.", "model.last.", "model.boundaries.")
 
 
 def describe(folder: Path) -> dict:
@@ -49,7 +49,7 @@ def describe(folder: Path) -> dict:
   reports = read(folder / "metrics.jsonl", by_line=True)
   row = {
     "name": name,
-    "boundaries": run.config.model.boundaries,
+    "boundaries": run.config.model.boundaries.name,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
     "best_step": run.step,
     "valid": [
@@ -123,12 +123,13 @@ def main() -> None:
     "command": arguments.command,
     "commit": arguments.commit,
     "model": {
-      key: config["model"][key]
-      for key in ("width", "feed_forward_width", "num_heads", "max_length")
+      **{key: config["model"][key]
+         for key in ("width", "feed_forward_width", "max_length")},
+      "num_heads": config["model"]["mixer"]["num_heads"],
     },
     "train": {
-      key: config["train"][key]
-      for key in ("batch_size", "num_steps", "learning_rate", "warmup_steps")
+      **{key: config["train"][key] for key in ("batch_size", "num_steps", "learning_rate")},
+      "warmup_steps": config["train"]["schedule"]["warmup_steps"],
     },
     "runs": rows,
   }

@@ -193,7 +193,7 @@ def time_models(repetitions: int) -> dict:
   import jax.numpy as jnp
 
   from configs import quickstart
-  from dpjax import config as config_lib
+  from dpjax import registry
   from dpjax.models.build import build_model
   from dpjax.training import step as step_lib
   from dpjax.training.optimizer import make_optimizer
@@ -206,12 +206,13 @@ def time_models(repetitions: int) -> dict:
   }
   optimizer = make_optimizer("adam", 1e-3)
   calls = {}
-  for mixer in config_lib.MIXERS:
-    settings = config.model.to_dict() | {"mixer": mixer, "vocab_size": 28}
-    for key, owners in config_lib.ONLY_FOR.items():
-      if mixer not in owners:
-        settings[key] = config_lib.default_model()[key]
-    model = build_model(settings)
+  config.model.vocab_size = 28
+  heads = config.model.mixer.num_heads
+  for mixer in registry.mixers.names():
+    has_heads = "num_heads" in registry.mixers.settings(mixer)
+    own = {"num_heads": heads} if has_heads else {}
+    config.model.mixer = registry.mixers.section(mixer, **own)
+    model = build_model(config.model)
     state = jax.jit(lambda model=model: step_lib.init_state(model, optimizer, SEED))()
     step = functools.partial(step_lib.train_step, model, optimizer, 1)
     compiled, _ = timing.compile_timed(step, state, batch)

@@ -17,7 +17,7 @@ with no kernels of our own. Where PyTorch has a fused function for a formula it 
                  the product with a Toeplitz matrix; or "fft" (not SHE)
   pooling        by the dense matrix of which token belongs to which segment
 
-Modules have the names of dpjax's parameters, settings those of its `config.model`.
+Modules have the names of dpjax's parameters, settings those of `training_step.DEFAULTS`.
 
 Sources: the Dispatcher, aclanthology.org/2022.clasp-1.3; the Extractors, arXiv:2308.07661;
 dynamic token pooling, arXiv:2211.09761; Transformer-XL, arXiv:1901.02860.
@@ -412,7 +412,7 @@ class LanguageModel(nn.Module):
   """[B, T] token ids -> logits [B, T, V].
 
   Args:
-    settings: all keys of `dpjax.config.default_model()`, and "extraction", one of
+    settings: all keys of `training_step.DEFAULTS`, and "extraction", one of
       `EXTRACTIONS`; its default is "convolution".
   """
 
@@ -453,9 +453,9 @@ class Runner:
 
   Args:
     settings: "model", of `LanguageModel`; "optimizer", with "name", "adam" or "adamw",
-      "learning_rate", "clip_norm", 0 for none, and "weight_decay"; "batch" and "length"
-      of the data; "seed"; "device", "cpu" or "cuda"; "dtype", "float32" or "bfloat16" by
-      autocast; "compile", whether by `torch.compile`.
+      "learning_rate", "clip_norm", 0 for none, and adamw's "weight_decay"; "batch" and
+      "length" of the data; "seed"; "device", "cpu" or "cuda"; "dtype", "float32" or
+      "bfloat16" by autocast; "compile", whether by `torch.compile`.
   """
 
   def __init__(self, settings):

@@ -49,7 +49,16 @@ import timing
 
 PARTS = ("dispatcher", "lengths", "extractors", "hourglass")
 SEED = 0
-CLIPPED = dict(name="adam", learning_rate=1e-4, clip_norm=0.5, weight_decay=0.0)
+# The settings of a model in one flat table, for both sides; a component of dpjax takes
+# those that it has.
+DEFAULTS = dict(
+  mixer="dispatcher", vocab_size=0, num_layers=6, width=512, feed_forward_width=512,
+  num_heads=1, max_length=512, num_levels=0, attention_bias=True, adjustment=True,
+  output_projection=True, norm="post", positions="sinusoidal", activation="relu",
+  dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0, init_std=0.0, norm_init_std=0.0,
+  boundaries="none", first_layers=2, last_layers=2, shortening_factor=2, space_ids=(),
+)
+CLIPPED = dict(name="adam", learning_rate=1e-4, clip_norm=0.5)
 SIZES = {
   # SPEC of the paper, Sec. 3.3, but the vocabulary and the batch.
   "dispatcher": dict(
@@ -80,7 +89,7 @@ SIZES = {
       dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1, init_std=0.02,
       norm_init_std=0.02,
     ),
-    optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25, weight_decay=0.0),
+    optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25),
     batch=2, layers=(2, 8, 2), factor=4, repetitions=9, max_seconds=50.0,
   ),
 }
@@ -140,25 +149,24 @@ class JaxRunner:
     import jax
     import numpy as np
 
-    from dpjax.models.build import build_model
+    from dpjax import config
+    from dpjax.models.build import build_boundaries, build_model
     from dpjax.training import losses, sharding
     from dpjax.training import step as training
     from dpjax.training.optimizer import make_optimizer
 
     device = jax.devices()[0]
     mesh = sharding.make_mesh([device])
-    of_model = dict(settings["model"]) | {"dtype": settings["dtype"]}
-    of_model.pop("extraction", None)
-    of_model["space_ids"] = tuple(of_model["space_ids"])  # JSON has lists.
+    flat = settings["model"] | {"dtype": settings["dtype"]}
+    flat.pop("extraction", None)
+    of_model = config.from_dict({"model": flat}).model
     model = build_model(of_model)
     of_optimizer = dict(settings["optimizer"])
     optimizer = make_optimizer(
       of_optimizer.pop("name"), of_optimizer.pop("learning_rate"), **of_optimizer
     )
-    objective = losses.Objective(boundaries=of_model["boundaries"])
-    text = draw_text(
-      SEED, settings["batch"], settings["length"], of_model["vocab_size"]
-    )
+    objective = losses.Objective(build_boundaries(of_model))
+    text = draw_text(SEED, settings["batch"], settings["length"], of_model.vocab_size)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
     batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
     self.batch = sharding.put_batch(batch, mesh)
@@ -287,10 +295,8 @@ class Worker:
 
 
 def settings_of(model, sizes, device, dtype, *, commands=("train",), is_compiled=False):
-  """What a worker is told; `model` are the settings that differ from the default."""
-  from dpjax import config
-
-  model = json.loads(json.dumps(dict(config.default_model()) | model))
+  """What a worker is told; `model` are the settings that differ from `DEFAULTS`."""
+  model = json.loads(json.dumps(DEFAULTS | model))
   return {
     "model": model, "optimizer": sizes["optimizer"], "batch": sizes["batch"],
     "length": model["max_length"], "seed": SEED, "device": device, "dtype": dtype,

@@ -28,6 +28,7 @@ Test perplexity: the paper's, of ptb 18.95, wikitext2 22.74, wikitext103 20.38, 
 """
 
 from configs import dispatcher_openwebtext
+from dpjax.errors import UserError
 
 TEXTS = {
   "ptb": "penn_treebank",
@@ -42,7 +43,7 @@ def get_config(variant: str = ""):
   text = next((word for word in words if word in TEXTS), "wikitext2")
   if set(words) - {text, "tiny", ""} or len(words) != len(set(words)):
     known = ", ".join((*TEXTS, "tiny"))
-    raise ValueError(f"expected a text and tiny, of {known}, got {variant}")
+    raise UserError(f"expected a text and tiny, of {known}, got {variant}")
 
   config = dispatcher_openwebtext.get_config("tiny" if "tiny" in words else "")
   config.data.name = TEXTS[text]

@@ -26,7 +26,7 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = config_lib.default()
-  config.model.mixer = "dispatcher"
+  config.model.mixer = config_lib.mixer("dispatcher")
   config.model.num_layers = 12
   config.model.width = 480
   config.model.feed_forward_width = 480

@@ -25,5 +25,5 @@ def get_config(variant: str = ""):
   config.data.restrict_vocabulary = False
   config.data.lower_text = True
   config.train.learning_rate = 2e-4
-  config.train.eps = 1e-10
+  config.train.optimizer.eps = 1e-10
   return config_lib.apply_variant(config, variant)

@@ -17,10 +17,10 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = config_lib.default()
-  config.model.mixer = "dispatcher"
+  # The authors' one rate of dropout also skips levels.
+  config.model.mixer = config_lib.mixer("dispatcher", level_dropout=0.2)
   config.model.dropout = 0.2
   config.model.hidden_dropout = 0.2
-  config.model.mixer_dropout = 0.2  # the authors' one rate also skips levels
   config.data.name = "wikitext2"
   config.data.tokenizer = "wordpiece"
   config.data.tokenizer_file = "bert_base_cased"

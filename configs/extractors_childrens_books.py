@@ -35,6 +35,7 @@ Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ 
 """
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError
 
 MIXERS = ("she", "he", "we", "me", "he_extraction",
           *(f"attention_{2**i}" for i in range(8)))
@@ -51,16 +52,17 @@ def get_config(variant: str = "she"):
   rest = [word for word in words if word not in (mixer, figure, "tiny", "")]
   if rest or len(words) != len(set(words)):
     known = ", ".join((*MIXERS, *FIGURES, "tiny"))
-    raise ValueError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
+    raise UserError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
 
   config = config_lib.default()
   model = config.model
   if mixer.startswith("attention"):
-    model.mixer, model.num_heads = "attention", int(mixer.split("_")[1])
-    model.attention_bias = False
+    heads = int(mixer.split("_")[1])
+    model.mixer = config_lib.mixer("attention", num_heads=heads, use_bias=False)
+  elif mixer == "he_extraction":
+    model.mixer = config_lib.mixer("he", adjustment=False, output_projection=False)
   else:
-    model.mixer = mixer.removesuffix("_extraction")
-    model.adjustment = model.output_projection = mixer != "he_extraction"
+    model.mixer = config_lib.mixer(mixer)
   model.width = 128
   model.feed_forward_width = 512
   model.num_layers = 18
@@ -79,9 +81,9 @@ def get_config(variant: str = "she"):
   train.batch_size = 64
   train.num_steps = 60_000
   train.num_epochs = 0.0
-  train.optimizer = "adamw"
+  # PyTorch's default of weight decay: the paper states none.
+  train.optimizer = config_lib.optimizer("adamw", weight_decay=0.01)
   train.learning_rate = 1e-3
-  train.weight_decay = 0.01  # PyTorch's default: the paper states none
   train.clip_norm = 0.0
   train.eval_every_steps = 5_000
   train.eval_every_epochs = 0.0
@@ -103,7 +105,7 @@ def get_config(variant: str = "she"):
     layers, length = model.num_layers, model.max_length
     config_lib.apply_variant(config, "tiny")
     if mixer.startswith("attention"):
-      model.num_heads = min(model.num_heads, model.width)
+      model.mixer.num_heads = min(model.mixer.num_heads, model.width)
     model.num_layers, model.max_length = min(layers, 3), min(length, 32)
     train.median_every_steps = 10
   return config

@@ -14,9 +14,10 @@ Test perplexity: the paper's 66.52; ours not yet measured
 """
 
 from configs import dispatcher_lm1b
+from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_lm1b.get_config(variant)
-  config.model.mixer = "attention"
+  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
   return config

@@ -18,5 +18,5 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = dispatcher_ptb.get_config()
-  config.model.mixer = "attention"
+  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
   return config_lib.apply_variant(config, variant)

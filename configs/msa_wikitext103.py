@@ -19,7 +19,7 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext103.get_config()
-  config.model.mixer = "attention"
+  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
   config.train.learning_rate = 1e-4
-  config.train.eps = 1e-8
+  config.train.optimizer.eps = 1e-8
   return config_lib.apply_variant(config, variant)

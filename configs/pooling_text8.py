@@ -22,7 +22,7 @@ Without middle_N there are 2 layers on characters, 8 on segments, 2 on character
 Downloads text8 (31 MB, unpacked 100 MB) into data/, or takes another place by
 --config.data.path: 90,000,000 of its 100,000,000 characters are for training, 5,000,000
 each for validation and test. The Unigram model is trained on the train split, unless
---config.data.unigram_file names one. Steps, rates and dropout are those of the paper's
+--config.model.boundaries.file names one. Steps, rates and dropout are those of the paper's
 Appendix B and of the authors' files; they train in float16, this in float32, or with
 --config.model.dtype=bfloat16.
 
@@ -52,6 +52,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dpjax import config as config_lib
+from dpjax.errors import UserError
 
 FIXED = {f"fixed{factor}": factor for factor in (2, 3, 4)}
 UNIGRAM = {f"unigram_{size}": size for size in (200, 500, 1000, 3000, 5000, 10_000)}
@@ -91,25 +92,30 @@ def configure(variant: str, texts: Mapping[str, Text]):
   rest = set(words) - {name, middle, text, "subsampling", "tiny", ""}
   if rest or len(words) != len(set(words)):
     languages = "a language, " if len(texts) > 1 else ""
-    raise ValueError(
+    raise UserError(
       f"expected {languages}boundaries, middle_N, subsampling and tiny, each at most once, "
       f"of {', '.join(filter(None, known))}, got {variant}"
     )
 
   config = config_lib.default()
   model = config.model
-  model.mixer = "relative_attention"
-  model.boundaries = "fixed" if name in FIXED else name.partition("_")[0]
+  model.mixer = config_lib.mixer("relative_attention", num_heads=8, dropout=0.1)
+  kind = "fixed" if name in FIXED else name.partition("_")[0]
+  model.boundaries = config_lib.boundaries(kind, **{
+    "fixed": dict(shortening_factor=FIXED.get(name)),
+    "unigram": dict(size=UNIGRAM.get(name, texts[text].unigram_size)),
+    "entropy": dict(left=2),
+    "gumbel": dict(temperature=0.5, prior=GUMBEL.get(name, texts[text].prior)),
+  }.get(kind, {}))
   model.num_layers = MIDDLE[middle]
-  model.first_layers = model.last_layers = 2
+  model.first.num_layers = model.last.num_layers = 2
   model.width = 512
   model.feed_forward_width = 2048
-  model.num_heads = 8
   model.max_length = 2048
   model.norm = "post"
   model.positions = "none"
   model.activation = "gelu"
-  model.dropout = model.hidden_dropout = model.mixer_dropout = 0.1
+  model.dropout = model.hidden_dropout = 0.1
   model.init_std = model.norm_init_std = 0.02
 
   config.data.name = texts[text].name
@@ -126,8 +132,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
   train.num_epochs = 0.0
   train.learning_rate = 2.5e-4
   train.clip_norm = 0.25
-  train.schedule = "cosine"
-  train.warmup_steps = 4_000
+  train.schedule = config_lib.schedule("cosine", warmup_steps=4_000)
   train.log_every_steps = 100
   train.eval_every_steps = 10_000
   train.eval_every_epochs = 0.0
@@ -136,21 +141,12 @@ def configure(variant: str, texts: Mapping[str, Text]):
   config.eval.batch_size = 8
   config.sample.prompt = texts[text].prompt
 
-  if model.boundaries == "none":
-    model.num_layers += model.first_layers + model.last_layers
-  if model.boundaries == "fixed":
-    model.shortening_factor = FIXED[name]
-  if model.boundaries == "unigram":
-    config.data.unigram_size = UNIGRAM.get(name, texts[text].unigram_size)
-  if model.boundaries == "entropy":
-    train.entropy_left = 2
-  if model.boundaries == "gumbel":
-    model.boundary_temperature = 0.5
-    train.boundary_prior = GUMBEL.get(name, texts[text].prior)
+  if kind == "none":
+    model.num_layers += model.first.num_layers + model.last.num_layers
   if "subsampling" in words:
-    if model.boundaries in ("none", "gumbel"):
-      raise ValueError(f"expected no subsampling with {name}, got {variant}")
-    model.pooling = "last"
+    if "pooling" not in model.boundaries:
+      raise UserError(f"expected no subsampling with {name}, got {variant}")
+    model.boundaries.pooling = "last"
   if "tiny" in words:
     _make_tiny(config)
   return config
@@ -161,9 +157,9 @@ def _make_tiny(config) -> None:
   model = config.model
   config.data.max_characters = (1_000_000, 50_000, 50_000)
   config.eval.stride = model.max_length // 4
-  if model.boundaries != "none":
-    model.first_layers = model.last_layers = 1
-  if model.boundaries not in ("none", "fixed"):
-    model.num_capacities = 3
-  if model.boundaries == "unigram":
-    config.data.unigram_size = 200  # even Vietnamese has fewer characters
+  if config_lib.is_pooled(model):
+    model.first.num_layers = model.last.num_layers = 1
+  if "num_capacities" in model.boundaries:
+    model.boundaries.num_capacities = 3
+  if model.boundaries.name == "unigram":
+    model.boundaries.size = 200  # even Vietnamese has fewer characters

@@ -12,15 +12,13 @@ def get_config(variant: str = ""):
   config.model.num_layers = 4
   config.model.width = 128
   config.model.feed_forward_width = 512
-  config.model.num_heads = 4
-  config.model.mixer = "dispatcher_multihead"
+  config.model.mixer = config_lib.mixer("dispatcher_multihead", num_heads=4)
   config.model.max_length = 128
   config.train.batch_size = 16
   config.train.num_steps = 400
   config.train.num_epochs = 0.0
   config.train.learning_rate = 2e-3
-  config.train.schedule = "cosine"
-  config.train.warmup_steps = 50
+  config.train.schedule = config_lib.schedule("cosine", warmup_steps=50)
   config.train.eval_every_steps = 100
   config.train.eval_every_epochs = 0.0
   config.sample.prompt = "The statement"

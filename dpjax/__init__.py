@@ -14,6 +14,10 @@ _NAMES = {
   "UserError": "dpjax.errors",
   "build_model": "dpjax.models.build",
   "generate": "dpjax.run",
+  "register_boundaries": "dpjax.registry",
+  "register_mixer": "dpjax.registry",
+  "register_optimizer": "dpjax.registry",
+  "register_schedule": "dpjax.registry",
   "load": "dpjax.run",
   "train": "dpjax.run",
 }

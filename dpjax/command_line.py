@@ -1,9 +1,12 @@
 """What the scripts share: flags, and errors without a traceback."""
 
 import contextlib
+import importlib
 import importlib.util
 import logging as std_logging
 import os
+import re
+import runpy
 import socket
 import sys
 import tempfile
@@ -11,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -30,6 +34,9 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
 )
+flags.DEFINE_multi_string(
+  "plugin", [], "a module that registers mixers, boundaries or optimizers when imported"
+)
 _JOIN_SECONDS = flags.DEFINE_integer(
   "join_seconds", 300, "how long to wait for the other processes", lower_bound=1
 )
@@ -41,8 +48,12 @@ _CACHE_BYTES = 2**31
 
 
 def define_config(required: bool) -> flags.FlagHolder:
-  """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting."""
-  holder = config_flags.DEFINE_config_file(
+  """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting.
+
+  A section that is a component is chosen by its name, and then has that component's
+  settings: --config.model.mixer=we --config.model.mixer.adjustment=False.
+  """
+  holder = flags.DEFINE_string(
     "config", None, "a file of configs/, with :variant where it has some"
   )
   if required:
@@ -60,63 +71,99 @@ def start(main: Callable[[Sequence[str]], None]) -> None:
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
-    _check_config_file(argv)
-    rest = flags.FLAGS(argv)
+    # A configuration may name what a plugin registers.
+    _, plugins = _take(list(argv), "plugin")
+    for module in plugins:
+      _import_plugin(module)
+    rest = flags.FLAGS(_with_config(list(argv)))
     if len(rest) > 1:
       raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-    # An error within the file shows when the configuration is first looked at.
-    config = flags.FLAGS.config if "config" in flags.FLAGS else None
-    if config is not None and not isinstance(config, config_lib.ConfigDict):
-      if type(config).__module__.startswith("ml_collections"):
-        config.is_locked  # noqa: B018  (raises what went wrong within the file)
-      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return rest
-  except UserError as error:
-    sys.exit(str(error))
-  except flags.Error as error:
-    # An error within the configuration's file comes as the text of a traceback.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    in_file = any(line.startswith("Traceback") for line in lines)
-    sys.exit(f"{lines[0]} {lines[-1]}" if in_file else " ".join(lines))
-  except (AttributeError, KeyError) as error:
-    sys.exit(str(_unknown_setting(argv) or _in_config_file(error)))
-  # The file of the configuration is a program of the user's, with errors of any type.
+  except (UserError, flags.Error) as error:
+    if os.environ.get("DPJAX_TRACEBACK"):
+      raise
+    sys.exit(" ".join(str(error).split()))
+
+
+def _with_config(argv: list[str]) -> list[str]:
+  """Makes the configuration of --config a flag; gives the arguments without that."""
+  if "config" not in flags.FLAGS:
+    return argv
+  others, files = _take(argv, "config")
+  if not files:
+    return argv
+  config = load_config(files[-1])
+  for key, registry in config_lib.COMPONENTS.items():
+    others, names = _take(others, f"config.{key}", f"config.{key}.name")
+    for name in names[-1:]:
+      registry.component(name, key)  # Refused under its own name.
+      section, _, last = key.rpartition(".")
+      try:
+        config_lib.get(config, section)[last] = registry.section(name)
+      except KeyError as error:
+        raise config_lib.unknown_key(key, config_lib.flatten(config)) from error
+  known = config_lib.flatten(config)
+  for argument in others:
+    setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+    if setting and setting[1] not in known:
+      raise config_lib.unknown_key(setting[1], known)
+  delattr(flags.FLAGS, "config")
+  settings: Any = config
+  config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
+  return others
+
+
+def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
+  """The arguments without --NAME=VALUE and --NAME VALUE, and these values."""
+  others, values, rest = [], [], iter(argv)
+  for argument in rest:
+    flag, is_joined, value = argument.partition("=")
+    if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
+      values.append(value if is_joined else next(rest, ""))
+    else:
+      others.append(argument)
+  return others, values
+
+
+def load_config(file: str) -> config_lib.ConfigDict:
+  """What `get_config` of the file gives; after a colon stands its argument.
+
+  Raises:
+    UserError: it is no such file, or raises an error.
+  """
+  path, _, variant = file.partition(":")
+  if Path(path).exists() and not Path(path).is_file():
+    raise UserError(f"--config: expected a Python file, got {path or 'none'}")
+  try:
+    module = runpy.run_path(path, run_name="config")
+    if "get_config" not in module:
+      raise AttributeError("it has no attribute 'get_config'")
+    config = module["get_config"](*[variant] * bool(variant))
+    if not isinstance(config, config_lib.ConfigDict):
+      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
+    return config
+  # The file is a program of the user's, with errors of any type.
   except Exception as error:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    sys.exit(_in_config_file(error))
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    where = f" ({path}, line {lines[-1]})" if lines else ""
+    if isinstance(error, UserError):
+      raise UserError(f"--config: {message}{where}") from error
+    raise UserError(
+      "--config: expected a Python file whose get_config() gives a ConfigDict, got "
+      f"{type(error).__name__}: {message}{where}"
+    ) from error
 
 
-def _check_config_file(argv: Sequence[str]) -> None:
-  for argument, after in zip(argv, [*argv[1:], ""], strict=True):
-    name, is_joined, value = argument.partition("=")
-    path = Path((value if is_joined else after).partition(":")[0])
-    if name in ("-config", "--config") and path.exists() and not path.is_file():
-      raise UserError(f"--config: expected a Python file, got {path}")
-
-
-def _in_config_file(error: Exception) -> str:
-  """The message of what went wrong while the configuration's file was read and run."""
-  before = "Configuration is not available because of an earlier failure to load: "
-  text = " ".join(str(error).removeprefix(before).split())
-  frame = traceback.extract_tb(error.__traceback__)[-1]
-  places = [value for value in sys.argv if Path(frame.filename).name in value]
-  where = f" ({frame.filename}, line {frame.lineno})" if places else ""
-  return (
-    "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-    f"{type(error).__name__}: {text}{where}"
-  )
-
-
-def _unknown_setting(argv: Sequence[str]) -> UserError | None:
-  """What is wrong with the first --config.KEY that is not in the configuration."""
-  known = config_lib.known_keys()
-  for argument in argv:
-    name = argument.lstrip("-").partition("=")[0]
-    for prefix in ("config.", "noconfig."):
-      if name.startswith(prefix) and name.removeprefix(prefix) not in known:
-        return config_lib.unknown_key(name.removeprefix(prefix), known)
-  return None
+def _import_plugin(module: str) -> None:
+  try:
+    importlib.import_module(module)
+  except ImportError as error:
+    raise UserError(f"--plugin: expected a module that can be imported, got {module} "
+                    f"({error})") from error
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:

@@ -8,84 +8,32 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dpjax import old_settings, registry
 from dpjax.errors import UserError
+from dpjax.registry import ConfigDict
 
-if TYPE_CHECKING:
-
-  class ConfigDict(dict[str, Any]):
-    """Its attributes are the settings, which no type checker knows."""
-
-    def __init__(self, settings: Mapping | None = None): ...
-    def __getattr__(self, name: str) -> Any: ...
-    def __setattr__(self, name: str, value) -> None: ...
-else:
-  from ml_collections import ConfigDict
-
-SHIFT_AND_SUM = ("loop", "unrolled", "recompute", "matrix", "pallas")
-CAUSAL_CONVOLUTION = ("scan", "conv", "toeplitz", "fft", "dft")
-# The mixers, each with the implementations of its operator.
-MIXERS = {
-  "dispatcher": SHIFT_AND_SUM,
-  "dispatcher_multihead": SHIFT_AND_SUM,
-  "attention": (),
-  "relative_attention": (),
-  "she": CAUSAL_CONVOLUTION,
-  "he": CAUSAL_CONVOLUTION,
-  "we": CAUSAL_CONVOLUTION,
-  "me": CAUSAL_CONVOLUTION,
-}
-# Settings that only some mixers have; for the others they stay as they are by default.
-ONLY_FOR = {
-  "num_heads": (
-    "dispatcher", "dispatcher_multihead", "attention", "relative_attention"
-  ),
-  "num_levels": ("dispatcher", "dispatcher_multihead"),
-  "mixer_dropout": (
-    "dispatcher", "dispatcher_multihead", "attention", "relative_attention"
-  ),
-  "attention_bias": ("attention",),
-  "adjustment": ("she", "he", "we"),
-  "output_projection": ("she", "he", "we"),
-}
-# Where the segments of a model with token pooling end.
-BOUNDARIES = ("fixed", "whitespace", "unigram", "entropy", "gumbel")
-# Settings that only some boundaries have; for the others they stay as they are by default.
-ONLY_FOR_BOUNDARIES = {
-  "model.first_layers": BOUNDARIES,
-  "model.last_layers": BOUNDARIES,
-  "model.first_mixer": BOUNDARIES,
-  "model.last_mixer": BOUNDARIES,
-  "model.pooling": ("fixed", "whitespace", "unigram", "entropy"),
-  "model.num_capacities": ("whitespace", "unigram", "entropy", "gumbel"),
-  "model.shortening_factor": ("fixed",),
-  "model.boundary_offset": ("fixed",),
-  "model.space_ids": ("whitespace", "gumbel"),
-  "model.boundary_temperature": ("gumbel",),
-  "model.sample_boundaries": ("gumbel",),
-  "data.unigram_file": ("unigram",),
-  "data.unigram_size": ("unigram",),
-  "train.boundary_prior": ("gumbel",),
-  "train.entropy_left": ("entropy",),
-  "train.double_sigmoid": ("unigram", "entropy"),
-}
 CHOICES = {
-  "model.mixer": tuple(MIXERS),
-  "model.first_mixer": ("", *MIXERS),
-  "model.last_mixer": ("", *MIXERS),
-  "model.boundaries": ("none", *BOUNDARIES),
-  "model.pooling": ("mean", "last"),
   "model.norm": ("post", "pre"),
   "model.positions": ("sinusoidal", "learned", "none"),
   "model.activation": ("relu", "gelu"),
   "model.dtype": ("float32", "bfloat16"),
   "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
-  "train.optimizer": ("adam", "adamw"),
-  "train.schedule": ("constant", "cosine"),
   "train.parameters": ("replicated", "sharded"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
+# The sections that are a component, with its settings.
+COMPONENTS = {
+  "model.mixer": registry.mixers,
+  "model.first.mixer": registry.mixers,
+  "model.last.mixer": registry.mixers,
+  "model.boundaries": registry.boundaries,
+  "train.optimizer": registry.optimizers,
+  "train.schedule": registry.schedules,
+}
+# Stacks whose mixer may be None: the model's.
+OWN_MIXERS = ("model.first.mixer", "model.last.mixer")
 # Settings that may change on resume: they change the order of sums and the random numbers
 # of dropout at most (in bfloat16 an implementation also rounds in other places), and which
 # checkpoint is the best. The length may change only where the schedule does not depend on
@@ -94,8 +42,6 @@ LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "data.data_dir",
   "data.manual_dir",
-  "model.implementation",
-  "model.num_capacities",
   "model.remat",
   "model.scan_layers",
   "train.accumulate_steps",
@@ -108,52 +54,64 @@ FREE_KEYS = (
   "eval.",
   "sample.",
 )
+FREE_NAMES = ("implementation", "num_capacities")  # of components
 # Sizes above these fit no machine, and float32 counts positions no further.
 LARGEST = 2**24
 _MOST_LAYERS = 10_000
 _LARGEST_ARRAY = 2**40  # numbers
-_LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
+
+
+def mixer(name: str, **settings) -> ConfigDict:
+  """The section of a token mixer: its name, and all of its settings.
+
+    config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
+
+  Raises:
+    UserError: the name or a setting is unknown, or a value is of a wrong type.
+  """
+  return registry.mixers.section(name, **settings)
+
+
+def boundaries(name: str, **settings) -> ConfigDict:
+  """The section of a kind of boundaries, as `mixer`; "none" is a model without pooling."""
+  return registry.boundaries.section(name, **settings)
+
+
+def optimizer(name: str, **settings) -> ConfigDict:
+  """The section of an optimizer, as `mixer`."""
+  return registry.optimizers.section(name, **settings)
+
+
+def schedule(name: str, **settings) -> ConfigDict:
+  """The section of a learning rate schedule, as `mixer`."""
+  return registry.schedules.section(name, **settings)
 
 
 def default_model() -> ConfigDict:
   """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
   model = ConfigDict()
-  model.mixer = "dispatcher"  # one of MIXERS
+  model.mixer = mixer("dispatcher")
   model.vocab_size = 0  # V; 0: the tokenizer's
   model.num_layers = 6
   model.width = 512  # D
   model.feed_forward_width = 512
-  model.num_heads = 1  # H, a divisor of the width
   model.max_length = 512  # longest T, tokens; l of the Extractors
-  model.num_levels = 0  # K of the Dispatcher; 0: ceil(log2(max_length))
-  model.attention_bias = True  # biases of the mixer "attention"
-  model.adjustment = True  # Eq. 24 of she, he and we: times x W_adj
-  model.output_projection = True  # their Eq. 25: W_out
   model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
   model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
   model.activation = "relu"  # or "gelu" (by erf)
   model.dropout = 0.0  # of embeddings and of each branch
   model.hidden_dropout = 0.0  # within the feed-forward network
-  model.mixer_dropout = 0.0  # of levels (Dispatcher) or of attention weights
   model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
   model.norm_init_std = 0.0  # gains of the norms ~ N(1, norm_init_std**2)
-  model.implementation = ""  # of the mixer's operator; "": the measured best
   model.scan_layers = True  # compile one layer and loop, or compile each
   model.remat = False  # recompute each layer in the gradient: less memory
   model.dtype = "float32"  # of the computation; parameters are float32
   # Token pooling: num_layers blocks on segments, between blocks on tokens.
-  model.boundaries = "none"  # or one of BOUNDARIES
-  model.first_layers = 2
-  model.last_layers = 2
-  model.first_mixer = ""  # "": model.mixer
-  model.last_mixer = ""
-  model.pooling = "mean"  # of a segment; or "last", its last token
-  model.shortening_factor = 2  # k of fixed boundaries
-  model.boundary_offset = -1  # place of their first; -1: k - 1
-  model.space_ids = ()  # tokens that end a word; (): the tokenizer's
-  model.boundary_temperature = 0.5  # tau of gumbel
-  model.sample_boundaries = False  # gumbel: draw them in evaluation, too
-  model.num_capacities = 8  # lengths that the middle blocks are compiled for
+  model.boundaries = boundaries("none")
+  for name in ("first", "last"):
+    stack = model[name] = ConfigDict()
+    stack.num_layers = 2
+    stack.mixer = None  # None: model.mixer
   return model
 
 
@@ -179,8 +137,6 @@ def default() -> ConfigDict:
   data.lower_text = False  # WordPiece: lower-case the text first
   data.lower_pieces = False  # WordPiece: lower-case the pieces
   data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
-  data.unigram_file = ""  # the .model of unigram boundaries; "": train one
-  data.unigram_size = 10_000  # its pieces, where it is trained
 
   train = config.train = ConfigDict()
   # In order; or "random_windows", at any offset; or "shuffled_windows", of rolled rows.
@@ -191,18 +147,10 @@ def default() -> ConfigDict:
   train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
   train.num_steps = 0
   train.num_epochs = 60.0
-  train.optimizer = "adam"
-  train.learning_rate = 1e-4  # the peak, where there is a schedule
-  train.b1 = 0.9
-  train.b2 = 0.999
-  train.eps = 1e-8
-  train.weight_decay = 0.01  # of adamw
+  train.optimizer = optimizer("adam")
+  train.learning_rate = 1e-4  # the peak of the schedule
+  train.schedule = schedule("constant")
   train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
-  train.boundary_prior = 0.2  # alpha of gumbel: boundaries a token
-  train.entropy_left = 2  # k of entropy: places before that a spike exceeds
-  train.double_sigmoid = False  # unigram, entropy: the loss as in the authors' code
-  train.schedule = "constant"  # after the warm-up; or "cosine", to 0 at the end
-  train.warmup_steps = 0
   train.log_every_steps = 20
   train.median_every_steps = 2000  # between reports of the median loss of as many
   train.eval_every_steps = 0
@@ -245,9 +193,11 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
     config.model.update(
       dict(num_layers=2, width=32, feed_forward_width=64, max_length=64)
     )
-    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0, warmup_steps=5,
+    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0,
                              eval_every_steps=25, eval_every_epochs=0.0,
                              learning_rate=1e-3))
+    if "warmup_steps" in config.train.schedule:
+      config.train.schedule.warmup_steps = 5
     config.sample.length = 20
   return config
 
@@ -267,28 +217,21 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
   _check_keys(config, default(), "", limits)
   check_model(config.model)
   _check_choices(config, "train.")
-  for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size",
-              "data.unigram_size"):
+  for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size"):
     _at_most(config, key, LARGEST)
   for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
               "train.median_every_steps", "train.checkpoint_every_steps",
-              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size",
-              "data.unigram_size", "train.entropy_left"):
+              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size"):
     _at_least(config, key, 1)
   check_seed(config.seed)
-  for key in ("train.window", "train.num_steps", "train.warmup_steps",
-              "eval.window", "eval.stride", "train.clip_norm", "train.weight_decay",
-              "train.learning_rate", "train.eps"):
+  for key in ("train.window", "train.num_steps", "eval.window", "eval.stride",
+              "train.clip_norm", "train.learning_rate"):
     _at_least(config, key, 0)
-  for key in ("train.b1", "train.b2"):
-    _expect(0 <= _get(config, key) < 1, key, "a number in [0, 1)", _get(config, key))
-  prior = config.train.boundary_prior
-  _expect(0 < prior < 1, "train.boundary_prior", "a number in (0, 1)", prior)
-  _check_only_for_boundaries(config, default(), ("data.", "train."))
+  _check_training(config.train)
   longest = config.model.max_length
   for key in ("train.window", "eval.window"):
-    _expect(_get(config, key) <= longest, key, f"at most model.max_length = {longest}",
-            _get(config, key))
+    _expect(get(config, key) <= longest, key, f"at most model.max_length = {longest}",
+            get(config, key))
   window = config.eval.window or longest
   _expect(config.eval.stride <= window, "eval.stride", f"at most the window {window}",
           config.eval.stride)
@@ -298,10 +241,11 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
   if limits:
     _check_arrays(config)
     # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
-    levels = max(1, (longest - (config.model.boundaries == "none")).bit_length())
-    _expect(config.model.num_levels <= levels, "model.num_levels",
-            f"at most {levels}, which reach over model.max_length = {longest}",
-            config.model.num_levels)
+    levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
+    for key, section in mixers_in(config.model).items():
+      _expect((section.get("num_levels") or 0) <= levels, f"{key}.num_levels",
+              f"at most {levels}, which reach over model.max_length = {longest}",
+              section.get("num_levels"))
   fractions = config.data.split_fractions
   are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
   _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
@@ -318,10 +262,6 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
           "'' with a data.path, unless data.clean is True", repr(language))
   steps_in(config.train, "num", steps_per_epoch=1)
   steps_in(config.train, "eval_every", steps_per_epoch=1)
-  steps, warmup = config.train.num_steps, config.train.warmup_steps
-  if steps and config.train.schedule == "cosine":
-    _expect(warmup < steps, "train.warmup_steps",
-            f"fewer than the {steps} steps of the run", warmup)
   check_sampling(config.sample, "sample.")
 
 
@@ -334,42 +274,63 @@ def check_model(model: Mapping) -> None:
   config = ConfigDict({"model": dict(model)})
   _check_keys(config.model, default_model(), "model.")
   _check_choices(config, "model.")
-  for key in ("num_layers", "width", "feed_forward_width", "num_heads", "max_length",
-              "first_layers", "last_layers", "shortening_factor", "num_capacities"):
+  for key in ("num_layers", "width", "feed_forward_width", "max_length",
+              "first.num_layers", "last.num_layers"):
     _at_least(config, f"model.{key}", 1)
-  for key in ("width", "feed_forward_width", "max_length", "vocab_size", "num_capacities"):
+  for key in ("width", "feed_forward_width", "max_length", "vocab_size"):
     _at_most(config, f"model.{key}", LARGEST)
-  for key in ("num_layers", "first_layers", "last_layers"):
+  for key in ("num_layers", "first.num_layers", "last.num_layers"):
     _at_most(config, f"model.{key}", _MOST_LAYERS)
-  # A model of the Dispatcher's authors may have more than its length needs.
-  _at_most(config, "model.num_levels", (LARGEST - 1).bit_length())
-  for key in ("vocab_size", "num_levels", "init_std", "norm_init_std"):
+  for key in ("vocab_size", "init_std", "norm_init_std"):
     _at_least(config, f"model.{key}", 0)
-  for key in ("dropout", "hidden_dropout", "mixer_dropout"):
+  for key in ("dropout", "hidden_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
-  usual = default_model()
-  mixers = mixers_in(config.model)
-  for key, owners in ONLY_FOR.items():
-    is_known = any(mixer in owners for mixer in mixers)
-    _expect(is_known or config.model[key] == usual[key], f"model.{key}",
-            f"{usual[key]!r} with the mixer {', '.join(mixers)}", repr(config.model[key]))
-  implementations = [MIXERS[mixer] for mixer in mixers if MIXERS[mixer]] or [()]
-  of_all = [name for name in implementations[0]
-            if all(name in names for names in implementations)]
-  _check_choice("model.implementation", config.model.implementation, ("", *of_all))
-  _check_pooling(config)
-  width, heads = config.model.width, config.model.num_heads
-  _expect(width % heads == 0, "model.num_heads",
-          f"a divisor of model.width = {width}", heads)
+  for key, value in flatten(config.model.boundaries, "model.boundaries.").items():
+    if type(value) is int:
+      _at_most(config, key, LARGEST)
+  registry.boundaries.build(config.model.boundaries, "model.boundaries", width=1,
+                            predictor_width=1)
+  for place in ("first", "last") if not is_pooled(config.model) else ():
+    for name, usual in (("num_layers", 2), ("mixer", None)):
+      value = config.model[place][name]
+      _expect(value == usual, f"model.{place}.{name}",
+              f"{usual} with model.boundaries = none", getattr(value, "name", value))
+  for key, section in mixers_in(config.model).items():
+    registry.mixers.build(section, key, max_length=config.model.max_length)
+    width, heads = config.model.width, section.get("num_heads", 1)
+    _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of model.width = {width}",
+            heads)
+  size = config.model.vocab_size or math.inf
+  space_ids = config.model.boundaries.get("space_ids", ())
+  _expect(max(space_ids, default=0) < size, "model.boundaries.space_ids",
+          f"token ids below model.vocab_size = {size}", space_ids)
 
 
-def mixers_in(model: Mapping) -> tuple[str, ...]:
-  """The mixers of a model, each once: that of its layers, first and last blocks."""
-  if model["boundaries"] == "none":
-    return (model["mixer"],)
-  names = (model["mixer"], model["first_mixer"], model["last_mixer"])
-  return tuple(dict.fromkeys(name for name in names if name))
+def _check_training(train: ConfigDict) -> None:
+  """What optimizers and schedules do not refuse by themselves."""
+  registry.optimizers.build(train.optimizer, "train.optimizer", learning_rate=1.0)
+  registry.schedules.build(
+    train.schedule, "train.schedule", peak=1.0, num_steps=train.num_steps or 2**31
+  )
+  for key, value in train.optimizer.items():
+    if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
+      _expect(0 <= value < 1, f"train.optimizer.{key}", "a number in [0, 1)", value)
+    elif key in ("eps", "eps_root", "weight_decay") and value is not None:
+      _expect(value >= 0, f"train.optimizer.{key}", "at least 0", value)
+
+
+def is_pooled(model: Mapping) -> bool:
+  """Whether a model pools its tokens."""
+  return model["boundaries"]["name"] != "none"
+
+
+def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
+  """The mixers of a model, by the name of their section: one, or also first and last."""
+  sections = {"model.mixer": model["mixer"]}
+  if is_pooled(model):
+    sections |= {f"model.{name}.mixer": model[name]["mixer"] for name in ("first", "last")}
+  return {key: section for key, section in sections.items() if section is not None}
 
 
 def check_seed(seed: int) -> None:
@@ -395,7 +356,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
   for key, is_valid, expected in (
     ("length", lambda x: _is_whole(x, 1) and x <= LARGEST,
      f"an integer of at least 1 and at most {LARGEST:,}"),
-    ("temperature", lambda x: _is_number(x) and 0 <= x <= _LARGEST_FLOAT,
+    ("temperature", lambda x: _is_number(x) and 0 <= x <= registry.LARGEST_FLOAT,
      "a finite number of at least 0 (0 is greedy)"),
     ("top_k", lambda x: _is_whole(x, 0), "an integer of at least 0 (0 is all)"),
     ("top_p", lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
@@ -436,25 +397,32 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """A configuration from what JSON made of it.
+  """A configuration from what JSON made of it, of this version or an earlier one.
 
-  Settings that were added since it was written take their defaults, so that a later
-  version reads it.
+  Settings that were added since it was written take their defaults.
 
   Raises:
     ValueError: as `check`.
   """
   config = default()
-  known = flatten(config)
-  for key, value in flatten(settings).items():
-    _check_value(key, value, known, limits=False)
-    *parents, name = key.split(".")
-    section = config
-    for parent in parents:
-      section = section[parent]
-    section[name] = value
+  _fill(config, old_settings.to_sections(settings), "")
   check(config, limits=False)
   return config
+
+
+def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
+  for name, value in settings.items():
+    key = f"{prefix}{name}"
+    if name not in config:
+      raise unknown_key(key, flatten(default()))
+    if key in COMPONENTS and isinstance(value, Mapping):
+      config[name] = COMPONENTS[key].from_dict(value, key)
+    elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
+      _fill(config[name], value, f"{key}.")
+    else:
+      value = tuple(value) if isinstance(value, list) else value
+      _check_type(key, value, config[name], limits=False)
+      config[name] = value
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
@@ -462,13 +430,15 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
 
   A setting that was added since `old` was written has its default there.
   """
-  there, here = {**flatten(default()), **flatten(old)}, flatten(new)
-  is_endless = here.get("train.schedule") == "constant"
+  there, here = flatten(from_dict(old)), flatten(new)
+  is_endless = here.get("train.schedule.name") == "constant"
   free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [
     f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
     for key in sorted(there.keys() | here.keys())
-    if there.get(key) != here.get(key) and not key.startswith(free)
+    if there.get(key) != here.get(key)
+    and not key.startswith(free)
+    and key.rpartition(".")[2] not in FREE_NAMES
   ]
 
 
@@ -496,24 +466,28 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
 
 
 def _check_keys(config, known, prefix: str, limits: bool = True) -> None:
-  flat, known = flatten(config, prefix), flatten(known, prefix)
-  for key, value in flat.items():
-    _check_value(key, value, known, limits)
-  missing = sorted(known.keys() - flat.keys())
+  for name, value in config.items():
+    key = f"{prefix}{name}"
+    if name not in known:
+      raise unknown_key(key, flatten(known, prefix))
+    _check_type(key, value, known[name], limits)
+    if key in COMPONENTS and value is not None:
+      COMPONENTS[key].check(value, key)
+    elif isinstance(known[name], ConfigDict):
+      _check_keys(value, known[name], f"{key}.", limits)
+  missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   _expect(not missing, ", ".join(missing), "a value", "none")
 
 
-def _check_value(key: str, value, known: Mapping, limits: bool = True) -> None:
-  if key not in known:
-    raise unknown_key(key, known)
-  kind = type(known[key])
-  is_number = kind is float and type(value) in (int, float)
-  _expect(is_number or type(value) is kind, key, f"a value of type {kind.__name__}",
-          repr(value))
-  if kind is float and (limits or value != math.inf):
-    _expect(abs(value) <= _LARGEST_FLOAT, key, "a number of float32 that is finite", value)
-  elif kind is int and key != "seed":
-    _expect(value < 2**31, key, "an integer below 2**31", value)
+def _check_type(key: str, value, usual, limits: bool) -> None:
+  if value is None and key in OWN_MIXERS:
+    return
+  if type(usual) is float and value == math.inf and not limits:
+    return
+  if key not in COMPONENTS and not isinstance(usual, ConfigDict):
+    registry.check_value(key, value, registry.Setting(type(usual), usual, False))
+  elif not isinstance(value, ConfigDict):
+    raise UserError(f"{key}: expected a section of settings, got {value!r}")
 
 
 def _check_arrays(config) -> None:
@@ -533,34 +507,10 @@ def _check_arrays(config) -> None:
             " x ".join(f"{size:,}" for size in sizes))
 
 
-def _check_pooling(config) -> None:
-  model = config.model
-  _check_only_for_boundaries(config, ConfigDict({"model": default_model()}), ("model.",))
-  temperature = model.boundary_temperature
-  _expect(0 < temperature < math.inf, "model.boundary_temperature", "above 0 and finite",
-          temperature)
-  factor, offset = model.shortening_factor, model.boundary_offset
-  _expect(-1 <= offset < factor, "model.boundary_offset",
-          f"-1 (which is the last) to model.shortening_factor - 1 = {factor - 1}", offset)
-  size = model.vocab_size or math.inf
-  below = f" below model.vocab_size = {size}" if model.vocab_size else ""
-  _expect(all(_is_whole(i, 0) and i < size for i in model.space_ids), "model.space_ids",
-          f"token ids{below}", model.space_ids)
-
-
-def _check_only_for_boundaries(config, usual, sections: tuple[str, ...]) -> None:
-  kind = config.model.boundaries
-  for key, kinds in ONLY_FOR_BOUNDARIES.items():
-    if key.startswith(sections) and kind not in kinds:
-      value, default_value = _get(config, key), _get(usual, key)
-      _expect(value == default_value, key,
-              f"{default_value!r} with model.boundaries = {kind}", repr(value))
-
-
 def _check_choices(config, section: str) -> None:
   for key, choices in CHOICES.items():
     if key.startswith(section):
-      _check_choice(key, _get(config, key), choices)
+      _check_choice(key, get(config, key), choices)
 
 
 def _check_choice(key: str, value, choices: Sequence[str]) -> None:
@@ -579,14 +529,15 @@ def _is_number(value) -> bool:
 
 
 def _at_least(config, key: str, least: int) -> None:
-  _expect(_get(config, key) >= least, key, f"at least {least}", _get(config, key))
+  _expect(get(config, key) >= least, key, f"at least {least}", get(config, key))
 
 
 def _at_most(config, key: str, most: int) -> None:
-  _expect(_get(config, key) <= most, key, f"at most {most:,}", _get(config, key))
+  _expect(get(config, key) <= most, key, f"at most {most:,}", get(config, key))
 
 
-def _get(config, key: str) -> Any:
+def get(config, key: str) -> Any:
+  """The setting of a full name, `model.mixer.num_heads` for one."""
   for part in key.split("."):
     config = config[part]
   return config

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.decoding import generate as decoding
 from dpjax.errors import UserError
+from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
 from dpjax.text.streaming import TextStream
 from dpjax.text.tokenizer import Tokenizer
@@ -49,6 +51,8 @@ class Generator:
     self._config, self._model, self._tokenizer = config, model, tokenizer
     self._window = config.model.max_length
     self._pad_id = pad_id(config)
+    boundaries = build_boundaries(config.model)
+    self._draws_boundaries = boundaries is not None and boundaries.draws_in_evaluation
     # A step of one token then copies no parameters.
     self._by_layer = jax.jit(model.unstack)
     self._begin = jax.jit(self._begin_rows)
@@ -211,7 +215,7 @@ class Generator:
 
   def _step(self, params, keys, is_cached: bool) -> decoding.Step:
     def apply(tokens, start, **inputs) -> Any:
-      if self._config.model.sample_boundaries:
+      if self._draws_boundaries:
         # The same for a place whenever it is read, so that the past keeps its segments.
         inputs["boundary_noise"] = _noise(keys, start, tokens.shape[1])
       return self._model.apply({"params": params}, tokens, **inputs)
@@ -288,7 +292,11 @@ def check_prompt(
         f"model's window has {window}), got {settings['length']}; or another beyond_window"
       )
     return
-  ends = [name for name in config_lib.mixers_in(config.model) if name == "attention"]
+  names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(config.model).values())
+  ends = [
+    name for name in names
+    if not getattr(registry.mixers.component(name), "is_endless", True)
+  ]
   if config.model.positions == "learned":
     ends.append("learned positions")
   if ends and max(1, len(ids)) + settings["length"] - 1 > window:
@@ -310,7 +318,8 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
 
 def pad_id(config: config_lib.ConfigDict) -> int:
   """A token that ends no word: else windows that are not full would need more segments."""
-  return next(i for i in itertools.count() if i not in config.model.space_ids)
+  known = config.model.boundaries.get("space_ids", ())
+  return next(i for i in itertools.count() if i not in known)
 
 
 def _filled(

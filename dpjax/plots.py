@@ -41,19 +41,17 @@ _PLACES = {
   "by_layers": ("model.num_layers", "layers"),
 }
 # What runs may differ in and still be compared: the mixer and its parts, what changes no
-# result, and how a run reports.
-_FREE = {
-  "model": (
-    "mixer", "num_heads", "num_levels", "attention_bias", "adjustment",
-    "output_projection", "vocab_size", "implementation", "scan_layers", "remat",
-  ),
-  "data": (),
-  "train": (
-    "num_steps", "num_epochs", "log_every_steps", "median_every_steps",
-    "eval_every_steps", "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints",
-    "parameters",
-  ),
-}
+# result, and how a run reports. With a section goes all that is in it; those of the model
+# that have no section were settings of version 0.1.
+_FREE = (
+  "model.mixer", "model.vocab_size", "model.scan_layers", "model.remat",
+  *(f"model.{name}" for name in ("num_heads", "num_levels", "attention_bias", "adjustment",
+                                 "output_projection", "implementation")),
+  *(f"train.{name}" for name in (
+    "num_steps", "num_epochs", "log_every_steps", "median_every_steps", "eval_every_steps",
+    "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints", "parameters",
+  )),
+)
 # Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
@@ -139,10 +137,10 @@ def read_runs(
 def label(config: Mapping[str, Any]) -> str:
   """Names a run after its token mixer.
 
-    >>> label({"model": {"mixer": "attention", "num_heads": 32}})
+    >>> label({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
     'attention, 32 heads'
-    >>> label({"model": {"mixer": "he", "adjustment": False, "output_projection": False}})
-    'HE, extraction alone'
+    >>> label({"model": {"mixer": {"name": "we", "output_projection": False}}})
+    'WE, no output projection'
 
   Args:
     config: the settings of a run.
@@ -153,21 +151,24 @@ def label(config: Mapping[str, Any]) -> str:
   Raises:
     ValueError: the settings name no mixer.
   """
-  mixer = _setting(config, "model.mixer")
-  if not isinstance(mixer, str):
+  settings = _setting(config, "model.mixer")
+  if isinstance(settings, str):  # Of version 0.1, where the model has them.
+    settings = {**config["model"], "name": settings}
+  mixer = settings.get("name") if isinstance(settings, Mapping) else settings
+  if not isinstance(settings, Mapping) or not isinstance(mixer, str):
     raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
   if mixer in ("she", "he", "we", "me"):
     without = [
       part.replace("_", " ")
       for part in ("adjustment", "output_projection")
-      if _setting(config, f"model.{part}") is False
+      if settings.get(part) is False
     ]
     name = mixer.upper()
     if len(without) == 2:
       return f"{name}, extraction alone"
     return f"{name}, no {without[0]}" if without else name
   names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
-  name, heads = names.get(mixer, mixer), _setting(config, "model.num_heads")
+  name, heads = names.get(mixer, mixer), settings.get("num_heads")
   if mixer == "attention" or heads not in (1, None):
     name += f", {heads} {'head' if heads == 1 else 'heads'}"
   return name
@@ -420,16 +421,17 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 def _notes(runs: Sequence[Run], figure: str) -> list[str]:
   """What differs between the runs beside the mixer, and losses that are missing."""
-  keys = ["seed"]
-  for section, free in _FREE.items():
-    there = {key for run in runs for key in _setting(run.config, section) or ()}
-    keys += [f"{section}.{key}" for key in sorted(there - {*free})]
-  if figure in _PLACES:
-    keys = [key for key in keys if key != _PLACES[figure][0]]
-  names = _names(runs)
-  columns = {key: [_setting(run.config, key) for run in runs] for key in keys}
+  free = tuple(f"{key}." for key in (*_FREE, *_PLACES.get(figure, ())[:1]))
+  configs = [*map(_flat, _of_one_version([run.config for run in runs]))]
+  keys = sorted({key for config in configs for key in config})
+  columns = {
+    key: [config.get(key) for config in configs]
+    for section in ("seed.", "model.", "data.", "train.")
+    for key in keys
+    if f"{key}.".startswith(section) and not f"{key}.".startswith(free)
+  }
   columns["updates"] = [len(run.losses) for run in runs]
-  notes = []
+  names, notes = _names(runs), []
   for key, column in columns.items():
     found: dict[str, list[str]] = {}
     for value, name in zip(column, names, strict=True):
@@ -444,6 +446,31 @@ def _notes(runs: Sequence[Run], figure: str) -> list[str]:
         f"{name}: {unknown} of {len(run.losses)} losses are not known, and left out"
       )
   return notes
+
+
+def _of_one_version(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+  """Settings of version 0.1 beside those of now get their names of now."""
+  is_old = [isinstance(_setting(config, "model.mixer"), str) for config in configs]
+  if all(is_old) or not any(is_old):
+    return [*configs]
+  from dpjax.config import from_dict  # Loads JAX, which else is not needed.
+
+  try:
+    return [
+      from_dict(config).to_dict() if old else config
+      for config, old in zip(configs, is_old, strict=True)
+    ]
+  except UserError:  # They are another program's.
+    return [*configs]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Settings by their full names, as `dpjax.config.flatten`."""
+  flat = {}
+  for key, value in settings.items():
+    more = isinstance(value, Mapping)
+    flat |= _flat(value, f"{prefix}{key}.") if more else {f"{prefix}{key}": value}
+  return flat
 
 
 def _some(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
-from dpjax.models.build import build_model, check_memory
+from dpjax.models.build import build_boundaries, build_model, check_memory
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import (
   checkpoints,
@@ -61,7 +61,7 @@ class Run:
   def __repr__(self) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
     return (
-      f"Run({self.config.model.mixer}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"Run({self.config.model.mixer.name}, {size:,} parameters, {self.tokenizer.kind} of "
       f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
     )
 
@@ -296,7 +296,7 @@ def _train(
   train_batches = _train_batches(config, data)
   steps_per_epoch = train_batches.steps_per_epoch
   num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
-  update = _make_optimizer(config, num_steps)
+  update = optimizer.build_optimizer(config.train, num_steps)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
   generation.check_prompt(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
@@ -308,7 +308,7 @@ def _train(
   if jax.process_index() == 0:
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     print(
-      f"{config.model.mixer}, {size:,} parameters; {data.name}, "
+      f"{config.model.mixer.name}, {size:,} parameters; {data.name}, "
       f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
       f"{config.model.vocab_size:,}; {num_steps:,} steps on {jax.device_count()} "
       f"{jax.devices()[0].platform} device(s)"
@@ -371,7 +371,7 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
   config = _with_vocabulary(config, data.tokenizer)
   model = build_model(config.model)
   # The shapes do not depend on the length of the run.
-  update = _make_optimizer(config, num_steps=2**31)
+  update = optimizer.build_optimizer(config.train, num_steps=2**31)
   abstract = step_lib.abstract_state(
     model, update, config.seed, sharding.make_mesh(), config.train.parameters
   )
@@ -439,7 +439,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     ) from error
   config_lib.check(config)
   settings = config.model
-  if settings.mixer == "relative_attention":
+  if settings.mixer.name == "relative_attention":
     raise UserError(
       "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
       "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
@@ -447,17 +447,20 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     )
   model_config, params = from_torch(
     content,
-    num_heads=settings.num_heads,
-    variant="multihead" if settings.mixer == "dispatcher_multihead" else "paper",
+    num_heads=settings.mixer.get("num_heads"),
+    variant="multihead" if settings.mixer.name == "dispatcher_multihead" else "paper",
     max_length=settings.max_length,
   )
-  if model_config.mixer != settings.mixer:
+  if model_config.mixer.name != settings.mixer.name:
     raise UserError(
-      f"model.mixer: expected the file's {model_config.mixer}, got {settings.mixer}"
+      f"model.mixer: expected the file's {model_config.mixer.name}, got "
+      f"{settings.mixer.name}"
     )
   data = workdir_lib.prepare_data(config, Path(folder) / "data")
-  for key in ("dtype", "implementation", "remat", "scan_layers"):
+  for key in ("dtype", "remat", "scan_layers"):
     model_config[key] = settings[key]
+  if "implementation" in model_config.mixer:
+    model_config.mixer.implementation = settings.mixer.implementation
   config = config.copy_and_resolve_references()
   config.model = model_config
   config = _with_vocabulary(config, data.tokenizer)
@@ -478,47 +481,44 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
     raise UserError(
       f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
     )
-  kind, space_ids = config.model.boundaries, config.model.space_ids
-  space_ids = space_ids or tokenizer.space_ids
-  if kind == "whitespace" and not space_ids:
-    raise UserError(
-      "data.tokenizer: expected one with a space or a line end among its tokens, for the "
-      f"boundaries whitespace, got {tokenizer.kind} without"
-    )
-  if max(space_ids, default=0) >= tokenizer.vocab_size:
-    raise UserError(
-      f"model.space_ids: expected ids below {tokenizer.vocab_size}, got {space_ids}"
-    )
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
-  if kind in config_lib.ONLY_FOR_BOUNDARIES["model.space_ids"]:
-    config.model.space_ids = space_ids
+  section, boundaries = config.model.boundaries, build_boundaries(config.model)
+  if "space_ids" in section:
+    section.space_ids = section.space_ids or tokenizer.space_ids
+    if boundaries is not None and boundaries.needs_spaces and not section.space_ids:
+      raise UserError(
+        "data.tokenizer: expected one with a space or a line end among its tokens, for the "
+        f"boundaries {section.name}, got {tokenizer.kind} without"
+      )
+    if max(section.space_ids, default=0) >= tokenizer.vocab_size:
+      raise UserError(
+        f"model.boundaries.space_ids: expected ids below {tokenizer.vocab_size}, got "
+        f"{section.space_ids}"
+      )
   return config
 
 
 def _objective(config: ConfigDict) -> losses.Objective:
-  return losses.Objective(
-    boundaries=config.model.boundaries,
-    prior=config.train.boundary_prior,
-    entropy_left=config.train.entropy_left,
-    double_sigmoid=config.train.double_sigmoid,
-    space_ids=tuple(config.model.space_ids),
-  )
+  return losses.Objective(build_boundaries(config.model))
 
 
 def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
+  boundaries = build_boundaries(config.model)
   # Several processes would have to agree on it.
-  if config.model.boundaries != "whitespace" or jax.process_count() > 1:
+  if boundaries is None or jax.process_count() > 1:
     return lambda batch: None
 
-  def from_spaces(batch: Mapping[str, np.ndarray]) -> int:
-    is_space = np.isin(batch["tokens"], config.model.space_ids)
-    needed = int(is_space.sum(axis=1).max()) + 1
-    sizes = ops.capacities(is_space.shape[1] + 1, config.model.num_capacities)
-    return next(size for size in sizes if size >= needed)
+  def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
+    tokens = batch["tokens"]
+    counts = boundaries.count_in(tokens)
+    if counts is None:
+      return None
+    sizes = ops.capacities(tokens.shape[1] + 1, boundaries.lengths_compiled)
+    return next(size for size in sizes if size > counts.max())
 
-  return from_spaces
+  return from_tokens
 
 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
@@ -590,22 +590,3 @@ def _train_batches(config: ConfigDict, data: prepared.Prepared):
   if settings.batches == "shuffled_windows":
     return batches.ShuffledWindows(tokens, *size, config.seed, **options)
   return batches.ContiguousRows(tokens, *size, **options)
-
-
-def _make_optimizer(config: ConfigDict, num_steps: int):
-  settings = config.train
-  rate = optimizer.learning_rate(
-    settings.schedule,
-    settings.learning_rate,
-    warmup_steps=settings.warmup_steps,
-    num_steps=num_steps,
-  )
-  return optimizer.make_optimizer(
-    settings.optimizer,
-    rate,
-    b1=settings.b1,
-    b2=settings.b2,
-    eps=settings.eps,
-    weight_decay=settings.weight_decay,
-    clip_norm=settings.clip_norm,
-  )

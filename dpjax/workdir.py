@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
 from dpjax.data.download import locked
@@ -255,9 +256,10 @@ def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
 
 
 def _unigram(config: ConfigDict) -> dict[str, Any] | None:
-  if config.model.boundaries != "unigram":
+  settings = config.model.boundaries
+  if not registry.boundaries.component(settings.name).needs_text:
     return None
-  return dict(file=config.data.unigram_file, vocab_size=config.data.unigram_size)
+  return dict(file=settings.file, vocab_size=settings.size)
 
 
 def read_config(workdir: Path) -> ConfigDict:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
+from dpjax import old_settings, registry
+from dpjax.training import losses
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
@@ -23,23 +25,47 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
-def own_settings(mixer: str, /, **settings) -> dict:
-  """Settings of a model with this mixer: those that it does not have are left out."""
-  return {
-    key: value
-    for key, value in settings.items()
-    if mixer in config_lib.ONLY_FOR.get(key, (mixer,))
-  }
+def set_model(model, **settings):
+  """Changes a model's settings, those of its components by their names of version 0.1.
+
+  Of those a component takes what it has: `set_model(model, mixer="me", num_heads=3)`.
+  """
+  flat = dict(settings)
+  for name in ("mixer", "boundaries"):
+    flat.setdefault(name, model[name].name)
+  new = old_settings.to_sections({"model": flat})["model"]
+  for place in ("mixer", "boundaries"):
+    known = registry.mixers if place == "mixer" else registry.boundaries
+    section = new.pop(place)
+    same = model[place] if model[place].name == section["name"] else {}
+    model[place] = known.section(**{**dict(same), **section})
+  for place in ("first", "last"):
+    stack = new.pop(place, {})
+    if "mixer" in stack:
+      model[place].mixer = registry.mixers.section(**stack.pop("mixer"))
+    model[place].update(stack)
+  model.update(new)
+  return model
+
+
+def objective(boundaries: str = "none", **settings) -> losses.Objective:
+  """That of a kind of boundaries, by its name and settings."""
+  if boundaries == "none":
+    return losses.Objective()
+  section = registry.boundaries.section(boundaries, **settings)
+  return losses.Objective(
+    registry.boundaries.build(section, "boundaries", predictor_width=1)
+  )
 
 
 def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
   config.data.path = str(text)
-  config.model.update(
-    dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
+  set_model(
+    config.model, num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19,
+    dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1,
   )
-  config.model.update(dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1))
   config.train.update(
     dict(batch_size=8, num_steps=12, num_epochs=0.0, learning_rate=3e-3,
          eval_every_steps=6, eval_every_epochs=0.0, log_every_steps=2,
@@ -53,14 +79,12 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  config.model.update(
-    dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1,
-         hidden_dropout=0.0, mixer_dropout=0.0)
+  set_model(
+    config.model, boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1,
+    hidden_dropout=0.0, mixer_dropout=0.0, num_capacities=2,
   )
-  if boundaries != "fixed":
-    config.model.num_capacities = 2
   if boundaries == "unigram":
-    config.data.unigram_size = 31
+    config.model.boundaries.size = 31
   return config
 
 
@@ -85,12 +109,15 @@ def pointers(tree) -> set[int]:
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
-  for section in ("model", "data", "train", "eval", "sample"):
-    for key, value in config[section].items():
-      if isinstance(value, bool):
-        flags.append(f"--{'' if value else 'no'}config.{section}.{key}")
-      else:
-        flags.append(f"--config.{section}.{key}={value}")
+  for key in config_lib.COMPONENTS:
+    section = config_lib.get(config, key)
+    if section is not None:
+      flags.append(f"--config.{key}={section.name}")
+  for key, value in config_lib.flatten(config).items():
+    if isinstance(value, bool):
+      flags.append(f"--{'' if value else 'no'}config.{key}")
+    elif value is not None and not key.endswith(".name") or key == "data.name":
+      flags.append(f"--config.{key}={value}")
   return [f"--config={ROOT / 'configs/quickstart.py'}", *flags]
 
 

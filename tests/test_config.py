@@ -11,10 +11,15 @@ from dpjax import ops
 
 
 def changed(settings: dict):
-  """The default configuration with settings changed, whatever their types."""
+  """The default configuration with settings changed, whatever their types.
+
+  A component that is given by its name has its defaults.
+  """
   config = config_lib.default()
   for name, value in settings.items():
     section = config
+    if name in config_lib.COMPONENTS and isinstance(value, str):
+      value = config_lib.COMPONENTS[name].section(value)
     *parents, key = name.split(".")
     for parent in parents:
       section = section[parent]
@@ -32,30 +37,38 @@ def test_the_default_is_valid():
   [
     ("model.layers", 3, "expected a known setting, .* nearest known is model.num_layers"),
     ("seeds", 3, "expected a known setting, .* the nearest known is seed"),
-    ("model", 3, "expected a known setting"),
+    ("model", 3, "expected a section of settings, got 3"),
+    ("model.first", 3, "expected a section of settings, got 3"),
+    ("model.mixer", ("he",), r"expected a section of settings, got \('he',\)"),
+    ("model.mixer.num_level", 3, "expected a setting of dispatcher, .* nearest known is"),
+    ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
     ("train.batch_size", 2.5, "expected a value of type int, got 2.5"),
     ("train.batch_size", True, "expected a value of type int, got True"),
     ("train.learning_rate", "fast", "expected a value of type float, got 'fast'"),
     ("data.lower_text", 1, "expected a value of type bool, got 1"),
     ("data.split_fractions", 1, "expected a value of type tuple, got 1"),
-    ("model.mixer", None, "expected a value of type str, got None"),
-    ("model.mixer", "dispacher", ".* got dispacher; did you mean dispatcher?"),
-    ("model.boundaries", "gumble", "expected one of none, .* did you mean gumbel?"),
+    ("model.mixer", None, "expected a section of settings, got None"),
+    ("model.mixer.name", "dispacher", ".* got dispacher; did you mean dispatcher?"),
+    ("model.boundaries.name", "gumble", "expected one of none, .* did you mean gumbel?"),
     ("model.norm", "none", "expected one of post, pre, got none"),
     ("model.positions", "fixed", "expected one of sinusoidal, learned, none, got fixed"),
     ("model.activation", "tanh", "expected one of relu, gelu, got tanh"),
     ("model.dtype", "float16", "expected one of float32, bfloat16, got float16"),
-    ("train.optimizer", "sgd", "expected one of adam, adamw, got sgd"),
-    ("train.schedule", "linear", "expected one of constant, cosine, got linear"),
+    ("train.optimizer.name", "sgdm", "expected one of adam, adamw, .*, got sgdm"),
+    ("train.schedule.name", "linear", "expected one of constant, cosine, got linear"),
     ("train.parameters", "split", "expected one of replicated, sharded, got split"),
     ("model.num_layers", 0, "expected at least 1, got 0"),
     ("model.width", 0, "expected at least 1, got 0"),
     ("model.feed_forward_width", 0, "expected at least 1, got 0"),
-    ("model.num_heads", 0, "expected at least 1, got 0"),
-    ("model.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
+    ("model.mixer.num_heads", 0, "expected at least 1, got 0"),
+    ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
     ("model.max_length", 0, "expected at least 1, got 0"),
     ("model.vocab_size", -1, "expected at least 0, got -1"),
-    ("model.num_levels", -1, "expected at least 0, got -1"),
+    ("model.mixer.num_levels", 0, "expected at least 1, got 0"),
+    ("model.mixer.num_levels", -1, "expected at least 1, got -1"),
+    ("model.mixer.num_levels", 2.0, "expected a value of type int or None, got 2.0"),
+    ("model.mixer.level_dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
+    ("model.mixer.implementation", "loob", "expected None or .* did you mean loop?"),
     ("model.dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
     ("model.hidden_dropout", -0.1, "expected a probability .* got -0.1"),
     ("data.split_fractions", (0.5, 0.5), "expected three positive numbers"),
@@ -72,18 +85,19 @@ def test_the_default_is_valid():
     ("train.window", -1, "expected at least 0, got -1"),
     ("train.window", 513, "expected at most model.max_length = 512, got 513"),
     ("train.num_steps", -1, "expected at least 0, got -1"),
-    ("train.warmup_steps", -1, "expected at least 0, got -1"),
+    ("train.schedule.warmup_steps", -1, "expected at least 0, got -1"),
     ("train.clip_norm", -0.5, "expected at least 0, got -0.5"),
-    ("train.weight_decay", -0.1, "expected at least 0, got -0.1"),
     ("train.learning_rate", -1e-3, "expected at least 0, got -0.001"),
-    ("model.num_levels", 10, "expected at most 9, which reach .*max_length = 512, got 10"),
-    ("model.num_levels", 40, "expected at most 24, got 40"),
-    ("train.warmup_steps", 2**31, r"expected an integer below 2\*\*31, got 2147483648"),
+    ("model.mixer.num_levels", 10,
+     "expected at most 9, which reach over model.max_length = 512, got 10"),
+    ("model.mixer.num_levels", 40, "expected at most 24, got 40"),
+    ("train.schedule.warmup_steps", 2**31,
+     r"expected an integer below 2\*\*31, got 2147483648"),
     ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
     ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
-    ("train.eps", -1e-8, "expected at least 0, got -1e-08"),
-    ("train.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-    ("train.b2", -0.1, r"expected a number in \[0, 1\), got -0.1"),
+    ("train.optimizer.eps", -1e-8, "expected at least 0, got -1e-08"),
+    ("train.optimizer.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
+    ("train.optimizer.b2", -0.1, r"expected a number in \[0, 1\), got -0.1"),
     ("eval.window", 513, "expected at most model.max_length = 512, got 513"),
     ("eval.window", -1, "expected at least 0, got -1"),
     ("eval.stride", -1, "expected at least 0, got -1"),
@@ -99,13 +113,30 @@ def test_what_cannot_run_is_refused(key, value, message):
     config_lib.check(changed({key: value}))
 
 
+@pytest.mark.parametrize(
+  ("section", "name", "setting", "value", "message"),
+  [
+    ("train.optimizer", "adamw", "weight_decay", -0.1, "expected at least 0, got -0.1"),
+    ("train.optimizer", "sgd", "momentum", 1.0, r"expected a number in \[0, 1\), got 1.0"),
+    ("model.mixer", "attention", "dropout", 1.0, r"expected a probability in \[0, 1\), go"),
+    ("model.mixer", "she", "num_heads", 2, "expected a setting of she, got an unknown one"),
+    ("model.mixer", "me", "adjustment", False, "expected a setting of me, got an unknown"),
+    ("model.mixer", "we", "implementation", "ftt", "expected None .* did you mean fft?"),
+  ],
+)
+def test_what_a_component_cannot_have_is_refused(section, name, setting, value, message):
+  config = changed({section: name, f"{section}.{setting}": value})
+  with pytest.raises(ValueError, match=f"^{section}.{setting}: {message}"):
+    config_lib.check(config)
+
+
 FLOATS = [key for key, value in config_lib.flatten(config_lib.default()).items()
           if type(value) is float]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_numbers_that_are_not_finite_in_float32_are_refused(value):
-  assert len(FLOATS) > 12
+  assert len(FLOATS) == 15
   for key in FLOATS:
     with pytest.raises(ValueError, match=f"^{key}: expected a number .* finite, got {value}"
                        .replace("+", r"\+")):
@@ -115,9 +146,10 @@ def test_numbers_that_are_not_finite_in_float32_are_refused(value):
 @pytest.mark.parametrize(
   "key",
   ["model.num_layers", "model.width", "model.feed_forward_width", "model.max_length",
-   "model.vocab_size", "model.num_capacities", "model.first_layers", "model.last_layers",
-   "train.batch_size", "train.window", "eval.batch_size", "eval.window", "eval.stride",
-   "data.tokenizer_size", "data.unigram_size", "sample.length"],
+   "model.vocab_size", "model.boundaries.num_capacities", "model.first.num_layers",
+   "model.last.num_layers", "train.batch_size", "train.window", "eval.batch_size",
+   "eval.window", "eval.stride", "data.tokenizer_size", "model.boundaries.size",
+   "sample.length"],
 )
 def test_sizes_that_fit_no_machine_are_refused(key):
   with pytest.raises(ValueError, match=f"^{key}: expected .*at most .*, got 1000000000"):
@@ -141,82 +173,88 @@ def test_sizes_that_fit_no_machine_together_are_refused():
 @pytest.mark.parametrize(
   ("boundaries", "key", "value", "message"),
   [
-    ("none", "model.first_layers", 3, "expected 2 with model.boundaries = none, got 3"),
-    ("none", "model.last_layers", 3, "expected 2 with model.boundaries = none, got 3"),
-    ("none", "model.first_mixer", "he", "expected '' with model.boundaries = none"),
-    ("none", "model.last_mixer", "he", "expected '' with model.boundaries = none"),
-    ("none", "model.pooling", "last", "expected 'mean' with model.boundaries = none"),
-    ("gumbel", "model.pooling", "last", "expected 'mean' with .* gumbel, got 'last'"),
-    ("gumbel", "model.shortening_factor", 3, "expected 2 with .* gumbel, got 3"),
-    ("whitespace", "model.boundary_offset", 0, "expected -1 with .* whitespace, got 0"),
-    ("fixed", "model.num_capacities", 3, "expected 8 with model.boundaries = fixed"),
-    ("fixed", "model.space_ids", (3,), r"expected \(\) with .* fixed, got \(3,\)"),
-    ("unigram", "model.boundary_temperature", 0.7, "expected 0.5 with .* unigram"),
-    ("entropy", "model.sample_boundaries", True, "expected False with .* entropy"),
-    ("entropy", "data.unigram_file", "a.model", "expected '' with .* entropy"),
-    ("none", "data.unigram_size", 200, "expected 10000 with .* none, got 200"),
-    ("fixed", "train.boundary_prior", 0.3, "expected 0.2 with .* fixed, got 0.3"),
-    ("unigram", "train.entropy_left", 3, "expected 2 with .* unigram, got 3"),
-    ("gumbel", "train.double_sigmoid", True, "expected False with .* gumbel, got True"),
-    ("fixed", "model.first_mixer", "atention", "expected .* did you mean attention?"),
-    ("fixed", "model.last_mixer", "dispacher", "expected .* did you mean dispatcher?"),
-    ("fixed", "model.pooling", "first", "expected one of mean, last, got first"),
-    ("fixed", "model.shortening_factor", 0, "expected at least 1, got 0"),
-    ("fixed", "model.boundary_offset", 2, "expected -1 .*factor - 1 = 1, got 2"),
-    ("fixed", "model.boundary_offset", -2, "expected -1 .* got -2"),
-    ("fixed", "model.first_layers", 0, "expected at least 1, got 0"),
-    ("fixed", "model.last_layers", 0, "expected at least 1, got 0"),
-    ("gumbel", "model.num_capacities", 0, "expected at least 1, got 0"),
-    ("gumbel", "model.boundary_temperature", 0.0, "expected above 0 and finite, got 0.0"),
-    ("gumbel", "model.boundary_temperature", float("nan"), ".* finite, got nan"),
-    ("gumbel", "train.boundary_prior", 0.0, r"expected a number in \(0, 1\), got 0.0"),
-    ("gumbel", "train.boundary_prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
-    ("entropy", "train.entropy_left", 0, "expected at least 1, got 0"),
-    ("unigram", "data.unigram_size", 0, "expected at least 1, got 0"),
-    ("whitespace", "model.space_ids", (1.5,), r"expected token ids, got \(1.5,\)"),
-    ("whitespace", "model.space_ids", (True,), r"expected token ids, got \(True,\)"),
-    ("whitespace", "model.space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
-    ("whitespace", "model.space_ids", 3, "expected a value of type tuple, got 3"),
-    ("none", "model.norm_init_std", -0.1, "expected at least 0, got -0.1"),
-    ("none", "train.batches", "shufled_windows", ".* did you mean shuffled_windows?"),
+    ("none", "first.num_layers", 3, "expected 2 with model.boundaries = none, got 3"),
+    ("none", "last.num_layers", 3, "expected 2 with model.boundaries = none, got 3"),
+    ("none", "first.mixer", "he", "expected None with model.boundaries = none, got he$"),
+    ("none", "last.mixer", "he", "expected None with model.boundaries = none, got he$"),
+    ("none", "boundaries.pooling", "last", "expected a setting of none, got an unknown"),
+    ("gumbel", "boundaries.pooling", "last", "expected a setting of gumbel, got an unkn"),
+    ("whitespace", "boundaries.offset", 0, "expected a setting of whitespace, got an"),
+    ("fixed", "boundaries.space_ids", (3,), "expected a setting of fixed, got an unknown"),
+    ("entropy", "boundaries.file", "a.model", "expected a setting of entropy, got an unk"),
+    ("fixed", "boundaries.ofset", 1, ".* the nearest known is model.boundaries.offset"),
+    ("fixed", "first.mixer.name", "atention", "expected .* did you mean attention?"),
+    ("fixed", "last.mixer.name", "dispacher", "expected .* did you mean dispatcher?"),
+    ("fixed", "first.mixer.num_heads", 3, "expected a divisor of model.width = 512, got"),
+    ("fixed", "last.mixer.num_levels", 11, "expected at most 10, which reach .*, got 11"),
+    ("fixed", "boundaries.pooling", "first", "expected one of mean, last, got first"),
+    ("fixed", "boundaries.shortening_factor", 0, "expected at least 1, got 0"),
+    ("fixed", "boundaries.offset", 2, "expected None .*factor - 1 = 1, got 2"),
+    ("fixed", "boundaries.offset", -2, "expected None .* got -2"),
+    ("fixed", "first.num_layers", 0, "expected at least 1, got 0"),
+    ("fixed", "last.num_layers", 0, "expected at least 1, got 0"),
+    ("gumbel", "boundaries.num_capacities", 0, "expected at least 1, got 0"),
+    ("gumbel", "boundaries.temperature", 0.0, "expected above 0, got 0.0"),
+    ("gumbel", "boundaries.temperature", float("nan"), ".* finite, got nan"),
+    ("gumbel", "boundaries.prior", 0.0, r"expected a number in \(0, 1\), got 0.0"),
+    ("gumbel", "boundaries.prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
+    ("entropy", "boundaries.left", 0, "expected at least 1, got 0"),
+    ("unigram", "boundaries.size", 0, "expected at least 1, got 0"),
+    ("whitespace", "boundaries.space_ids", (1.5,), r"expected token ids, got \(1.5,\)"),
+    ("whitespace", "boundaries.space_ids", (True,), r"expected token ids, got \(True,\)"),
+    ("whitespace", "boundaries.space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
+    ("whitespace", "boundaries.space_ids", 3, "expected a value of type tuple, got 3"),
+    ("none", "norm_init_std", -0.1, "expected at least 0, got -0.1"),
   ],
 )
 def test_what_boundaries_do_not_go_with_is_refused(boundaries, key, value, message):
-  with pytest.raises(ValueError, match=f"^{key}: {message}"):
-    config_lib.check(changed({"model.boundaries": boundaries, key: value}))
+  settings = {"model.boundaries": boundaries, f"model.{key}": value}
+  if key.startswith(("first.mixer.", "last.mixer.")):
+    stack = f"model.{key.partition('.')[0]}.mixer"
+    settings = {stack: "dispatcher", **settings}
+  with pytest.raises(ValueError, match=f"^model.{key}: {message}"):
+    config_lib.check(changed(settings))
+
+
+def test_batches_are_of_a_known_kind():
+  with pytest.raises(ValueError, match="^train.batches: .* mean shuffled_windows?"):
+    config_lib.check(changed({"train.batches": "shufled_windows"}))
 
 
 def test_what_boundaries_go_with():
-  for settings in (
-    {"model.boundaries": "fixed", "model.shortening_factor": 1, "model.boundary_offset": 0},
-    {"model.boundaries": "fixed", "model.boundary_offset": 1, "model.pooling": "last"},
-    {"model.boundaries": "whitespace", "model.space_ids": (0, 7), "model.vocab_size": 8},
-    {"model.boundaries": "entropy", "train.entropy_left": 1, "train.double_sigmoid": True},
-    {"model.boundaries": "unigram", "data.unigram_size": 200, "model.num_capacities": 1},
-    {"model.boundaries": "gumbel", "train.boundary_prior": 0.01, "model.space_ids": (3,)},
-    {"model.boundaries": "gumbel", "model.sample_boundaries": True, "model.last_layers": 1},
+  for name, settings, others in (
+    ("fixed", dict(shortening_factor=1, offset=0), {}),
+    ("fixed", dict(offset=1, pooling="last"), {}),
+    ("whitespace", dict(space_ids=(0, 7)), {"model.vocab_size": 8}),
+    ("entropy", dict(left=1, double_sigmoid=True), {}),
+    ("unigram", dict(size=200, num_capacities=1), {}),
+    ("gumbel", dict(prior=0.01, space_ids=(3,)), {}),
+    ("gumbel", dict(sample=True), {"model.last.num_layers": 1}),
   ):
-    config_lib.check(changed(settings))
-  few = {"model.boundaries": "gumbel", "model.space_ids": (8,), "model.vocab_size": 8}
-  with pytest.raises(ValueError, match="^model.space_ids: .* model.vocab_size = 8, got"):
-    config_lib.check(changed(few))
+    section = config_lib.boundaries(name, **settings)
+    config_lib.check(changed({"model.boundaries": section, **others}))
+  few = config_lib.boundaries("gumbel", space_ids=(8,))
+  with pytest.raises(ValueError, match="^model.boundaries.space_ids: .* = 8, got"):
+    config_lib.check(changed({"model.boundaries": few, "model.vocab_size": 8}))
 
 
-def test_blocks_with_mixers_of_their_own_have_the_settings_of_all():
-  mixed = {"model.mixer": "he", "model.first_mixer": "attention"}
-  assert config_lib.mixers_in(changed(mixed).model) == ("he",)
-  mixed["model.boundaries"] = "fixed"
-  config = changed({**mixed, "model.num_heads": 4, "model.attention_bias": False,
-                    "model.adjustment": False, "model.implementation": "fft"})
+def test_blocks_with_mixers_of_their_own_have_their_own_settings():
+  mixed = {
+    "model.mixer": config_lib.mixer("he", adjustment=False, implementation="fft"),
+    "model.first.mixer": config_lib.mixer("attention", num_heads=4, use_bias=False),
+  }
+  assert [*config_lib.mixers_in(changed(mixed).model)] == ["model.mixer"]
+  config = changed({**mixed, "model.boundaries": "fixed"})
   config_lib.check(config)
-  assert config_lib.mixers_in(config.model) == ("he", "attention")
-  with pytest.raises(ValueError, match="^model.num_levels: .* mixer he, attention, got"):
-    config_lib.check(changed({**mixed, "model.num_levels": 3}))
-  # No name is one of both operators.
-  mixed["model.last_mixer"] = "dispatcher"
-  assert config_lib.mixers_in(changed(mixed).model) == ("he", "attention", "dispatcher")
-  with pytest.raises(ValueError, match="^model.implementation: .* one of '', got fft"):
-    config_lib.check(changed({**mixed, "model.implementation": "fft"}))
+  assert {key: x.name for key, x in config_lib.mixers_in(config.model).items()} == {
+    "model.mixer": "he", "model.first.mixer": "attention"
+  }
+  # Each has the names of its own operator.
+  mixed["model.last.mixer"] = config_lib.mixer("dispatcher", implementation="loop")
+  mixed["model.boundaries"] = "fixed"
+  config_lib.check(changed(mixed))
+  with pytest.raises(ValueError, match="^model.last.mixer.implementation: .* got fft"):
+    config_lib.check(changed({**mixed, "model.last.mixer.implementation": "fft"}))
 
 
 def test_two_units_of_a_duration_are_refused():
@@ -247,9 +285,13 @@ def test_a_missing_setting_is_refused():
 def test_a_model_is_checked_by_itself():
   config_lib.check_model(config_lib.default_model())
   config_lib.check_model(dict(config_lib.default_model()))
-  model = {**config_lib.default_model(), "num_heads": 7}
-  with pytest.raises(ValueError, match="^model.num_heads: .* divisor of model.width = 512"):
+  mixer = config_lib.mixer("attention", num_heads=7)
+  model = {**config_lib.default_model(), "mixer": mixer}
+  message = "^model.mixer.num_heads: .* divisor of model.width = 512"
+  with pytest.raises(ValueError, match=message):
     config_lib.check_model(model)
+  with pytest.raises(ValueError, match=message):  # as JSON has it
+    config_lib.check_model(json.loads(config_lib.ConfigDict(model).to_json()))
   with pytest.raises(ValueError, match="^model.depth: .* the nearest known is model.width"):
     config_lib.check_model({**config_lib.default_model(), "depth": 7})
 
@@ -306,11 +348,13 @@ def test_json_and_back_is_equal():
 def test_settings_added_later_take_their_defaults():
   config = changed({"train.batch_size": 30})
   old = config.to_dict()
-  del old["model"]["remat"], old["train"]["eps"], old["eval"]
+  del old["model"]["remat"], old["train"]["optimizer"]["eps"], old["eval"]
   assert config_lib.from_dict(old) == config
   assert config_lib.differences(old, config) == []
-  other = changed({"train.batch_size": 30, "train.eps": 1e-3})
-  assert config_lib.differences(old, other) == ["train.eps: 1e-08 there, 0.001 here"]
+  other = changed({"train.batch_size": 30, "train.optimizer.eps": 1e-3})
+  assert config_lib.differences(old, other) == [
+    "train.optimizer.eps: 1e-08 there, 0.001 here"
+  ]
 
 
 @pytest.mark.parametrize(
@@ -318,10 +362,15 @@ def test_settings_added_later_take_their_defaults():
   [
     ({"train": {"batchsize": 3}}, "train.batchsize: .* nearest known is train.batch_size"),
     ({"train": {"batch_size": 2.5}}, "train.batch_size: expected a value of type int"),
-    ({"train": {"optimizer": 3}}, "train.optimizer: expected a value of type str, got 3"),
-    ({"train": {"optimizer": None}}, "train.optimizer: expected a value of type str"),
+    ({"train": {"optimizer": 3}}, "train.optimizer: expected one of adam, .*, got 3"),
+    ({"train": {"optimizer": None}}, "train.optimizer: expected one of adam, .* got None"),
     ({"train": {"batch_size": -20}}, "train.batch_size: expected at least 1, got -20"),
-    ({"model": 3}, "model: expected a known setting"),
+    ({"model": 3}, "model: expected a section of settings, got 3"),
+    ({"model": {"first": 3}}, "model.first: expected a section of settings, got 3"),
+    ({"model": {"mixer": "hee"}}, "model.mixer: expected one of .*, got hee"),
+    ({"model": {"mixer": {"adjustment": True}}}, "model.mixer.name: expected one of"),
+    ({"model": {"mixer": {"name": "he", "num_heads": 3}}}, "model.mixer.num_heads: expec"),
+    ({"model": {"mixer": {"name": "he", "adjustment": 1}}}, "model.mixer.adjustment: exp"),
     ({"train": {"num_epochs": 10**400}}, "train.num_epochs: expected .* finite, got 1000"),
   ],
 )
@@ -330,27 +379,49 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
     config_lib.from_dict(settings)
 
 
+# Of version 0.1, in which components had no sections.
+FLAT = {
+  "model": dict(mixer="he", num_heads=1, num_levels=0, mixer_dropout=0.0, adjustment=False,
+                attention_bias=True, output_projection=True, implementation=""),
+  "train": dict(optimizer="adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02,
+                schedule="cosine", warmup_steps=50, batch_size=30),
+}
+
+
+def test_a_run_of_version_01_is_read():
+  config = config_lib.from_dict(json.loads(json.dumps(FLAT)))
+  assert config.model.mixer == config_lib.mixer("he", adjustment=False)
+  assert config.train.optimizer == config_lib.optimizer(
+    "adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02
+  )
+  assert config.train.schedule == config_lib.schedule("cosine", warmup_steps=50)
+  assert config_lib.differences(FLAT, config) == []
+  config.model.mixer.adjustment = True
+  assert config_lib.differences(FLAT, config) == [
+    "model.mixer.adjustment: False there, True here"
+  ]
+
+
 def test_a_run_from_before_token_pooling_is_read():
-  old = changed({"train.batch_size": 30, "model.mixer": "he"}).to_dict()
-  later = {*config_lib.ONLY_FOR_BOUNDARIES, "model.boundaries", "model.norm_init_std"}
-  for key in later:
-    section, name = key.split(".")
-    del old[section][name]
+  old = {"model": dict(mixer="he", num_heads=1, adjustment=True), "train": dict(
+    batch_size=30, optimizer="adam", b1=0.9)}
   config = config_lib.from_dict(json.loads(json.dumps(old)))
   assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
-  assert config.model.boundaries == "none" and config_lib.differences(old, config) == []
+  assert config.model.boundaries.name == "none"
+  assert config_lib.differences(old, config) == []
   pooled = changed({"train.batch_size": 30, "model.mixer": "he",
-                    "model.boundaries": "whitespace", "model.space_ids": (0, 7)})
+                    "model.boundaries": "whitespace", "model.boundaries.space_ids": (0, 7)})
   assert config_lib.differences(old, pooled) == [
-    "model.boundaries: 'none' there, 'whitespace' here",
-    "model.space_ids: () there, (0, 7) here",
+    "model.boundaries.name: 'none' there, 'whitespace' here",
+    "model.boundaries.pooling: None there, 'mean' here",
+    "model.boundaries.space_ids: None there, (0, 7) here",
   ]
   back = config_lib.from_dict(json.loads(json.dumps(pooled.to_dict())))
-  assert back == pooled and back.model.space_ids == (0, 7)
+  assert back == pooled and back.model.boundaries.space_ids == (0, 7)
 
 
 def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
-  for key, value in {"train.clip_norm": float("inf"), "model.num_levels": 12}.items():
+  for key, value in {"train.clip_norm": float("inf"), "model.mixer.num_levels": 12}.items():
     config = changed({key: value})
     with pytest.raises(ValueError, match=f"^{key}: expected"):
       config_lib.check(config)
@@ -368,6 +439,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     "train.parameters": "sharded",
     "train.accumulate_steps": 4,
     "model.remat": True,
+    "model.mixer.implementation": "loop",
     "eval.stride": 17,
     "sample.prompt": "A",
     "sample.top_k": 3,
@@ -382,13 +454,21 @@ def test_only_what_changes_no_trained_number_may_differ():
     "seed: 0 there, 5 here",
     "train.clip_norm: 0.5 there, 0.25 here",
   ]
-  for key in config_lib.known_keys():
+  ends = "train.schedule.name"  # With another one the length of the run matters.
+  other = config_lib.default().to_dict()
+  for key in {*config_lib.known_keys()} - {ends}:
     section, _, name = key.rpartition(".")
-    new = config_lib.default().to_dict()
-    (new[section] if section else new)[name] = "other"
-    found = config_lib.differences(config, new)
-    is_free = key.startswith(config_lib.FREE_KEYS + config_lib.LENGTH_KEYS)
-    assert len(found) == (not is_free), key
+    (config_lib.get(other, section) if section else other)[name] = "other"
+  free = config_lib.FREE_KEYS + config_lib.LENGTH_KEYS
+  assert [line.partition(":")[0] for line in config_lib.differences(config, other)] == [
+    key for key in config_lib.known_keys()
+    if not key.startswith(free) and key.rpartition(".")[2] not in config_lib.FREE_NAMES
+    and key != ends
+  ]
+  cosine = changed({"train.schedule": "cosine"})
+  assert config_lib.differences(config, cosine) == [
+    "train.schedule.name: 'constant' there, 'cosine' here"
+  ]
 
 
 def test_a_schedule_that_ends_with_the_run_fixes_its_length():
@@ -421,8 +501,8 @@ def test_variants():
 @pytest.mark.parametrize(
   "operator, shapes, names",
   [
-    (ops.shift_and_sum, ((2, 3, 1, 5), (2, 3, 1, 5)), config_lib.SHIFT_AND_SUM),
-    (ops.causal_convolution, ((2, 3, 5), (7, 5)), config_lib.CAUSAL_CONVOLUTION),
+    (ops.shift_and_sum, ((2, 3, 1, 5), (2, 3, 1, 5)), ops.SHIFT_AND_SUM),
+    (ops.causal_convolution, ((2, 3, 5), (7, 5)), ops.CAUSAL_CONVOLUTION),
   ],
 )
 def test_the_implementations_are_those_of_the_operator(operator, shapes, names):

@@ -55,8 +55,8 @@ def header(name: str) -> str:
 def count_parameters(config, vocab_size: int) -> int:
   model_config = config.model.copy_and_resolve_references()
   model_config.vocab_size = vocab_size
-  if model_config.boundaries == "whitespace":
-    model_config.space_ids = (0,)
+  if model_config.boundaries.name == "whitespace":
+    model_config.boundaries.space_ids = (0,)
   model = build_model(model_config)
   tokens = jax.ShapeDtypeStruct((2, model_config.max_length), jnp.int32)
   shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
@@ -147,20 +147,29 @@ def test_the_headers_of_the_larger_dispatcher_are_true():
     assert -(-(int(tokens.replace(",", "")) // 5 - 1) // 1024) == int(said)
 
 
+def assert_has(config, expected: dict) -> None:
+  """The settings of each section, by its full name."""
+  for section, settings in expected.items():
+    found = config_lib.get(config, section)
+    assert {key: found[key] for key in settings} == settings
+
+
 def larger_dispatcher(learning_rate: float, **train) -> dict:
   """What SPEC's table has of the Dispatcher on OpenWebText, and of the fine-tuned."""
   return {
     "model": dict(
-      mixer="dispatcher", width=480, feed_forward_width=480, num_layers=12, num_heads=1,
-      max_length=1024, norm="post", positions="sinusoidal", activation="relu",
-      dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0, dtype="float32",
+      width=480, feed_forward_width=480, num_layers=12, max_length=1024, norm="post",
+      positions="sinusoidal", activation="relu", dropout=0.0, hidden_dropout=0.0,
+      dtype="float32",
     ),
+    "model.mixer": dict(name="dispatcher", num_heads=1, level_dropout=0.0),
     "data": dict(tokenizer="bpe", tokenizer_file="gpt2", max_characters=(0, 0, 0)),
     "train": dict(
-      batches="contiguous", batch_size=5, window=0, num_steps=0, optimizer="adam",
-      learning_rate=learning_rate, b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.5,
-      schedule="constant", warmup_steps=0, **train,
+      batches="contiguous", batch_size=5, window=0, num_steps=0,
+      learning_rate=learning_rate, clip_norm=0.5, **train,
     ),
+    "train.optimizer": dict(name="adam", b1=0.9, b2=0.999, eps=1e-8),
+    "train.schedule": dict(name="constant", warmup_steps=0),
     "eval": dict(window=0, stride=0),
   }
 
@@ -172,8 +181,7 @@ def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
     6e-5, num_epochs=1.0, initial_run="", eval_every_epochs=0.0, eval_every_steps=20_000,
     checkpoint_every_steps=2_000,
   )
-  for section, settings in expected.items():
-    assert {key: config[section][key] for key in settings} == settings
+  assert_has(config, expected)
 
 
 @pytest.mark.parametrize("text", FINETUNED)
@@ -188,8 +196,7 @@ def test_the_finetuned_dispatcher_has_the_papers_settings(text):
     1e-5, num_epochs=60.0, initial_run=place, eval_every_epochs=float(is_small),
     eval_every_steps=0 if is_small else 10_000,
   )
-  for section, settings in expected.items():
-    assert {key: config[section][key] for key in settings} == settings
+  assert_has(config, expected)
   assert config.data.name == CORPORA.get(text, text)
   assert place in header("dispatcher_finetuned")
   # The tiny one goes on from the tiny one.
@@ -230,26 +237,32 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
   config_lib.check(config)
   sizes = FIGURES[figure]
   has_parts = mixer != "he_extraction"
+  if mixer in HEADS:
+    of_mixer = dict(name="attention", num_heads=HEADS[mixer], use_bias=False, dropout=0.0)
+  else:
+    of_mixer = dict(name=EXTRACTORS[mixer], implementation=None)
+  if mixer in ("she", "he", "we", "he_extraction"):
+    of_mixer |= dict(adjustment=has_parts, output_projection=has_parts)
   expected = {
     "model": dict(
-      mixer=EXTRACTORS.get(mixer, "attention"), num_heads=HEADS.get(mixer, 1),
-      attention_bias=mixer not in HEADS, adjustment=has_parts,
-      output_projection=has_parts, width=128, feed_forward_width=512, norm="pre",
+      width=128, feed_forward_width=512, norm="pre",
       positions="learned", activation="relu", dropout=0.1, hidden_dropout=0.0,
-      mixer_dropout=0.0, init_std=0.01, dtype="float32",
+      init_std=0.01, dtype="float32",
       max_length=sizes["max_length"], num_layers=sizes["num_layers"],
     ),
     "data": dict(tokenizer="bpe", tokenizer_size=5000),
     "train": dict(
       batches="random_windows", batch_size=64, window=0, num_steps=sizes["num_steps"],
-      optimizer="adamw", learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8,
-      weight_decay=0.01, clip_norm=0.0, schedule="constant", warmup_steps=0,
-      median_every_steps=2000,
+      learning_rate=1e-3, clip_norm=0.0, median_every_steps=2000,
     ),
     "sample": dict(top_p=0.6, temperature=1.0, top_k=0),
   }
-  for section, settings in expected.items():
-    assert {key: config[section][key] for key in settings} == settings
+  assert_has(config, expected)
+  assert config.model.mixer.to_dict() == of_mixer
+  assert config.train.optimizer == config_lib.optimizer(
+    "adamw", b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01
+  )
+  assert config.train.schedule == config_lib.schedule("constant", warmup_steps=0)
   princess = "Once upon a time there was a little princess who"
   assert princess.startswith(config.sample.prompt)
   # The whole prompt has some ten tokens.
@@ -257,7 +270,8 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
   tiny = extractors.get_config(f"tiny,{mixer},{figure}".rstrip(","))
   config_lib.check(tiny)
   assert tiny.train.num_steps == 50 and tiny.model.width == 32
-  assert tiny.model.mixer == config.model.mixer and tiny.train.median_every_steps <= 50
+  assert tiny.model.mixer.name == config.model.mixer.name
+  assert tiny.train.median_every_steps <= 50
   assert tiny.data == config.data and tiny.train.batches == config.train.batches
 
 
@@ -290,27 +304,33 @@ def test_has_the_papers_settings(name):
   is_whole = data in ("wikitext103", "lm1b")
   expected = {
     "model": dict(
-      mixer={"msa": "attention"}.get(mixer, mixer), width=512, feed_forward_width=512,
-      num_layers=6, num_heads=1, max_length=512, norm="post", positions="sinusoidal",
-      activation="relu", dropout=0.2, hidden_dropout=0.2, mixer_dropout=0.2,
+      width=512, feed_forward_width=512, num_layers=6, max_length=512, norm="post",
+      positions="sinusoidal", activation="relu", dropout=0.2, hidden_dropout=0.2,
       dtype="float32",
     ),
+    "model.mixer": dict(name="attention", dropout=0.2) if mixer == "msa" else dict(
+      name="dispatcher", num_levels=None, level_dropout=0.2
+    ),
+    "model.boundaries": dict(name="none"),
     "data": dict(
       tokenizer="wordpiece", tokenizer_file="bert_base_cased", max_characters=(0, 0, 0),
       # WikiText-103 is lower-cased first, and has the whole vocabulary; so has lm1b.
       lower_text=is_whole, lower_pieces=not is_whole, restrict_vocabulary=not is_whole,
     ),
     "train": dict(
-      batch_size=20, window=0, num_steps=0, num_epochs=60.0, optimizer="adam", b1=0.9,
-      b2=0.999, clip_norm=0.5, schedule="constant", warmup_steps=0,
+      batch_size=20, window=0, num_steps=0, num_epochs=60.0, clip_norm=0.5,
       # The paper's, but for train_plain_dispatcher_on_wikitext103.py of the authors' code.
       learning_rate=2e-4 if name == "dispatcher_wikitext103" else 1e-4,
+    ),
+    "train.optimizer": dict(
+      name="adam", b1=0.9, b2=0.999,
       eps=1e-10 if name == "dispatcher_wikitext103" else 1e-8,
     ),
+    "train.schedule": dict(name="constant", warmup_steps=0),
     "eval": dict(window=0, stride=0, batch_size=10),
   }
-  for section, settings in expected.items():
-    assert {key: config[section][key] for key in settings} == settings
+  assert config.model.mixer.num_heads == 1
+  assert_has(config, expected)
 
 
 # Bits per character and shortening factor: Table 1 of the pooling paper, column by column.
@@ -333,11 +353,16 @@ POOLING = {
 }
 SUBSAMPLING = {"fixed2": "1.180", "entropy": "1.151", "whitespace": "1.144"}
 KINDS = {
-  "none": dict(boundaries="none", num_layers=12, shortening_factor=2),
-  "fixed2": dict(boundaries="fixed", num_layers=8, shortening_factor=2),
-  "fixed3": dict(boundaries="fixed", num_layers=8, shortening_factor=3),
-  "fixed4": dict(boundaries="fixed", num_layers=8, shortening_factor=4),
-  **{kind: dict(boundaries=kind, num_layers=8) for kind in BOUNDARIES[4:]},
+  "none": dict(name="none"),
+  "fixed2": dict(name="fixed", shortening_factor=2, offset=None, pooling="mean"),
+  "fixed3": dict(name="fixed", shortening_factor=3, offset=None, pooling="mean"),
+  "fixed4": dict(name="fixed", shortening_factor=4, offset=None, pooling="mean"),
+  "gumbel": dict(name="gumbel", temperature=0.5, prior=0.2, sample=False, space_ids=()),
+  "entropy": dict(name="entropy", left=2, double_sigmoid=False, pooling="mean"),
+  "unigram": dict(
+    name="unigram", file="", size=10_000, double_sigmoid=False, pooling="mean"
+  ),
+  "whitespace": dict(name="whitespace", space_ids=(), pooling="mean"),
 }
 
 
@@ -367,60 +392,63 @@ def test_pooling_has_the_papers_settings(kind):
   config_lib.check(config)
   expected = {
     "model": dict(
-      mixer="relative_attention", first_mixer="", last_mixer="", first_layers=2,
-      last_layers=2, width=512, feed_forward_width=2048, num_heads=8, max_length=2048,
-      norm="post", positions="none", activation="gelu", dropout=0.1, hidden_dropout=0.1,
-      mixer_dropout=0.1, init_std=0.02, norm_init_std=0.02, pooling="mean",
-      boundary_temperature=0.5, boundary_offset=-1, sample_boundaries=False, **KINDS[kind],
+      width=512, feed_forward_width=2048, max_length=2048, norm="post", positions="none",
+      activation="gelu", dropout=0.1, hidden_dropout=0.1, init_std=0.02,
+      norm_init_std=0.02, num_layers=12 if kind == "none" else 8,
     ),
     "data": dict(
       name="text8", language="", clean=False, max_characters=(0, 0, 0),
-      tokenizer="characters", split_fractions=(0.9, 0.05, 0.05), unigram_size=10_000,
+      tokenizer="characters", split_fractions=(0.9, 0.05, 0.05),
     ),
     "train": dict(
       batches="shuffled_windows", batch_size=8, window=0, num_steps=200_000,
-      optimizer="adam", learning_rate=2.5e-4, b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.25,
-      schedule="cosine", warmup_steps=4_000, boundary_prior=0.2, entropy_left=2,
-      double_sigmoid=False,
+      learning_rate=2.5e-4, clip_norm=0.25,
     ),
     "eval": dict(window=0, stride=512),
   }
-  for section, settings in expected.items():
-    assert {key: config[section][key] for key in settings} == settings
+  assert_has(config, expected)
+  for stack in (config.model.first, config.model.last):
+    assert stack.to_dict() == dict(num_layers=2, mixer=None)
+  assert config.model.mixer.to_dict() == dict(
+    name="relative_attention", num_heads=8, dropout=0.1
+  )
+  boundaries = config.model.boundaries.to_dict()
+  assert boundaries.pop("num_capacities", 8) == 8 and boundaries == KINDS[kind]
+  assert config.train.optimizer == config_lib.optimizer("adam", b1=0.9, b2=0.999, eps=1e-8)
+  assert config.train.schedule == config_lib.schedule("cosine", warmup_steps=4_000)
   alphabet = set("abcdefghijklmnopqrstuvwxyz ")
   assert config.sample.prompt and set(config.sample.prompt) <= alphabet
   tiny = pooling_text8.get_config(f"tiny,{kind}")
   config_lib.check(tiny)
-  same = ("mixer", "boundaries", "shortening_factor", "num_heads", "pooling", "positions")
-  assert all(tiny.model[key] == config.model[key] for key in same)
+  assert tiny.model.mixer == config.model.mixer and tiny.model.positions == "none"
   assert tiny.train.num_steps == 50 and tiny.model.width == 32
   assert max(tiny.data.max_characters) == 1_000_000 and min(tiny.data.max_characters) > 0
-  assert tiny.model.num_capacities == (3 if kind in BOUNDARIES[4:] else 8)
+  assert tiny.model.boundaries.get("num_capacities") == (
+    3 if kind in BOUNDARIES[4:] else None
+  )
 
 
 def changes(variant: str, base: str) -> dict:
   """The settings in which a variant differs from another one."""
   new, old = pooling_text8.get_config(variant), pooling_text8.get_config(base)
   config_lib.check(new)
-  return {
-    f"{section}.{key}": value
-    for section in ("model", "data", "train", "eval", "sample")
-    for key, value in new[section].items() if value != old[section][key]
-  }
+  new, old = config_lib.flatten(new), config_lib.flatten(old)
+  return {key: value for key, value in new.items() if value != old[key]}
 
 
 def test_each_word_of_pooling_changes_its_settings_alone():
   for size in (200, 500, 1000, 3000, 5000):
-    assert changes(f"unigram_{size}", "unigram") == {"data.unigram_size": size}
+    assert changes(f"unigram_{size}", "unigram") == {"model.boundaries.size": size}
   assert changes("unigram_10000", "unigram") == {} == changes("gumbel_0.20", "gumbel")
   for prior in ("0.25", "0.30", "0.37", "0.45"):
-    assert changes(f"gumbel_{prior}", "gumbel") == {"train.boundary_prior": float(prior)}
+    found = changes(f"gumbel_{prior}", "gumbel")
+    assert found == {"model.boundaries.prior": float(prior)}
   for layers in (4, 6, 10, 12, 14, 16):
     assert changes(f"middle_{layers},entropy", "entropy") == {"model.num_layers": layers}
     assert changes(f"none,middle_{layers}", "none") == {"model.num_layers": layers + 4}
   assert changes("middle_8", "whitespace") == {} == changes("", "whitespace")
   for kind in SUBSAMPLING:
-    assert changes(f"{kind},subsampling", kind) == {"model.pooling": "last"}
+    assert changes(f"{kind},subsampling", kind) == {"model.boundaries.pooling": "last"}
 
 
 OF_CLEANING = ("name", "language", "clean", "max_characters")
@@ -441,11 +469,12 @@ def test_the_texts_of_pooling_have_the_papers_settings():
     for config in (unigram, gumbel):
       config_lib.check(config)
       assert_is_cleaned_and_cut(config, "wiki40b", language)
-    assert unigram.data.unigram_size == size and gumbel.train.boundary_prior == prior
+    assert unigram.model.boundaries.size == size
+    assert gumbel.model.boundaries.prior == prior
     said = f"\n  {language}  {size:<9,}".rstrip() + f" +{prior}\n"
     assert re.search(said, header("pooling_wiki40b"))
-  assert pooling_wiki40b.get_config("unigram_500,fi").data.unigram_size == 500
-  assert pooling_wiki40b.get_config("fi,gumbel_0.20").train.boundary_prior == 0.2
+  assert pooling_wiki40b.get_config("unigram_500,fi").model.boundaries.size == 500
+  assert pooling_wiki40b.get_config("fi,gumbel_0.20").model.boundaries.prior == 0.2
   for kind in KINDS:
     ours, text8 = pooling_cc100.get_config(kind), pooling_text8.get_config(kind)
     assert_is_cleaned_and_cut(ours, "cc100", "en")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import config as config_lib
+from dpjax import ops
 from dpjax.layers.attention import RelativeAttention, SelfAttention
 from dpjax.layers.dispatcher import Dispatcher, MultiHeadDispatcher
 from dpjax.layers.extractors import HE, ME, SHE, WE
 
 BATCH, LENGTH, WIDTH, MAX_LENGTH = 2, 11, 6, 13
-SHIFT_AND_SUM = config_lib.SHIFT_AND_SUM
-CAUSAL_CONVOLUTION = config_lib.CAUSAL_CONVOLUTION
+SHIFT_AND_SUM = tuple(ops.SHIFT_AND_SUM)
+CAUSAL_CONVOLUTION = tuple(ops.CAUSAL_CONVOLUTION)
 
 
 class Mixer(NamedTuple):

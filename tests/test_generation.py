@@ -24,15 +24,11 @@ def make(tokenizer=None, seed=2, scale=6, **settings):
   """A generator and parameters for it, of weights so large that it is sure of itself."""
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
   config = config_lib.default()
-  config.model.update(
-    dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW)
-  )
-  mixer = settings.get("mixer", config.model.mixer)
-  config.model.update(helpers.own_settings(mixer, num_heads=3))
-  config.model.update(settings)
-  config.model.vocab_size = tokenizer.vocab_size
+  usual = dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW,
+               num_heads=3, vocab_size=tokenizer.vocab_size)
   if settings.get("boundaries") == "whitespace":
-    config.model.space_ids = tokenizer.space_ids
+    usual |= dict(space_ids=tokenizer.space_ids)
+  helpers.set_model(config.model, **{**usual, **settings})
   model = build_model(config.model)
   params = model.init(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
   return Generator(config, model, tokenizer), jax.tree.map(lambda x: scale * x, params)
@@ -302,7 +298,7 @@ def test_the_speed_is_that_of_whole_chunks():
 @jax.numpy_dtype_promotion("standard")  # for the optimiser
 def test_from_a_folder_with_the_settings_of_the_run(tmp_path):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
-  config.model.dropout = config.model.mixer_dropout = config.model.hidden_dropout = 0.0
+  helpers.set_model(config.model, dropout=0.0, mixer_dropout=0.0, hidden_dropout=0.0)
   config.sample.update(dict(length=9, temperature=0.0))
   run, _ = dpjax.train(config, tmp_path / "run")
   texts = dpjax.generate(tmp_path / "run", "the ", num_samples=2)

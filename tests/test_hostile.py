@@ -32,31 +32,35 @@ SECONDS = 60  # of a case: only to end one that hangs
 SETTINGS = [
   # Unknown ones and other types.
   "model.widht=3", "bach_size=3", "train=3", "model.width=a", "model.width=2.5",
+  "model.mixer.num_level=3", "model.first.mixer.num_heads=2", "model.mixer.num_heads=a",
+  "train.optimizer=sgd train.optimizer.b1=0.9", "model.mixer=he model.mixer.adjustment=3",
   "train.learning_rate=fast", "model.remat=perhaps", "data.split_fractions=1",
   "data.max_characters=(1,2.5,3)", "seed=-1", "seed=4294967296",
   # Names that are none.
-  "model.mixer=dispacher", "model.boundaries=gumble", "model.norm=none",
+  "model.mixer=dispacher", "model.mixer=",
+  "model.boundaries=fixed model.first.mixer=hee", "model.first.mixer=he",
+  "model.boundaries=gumble", "model.norm=none",
   "model.positions=fixed", "model.activation=tanh", "model.dtype=float16",
-  "model.implementation=fast", "train.batches=random", "train.optimizer=sgd",
+  "model.mixer.implementation=fast", "train.batches=random", "train.optimizer=sgdm",
   "train.schedule=linear", "train.parameters=split", "sample.beyond_window=stop",
   "data.tokenizer=character", "data.path= data.name=texte8",
   # Sizes below the least, beyond what any machine holds, and beyond 32 bits.
-  "model.num_layers=0", "model.width=0", "model.num_heads=0", "model.max_length=-1",
+  "model.num_layers=0", "model.width=0", "model.mixer.num_heads=0", "model.max_length=-1",
   "train.batch_size=0", "train.accumulate_steps=0", "train.keep_checkpoints=0",
   "train.median_every_steps=0", "sample.length=0", "eval.batch_size=0",
   "model.num_layers=1000000000", "model.width=1000000000",
   "model.feed_forward_width=1000000000", "model.max_length=1000000000",
   "train.batch_size=1000000000", "eval.batch_size=1000000000",
   "train.window=1000000000", "eval.window=1000000000", "eval.stride=1000000000",
-  "model.num_levels=40", "model.num_levels=1000", "model.vocab_size=1000000000",
+  "model.mixer.num_levels=40", "model.mixer.num_levels=1000", "model.vocab_size=1000000000",
   "data.tokenizer_size=1000000000", "sample.length=1000000000",
-  "train.warmup_steps=9999999999", "train.log_every_steps=9999999999999999999999",
+  "train.schedule.warmup_steps=9999999999", "train.log_every_steps=9999999999999999999999",
   "train.num_epochs=0.0 train.num_steps=9999999999", "train.num_steps=9999999999",
-  "model.boundaries=gumbel model.first_layers=1000000000",
-  "model.boundaries=gumbel model.num_capacities=1000000000",
-  "model.boundaries=fixed model.shortening_factor=9999999999",
-  "model.boundaries=entropy train.entropy_left=9999999999",
-  "model.boundaries=unigram data.unigram_size=1000000000",
+  "model.boundaries=gumbel model.first.num_layers=1000000000",
+  "model.boundaries=gumbel model.boundaries.num_capacities=1000000000",
+  "model.boundaries=fixed model.boundaries.shortening_factor=9999999999",
+  "model.boundaries=entropy model.boundaries.left=9999999999",
+  "model.boundaries=unigram model.boundaries.size=1000000000",
   # This fits some machine, though not one of today.
   "model.width=100000 model.num_layers=10000 model.feed_forward_width=900",
   # Each alone fits, and all together do not: a matrix, an array of hidden units.
@@ -64,24 +68,26 @@ SETTINGS = [
   "model.max_length=16000000 train.batch_size=16000000 model.feed_forward_width=4000000",
   # Numbers that are none, and those that float32 makes infinite.
   "train.num_epochs=1e308", "train.num_epochs=inf", "train.eval_every_epochs=1e308",
-  "train.eval_every_epochs=nan", "train.eps=inf", "train.eps=nan", "train.eps=1e39",
-  "train.weight_decay=inf", "train.weight_decay=nan", "train.learning_rate=inf",
-  "train.learning_rate=nan", "train.clip_norm=inf", "train.b1=nan", "model.dropout=nan",
+  "train.eval_every_epochs=nan", "train.optimizer.eps=inf", "train.optimizer.eps=nan",
+  "train.optimizer.eps=1e39", "train.optimizer=adamw train.optimizer.weight_decay=inf",
+  "train.optimizer=adamw train.optimizer.weight_decay=nan", "train.learning_rate=inf",
+  "train.learning_rate=nan", "train.clip_norm=inf", "train.optimizer.b1=nan",
+  "model.dropout=nan", "model.mixer.level_dropout=nan",
   "model.init_std=inf", "model.norm_init_std=nan", "sample.temperature=inf",
   "sample.temperature=1e39", "sample.top_p=nan",
-  "model.boundaries=gumbel train.boundary_prior=nan",
-  "model.boundaries=gumbel model.boundary_temperature=inf",
+  "model.boundaries=gumbel model.boundaries.prior=nan",
+  "model.boundaries=gumbel model.boundaries.temperature=inf",
   # Those at odds with others.
-  "model.num_heads=7", "model.mixer=he model.num_heads=4", "train.window=129",
-  "train.boundary_prior=0.3", "model.boundaries=gumbel model.pooling=last",
-  "model.boundaries=fixed model.boundary_offset=2", "train.accumulate_steps=3",
+  "model.mixer.num_heads=7", "model.mixer=he model.mixer.num_heads=4", "train.window=129",
+  "model.boundaries.prior=0.3", "model.boundaries=gumbel model.boundaries.pooling=last",
+  "model.boundaries=fixed model.boundaries.offset=2", "train.accumulate_steps=3",
   "data.split_fractions=(0.9,0.9,0.9)", "data.language=en",
-  "train.schedule=cosine train.warmup_steps=400", "model.vocab_size=7",
+  "train.schedule=cosine train.schedule.warmup_steps=400", "model.vocab_size=7",
   "data.restrict_vocabulary=true",
   # Files and folders.
   "data.path={nothing}", "data.path={latin}", "data.path={empty}", "data.path={folder}",
   "train.initial_run={nothing}", "train.initial_run={folder}",
-  "model.boundaries=unigram data.unigram_file={nothing}",
+  "model.boundaries=unigram model.boundaries.file={nothing}",
   "data.tokenizer=wordpiece data.tokenizer_file={nothing}",
 ]
 
@@ -104,8 +110,8 @@ COMMANDS = [
   ("train.py --config={number} --workdir={new}", "--config: expected .*ConfigDict.* int"),
   ("train.py --config={nones} --workdir={new}", "--config.* None"),
   ("train.py --config={other} --workdir={new}", "a: expected a known setting"),
-  ("train.py --config={quickstart}:huge --workdir={new}", "--config=.*got huge"),
-  ("train.py --config={extractors}:shee --workdir={new}", "--config=.*got shee"),
+  ("train.py --config={quickstart}:huge --workdir={new}", "--config: .*got huge"),
+  ("train.py --config={extractors}:shee --workdir={new}", "--config: .*got shee"),
   ("train.py --config={quickstart} --workdir={new} rest", "flags: expected --name=value"),
   ("train.py --config={quickstart} --wordkir={new}", "wordkir"),
   # Folders that are no run's, or another's.
@@ -360,7 +366,6 @@ def limited():
 def call(arguments, capsys):
   """Runs a script or a module here; gives what its exit says and prints."""
   before, argv = {*flags.FLAGS}, sys.argv
-  sys.modules.pop("config_config", None)  # ml_collections would run the next file in it
   sys.argv = [*arguments]
   try:
     with limited(), pytest.raises(SystemExit) as end:

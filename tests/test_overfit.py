@@ -6,6 +6,8 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import registry
+from dpjax.models.build import build_boundaries
 from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
 
@@ -16,15 +18,13 @@ FIRST = ("dispatcher", "attention", "she")
 @pytest.mark.parametrize(
   "mixer",
   [pytest.param(mixer, marks=() if mixer in FIRST else pytest.mark.slow)
-   for mixer in config_lib.MIXERS],
+   for mixer in registry.mixers.names()],
 )
 @jax.numpy_dtype_promotion("standard")  # Optax raises floats to its integer count.
 def test_one_batch_is_learnt_by_heart(mixer):
   config = config_lib.default_model()
-  config.update(
-    helpers.own_settings(mixer, mixer=mixer, vocab_size=29, num_layers=2, width=48,
-                         feed_forward_width=96, num_heads=3, max_length=17)
-  )
+  helpers.set_model(config, mixer=mixer, vocab_size=29, num_layers=2, width=48,
+                    feed_forward_width=96, num_heads=3, max_length=17)
   model = dpjax.build_model(config)
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
@@ -49,10 +49,10 @@ def test_one_batch_is_learnt_by_heart(mixer):
 @jax.numpy_dtype_promotion("standard")
 def test_one_batch_and_its_boundaries_are_learnt_by_heart():
   config = config_lib.default_model()
-  config.update(mixer="attention", vocab_size=29, width=48, feed_forward_width=96,
-                num_heads=3, max_length=17, boundaries="unigram", num_layers=1,
-                first_layers=1, last_layers=1, num_capacities=2)
-  model, objective = dpjax.build_model(config), losses.Objective("unigram")
+  helpers.set_model(config, mixer="attention", vocab_size=29, width=48, num_heads=3,
+                    feed_forward_width=96, max_length=17, boundaries="unigram",
+                    num_layers=1, first_layers=1, last_layers=1, num_capacities=2)
+  model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
   state = step.jit_init(model, update, 0, mesh)

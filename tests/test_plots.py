@@ -8,11 +8,16 @@ import sys
 import numpy as np
 import pytest
 
+from dpjax import config as config_lib
 from dpjax import plots
 from tests import helpers
 
 NAN = float("nan")
 COSTS = [5.0, 3.0, 4.0, 9.0, 2.0, NAN, 1.0, 7.0]
+
+
+def mixer(name, **settings):
+  return {"name": name, **settings}
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def folder(tmp_path, monkeypatch):
   def write(name, losses, **settings):
     config = {
       "seed": 3,
-      "model": {"mixer": "she", "max_length": 32, "num_layers": 2, "num_heads": 1},
+      "model": {"mixer": mixer("she"), "max_length": 32, "num_layers": 2},
       "data": {"path": "books.txt", "split_fractions": [0.9, 0.05, 0.05]},
       "train": {"batch_size": 64, "window": 0},
     }
@@ -99,27 +104,32 @@ def test_windows_longer_than_the_run(function, every):
     function(np.array(COSTS), every)
 
 
-@pytest.mark.parametrize(
-  "model, expected",
-  [
-    ({"mixer": "she", "num_heads": 1}, "SHE"),
-    ({"mixer": "me", "adjustment": True}, "ME"),
-    ({"mixer": "attention", "num_heads": 32}, "attention, 32 heads"),
-    ({"mixer": "attention", "num_heads": 1}, "attention, 1 head"),
-    ({"mixer": "dispatcher", "num_heads": 1}, "Dispatcher"),
-    ({"mixer": "dispatcher", "num_heads": 4}, "Dispatcher, 4 heads"),
-    ({"mixer": "dispatcher_multihead", "num_heads": 8}, "multi-head Dispatcher, 8 heads"),
-    ({"mixer": "he", "adjustment": False, "output_projection": False},
-     "HE, extraction alone"),
-    ({"mixer": "we", "adjustment": False, "output_projection": True}, "WE, no adjustment"),
-    ({"mixer": "she", "output_projection": False}, "SHE, no output projection"),
-  ],
-)
-def test_labels(model, expected):
+LABELS = [
+  ({"name": "she", "num_heads": 1}, "SHE"),
+  ({"name": "me", "adjustment": True}, "ME"),
+  ({"name": "attention", "num_heads": 32}, "attention, 32 heads"),
+  ({"name": "attention", "num_heads": 1}, "attention, 1 head"),
+  ({"name": "dispatcher", "num_heads": 1}, "Dispatcher"),
+  ({"name": "dispatcher", "num_heads": 4}, "Dispatcher, 4 heads"),
+  ({"name": "dispatcher_multihead", "num_heads": 8}, "multi-head Dispatcher, 8 heads"),
+  ({"name": "he", "adjustment": False, "output_projection": False},
+   "HE, extraction alone"),
+  ({"name": "we", "adjustment": False, "output_projection": True}, "WE, no adjustment"),
+  ({"name": "she", "output_projection": False}, "SHE, no output projection"),
+]
+
+
+@pytest.mark.parametrize("mixer, expected", LABELS)
+def test_labels(mixer, expected):
+  assert plots.label({"model": {"mixer": mixer}}) == expected
+  # As version 0.1 had it.
+  model = {"mixer" if key == "name" else key: value for key, value in mixer.items()}
   assert plots.label({"model": model}) == expected
 
 
-@pytest.mark.parametrize("config", [{}, {"model": {}}, {"model": {"mixer": 3}}])
+@pytest.mark.parametrize("config", [
+  {}, {"model": {}}, {"model": {"mixer": 3}}, {"model": {"mixer": {}}},
+])
 def test_a_run_without_a_mixer_has_no_label(config):
   with pytest.raises(ValueError, match="model.mixer: expected the name of a token mixer"):
     plots.label(config)
@@ -127,7 +137,7 @@ def test_a_run_without_a_mixer_has_no_label(config):
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
   runs = plots.read_runs([
-    folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer="he")
+    folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))
   ])
   figure = plots.draw(runs, figure="curves", every=2)
   assert lines(figure) == {
@@ -153,13 +163,13 @@ def test_every_batch_is_drawn_from_1(folder):
   ],
 )
 def test_lines_over_a_size_of_the_model(folder, figure, key, name):
-  heads = dict(model__mixer="attention", model__num_heads=32)
+  heads, head = (mixer("attention", num_heads=count) for count in (32, 1))
   runs = plots.read_runs([
     folder("long", [9, 9, 1, 3], **{key: 16}),
     folder("short", [9, 9, 9, 4, 6], **{key: 8}),
     folder("seed", [9, 8], seed=5, **{key: 8}),
-    folder("attention", [7, 8, 9], **heads, **{key: 8}),
-    folder("one", [6, 6, 6], **heads | dict(model__num_heads=1), **{key: 8}),
+    folder("attention", [7, 8, 9], model__mixer=heads, **{key: 8}),
+    folder("one", [6, 6, 6], model__mixer=head, **{key: 8}),
   ])
   drawn = plots.draw(runs, figure=figure, every=2)
   assert lines(drawn) == {
@@ -185,14 +195,15 @@ def test_lines_can_be_told_apart(folder):
 
 def test_runs_of_one_label_are_named_by_their_folders_too(folder):
   runs = plots.read_runs([
-    folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer="me")
+    folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer=mixer("me"))
   ])
   assert [*lines(plots.draw(runs, every=1))] == ["SHE (a)", "SHE (b)", "ME"]
 
 
 def test_table(folder):
   runs = plots.read_runs([
-    folder("a", COSTS), folder("b", [2, 4, 6], model__mixer="he", model__max_length=7)
+    folder("a", COSTS),
+    folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7),
   ])
   found = plots.table(runs, 3)
   notes = found.pop("notes")
@@ -228,9 +239,12 @@ def test_table(folder):
     ("curves", dict(model__num_layers=5), "model.num_layers"),
     ("every_batch", dict(model__dropout=0.1), "model.dropout"),
     ("by_layers", dict(train__learning_rate=0.1), "train.learning_rate"),
+    ("curves", dict(model__boundaries={"name": "none"}), "model.boundaries.name"),
+    ("curves", dict(train__optimizer={"b1": 0.8}), "train.optimizer.b1"),
     # What is meant to differ.
-    ("curves", dict(model__mixer="attention", model__num_heads=8), None),
-    ("curves", dict(model__implementation="fft", train__log_every_steps=7), None),
+    ("curves", dict(model__mixer=mixer("attention", num_heads=8)), None),
+    ("curves", dict(model__mixer=mixer("she", implementation="fft"),
+                    train__log_every_steps=7), None),
     ("by_layers", dict(model__num_layers=5), None),
     ("by_length", dict(model__max_length=16), None),
   ],
@@ -239,6 +253,48 @@ def test_what_differs_is_told(folder, figure, settings, key):
   runs = plots.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
   notes = plots.table(runs, 2, figure)["notes"]
   assert [note.split(":")[0] for note in notes] == ([key] if key else [])
+
+
+def old_run(folder, name, **settings):
+  """A run of version 0.1, of whose settings the model's are flat."""
+  model = {"mixer": "we", "num_heads": 1, "adjustment": True, "num_layers": 2}
+  return folder(name, [4, 3], model=model | settings)
+
+
+def test_runs_of_version_0_1_are_compared_with_one_another(folder):
+  runs = plots.read_runs([
+    old_run(folder, "a"), old_run(folder, "b", adjustment=False),
+    old_run(folder, "c", mixer="attention", num_heads=8, dropout=0.1),
+  ])
+  names = ["WE", "WE, no adjustment", "attention, 8 heads"]
+  found = plots.table(runs, 1)
+  assert [row["name"] for row in found["runs"]] == names
+  assert found["notes"] == [
+    f"model.dropout: null for {names[0]}; {names[1]} | 0.1 for {names[2]}"
+  ]
+
+
+def test_a_run_of_version_0_1_is_compared_with_one_of_now(folder):
+  now = config_lib.default()
+  now.model.mixer = config_lib.mixer("me")
+  now.model.num_layers, now.data.path = 2, "books.txt"
+  now.train.batch_size = 64
+  now = json.loads(json.dumps(now.to_dict()))
+  runs = plots.read_runs([
+    folder("a", [4, 3], **now | {"seed": 3}), old_run(folder, "b"),
+    old_run(folder, "c", mixer="she", first_layers=2, boundaries="fixed",
+            boundary_offset=1),
+  ])
+  assert plots.table(runs, 1)["notes"] == [
+    'model.boundaries.name: "none" for ME; WE | "fixed" for SHE',
+    "model.boundaries.offset: null for ME; WE | 1 for SHE",
+    "model.boundaries.pooling: null for ME; WE | \"mean\" for SHE",
+    "model.boundaries.shortening_factor: null for ME; WE | 2 for SHE",
+  ]
+  # Another program's settings have no other names.
+  runs = plots.read_runs([folder("d", [4, 3]), old_run(folder, "e", mixer="rnn")])
+  found = plots.table(runs, 1)["notes"]
+  assert found == ["model.max_length: 32 for SHE | null for rnn"]
 
 
 def test_of_many_runs_some_are_named(folder):

@@ -146,7 +146,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
   def windows(seed, **model):
     config = config_lib.default()
     config.seed = seed
-    config.model.update(model)
+    helpers.set_model(config.model, **model)
     config.train.update(batches="random_windows", batch_size=6, window=9)
     return run_lib._train_batches(config, data).batch(3)
 
@@ -246,7 +246,7 @@ def test_a_finished_run_goes_on_to_more_steps(text, tmp_path):
 def stopped(text, tmp_path_factory):
   """A run without dropout after 6 of its 12 steps, and where it ends undisturbed."""
   config = helpers.small_config(text, batch_size=16)
-  config.model.update(dict(dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0))
+  helpers.set_model(config.model, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0)
   folder = tmp_path_factory.mktemp("stopped")
   config.train.num_steps = 6
   dpjax.train(config, folder / "half")
@@ -259,7 +259,7 @@ def stopped(text, tmp_path_factory):
 @pytest.mark.parametrize(
   ("key", "value"),
   [
-    ("model.implementation", "loop"),
+    ("model.mixer.implementation", "loop"),
     ("model.remat", True),
     ("model.scan_layers", False),
     ("train.accumulate_steps", 2),
@@ -274,12 +274,12 @@ def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(
   config, half, undisturbed = stopped
   shutil.copytree(half, tmp_path / "run")
   config = config.copy_and_resolve_references()
-  section, _, name = key.partition(".")
-  assert config[section][name] != value
-  config[section][name] = value
+  section, _, name = key.rpartition(".")
+  assert config_lib.get(config, key) != value
+  config_lib.get(config, section)[name] = value
   dpjax.train(config, tmp_path / "run")
   run = dpjax.load(tmp_path / "run", step=12)
-  assert run.config[section][name] == value
+  assert config_lib.get(run.config, key) == value
   chex.assert_trees_all_close(run.params, undisturbed.params, atol=2e-5)
 
 
@@ -382,7 +382,8 @@ def test_a_sharded_run_is_read_and_used_in_shards(text, tmp_path):
   [
     ({"batch_size": 12}, r"train.batch_size: expected a multiple of 8 \(8 devices x 1"),
     ({"batch_size": 8000}, "train.window: expected at most"),
-    ({"schedule": "cosine", "warmup_steps": 20}, "train.warmup_steps: expected fewer than"),
+    ({"schedule": config_lib.schedule("cosine", warmup_steps=20)},
+     "train.schedule.warmup_steps: expected fewer than the 12 steps of the run, got 20"),
   ],
 )
 def test_training_that_cannot_be(text, tmp_path, changes, message):
@@ -488,7 +489,7 @@ def unigram_config(text):
   file = text.with_name("unigram.model")
   if not file.exists():
     file.write_bytes(train_unigram([text.read_text()], 31))
-  config.data.unigram_file = str(file)
+  config.model.boundaries.file = str(file)
   return config
 
 
@@ -504,7 +505,8 @@ def share_of_spaces(run, tokens):
 
 
 def test_a_run_on_words_scores_and_generates(spaced):
-  assert spaced.config.model.space_ids == spaced.tokenizer.space_ids != ()
+  space_ids = spaced.config.model.boundaries.space_ids
+  assert space_ids == spaced.tokenizer.space_ids != ()
   tokens = spaced.data.splits["test"]
   scores = spaced.score_split("test")
   # The first token is predicted from the line end.
@@ -525,7 +527,7 @@ def test_a_run_on_words_scores_and_generates(spaced):
 
 def test_samples_of_a_model_that_draws_its_boundaries(text, tmp_path):
   config = helpers.pooled_config(text, "gumbel")
-  config.model.sample_boundaries = True
+  config.model.boundaries.sample = True
   run = untrained(config, tmp_path)
   two = run.generate("the cat", length=23, num_samples=2, seed=5)
   # A sample's boundaries are of its own key, as its tokens are.
@@ -541,14 +543,14 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     tokens[1, :number] = space
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
-  other.model.boundaries = "gumbel"
+  other.model.boundaries = config_lib.boundaries("gumbel")
   assert run_lib._capacity(other)({"tokens": tokens}) is None
 
 
 @pytest.mark.slow
 def test_training_on_words_reports_where_they_end(text, tmp_path):
   run, scores = dpjax.train(helpers.pooled_config(text, "whitespace"), tmp_path)
-  assert workdir_lib.read_config(tmp_path).model.space_ids == ()
+  assert workdir_lib.read_config(tmp_path).model.boundaries.space_ids == ()
   written = json.loads((tmp_path / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores and "shortening_factor" in scores
   of_batches = run_lib._train_batches(run.config, run.data)
@@ -659,20 +661,21 @@ def test_a_pooled_run_taken_up_ends_bit_for_bit_as_never_stopped(
      "data.tokenizer: expected one with a space .* got bpe without"),
     ("unigram", {"data.tokenizer": "bpe"},
      "data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe"),
-    ("whitespace", {"model.space_ids": (2, 99)},
-     r"model.space_ids: expected ids below 18, got \(2, 99\)"),
-    ("gumbel", {"model.space_ids": (18,)}, "model.space_ids: expected ids below 18"),
-    ("unigram", {"data.unigram_file": "no_such.model"},
-     "data.unigram_file: expected a readable file, got no_such.model"),
-    ("unigram", {"data.unigram_size": 5000}, "data.unigram_size: expected at most"),
+    ("whitespace", {"model.boundaries.space_ids": (2, 99)},
+     r"model.boundaries.space_ids: expected ids below 18, got \(2, 99\)"),
+    ("gumbel", {"model.boundaries.space_ids": (18,)},
+     "model.boundaries.space_ids: expected ids below 18"),
+    ("unigram", {"model.boundaries.file": "no_such.model"},
+     "model.boundaries.file: expected a readable file, got no_such.model"),
+    ("unigram", {"model.boundaries.size": 5000}, "model.boundaries.size: expected at most"),
   ],
 )
 def test_pooling_that_cannot_be(text, tmp_path, boundaries, changes, message):
   config = helpers.pooled_config(text, boundaries)
   config.data.tokenizer_size = 300
   for key, value in changes.items():
-    section, name = key.split(".")
-    config[section][name] = value
+    section, _, name = key.rpartition(".")
+    config_lib.get(config, section)[name] = value
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path)
   assert not (tmp_path / "config.json").exists()
@@ -681,13 +684,14 @@ def test_pooling_that_cannot_be(text, tmp_path, boundaries, changes, message):
 def test_ids_of_spaces_may_be_given(text):
   """To a vocabulary that does not tell them, for one."""
   config = helpers.pooled_config(text, "whitespace")
-  config.model.space_ids = (3, 7)
+  config.model.boundaries.space_ids = (3, 7)
   filled = run_lib._with_vocabulary(config, Bytes())
-  assert filled.model.space_ids == (3, 7) and filled.model.vocab_size == 256
-  assert run_lib._with_vocabulary(helpers.small_config(text), Bytes()).model.space_ids == ()
+  assert filled.model.boundaries.space_ids == (3, 7) and filled.model.vocab_size == 256
+  plain = run_lib._with_vocabulary(helpers.small_config(text), Bytes())
+  assert plain.model.boundaries == config_lib.boundaries("none")
 
 
 def test_other_boundaries_are_another_configuration(text, taught):
   workdir, _, _ = taught
-  with pytest.raises(ValueError, match="model.boundaries: 'unigram' there, 'gumbel' here"):
+  with pytest.raises(ValueError, match="boundaries.name: 'unigram' there, 'gumbel' here"):
     dpjax.train(helpers.pooled_config(text, "gumbel"), workdir)

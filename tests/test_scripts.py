@@ -3,6 +3,7 @@
 Most cases run the scripts' functions in this process, which saves a start of JAX each.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 from absl import flags
 
-from dpjax import command_line
+from dpjax import command_line, registry
+from dpjax import config as config_lib
+from dpjax import run as run_lib
 from tests import helpers
 
 
@@ -152,16 +155,30 @@ def test_a_reader_that_has_enough_ends_it(workdir):
      "--config.model.width=a"),
     ("train.py", ["--config={quickstart}", "--config.model.mixer=dispacher",
                   "--workdir={new}"],
-     "model.mixer: expected one of .* did you mean dispatcher"),
+     "^model.mixer: expected one of .* did you mean dispatcher"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer.num_level=3",
+                  "--workdir={new}"],
+     "^model.mixer.num_level: .* nearest known is model.mixer.num_levels"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer", "we",
+                  "--config.model.mixer.num_levels=3", "--workdir={new}"],
+     "^model.mixer.num_levels: expected a known setting"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer.adjustment=False",
+                  "--config.model.mixer=we", "--config.model.mixer.implementation=ftt",
+                  "--workdir={new}"], "^model.mixer.implementation: .* did you mean fft"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer.name=we",
+                  "--config.model.mixer.num_levels=3", "--workdir={new}"],
+     "^model.mixer.num_levels: expected a known setting"),
+    ("train.py", ["--config={quickstart}", "--config.model=3", "--workdir={new}"],
+     "^model: expected a known setting"),
     ("train.py", ["--config={quickstart}", "--config.data.tokenizer=character",
                   "--workdir={new}"], "data.tokenizer: .* nearest is characters"),
-    ("train.py", ["--config={quickstart}", "--config.model.num_heads=7",
-                  "--workdir={new}"], "model.num_heads: expected a divisor"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer.num_heads=7",
+                  "--workdir={new}"], "model.mixer.num_heads: expected a divisor"),
     ("train.py", ["--config={quickstart}", "--config.data.path={new}",
                   "--workdir={new}"], "data.path: .*no_such"),
     ("train.py", ["--config={new}.py", "--workdir={new}"], "--config: .*No such file"),
     ("train.py", ["--config={quickstart}:huge", "--workdir={new}"],
-     "--config=.*expected the variant tiny, or none, got huge"),
+     "^--config: expected the variant tiny, or none, got huge .*quickstart.py, line"),
     ("train.py", ["--config={quickstart}", "workdir={new}", "--workdir={new}"],
      "flags: expected --name=value"),
     ("train.py", ["--config={quickstart}", "--config.data.path={latin}",
@@ -181,15 +198,15 @@ def test_a_reader_that_has_enough_ends_it(workdir):
     ("evaluate.py", ["--workdir={workdir}", "--config={quickstart}"], "--config: expected"),
     ("evaluate.py", ["--workdir={workdir}", "--window=-5"],
      "eval.window: expected 1 to model.max_length = 19, got -5"),
-    ("train.py", ["--config={quickstart}", "--config.model.implementation=fast",
-                  "--workdir={new}"], "model.implementation: expected one of"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer.implementation=fast",
+                  "--workdir={new}"], "model.mixer.implementation: expected None or one"),
     ("train.py", ["--config={quickstart}", "--config.model.max_length=5",
                   "--workdir={new}"], "sample.prompt: expected 1 to 5 tokens"),
-    # The quickstart has 4 heads.
-    ("train.py", ["--config={quickstart}", "--config.model.mixer=she", "--workdir={new}"],
-     "model.num_heads: expected 1 with the mixer she, got 4"),
+    ("train.py", ["--config={quickstart}", "--config.model.mixer=she",
+                  "--config.model.mixer.num_heads=4", "--workdir={new}"],
+     "model.mixer.num_heads: expected a known setting"),
     ("train.py", ["--config={extractors}:shee", "--workdir={new}"],
-     "--config=.*expected a mixer, a figure and tiny, of she, he.* got shee"),
+     "^--config: expected a mixer, a figure and tiny, of she, he.* got shee"),
     ("train.py", ["--config={extractors}:we", "--config.data.path={new}",
                   "--workdir={new}"], "data.path: expected .*no_such"),
     ("train.py", ["--config={quickstart}", "--config.data.name=penn_treebank",
@@ -197,8 +214,8 @@ def test_a_reader_that_has_enough_ends_it(workdir):
      "penn_treebank: expected simple-examples.tgz"),
     ("train.py", ["--config={quickstart}", "--config.data.name=texte8",
                   "--workdir={new}"], "data.name: .* the nearest is text8"),
-    ("train.py", ["--config={extractors}:we", "--config.model.implementation=ftt",
-                  "--workdir={new}"], "one of '', scan, .* got ftt; did you mean fft"),
+    ("train.py", ["--config={extractors}:we", "--config.model.mixer.implementation=ftt",
+                  "--workdir={new}"], "None or one of scan, .* got ftt; did you mean fft"),
     ("train.py", ["--config={quickstart}", "--config.train.batches=random",
                   "--workdir={new}"], "train.batches: .* did you mean random_windows"),
     ("train.py", ["--config={quickstart}", "--config.train.median_every_steps=0",
@@ -209,16 +226,18 @@ def test_a_reader_that_has_enough_ends_it(workdir):
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=whitespaces",
                   "--workdir={new}"], "model.boundaries: .* did you mean whitespace"),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=gumbel",
-                  "--config.model.pooling=last", "--workdir={new}"],
-     "model.pooling: expected 'mean' with model.boundaries = gumbel, got 'last'"),
-    ("train.py", ["--config={quickstart}", "--config.train.boundary_prior=0.3",
-                  "--workdir={new}"], "train.boundary_prior: expected 0.2 with"),
+                  "--config.model.boundaries.pooling=last", "--workdir={new}"],
+     "model.boundaries.pooling: expected a known setting"),
+    ("train.py", ["--config={quickstart}", "--config.model.boundaries.prior=0.3",
+                  "--workdir={new}"], "model.boundaries.prior: expected a known setting"),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=unigram",
-                  "--config.data.path={text}", "--config.data.unigram_file={new}",
-                  "--workdir={new}"], "data.unigram_file: expected a readable .*no_such"),
+                  "--config.data.path={text}", "--config.model.boundaries.file={new}",
+                  "--workdir={new}"],
+     "model.boundaries.file: expected a readable .*no_such"),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=whitespace",
-                  "--config.data.path={text}", "--config.model.space_ids=(3,99)",
-                  "--workdir={new}"], "model.space_ids: expected ids below 18, got"),
+                  "--config.data.path={text}",
+                  "--config.model.boundaries.space_ids=(3,99)", "--workdir={new}"],
+     "model.boundaries.space_ids: expected ids below 18, got"),
     ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
     ("generate.py", ["--workdir={workdir}", "--length=0"], "^length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
@@ -268,6 +287,84 @@ def test_a_wrong_flag_shows_no_traceback(tmp_path):
     "train.bach_size: expected a known setting, got an unknown one; the nearest known is "
     "train.batch_size"
   ]
+
+
+# Of files of configurations, in this order: the program, and what is said of it.
+PROGRAMS = [
+  ("from dpjax import config\n\ndef get_config():\n  config.mixer('he', adjust=True)\n",
+   "--config: mixer.adjust: expected a setting of he, .* is mixer.adjustment {at}4)"),
+  ("\ndef get_config():\n  return int('a b\\nc')\n",
+   "--config: expected a Python file whose .*, got ValueError: .* 'a b.nc' {at}3)"),
+  ("from dpjax import errors\n\ndef get_config():\n  check()\n\n\ndef check():\n"
+   "  raise errors.UserError('expected\\none line')\n",
+   "--config: expected one line {at}8)"),
+  ("def get_config(:\n", "--config: .* SyntaxError: .*invalid syntax .*config.py, line 1)"),
+  ("x = 3\n", "--config: .* got AttributeError: it has no attribute 'get_config'"),
+]
+
+
+@pytest.mark.parametrize(("program", "message"), PROGRAMS)
+def test_errors_of_a_configuration_name_its_line(program, message, tmp_path, monkeypatch):
+  file = tmp_path / "config.py"
+  file.write_text(program)
+  found = call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+  message = message.format(at=f"({file}, line ").replace("(", r"\(").replace(")", r"\)")
+  assert re.fullmatch(message, found) and "\n" not in found
+  monkeypatch.setenv("DPJAX_TRACEBACK", "1")
+  with pytest.raises((ValueError, AttributeError, SyntaxError)):
+    call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+
+
+PLUGIN = """
+import flax.linen as nn
+import dpjax
+
+class Copy(nn.Module):
+  max_length: int
+  rate: float = 0.5
+
+  def __post_init__(self):
+    if self.rate > 1:
+      raise ValueError(f"rate: expected at most 1, got {self.rate}")
+    super().__post_init__()
+
+  def __call__(self, inputs, *, deterministic=True):
+    return inputs
+
+dpjax.register_mixer("copy", Copy)
+"""
+
+
+def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
+  components = dict(registry.mixers._components)
+  monkeypatch.setattr(registry.mixers, "_components", components)
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "a_plugin.py").write_text(PLUGIN)
+  flags_of_run = [f"--config={helpers.ROOT / 'configs/quickstart.py'}",
+                  "--config.model.mixer=copy", f"--workdir={tmp_path / 'run'}"]
+  message = call("train.py", *flags_of_run)
+  assert message is not None and message.startswith("model.mixer: expected one of disp")
+  message = call("train.py", *flags_of_run, "--config.model.mixer.rate=1.5",
+                 "--plugin=a_plugin")
+  assert message == "model.mixer.rate: expected at most 1, got 1.5"
+  message = call("train.py", *flags_of_run, "--plugin", "no_plugin")
+  assert message is not None and message.startswith("--plugin: expected a module that")
+
+
+def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
+  config = helpers.pooled_config(text, "whitespace", window=17)
+  config.seed = 5
+  config.model.mixer = config_lib.mixer("dispatcher", num_levels=3, implementation="loop")
+  config.model.first.mixer = config_lib.mixer("attention", use_bias=False)
+  config.model.boundaries.space_ids = (3, 7)
+  config.train.optimizer = config_lib.optimizer("sgd", momentum=0.9)
+  for made in (config, helpers.small_config(text), config_lib.default()):
+    made.sample.prompt = "a cat's = 'x'"
+    seen = []
+    monkeypatch.setattr(run_lib, "train", lambda found, _, seen=seen: seen.append(found))
+    with contextlib.suppress(TypeError):  # of what train.py does with its result
+      call("train.py", *helpers.overrides(made), "--workdir=x")
+    assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
 
 
 @pytest.mark.parametrize("allocate", [

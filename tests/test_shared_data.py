@@ -64,12 +64,11 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
 def test_other_settings_have_their_own(config, tmp_path, change):
   workdir_lib.prepare_data(config, tmp_path / "a" / "data")
   if change.pop("unigram", False):
-    config.model.boundaries = "unigram"
-    config.data.unigram_size = 21
+    config.model.boundaries = config_lib.boundaries("unigram", size=21)
   config.data.update(change)
   data = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 2
-  assert (data.boundaries is None) == (config.model.boundaries == "none")
+  assert (data.boundaries is None) == (config.model.boundaries.name == "none")
   if config.data.max_characters[0]:
     assert [data.counts[x]["characters"] for x in data.splits] == [150, 20, 20]
   # The archive is opened once.
@@ -78,7 +77,7 @@ def test_other_settings_have_their_own(config, tmp_path, change):
 
 def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
   workdir_lib.prepare_data(config, tmp_path / "a" / "data")
-  config.data.unigram_size = 99
+  config.model.boundaries = config_lib.boundaries("entropy", left=3)
   config.data.manual_dir = str(tmp_path)
   config.train.learning_rate = 3.0
   workdir_lib.prepare_data(config, tmp_path / "b" / "data")

@@ -151,7 +151,7 @@ def prepare(
 
   Raises:
     ValueError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
-      the boundaries (`data.unigram_...`), or there is a folder that holds something
+      the boundaries (`model.boundaries....`), or there is a folder that holds something
       else.
     dpjax.data.encoding.EncodingError: a process died; what is done stays.
     OSError: the folder cannot be written; what is done stays in `<folder>.partial`.

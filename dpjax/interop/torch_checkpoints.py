@@ -120,7 +120,7 @@ def from_torch(
       shortening_factor=shortening_factor,
       boundary_offset=boundary_offset,
       space_ids=tuple(space_ids),
-      boundary_temperature=temperature,
+      temperature=temperature,
       sample_boundaries=sample_boundaries,
     )
   if boundaries not in (None, "none"):
@@ -146,16 +146,16 @@ def from_torch(
                       "got None")
     max_length = len(positions)
 
+  name = _mixer_name(is_attention, variant)
+  levels = {} if is_attention else {"num_levels": sizes["K"]}
   model_config = config_lib.default_model()
+  model_config.mixer = config_lib.mixer(name, num_heads=num_heads, **levels)
   model_config.update(
-    mixer=_mixer_name(is_attention, variant),
     vocab_size=sizes["V"],
     num_layers=num_layers,
     width=sizes["D"],
     feed_forward_width=sizes["F"],
-    num_heads=num_heads,
     max_length=max_length,
-    num_levels=sizes.get("K", 0),
   )
   config_lib.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)

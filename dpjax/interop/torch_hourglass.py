@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.config import ConfigDict
 from dpjax.errors import UserError
 from dpjax.interop import torch_arrays
@@ -75,19 +76,23 @@ def convert(
   max_length: int | None,
   shortening_factor: int | None,
   boundary_offset: int,
-  **settings,
+  space_ids: tuple[int, ...],
+  temperature: float,
+  sample_boundaries: bool,
 ) -> tuple[ConfigDict, dict]:
   """The work of `dpjax.interop.from_torch` where `is_hourglass`.
 
   Args:
     content: the whole checkpoint, of which "model_config" is read, or `state`.
     state: names -> arrays.
-    boundaries: as `from_torch`, and so are the other four.
+    boundaries: as `from_torch`, and so are the others.
     num_heads: H.
     max_length: the longest T.
     shortening_factor: k of fixed boundaries.
     boundary_offset: place of their first.
-    **settings: more of `dpjax.config.default_model()`.
+    space_ids: of whitespace and gumbel.
+    temperature: of gumbel.
+    sample_boundaries: of gumbel.
 
   Returns:
     As `from_torch`.
@@ -117,27 +122,38 @@ def convert(
     )
 
   model_config = config_lib.default_model()
+  model_config.mixer = config_lib.mixer("relative_attention", num_heads=sizes["H"])
   model_config.update(
-    mixer="relative_attention",
-    boundaries=boundaries,
     vocab_size=sizes["V"],
     width=sizes["D"],
     feed_forward_width=sizes["F"],
-    num_heads=sizes["H"],
     max_length=max_length,
     positions="none",
     activation=recorded.get("activation_function", "gelu"),
-    **depths,
-    **settings,
+    num_layers=depths["num_layers"],
   )
+  for name in ("first", "last"):
+    model_config[name].num_layers = depths.get(f"{name}_layers", 2)
   if boundaries == "fixed" and shortening_factor is None:
     raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
-  if boundaries == "whitespace" and not model_config.space_ids:
+  if boundaries == "whitespace" and not space_ids:
     raise UserError("space_ids: expected the space's for whitespace, got none")
-  if shortening_factor is not None:
-    model_config.shortening_factor = shortening_factor
-  if boundaries == "fixed" or boundary_offset:
-    model_config.boundary_offset = boundary_offset
+  given = {
+    "shortening_factor": shortening_factor,
+    "offset": None if boundary_offset < 0 else boundary_offset,
+    "space_ids": space_ids,
+    "temperature": temperature,
+    "sample": sample_boundaries,
+  }
+  usual = {
+    "shortening_factor": None, "offset": 0, "space_ids": (), "temperature": 0.5,
+    "sample": False,
+  }
+  known = registry.boundaries.settings(boundaries)
+  model_config.boundaries = config_lib.boundaries(
+    boundaries,
+    **{name: x for name, x in given.items() if name in known or x != usual[name]},
+  )
   config_lib.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
 

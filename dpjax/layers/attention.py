@@ -3,7 +3,8 @@
 B batch, T position, H head, E feature of a head, D width, R distance.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ class SelfAttention(nn.Module):
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T.
+    max_length: the longest T; has to be given.
     dropout: probability with which an attention weight is dropped in training.
     use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
     init_std: of all weights, N(0, init_std**2); 0: PyTorch's, so that the [D, 3D] matrix
@@ -28,12 +29,19 @@ class SelfAttention(nn.Module):
     dtype: of the computation; parameters are float32.
   """
 
-  num_heads: int
-  max_length: int
+  is_endless: ClassVar[bool] = False
+
+  num_heads: int = 1
+  max_length: int = 0
   dropout: float = 0.0
   use_bias: bool = True
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
+    super().__post_init__()
 
   @nn.compact
   def __call__(
@@ -152,12 +160,24 @@ class RelativeAttention(nn.Module):
     dtype: of the computation; parameters are float32.
   """
 
-  num_heads: int
-  max_length: int
+  num_heads: int = 1
+  max_length: int = 0
   dropout: float = 0.0
   position_dropout: float = 0.0
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
+    super().__post_init__()
+
+  def make_positions(self) -> partial[SharedPositions]:
+    """What makes the positions and biases that all layers of a model share."""
+    return partial(
+      SharedPositions, num_heads=self.num_heads, dropout=self.position_dropout,
+      init_std=self.init_std, dtype=self.dtype,
+    )
 
   @nn.compact
   def __call__(

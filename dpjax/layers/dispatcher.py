@@ -16,6 +16,8 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import initializers, mixer
 
+MOST_LEVELS = 24  # beyond 2**24 no window fits a machine
+
 
 class Dispatcher(nn.Module):
   """The paper's layer: y = W_out shift_and_sum(W_in x, sigmoid(W_c x)).
@@ -25,7 +27,7 @@ class Dispatcher(nn.Module):
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T.
+    max_length: the longest T; has to be given.
     num_levels: K; None is ceil(log2(max_length)), at least 1, with which the last
       position reaches the first. Position t reaches back to t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the
@@ -35,13 +37,26 @@ class Dispatcher(nn.Module):
     dtype: of the computation; parameters are float32.
   """
 
-  num_heads: int
-  max_length: int
+  num_heads: int = 1
+  max_length: int = 0
   num_levels: int | None = None
   level_dropout: float = 0.0
   implementation: str | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(
+      self, sizes=("num_heads", "max_length", "num_levels"), rates=("level_dropout",),
+      implementations=ops.SHIFT_AND_SUM,
+    )
+    # A model of the authors may have more levels than its length needs.
+    if (self.num_levels or 0) > MOST_LEVELS:
+      raise ValueError(
+        f"num_levels: expected at most {MOST_LEVELS}, got {self.num_levels}"
+      )
+    super().__post_init__()
 
   @nn.compact
   def __call__(

@@ -52,6 +52,13 @@ class HE(nn.Module):
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(
+      self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION
+    )
+    super().__post_init__()
+
   @nn.compact
   def __call__(
     self,
@@ -116,6 +123,13 @@ class ME(nn.Module):
   implementation: str | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(
+      self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION
+    )
+    super().__post_init__()
 
   @nn.compact
   def __call__(

@@ -1,5 +1,7 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
+import difflib
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +23,10 @@ class Mixer(Protocol):
   Rows may become longer than `max_length` by chunks, where the mixer can go on: position t
   of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
   t - max_length + 1. Attention cannot, and gives nan from there on.
+
+  A mixer class may have `is_endless = False`, which says that rows cannot go on beyond
+  `max_length` with a cache. With a method `make_positions` it shares positions: the method
+  gives what makes a module, whose result all such mixers of a model take as `positions`.
 
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
@@ -77,3 +83,39 @@ def check_input(inputs: jax.Array, *, max_length: int, num_heads: int) -> None:
     raise ValueError(
       f"num_heads: expected a divisor of the width {width}, got {num_heads}"
     )
+
+
+def check_settings(
+  module: Any,
+  *,
+  sizes: Sequence[str],
+  rates: Sequence[str] = (),
+  implementations: Collection[str] | None = None,
+) -> None:
+  """Refuses fields of a mixer that are out of their ranges, when it is made.
+
+  Args:
+    module: the mixer.
+    sizes: fields that are at least 1, or None.
+    rates: fields that are probabilities below 1.
+    implementations: known to the field `implementation`, beside None.
+
+  Raises:
+    ValueError: `field: expected ..., got ...`.
+  """
+  for name in sizes:
+    size = getattr(module, name)
+    if size is not None and size < 1:
+      raise ValueError(f"{name}: expected at least 1, got {size}")
+  for name in rates:
+    rate = getattr(module, name)
+    if not 0 <= rate < 1:
+      raise ValueError(f"{name}: expected a probability in [0, 1), got {rate}")
+  if implementations is not None and module.implementation is not None:
+    if module.implementation not in implementations:
+      near = difflib.get_close_matches(module.implementation, implementations, n=1)
+      hint = f"; did you mean {near[0]}?" if near else ""
+      raise ValueError(
+        f"implementation: expected None or one of {', '.join(implementations)}, got "
+        f"{module.implementation}{hint}"
+      )

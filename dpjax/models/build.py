@@ -1,4 +1,4 @@
-"""Settings -> model: the only place where a name becomes a class."""
+"""Settings -> model: the only place where names of components become modules."""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.errors import UserError
-from dpjax.layers import attention, blocks, dispatcher, extractors
+from dpjax.layers import blocks
+from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
@@ -36,16 +37,6 @@ def build_model(model_config: Mapping) -> LanguageModel:
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   dtype = jnp.dtype(model["dtype"])
-  is_pooled = model["boundaries"] != "none"
-  make_positions = None
-  if "relative_attention" in config_lib.mixers_in(model):
-    make_positions = partial(
-      attention.SharedPositions,
-      num_heads=model["num_heads"],
-      dropout=model["dropout"],
-      init_std=model["init_std"],
-      dtype=dtype,
-    )
   common: dict[str, Any] = dict(
     vocab_size=model["vocab_size"],
     width=model["width"],
@@ -57,29 +48,23 @@ def build_model(model_config: Mapping) -> LanguageModel:
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
   )
-  if not is_pooled:
-    layers = _stack(model, model["mixer"], model["num_layers"], dtype)
-    return LanguageModel(layers=layers, make_positions=make_positions, **common)
-  middle = {**model, "max_length": model["max_length"] + 1}  # with the null group
-  offset = model["boundary_offset"]
+  sections = config_lib.mixers_in(model)
+  make_positions = _make_positions(model, sections, dtype)
+  middle = partial(_stack, model, model["mixer"], model["num_layers"], dtype)
+  if not config_lib.is_pooled(model):
+    return LanguageModel(layers=middle(), make_positions=make_positions, **common)
+  outer = {
+    name: _stack(model, model[name]["mixer"], model[name]["num_layers"], dtype)
+    for name in ("first", "last")
+  }
   make_hourglass = partial(
     Hourglass,
-    first=_stack(model, model["first_mixer"], model["first_layers"], dtype),
-    middle=_stack(middle, model["mixer"], model["num_layers"], dtype),
-    last=_stack(model, model["last_mixer"], model["last_layers"], dtype),
-    kind=model["boundaries"],
-    predictor_width=model["feed_forward_width"],
+    middle=middle(extra_length=1),  # with the null group
+    make_boundaries=_boundaries_maker(model),
     make_positions=make_positions,
-    pooling=model["pooling"],
-    shortening_factor=model["shortening_factor"],
-    boundary_offset=None if offset < 0 else offset,
-    space_ids=tuple(model["space_ids"]),
-    temperature=model["boundary_temperature"],
-    sample_boundaries=model["sample_boundaries"],
-    num_capacities=model["num_capacities"],
-    init_std=model["init_std"],
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
+    **outer,
   )
   return LanguageModel(make_hourglass=make_hourglass, **common)
 
@@ -118,11 +103,30 @@ def _host_memory() -> int:
     return 0
 
 
-def _stack(model: Mapping, mixer: str, num_layers: int, dtype: jnp.dtype) -> Stack:
-  mixer = mixer or model["mixer"]
+def build_boundaries(model_config: Mapping) -> Boundaries | None:
+  """The kind of boundaries of `config.model`, without parameters; None without pooling."""
+  if not config_lib.is_pooled(model_config):
+    return None
+  return _boundaries_maker(model_config)()
+
+
+def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
+  return registry.boundaries.maker(
+    model["boundaries"],
+    width=model["width"],
+    predictor_width=model["feed_forward_width"],
+    init_std=model["init_std"],
+    dtype=jnp.dtype(model["dtype"]),
+  )
+
+
+def _stack(
+  model: Mapping, mixer: Mapping | None, num_layers: int, dtype, extra_length: int = 0
+) -> Stack:
+  make_mixer = _mixer_maker(model, mixer or model["mixer"], dtype, extra_length)
   make_block = partial(
     blocks.Block,
-    make_mixer=_mixer(model, mixer, dtype),
+    make_mixer=make_mixer,
     hidden_width=model["feed_forward_width"],
     norm=model["norm"],
     activation=model["activation"],
@@ -135,54 +139,34 @@ def _stack(model: Mapping, mixer: str, num_layers: int, dtype: jnp.dtype) -> Sta
   return Stack(
     num_layers,
     make_block,
-    has_positions=mixer == "relative_attention",
+    has_positions=hasattr(make_mixer.func, "make_positions"),
     scan_layers=model["scan_layers"],
     remat=model["remat"],
   )
 
 
-def _mixer(model: Mapping, name: str, dtype: jnp.dtype) -> partial[nn.Module]:
-  heads, dropout = model["num_heads"], model["mixer_dropout"]
-  shared = dict(
-    max_length=model["max_length"], init_std=model["init_std"], dtype=dtype
+def _mixer_maker(model: Mapping, section: Mapping, dtype, extra_length: int = 0) -> partial:
+  return registry.mixers.maker(
+    section,
+    max_length=model["max_length"] + extra_length,
+    position_dropout=model["dropout"],
+    init_std=model["init_std"],
+    dtype=dtype,
   )
-  implementation = model["implementation"] or None
-  if name == "attention":
-    return partial(
-      attention.SelfAttention,
-      num_heads=heads,
-      dropout=dropout,
-      use_bias=model["attention_bias"],
-      **shared,
-    )
-  if name == "relative_attention":
-    return partial(
-      attention.RelativeAttention,
-      num_heads=heads,
-      dropout=dropout,
-      position_dropout=model["dropout"],
-      **shared,
-    )
-  dispatchers = {
-    "dispatcher": dispatcher.Dispatcher,
-    "dispatcher_multihead": dispatcher.MultiHeadDispatcher,
-  }
-  if name in dispatchers:
-    return partial(
-      dispatchers[name],
-      num_heads=heads,
-      num_levels=model["num_levels"] or None,
-      level_dropout=dropout,
-      implementation=implementation,
-      **shared,
-    )
-  shared |= dict(implementation=implementation)
-  if name == "me":
-    return partial(extractors.ME, **shared)
-  layers = {"she": extractors.SHE, "he": extractors.HE, "we": extractors.WE}
-  return partial(
-    layers[name],
-    adjustment=model["adjustment"],
-    output_projection=model["output_projection"],
-    **shared,
-  )
+
+
+def _make_positions(model: Mapping, sections: Mapping, dtype) -> partial | None:
+  """What makes the positions that mixers share, where there are such mixers."""
+  found = {}
+  for key, section in sections.items():
+    maker = _mixer_maker(model, section, dtype)
+    if hasattr(maker.func, "make_positions"):
+      found[key] = maker().make_positions()
+  if not found:
+    return None
+  (first, made), *others = found.items()
+  for key, other in others:
+    if (other.func, other.keywords) != (made.func, made.keywords):
+      raise UserError(f"{key}: expected a mixer that can share its positions with "
+                      f"{first}, got other settings")
+  return made

@@ -28,9 +28,8 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
+from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.models.stack import Stack
-
-PREDICTED = ("unigram", "entropy", "gumbel")
 
 
 class HourglassCache(NamedTuple):
@@ -44,6 +43,7 @@ class HourglassCache(NamedTuple):
     segment: the open segment's vectors.
     latest: [B, D], what the middle stack made of the last segment that has ended: what
       tokens read until the next one has.
+    boundaries: of `dpjax.layers.boundaries.Boundaries.init_state`.
   """
 
   first: tuple
@@ -51,6 +51,7 @@ class HourglassCache(NamedTuple):
   last: tuple
   segment: ops.SegmentCache
   latest: jax.Array
+  boundaries: Any
 
 
 class HourglassOutput(NamedTuple):
@@ -62,12 +63,14 @@ class HourglassOutput(NamedTuple):
       which a gradient passes.
     boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
     cache: after these tokens, where one was given.
+    boundary_probabilities: [B, T], where the kind of boundaries gives them.
   """
 
   hidden: jax.Array
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   cache: HourglassCache | None = None
+  boundary_probabilities: jax.Array | None = None
 
 
 class Hourglass(nn.Module):
@@ -77,19 +80,9 @@ class Hourglass(nn.Module):
     first: blocks before the pooling.
     middle: blocks on segments; their mixers' `max_length` is that of the tokens + 1.
     last: blocks after the up-sampling.
-    kind: "fixed", "whitespace", or of a predictor "unigram", "entropy", "gumbel".
-    predictor_width: hidden layer of the predictor, Linear, GELU, Linear.
+    make_boundaries: called with `name`, gives the `dpjax.layers.boundaries.Boundaries`.
     make_positions: called with `name`, gives the positions and biases that the relative
       attention of all three stacks shares; None where no stack has it.
-    pooling: "mean", or "last" (sub-sampling).
-    shortening_factor: k of "fixed".
-    boundary_offset: place of the first boundary of "fixed"; None: k - 1.
-    space_ids: tokens that end a segment of "whitespace".
-    temperature: tau of "gumbel".
-    sample_boundaries: draw the boundaries of "gumbel" in evaluation, too.
-    num_capacities: lengths that the middle is compiled for where S is known on the device
-      alone (`dpjax.ops.run_at_capacity`).
-    init_std: of the predictor's weights; as `dpjax.layers.blocks.FeedForward`.
     norm_init_std: of the gains of the middle's LayerNorm.
     dtype: of the computation; parameters are float32.
   """
@@ -97,17 +90,8 @@ class Hourglass(nn.Module):
   first: Stack
   middle: Stack
   last: Stack
-  kind: str
-  predictor_width: int
+  make_boundaries: Callable[..., Boundaries]
   make_positions: Callable[..., nn.Module] | None = None
-  pooling: str = "mean"
-  shortening_factor: int = 2
-  boundary_offset: int | None = None
-  space_ids: tuple[int, ...] = ()
-  temperature: float = 0.5
-  sample_boundaries: bool = False
-  num_capacities: int = 8
-  init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
@@ -132,10 +116,10 @@ class Hourglass(nn.Module):
 
     Args:
       inputs: [B, T, D].
-      tokens: [B, T], ids, by which "whitespace" finds its boundaries.
-      deterministic: False in training; gumbel draws from the "dropout" stream, too.
+      tokens: [B, T], ids.
+      deterministic: False in training.
       boundaries: [B, T], 0 or 1, in place of the module's own.
-      boundary_noise: [B, T] in (0, 1), the u of gumbel, in place of a draw.
+      boundary_noise: [B, T] in (0, 1), in place of what the boundaries draw.
       capacity: an S that holds every row, from the data, at most T + 1; None finds it on
         the device. Where it is too small the result is nan.
       cache: None, or of `init_cache`, or of the output before.
@@ -147,16 +131,17 @@ class Hourglass(nn.Module):
 
     Raises:
       ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range or
-        beside a cache, or noise for boundaries that are not gumbel's.
+        beside a cache, or noise for boundaries that draw nothing.
     """
     batch, length, _ = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
     if capacity is not None and not 1 <= capacity <= length + 1:
       raise ValueError(f"capacity: expected 1 to T + 1 = {length + 1}, got {capacity}")
-    if boundary_noise is not None and self.kind != "gumbel":
+    kind = self.make_boundaries(name="boundary_predictor")
+    if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(
-        f"boundary_noise: expected none for the boundaries {self.kind}, got some"
+        f"boundary_noise: expected none for {type(kind).__name__}, got some"
       )
     positions = None
     if self.make_positions is not None:
@@ -172,62 +157,75 @@ class Hourglass(nn.Module):
         )
       h_btd, first_caches = steps["first"](inputs, cache.first, lengths)
 
-    logits_bt = None
-    if self.kind in PREDICTED:
-      logits_bt = blocks.FeedForward(
-        self.predictor_width,
-        "gelu",
-        init_std=self.init_std,
-        dtype=self.dtype,
-        out_width=1,
-        name="boundary_predictor",
-      )(h_btd)[..., 0]
-    if boundaries is not None:
-      ops.check_boundaries(boundaries, (batch, length))
+    if boundaries is not None and boundary_noise is None and kind.takes_noise:
+      boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
+    found = kind(
+      h_btd,
+      tokens,
+      deterministic=deterministic,
+      noise=boundary_noise,
+      start=start,
+      state=None if cache is None else cache.boundaries,
+      lengths=lengths,
+    )
+    if boundaries is None:
+      boundaries = found.boundaries
+      most = kind.most_segments(length)
+      if capacity is None and most is not None:
+        capacity = most + 1
     else:
-      if self.kind == "fixed" and capacity is None:
-        capacity = len(range(self._first_boundary(), length, self.shortening_factor)) + 1
-      boundaries = self._find_boundaries(
-        tokens, logits_bt, boundary_noise, deterministic, start
+      ops.check_boundaries(boundaries, (batch, length))
+      found = found._replace(boundaries=boundaries)
+    null_b1d = jnp.zeros((batch, 1, inputs.shape[2]), h_btd.dtype)
+    if kind.has_null_group:
+      null_d = self.param(
+        "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
       )
-    null_d = self.param(
-      "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
-    )
-    null_b1d = jnp.broadcast_to(
-      null_d.astype(h_btd.dtype)[None, None], (batch, 1, len(null_d))
-    )
+      null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
     if cache is not None:
       new, segment = ops.pool_segments_cached(
-        h_btd, boundaries, cache.segment, method=self.pooling, lengths=lengths
+        h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
       )
-      queue_bsd = norm(jnp.concatenate([null_b1d, new], axis=1))
+      queue_bsd = jnp.concatenate([null_b1d, new], axis=1)
       u_btd, latest, middle_caches = _read_segments(
         steps["middle"],
-        queue_bsd,
-        boundaries,
+        norm(queue_bsd) if kind.has_null_group else queue_bsd,
+        kind,
+        found,
         cache,
         start,
         lengths,
-        min(self.num_capacities, 4),
       )
-      y_btd, last_caches = steps["last"](u_btd + h_btd, cache.last, lengths)
-      cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest)
-      return HourglassOutput(y_btd, boundaries, logits_bt, cache)
+      x_btd = kind.join(u_btd, h_btd, found)
+      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths)
+      cache = HourglassCache(
+        first_caches, middle_caches, last_caches, segment, latest, found.state
+      )
+      return HourglassOutput(
+        y_btd, boundaries, found.logits, cache, found.probabilities
+      )
 
+    num_null = int(kind.has_null_group)
     if capacity is None:
-      sizes = ops.capacities(length + 1, self.num_capacities)
-      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + 1
+      sizes = ops.capacities(length + num_null, kind.lengths_compiled)
+      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + num_null
     else:
       sizes, needed = (capacity,), None
-    s_bsd = ops.pool_segments(h_btd, boundaries, sizes[-1] - 1, method=self.pooling)
-    s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-    s_bsd = self.middle.apply(
-      norm(s_bsd), name="middle", sizes=sizes, needed=needed, **common
+    s_bsd = ops.pool_segments(
+      h_btd, boundaries, sizes[-1] - num_null, method=kind.pooling_method
     )
+    if kind.has_null_group:
+      s_bsd = norm(jnp.concatenate([null_b1d, s_bsd], axis=1))
+    s_bsd = self.middle.apply(s_bsd, name="middle", sizes=sizes, needed=needed, **common)
+    if not kind.has_null_group:
+      s_bsd = kind.blend(s_bsd, _at_boundaries(found, sizes[-1]), None)
+      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries)
-    y_btd = self.last.apply(u_btd + h_btd, name="last", **common)
-    return HourglassOutput(y_btd, boundaries, logits_bt)
+    y_btd = self.last.apply(kind.join(u_btd, h_btd, found), name="last", **common)
+    return HourglassOutput(
+      y_btd, boundaries, found.logits, boundary_probabilities=found.probabilities
+    )
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D of which no token has been seen."""
@@ -237,54 +235,44 @@ class Hourglass(nn.Module):
       self.last.init_caches(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
+      self.make_boundaries(parent=None).init_state(batch, width),
     )
 
-  def _first_boundary(self) -> int:
-    last = self.shortening_factor - 1
-    return last if self.boundary_offset is None else self.boundary_offset
 
-  def _find_boundaries(self, tokens, logits_bt, noise, deterministic: bool, start):
-    if self.kind == "fixed":
-      factor, first = self.shortening_factor, self._first_boundary()
-      return ops.fixed_boundaries(tokens.shape, factor, first, start=start)
-    if self.kind == "whitespace":
-      return ops.whitespace_boundaries(tokens, self.space_ids)
-    is_drawn = not deterministic or self.sample_boundaries or noise is not None
-    if self.kind == "gumbel" and is_drawn:
-      key = self.make_rng("dropout") if noise is None else None
-      return ops.gumbel_sigmoid(logits_bt, self.temperature, key=key, noise=noise)
-    return (logits_bt > 0).astype(jnp.int32)  # p > 0.5
+def _at_boundaries(found: Found, size: int) -> jax.Array | None:
+  """[B, S], the probabilities at the boundaries that end the segments."""
+  if found.probabilities is None:
+    return None
+  p_bt1 = found.probabilities[..., None]
+  return ops.pool_segments(p_bt1, found.boundaries, size, method="last")[..., 0]
 
 
 def _read_segments(
-  step,
-  queue_bsd,
-  boundaries,
-  cache: HourglassCache,
-  start,
-  lengths,
-  num_capacities: int,
+  step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths
 ):
   """What each token of a chunk reads, and what is known after it.
 
   Args:
     step: of the middle stack, as `Stack.with_caches` gives it.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
-    boundaries: [B, C], where they do.
+    kind: of the boundaries.
+    found: where they are, [B, C].
     cache: before the chunk.
     start: [B], the tokens before it.
     lengths: [B], how many of the chunk's are real, or None for all.
-    num_capacities: lengths that a longer chunk's queue is compiled for.
 
   Returns:
     [B, C, D]; the last vector that the row's real tokens read, [B, D]; the middle's caches.
   """
-  b_bc = boundaries.astype(jnp.int32)
+  b_bc = found.boundaries.astype(jnp.int32)
   batch, chunk = b_bc.shape
   if lengths is None:
     lengths = jnp.full(batch, chunk, jnp.int32)
   b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
+  p_bc = _at_boundaries(found._replace(boundaries=b_bc), chunk)
   is_new_b = (start == 0) & (lengths > 0)  # the null group goes first
+  if not kind.has_null_group:
+    is_new_b = jnp.zeros_like(is_new_b)
   ended_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
   waiting_b = is_new_b.astype(jnp.int32) + ended_b
 
@@ -292,7 +280,8 @@ def _read_segments(
     begun_bsd = jnp.where(
       is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1)
     )
-    sizes = ops.capacities(chunk + 1, min(num_capacities, chunk // 8 + 1))
+    most = min(kind.lengths_compiled, 4, chunk // 8 + 1)
+    sizes = ops.capacities(chunk + 1, most)
 
     def at_capacity(size, begun_bsd, middle):
       s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b)
@@ -301,6 +290,9 @@ def _read_segments(
     index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
     branches = [partial(at_capacity, size) for size in sizes]
     s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle)
+    if not kind.has_null_group:
+      e_bsd = kind.blend(s_bsd[:, :-1], p_bc, cache.latest)
+      s_bsd = jnp.concatenate([e_bsd, s_bsd[:, -1:]], axis=1)
     known_bsd = jnp.where(
       is_new_b[:, None, None],
       s_bsd,
@@ -315,6 +307,8 @@ def _read_segments(
     next_b = jnp.where(is_new_b, place, 1)
     next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
     s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    if not kind.has_null_group:
+      s_b1d = kind.blend(s_b1d, p_bc, latest_bd)
     return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
 
   # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.

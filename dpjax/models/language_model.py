@@ -34,6 +34,7 @@ class LanguageModelOutput(NamedTuple):
     boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. Of a
       number type as `dpjax.models.hourglass.HourglassOutput` says.
     boundary_logits: [B, T], of the predictor; None without one.
+    boundary_probabilities: [B, T], where the boundaries have them beside logits.
     cache: after these tokens, where one was given.
   """
 
@@ -41,6 +42,7 @@ class LanguageModelOutput(NamedTuple):
   boundaries: jax.Array | None = None
   boundary_logits: jax.Array | None = None
   cache: LanguageModelCache | None = None
+  boundary_probabilities: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
@@ -141,13 +143,13 @@ class LanguageModel(nn.Module):
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
-    boundaries = boundary_logits = None
+    boundaries = boundary_logits = probabilities = None
     if self.make_hourglass is not None:
       if cache is not None:
         of_pooling |= dict(cache=cache.layers, start=cache.length, lengths=lengths)
-      x_btd, boundaries, boundary_logits, layers = self.make_hourglass(name="hourglass")(
-        x_btd, tokens, deterministic=deterministic, **of_pooling
-      )
+      x_btd, boundaries, boundary_logits, layers, probabilities = self.make_hourglass(
+        name="hourglass"
+      )(x_btd, tokens, deterministic=deterministic, **of_pooling)
     else:
       given = [name for name, value in of_pooling.items() if value is not None]
       if self.layers is None:
@@ -179,7 +181,9 @@ class LanguageModel(nn.Module):
       dot_general=ops.dot_general,
       name="logits",
     )(x_btd)
-    return LanguageModelOutput(logits_btv, boundaries, boundary_logits, cache)
+    return LanguageModelOutput(
+      logits_btv, boundaries, boundary_logits, cache, probabilities
+    )
 
   @nn.nowrap
   def apply(self, variables: Mapping, tokens: jax.Array, *args, **kwargs) -> Any:

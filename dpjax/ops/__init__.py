@@ -16,6 +16,7 @@ from dpjax.ops.boundaries import (
   whitespace_boundaries,
 )
 from dpjax.ops.capacity import capacities, run_at_capacity
+from dpjax.ops.causal_convolution import IMPLEMENTATIONS as CAUSAL_CONVOLUTION
 from dpjax.ops.causal_convolution import causal_convolution
 from dpjax.ops.causal_convolution_cache import (
   ConvolutionCache,
@@ -38,6 +39,7 @@ from dpjax.ops.segments_cache import (
   init_segment_cache,
   pool_segments_cached,
 )
+from dpjax.ops.shift_and_sum import IMPLEMENTATIONS as SHIFT_AND_SUM
 from dpjax.ops.shift_and_sum import dispatch_matrix, num_levels, shift_and_sum
 from dpjax.ops.shift_and_sum_cache import (
   ShiftAndSumCache,
@@ -46,6 +48,8 @@ from dpjax.ops.shift_and_sum_cache import (
 )
 
 __all__ = [
+  "CAUSAL_CONVOLUTION",
+  "SHIFT_AND_SUM",
   "AttentionCache",
   "ConvolutionCache",
   "OnlineConvolutionCache",

@@ -73,15 +73,15 @@ def causal_convolution(
   if implementation is None:
     implementation = choose_implementation(
         filters.ndim, batch, length, jax.default_backend(), jax.device_count())
-  if implementation not in _IMPLEMENTATIONS:
-    raise ValueError(f"implementation: expected one of {[*_IMPLEMENTATIONS]} or "
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"implementation: expected one of {[*IMPLEMENTATIONS]} or "
                      f"None, got {implementation!r}")
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
-  y_bte = _IMPLEMENTATIONS[implementation](
+  y_bte = IMPLEMENTATIONS[implementation](
       inputs.astype(dtype), filters[:length].astype(dtype),
       inputs.dtype if is_low else dtype)
   return y_bte.astype(inputs.dtype)
@@ -364,5 +364,5 @@ def _dft(x_btd, w, _):
   return jnp.moveaxis(y_tbe, 0, 1)
 
 
-_IMPLEMENTATIONS = {
+IMPLEMENTATIONS = {
     "scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}

@@ -92,15 +92,15 @@ def shift_and_sum(
   _check(values, gates, level_keep)
   if implementation is None:
     implementation = DEFAULT_IMPLEMENTATION
-  if implementation not in _IMPLEMENTATIONS:
-    raise ValueError(f"implementation: expected one of {[*_IMPLEMENTATIONS]} or "
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"implementation: expected one of {[*IMPLEMENTATIONS]} or "
                      f"None, got {implementation!r}")
   levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
   if levels == 0 or values.size == 0:
     return values
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  return _IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
+  return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
 
 
 @automatic_axes
@@ -286,7 +286,7 @@ def _pallas(values, gates, level_keep):
   return kernels.shift_and_sum(values, gates, level_keep)
 
 
-_IMPLEMENTATIONS = {
+IMPLEMENTATIONS = {
     "loop": _loop, "unrolled": _unrolled, "recompute": _recompute,
     "matrix": matrix_form, "pallas": _pallas}
 

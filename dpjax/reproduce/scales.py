@@ -28,8 +28,8 @@ _CHANGES: dict[tuple[str, str], dict[str, Any]] = {
   ("cpu", "dispatcher"): {
     "model.num_layers": 2, "model.width": 128, "model.feed_forward_width": 128,
     "model.max_length": 128, "train.batch_size": 10, "train.learning_rate": 1e-3,
-    "train.warmup_steps": 50, "train.num_steps": 1_000, "train.eval_every_steps": 250,
-    "train.median_every_steps": 100,
+    "train.schedule.warmup_steps": 50, "train.num_steps": 1_000,
+    "train.eval_every_steps": 250, "train.median_every_steps": 100,
   },
   ("cpu", "extractors"): {
     "model.num_layers": 2, "model.max_length": 64, "train.batch_size": 16,
@@ -37,11 +37,11 @@ _CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     "train.median_every_steps": 200,
   },
   ("cpu", "pooling"): {
-    "model.num_layers": 3, "model.first_layers": 1, "model.last_layers": 1,
-    "model.width": 64, "model.feed_forward_width": 256, "model.num_heads": 4,
-    "model.max_length": 128, "model.num_capacities": 1, "train.learning_rate": 1e-3,
-    "train.warmup_steps": 20, "train.num_steps": 200, "train.eval_every_steps": 200,
-    "train.median_every_steps": 40, "eval.stride": 128,
+    "model.num_layers": 3, "model.first.num_layers": 1, "model.last.num_layers": 1,
+    "model.width": 64, "model.feed_forward_width": 256, "model.mixer.num_heads": 4,
+    "model.max_length": 128, "model.boundaries.num_capacities": 1,
+    "train.learning_rate": 1e-3, "train.schedule.warmup_steps": 20, "train.num_steps": 200,
+    "train.eval_every_steps": 200, "train.median_every_steps": 40, "eval.stride": 128,
   },
   ("tiny", "dispatcher"): {
     "model.num_layers": 2, "model.width": 12, "model.feed_forward_width": 20,
@@ -52,10 +52,10 @@ _CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     "model.num_layers": 2, "model.feed_forward_width": 20, "model.max_length": 17,
   },
   ("tiny", "pooling"): {
-    "model.num_layers": 2, "model.first_layers": 1, "model.last_layers": 1,
-    "model.width": 12, "model.feed_forward_width": 20, "model.num_heads": 3,
-    "model.max_length": 34, "model.num_capacities": 1, "train.warmup_steps": 1,
-    "eval.stride": 17, "data.unigram_size": 150,
+    "model.num_layers": 2, "model.first.num_layers": 1, "model.last.num_layers": 1,
+    "model.width": 12, "model.feed_forward_width": 20, "model.mixer.num_heads": 3,
+    "model.max_length": 34, "model.boundaries.num_capacities": 1,
+    "train.schedule.warmup_steps": 1, "eval.stride": 17, "model.boundaries.size": 150,
   },
 }
 _OF_ALL: dict[str, dict[str, Any]] = {
@@ -68,13 +68,14 @@ _OF_ALL: dict[str, dict[str, Any]] = {
     "train.checkpoint_every_steps": 4,
   },
 }
+_OF_COMPONENTS = ("model.boundaries.num_capacities", "model.boundaries.size")
 # No sample, and of two units of a duration not the other one.
 _UNSET = {"sample.prompt": "", "train.num_epochs": 0.0, "train.eval_every_epochs": 0.0}
 # Many runs each: what these figures vary, and how long a run is then.
 _FIGURES = {
   "fig10_": (("model.num_layers", "model.max_length"), 400),
   "fig11_": (("model.num_layers", "model.max_length"), 400),
-  "middle_": (("model.num_layers", "model.first_layers", "model.last_layers"), 60),
+  "middle_": (("model.num_layers", "model.first.num_layers", "model.last.num_layers"), 60),
 }
 
 
@@ -131,16 +132,17 @@ def configure(name: str, scale: str) -> ConfigDict:
     changes["data.max_characters"] = (config.data.max_characters[0], *others)
     if config.train.initial_run:
       changes["train.learning_rate"] /= 6  # as the paper's of the two
-  kind = config.model.boundaries
-  if family == "pooling" and kind == "none" and "model.num_layers" in changes:
+  is_vanilla = not config_lib.is_pooled(config.model)
+  if family == "pooling" and is_vanilla and "model.num_layers" in changes:
     for side in ("first", "last"):
-      changes["model.num_layers"] += changes[f"model.{side}_layers"]
+      changes["model.num_layers"] += changes.pop(f"model.{side}.num_layers")
   config.unlock()
   for key, value in changes.items():
-    kinds = config_lib.ONLY_FOR_BOUNDARIES.get(key)
-    if kinds is None or kind in kinds:
-      section, _, setting = key.partition(".")
-      config[section][setting] = value
+    parents, _, setting = key.rpartition(".")
+    section = config_lib.get(config, parents)
+    # A component may lack it.
+    if setting in section or key not in _OF_COMPONENTS:
+      section[setting] = value
   return config
 
 

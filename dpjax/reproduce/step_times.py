@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dpjax import config as config_lib
 from dpjax.errors import UserError
-from dpjax.models.build import build_model
+from dpjax.models.build import build_boundaries, build_model
 from dpjax.reproduce import scales
 from dpjax.training import losses, sharding
 from dpjax.training import step as step_lib
-from dpjax.training.optimizer import learning_rate, make_optimizer
+from dpjax.training.optimizer import build_optimizer
 
 FIG2, FIG5 = "dispatcher-fig2", "pooling-fig5"
 DISPATCHER, ATTENTION = "Dispatcher", "masked self-attention"
@@ -44,7 +45,6 @@ GROWTH = {DISPATCHER: 2.2, ATTENTION: 4.0}  # of a step, at twice the length
 _SEED = 0
 _BOTH = ("float32", "bfloat16")
 _SMALL = dict(width=16, feed_forward_width=24)
-_LAYERS = ("first_layers", "num_layers", "last_layers")
 # "places" are tokens, or factors; "model" is what differs from the configuration.
 _SCALES: dict[str, dict[str, dict[str, Any]]] = {
   FIG2: {
@@ -57,7 +57,8 @@ _SCALES: dict[str, dict[str, dict[str, Any]]] = {
   },
   FIG5: {
     "tiny": dict(places=(2, 4), dtypes=_BOTH[:1], batch=2, repetitions=3, layers=(1, 1, 1),
-                 model=_SMALL | dict(vocab_size=27, max_length=32, num_heads=2)),
+                 model=_SMALL | dict(vocab_size=27, max_length=32,
+                                     mixer=dict(num_heads=2))),
     "cpu": dict(places=(2, 3, 4, 6, 8), dtypes=_BOTH[:1], batch=1, repetitions=7,
                 layers=(2, 8, 2), model=dict(vocab_size=27, max_length=512)),
     "paper": dict(places=(2, 3, 4, 6, 8), dtypes=_BOTH, batch=8, repetitions=7,
@@ -124,12 +125,14 @@ def places(name: str, scale: str) -> list[Place]:
         found += [_place(DISPATCHER, ATTENTION, "dispatcher_wikitext2.py", *at),
                   _place(ATTENTION, None, "msa_wikitext2.py", *at)]
     else:
-      layers = dict(zip(_LAYERS, sizes["layers"], strict=True))
-      whole = dict(num_layers=sum(layers.values()))
+      first, middle, last = sizes["layers"]
+      layers = dict(first=dict(num_layers=first), num_layers=middle,
+                    last=dict(num_layers=last))
+      whole = dict(num_layers=first + middle + last)
       found.append(_place(VANILLA, None, "pooling_text8.py:none", dtype, 1, sizes, whole))
       found += [
         _place(FIXED, VANILLA, "pooling_text8.py:fixed2", dtype, factor, sizes,
-               layers | dict(shortening_factor=factor))
+               layers | dict(boundaries=dict(shortening_factor=factor)))
         for factor in sizes["places"]
       ]
   return found
@@ -220,14 +223,7 @@ class Step:
 
   def __init__(self, config):
     settings = config.train
-    rate = learning_rate(
-      settings.schedule, settings.learning_rate,
-      warmup_steps=settings.warmup_steps, num_steps=settings.num_steps,
-    )
-    optimizer = make_optimizer(
-      settings.optimizer, rate, b1=settings.b1, b2=settings.b2, eps=settings.eps,
-      weight_decay=settings.weight_decay, clip_norm=settings.clip_norm,
-    )
+    optimizer = build_optimizer(settings, settings.num_steps)
     device = jax.devices()[0]
     mesh, model = sharding.make_mesh([device]), build_model(config.model)
     size = (settings.batch_size, config.model.max_length + 1)
@@ -238,7 +234,7 @@ class Step:
     state = step_lib.abstract_state(model, optimizer, _SEED, mesh)
     self.compiled = step_lib.jit_train_step(
       model, optimizer, jax.tree.map(lambda leaf: leaf.sharding, state), mesh,
-      objective=losses.Objective(boundaries=config.model.boundaries),
+      objective=losses.Objective(build_boundaries(config.model)),
     ).lower(state, self.batch).compile()
     plan = getattr(self.compiled.memory_analysis(), "temp_size_in_bytes", None)
     self.temporary_mib = None if plan is None else plan / 2**20
@@ -376,7 +372,7 @@ def _place(model, baseline, file, dtype, place, sizes, of_model) -> Place:
   config.train.batch_size = sizes["batch"]
   of = config.model
   of.update(sizes["model"] | of_model | dict(dtype=dtype))
-  outer = 0 if of.boundaries == "none" else of.first_layers + of.last_layers
+  outer = of.first.num_layers + of.last.num_layers if config_lib.is_pooled(of) else 0
   settings = {
     "batch": sizes["batch"], "tokens": of.max_length, "layers": of.num_layers + outer,
     "width": of.width, "feed_forward_width": of.feed_forward_width,

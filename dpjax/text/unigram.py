@@ -156,7 +156,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
     The model, as the content of a SentencePiece `.model` file.
 
   Raises:
-    ValueError: `data.unigram_size: ...`, the text does not admit that many or that few;
+    ValueError: `model.boundaries.size: ...`, the text does not admit that many or that few;
       `data.path: ...`, the text has no words, or is not UTF-8.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
@@ -211,19 +211,19 @@ def load_unigram(file: str | Path) -> bytes:
   """The content of a SentencePiece `.model` file, which is of the type Unigram.
 
   Raises:
-    ValueError: `data.unigram_file: ...`, it cannot be read, is no SentencePiece model,
+    ValueError: `model.boundaries.file: ...`, it cannot be read, is no SentencePiece model,
       or is of another type, as "bpe".
   """
-  model = read_file(file, "data.unigram_file")
+  model = read_file(file, "model.boundaries.file")
   try:
     return UnigramBoundaries(model).model
   except ValueError as error:
     problem = str(error).removeprefix("model: ")
-    raise UserError(f"data.unigram_file: {problem}: {file}") from error
+    raise UserError(f"model.boundaries.file: {problem}: {file}") from error
 
 
 def _size_error(expected: str, got: int) -> UserError:
-  return size_error(expected, got, "data.unigram_size")
+  return size_error(expected, got, "model.boundaries.size")
 
 
 def _lengths(word: str, pieces: list[str]) -> list[int]:

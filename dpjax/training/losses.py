@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from dpjax import ops
+from dpjax.layers.boundaries import Boundaries
 from dpjax.ops.products import sum_dtype
 
 
@@ -80,43 +79,22 @@ _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """The loss of the tokens, and that of the boundaries where a model has a predictor.
+  """The loss of the tokens, and that of the boundaries where a model pools them.
 
     loss = nats / count + boundary_nats / count
 
-  The second term, of weight 1, is
-
-    unigram, entropy   the mean binary cross-entropy of the predictor's logits with the
-                       segmentation of the batch, or with the spikes of the model's own
-                       conditional entropy (Eq. 6; no gradient passes through them)
-    gumbel             -log Binomial(k; L, prior) / L, k boundaries among L tokens (Eq. 7)
-
-  Only tokens whose target counts have a part in it; a spike is sought among them alone, so
-  that the first of them is one.
-
   Attributes:
-    boundaries: "none", "fixed", "whitespace", "unigram", "entropy" or "gumbel".
-    prior: alpha of gumbel, boundaries a token, in (0, 1).
-    entropy_left: k of Eq. 6.
-    double_sigmoid: unigram, entropy: the probabilities take the place of the logits, as
-      in the authors' code.
-    space_ids: tokens that gumbel's boundaries are compared with in the scores; (): none.
-
-  Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
+    boundaries: the kind, whose `loss` is the second term; None: no pooling.
   """
 
-  boundaries: str = "none"
-  prior: float = 0.2
-  entropy_left: int = 2
-  double_sigmoid: bool = False
-  space_ids: tuple[int, ...] = ()
+  boundaries: Boundaries | None = None
 
   def sums(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """What a batch adds to the loss and to the scores.
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: "tokens", "targets", "weights", each [B, T]; for unigram "boundaries", too.
+      batch: "tokens", "targets", "weights", each [B, T], and what the boundaries need.
 
     Returns:
       Float32 scalars that `add_sums` adds up: "nats" and "count" (`cross_entropy`);
@@ -126,11 +104,10 @@ class Objective:
     weights = batch["weights"]
     nats, count = cross_entropy(output.logits, batch["targets"], weights)
     sums = {"nats": nats, "count": count}
-    if self.boundaries == "none":
+    if self.boundaries is None:
       return sums
     boundaries = output.boundaries.astype(jnp.float32)
-    targets = self._targets(output, batch)
-    sums["boundary_nats"] = self._nats(output, boundaries, targets, weights)
+    sums["boundary_nats"], targets = self.boundaries.loss(output, batch)
     sums |= _count_segments(boundaries, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
@@ -138,30 +115,6 @@ class Objective:
       sums["hits"] = jnp.sum(boundaries * targets * weights)
       sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
     return sums
-
-  def _targets(self, output, batch) -> jax.Array | None:
-    """[B, T], 0 or 1, what the predictor is taught or compared with."""
-    if self.boundaries == "unigram":
-      return batch["boundaries"]
-    if self.boundaries == "entropy":
-      entropies_bt = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
-      entropies_bt = jnp.where(batch["weights"] > 0, entropies_bt, -jnp.inf)
-      return ops.entropy_spikes(entropies_bt, self.entropy_left)
-    if self.boundaries == "gumbel" and self.space_ids:
-      return ops.whitespace_boundaries(batch["tokens"], self.space_ids)
-    return None
-
-  def _nats(self, output, boundaries, targets, weights) -> jax.Array:
-    if self.boundaries == "gumbel":
-      nats_b = ops.binomial_prior_loss(boundaries, self.prior, weights=weights)
-      return jnp.sum(nats_b * jnp.sum(weights, axis=1))
-    if self.boundaries in ("unigram", "entropy"):
-      logits_bt = output.boundary_logits.astype(jnp.float32)
-      if self.double_sigmoid:
-        logits_bt = jax.nn.sigmoid(logits_bt)
-      nats_bt = optax.sigmoid_binary_cross_entropy(logits_bt, targets.astype(jnp.float32))
-      return jnp.sum(nats_bt * weights)
-    return jnp.zeros(())
 
 
 def add_sums(

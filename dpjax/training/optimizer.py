@@ -1,81 +1,180 @@
-"""Learning rates and update rules by name."""
+"""Learning rates and update rules, for the names in `dpjax.registry`."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import optax
+from optax import contrib
 
-from dpjax.errors import UserError
+from dpjax import registry
+
+
+def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
+  """The update rule that `config.train` describes.
+
+  Args:
+    train: has "optimizer", "schedule", "learning_rate" and "clip_norm".
+    num_steps: updates in all.
+  """
+  rate = registry.schedules.build(
+    train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
+  )
+  update = registry.optimizers.build(
+    train["optimizer"], "train.optimizer", learning_rate=rate
+  )
+  return _clipped(update, train["clip_norm"])
 
 
 def learning_rate(
-  schedule: str, peak: float, *, warmup_steps: int, num_steps: int
+  schedule: str, peak: float, *, num_steps: int, **settings
 ) -> optax.Schedule:
-  """The learning rate of each update, counted from 0.
-
-    k < warmup_steps:  peak * k / warmup_steps
-    "constant":        peak, ever after
-    "cosine":          peak * (1 + cos(pi x)) / 2, and 0 from num_steps on, with
-                       x = (k - warmup_steps) / (num_steps - warmup_steps)
+  """The learning rate of each update, counted from 0, by the name of a schedule.
 
   Args:
-    schedule: "constant" or "cosine".
+    schedule: a name of `dpjax.registry.schedules`.
     peak: the highest rate.
-    warmup_steps: updates until it is reached.
     num_steps: updates in all.
-
-  Returns:
-    A function of the update's number.
+    **settings: of the schedule, `warmup_steps` for one.
 
   Raises:
-    ValueError: the warm-up leaves no step to a cosine, or the schedule is unknown.
+    UserError: the name or a setting is unknown or out of its range.
   """
-  if schedule not in ("constant", "cosine"):
-    raise UserError(f"train.schedule: expected constant or cosine, got {schedule}")
-  if schedule == "cosine" and warmup_steps >= num_steps:
-    raise UserError(
-      f"train.warmup_steps: expected fewer than the {num_steps} steps of the run, got "
-      f"{warmup_steps}"
-    )
-  after = (
-    optax.constant_schedule(peak)
-    if schedule == "constant"
-    else optax.cosine_decay_schedule(peak, num_steps - warmup_steps)
-  )
+  section = registry.schedules.section(schedule, **settings)
+  return registry.schedules.build(section, "schedule", peak=peak, num_steps=num_steps)
+
+
+def make_optimizer(
+  name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings
+) -> optax.GradientTransformation:
+  """An update rule by its name, after clipping.
+
+  Args:
+    name: a name of `dpjax.registry.optimizers`.
+    rate: learning rate, or a function of the update's number.
+    clip_norm: longest gradient, all parameters taken as one vector; 0: no limit.
+    **settings: of the optimizer, `b1` for one.
+
+  Returns:
+    The transformation of gradients into updates.
+
+  Raises:
+    UserError: the name or a setting is unknown.
+  """
+  section = registry.optimizers.section(name, **settings)
+  update = registry.optimizers.build(section, "optimizer", learning_rate=rate)
+  return _clipped(update, clip_norm)
+
+
+def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
+  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
+
+
+def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
+  """The learning rate of update k, counted from 0: peak k / warmup_steps, then peak.
+
+  Args:
+    peak: the highest rate.
+    warmup_steps: updates until it is reached.
+
+  Raises:
+    ValueError: `warmup_steps` is negative.
+  """
+  return _warm_up(optax.constant_schedule(peak), peak, warmup_steps)
+
+
+def cosine(peak: float, num_steps: int, *, warmup_steps: int = 0) -> optax.Schedule:
+  """A warm-up as `constant` has it, then half a cosine down to 0.
+
+    peak (1 + cos(pi x)) / 2,  x = (k - warmup_steps) / (num_steps - warmup_steps)
+
+  and 0 from num_steps on.
+
+  Args:
+    peak: the highest rate.
+    num_steps: updates in all.
+    warmup_steps: updates until the peak is reached.
+
+  Raises:
+    ValueError: the warm-up leaves no step to the cosine.
+  """
+  if warmup_steps >= num_steps:
+    raise ValueError(f"warmup_steps: expected fewer than the {num_steps} steps of the run, "
+                     f"got {warmup_steps}")
+  decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps)
+  return _warm_up(decay, peak, warmup_steps)
+
+
+def _warm_up(after: optax.Schedule, peak: float, warmup_steps: int) -> optax.Schedule:
+  if warmup_steps < 0:
+    raise ValueError(f"warmup_steps: expected at least 0, got {warmup_steps}")
   if not warmup_steps:
     return after
   warmup = optax.linear_schedule(0.0, peak, warmup_steps)
   return optax.join_schedules([warmup, after], [warmup_steps])
 
 
-def make_optimizer(
-  name: str,
-  rate: optax.Schedule | float,
+def muon(
+  learning_rate: optax.ScalarOrSchedule,
   *,
-  b1: float = 0.9,
-  b2: float = 0.999,
+  ns_steps: int = 5,
+  beta: float = 0.95,
   eps: float = 1e-8,
   weight_decay: float = 0.0,
-  clip_norm: float = 0.0,
+  nesterov: bool = True,
+  adaptive: bool = False,
+  adam_b1: float = 0.9,
+  adam_b2: float = 0.999,
+  adam_weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019), after clipping.
+  """`optax.contrib.muon` for the matrices of blocks, Adam for everything else.
+
+  A kernel of stacked layers, [layers, in, out], is one matrix a layer; the embedding, the
+  output layer, biases, gains and convolution taps are Adam's.
 
   Args:
-    name: "adam" or "adamw".
-    rate: learning rate, or a function of the update's number.
-    b1: decay of the mean of the gradients.
-    b2: decay of the mean of their squares.
-    eps: added to the root of the latter.
-    weight_decay: of "adamw", times the learning rate, as PyTorch has it.
-    clip_norm: longest gradient, all parameters taken as one vector; 0: no limit.
+    learning_rate: of both.
+    ns_steps: Newton-Schulz iterations.
+    beta: of the momentum.
+    eps: added to norms, and in Adam.
+    weight_decay: of the matrices.
+    nesterov: whether the momentum looks ahead.
+    adaptive: whether to scale by the dual norm of the gradient.
+    adam_b1: as `optax.adam`, as the following.
+    adam_b2: likewise.
+    adam_weight_decay: likewise.
 
-  Returns:
-    The transformation of gradients into updates.
-
-  Raises:
-    ValueError: the name is unknown.
+  Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
-  if name == "adam":
-    update = optax.adam(rate, b1, b2, eps)
-  elif name == "adamw":
-    update = optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay)
-  else:
-    raise UserError(f"train.optimizer: expected adam or adamw, got {name}")
-  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
+  return contrib.muon(
+    learning_rate,
+    ns_steps=ns_steps,
+    beta=beta,
+    eps=eps,
+    weight_decay=weight_decay,
+    nesterov=nesterov,
+    adaptive=adaptive,
+    adam_b1=adam_b1,
+    adam_b2=adam_b2,
+    adam_weight_decay=adam_weight_decay,
+    muon_weight_dimension_numbers=_matrices,
+  )
+
+
+def _matrices(params: Any) -> Any:
+  """Which axes of each parameter are a matrix's; None for what is Adam's."""
+
+  def of_leaf(path, leaf):
+    names = [str(getattr(key, "key", key)) for key in path]
+    if names[-1] != "kernel" or names[0] in ("embedding", "logits") or leaf.ndim < 2:
+      return None
+    # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
+    is_stacked = "layers" in names or {"first", "middle", "last"} & {*names}
+    first = 1 if is_stacked else 0
+    if leaf.ndim - first < 2:
+      return None
+    return contrib.MuonDimensionNumbers(
+      reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
+    )
+
+  return jax.tree_util.tree_map_with_path(of_leaf, params)

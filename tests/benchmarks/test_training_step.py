@@ -52,11 +52,20 @@ FORMS = [
 
 
 def settings_of(model):
-  return dict(config_lib.default_model()) | SMALL | model
+  return training_step.DEFAULTS | SMALL | model
+
+
+def build(settings):
+  return build_model(config_lib.from_dict({"model": settings}).model)
+
+
+def test_the_defaults_of_both_sides_are_those_of_dpjax():
+  found = config_lib.from_dict({"model": training_step.DEFAULTS}).model
+  assert found == config_lib.default_model()
 
 
 def worker_settings(model, **more):
-  optimizer = dict(name="adam", learning_rate=0.02, clip_norm=0.5, weight_decay=0.0)
+  optimizer = dict(name="adam", learning_rate=0.02, clip_norm=0.5)
   sizes = {"optimizer": optimizer, "batch": 3}
   return training_step.settings_of(SMALL | model, sizes, "cpu", "float32", **more)
 
@@ -111,12 +120,12 @@ def test_models_of_pytorch_are_those_of_dpjax(name, form):
     return to_params({key: pick(x).numpy() for key, x in model.named_parameters()})
 
   def loss(params):
-    output: Any = build_model(settings).apply({"params": params}, jnp.asarray(tokens))
+    output: Any = build(settings).apply({"params": params}, jnp.asarray(tokens))
     nats, _ = losses.cross_entropy(output.logits, jnp.asarray(targets), jnp.ones((4, 9)))
     return nats, output.logits
 
   params = arrays(torch.Tensor.detach)
-  shapes = jax.eval_shape(build_model(settings).init, jax.random.key(0), tokens)["params"]
+  shapes = jax.eval_shape(build(settings).init, jax.random.key(0), tokens)["params"]
   assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
   with jax.default_matmul_precision("highest"):
     gradients, expected = jax.jit(jax.grad(loss, has_aux=True))(params)
@@ -136,7 +145,7 @@ def test_initial_values_are_those_of_dpjax():
   torch.manual_seed(3)
   for name in ("dispatcher", "attention", "attention, pre", "fixed", "she"):
     settings = settings_of(MODELS[name]) | dict(width=48, feed_forward_width=60)
-    model = build_model(settings)
+    model = build(settings)
     arrays = {
       key: x.detach().numpy()
       for key, x in torch_models.LanguageModel(settings).named_parameters()

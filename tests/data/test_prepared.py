@@ -364,12 +364,12 @@ def test_boundaries_by_a_file(tmp_path, corpus):
   data = prepare(corpus, tmp_path / "data", "characters",
                  unigram={"file": str(file), "vocab_size": 18})
   assert data.unigram.model == file.read_bytes()
-  with pytest.raises(ValueError, match="^data.unigram_file: .*none.model"):
+  with pytest.raises(ValueError, match="^model.boundaries.file: .*none.model"):
     prepare(corpus, tmp_path / "data", "characters", unigram={"file": "none.model"})
 
 
 def test_boundaries_of_subwords_are_refused(tmp_path, monkeypatch, corpus):
-  with pytest.raises(ValueError, match="^data.unigram_size: expected at most "):
+  with pytest.raises(ValueError, match="^model.boundaries.size: expected at most "):
     prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
   # Before anything is learned.
   monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: 1 / 0)

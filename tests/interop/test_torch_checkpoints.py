@@ -63,7 +63,8 @@ def batch_first(array):
 def test_logits_loss_and_every_gradient(case, implementation):
   golden = load(case)
   config, params = from_torch(state_dict(golden), **CASES[case])
-  config.implementation = implementation
+  if implementation:
+    config.mixer.implementation = implementation
   model = dpjax.build_model(config)
   tokens, targets = (batch_first(golden[f"in/{name}"]) for name in ("src", "targets"))
 
@@ -209,22 +210,24 @@ def test_tensors_and_whole_checkpoints(dispatcher_state):
 
 def test_configuration(dispatcher_state, attention_state):
   config, params = from_torch(dispatcher_state)
-  sizes = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_heads")
-  assert [config[key] for key in sizes] == [31, 16, 24, 2, 1]
-  assert (config.mixer, config.max_length, config.num_levels) == ("dispatcher", 5, 4)
+  sizes = ("vocab_size", "width", "feed_forward_width", "num_layers", "max_length")
+  assert [config[key] for key in sizes] == [31, 16, 24, 2, 5]
+  mixer = config.mixer
+  assert (mixer.name, mixer.num_heads, mixer.num_levels) == ("dispatcher", 1, 4)
   shapes = jax.eval_shape(
     dpjax.build_model(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]
   assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
   config, _ = from_torch(attention_state, num_heads=4)
-  assert (config.mixer, config.max_length, config.num_heads) == ("attention", 13, 4)
+  assert (config.mixer.name, config.max_length) == ("attention", 13)
+  assert config.mixer.num_heads == 4
   config, _ = from_torch(dispatcher_state, variant="multihead")
-  assert config.mixer == "dispatcher_multihead"
+  assert config.mixer.name == "dispatcher_multihead"
 
 
 def test_a_given_length_wins_and_leaves_the_levels(dispatcher_state):
   config, params = from_torch(dispatcher_state, max_length=300)
-  assert (config.max_length, config.num_levels) == (300, 4)
+  assert (config.max_length, config.mixer.num_levels) == (300, 4)
   tokens = np.zeros((2, 37), np.int32)
   logits = dpjax.build_model(config).apply({"params": params}, tokens).logits
   assert logits.shape == (2, 37, 31)
@@ -238,7 +241,7 @@ def test_the_authors_5000_positions(dispatcher_state):
   angles = position * np.exp(index * np.float32(-np.log(1e4) / width))
   table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(5000, 1, width)
   config, _ = from_torch(dispatcher_state | {"pos_encoder.pe": table})
-  assert (config.max_length, config.num_levels) == (5000, 4)
+  assert (config.max_length, config.mixer.num_levels) == (5000, 4)
 
 
 @pytest.mark.parametrize("variant", ["paper", "multihead"])

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from dpjax import config as config_lib
 from dpjax import run as run_lib
 from tests import helpers
 
@@ -36,9 +37,8 @@ def config(tmp_path):
   letters = np.random.default_rng(5).choice(list(string.ascii_lowercase + " .,\n"), 3000)
   (tmp_path / "text.txt").write_text("".join(letters))
   config = helpers.small_config(tmp_path / "text.txt")
-  config.model.update(
-    dict(num_layers=2, width=16, feed_forward_width=24, num_heads=1, max_length=16)
-  )
+  helpers.set_model(config.model, num_layers=2, width=16, feed_forward_width=24,
+                    num_heads=1, max_length=16)
   return config
 
 
@@ -62,16 +62,16 @@ def test_a_file_is_scored(torch, config, tmp_path):
 
 def test_token_pooling_is_refused(torch, config, tmp_path):
   """Their characters are numbered by how often a text has them, which no file tells."""
-  config.model.update(dict(mixer="relative_attention", boundaries="whitespace"))
+  helpers.set_model(config.model, mixer="relative_attention", boundaries="whitespace")
   with pytest.raises(ValueError, match="model.mixer: .*dpjax.interop.from_torch reads it"):
     run_lib.load_torch("model.pt", config, tmp_path)
 
 
 def test_another_mixer_or_vocabulary_is_refused(torch, config, tmp_path):
-  config.model.mixer = "attention"
+  config.model.mixer = config_lib.mixer("attention")
   with pytest.raises(ValueError, match="model.mixer: expected the file's dispatcher"):
     run_lib.load_torch("model.pt", config, tmp_path / "one")
-  config.model.mixer = "dispatcher"
+  config.model.mixer = config_lib.mixer("dispatcher")
   config.data.tokenizer = "bytes"
   with pytest.raises(ValueError, match="model.vocab_size: .* tokenizer's 256, got 31"):
     run_lib.load_torch("model.pt", config, tmp_path / "other")

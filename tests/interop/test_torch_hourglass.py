@@ -10,6 +10,7 @@ import pytest
 
 import dpjax
 from dpjax.interop import from_torch
+from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics, optimizer, step
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -72,18 +73,16 @@ def check_scores(expected, sums):
 def test_the_model_its_loss_and_every_gradient(case):
   golden = load(f"D_hourglass_{case}")
   config, params = convert(part(golden, "param/"), case)
-  if case == "entropy":
-    config.num_capacities = 3
-  elif case not in ("none", "fixed"):
-    config.num_capacities = 1
+  of_case = {
+    "unigram": dict(double_sigmoid=True),
+    "entropy": dict(double_sigmoid=True, left=2, num_capacities=3),
+    "gumbel": dict(prior=0.2, space_ids=(0,)),
+  }
+  if case not in ("none", "fixed"):
+    config.boundaries.num_capacities = 1
+  config.boundaries.update(of_case.get(case, {}))
   model = dpjax.build_model(config)
-  objective = losses.Objective(
-    boundaries=config.boundaries,
-    prior=0.2,
-    entropy_left=2,
-    double_sigmoid=case in ("unigram", "entropy"),
-    space_ids=(0,),
-  )
+  objective = losses.Objective(build_boundaries(config))
   batch = {"tokens": golden["in/data"].T, "targets": golden["in/target"].T}
   if case == "unigram":
     batch["boundaries"] = golden["in/boundaries_gt"].T.astype(np.int32)
@@ -147,7 +146,7 @@ def test_six_updates():
   state = step.TrainState(
     jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
   )
-  objective = losses.Objective(boundaries="fixed")
+  objective = losses.Objective(build_boundaries(config))
   one_step = jax.jit(
     partial(step.train_step, dpjax.build_model(config), update, 1, objective=objective)
   )
@@ -167,12 +166,13 @@ def test_six_updates():
 @pytest.mark.parametrize("case", ["none", "fixed", "gumbel"])
 def test_configuration(case):
   config, params = convert(state_of(case), case)
-  sizes = ("vocab_size", "width", "feed_forward_width", "num_heads", "max_length")
-  assert [config[key] for key in sizes] == [11, 16, 32, 2, 24]
-  kinds = ("mixer", "positions", "activation", "norm", "boundaries")
-  expected = ["relative_attention", "none", "gelu", "post", case]
-  assert [config[key] for key in kinds] == expected
-  depths = [config[key] for key in ("first_layers", "num_layers", "last_layers")]
+  sizes = ("vocab_size", "width", "feed_forward_width", "max_length")
+  assert [config[key] for key in sizes] == [11, 16, 32, 24]
+  assert (config.mixer.name, config.mixer.num_heads) == ("relative_attention", 2)
+  kinds = ("positions", "activation", "norm")
+  assert [config[key] for key in kinds] == ["none", "gelu", "post"]
+  assert config.boundaries.name == case
+  depths = [config.first.num_layers, config.num_layers, config.last.num_layers]
   # Without pooling the first and last are as by default.
   assert depths == ([2, 4, 2] if case == "none" else [1, 2, 1])
   shapes = jax.eval_shape(
@@ -185,22 +185,22 @@ def test_configuration(case):
 def test_settings():
   fixed, gumbel = state_of("fixed"), state_of("gumbel")
   config, _ = convert(fixed, "fixed")
-  assert (config.shortening_factor, config.boundary_offset) == (3, 0)
+  assert (config.boundaries.shortening_factor, config.boundaries.offset) == (3, 0)
   config, _ = convert(fixed, "fixed", boundary_offset=-1, num_heads=2, max_length=99)
-  assert (config.boundary_offset, config.max_length) == (-1, 99)
+  assert (config.boundaries.offset, config.max_length) == (None, 99)
   config, _ = convert(fixed, "whitespaces", space_ids=[7])
-  assert config.space_ids == (7,)
+  assert config.boundaries.space_ids == (7,)
   config, _ = convert(gumbel, "gumbel", temperature=0.7, sample_boundaries=False)
-  assert (config.boundary_temperature, config.sample_boundaries) == (0.7, False)
+  assert (config.boundaries.temperature, config.boundaries.sample) == (0.7, False)
   config, _ = convert(gumbel, "unigram")
-  assert (config.boundaries, config.boundary_offset) == ("unigram", -1)
+  assert config.boundaries.name == "unigram" and "offset" not in config.boundaries
 
 
 def test_each_stack_has_its_depth():
   state = state_of("fixed")
   more = {f"layers.2.1.{name}": 2 * x for name, x in part(state, "layers.2.0.").items()}
   config, params = convert({**state, **more}, "fixed")
-  depths = [config[key] for key in ("first_layers", "num_layers", "last_layers")]
+  depths = [config.first.num_layers, config.num_layers, config.last.num_layers]
   assert depths == [1, 2, 2]
   for leaf in jax.tree.leaves(params["hourglass"]["last"]):
     np.testing.assert_array_equal(leaf[1], 2 * leaf[0])
@@ -229,7 +229,7 @@ def test_whole_checkpoints():
     "model_config": {"boundaries_type": "whitespaces"},
   }
   config, _ = from_torch(checkpoint, max_length=24, space_ids=(0,))
-  assert config.boundaries == "whitespace"
+  assert config.boundaries.name == "whitespace"
 
 
 def test_refusals_name_what_is_wrong():
@@ -259,8 +259,8 @@ def test_refusals_name_what_is_wrong():
   refused(fixed, "space_ids: .*, got none", boundaries="whitespace")
   refused(fixed, "max_length: .*, got None", **kind, max_length=None)
   refused(fixed, "num_heads: expected the 2 of r_w_bias, got 4", **kind, num_heads=4)
-  refused(fixed, "boundary_offset: .*, got 3", **kind, boundary_offset=3)
-  refused(fixed, "boundary_temperature: .*, got 0.7", **kind, temperature=0.7)
+  refused(fixed, "boundaries.offset: .*, got 3", **kind, boundary_offset=3)
+  refused(fixed, "boundaries.temperature: .* setting of fixed", **kind, temperature=0.7)
   refused(gumbel, "boundary_offset.*, got 1", boundaries="gumbel", boundary_offset=1)
   refused(gumbel, "space_ids.*, got", boundaries="entropy", space_ids=(0,))
   refused(none, "shortening_factor.*, got 3", shortening_factor=3)

@@ -15,6 +15,7 @@ from dpjax.layers import (
   extractors,
   initializers,
 )
+from tests import helpers
 
 WIDTH, HIDDEN = 102, 77
 
@@ -107,9 +108,10 @@ def is_normal(x, std):
 @pytest.mark.parametrize("mixer", ["he", "me", "attention", "dispatcher"])
 def test_a_model_of_normal_weights(mixer):
   config = config_lib.default_model()
-  config.update(
-    mixer=mixer, init_std=0.03, vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN,
-    num_layers=3, max_length=127, norm="pre", positions="learned",
+  helpers.set_model(
+    config, mixer=mixer, init_std=0.03, vocab_size=71, width=WIDTH,
+    feed_forward_width=HIDDEN, num_layers=3, max_length=127, norm="pre",
+    positions="learned",
   )
   model = dpjax.build_model(config)
   tokens = jnp.zeros((2, 5), jnp.int32)
@@ -176,11 +178,11 @@ def test_gains_of_a_block():
 # So the authors of the pooling paper begin, with 0.02 for both.
 def test_a_model_with_token_pooling():
   config = config_lib.default_model()
-  config.update(
-    mixer="relative_attention", boundaries="gumbel", positions="none", activation="gelu",
-    init_std=0.02, norm_init_std=0.03, vocab_size=71, width=WIDTH, num_heads=3,
-    feed_forward_width=HIDDEN, first_layers=2, num_layers=3, last_layers=2, max_length=7,
-    num_capacities=2,
+  helpers.set_model(
+    config, mixer="relative_attention", boundaries="gumbel", positions="none",
+    activation="gelu", init_std=0.02, norm_init_std=0.03, vocab_size=71, width=WIDTH,
+    num_heads=3, feed_forward_width=HIDDEN, first_layers=2, num_layers=3, last_layers=2,
+    max_length=7, num_capacities=2,
   )
   model = dpjax.build_model(config)
   tokens = jnp.zeros((2, 5), jnp.int32)

@@ -4,6 +4,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import ops, registry
 from dpjax.layers import attention, dispatcher, extractors
 from dpjax.models import build
 from tests import helpers
@@ -21,10 +22,8 @@ LAYERS = {
 
 
 def settings(**changes):
-  model = config_lib.default_model()
-  model.update(dict(vocab_size=11, width=6, feed_forward_width=10, max_length=13))
-  model.update(changes)
-  return model
+  usual = dict(vocab_size=11, width=6, feed_forward_width=10, max_length=13)
+  return helpers.set_model(config_lib.default_model(), **{**usual, **changes})
 
 
 def init_shapes(model):
@@ -45,7 +44,7 @@ def init_shapes(model):
 )
 def test_parameter_counts(mixer, vocab_size, expected, in_millions):
   model = config_lib.default_model()
-  model.update(mixer=mixer, vocab_size=vocab_size)
+  helpers.set_model(model, mixer=mixer, vocab_size=vocab_size)
   leaves = jax.tree.leaves(init_shapes(dpjax.build_model(model)))
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
   assert sum(leaf.size for leaf in leaves) == expected
@@ -59,18 +58,25 @@ def test_parameter_counts(mixer, vocab_size, expected, in_millions):
   assert expected == tables + 6 * (mix + feed_forward_and_norms)
 
 
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+@pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_every_setting_arrives(mixer):
-  own = helpers.own_settings(
-    mixer, num_heads=2, num_levels=2, mixer_dropout=0.3, attention_bias=False,
-    adjustment=False, output_projection=False,
-    implementation=next(iter(config_lib.MIXERS[mixer]), ""),
+  known = registry.mixers.settings(mixer)
+  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else (
+    ops.SHIFT_AND_SUM
   )
+  other = dict(
+    num_heads=2, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False,
+    adjustment=False, output_projection=False, implementation=next(iter(forms)),
+  )
+  assert known.keys() <= other.keys()
+  own = {name: other[name] for name in known}
+  config = settings()
+  config.mixer = config_lib.mixer(mixer, **own)
   model = dpjax.build_model(
-    settings(
-      mixer=mixer, num_layers=3, norm="pre", positions="learned", activation="gelu",
+    helpers.set_model(
+      config, num_layers=3, norm="pre", positions="learned", activation="gelu",
       dropout=0.1, hidden_dropout=0.2, init_std=0.4, norm_init_std=0.5,
-      scan_layers=False, remat=True, dtype="bfloat16", **own,
+      scan_layers=False, remat=True, dtype="bfloat16",
     )
   )
   names = ("vocab_size", "width", "max_length", "positions", "dropout", "final_norm",
@@ -94,12 +100,7 @@ def test_every_setting_arrives(mixer):
   layer = block.make_mixer()
   assert type(layer) is LAYERS[mixer]
   assert (layer.max_length, layer.init_std, layer.dtype) == (13, 0.4, jnp.bfloat16)
-  names = dict.fromkeys(own) | {"attention_bias": "use_bias"}
-  is_attention = mixer.endswith("attention")
-  names |= {"mixer_dropout": "dropout" if is_attention else "level_dropout"}
-  for key, value in own.items():
-    if key != "implementation" or value:
-      assert getattr(layer, names[key] or key) == value
+  assert {name: getattr(layer, name) for name in own} == own
 
 
 def test_what_is_left_open_is_the_best_and_the_longest():
@@ -130,12 +131,16 @@ def test_every_setting_of_the_pooling_arrives(own):
     last_mixer="relative_attention", mixer="attention", num_heads=2, init_std=0.4,
     norm_init_std=0.5, dtype="bfloat16", **own,
   )
-  names = ("pooling", "predictor_width", "init_std", "norm_init_std", "dtype")
-  values = [getattr(built, name) for name in names]
-  assert values == [pooling, 10, 0.4, 0.5, jnp.bfloat16]
-  names = {"boundaries": "kind", "boundary_temperature": "temperature"}
-  for key, value in own.items():
-    assert getattr(built, names.get(key, key)) == value
+  assert (built.norm_init_std, built.dtype) == (0.5, jnp.bfloat16)
+  kind = built.make_boundaries(name="boundary_predictor")
+  names = {"boundary_temperature": "temperature", "sample_boundaries": "sample",
+           "boundary_offset": "offset"}
+  found = {key: getattr(kind, names.get(key, key)) for key in own if key != "boundaries"}
+  assert {"boundaries": own["boundaries"]} | found == own
+  assert type(kind) is registry.boundaries.component(own["boundaries"])
+  assert kind.pooling_method == pooling
+  if own["boundaries"] == "gumbel":
+    assert (kind.predictor_width, kind.init_std, kind.dtype) == (10, 0.4, jnp.bfloat16)
   stacks = (built.first, built.middle, built.last)
   assert [stack.num_layers for stack in stacks] == [1, 3, 4]
   assert [stack.has_positions for stack in stacks] == [False, False, True]
@@ -151,7 +156,7 @@ def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
   built = hourglass(boundaries="entropy", mixer="she")
   for stack in (built.first, built.middle, built.last):
     assert type(stack.make_block().make_mixer()) is LAYERS["she"]
-  assert built.boundary_offset is None and built.make_positions is None
+  assert built.make_positions is None
 
 
 def test_takes_any_mapping():
@@ -162,16 +167,11 @@ def test_takes_any_mapping():
   "changes, message",
   [
     (dict(vocab_size=0), "model.vocab_size: expected the tokenizer's size, got 0"),
-    (dict(mixer="dispacher"), "model.mixer: expected .*did you mean dispatcher"),
-    (dict(num_heads=4), "model.num_heads: expected a divisor of model.width = 6, got 4"),
+    (dict(mixer="dispacher"), "mixer: expected .*did you mean dispatcher"),
+    (dict(num_heads=4), "model.mixer.num_heads: expected a divisor of model.width = 6, g"),
     (dict(dropout=1.0), "model.dropout: expected a probability"),
-    (dict(mixer="she", num_heads=2), "model.num_heads: expected 1 with the mixer she"),
-    (dict(mixer="me", adjustment=False), "model.adjustment: expected True with .* me"),
-    (dict(mixer="attention", num_levels=2), "model.num_levels: expected 0 with"),
-    (dict(mixer="we", mixer_dropout=0.1), "model.mixer_dropout: expected 0.0 with"),
-    (dict(attention_bias=False), "attention_bias: expected True .* dispatcher, got False"),
-    (dict(mixer="he", implementation="loop"), "implementation: expected one of '', scan"),
-    (dict(mixer="attention", implementation="loop"), "expected one of '', got loop"),
+    (dict(mixer_dropout=1.0), "model.mixer.level_dropout: expected a probability"),
+    (dict(mixer="he", implementation="loop"), "implementation: expected None or one of sc"),
     (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
     (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
   ],
@@ -188,6 +188,24 @@ def test_unknown_and_missing_keys_are_refused():
   del model["norm"]
   with pytest.raises(ValueError, match="model.norm: expected a value"):
     dpjax.build_model(model)
+
+
+@pytest.mark.parametrize(
+  ("mixer", "setting", "message"),
+  [
+    ("she", dict(num_heads=2), "mixer.num_heads: expected a setting of she, .* nearest"),
+    ("me", dict(adjustment=False), "mixer.adjustment: expected a setting of me"),
+    ("attention", dict(num_levels=2), "mixer.num_levels: .* mixer.num_heads"),
+    ("we", dict(level_dropout=0.1), "mixer.level_dropout: expected a setting of we"),
+    ("dispatcher", dict(num_level=3), "nearest known is mixer.num_levels"),
+    ("dispatcher", dict(num_levels=2.0), "expected a value of type int or None, got 2.0"),
+    ("attention", dict(use_bias=0), "mixer.use_bias: expected a value of type bool"),
+    ("attention", dict(dropout=float("nan")), "mixer.dropout: expected a number .* finite"),
+  ],
+)
+def test_settings_that_a_mixer_lacks_or_cannot_have(mixer, setting, message):
+  with pytest.raises(dpjax.UserError, match=message):
+    config_lib.mixer(mixer, **setting)
 
 
 def test_a_state_that_no_device_holds_is_refused(monkeypatch):

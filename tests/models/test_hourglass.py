@@ -8,6 +8,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
+from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 3, 11, 7, 6
 SPACE = 2
@@ -20,21 +21,16 @@ GIVEN = np.array(
 
 
 def make(kind, **settings):
-  model = config_lib.default_model()
-  model.update(
+  usual = dict(
     boundaries=kind, vocab_size=VOCAB, width=WIDTH, feed_forward_width=10, num_layers=2,
     first_layers=1, last_layers=1, max_length=13, positions="none", activation="gelu",
+    shortening_factor=3, num_capacities=3, space_ids=(SPACE,), mixer="relative_attention",
   )
   if settings.get("mixer", "relative_attention").endswith("attention"):
-    model.update(num_heads=2)
-  if kind == "fixed":
-    model.update(shortening_factor=3)
-  else:
-    model.update(num_capacities=3)
-  if kind in ("whitespace", "gumbel"):
-    model.update(space_ids=(SPACE,))
-  model.update({"mixer": "relative_attention", **settings})
-  return dpjax.build_model(model)
+    usual |= dict(num_heads=2)
+  return dpjax.build_model(
+    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  )
 
 
 def draw_params(model, seed=1):

@@ -64,18 +64,14 @@ BY_LAYER = ("fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def make(boundaries, **settings):
-  config = dict(config_lib.default_model())
-  config |= dict(
+  usual = dict(
     boundaries=boundaries, vocab_size=VOCAB, width=WIDTH, feed_forward_width=10,
     num_layers=2, first_layers=1, last_layers=1, max_length=MAX_LENGTH, positions="none",
-    mixer="relative_attention", activation="gelu",
+    mixer="relative_attention", activation="gelu", num_capacities=3, num_heads=2,
   )
-  if boundaries != "fixed":
-    config |= dict(num_capacities=3)
-  config |= settings
-  if any("attention" in x or "disp" in x for x in config_lib.mixers_in(config)):
-    config |= dict(num_heads=2)
-  return dpjax.build_model(config)
+  return dpjax.build_model(
+    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  )
 
 
 def balance(params, output):

@@ -5,6 +5,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.layers import blocks, embeddings
 from tests import helpers
 
@@ -13,13 +14,11 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
 def make(**settings):
-  config = config_lib.default_model()
-  mixer = settings.get("mixer", config.mixer)
-  config.update(vocab_size=VOCAB, num_layers=LAYERS, width=WIDTH)
-  config.update(helpers.own_settings(mixer, num_heads=2))
-  config.update(feed_forward_width=10, max_length=11)
-  config.update(settings)
-  return dpjax.build_model(config)
+  usual = dict(vocab_size=VOCAB, num_layers=LAYERS, width=WIDTH, num_heads=2,
+               feed_forward_width=10, max_length=11)
+  return dpjax.build_model(
+    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  )
 
 
 def draw_params(model):
@@ -117,7 +116,7 @@ def test_the_output_layer_begins_as_the_papers():
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+@pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_a_token_changes_its_own_logits_and_the_later_ones_alone(mixer, norm):
   model = make(mixer=mixer, norm=norm)
   params = draw_params(model)

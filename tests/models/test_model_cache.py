@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import ops
+from dpjax import ops, registry
 from dpjax.layers import extractors
 from dpjax.models.build import build_model
 from tests import helpers
@@ -22,11 +22,11 @@ WAYS = (
 
 
 def make(mixer, **settings):
-  config = dict(config_lib.default_model())
-  config |= dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12,
-                 feed_forward_width=20, max_length=MAX_LENGTH)
-  config |= helpers.own_settings(mixer, num_heads=3) | settings
-  return build_model(config)
+  usual = dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12,
+               feed_forward_width=20, num_heads=3, max_length=MAX_LENGTH)
+  return build_model(
+    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  )
 
 
 def make_step(model, params):
@@ -39,7 +39,7 @@ def make_step(model, params):
 @cache
 def prepare(mixer):
   """The model, the whole pass and a step. Each way with every other mixer."""
-  way = list(config_lib.MIXERS).index(mixer) % 2
+  way = registry.mixers.names().index(mixer) % 2
   model = make(mixer, **WAYS[way])
   # A draw of which nothing is nearly a tie, and whose text does not repeat one token.
   params, whole = helpers.draw_params(model, 8, 1 / 3), jax.jit(model.apply)
@@ -79,7 +79,7 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+@pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_chunks_are_the_whole(mixer):
   model, whole, step = prepare(mixer)
   expected = whole(TOKENS).logits
@@ -89,7 +89,7 @@ def test_chunks_are_the_whole(mixer):
   assert step.func._cache_size() == 2  # one program a size
 
 
-@pytest.mark.parametrize("mixer", config_lib.MIXERS)
+@pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_greedy_text_is_that_of_whole_passes(mixer):
   model, whole, step = prepare(mixer)
   rows, ends = np.arange(2), np.array([6, 3])
@@ -122,9 +122,11 @@ def lengthen(params, model):
   return jax.tree.map(pad, params, shapes)
 
 
-@pytest.mark.parametrize("mixer", [x for x in config_lib.MIXERS if "attention" not in x])
+@pytest.mark.parametrize(
+  "mixer", [name for name in registry.mixers.names() if "attention" not in name]
+)
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
-  settings = dict(num_layers=2) | helpers.own_settings(mixer, num_levels=3)
+  settings = dict(num_layers=2, num_levels=3)
   short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
   params = helpers.draw_params(short, 1, 1 / 3)
   expected = jax.jit(long.apply)({"params": lengthen(params, long)}, TOKENS).logits

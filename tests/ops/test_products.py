@@ -82,7 +82,8 @@ def test_jaxlib_multiplies_many_narrow_rows_correctly():
 @pytest.mark.parametrize("mixer", ["dispatcher", "he"])
 def test_the_layers_of_a_model_use_it(mixer):
   config = config_lib.default_model()
-  config.update(mixer=mixer, vocab_size=11, num_layers=2, width=6, max_length=5)
+  config.mixer = config_lib.mixer(mixer)
+  config.update(vocab_size=11, num_layers=2, width=6, max_length=5)
   config.update(feed_forward_width=7)
   model: Any = build_model(config)
   tokens = jnp.zeros((3, 5), jnp.int32)

@@ -1,5 +1,6 @@
 """Runs of an experiment and their records, at the scale "tiny"."""
 
+import functools
 import itertools
 import json
 import math
@@ -11,7 +12,8 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.data import batches
-from dpjax.reproduce import experiment, papers, scales
+from dpjax.reproduce import experiment, papers, report, scales
+from tests import helpers
 
 ROW = next(row for row in papers.TABLES["extractors-fig8"].rows if row.name == "me")
 
@@ -170,6 +172,16 @@ def test_tables_that_share_an_experiment_share_its_folder():
   others = {experiment.folder("a", "paper", "configs/msa_ptb.py", 2).parent.name,
             experiment.folder("a", "cpu", "configs/msa_ptb.py", 2, "ptb").parent.name}
   assert len(others | {one.parent.name}) == 3
+
+
+def test_the_committed_records_are_of_what_would_be_run_now():
+  known = functools.cache(experiment.changes)
+  contents = report.read(helpers.ROOT / "results/reproduce", "cpu")
+  records = [record for content in contents for row in content.get("rows", ())
+             for record in row["runs"]]
+  assert len(records) > 100
+  for record in records:
+    assert record["changes"] == known(record["config"], "cpu"), record["row"]
 
 
 def test_what_a_text_is_called(tmp_path):

@@ -38,16 +38,17 @@ def test_what_a_table_compares_stays_different(table, scale):
 @pytest.mark.parametrize("name, kept", [
   ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
   ("extractors_childrens_books.py:me,fig11_8", {"max_length": 32, "num_layers": 8}),
-  ("extractors_childrens_books.py:attention_64", {"num_heads": 64}),
+  ("extractors_childrens_books.py:attention_64", {"mixer.num_heads": 64}),
   ("pooling_text8.py:entropy,middle_14",
-   {"num_layers": 14, "first_layers": 2, "boundaries": "entropy"}),
-  ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries": "none"}),
-  ("pooling_text8.py:fixed3,subsampling", {"shortening_factor": 3, "pooling": "last"}),
+   {"num_layers": 14, "first.num_layers": 2, "boundaries.name": "entropy"}),
+  ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries.name": "none"}),
+  ("pooling_text8.py:fixed3,subsampling",
+   {"boundaries.shortening_factor": 3, "boundaries.pooling": "last"}),
 ])
 @pytest.mark.parametrize("scale", ["tiny", "cpu"])
 def test_what_a_figure_varies_stays_as_it_is(name, kept, scale):
   config = scales.configure(f"configs/{name}", scale)
-  assert {key: config.model[key] for key in kept} == kept
+  assert {key: config_lib.get(config.model, key) for key in kept} == kept
   assert config.train.num_steps < 2_000
 
 
@@ -55,7 +56,8 @@ def test_with_and_without_pooling_there_are_as_many_layers():
   for scale in ("tiny", "cpu"):
     pooled = scales.configure("configs/pooling_text8.py:gumbel", scale).model
     whole = scales.configure("configs/pooling_text8.py:none", scale).model
-    assert pooled.first_layers + pooled.num_layers + pooled.last_layers == whole.num_layers
+    outer = pooled.first.num_layers + pooled.last.num_layers
+    assert outer + pooled.num_layers == whole.num_layers
 
 
 def test_changes_are_those_that_change_numbers():

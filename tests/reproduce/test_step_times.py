@@ -36,10 +36,11 @@ class FakeStep:
     if (error := type(self).compiles(config)) is not None:
       raise error
     kind = type(self)
-    kind.made.append((config.model.mixer, config.model.boundaries, config.model.max_length))
+    model = config.model
+    kind.made.append((model.mixer.name, model.boundaries.name, model.max_length))
     kind.alive += 1
     kind.most_alive = max(kind.most_alive, kind.alive)
-    self.temporary_mib = 8.0 / config.model.shortening_factor
+    self.temporary_mib = 8.0 / model.boundaries.get("shortening_factor", 2)
 
   def __del__(self):
     type(self).alive -= hasattr(self, "temporary_mib")
@@ -107,17 +108,21 @@ def test_the_models_differ_in_what_the_figure_is_about_alone(scale):
     assert (ours.model, theirs.model) == (DISPATCHER, ATTENTION)
     assert ours.settings == theirs.settings and ours.dtype == theirs.dtype
     assert ours.place == ours.config.model.max_length == ours.settings["tokens"]
-    model = dict(theirs.config.model) | {"mixer": "dispatcher"}
-    assert model == dict(ours.config.model) and theirs.config.model.mixer == "attention"
-    assert model["dropout"] == model["hidden_dropout"] == model["mixer_dropout"] == 0.2
+    model = dict(theirs.config.model) | {"mixer": ours.config.model.mixer}
+    assert model == dict(ours.config.model)
+    dispatcher, attention = ours.config.model.mixer, theirs.config.model.mixer
+    assert (dispatcher.name, attention.name) == ("dispatcher", "attention")
+    assert dispatcher.num_heads == attention.num_heads == 1
+    assert model["dropout"] == model["hidden_dropout"] == 0.2
+    assert dispatcher.level_dropout == attention.dropout == 0.2
     assert model["dtype"] == ours.dtype
   vanilla, *pooled = (x for x in step_times.places(NAMES[1], scale) if
                       x.dtype == "float32")
-  assert vanilla.config.model.boundaries == "none" and vanilla.place == 1
+  assert vanilla.config.model.boundaries.name == "none" and vanilla.place == 1
   for place in pooled:
     assert place.settings == vanilla.settings
-    assert place.config.model.boundaries == "fixed"
-    assert place.place == place.config.model.shortening_factor
+    assert place.config.model.boundaries.name == "fixed"
+    assert place.place == place.config.model.boundaries.shortening_factor
     assert place.config.model.dropout == place.settings["dropout"] == 0.1
 
 
@@ -189,7 +194,7 @@ def test_a_ratio_is_the_median_of_paired_ratios():
 def test_ratios_of_points_are_paired(fake):
   turns = {"dispatcher": itertools.cycle([99.0, 99.0, 4.0, 10.0, 1.0]),
            "attention": itertools.cycle([77.0, 77.0, 2.0, 20.0, 3.0])}
-  fake.seconds = staticmethod(lambda config: next(turns[config.model.mixer]))
+  fake.seconds = staticmethod(lambda config: next(turns[config.model.mixer.name]))
   points = measure(NAMES[0])
   assert of(points, DISPATCHER, "ratio") == [0.5] * 4
   assert of(points, DISPATCHER, "seconds") == [4.0] * 4
@@ -257,7 +262,7 @@ def test_a_model_out_of_memory_is_left_out_and_the_other_goes_on(fake, when):
   tried = []
 
   def answer(config):
-    is_out = config.model.mixer == "attention" and config.model.max_length >= 1024
+    is_out = config.model.mixer.name == "attention" and config.model.max_length >= 1024
     if is_out:
       tried.append(config.model.max_length)
       return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
@@ -281,7 +286,7 @@ def test_no_pooling_without_memory_leaves_the_others(fake):
   tried = []
 
   def compiles(config):
-    tried.append(config.model.boundaries)
+    tried.append(config.model.boundaries.name)
     return MemoryError("9 GiB") if tried[-1] == "none" else None
 
   fake.compiles = staticmethod(compiles)
@@ -297,7 +302,7 @@ def test_no_pooling_without_memory_leaves_the_others(fake):
 def test_no_pooling_that_fails_later_keeps_what_it_took(fake):
   seconds = itertools.chain([2.0] * 5, [jax.errors.JaxRuntimeError("CUDA_OUT_OF_MEMORY")])
   fake.seconds = staticmethod(
-    lambda config: next(seconds) if config.model.boundaries == "none" else 3.0
+    lambda config: next(seconds) if config.model.boundaries.name == "none" else 3.0
   )
   first, second, vanilla = measure(NAMES[1])
   assert (first["ratio"], second["ratio"]) == (1.5, None)
@@ -314,7 +319,7 @@ def test_a_backend_without_plans_has_times_alone(fake):
 def test_no_pooling_is_timed_by_all_of_its_turns(fake):
   seconds = itertools.chain([50.0, 50.0, 1.0, 1.0, 2.0], [50.0, 50.0, 3.0, 8.0, 9.0])
   fake.seconds = staticmethod(
-    lambda config: next(seconds) if config.model.boundaries == "none" else 2.0
+    lambda config: next(seconds) if config.model.boundaries.name == "none" else 2.0
   )
   *pooled, vanilla = measure(NAMES[1])
   assert [x["ratio"] for x in pooled] == [2.0, 0.25]
@@ -327,7 +332,7 @@ def test_no_pooling_is_timed_by_all_of_its_turns(fake):
 def test_steps_that_would_take_minutes_are_not_tried(fake, mixer, model, growth):
   for first, places in ((59.0 / growth, 2), (61.0 / growth, 1)):
     fake.seconds = staticmethod(
-      lambda config, first=first: 1.0 if config.model.mixer != mixer
+      lambda config, first=first: 1.0 if config.model.mixer.name != mixer
       else first * (growth if config.model.max_length > 512 else 1.0)
     )
     points = measure(NAMES[0], "cpu")

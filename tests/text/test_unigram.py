@@ -195,7 +195,7 @@ def test_sizes_that_the_text_does_not_admit():
                          (7, r"at least \d+ for this text, got 7"),
                          (0, "at least 4, got 0"),
                              (2**31, "at most 16,777,216, got 2147483648")]:
-    with pytest.raises(ValueError, match=f"^data.unigram_size: expected {expected}"):
+    with pytest.raises(ValueError, match=f"^model.boundaries.size: expected {expected}"):
       train_unigram([TEXT], size)
   assert train_unigram([TEXT], limit("least", TEXT, 7))
 
@@ -216,15 +216,15 @@ def test_text_without_words():
 def test_model_from_a_file(tmp_path, model):
   (tmp_path / "unigram.model").write_bytes(model)
   assert load_unigram(tmp_path / "unigram.model") == model
-  with pytest.raises(ValueError, match="^data.unigram_file: expected a readable file, "
+  with pytest.raises(ValueError, match="^model.boundaries.file: expected a readable file, "
                                        "got .*none.model"):
     load_unigram(tmp_path / "none.model")
-  with pytest.raises(ValueError, match="^data.unigram_file: expected a readable file"):
+  with pytest.raises(ValueError, match="^model.boundaries.file: expected a readable file"):
     load_unigram(tmp_path)
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
     expected = "SentencePiece model, got something else:" if content else "vocabulary, got"
-    with pytest.raises(ValueError, match=f"^data.unigram_file: expected a {expected} "
+    with pytest.raises(ValueError, match=f"^model.boundaries.file: expected a {expected} "
                                          ".*other.model"):
       load_unigram(tmp_path / "other.model")
 
@@ -234,6 +234,6 @@ def test_only_models_of_the_type_unigram(tmp_path):
     tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
     (tmp_path / f"{kind}.model").write_bytes(tokenizer._model)
   assert load_unigram(tmp_path / "sentencepiece_unigram.model")
-  with pytest.raises(ValueError, match="^data.unigram_file: .* type unigram, got one of "
-                                       "the type bpe: .*_bpe.model"):
+  with pytest.raises(ValueError, match="^model.boundaries.file: .* type unigram, got one "
+                                       "of the type bpe: .*_bpe.model"):
     load_unigram(tmp_path / "sentencepiece_bpe.model")

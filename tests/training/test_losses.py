@@ -5,6 +5,7 @@ import pytest
 
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
+from tests import helpers
 from tests.reference import pooling as reference
 
 BATCH, LENGTH, VOCAB = 2, 5, 7
@@ -169,13 +170,13 @@ def binary_cross_entropy(logits, targets, double_sigmoid):
   [
     dict(boundaries="unigram"),
     dict(boundaries="unigram", double_sigmoid=True),
-    dict(boundaries="entropy", entropy_left=3),
+    dict(boundaries="entropy", left=3),
   ],
   ids=str,
 )
 def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
   output, batch = draw_pooled()
-  objective = losses.Objective(**settings)
+  objective = helpers.objective(**settings)
 
   def boundary_nats(floats):
     logits, boundary_logits = floats
@@ -186,12 +187,12 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
   run = jax.jit(jax.grad(boundary_nats, has_aux=True))
   (grad_logits, grad), sums = run((output.logits, output.boundary_logits))
   targets = np.asarray(batch["boundaries"])
-  if objective.boundaries == "entropy":
+  if settings["boundaries"] == "entropy":
     targets = spikes(output, 3)
     # The first of the tokens that count has none before it.
     assert targets[0, 2] == targets[1, 0] == 1
     assert (targets != spikes(output, 2)).any()
-  double = objective.double_sigmoid
+  double = settings.get("double_sigmoid", False)
   expected, gradient = binary_cross_entropy(output.boundary_logits, targets, double)
   np.testing.assert_allclose(sums["boundary_nats"], expected, rtol=1e-5)
   np.testing.assert_allclose(grad, gradient, rtol=1e-5, atol=1e-6)
@@ -210,7 +211,7 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
 
 def test_a_spike_is_sought_among_the_tokens_that_count():
   output, batch = draw_pooled()
-  run = jax.jit(losses.Objective("entropy").sums)
+  run = jax.jit(helpers.objective("entropy").sums)
   expected = run(output, batch)
   # The highest entropy there is, where nothing counts.
   wild = jnp.where(jnp.asarray(COUNTED)[..., None], output.logits, 0.0)
@@ -220,7 +221,7 @@ def test_a_spike_is_sought_among_the_tokens_that_count():
 
 def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
   output, batch = draw_pooled()
-  objective = losses.Objective("gumbel", prior=0.3)
+  objective = helpers.objective("gumbel", prior=0.3)
 
   def boundary_nats(boundaries):
     return objective.sums(output._replace(boundaries=boundaries), batch)["boundary_nats"]
@@ -240,7 +241,7 @@ def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
 @pytest.mark.parametrize("space_ids", [(), SPACES])
 def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
   output, batch = draw_pooled()
-  run = jax.jit(losses.Objective("gumbel", space_ids=space_ids).sums)
+  run = jax.jit(helpers.objective("gumbel", space_ids=space_ids).sums)
   sums = run(output, batch)
   assert ("hits" in sums) == bool(space_ids)
   if space_ids:
@@ -252,7 +253,7 @@ def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
 def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   output, batch = draw_pooled()
   b = np.asarray(output.boundaries)
-  run = jax.jit(losses.Objective("whitespace").sums)
+  run = jax.jit(helpers.objective("whitespace").sums)
   sums = run(output._replace(boundary_logits=None), batch)
   # Context has segments, too; what is filled up, and a row of nothing, has none.
   of_rows = [b[0, :9].sum(), b[1].sum()]

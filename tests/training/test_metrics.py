@@ -35,8 +35,9 @@ def test_a_text_that_was_lost_has_no_bits():
 
 def test_a_run_whose_tokenizer_loses_text_reports_no_bits(tmp_path, capsys):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97), num_steps=2)
-  config.model.update(
-    dict(num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0))
+  helpers.set_model(
+    config.model, num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0
+  )
   config.data.update(dict(tokenizer="wordpiece", tokenizer_size=43, lower_text=True))
   with jax.numpy_dtype_promotion("standard"):
     run, scores = dpjax.train(config, tmp_path / "run")

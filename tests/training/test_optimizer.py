@@ -56,12 +56,12 @@ def test_is_the_authors_from_the_second_update():
 
 
 def test_refusals():
-  with pytest.raises(ValueError, match="train.schedule: expected .* got linear"):
+  with pytest.raises(ValueError, match="schedule: expected one of .* got linear"):
     optimizer.learning_rate("linear", 0.5, warmup_steps=0, num_steps=7)
-  with pytest.raises(ValueError, match="train.warmup_steps: expected fewer than the 7"):
+  with pytest.raises(ValueError, match="schedule.warmup_steps: expected fewer than the 7"):
     optimizer.learning_rate("cosine", 0.5, warmup_steps=7, num_steps=7)
-  with pytest.raises(ValueError, match="train.optimizer: expected .* got sgd"):
-    optimizer.make_optimizer("sgd", 0.5)
+  with pytest.raises(ValueError, match="expected one of .* got sdg; did you mean sgd"):
+    optimizer.make_optimizer("sdg", 0.5)
 
 
 PARAMS = {"a": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([[4.0, 0.5]])}
@@ -84,11 +84,10 @@ def run(update):
 def test_updates_are_those_of_the_papers(name, clip_norm):
   b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.03
   rate = lambda step: 0.1 / (1 + step)  # noqa: E731
-  got = run(
-    optimizer.make_optimizer(
-      name, rate, b1=b1, b2=b2, eps=eps, weight_decay=decay, clip_norm=clip_norm
-    )
-  )
+  settings = dict(b1=b1, b2=b2, eps=eps, clip_norm=clip_norm)
+  if name == "adamw":
+    settings["weight_decay"] = decay
+  got = run(optimizer.make_optimizer(name, rate, **settings))
   for key, x in PARAMS.items():
     x = np.float64(x)
     mean, square = 0.0, 0.0
@@ -111,3 +110,47 @@ def test_the_first_update_of_a_warm_up_changes_nothing():
   update = optimizer.make_optimizer("adam", rate)
   updates, _ = update.update(GRADS[0], update.init(PARAMS), PARAMS)
   assert not any(x.any() for x in jax.tree.leaves(updates))
+
+
+def stacked_params():
+  """As a model has them, with 3 stacked layers."""
+  draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)  # noqa: E731
+  return {
+    "embedding": {"tokens": {"embedding": draw(0, 7, 5)}},
+    "layers": {
+      "mixer": {
+        "out": {"kernel": draw(1, 3, 5, 5)},
+        "queries_keys_values": {"kernel": draw(2, 3, 5, 3, 5), "bias": draw(3, 3, 3, 5)},
+        "taps": draw(4, 3, 11, 5),
+      },
+      "mixer_norm": {"scale": draw(5, 3, 5)},
+    },
+    "logits": {"kernel": draw(6, 5, 7), "bias": draw(7, 7)},
+  }
+
+
+def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
+  params = stacked_params()
+  grads = jax.tree.map(lambda x: x**2 - 0.5, params)
+  update = optimizer.make_optimizer("muon", 0.1)
+  adam = optimizer.make_optimizer("adam", 0.1, nesterov=True)
+  got, _ = update.update(grads, update.init(params), params)
+  of_adam, _ = adam.update(grads, adam.init(params), params)
+  same = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-6)), got, of_adam)
+  mixer = same["layers"].pop("mixer")
+  assert not mixer["out"]["kernel"] and not mixer["queries_keys_values"].pop("kernel")
+  del mixer["out"]
+  assert all(jax.tree.leaves((same, mixer)))
+  # Each layer alone: an orthogonal matrix has singular values of about one size.
+  for layer in range(3):
+    values = np.linalg.svd(got["layers"]["mixer"]["out"]["kernel"][layer])[1]
+    assert values.max() < 2 * values.min(), values
+  alone = jax.tree.map(lambda x: x[:1], params["layers"])
+  one, _ = update.update(
+    jax.tree.map(lambda x: x**2 - 0.5, {"layers": alone}),
+    update.init({"layers": alone}), {"layers": alone},
+  )
+  np.testing.assert_allclose(
+    one["layers"]["mixer"]["out"]["kernel"][0], got["layers"]["mixer"]["out"]["kernel"][0],
+    rtol=1e-5, atol=1e-6,
+  )

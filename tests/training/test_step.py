@@ -9,6 +9,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.training import losses, optimizer, sharding, step
+from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 16, 7, 13, 24
 
@@ -22,9 +23,9 @@ def standard_promotion():
 
 def make_model(**settings):
   config = config_lib.default_model()
-  config.update(vocab_size=VOCAB, num_layers=2, width=WIDTH, num_heads=3)
-  config.update(feed_forward_width=20, max_length=11)
-  config.update(settings)
+  usual = dict(vocab_size=VOCAB, num_layers=2, width=WIDTH, num_heads=3,
+               feed_forward_width=20, max_length=11)
+  helpers.set_model(config, **{**usual, **settings})
   return dpjax.build_model(config)
 
 
@@ -233,7 +234,7 @@ def test_bfloat16_trains_float32_parameters():
   assert dtypes == {jnp.dtype("float32")}
 
 
-UNIGRAM = losses.Objective("unigram")
+UNIGRAM = helpers.objective("unigram")
 
 
 def draw_pooled_batch():

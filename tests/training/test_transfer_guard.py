@@ -7,7 +7,9 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
+from dpjax.models.build import build_boundaries
 from dpjax.training import loop, losses, optimizer
+from tests import helpers
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 10, 13, 4
 SPACE = 3
@@ -40,14 +42,13 @@ def from_spaces(batch):
 
 def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   config = config_lib.default_model()
-  config.update(vocab_size=VOCAB, num_layers=1, width=12, num_heads=3)
-  config.update(feed_forward_width=20, max_length=11)
-  config.update(dropout=0.1, hidden_dropout=0.0, mixer_dropout=0.0)
-  config.update(model)
-  if boundaries != "none":
-    config.update(boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2)
-  if boundaries == "whitespace":
-    config.update(space_ids=(SPACE,))
+  usual = dict(
+    vocab_size=VOCAB, num_layers=1, width=12, num_heads=3, feed_forward_width=20,
+    max_length=11, dropout=0.1, hidden_dropout=0.0, mixer_dropout=0.0,
+    boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2,
+    space_ids=(SPACE,),
+  )
+  helpers.set_model(config, **{**usual, **model})
   loop.fit(
     dpjax.build_model(config),
     optimizer.make_optimizer("adam", 1e-3, clip_norm=0.5),
@@ -59,7 +60,7 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
     log_every_steps=1,
     median_every_steps=2,
     checkpoint_every_steps=STEPS,
-    objective=losses.Objective(boundaries),
+    objective=losses.Objective(build_boundaries(config)),
     capacity=capacity,
   )
 

@@ -1,0 +1,495 @@
+"""Kinds of boundaries: where the segments of token pooling end, and what teaches it.
+
+B batch, T position, D width.
+
+A kind is one Linen module. `dpjax.models.hourglass.Hourglass` asks it where segments end
+and how to pool them, `dpjax.training.losses.Objective` what it adds to the loss. A new kind
+subclasses `Boundaries`, and `dpjax.register_boundaries` gives it a name.
+
+Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from dpjax import ops
+from dpjax.layers import blocks
+from dpjax.ops.segments import METHODS
+
+
+class Found(NamedTuple):
+  """Where segments end.
+
+  Attributes:
+    boundaries: [B, T], 0 or 1. Integers, or floats through which a gradient passes.
+    logits: [B, T], of a boundary's probability; None without a predictor.
+    probabilities: [B, T], of a boundary, where the model's output depends on them.
+    state: of `init_state`, after these tokens.
+  """
+
+  boundaries: jax.Array
+  logits: jax.Array | None = None
+  probabilities: jax.Array | None = None
+  state: Any = ()
+
+
+class Boundaries(nn.Module):
+  """The base of all kinds: fields are settings, and every method has a default.
+
+  Attributes:
+    needs_spaces: whether the kind cannot do without `space_ids`.
+    needs_text: whether its boundaries are made from the text while that is prepared, so
+      that batches have "boundaries", [B, T].
+    takes_noise: whether it draws boundaries, and so takes `noise`.
+    has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
+      them the first token of each row has to be a boundary.
+  """
+
+  needs_spaces: ClassVar[bool] = False
+  needs_text: ClassVar[bool] = False
+  takes_noise: ClassVar[bool] = False
+  has_null_group: ClassVar[bool] = True
+
+  @property
+  def pooling_method(self) -> str:
+    """How a segment becomes a vector: of `dpjax.ops.pool_segments`."""
+    return getattr(self, "pooling", "mean")
+
+  @property
+  def lengths_compiled(self) -> int:
+    """For how many lengths the middle is compiled, where S is known on the device alone."""
+    return getattr(self, "num_capacities", 1)
+
+  @property
+  def draws_in_evaluation(self) -> bool:
+    """Whether it draws in evaluation, too."""
+    return False
+
+  def __call__(
+    self,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    *,
+    deterministic: bool = True,
+    noise: jax.Array | None = None,
+    start: jax.Array | None = None,
+    state: Any = None,
+    lengths: jax.Array | None = None,
+  ) -> Found:
+    """Says where segments end, from the tokens so far alone.
+
+    Args:
+      hidden: [B, T, D], what the first stack makes of the tokens.
+      tokens: [B, T], ids.
+      deterministic: False in training; draws come from the "dropout" stream.
+      noise: [B, T] in (0, 1), in place of a draw.
+      start: [B], int32, how many tokens of each row came before; None: none did.
+      state: of `init_state` or of the call before, where rows go on; None: they begin.
+      lengths: [B], int32, how many tokens of each row are real; None: all.
+    """
+    raise NotImplementedError
+
+  def init_state(self, batch: int, width: int) -> Any:
+    """What is known of the tokens before, of B rows of width D that have not begun."""
+    del batch, width
+    return ()
+
+  def blend(
+    self, segments: jax.Array, probabilities: jax.Array | None, previous: jax.Array | None
+  ) -> jax.Array:
+    """What tokens read of segments, after the middle: by default what it gives.
+
+    Args:
+      segments: [B, S, D], of the middle, without the null group.
+      probabilities: [B, S], those of `Found` at the boundaries that end the segments.
+      previous: [B, D], what was read last, where rows go on.
+    """
+    del probabilities, previous
+    return segments
+
+  def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
+    """[B, T, D], the last stack's input: what tokens read and what they were."""
+    del found
+    return read + hidden
+
+  def most_segments(self, length: int) -> int | None:
+    """How many segments any row of T tokens has; None: it depends on the tokens."""
+    del length
+    return None
+
+  def count_in(self, tokens: np.ndarray) -> np.ndarray | None:
+    """[B], the segments that end in each of the host's rows [B, T]; None: unknown there."""
+    del tokens
+    return None
+
+  def loss(
+    self, output: Any, batch: Mapping[str, jax.Array]
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """What the boundaries add to the loss of a batch, and what they are compared with.
+
+    Args:
+      output: `dpjax.models.language_model.LanguageModelOutput`.
+      batch: as `dpjax.training.losses.Objective.sums` takes it.
+
+    Returns:
+      Nats, a sum over tokens that count, float32; and [B, T], 0 or 1, or None.
+    """
+    del output, batch
+    return jnp.zeros(()), None
+
+
+class NoBoundaries(Boundaries):
+  """A model without token pooling."""
+
+
+class Fixed(Boundaries):
+  """Segments of one length k: they end at k - 1, 2k - 1, ... (Eq. 2).
+
+  Attributes:
+    shortening_factor: k.
+    offset: place of the first boundary; None: k - 1. The authors' code has 0.
+    pooling: "mean", or "last" (sub-sampling).
+  """
+
+  shortening_factor: int = 2
+  offset: int | None = None
+  pooling: str = "mean"
+
+  def __post_init__(self):
+    """Refuses settings that no segments can have."""
+    _at_least_one("shortening_factor", self.shortening_factor)
+    if self.offset is not None and not 0 <= self.offset < self.shortening_factor:
+      raise ValueError(
+        f"offset: expected None or 0 to shortening_factor - 1 = "
+        f"{self.shortening_factor - 1}, got {self.offset}"
+      )
+    _check_pooling(self.pooling)
+    super().__post_init__()
+
+  @property
+  def _first(self) -> int:
+    return self.shortening_factor - 1 if self.offset is None else self.offset
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del hidden, deterministic, noise, state, lengths
+    return Found(
+      ops.fixed_boundaries(tokens.shape, self.shortening_factor, self._first, start=start)
+    )
+
+  def most_segments(self, length: int) -> int:
+    """See `Boundaries`."""
+    return len(range(self._first, length, self.shortening_factor))
+
+
+class Whitespace(Boundaries):
+  """A segment ends with each token that ends a word.
+
+  Attributes:
+    space_ids: those tokens; (): the tokenizer's.
+    pooling: as in `Fixed`.
+    num_capacities: lengths that the middle is compiled for.
+  """
+
+  needs_spaces: ClassVar[bool] = True
+
+  space_ids: tuple[int, ...] = ()
+  pooling: str = "mean"
+  num_capacities: int = 8
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    _check_ids(self.space_ids)
+    _check_pooling(self.pooling)
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del hidden, deterministic, noise, start, state, lengths
+    return Found(ops.whitespace_boundaries(tokens, self.space_ids))
+
+  def count_in(self, tokens: np.ndarray) -> np.ndarray:
+    """See `Boundaries`."""
+    return np.isin(tokens, self.space_ids).sum(axis=1)
+
+
+class _Predicted(Boundaries):
+  """A predictor, Linear, GELU, Linear, of the first stack's vectors: b = [p > 0.5]."""
+
+  predictor_width: int
+  init_std: float = 0.0
+  dtype: jnp.dtype = jnp.float32
+
+  def setup(self):
+    """Makes the predictor, whose parameters are this module's."""
+    self._predictor = blocks.FeedForward(
+      self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
+    )
+    nn.share_scope(self, self._predictor)
+
+  def _logits(self, hidden: jax.Array) -> jax.Array:
+    return self._predictor(hidden)[..., 0]
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del tokens, deterministic, noise, start, state, lengths
+    logits = self._logits(hidden)
+    return Found((logits > 0).astype(jnp.int32), logits)
+
+
+class Unigram(_Predicted):
+  """A predictor that is taught where the pieces of a Unigram tokenizer end.
+
+  Its loss is the mean binary cross-entropy.
+
+  Attributes:
+    file: a SentencePiece `.model`; "": one is trained on the train split.
+    size: its pieces, where it is trained.
+    double_sigmoid: the probabilities take the place of the logits in the loss, as in the
+      authors' code.
+    pooling: as in `Fixed`.
+    num_capacities: lengths that the middle is compiled for.
+    predictor_width: of the predictor's hidden layer.
+    init_std: of its weights; as `dpjax.layers.blocks.FeedForward`.
+    dtype: of the computation.
+  """
+
+  needs_text: ClassVar[bool] = True
+
+  file: str = ""
+  size: int = 10_000
+  double_sigmoid: bool = False
+  pooling: str = "mean"
+  num_capacities: int = 8
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    _at_least_one("size", self.size)
+    _at_least_one("num_capacities", self.num_capacities)
+    _check_pooling(self.pooling)
+    super().__post_init__()
+
+  def loss(self, output, batch):
+    """See `Boundaries`."""
+    targets = batch["boundaries"]
+    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
+
+
+class EntropySpikes(_Predicted):
+  """A predictor that is taught the spikes of the model's own conditional entropy (Eq. 6).
+
+  No gradient passes through the spikes. Only tokens whose target counts have a part, and a
+  spike is sought among them alone, so that the first of them is one.
+
+  Attributes:
+    left: k of Eq. 6: places before that a spike exceeds.
+    double_sigmoid: as in `Unigram`, as the following.
+    pooling: likewise.
+    num_capacities: likewise.
+    predictor_width: likewise.
+    init_std: likewise.
+    dtype: likewise.
+  """
+
+  left: int = 2
+  double_sigmoid: bool = False
+  pooling: str = "mean"
+  num_capacities: int = 8
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    _at_least_one("left", self.left)
+    _at_least_one("num_capacities", self.num_capacities)
+    _check_pooling(self.pooling)
+    super().__post_init__()
+
+  def loss(self, output, batch):
+    """See `Boundaries`."""
+    entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
+    entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
+    targets = ops.entropy_spikes(entropies, self.left)
+    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
+
+
+class Gumbel(_Predicted):
+  """A predictor that learns by itself: boundaries drawn from a Gumbel-sigmoid (Eq. 5).
+
+  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7).
+
+  Attributes:
+    temperature: tau.
+    prior: alpha, boundaries a token, in (0, 1).
+    sample: draw in evaluation, too, as the authors' code does; else round (Sec. 3.1).
+    space_ids: tokens that the boundaries are compared with in the scores; (): the
+      tokenizer's.
+    num_capacities: as in `Unigram`, as the following.
+    predictor_width: likewise.
+    init_std: likewise.
+    dtype: likewise.
+  """
+
+  takes_noise: ClassVar[bool] = True
+
+  temperature: float = 0.5
+  prior: float = 0.2
+  sample: bool = False
+  space_ids: tuple[int, ...] = ()
+  num_capacities: int = 8
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    if not self.temperature > 0:
+      raise ValueError(f"temperature: expected above 0, got {self.temperature}")
+    if not 0 < self.prior < 1:
+      raise ValueError(f"prior: expected a number in (0, 1), got {self.prior}")
+    _check_ids(self.space_ids)
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  @property
+  def draws_in_evaluation(self) -> bool:
+    """See `Boundaries`."""
+    return self.sample
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del tokens, start, state, lengths
+    logits = self._logits(hidden)
+    if deterministic and not self.sample and noise is None:
+      return Found((logits > 0).astype(jnp.int32), logits)  # p > 0.5
+    key = self.make_rng("dropout") if noise is None else None
+    return Found(ops.gumbel_sigmoid(logits, self.temperature, key=key, noise=noise), logits)
+
+  def loss(self, output, batch):
+    """See `Boundaries`."""
+    weights, targets = batch["weights"], None
+    boundaries = output.boundaries.astype(jnp.float32)
+    nats_b = ops.binomial_prior_loss(boundaries, self.prior, weights=weights)
+    if self.space_ids:
+      targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
+    return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
+
+
+class Routing(Boundaries):
+  """H-Net's routing: a segment ends where the next vector points away (`dpjax.ops.route`).
+
+    y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last segment that has ended
+
+  with e the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. A
+  segment's vector is its last token's. Its loss is `weight` times `dpjax.ops.ratio_loss`.
+
+  Attributes:
+    factor: N, the tokens a segment that are aimed at, above 1.
+    weight: of the ratio loss.
+    num_capacities: lengths that the middle is compiled for.
+    width: D.
+    dtype: of the projections of the router; the rest is float32.
+
+  Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
+  """
+
+  has_null_group: ClassVar[bool] = False
+
+  width: int
+  factor: float = 4.5
+  weight: float = 0.03
+  num_capacities: int = 8
+  dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    if not self.factor > 1:
+      raise ValueError(f"factor: expected above 1, got {self.factor}")
+    if not self.weight >= 0:
+      raise ValueError(f"weight: expected at least 0, got {self.weight}")
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  def setup(self):
+    """Begins with the cosine of neighbouring vectors, and without a residual."""
+    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)  # noqa: E731
+    shape = (self.width, self.width)
+    self._query = self.param("query", identity, shape, jnp.float32)
+    self._key = self.param("key", identity, shape, jnp.float32)
+    self._residual = nn.Dense(
+      self.width, kernel_init=nn.initializers.zeros, name="residual"
+    )
+
+  @property
+  def pooling_method(self) -> str:
+    """See `Boundaries`."""
+    return "last"
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del tokens, deterministic, noise
+    probabilities, boundaries = ops.route(
+      hidden, self._query.astype(self.dtype), self._key.astype(self.dtype),
+      previous=state, start=start,
+    )
+    if state is None:
+      return Found(boundaries, probabilities=probabilities)
+    length = jnp.full(len(hidden), hidden.shape[1]) if lengths is None else lengths
+    seen = jnp.concatenate([state[:, None].astype(hidden.dtype), hidden], axis=1)
+    state = jnp.take_along_axis(seen, length[:, None, None], axis=1)[:, 0]
+    return Found(boundaries, probabilities=probabilities, state=state)
+
+  def init_state(self, batch: int, width: int) -> jax.Array:
+    """[B, D], the last vector of each row."""
+    return jnp.zeros((batch, width), self.dtype)
+
+  def blend(self, segments, probabilities, previous):
+    """See `Boundaries`."""
+    assert probabilities is not None
+    return ops.smooth_segments(segments, probabilities, previous=previous)
+
+  def join(self, read, hidden, found):
+    """See `Boundaries`."""
+    assert found.probabilities is not None
+    chosen = ops.straight_through(found.probabilities, found.boundaries)[..., None]
+    sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
+    return sums.astype(hidden.dtype)
+
+  def loss(self, output, batch):
+    """See `Boundaries`."""
+    weights = batch["weights"]
+    ratio = ops.ratio_loss(
+      output.boundaries, output.boundary_probabilities, self.factor, weights=weights
+    )
+    return self.weight * ratio * jnp.sum(weights), None
+
+
+def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:
+  logits_bt = output.boundary_logits.astype(jnp.float32)
+  if double_sigmoid:
+    logits_bt = jax.nn.sigmoid(logits_bt)
+  nats_bt = optax.sigmoid_binary_cross_entropy(logits_bt, targets.astype(jnp.float32))
+  return jnp.sum(nats_bt * weights)
+
+
+def _at_least_one(name: str, value: int) -> None:
+  if value < 1:
+    raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def _check_pooling(pooling: str) -> None:
+  if pooling not in METHODS:
+    known = ", ".join(METHODS)
+    raise ValueError(f"pooling: expected one of {known}, got {pooling}")
+
+
+def _check_ids(space_ids: tuple[int, ...]) -> None:
+  if not all(type(i) is int and i >= 0 for i in space_ids):
+    raise ValueError(f"space_ids: expected token ids, got {space_ids}")

@@ -1,0 +1,326 @@
+"""Components by name, and the settings that each of them brings.
+
+A component is a class or a function: a Linen module, a kind of boundaries, an `optax`
+optimizer. Its settings are its own fields (or arguments) with simple values: there is no
+second list of them. What a model or a run knows anyway, such as `max_length`, is no
+setting: the component that declares such a field is given it when it is built.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ml_collections import config_dict
+
+from dpjax.errors import UserError
+
+if TYPE_CHECKING:
+
+  class ConfigDict(dict[str, Any]):
+    """Its attributes are the settings, which no type checker knows."""
+
+    def __init__(self, settings: Mapping | None = None): ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value) -> None: ...
+else:
+  from ml_collections import ConfigDict
+
+_SIMPLE = (float, int, str, bool, tuple)
+LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
+_REQUIRED = inspect.Parameter.empty
+
+
+class Setting(NamedTuple):
+  """One setting of a component.
+
+  Attributes:
+    kind: float, int, str, bool or tuple.
+    default: its value unless it is given.
+    is_optional: whether it may be None.
+  """
+
+  kind: type
+  default: Any
+  is_optional: bool
+
+
+class Registry:
+  """The components of one kind, by name.
+
+  Args:
+    kind: what they are, for messages: "mixer".
+    register: how a user adds one, for messages: "dpjax.register_mixer".
+    given: names of fields that are no settings, as whoever builds a component fills
+      them in.
+    known: components by name, each as "module:attribute", which is imported when it is
+      first used.
+  """
+
+  def __init__(
+    self, kind: str, register: str, given: Collection[str], known: Mapping[str, str]
+  ):
+    self._kind, self._register = kind, register
+    self._given = frozenset(given) | {"parent", "name"}
+    self._components: dict[str, str | Callable] = dict(known)
+
+  def names(self) -> tuple[str, ...]:
+    """All names, in the order in which they were registered."""
+    return tuple(self._components)
+
+  def register(self, name: str, component: Callable) -> None:
+    """Makes a component known by a name.
+
+    Args:
+      name: of letters, digits and underscores.
+      component: a class or a function; called with its settings and with those of the
+        given fields that it declares.
+
+    Raises:
+      ValueError: another component has the name, or it is no name.
+    """
+    known = self._components.get(name)
+    is_same = isinstance(component, type) and isinstance(known, type) and (
+      (component.__module__, component.__qualname__)
+      == (known.__module__, known.__qualname__)
+    )
+    if not name.isidentifier() or not callable(component):
+      raise ValueError(f"{self._kind}: expected a name of letters, digits and underscores "
+                       f"and a class or function, got {name!r}, {component!r}")
+    if known is not None and known is not component and not is_same:
+      raise ValueError(f"{self._kind}: expected a name that is free, got {name}")
+    self._components[name] = component
+
+  def component(self, name: Any, key: str = "") -> Callable:
+    """The component of a name.
+
+    Raises:
+      UserError: there is none; the message lists those that there are.
+    """
+    found = self._components.get(name) if isinstance(name, str) else None
+    if found is None:
+      load_plugins()
+      found = self._components.get(name) if isinstance(name, str) else None
+    if found is None:
+      near = difflib.get_close_matches(str(name), self._components, n=1)
+      hint = f"; did you mean {near[0]}?" if near else ""
+      raise UserError(
+        f"{key or self._kind}: expected one of {', '.join(self._components)}, got "
+        f"{name}{hint} ({self._register} adds another, in a module that --plugin names)"
+      )
+    if isinstance(found, str):
+      module, _, attribute = found.partition(":")
+      found = self._components[name] = getattr(importlib.import_module(module), attribute)
+    return typing.cast(Callable, found)
+
+  def settings(self, name: str) -> dict[str, Setting]:
+    """What a person may set of a component, in its own order."""
+    component = self.component(name)
+    hints = _hints(component)
+    return {
+      field: setting
+      for field, parameter in inspect.signature(component).parameters.items()
+      if field not in self._given
+      and (setting := _setting(parameter.default, hints.get(field))) is not None
+    }
+
+  def section(self, name: str, **values) -> ConfigDict:
+    """A section of a configuration: the name, and all settings with their values.
+
+    Args:
+      name: of a component.
+      **values: settings that differ from their defaults.
+
+    Raises:
+      UserError: as `check`.
+    """
+    self.component(name)
+    section = ConfigDict({"name": name})
+    for field, setting in self.settings(name).items():
+      if setting.is_optional and setting.default is None:
+        section[field] = config_dict.placeholder(setting.kind)
+      else:
+        section[field] = None if setting.default is _REQUIRED else setting.default
+    # Checked before they are put in: a ConfigDict has errors of its own.
+    self.check({**section.to_dict(), **values}, self._kind)
+    section.update(values)
+    return section
+
+  def from_dict(self, values: Mapping, key: str) -> ConfigDict:
+    """A section from what JSON made of it; settings added since have their defaults.
+
+    Raises:
+      UserError: as `check`, with `key` as the section's name.
+    """
+    given = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
+    name = given.pop("name", None)
+    self.component(name, f"{key}.name")
+    section = self.section(str(name))
+    self.check({**section.to_dict(), **given}, key)
+    section.update(given)
+    return section
+
+  def check(self, section: Mapping, key: str) -> None:
+    """Refuses a section that its component cannot be built from.
+
+    Args:
+      section: "name" and settings.
+      key: of the section, for messages: "model.mixer".
+
+    Raises:
+      UserError: the name is unknown, a setting is unknown, missing or of a wrong type.
+    """
+    values = dict(section)
+    name = values.pop("name", None)
+    self.component(name, f"{key}.name")
+    known = self.settings(name)
+    for field, value in values.items():
+      if field not in known:
+        near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
+        hint = f"; the nearest known is {key}.{near[0]}" if near else ""
+        raise UserError(
+          f"{key}.{field}: expected a setting of {name}, got an unknown one{hint}"
+        )
+      check_value(f"{key}.{field}", value, known[field])
+    missing = [field for field in known if field not in values]
+    if missing:
+      raise UserError(f"{key}.{missing[0]}: expected a value, got none")
+
+  def maker(self, section: Mapping, **given) -> partial:
+    """What makes the component that a section describes, with its settings bound.
+
+    Args:
+      section: as `check` takes it.
+      **given: values for those of its given fields that it declares.
+    """
+    values = dict(section)
+    component = self.component(values.pop("name"))
+    declared = inspect.signature(component).parameters
+    return partial(
+      component, **values, **{key: given[key] for key in given if key in declared}
+    )
+
+  def build(self, section: Mapping, key: str, **given) -> Any:
+    """Makes the component that a section describes.
+
+    Args:
+      section: as `check` takes it.
+      key: of the section, for messages.
+      **given: as in `maker`.
+
+    Raises:
+      UserError: the component refuses one of its settings (by a `ValueError`).
+    """
+    try:
+      return self.maker(section, **given)()
+    except ValueError as error:
+      raise UserError(f"{key}.{error}") from error
+
+
+@functools.cache
+def load_plugins() -> None:
+  """Imports what installed packages name as their entry points "dpjax.plugins", once."""
+  for entry_point in importlib.metadata.entry_points(group="dpjax.plugins"):
+    entry_point.load()
+
+
+def _hints(component: Callable) -> dict[str, Any]:
+  try:
+    return typing.get_type_hints(component)
+  # Annotations that only a type checker can read.
+  except Exception:
+    return {}
+
+
+def _setting(default: Any, hint: Any) -> Setting | None:
+  """None where it is nothing that a person can write in a configuration."""
+  is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+  members = typing.get_args(hint) if is_union else (hint,)
+  is_optional = types.NoneType in members or default is None
+  if type(default) in _SIMPLE:
+    return Setting(type(default), default, is_optional)
+  kinds = [typing.get_origin(member) or member for member in members]
+  kind = next((kind for kind in _SIMPLE if kind in kinds), None)
+  if kind is None or default not in (None, _REQUIRED):
+    return None
+  return Setting(kind, default, is_optional)
+
+
+def check_value(key: str, value: Any, setting: Setting) -> None:
+  """Refuses a value of another type, or one that no array of 32 bits can hold.
+
+  Raises:
+    UserError: see above.
+  """
+  if value is None and setting.is_optional:
+    return
+  kinds = (float, int) if setting.kind is float else (setting.kind,)
+  if value is None or type(value) not in kinds:
+    none = " or None" if setting.is_optional else ""
+    raise UserError(
+      f"{key}: expected a value of type {setting.kind.__name__}{none}, got {value!r}"
+    )
+  if setting.kind is float and not abs(value) <= LARGEST_FLOAT:
+    raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
+  if setting.kind is int and not abs(value) < 2**31 and key != "seed":
+    raise UserError(f"{key}: expected an integer below 2**31, got {value}")
+
+
+mixers = Registry(
+  "mixer",
+  "dpjax.register_mixer",
+  given=("max_length", "position_dropout", "init_std", "dtype"),
+  known={
+    "dispatcher": "dpjax.layers.dispatcher:Dispatcher",
+    "dispatcher_multihead": "dpjax.layers.dispatcher:MultiHeadDispatcher",
+    "attention": "dpjax.layers.attention:SelfAttention",
+    "relative_attention": "dpjax.layers.attention:RelativeAttention",
+    "she": "dpjax.layers.extractors:SHE",
+    "he": "dpjax.layers.extractors:HE",
+    "we": "dpjax.layers.extractors:WE",
+    "me": "dpjax.layers.extractors:ME",
+  },
+)
+boundaries = Registry(
+  "boundaries",
+  "dpjax.register_boundaries",
+  given=("width", "predictor_width", "init_std", "dtype"),
+  known={
+    "none": "dpjax.layers.boundaries:NoBoundaries",
+    "fixed": "dpjax.layers.boundaries:Fixed",
+    "whitespace": "dpjax.layers.boundaries:Whitespace",
+    "unigram": "dpjax.layers.boundaries:Unigram",
+    "entropy": "dpjax.layers.boundaries:EntropySpikes",
+    "gumbel": "dpjax.layers.boundaries:Gumbel",
+    "routing": "dpjax.layers.boundaries:Routing",
+  },
+)
+optimizers = Registry(
+  "optimizer",
+  "dpjax.register_optimizer",
+  given=("learning_rate",),
+  known={
+    "adam": "optax:adam",
+    "adamw": "optax:adamw",
+    "lion": "optax:lion",
+    "sgd": "optax:sgd",
+    "muon": "dpjax.training.optimizer:muon",
+  },
+)
+schedules = Registry(
+  "schedule",
+  "dpjax.register_schedule",
+  given=("peak", "num_steps"),
+  known={
+    "constant": "dpjax.training.optimizer:constant",
+    "cosine": "dpjax.training.optimizer:cosine",
+  },
+)
+register_mixer, register_boundaries = mixers.register, boundaries.register
+register_optimizer, register_schedule = optimizers.register, schedules.register

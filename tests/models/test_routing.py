@@ -1,0 +1,151 @@
+"""H-Net's routing in the hourglass: causal, the same in chunks as whole, and its loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import ops
+from dpjax.models.build import build_boundaries
+from dpjax.training import losses
+from tests import helpers
+
+BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 6
+TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
+# Sizes of chunks, and how many tokens of each row are real.
+SCHEDULES = [
+  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
+   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
+  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
+]
+
+
+def make(**settings):
+  config = config_lib.default_model()
+  helpers.set_model(
+    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
+    feed_forward_width=10, num_layers=2, first_layers=1, last_layers=1, max_length=29,
+    positions="none", activation="gelu",
+  )
+  config.boundaries = config_lib.boundaries("routing", num_capacities=3, **settings)
+  return config, dpjax.build_model(config)
+
+
+@pytest.fixture(scope="module")
+def model_and_params():
+  _, model = make()
+  params = helpers.draw_params(model, SEED, 1 / 2)
+  # Without a direction that all vectors have in common.
+  norms = params["hourglass"]["first"]
+  for name in ("mixer_norm", "feed_forward_norm"):
+    norms[name]["bias"] = jnp.zeros_like(norms[name]["bias"])
+  output = model.apply({"params": params}, TOKENS)
+  p = np.asarray(output.boundary_probabilities)
+  # Some of each, in every row, and rounding flips none.
+  assert (output.boundaries.sum(1) > 2).all() and (output.boundaries.sum(1) < 20).all()
+  assert abs(p - 0.5).min() > 1e-3 and (output.boundaries[:, 0] == 1).all()
+  return model, params, output
+
+
+def test_is_what_its_parts_are(model_and_params):
+  """The router, the middle and the way back, by the pure functions."""
+  model, params, output = model_and_params
+  h = np.random.default_rng(2).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
+  variables = {"params": params["hourglass"]["boundary_predictor"]}
+  found = kind.apply(variables, h, TOKENS)
+  query, key = variables["params"]["query"], variables["params"]["key"]
+  p, b = ops.route(h, query, key)
+  np.testing.assert_array_equal(found.boundaries, b)
+  read = jnp.ones_like(h)
+  y = kind.apply(variables, read, jnp.asarray(h), found, method="join")
+  residual = variables["params"]["residual"]
+  expected = read + h @ residual["kernel"] + residual["bias"][None, None]
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+def test_it_begins_with_cosines_and_without_a_residual():
+  _, model = make()
+  params = model.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]["hourglass"]
+  assert params.keys() == {"first", "middle", "last", "boundary_predictor",
+                           "relative_positions"}
+  routing = params["boundary_predictor"]
+  for name in ("query", "key"):
+    np.testing.assert_array_equal(routing[name], np.eye(WIDTH))
+  assert not routing["residual"]["kernel"].any()
+
+
+def test_causal(model_and_params):
+  model, params, whole = model_and_params
+  for place in (0, 7, 15):
+    other = TOKENS.copy()
+    other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
+    logits = model.apply({"params": params}, other).logits
+    np.testing.assert_allclose(
+      logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5
+    )
+
+
+def test_no_capacity_changes_anything(model_and_params):
+  model, params, whole = model_and_params
+  for capacity in (int(whole.boundaries.sum(1).max()), LENGTH):
+    output = model.apply({"params": params}, TOKENS, capacity=capacity)
+    np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["steps", "chunks"])
+def test_chunks_say_what_the_whole_says(model_and_params, schedule):
+  model, params, whole = model_and_params
+  step = jax.jit(lambda tokens, cache, lengths: model.apply(
+    {"params": params}, tokens, cache=cache, lengths=lengths
+  ))
+  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
+  garbage = np.random.default_rng(7)
+  for size, lengths in schedule:
+    chunk = garbage.integers(VOCAB, size=(BATCH, size))
+    for row, length in enumerate(lengths):
+      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
+    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
+    cache = output.cache
+    for row, length in enumerate(lengths):
+      places = slice(seen[row], seen[row] + length)
+      np.testing.assert_allclose(
+        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
+      )
+    seen += lengths
+  assert (seen == LENGTH).all()
+
+
+def test_its_loss_is_the_ratios(model_and_params):
+  config, model = make(factor=3.0, weight=0.7)
+  _, params, output = model_and_params
+  weights = np.ones((BATCH, LENGTH), np.float32)
+  weights[1, 15:] = 0
+  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
+  sums = losses.Objective(build_boundaries(config)).sums(output, batch)
+  ratio = ops.ratio_loss(
+    output.boundaries, output.boundary_probabilities, 3.0, weights=batch["weights"]
+  )
+  assert float(sums["boundary_nats"]) == pytest.approx(0.7 * float(ratio) * weights.sum())
+
+  def boundary_nats(params):
+    output = model.apply({"params": params}, TOKENS)
+    return losses.Objective(build_boundaries(config)).sums(output, batch)["boundary_nats"]
+
+  grads = jax.grad(boundary_nats)(params)["hourglass"]
+  assert all(x.any() for x in jax.tree.leaves(grads["boundary_predictor"]["query"]))
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [(dict(factor=1.0), "factor: expected above 1, got 1.0"),
+   (dict(weight=-0.1), "weight: expected at least 0"),
+   (dict(num_capacities=0), "num_capacities: expected at least 1")],
+)
+def test_refusals(settings, message):
+  config = config_lib.default()
+  config.model.boundaries = config_lib.boundaries("routing", **settings)
+  with pytest.raises(dpjax.UserError, match=f"^model.boundaries.{message}"):
+    config_lib.check(config)

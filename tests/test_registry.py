@@ -1,0 +1,172 @@
+"""Components bring their own settings, and anybody's are found by name."""
+
+import dataclasses
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import registry
+from dpjax.registry import Registry, Setting
+from tests import helpers
+
+
+class Decay(nn.Module):
+  """A mixer of somebody else's: each position keeps a part of the one before."""
+
+  max_length: int
+  rate: float = 0.5
+  num_steps: int | None = None
+  kinds: tuple[str, ...] = ("a",)
+
+  def __post_init__(self):
+    if not 0 < self.rate < 1:
+      raise ValueError(f"rate: expected a number in (0, 1), got {self.rate}")
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True):
+    shifted = jnp.pad(inputs, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    return nn.Dense(inputs.shape[-1])(inputs + self.rate * shifted)
+
+
+@pytest.fixture
+def mixers(monkeypatch):
+  """The registry, of which nothing that a test adds is left."""
+  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  return registry.mixers
+
+
+def test_settings_are_the_fields_that_a_person_can_set(mixers):
+  dpjax.register_mixer("decay", Decay)
+  assert mixers.settings("decay") == {
+    "rate": Setting(float, 0.5, False),
+    "num_steps": Setting(int, None, True),
+    "kinds": Setting(tuple, ("a",), False),
+  }
+  section = config_lib.mixer("decay", rate=0.8, num_steps=3)
+  assert section.to_dict() == dict(name="decay", rate=0.8, num_steps=3, kinds=("a",))
+
+
+def test_settings_of_functions_are_their_arguments():
+  names = {name: [*registry.optimizers.settings(name)] for name in ("adam", "sgd", "lion")}
+  assert {"b1", "b2", "eps"} <= {*names["adam"]} and "learning_rate" not in names["adam"]
+  assert names["sgd"] == ["momentum", "nesterov"] and "weight_decay" in names["lion"]
+  assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
+
+
+def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, tmp_path):
+  dpjax.register_mixer("decay", Decay)
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=3)
+  config.model.mixer = config_lib.mixer("decay", rate=0.8)
+  with jax.numpy_dtype_promotion("standard"):
+    run, scores = dpjax.train(config, tmp_path / "run")
+  layer = run.model.layers.make_mixer()
+  assert type(layer) is Decay and (layer.rate, layer.max_length) == (0.8, 19)
+  assert scores["perplexity"] > 1 and "lock" in {x.name for x in run.workdir.iterdir()}
+  # It has no cache: every token comes from a pass over the window.
+  assert len(dpjax.load(tmp_path / "run").generate("the ", length=21)[0]) == 21
+  # In the middle of an hourglass, with another one's blocks around it.
+  helpers.set_model(config.model, boundaries="whitespace", first_layers=1, last_layers=1,
+                    num_capacities=2)
+  config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
+  with jax.numpy_dtype_promotion("standard"):
+    pooled, _ = dpjax.train(config, tmp_path / "pooled")
+  assert type(pooled.model.make_hourglass(parent=None).last.make_mixer()) is Decay
+
+
+def test_an_unknown_name_lists_the_known_and_says_how_to_add_one(mixers):
+  with pytest.raises(dpjax.UserError) as error:
+    config_lib.mixer("dispacher")
+  message = str(error.value)
+  assert "one of dispatcher, dispatcher_multihead, attention" in message
+  assert "did you mean dispatcher? (dpjax.register_mixer adds another" in message
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    (dict(rates=0.5), "mixer.rates: .* setting of decay, .* nearest known is mixer.rate"),
+    (dict(rate="fast"), "mixer.rate: expected a value of type float, got 'fast'"),
+    (dict(rate=True), "mixer.rate: expected a value of type float, got True"),
+    (dict(rate=None), "mixer.rate: expected a value of type float, got None"),
+    (dict(rate=float("inf")), "mixer.rate: expected a number of float32 that is finite"),
+    (dict(num_steps=1.5), "mixer.num_steps: expected a value of type int or None, got 1.5"),
+    (dict(num_steps=2**31), r"mixer.num_steps: expected an integer below 2\*\*31"),
+    (dict(kinds="a"), "mixer.kinds: expected a value of type tuple, got 'a'"),
+    (dict(max_length=3), "mixer.max_length: expected a setting of decay"),
+    (dict(parent=None), "mixer.parent: expected a setting of decay"),
+  ],
+)
+def test_settings_that_are_wrong(mixers, settings, message):
+  dpjax.register_mixer("decay", Decay)
+  with pytest.raises(dpjax.UserError, match=f"^{message}"):
+    config_lib.mixer("decay", **settings)
+
+
+def test_what_the_component_itself_refuses_is_told_by_the_sections_name(mixers):
+  dpjax.register_mixer("decay", Decay)
+  config = config_lib.default()
+  config.model.mixer = config_lib.mixer("decay", rate=1.5)
+  with pytest.raises(dpjax.UserError, match=r"^model.mixer.rate: .* in \(0, 1\), got 1.5"):
+    config_lib.check(config)
+
+
+def test_a_setting_without_a_default_has_to_be_given(mixers):
+  @dataclasses.dataclass
+  class Needs:
+    max_length: int
+    width: int
+
+  dpjax.register_mixer("needs", Needs)
+  with pytest.raises(dpjax.UserError, match="^mixer.width: expected a value of type int"):
+    config_lib.mixer("needs")
+  assert config_lib.mixer("needs", width=7).width == 7
+
+
+def test_names_are_free_once(mixers):
+  dpjax.register_mixer("decay", Decay)
+  dpjax.register_mixer("decay", Decay)  # a module that is imported again
+  with pytest.raises(ValueError, match="expected a name that is free, got decay"):
+    dpjax.register_mixer("decay", nn.Dense)
+  with pytest.raises(ValueError, match="got 'a b'"):
+    dpjax.register_mixer("a b", Decay)
+
+
+def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
+  plugin = types.SimpleNamespace(load=lambda: dpjax.register_mixer("decay", Decay))
+  monkeypatch.setattr(
+    registry.importlib.metadata, "entry_points",
+    lambda group: [plugin] if group == "dpjax.plugins" else [],
+  )
+  registry.load_plugins.cache_clear()
+  assert config_lib.mixer("decay").rate == 0.5
+  registry.load_plugins.cache_clear()
+
+
+def test_an_optimizer_of_somebody_elses(monkeypatch):
+  known = registry.optimizers
+  monkeypatch.setattr(known, "_components", dict(known._components))
+
+  def signs(learning_rate, *, strength: float = 2.0):
+    return optax.chain(optax.scale_by_sign(), optax.scale(-learning_rate * strength))
+
+  dpjax.register_optimizer("signs", signs)
+  section = config_lib.optimizer("signs", strength=3.0)
+  update = known.build(section, "train.optimizer", learning_rate=0.5)
+  grads = {"a": jnp.array([4.0, -0.1])}
+  got, _ = update.update(grads, update.init(grads))
+  np.testing.assert_allclose(got["a"], [-1.5, 1.5])
+
+
+def test_what_is_known_is_imported_when_it_is_used():
+  registered = Registry("thing", "register", (), {"ordered": "collections:OrderedDict"})
+  assert registered.names() == ("ordered",)
+  assert registered.component("ordered") is sys.modules["collections"].OrderedDict
