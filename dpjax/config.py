@@ -302,9 +302,10 @@ def check_model(model: Mapping) -> None:
     _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of model.width = {width}",
             heads)
   size = config.model.vocab_size or math.inf
-  space_ids = config.model.boundaries.get("space_ids", ())
-  _expect(max(space_ids, default=0) < size, "model.boundaries.space_ids",
-          f"token ids below model.vocab_size = {size}", space_ids)
+  for name in ("space_ids", "end_ids"):
+    ids = config.model.boundaries.get(name, ())
+    _expect(max(ids, default=0) < size, f"model.boundaries.{name}",
+            f"token ids below model.vocab_size = {size}", ids)
 
 
 def _check_training(train: ConfigDict) -> None:

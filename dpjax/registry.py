@@ -295,6 +295,7 @@ boundaries = Registry(
     "none": "dpjax.layers.boundaries:NoBoundaries",
     "fixed": "dpjax.layers.boundaries:Fixed",
     "whitespace": "dpjax.layers.boundaries:Whitespace",
+    "spacebyte": "dpjax.layers.boundaries:SpaceByte",
     "unigram": "dpjax.layers.boundaries:Unigram",
     "entropy": "dpjax.layers.boundaries:EntropySpikes",
     "gumbel": "dpjax.layers.boundaries:Gumbel",

@@ -483,19 +483,10 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
     )
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
-  section, boundaries = config.model.boundaries, build_boundaries(config.model)
-  if "space_ids" in section:
-    section.space_ids = section.space_ids or tokenizer.space_ids
-    if boundaries is not None and boundaries.needs_spaces and not section.space_ids:
-      raise UserError(
-        "data.tokenizer: expected one with a space or a line end among its tokens, for the "
-        f"boundaries {section.name}, got {tokenizer.kind} without"
-      )
-    if max(section.space_ids, default=0) >= tokenizer.vocab_size:
-      raise UserError(
-        f"model.boundaries.space_ids: expected ids below {tokenizer.vocab_size}, got "
-        f"{section.space_ids}"
-      )
+  boundaries = build_boundaries(config.model)
+  if boundaries is not None:
+    config.model.boundaries.update(boundaries.settings_for(tokenizer))
+  config_lib.check_model(config.model)
   return config
 
 

@@ -38,7 +38,9 @@ def set_model(model, **settings):
     known = registry.mixers if place == "mixer" else registry.boundaries
     section = new.pop(place)
     same = model[place] if model[place].name == section["name"] else {}
-    model[place] = known.section(**{**dict(same), **section})
+    later = {key: new.pop(key) for key in known.settings(section["name"]) if key in flat
+             and key in new and key not in model}
+    model[place] = known.section(**{**dict(same), **section, **later})
   for place in ("first", "last"):
     stack = new.pop(place, {})
     if "mixer" in stack:

@@ -19,6 +19,7 @@ import optax
 from flax import linen as nn
 
 from dpjax import ops
+from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.ops.segments import METHODS
 
@@ -43,7 +44,6 @@ class Boundaries(nn.Module):
   """The base of all kinds: fields are settings, and every method has a default.
 
   Attributes:
-    needs_spaces: whether the kind cannot do without `space_ids`.
     needs_text: whether its boundaries are made from the text while that is prepared, so
       that batches have "boundaries", [B, T].
     takes_noise: whether it draws boundaries, and so takes `noise`.
@@ -51,7 +51,6 @@ class Boundaries(nn.Module):
       them the first token of each row has to be a boundary.
   """
 
-  needs_spaces: ClassVar[bool] = False
   needs_text: ClassVar[bool] = False
   takes_noise: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
@@ -70,6 +69,18 @@ class Boundaries(nn.Module):
   def draws_in_evaluation(self) -> bool:
     """Whether it draws in evaluation, too."""
     return False
+
+  def settings_for(self, tokenizer: Any) -> dict[str, Any]:
+    """Settings that are not given, and follow from the tokenizer.
+
+    Args:
+      tokenizer: of `dpjax.text`.
+
+    Raises:
+      ValueError: `data.tokenizer: ...`, the kind cannot do with its tokens.
+    """
+    del tokenizer
+    return {}
 
   def __call__(
     self,
@@ -198,8 +209,6 @@ class Whitespace(Boundaries):
     num_capacities: lengths that the middle is compiled for.
   """
 
-  needs_spaces: ClassVar[bool] = True
-
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
   num_capacities: int = 8
@@ -217,9 +226,74 @@ class Whitespace(Boundaries):
     del hidden, deterministic, noise, start, state, lengths
     return Found(ops.whitespace_boundaries(tokens, self.space_ids))
 
+  def settings_for(self, tokenizer):
+    """See `Boundaries`."""
+    space_ids = self.space_ids or tokenizer.space_ids
+    if not space_ids:
+      raise UserError(
+        "data.tokenizer: expected one with a space or a line end among its tokens, for the "
+        f"boundaries whitespace, got {tokenizer.kind} without"
+      )
+    return {"space_ids": space_ids}
+
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
     """See `Boundaries`."""
     return np.isin(tokens, self.space_ids).sum(axis=1)
+
+
+class SpaceByte(Boundaries):
+  """A segment ends with the first of each run of spacelike bytes: for any script, and code.
+
+  Attributes:
+    space_ids: tokens whose first byte is spacelike; (): the tokenizer's.
+    end_ids: tokens whose last byte is; (): likewise.
+    pooling: as in `Fixed`; SpaceByte's own is "last".
+    num_capacities: lengths that the middle is compiled for.
+
+  Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
+  """
+
+  space_ids: tuple[int, ...] = ()
+  end_ids: tuple[int, ...] = ()
+  pooling: str = "mean"
+  num_capacities: int = 8
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    _check_ids(self.space_ids)
+    _check_ids(self.end_ids, "end_ids")
+    _check_pooling(self.pooling)
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del hidden, deterministic, noise, start
+    found = ops.spacelike_boundaries(tokens, self.space_ids, self.end_ids, previous=state)
+    if state is None:
+      return Found(found)
+    ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
+    return Found(found, state=_newest(state, ends, lengths))
+
+  def init_state(self, batch: int, width: int) -> jax.Array:
+    """[B], whether the last token ends with a spacelike byte."""
+    del width
+    return jnp.zeros(batch, bool)
+
+  def settings_for(self, tokenizer):
+    """See `Boundaries`."""
+    tokens = tokenizer.as_bytes()
+    first, last = (
+      tuple(i for i, token in enumerate(tokens) if _is_spacelike(token[place]))
+      for place in (0, -1)
+    )
+    return {"space_ids": self.space_ids or first, "end_ids": self.end_ids or last}
+
+  def count_in(self, tokens: np.ndarray) -> np.ndarray:
+    """See `Boundaries`."""
+    begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
+    return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
 
 
 class _Predicted(Boundaries):
@@ -361,6 +435,10 @@ class Gumbel(_Predicted):
     """See `Boundaries`."""
     return self.sample
 
+  def settings_for(self, tokenizer):
+    """See `Boundaries`."""
+    return {"space_ids": self.space_ids or tokenizer.space_ids}
+
   def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
                state=None, lengths=None):
     """See `Boundaries`."""
@@ -441,9 +519,7 @@ class Routing(Boundaries):
     )
     if state is None:
       return Found(boundaries, probabilities=probabilities)
-    length = jnp.full(len(hidden), hidden.shape[1]) if lengths is None else lengths
-    seen = jnp.concatenate([state[:, None].astype(hidden.dtype), hidden], axis=1)
-    state = jnp.take_along_axis(seen, length[:, None, None], axis=1)[:, 0]
+    state = _newest(state, hidden, lengths)
     return Found(boundaries, probabilities=probabilities, state=state)
 
   def init_state(self, batch: int, width: int) -> jax.Array:
@@ -479,6 +555,18 @@ def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:
   return jnp.sum(nats_bt * weights)
 
 
+def _newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:
+  """[B, ...], of each row's last real token in `now`, [B, T, ...], or what was before."""
+  if lengths is None:
+    return now[:, -1]
+  seen = jnp.concatenate([before[:, None].astype(now.dtype), now], axis=1)
+  return jax.vmap(lambda row, length: row[length])(seen, lengths)
+
+
+def _is_spacelike(byte: int) -> bool:
+  return not (chr(byte).isascii() and chr(byte).isalnum() or 0x80 <= byte < 0xC0)
+
+
 def _at_least_one(name: str, value: int) -> None:
   if value < 1:
     raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -490,6 +578,6 @@ def _check_pooling(pooling: str) -> None:
     raise ValueError(f"pooling: expected one of {known}, got {pooling}")
 
 
-def _check_ids(space_ids: tuple[int, ...]) -> None:
-  if not all(type(i) is int and i >= 0 for i in space_ids):
-    raise ValueError(f"space_ids: expected token ids, got {space_ids}")
+def _check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
+  if not all(type(i) is int and i >= 0 for i in ids):
+    raise ValueError(f"{name}: expected token ids, got {ids}")

@@ -13,6 +13,7 @@ from dpjax.ops.boundaries import (
   entropy_spikes,
   fixed_boundaries,
   gumbel_sigmoid,
+  spacelike_boundaries,
   whitespace_boundaries,
 )
 from dpjax.ops.capacity import capacities, run_at_capacity
@@ -87,6 +88,7 @@ __all__ = [
   "shift_and_sum",
   "shift_and_sum_cached",
   "smooth_segments",
+  "spacelike_boundaries",
   "straight_through",
   "upsample_segments",
   "whitespace_boundaries",

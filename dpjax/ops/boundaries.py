@@ -102,6 +102,45 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
   return is_space_bt.astype(jnp.int32)
 
 
+def spacelike_boundaries(
+  tokens: ArrayLike,
+  space_ids: Sequence[int],
+  end_ids: Sequence[int] | None = None,
+  *,
+  previous: jax.Array | None = None,
+) -> jax.Array:
+  """Ends a segment with the first of each run of spacelike tokens.
+
+    b_t = 1 where x_t is spacelike and x_{t-1} is not
+
+  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 0]]. A byte is spacelike if it
+  is no ASCII letter, no digit and no continuation byte of UTF-8 (0x80 .. 0xBF). A token of
+  several bytes begins with one and ends with another.
+
+  Args:
+    tokens: [B, T], integers: ids of the vocabulary.
+    space_ids: tokens whose first byte is spacelike.
+    end_ids: tokens whose last byte is; None: the same.
+    previous: [B], whether the token before each row's first ends with a spacelike byte,
+      where rows go on; None: it does not.
+
+  Returns:
+    [B, T], int32.
+
+  Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
+  """
+  tokens = jnp.asarray(tokens)
+  ends_bt = _is_in(tokens, space_ids if end_ids is None else end_ids)
+  if previous is None:
+    previous = jnp.zeros(len(tokens), bool)
+  before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
+  return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
+
+
+def _is_in(tokens: jax.Array, ids: Sequence[int]) -> jax.Array:
+  return jnp.isin(tokens, np.asarray(sorted(ids), np.int32))
+
+
 def gumbel_sigmoid(
   logits: jax.Array,
   temperature: float,

@@ -104,6 +104,15 @@ class Tokenizer(abc.ABC):
     raise UserError("data.tokenizer: expected characters or bytes with Unigram "
                     f"boundaries, got {self.kind}")
 
+  def as_bytes(self) -> list[bytes]:
+    """The UTF-8 bytes of each id, which are at least one.
+
+    Raises:
+      ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
+    """
+    raise UserError("data.tokenizer: expected characters or bytes with SpaceByte "
+                    f"boundaries, got {self.kind}")
+
   @abc.abstractmethod
   def fields(self) -> dict:
     """What `from_fields` builds an equal tokenizer from, as JSON values."""

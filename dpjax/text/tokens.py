@@ -69,6 +69,10 @@ class Characters(Tokenizer):
     """See `Tokenizer`."""
     return np.arange(len(text))
 
+  def as_bytes(self) -> list[bytes]:
+    """See `Tokenizer`."""
+    return [self.decode([i]).encode() for i in range(self.vocab_size)]
+
   def fields(self) -> dict:
     """See `Tokenizer`."""
     return {"characters": self._characters}
@@ -101,6 +105,10 @@ class Bytes(Tokenizer):
     """See `Tokenizer`."""
     continues = self.encode(text) & 0xC0 == 0x80  # not the first byte of a character
     return np.flatnonzero(np.append(~continues, len(text) > 0)[1:])
+
+  def as_bytes(self) -> list[bytes]:
+    """See `Tokenizer`."""
+    return [bytes([i]) for i in range(256)]
 
   def fields(self) -> dict:
     """See `Tokenizer`."""

@@ -48,6 +48,9 @@ CASES = {
     dict(first_mixer="attention", mixer="dispatcher", last_mixer="relative_attention",
          space_ids=(SPACE,)),
   ),
+  "spacebyte": (
+    LATE_BY_A_STEP, dict(mixer="dispatcher", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
+  ),
   "unigram": (
     LATE_BY_A_STEP,
     dict(first_mixer="dispatcher_multihead", mixer="he", last_mixer="me",

@@ -14,6 +14,7 @@ from dpjax.ops.boundaries import (
   entropy_spikes,
   fixed_boundaries,
   gumbel_sigmoid,
+  spacelike_boundaries,
   whitespace_boundaries,
 )
 from tests.reference import pooling as reference
@@ -74,6 +75,18 @@ def test_whitespace():
   np.testing.assert_array_equal(result, [[0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]])
   result = whitespace_boundaries(jnp.asarray(tokens, jnp.uint8), [0, 7])
   np.testing.assert_array_equal(result, [[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+
+
+def test_spacelike():
+  tokens = np.array([[5, 3, 0, 7, 0, 0], [0, 7, 7, 5, 2, 3]])
+  result = spacelike_boundaries(tokens, (0, 7))
+  assert result.dtype == jnp.int32
+  np.testing.assert_array_equal(result, [[0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
+  # 7 begins with a spacelike byte and ends with another kind.
+  result = spacelike_boundaries(tokens, (7, 0), (0,))
+  np.testing.assert_array_equal(result, [[0, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 0]])
+  part = spacelike_boundaries(tokens[:, 4:], (0,), previous=np.array([True, False]))
+  np.testing.assert_array_equal(part, [[0, 0], [0, 0]])
 
 
 def test_samples_are_hard_and_their_gradient_is_that_of_the_soft_ones():

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from dpjax.errors import UserError
+from dpjax.layers.boundaries import SpaceByte
+from dpjax.ops import spacelike_boundaries
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   KINDS,
@@ -225,3 +227,21 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
 def test_damaged_json(text, reason):
   with pytest.raises(ValueError, match=f"^tokenizer.json: expected.* {reason}"):
     tokenizer_from_json(text)
+
+
+def test_spacelike_tokens_are_those_of_the_bytes():
+  """SpaceByte's rule over characters is that over their bytes."""
+  text = "def f(x): return 'na\u00efve' \u05e9\u05dc\u05d5\u05dd, 3 \u2014 4\n\n"
+  found = {}
+  for tokenizer in (train_tokenizer("characters", [text]), train_tokenizer("bytes", [])):
+    ids = SpaceByte().settings_for(tokenizer)
+    tokens = tokenizer.encode(text)
+    b = np.asarray(spacelike_boundaries(tokens[None], **ids))[0]
+    found[tokenizer.kind] = b
+    assert SpaceByte(**ids).count_in(tokens[None]) == b.sum()
+    assert SpaceByte(space_ids=(4,)).settings_for(tokenizer)["space_ids"] == (4,)
+  x = np.frombuffer(text.encode(), np.uint8)
+  is_word = np.array([chr(c).isalnum() and c < 128 or 128 <= c < 192 for c in x])
+  np.testing.assert_array_equal(found["bytes"], ~is_word & np.append(True, is_word[:-1]))
+  # A character has a boundary where its first byte has one.
+  np.testing.assert_array_equal(found["characters"], found["bytes"][(x & 0xC0) != 0x80])
