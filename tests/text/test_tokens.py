@@ -231,7 +231,7 @@ def test_damaged_json(text, reason):
 
 def test_spacelike_tokens_are_those_of_the_bytes():
   """SpaceByte's rule over characters is that over their bytes."""
-  text = "def f(x): return 'na\u00efve' \u05e9\u05dc\u05d5\u05dd, 3 \u2014 \u00bf4\n\n"
+  text = "def f(x): return 'na\u00efve' \u05e9\u05dc\u05d5\u05dd, 3 \u2014 \u00bf 4\n\n"
   found = {}
   for tokenizer in (train_tokenizer("characters", [text]), train_tokenizer("bytes", [])):
     ids = SpaceByte().settings_for(tokenizer)
