@@ -45,9 +45,10 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   usual = dict(
     vocab_size=VOCAB, num_layers=1, width=12, num_heads=3, feed_forward_width=20,
     max_length=11, dropout=0.1, hidden_dropout=0.0, mixer_dropout=0.0,
-    boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2,
-    space_ids=(SPACE,),
+    boundaries=boundaries, num_capacities=2, space_ids=(SPACE,),
   )
+  if boundaries != "none":
+    usual |= dict(first_layers=1, last_layers=1)
   helpers.set_model(config, **{**usual, **model})
   loop.fit(
     dpjax.build_model(config),
