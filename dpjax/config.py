@@ -32,8 +32,8 @@ COMPONENTS = {
   "train.optimizer": registry.optimizers,
   "train.schedule": registry.schedules,
 }
-# Stacks whose mixer may be None: the model's.
-OWN_MIXERS = ("model.first.mixer", "model.last.mixer")
+# Sections that may be None: mixers that are the model's, and no middle of its own.
+OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
 # Settings that may change on resume: they change the order of sums and the random numbers
 # of dropout at most (in bfloat16 an implementation also rounds in other places), and which
 # checkpoint is the best. The length may change only where the schedule does not depend on
@@ -87,6 +87,44 @@ def schedule(name: str, **settings) -> ConfigDict:
   return registry.schedules.section(name, **settings)
 
 
+def middle(kind: ConfigDict | None = None, *, width: int = 0, **settings) -> ConfigDict:
+  """The section of a middle with a width of its own, or that pools segments again.
+
+    config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)
+    config.model.middle = dpjax.config.middle(
+      dpjax.config.boundaries("routing", factor=2.0), width=512
+    )
+
+  `model.mixer` and `model.num_layers` are those of the innermost blocks.
+
+  Args:
+    kind: a section of `boundaries`; None: it does not pool.
+    width: D; 0: that of the tokens, and so the other settings.
+    **settings: `feed_forward_width`, of all its blocks, and another `middle`.
+
+  Raises:
+    UserError: a setting is unknown.
+  """
+  section = ConfigDict({"width": width, "feed_forward_width": 0})
+  _add_pooling(section)
+  if kind is not None:
+    section.boundaries = kind
+  for name, value in settings.items():
+    if name not in section:
+      raise unknown_key(f"middle.{name}", [f"middle.{key}" for key in section])
+    section[name] = value
+  return section
+
+
+def _add_pooling(section: ConfigDict) -> None:
+  section.boundaries = boundaries("none")
+  for name in ("first", "last"):
+    stack = section[name] = ConfigDict()
+    stack.num_layers = 2
+    stack.mixer = None  # None: model.mixer
+  section.middle = None  # None: num_layers blocks of the tokens' width; or `middle`
+
+
 def default_model() -> ConfigDict:
   """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
   model = ConfigDict()
@@ -107,11 +145,7 @@ def default_model() -> ConfigDict:
   model.remat = False  # recompute each layer in the gradient: less memory
   model.dtype = "float32"  # of the computation; parameters are float32
   # Token pooling: num_layers blocks on segments, between blocks on tokens.
-  model.boundaries = boundaries("none")
-  for name in ("first", "last"):
-    stack = model[name] = ConfigDict()
-    stack.num_layers = 2
-    stack.mixer = None  # None: model.mixer
+  _add_pooling(model)
   return model
 
 
@@ -274,38 +308,65 @@ def check_model(model: Mapping) -> None:
   config = ConfigDict({"model": dict(model)})
   _check_keys(config.model, default_model(), "model.")
   _check_choices(config, "model.")
-  for key in ("num_layers", "width", "feed_forward_width", "max_length",
-              "first.num_layers", "last.num_layers"):
+  for key in ("num_layers", "max_length"):
     _at_least(config, f"model.{key}", 1)
-  for key in ("width", "feed_forward_width", "max_length", "vocab_size"):
+  for key in ("max_length", "vocab_size"):
     _at_most(config, f"model.{key}", LARGEST)
-  for key in ("num_layers", "first.num_layers", "last.num_layers"):
-    _at_most(config, f"model.{key}", _MOST_LAYERS)
+  _at_most(config, "model.num_layers", _MOST_LAYERS)
   for key in ("vocab_size", "init_std", "norm_init_std"):
     _at_least(config, f"model.{key}", 0)
   for key in ("dropout", "hidden_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
-  for key, value in flatten(config.model.boundaries, "model.boundaries.").items():
-    if type(value) is int:
-      _at_most(config, key, LARGEST)
-  registry.boundaries.build(config.model.boundaries, "model.boundaries", width=1,
-                            predictor_width=1)
-  for place in ("first", "last") if not is_pooled(config.model) else ():
-    for name, usual in (("num_layers", 2), ("mixer", None)):
-      value = config.model[place][name]
-      _expect(value == usual, f"model.{place}.{name}",
-              f"{usual} with model.boundaries = none", getattr(value, "name", value))
   for key, section in mixers_in(config.model).items():
     registry.mixers.build(section, key, max_length=config.model.max_length)
-    width, heads = config.model.width, section.get("num_heads", 1)
-    _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of model.width = {width}",
-            heads)
+  for key, section in stages_in(config.model).items():
+    _check_stage(config, key, section)
   size = config.model.vocab_size or math.inf
   for name in ("space_ids", "end_ids"):
     ids = config.model.boundaries.get(name, ())
     _expect(max(ids, default=0) < size, f"model.boundaries.{name}",
             f"token ids below model.vocab_size = {size}", ids)
+
+
+def _check_stage(config, key: str, stage: Mapping) -> None:
+  """The widths of one stage of pooling, or of the model without, and its boundaries."""
+  for name in ("width", "feed_forward_width"):
+    _at_least(config, f"{key}.{name}", 1 if key == "model" else 0)
+    _at_most(config, f"{key}.{name}", LARGEST)
+  for place in ("first", "last"):
+    _at_least(config, f"{key}.{place}.num_layers", 1)
+    _at_most(config, f"{key}.{place}.num_layers", _MOST_LAYERS)
+  for name, value in flatten(stage["boundaries"], f"{key}.boundaries.").items():
+    if type(value) is int:
+      _at_most(config, name, LARGEST)
+  kind = registry.boundaries.build(
+    stage["boundaries"], f"{key}.boundaries", width=1, predictor_width=1
+  )
+  name = stage["boundaries"]["name"]
+  suited = [x for x in registry.boundaries.names()
+            if x == "none" or registry.boundaries.component(x).suits_segments]
+  _expect(key == "model" or name in suited and not kind.draws_in_evaluation,
+          f"{key}.boundaries", f"one of {', '.join(suited)} for segments, none of which "
+          "draws in evaluation", name)
+  mixers = {}
+  if is_pooled(stage):
+    mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last")}
+  if stage["middle"] is None or None in mixers.values():
+    mixers["model.mixer"] = stage["mixer"]
+  for name, section in mixers.items():
+    heads = section.get("num_heads", 1) if section else 1
+    _expect(stage["width"] % heads == 0, f"{name}.num_heads",
+            f"a divisor of {key}.width = {stage['width']}", heads)
+  if is_pooled(stage):
+    return
+  for place, name, usual in (("first", "num_layers", 2), ("first", "mixer", None),
+                             ("last", "num_layers", 2), ("last", "mixer", None)):
+    value = stage[place][name]
+    _expect(value == usual, f"{key}.{place}.{name}",
+            f"{usual} with {key}.boundaries = none", getattr(value, "name", value))
+  _expect(stage["middle"] is None, f"{key}.middle", f"None with {key}.boundaries = none",
+          "a section")
 
 
 def _check_training(train: ConfigDict) -> None:
@@ -326,11 +387,25 @@ def is_pooled(model: Mapping) -> bool:
   return model["boundaries"]["name"] != "none"
 
 
+def stages_in(model: Mapping) -> dict[str, Mapping]:
+  """The settings of a model, and as it were of each "middle" within, by their names.
+
+  What a middle does not set is as around it.
+  """
+  stages, key = {"model": model}, "model"
+  while stages[key]["middle"] is not None:
+    own = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
+    stages[f"{key}.middle"] = {**stages[key], **own}
+    key += ".middle"
+  return stages
+
+
 def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
   """The mixers of a model, by the name of their section: one, or also first and last."""
   sections = {"model.mixer": model["mixer"]}
-  if is_pooled(model):
-    sections |= {f"model.{name}.mixer": model[name]["mixer"] for name in ("first", "last")}
+  for key, stage in stages_in(model).items():
+    if is_pooled(stage):
+      sections |= {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last")}
   return {key: section for key, section in sections.items() if section is not None}
 
 
@@ -416,8 +491,10 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
     key = f"{prefix}{name}"
     if name not in config:
       raise unknown_key(key, flatten(default()))
-    if key in COMPONENTS and isinstance(value, Mapping):
-      config[name] = COMPONENTS[key].from_dict(value, key)
+    if _place(key) == "model.middle" and isinstance(value, Mapping):
+      config[name] = middle()
+    if _place(key) in COMPONENTS and isinstance(value, Mapping):
+      config[name] = COMPONENTS[_place(key)].from_dict(value, key)
     elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")
     else:
@@ -471,21 +548,28 @@ def _check_keys(config, known, prefix: str, limits: bool = True) -> None:
     key = f"{prefix}{name}"
     if name not in known:
       raise unknown_key(key, flatten(known, prefix))
-    _check_type(key, value, known[name], limits)
-    if key in COMPONENTS and value is not None:
-      COMPONENTS[key].check(value, key)
-    elif isinstance(known[name], ConfigDict):
-      _check_keys(value, known[name], f"{key}.", limits)
+    is_middle = _place(key) == "model.middle" and value is not None
+    usual = middle() if is_middle else known[name]
+    _check_type(key, value, usual, limits)
+    if _place(key) in COMPONENTS and value is not None:
+      COMPONENTS[_place(key)].check(value, key)
+    elif isinstance(usual, ConfigDict):
+      _check_keys(value, usual, f"{key}.", limits)
   missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   _expect(not missing, ", ".join(missing), "a value", "none")
 
 
+def _place(key: str) -> str:
+  """The name of a setting of the model, also for one of a middle: they have the same."""
+  return key.replace("middle.", "")
+
+
 def _check_type(key: str, value, usual, limits: bool) -> None:
-  if value is None and key in OWN_MIXERS:
+  if value is None and _place(key) in OPTIONAL:
     return
   if type(usual) is float and value == math.inf and not limits:
     return
-  if key not in COMPONENTS and not isinstance(usual, ConfigDict):
+  if _place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
     raise UserError(f"{key}: expected a section of settings, got {value!r}")

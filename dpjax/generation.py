@@ -51,8 +51,8 @@ class Generator:
     self._config, self._model, self._tokenizer = config, model, tokenizer
     self._window = config.model.max_length
     self._pad_id = pad_id(config)
-    boundaries = build_boundaries(config.model)
-    self._draws_boundaries = boundaries is not None and boundaries.draws_in_evaluation
+    kinds = build_boundaries(config.model)
+    self._draws_boundaries = any(kind.draws_in_evaluation for kind in kinds)
     # A step of one token then copies no parameters.
     self._by_layer = jax.jit(model.unstack)
     self._begin = jax.jit(self._begin_rows)

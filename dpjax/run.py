@@ -483,9 +483,8 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
     )
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
-  boundaries = build_boundaries(config.model)
-  if boundaries is not None:
-    config.model.boundaries.update(boundaries.settings_for(tokenizer))
+  for kind in build_boundaries(config.model)[:1]:
+    config.model.boundaries.update(kind.settings_for(tokenizer))
   config_lib.check_model(config.model)
   return config
 
@@ -496,10 +495,11 @@ def _objective(config: ConfigDict) -> losses.Objective:
 
 def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
-  boundaries = build_boundaries(config.model)
+  kinds = build_boundaries(config.model)
   # Several processes would have to agree on it.
-  if boundaries is None or jax.process_count() > 1:
+  if not kinds or jax.process_count() > 1:
     return lambda batch: None
+  boundaries = kinds[0]
 
   def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     tokens = batch["tokens"]

@@ -56,7 +56,7 @@ def objective(boundaries: str = "none", **settings) -> losses.Objective:
     return losses.Objective()
   section = registry.boundaries.section(boundaries, **settings)
   return losses.Objective(
-    registry.boundaries.build(section, "boundaries", predictor_width=1)
+    [registry.boundaries.build(section, "boundaries", predictor_width=1)]
   )
 
 

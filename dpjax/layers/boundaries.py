@@ -46,12 +46,15 @@ class Boundaries(nn.Module):
   Attributes:
     needs_text: whether its boundaries are made from the text while that is prepared, so
       that batches have "boundaries", [B, T].
+    suits_segments: whether it can pool segments again, which are no tokens: `tokens` is
+      None then, and a batch of its `loss` has "weights" alone.
     takes_noise: whether it draws boundaries, and so takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
       them the first token of each row has to be a boundary.
   """
 
   needs_text: ClassVar[bool] = False
+  suits_segments: ClassVar[bool] = False
   takes_noise: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
 
@@ -85,7 +88,7 @@ class Boundaries(nn.Module):
   def __call__(
     self,
     hidden: jax.Array,
-    tokens: jax.Array,
+    tokens: Any,
     *,
     deterministic: bool = True,
     noise: jax.Array | None = None,
@@ -97,7 +100,7 @@ class Boundaries(nn.Module):
 
     Args:
       hidden: [B, T, D], what the first stack makes of the tokens.
-      tokens: [B, T], ids.
+      tokens: [B, T], ids; None where the vectors are those of segments.
       deterministic: False in training; draws come from the "dropout" stream.
       noise: [B, T] in (0, 1), in place of a draw.
       start: [B], int32, how many tokens of each row came before; None: none did.
@@ -168,6 +171,8 @@ class Fixed(Boundaries):
     pooling: "mean", or "last" (sub-sampling).
   """
 
+  suits_segments: ClassVar[bool] = True
+
   shortening_factor: int = 2
   offset: int | None = None
   pooling: str = "mean"
@@ -190,9 +195,10 @@ class Fixed(Boundaries):
   def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
                state=None, lengths=None):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, state, lengths
+    del tokens, deterministic, noise, state, lengths
+    shape = hidden.shape[:2]
     return Found(
-      ops.fixed_boundaries(tokens.shape, self.shortening_factor, self._first, start=start)
+      ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start)
     )
 
   def most_segments(self, length: int) -> int:
@@ -412,6 +418,7 @@ class Gumbel(_Predicted):
     dtype: likewise.
   """
 
+  suits_segments: ClassVar[bool] = True
   takes_noise: ClassVar[bool] = True
 
   temperature: float = 0.5
@@ -454,7 +461,7 @@ class Gumbel(_Predicted):
     weights, targets = batch["weights"], None
     boundaries = output.boundaries.astype(jnp.float32)
     nats_b = ops.binomial_prior_loss(boundaries, self.prior, weights=weights)
-    if self.space_ids:
+    if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
 
@@ -477,6 +484,7 @@ class Routing(Boundaries):
   Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
   """
 
+  suits_segments: ClassVar[bool] = True
   has_null_group: ClassVar[bool] = False
 
   width: int

@@ -1,7 +1,7 @@
 """Settings -> model: the only place where names of components become modules."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from dpjax import registry
 from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
-from dpjax.models.hourglass import Hourglass
+from dpjax.models.hourglass import Hourglass, Inner
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 
@@ -48,25 +48,40 @@ def build_model(model_config: Mapping) -> LanguageModel:
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
   )
-  sections = config_lib.mixers_in(model)
-  make_positions = _make_positions(model, sections, dtype)
-  middle = partial(_stack, model, model["mixer"], model["num_layers"], dtype)
+  core = _core(list(config_lib.stages_in(model).values()))
+  if isinstance(core, Stack):
+    make_positions = _make_positions([core])
+    return LanguageModel(layers=core, make_positions=make_positions, **common)
+  return LanguageModel(make_hourglass=core.make_hourglass, **common)
+
+
+def _core(stages: Sequence[Mapping], extra_length: int = 0) -> Stack | Inner:
+  """The blocks of a model, or those of a middle: of its settings and of all within."""
+  model, *within = stages
   if not config_lib.is_pooled(model):
-    return LanguageModel(layers=middle(), make_positions=make_positions, **common)
-  outer = {
-    name: _stack(model, model[name]["mixer"], model[name]["num_layers"], dtype)
+    return _stack(model, model["mixer"], model["num_layers"], extra_length)
+  first, last = (
+    _stack(model, model[name]["mixer"], model[name]["num_layers"], extra_length)
     for name in ("first", "last")
-  }
-  make_hourglass = partial(
-    Hourglass,
-    middle=middle(extra_length=1),  # with the null group
-    make_boundaries=_boundaries_maker(model),
-    make_positions=make_positions,
-    norm_init_std=model["norm_init_std"],
-    dtype=dtype,
-    **outer,
   )
-  return LanguageModel(make_hourglass=make_hourglass, **common)
+  inner = within or [{**model, "boundaries": {"name": "none"}}]
+  middle = _core(inner, extra_length + 1)  # with the null group
+  has_own_width = inner[0]["width"] != model["width"]
+  blocks_within = [middle] if isinstance(middle, Stack) else []
+  shares = [first, last, *([] if has_own_width else blocks_within)]
+  return Inner(partial(
+    Hourglass,
+    first=first,
+    middle=middle,
+    last=last,
+    make_boundaries=_boundaries_maker(model),
+    make_positions=_make_positions(shares),
+    middle_width=inner[0]["width"] if has_own_width else None,
+    make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
+    norm_init_std=model["norm_init_std"],
+    init_std=model["init_std"],
+    dtype=jnp.dtype(model["dtype"]),
+  ))
 
 
 def check_memory(shapes: Any, num_parts: int = 1) -> None:
@@ -103,11 +118,10 @@ def _host_memory() -> int:
     return 0
 
 
-def build_boundaries(model_config: Mapping) -> Boundaries | None:
-  """The kind of boundaries of `config.model`, without parameters; None without pooling."""
-  if not config_lib.is_pooled(model_config):
-    return None
-  return _boundaries_maker(model_config)()
+def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
+  """The kinds of boundaries of `config.model`, without parameters, the outermost first."""
+  stages = config_lib.stages_in(model_config).values()
+  return tuple(_boundaries_maker(x)() for x in stages if config_lib.is_pooled(x))
 
 
 def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
@@ -121,9 +135,16 @@ def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
 
 
 def _stack(
-  model: Mapping, mixer: Mapping | None, num_layers: int, dtype, extra_length: int = 0
+  model: Mapping, mixer: Mapping | None, num_layers: int, extra_length: int
 ) -> Stack:
-  make_mixer = _mixer_maker(model, mixer or model["mixer"], dtype, extra_length)
+  dtype = jnp.dtype(model["dtype"])
+  make_mixer = registry.mixers.maker(
+    mixer or model["mixer"],
+    max_length=model["max_length"] + extra_length,
+    position_dropout=model["dropout"],
+    init_std=model["init_std"],
+    dtype=dtype,
+  )
   make_block = partial(
     blocks.Block,
     make_mixer=make_mixer,
@@ -145,28 +166,11 @@ def _stack(
   )
 
 
-def _mixer_maker(model: Mapping, section: Mapping, dtype, extra_length: int = 0) -> partial:
-  return registry.mixers.maker(
-    section,
-    max_length=model["max_length"] + extra_length,
-    position_dropout=model["dropout"],
-    init_std=model["init_std"],
-    dtype=dtype,
-  )
-
-
-def _make_positions(model: Mapping, sections: Mapping, dtype) -> partial | None:
+def _make_positions(stacks: Sequence[Stack]) -> partial | None:
   """What makes the positions that mixers share, where there are such mixers."""
-  found = {}
-  for key, section in sections.items():
-    maker = _mixer_maker(model, section, dtype)
-    if hasattr(maker.func, "make_positions"):
-      found[key] = maker().make_positions()
-  if not found:
-    return None
-  (first, made), *others = found.items()
-  for key, other in others:
-    if (other.func, other.keywords) != (made.func, made.keywords):
-      raise UserError(f"{key}: expected a mixer that can share its positions with "
-                      f"{first}, got other settings")
-  return made
+  made = [stack.make_mixer().make_positions() for stack in stacks if stack.has_positions]
+  for other in made[1:]:
+    if (other.func, other.keywords) != (made[0].func, made[0].keywords):
+      raise UserError("model.mixer, model.first.mixer, model.last.mixer: expected mixers "
+                      "that can share their positions, got other settings")
+  return made[0] if made else None

@@ -18,7 +18,8 @@ Where this differs from the authors' code:
 - gumbel rounds p in evaluation (Sec. 3.1), there it samples (`sample_boundaries`).
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import blocks
+from dpjax.layers import blocks, initializers
 from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.models.stack import Stack
 
@@ -54,6 +55,22 @@ class HourglassCache(NamedTuple):
   boundaries: Any
 
 
+class Stage(NamedTuple):
+  """Where a second pooling, of segments, has its boundaries: S segments of the one outside.
+
+  Attributes:
+    boundaries: [B, S], as those of `HourglassOutput`, as the following.
+    boundary_logits: likewise.
+    boundary_probabilities: likewise.
+    inner: of a pooling within this one, or None.
+  """
+
+  boundaries: jax.Array
+  boundary_logits: jax.Array | None
+  boundary_probabilities: jax.Array | None
+  inner: "Stage | None" = None
+
+
 class HourglassOutput(NamedTuple):
   """What the hourglass returns.
 
@@ -64,6 +81,7 @@ class HourglassOutput(NamedTuple):
     boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
     cache: after these tokens, where one was given.
     boundary_probabilities: [B, T], where the kind of boundaries gives them.
+    inner: the boundaries of a pooling in the middle; None without one, or with a cache.
   """
 
   hidden: jax.Array
@@ -71,6 +89,60 @@ class HourglassOutput(NamedTuple):
   boundary_logits: jax.Array | None
   cache: HourglassCache | None = None
   boundary_probabilities: jax.Array | None = None
+  inner: Stage | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+  """An hourglass in the place of a middle stack: its tokens are segments.
+
+  Its methods are those of `dpjax.models.stack.Stack`; a cache is the number of segments
+  so far, [B], and the hourglass's own.
+
+  Attributes:
+    make_hourglass: called with `name`, gives an `Hourglass` whose boundaries suit segments.
+  """
+
+  make_hourglass: Callable[..., "Hourglass"]
+
+  def apply(self, x_bsd, *, name: str, lengths: jax.Array, **options):
+    """As that of a stack, and the `Stage`; `lengths`, [B], is how many are segments."""
+    del options["positions"]
+    output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
+    return output.hidden, Stage(*output[1:3], *output[4:])
+
+  def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
+    """As that of a stack."""
+    del width, positions
+    hourglass = self.make_hourglass(name=name)
+    params, free = hourglass.variables["params"], hourglass.clone(parent=None)
+
+    def function(x_bsd, caches, lengths=None):
+      start, cache = caches
+      output: Any = free.apply(
+        {"params": params}, x_bsd, None, cache=cache, start=start, lengths=lengths
+      )
+      new = x_bsd.shape[1] if lengths is None else lengths
+      return output.hidden, (start + new, output.cache)
+
+    return function
+
+  def unstack(self, params: Mapping) -> dict:
+    """As that of a stack."""
+    return self._hourglass.unstack(params)
+
+  @property
+  def has_cache(self) -> bool:
+    """As that of a stack."""
+    return self._hourglass.has_cache
+
+  def init_caches(self, batch: int, width: int) -> tuple:
+    """As those of a stack."""
+    return jnp.zeros(batch, jnp.int32), self._hourglass.init_cache(batch, width)
+
+  @property
+  def _hourglass(self) -> "Hourglass":
+    return self.make_hourglass(parent=None)
 
 
 class Hourglass(nn.Module):
@@ -78,28 +150,35 @@ class Hourglass(nn.Module):
 
   Attributes:
     first: blocks before the pooling.
-    middle: blocks on segments; their mixers' `max_length` is that of the tokens + 1.
+    middle: blocks on segments, or another hourglass; their mixers' `max_length` is that
+      of the tokens + 1.
     last: blocks after the up-sampling.
     make_boundaries: called with `name`, gives the `dpjax.layers.boundaries.Boundaries`.
     make_positions: called with `name`, gives the positions and biases that the relative
       attention of all three stacks shares; None where no stack has it.
+    middle_width: D of the middle where it differs, with a matrix each way; None: D.
+    make_middle_positions: as `make_positions`, of a middle that has a width of its own.
     norm_init_std: of the gains of the middle's LayerNorm.
+    init_std: of the matrices of `middle_width`, as `dpjax.layers.blocks.FeedForward`.
     dtype: of the computation; parameters are float32.
   """
 
   first: Stack
-  middle: Stack
+  middle: Stack | Inner
   last: Stack
   make_boundaries: Callable[..., Boundaries]
   make_positions: Callable[..., nn.Module] | None = None
+  middle_width: int | None = None
+  make_middle_positions: Callable[..., nn.Module] | None = None
   norm_init_std: float = 0.0
+  init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
     self,
     inputs: jax.Array,
-    tokens: jax.Array,
+    tokens: jax.Array | None,
     *,
     deterministic: bool = True,
     boundaries: jax.Array | None = None,
@@ -108,6 +187,8 @@ class Hourglass(nn.Module):
     cache: HourglassCache | None = None,
     start: jax.Array | None = None,
     lengths: jax.Array | None = None,
+    sizes: Sequence[int] = (),
+    needed: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
 
@@ -116,7 +197,7 @@ class Hourglass(nn.Module):
 
     Args:
       inputs: [B, T, D].
-      tokens: [B, T], ids.
+      tokens: [B, T], ids; None where the inputs are segments.
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, in place of the module's own.
       boundary_noise: [B, T] in (0, 1), in place of what the boundaries draw.
@@ -124,7 +205,9 @@ class Hourglass(nn.Module):
         the device. Where it is too small the result is nan.
       cache: None, or of `init_cache`, or of the output before.
       start: [B], int32, with a cache: how many tokens of each row came before.
-      lengths: [B], int32, with a cache: how many of each row's T are real; None: all.
+      lengths: [B], int32: how many of each row's T are real; None: all.
+      sizes: of the outer stacks, as `dpjax.models.stack.Stack.apply` takes them.
+      needed: likewise.
 
     Returns:
       `HourglassOutput`.
@@ -133,7 +216,7 @@ class Hourglass(nn.Module):
       ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range or
         beside a cache, or noise for boundaries that draw nothing.
     """
-    batch, length, _ = inputs.shape
+    batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
     if capacity is not None and not 1 <= capacity <= length + 1:
@@ -146,15 +229,20 @@ class Hourglass(nn.Module):
     positions = None
     if self.make_positions is not None:
       positions = self.make_positions(name="relative_positions")
-    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
+    middle_positions = positions
+    if self.make_middle_positions is not None:
+      middle_positions = self.make_middle_positions(name="middle_positions")
+    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic,
+                                  sizes=sizes, needed=needed)
     steps: dict[str, Any] = {}
     if cache is None:
       h_btd = self.first.apply(inputs, name="first", **common)
     else:
-      for name in ("first", "middle", "last"):
-        steps[name] = getattr(self, name).with_caches(
-          inputs.shape[2], name=name, positions=positions
-        )
+      for name in ("first", "last"):
+        steps[name] = getattr(self, name).with_caches(width, name=name, positions=positions)
+      steps["middle"] = self.middle.with_caches(
+        self.middle_width or width, name="middle", positions=middle_positions
+      )
       h_btd, first_caches = steps["first"](inputs, cache.first, lengths)
 
     if boundaries is not None and boundary_noise is None and kind.takes_noise:
@@ -176,20 +264,30 @@ class Hourglass(nn.Module):
     else:
       ops.check_boundaries(boundaries, (batch, length))
       found = found._replace(boundaries=boundaries)
-    null_b1d = jnp.zeros((batch, 1, inputs.shape[2]), h_btd.dtype)
+    if lengths is not None and cache is None:
+      is_real_bt = jnp.arange(length)[None] < lengths[:, None]
+      boundaries = boundaries * is_real_bt.astype(boundaries.dtype)
+      found = found._replace(boundaries=boundaries)
+    null_b1d = jnp.zeros((batch, 1, self.middle_width or width), h_btd.dtype)
     if kind.has_null_group:
       null_d = self.param(
-        "null_group", nn.initializers.normal(1.0), inputs.shape[2:], jnp.float32
+        "null_group", nn.initializers.normal(1.0), null_b1d.shape[2:], jnp.float32
       )
       null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
+    widen, narrow = self._projections(width)
     norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
     if cache is not None:
       new, segment = ops.pool_segments_cached(
         h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
       )
-      queue_bsd = jnp.concatenate([null_b1d, new], axis=1)
+      queue_bsd = jnp.concatenate([null_b1d, widen(new)], axis=1)
+
+      def step_middle(x_bsd, caches, lengths):
+        s_bsd, caches = steps["middle"](x_bsd, caches, lengths)
+        return narrow(s_bsd), caches
+
       u_btd, latest, middle_caches = _read_segments(
-        steps["middle"],
+        step_middle,
         norm(queue_bsd) if kind.has_null_group else queue_bsd,
         kind,
         found,
@@ -207,31 +305,64 @@ class Hourglass(nn.Module):
       )
 
     num_null = int(kind.has_null_group)
+    segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1) + num_null
     if capacity is None:
-      sizes = ops.capacities(length + num_null, kind.lengths_compiled)
-      needed = jnp.max(jnp.sum(boundaries.astype(jnp.int32), axis=1)) + num_null
+      inner_sizes = ops.capacities(length + num_null, kind.lengths_compiled)
+      of_middle: dict[str, Any] = dict(sizes=inner_sizes, needed=jnp.max(segments_b))
     else:
-      sizes, needed = (capacity,), None
-    s_bsd = ops.pool_segments(
-      h_btd, boundaries, sizes[-1] - num_null, method=kind.pooling_method
+      of_middle = dict(sizes=(capacity,), needed=None)
+    size = of_middle["sizes"][-1]
+    s_bsd = widen(
+      ops.pool_segments(h_btd, boundaries, size - num_null, method=kind.pooling_method)
     )
     if kind.has_null_group:
       s_bsd = norm(jnp.concatenate([null_b1d, s_bsd], axis=1))
-    s_bsd = self.middle.apply(s_bsd, name="middle", sizes=sizes, needed=needed, **common)
+    of_middle |= dict(
+      name="middle", positions=middle_positions, deterministic=deterministic
+    )
+    inner = None
+    if isinstance(self.middle, Inner):
+      s_bsd, inner = self.middle.apply(s_bsd, lengths=segments_b, **of_middle)
+    else:
+      s_bsd = self.middle.apply(s_bsd, **of_middle)
+    s_bsd = narrow(s_bsd)
     if not kind.has_null_group:
-      s_bsd = kind.blend(s_bsd, _at_boundaries(found, sizes[-1]), None)
-      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
+      s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None)
+      s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries)
     y_btd = self.last.apply(kind.join(u_btd, h_btd, found), name="last", **common)
     return HourglassOutput(
-      y_btd, boundaries, found.logits, boundary_probabilities=found.probabilities
+      y_btd, boundaries, found.logits, None, found.probabilities, inner
     )
+
+  def _projections(self, width: int) -> tuple[Callable, Callable]:
+    """Functions of arrays alone: to the width of the middle, and back."""
+    if self.middle_width is None:
+      return lambda x: x, lambda x: x
+    init = initializers.weights(self.init_std, initializers.linear_kernel)
+    widen, narrow = (
+      self.param(name, init, shape, jnp.float32).astype(self.dtype)
+      for name, shape in (("middle_in", (width, self.middle_width)),
+                          ("middle_out", (self.middle_width, width)))
+    )
+    return lambda x: x @ widen, lambda x: x @ narrow
+
+  @nn.nowrap
+  def unstack(self, params: Mapping) -> dict:
+    """The parameters with those of each layer by themselves, as `Stack.unstack`."""
+    stacks = {name: getattr(self, name) for name in ("first", "middle", "last")}
+    return {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
+
+  @property
+  def has_cache(self) -> bool:
+    """Whether all mixers can go on where a cache ends."""
+    return self.first.has_cache and self.middle.has_cache and self.last.has_cache
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D of which no token has been seen."""
     return HourglassCache(
       self.first.init_caches(batch, width),
-      self.middle.init_caches(batch, width),
+      self.middle.init_caches(batch, self.middle_width or width),
       self.last.init_caches(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),

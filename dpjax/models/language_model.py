@@ -34,8 +34,9 @@ class LanguageModelOutput(NamedTuple):
     boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. Of a
       number type as `dpjax.models.hourglass.HourglassOutput` says.
     boundary_logits: [B, T], of the predictor; None without one.
-    boundary_probabilities: [B, T], where the boundaries have them beside logits.
     cache: after these tokens, where one was given.
+    boundary_probabilities: [B, T], where the boundaries have them beside logits.
+    inner: `dpjax.models.hourglass.Stage`, where segments are pooled again.
   """
 
   logits: jax.Array
@@ -43,6 +44,7 @@ class LanguageModelOutput(NamedTuple):
   boundary_logits: jax.Array | None = None
   cache: LanguageModelCache | None = None
   boundary_probabilities: jax.Array | None = None
+  inner: Any = None
 
 
 class LanguageModel(nn.Module):
@@ -143,13 +145,14 @@ class LanguageModel(nn.Module):
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
-    boundaries = boundary_logits = probabilities = None
+    found: dict[str, Any] = {}
     if self.make_hourglass is not None:
       if cache is not None:
         of_pooling |= dict(cache=cache.layers, start=cache.length, lengths=lengths)
-      x_btd, boundaries, boundary_logits, layers, probabilities = self.make_hourglass(
-        name="hourglass"
-      )(x_btd, tokens, deterministic=deterministic, **of_pooling)
+      found = self.make_hourglass(name="hourglass")(
+        x_btd, tokens, deterministic=deterministic, **of_pooling
+      )._asdict()
+      x_btd, layers = found.pop("hidden"), found.pop("cache")
     else:
       given = [name for name, value in of_pooling.items() if value is not None]
       if self.layers is None:
@@ -181,9 +184,7 @@ class LanguageModel(nn.Module):
       dot_general=ops.dot_general,
       name="logits",
     )(x_btd)
-    return LanguageModelOutput(
-      logits_btv, boundaries, boundary_logits, cache, probabilities
-    )
+    return LanguageModelOutput(logits_btv, cache=cache, **found)
 
   @nn.nowrap
   def apply(self, variables: Mapping, tokens: jax.Array, *args, **kwargs) -> Any:
@@ -202,19 +203,15 @@ class LanguageModel(nn.Module):
     """
     if self.layers is not None:
       return {**params, "layers": self.layers.unstack(params["layers"])}
-    hourglass = self._hourglass()
-    inner = dict(params["hourglass"])
-    for name in ("first", "middle", "last"):
-      inner[name] = getattr(hourglass, name).unstack(inner[name])
-    return {**params, "hourglass": inner}
+    hourglass = self._hourglass().unstack(params["hourglass"])
+    return {**params, "hourglass": hourglass}
 
   @property
   def has_cache(self) -> bool:
     """Whether all mixers have one: else each new token takes a pass over the window."""
     if self.layers is not None:
       return self.layers.has_cache
-    hourglass = self._hourglass()
-    return all(getattr(hourglass, name).has_cache for name in ("first", "middle", "last"))
+    return self._hourglass().has_cache
 
   def init_cache(self, batch: int) -> LanguageModelCache:
     """The cache of B rows of which no token has been seen; it needs no parameters."""

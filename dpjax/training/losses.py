@@ -1,7 +1,7 @@
 """What is minimised. B batch, T position, V vocabulary."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,15 +79,16 @@ _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """The loss of the tokens, and that of the boundaries where a model pools them.
+  """The loss of the tokens, and those of the boundaries where a model pools them.
 
     loss = nats / count + boundary_nats / count
 
   Attributes:
-    boundaries: the kind, whose `loss` is the second term; None: no pooling.
+    boundaries: the kinds, whose `loss` is the second term, the outermost first; (): no
+      pooling. That of segments has a mean over segments in the place of that over tokens.
   """
 
-  boundaries: Boundaries | None = None
+  boundaries: Sequence[Boundaries] = ()
 
   def sums(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """What a batch adds to the loss and to the scores.
@@ -104,16 +105,31 @@ class Objective:
     weights = batch["weights"]
     nats, count = cross_entropy(output.logits, batch["targets"], weights)
     sums = {"nats": nats, "count": count}
-    if self.boundaries is None:
+    if not self.boundaries:
       return sums
+    kind, *within = self.boundaries
     boundaries = output.boundaries.astype(jnp.float32)
-    sums["boundary_nats"], targets = self.boundaries.loss(output, batch)
+    sums["boundary_nats"], targets = kind.loss(output, batch)
     sums |= _count_segments(boundaries, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
       sums["hits"] = jnp.sum(boundaries * targets * weights)
       sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
+    stage, is_real = output, _is_real(weights)
+    for number, inner in enumerate(within, 2):
+      segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
+      if kind.has_null_group:
+        segments_b += is_real[:, 0]
+      kind, stage = inner, stage.inner
+      boundaries = stage.boundaries.astype(jnp.float32)
+      places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
+      is_real = (places < segments_b[:, None]).astype(jnp.float32)
+      inner_nats, _ = kind.loss(stage, {"weights": is_real})
+      num_segments = jnp.sum(is_real)
+      sums["boundary_nats"] += inner_nats * count / jnp.maximum(num_segments, 1)
+      sums[f"segments_in_{number}"] = num_segments
+      sums[f"boundaries_{number}"] = jnp.sum(boundaries * is_real)
     return sums
 
 
@@ -128,8 +144,7 @@ def add_sums(
 
 
 def _count_segments(boundaries, weights) -> dict[str, jax.Array]:
-  # A text's end is filled up behind the last target that counts.
-  is_real = (jax.lax.cummax(weights, axis=1, reverse=True) > 0).astype(boundaries.dtype)
+  is_real = _is_real(weights)
   segments_b = jnp.sum(boundaries * is_real, axis=1)
   largest = jnp.max(segments_b)
   return {
@@ -140,3 +155,8 @@ def _count_segments(boundaries, weights) -> dict[str, jax.Array]:
     "positions": jnp.float32(boundaries.shape[1]),
     "slots": largest + 1,  # S, with the null group
   }
+
+
+def _is_real(weights) -> jax.Array:
+  """[B, T]: a text's end is filled up behind the last target that counts."""
+  return (jax.lax.cummax(weights, axis=1, reverse=True) > 0).astype(jnp.float32)

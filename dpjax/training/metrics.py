@@ -69,6 +69,7 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     shortening_factor        = count / boundaries
     shortening_factor_padded = positions / slots, T over the S of each batch
     segments_mean            = segments / rows, of a window
+    shortening_factor_2      = segments_in_2 / boundaries_2, of a second pooling; and so on
     precision                = hits / boundaries
     recall                   = hits / targets
     f1                       = 2 hits / (boundaries + targets)
@@ -78,8 +79,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     sums: of `dpjax.training.losses.Objective.sums`, added up over batches.
 
   Returns:
-    The above and "segments_max"; the last four where boundaries have targets. A quotient
-    by 0 is infinite, 0 / 0 nan. Nothing where there is no token pooling.
+    The above and "segments_max"; precision to accuracy where boundaries have targets. A
+    quotient by 0 is infinite, 0 / 0 nan. Nothing where there is no token pooling.
   """
   if "boundaries" not in sums:
     return {}
@@ -98,6 +99,11 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     scores["recall"] = _ratio(hits, targets)
     scores["f1"] = _ratio(2 * hits, found + targets)
     scores["accuracy"] = _ratio(sums["agreements"], count)
+  for name, found in sums.items():
+    if name.startswith("boundaries_"):
+      number = name.removeprefix("boundaries_")
+      factor = _ratio(sums[f"segments_in_{number}"], found)
+      scores[f"shortening_factor_{number}"] = factor
   return scores
 
 

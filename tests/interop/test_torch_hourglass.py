@@ -261,11 +261,9 @@ def test_refusals_name_what_is_wrong():
   refused(fixed, "num_heads: expected the 2 of r_w_bias, got 4", **kind, num_heads=4)
   refused(fixed, "boundaries.offset: .*, got 3", **kind, boundary_offset=3)
   refused(fixed, "boundaries.temperature: .* setting of fixed", **kind, temperature=0.7)
-  refused(
-    gumbel, "boundaries.offset: .* setting of gumbel", boundaries="gumbel", boundary_offset=1
-  )
+  refused(gumbel, "offset: .* setting of gumbel", boundaries="gumbel", boundary_offset=1)
   refused(gumbel, "space_ids.*, got", boundaries="entropy", space_ids=(0,))
-  refused(none, "shortening_factor.*, got 3", shortening_factor=3)
+  refused(none, "shortening_factor: .* setting of none", shortening_factor=3)
   refused(none, "variant: .*, got multihead", variant="multihead")
   # Names.
   refused(without(fixed, "null_group"), "'null_group'. missing", **kind)

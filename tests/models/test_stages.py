@@ -1,0 +1,249 @@
+"""Two stages of pooling, and a middle with a width of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import ops
+from dpjax.models.build import build_boundaries
+from dpjax.training import losses, metrics
+from tests import helpers
+
+BATCH, LENGTH, VOCAB, WIDTH, INNER = 3, 23, 11, 6, 10
+TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
+KINDS = {
+  "routing": (dict(name="routing"), dict(name="routing", factor=2.0)),
+  "gumbel": (dict(name="fixed"), dict(name="gumbel", num_capacities=3)),
+  "fixed": (dict(name="gumbel"), dict(name="fixed", shortening_factor=3)),
+}
+SCHEDULES = [
+  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
+   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
+  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
+]
+
+
+def settings(outer, inner, width=INNER, **changes):
+  config = config_lib.default_model()
+  helpers.set_model(
+    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
+    feed_forward_width=14, num_layers=2, max_length=29, positions="none", activation="gelu",
+    **changes,
+  )
+  config.boundaries = config_lib.boundaries(**outer)
+  config.middle = config_lib.middle(config_lib.boundaries(**inner), width=width)
+  for section in (config, config.middle):
+    section.first.num_layers = section.last.num_layers = 1
+  config.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
+  return config
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request):
+  config = settings(*KINDS[request.param])
+  model = dpjax.build_model(config)
+  params = helpers.draw_params(model, 6, 1 / 2)
+  for stage in (params["hourglass"], params["hourglass"]["middle"]):
+    for name in ("mixer_norm", "feed_forward_norm"):
+      # Without a direction that all vectors have in common.
+      stage["first"][name]["bias"] = jnp.zeros_like(stage["first"][name]["bias"])
+  apply = jax.jit(model.apply)
+  for stage in (params["hourglass"], params["hourglass"]["middle"]):
+    output = apply({"params": params}, TOKENS)
+    found = output if stage is params["hourglass"] else output.inner
+    if found.boundary_logits is not None:
+      # Of the segments that there are, as many end one more as do not.
+      logits = np.sort(np.asarray(found.boundary_logits)[:, :8], axis=None)
+      out = stage["boundary_predictor"]["out"]
+      out["bias"] -= logits[len(logits) // 2 - 1 : len(logits) // 2 + 1].mean()
+  output = apply({"params": params}, TOKENS)
+  assert (output.boundaries.sum(1) > 4).all()
+  # Some of each in both stages, and rounding flips none.
+  assert 0 < int(output.inner.boundaries.sum()) < 0.8 * int(output.boundaries.sum())
+  for stage in (output, output.inner):
+    for sure, middle in ((stage.boundary_probabilities, 0.5), (stage.boundary_logits, 0)):
+      distance = abs(np.asarray(middle if sure is None else sure) - middle)
+      assert (distance[distance > 0] > 1e-4).all()  # 0: no segment.
+  return config, model, params, output
+
+
+def test_causal(case):
+  _, model, params, whole = case
+  apply = jax.jit(model.apply)
+  for place in (0, 7, 15):
+    other = TOKENS.copy()
+    other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
+    logits = apply({"params": params}, other).logits
+    np.testing.assert_allclose(
+      logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5
+    )
+    assert abs(logits - whole.logits).max() > 1e-2
+
+
+def test_rows_and_capacities_change_nothing(case):
+  _, model, params, whole = case
+  apply = jax.jit(model.apply, static_argnames="capacity")
+  alone = apply({"params": params}, TOKENS[1:2]).logits
+  np.testing.assert_allclose(alone[0], whole.logits[1], atol=1e-5)
+  for capacity in (int(whole.boundaries.sum(1).max()) + 1, LENGTH):
+    output = apply({"params": params}, TOKENS, capacity=capacity)
+    np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["steps", "chunks"])
+def test_chunks_say_what_the_whole_says(case, schedule):
+  _, model, params, whole = case
+  by_layer = model.unstack(params)
+  step = jax.jit(lambda tokens, cache, lengths: model.apply(
+    {"params": by_layer}, tokens, cache=cache, lengths=lengths
+  ))
+  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
+  garbage = np.random.default_rng(7)
+  for size, lengths in schedule:
+    chunk = garbage.integers(VOCAB, size=(BATCH, size))
+    for row, length in enumerate(lengths):
+      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
+    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
+    cache = output.cache
+    for row, length in enumerate(lengths):
+      places = slice(seen[row], seen[row] + length)
+      np.testing.assert_allclose(
+        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
+      )
+    seen += lengths
+  assert (seen == LENGTH).all()
+  assert step._cache_size() == len({size for size, _ in schedule})
+
+
+def test_every_parameter_has_a_gradient(case):
+  config, model, params, _ = case
+  objective = losses.Objective(build_boundaries(config))
+  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.ones(TOKENS.shape))
+
+  @jax.jit
+  def grads(params):
+    def loss(params):
+      rngs = {"dropout": jax.random.key(4)}
+      output = model.apply({"params": params}, TOKENS, deterministic=False, rngs=rngs)
+      sums = objective.sums(output, batch)
+      return sums["nats"] + sums["boundary_nats"]
+
+    return jax.grad(loss)(params)
+
+  for path, grad in jax.tree.leaves_with_path(grads(params)):
+    name = jax.tree_util.keystr(path)
+    assert np.isfinite(grad).all(), name
+    # A bias of all keys moves every score of a query alike: no effect.
+    assert grad.any() or "distances" in name, name
+
+
+def test_the_loss_of_each_stage_is_a_mean_over_its_own():
+  config = settings(*KINDS["routing"])
+  model = dpjax.build_model(config)
+  output = model.apply({"params": helpers.draw_params(model, 6, 1 / 2)}, TOKENS)
+  weights = np.ones((BATCH, LENGTH), np.float32)
+  weights[1, 15:] = 0
+  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
+  sums = losses.Objective(build_boundaries(config)).sums(output, batch)
+  segments = (np.asarray(output.boundaries) * weights).sum(axis=1)
+  inner = output.inner
+  is_segment = np.arange(inner.boundaries.shape[1]) < segments[:, None]
+  expected = sum(
+    float(ops.ratio_loss(stage.boundaries, stage.boundary_probabilities, factor,
+                         weights=jnp.asarray(w, jnp.float32)))
+    for stage, factor, w in ((output, 4.5, weights), (inner, 2.0, is_segment))
+  )
+  assert float(sums["boundary_nats"]) == pytest.approx(0.03 * expected * weights.sum())
+  scores = metrics.boundary_scores({name: float(x) for name, x in sums.items()})
+  found = np.asarray(inner.boundaries)[is_segment].sum()
+  assert scores["shortening_factor_2"] == pytest.approx(segments.sum() / found)
+
+
+def test_a_middle_of_its_own_width():
+  """Padding a wider middle's matrices with zeros, it computes what a narrow one does."""
+  config = settings(dict(name="fixed", shortening_factor=3), dict(name="none"))
+  config.middle.first.num_layers = config.middle.last.num_layers = 2
+  config.middle.feed_forward_width = 9
+  model = dpjax.build_model(config)
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
+  assert params["middle_in"].shape == (WIDTH, INNER)
+  assert params["middle_out"].shape == (INNER, WIDTH)
+  assert params["null_group"].shape == (INNER,)
+  assert params["middle"]["feed_forward"]["hidden"]["kernel"].shape == (2, INNER, 9)
+  assert params["last"]["feed_forward"]["hidden"]["kernel"].shape == (1, WIDTH, 14)
+  assert params["middle_positions"]["content_bias"].shape == (2, INNER // 2)
+  # Of the tokens' width, with the identity for its matrices: as without them.
+  narrow = settings(dict(name="fixed", shortening_factor=3), dict(name="none"), width=0)
+  narrow.middle = None
+  plain = dpjax.build_model(narrow)
+  own = helpers.draw_params(plain, 3, 1 / 2)
+  hourglass = plain.make_hourglass(parent=None)
+  same = hourglass.clone(
+    middle_width=WIDTH, make_middle_positions=hourglass.make_positions
+  )
+  eye = jnp.eye(WIDTH)
+  more = dict(own["hourglass"], middle_in=eye, middle_out=eye,
+              middle_positions=own["hourglass"]["relative_positions"])
+  x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")
+  np.testing.assert_allclose(
+    same.apply({"params": more}, x, TOKENS).hidden,
+    hourglass.apply({"params": own["hourglass"]}, x, TOKENS).hidden, atol=1e-5,
+  )
+
+
+def test_it_trains_resumes_and_writes(tmp_path):
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=6)
+  config.model.boundaries = config_lib.boundaries("routing", num_capacities=2)
+  config.model.middle = config_lib.middle(
+    config_lib.boundaries("routing", num_capacities=2), width=18, feed_forward_width=22
+  )
+  for stage in (config.model, config.model.middle):
+    stage.first.num_layers = stage.last.num_layers = 1
+  with jax.numpy_dtype_promotion("standard"):
+    run, scores = dpjax.train(config, tmp_path / "run")
+  assert {"shortening_factor", "shortening_factor_2"} <= scores.keys()
+  loaded = dpjax.load(tmp_path / "run")
+  assert loaded.config == run.config and loaded.config.model.middle.width == 18
+  text = loaded.generate("the cat", length=9, temperature=0)[0]
+  tokens = [*loaded.tokenizer.encode("the cat")]
+  for _ in range(9):
+    logits = loaded.model.apply({"params": loaded.params}, np.array([tokens])).logits
+    tokens.append(int(logits[0, -1].argmax()))
+  assert text == loaded.tokenizer.decode(tokens[7:])
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"middle.boundaries": dict(name="whitespace")},
+     "middle.boundaries: expected one of none, fixed, gumbel, routing"),
+    ({"middle.boundaries": dict(name="gumbel", sample=True)},
+     "middle.boundaries: expected .* draws in evaluation, got gumbel"),
+    ({"middle.boundaries": dict(name="routing", factor=1.0)},
+     "middle.boundaries.factor: expected above 1"),
+    ({"middle.width": 9}, "m.*num_heads: expected a divisor of model.middle.width = 9"),
+    ({"middle.width": -1}, "middle.width: expected at least 0"),
+    ({"boundaries": dict(name="none")}, "first.num_layers: expected 2"),
+    ({"middle.first.num_layers": 0}, "middle.first.num_layers: expected at least 1"),
+  ],
+)
+def test_refusals(changes, message):
+  config = settings(*KINDS["routing"])
+  for key, value in changes.items():
+    *parents, name = key.split(".")
+    section = config_lib.get(config, ".".join(parents)) if parents else config
+    section[name] = config_lib.boundaries(**value) if isinstance(value, dict) else value
+  with pytest.raises(dpjax.UserError, match=f"^model.{message}"):
+    config_lib.check_model(config)
+
+
+def test_unknown_settings_of_a_middle_are_named():
+  with pytest.raises(dpjax.UserError, match="middle.wdith: .* nearest known is middle.wid"):
+    config_lib.middle(wdith=8)
+  config = settings(*KINDS["routing"]).to_dict()
+  config["middle"]["first"]["num_layer"] = 2
+  with pytest.raises(dpjax.UserError, match="middle.first.num_layer: .*first.num_layers"):
+    config_lib.from_dict({"model": config})
