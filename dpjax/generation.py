@@ -53,8 +53,10 @@ class Generator:
     self._pad_id = pad_id(config)
     kinds = build_boundaries(config.model)
     self._draws_boundaries = any(kind.draws_in_evaluation for kind in kinds)
+    # A model made in Python may have none.
+    self._has_cache = getattr(model, "has_cache", False)
     # A step of one token then copies no parameters.
-    self._by_layer = jax.jit(model.unstack)
+    self._by_layer = jax.jit(model.unstack) if self._has_cache else None
     self._begin = jax.jit(self._begin_rows)
     self._advance = {
       is_cached: jax.jit(
@@ -131,7 +133,7 @@ class Generator:
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
-    if settings["beyond_window"] == "continue" and not self._model.has_cache:
+    if settings["beyond_window"] == "continue" and not self._has_cache:
       raise UserError("beyond_window: expected slide or refuse with a mixer that has no "
                       "cache, got continue")
     stop_ids = self._stop_ids(stop)
@@ -156,8 +158,8 @@ class Generator:
   def _pieces(self, params, rows, keys, draw, length, stop_ids, beyond_window):
     streams = [TextStream(self._tokenizer) for _ in rows]
     is_stopped = [False] * len(rows)
-    is_cached, done = self._model.has_cache, 0
-    if is_cached:
+    is_cached, done = self._has_cache, 0
+    if self._by_layer is not None:
       own_params = self._by_layer(params)
       state = self._begin(own_params, *_filled(rows, self._window), keys)
     else:

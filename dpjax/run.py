@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
@@ -23,6 +24,7 @@ from dpjax.data import batches, prepared
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_boundaries, build_model, check_memory
+from dpjax.models.language_model import LanguageModel
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import (
   checkpoints,
@@ -30,9 +32,9 @@ from dpjax.training import (
   loop,
   losses,
   metrics,
-  optimizer,
   sharding,
 )
+from dpjax.training import optimizer as optimizers
 from dpjax.training import step as step_lib
 
 
@@ -61,9 +63,15 @@ class Run:
   def __repr__(self) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
     return (
-      f"Run({self.config.model.mixer.name}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"Run({self.name}, {size:,} parameters, {self.tokenizer.kind} of "
       f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
     )
+
+  @property
+  def name(self) -> str:
+    """The mixer's, or that of the class of a model made in Python."""
+    is_own = not isinstance(self.model, LanguageModel)
+    return type(self.model).__name__ if is_own else self.config.model.mixer.name
 
   def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
     """Scores a text, its first token included.
@@ -263,13 +271,26 @@ def train(
   config: ConfigDict,
   workdir: str | Path,
   *,
+  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
+  optimizer: optax.GradientTransformation | None = None,
+  callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Run, dict[str, float]]:
   """Trains what a configuration describes, or goes on where the folder's run stopped.
 
+    dpjax.train(config, "runs/mine", model=lambda settings: Mine(settings.vocab_size))
+    dpjax.load("runs/mine", model=lambda settings: Mine(settings.vocab_size))
+
   Args:
     config: of `dpjax.config`.
     workdir: the run's folder; made where there is none.
+    model: in the place of the one that `config.model` describes: a module, or a function
+      of `config.model`, with its `vocab_size`, that gives one. Its
+      `apply({"params": params}, tokens, deterministic=..., rngs=...)` returns something
+      with `logits`, [B, T, V]. To go on, or to load the run, takes the same one again.
+    optimizer: in the place of the one that `config.train` describes, with its schedule and
+      clipping.
+    callbacks: told of each report; one that returns True ends the training.
     should_stop: asked after every update, beside signals.
 
   Returns:
@@ -282,56 +303,49 @@ def train(
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
-    return _train(config, Path(workdir), should_stop)
+    return _train(config, Path(workdir), model, optimizer, callbacks, should_stop)
 
 
 def _train(
-  config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]
+  config, workdir: Path, model, optimizer, callbacks, should_stop
 ) -> tuple[Run, dict[str, float]]:
   data = _prepare(config, workdir)
-  given = config
-  config = _with_vocabulary(config, data.tokenizer)
-  settings = config.train
-  model = build_model(config.model)
+  given, config = config, _with_vocabulary(config, data.tokenizer)
+  settings, built = config.train, _model(config, model)
   train_batches = _train_batches(config, data)
-  steps_per_epoch = train_batches.steps_per_epoch
-  num_steps = config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch)
-  update = optimizer.build_optimizer(config.train, num_steps)
+  durations = _durations(settings, train_batches.steps_per_epoch)
+  trainer = loop.Trainer(
+    built,
+    optimizer or optimizers.build_optimizer(settings, durations.num_steps),
+    _objective(config),
+    settings.accumulate_steps,
+    settings.parameters,
+    _capacity(config),
+    config.seed,
+  )
+  run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
   generation.check_prompt(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
-  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  shapes = jax.eval_shape(built.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given)
-  run = Run(config, model, {}, data.tokenizer, 0, data, workdir)
   if jax.process_index() == 0:
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     print(
-      f"{config.model.mixer.name}, {size:,} parameters; {data.name}, "
+      f"{run.name}, {size:,} parameters; {data.name}, "
       f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
-      f"{config.model.vocab_size:,}; {num_steps:,} steps on {jax.device_count()} "
-      f"{jax.devices()[0].platform} device(s)"
+      f"{config.model.vocab_size:,}; {durations.num_steps:,} steps on "
+      f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
     )
   loop.fit(
-    model,
-    update,
+    trainer,
     train_batches,
     lambda params: run._score_split(params, "valid"),
+    durations,
     workdir=workdir,
-    num_steps=num_steps,
-    eval_every_steps=config_lib.steps_in(
-      settings, "eval_every", steps_per_epoch=steps_per_epoch
-    ),
-    log_every_steps=settings.log_every_steps,
-    median_every_steps=settings.median_every_steps,
-    checkpoint_every_steps=settings.checkpoint_every_steps,
     keep_checkpoints=settings.keep_checkpoints,
-    accumulate_steps=settings.accumulate_steps,
-    parameters=settings.parameters,
-    objective=_objective(config),
-    capacity=_capacity(config),
-    seed=config.seed,
     initial=_initial(config, shapes["params"], data) if settings.initial_run else None,
     meta={
       "config": config.to_dict(),
@@ -339,9 +353,10 @@ def _train(
                              strict=True)),
     },
     origin=_origin(data),
+    callbacks=callbacks,
     should_stop=should_stop,
   )
-  best = load(workdir)
+  best = load(workdir, model=model)
   # What validation was compiled for: the same model, with other parameters.
   best.__dict__["_eval_step"] = run._eval_step
   scores = best.score_split("test", progress=True)
@@ -349,12 +364,18 @@ def _train(
   return best, scores
 
 
-def load(workdir: str | Path, step: int | None = None) -> Run:
+def load(
+  workdir: str | Path,
+  step: int | None = None,
+  *,
+  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
+) -> Run:
   """Reads a run from its folder.
 
   Args:
     workdir: of `train`.
     step: of the checkpoint; None is the best by validation.
+    model: that was given to `train`, if one was.
 
   Returns:
     The run, its parameters replicated or sharded as in training. A checkpoint that is
@@ -369,16 +390,15 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
   config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
-  model = build_model(config.model)
-  # The shapes do not depend on the length of the run.
-  update = optimizer.build_optimizer(config.train, num_steps=2**31)
+  built = _model(config, model)
+  # Of a checkpoint, the parameters alone are read.
   abstract = step_lib.abstract_state(
-    model, update, config.seed, sharding.make_mesh(), config.train.parameters
+    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
   )
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
     origin = {"tokenizer": data.tokenizer.to_json()}
     found = saved.restore_step(abstract.params, step, origin)
-  return Run(config, model, found.params, data.tokenizer, found.step, data, workdir)
+  return Run(config, built, found.params, data.tokenizer, found.step, data, workdir)
 
 
 def generate(
@@ -487,6 +507,32 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
     config.model.boundaries.update(kind.settings_for(tokenizer))
   config_lib.check_model(config.model)
   return config
+
+
+def _model(config: ConfigDict, model) -> nn.Module:
+  """The model of a configuration, or the one that is given in its place."""
+  if model is None:
+    return build_model(config.model)
+  built = model if isinstance(model, nn.Module) else model(config.model)
+  if not isinstance(built, nn.Module):
+    raise UserError("model: expected a flax.linen.Module, or a function of config.model "
+                    f"that gives one, got {built!r}")
+  return built
+
+
+def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
+  """The durations of `config.train`, in updates."""
+  num_steps, eval_every_steps = (
+    config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
+    for name in ("num", "eval_every")
+  )
+  return loop.Durations(
+    num_steps,
+    eval_every_steps,
+    settings.log_every_steps,
+    settings.median_every_steps,
+    settings.checkpoint_every_steps,
+  )
 
 
 def _objective(config: ConfigDict) -> losses.Objective:

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,30 +44,85 @@ class NonFiniteError(RuntimeError):
   """The loss or the gradient of a step was not finite; the message names the step."""
 
 
+class Callback(Protocol):
+  """What is told of each report: an experiment tracker, or a rule to stop early."""
+
+  def __call__(
+    self, step: int, metrics: Mapping[str, float], state: step_lib.TrainState
+  ) -> bool | None:
+    """Takes a report.
+
+    Args:
+      step: that the report is of.
+      metrics: as in metrics.jsonl, with the split before the name: "train/loss",
+        "valid/nats_per_token".
+      state: the newest, of this step or the next one. The next update uses it up.
+
+    Returns:
+      True to end the training here, as at its last step: it is scored and saved. Of
+      several processes all have to answer alike.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """What an update is made with.
+
+  Attributes:
+    model: takes [B, T] tokens.
+    optimizer: of `dpjax.training.optimizer`.
+    objective: what is minimised.
+    accumulate_steps: parts of a batch.
+    parameters: "replicated" or "sharded".
+    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
+    seed: of parameters and dropout.
+  """
+
+  model: nn.Module
+  optimizer: optax.GradientTransformation
+  objective: losses.Objective = losses.Objective()
+  accumulate_steps: int = 1
+  parameters: str = "replicated"
+  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+  """How many updates there are in all, and between two of each thing.
+
+  Attributes:
+    num_steps: in all.
+    eval_every_steps: between two evaluations; there is one at the end, too.
+    log_every_steps: between two reports, of the mean loss since the last.
+    median_every_steps: between two reports of the median loss of as many.
+    checkpoint_every_steps: between two checkpoints; the best by validation and the end
+      are saved, too.
+  """
+
+  num_steps: int
+  eval_every_steps: int
+  log_every_steps: int
+  median_every_steps: int
+  checkpoint_every_steps: int
+
+
 def fit(
-  model: nn.Module,
-  optimizer: optax.GradientTransformation,
+  trainer: Trainer,
   batches: TrainBatches,
   evaluate: Callable[[dict], Mapping[str, float]],
+  durations: Durations,
   *,
   workdir: str | Path,
-  num_steps: int,
-  eval_every_steps: int,
-  log_every_steps: int,
-  median_every_steps: int,
-  checkpoint_every_steps: int,
   keep_checkpoints: int = 2,
-  accumulate_steps: int = 1,
-  parameters: str = "replicated",
-  objective: losses.Objective | None = None,
-  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
-  seed: int = 0,
   initial: Callable[[], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
+  callbacks: Sequence[Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-  """Trains until `num_steps`, going on from the newest checkpoint in `workdir`.
+  """Trains to the last step, going on from the newest checkpoint in `workdir`.
 
   The state after step n depends on the seed and on the batches before it alone, so a run
   that was stopped, or killed, ends as one that never was (on the same machine, bit for
@@ -76,30 +131,20 @@ def fit(
   (`jax.transfer_guard`). SIGTERM and SIGINT end the step, save, and raise `Interrupted`.
 
   Args:
-    model: takes [B, T] tokens.
-    optimizer: of `dpjax.training.optimizer`.
+    trainer: what to train, and how.
     batches: what to train on.
     evaluate: parameters -> scores of the validation split, "nats_per_token" and
       "perplexity" among them.
+    durations: in updates.
     workdir: the run's folder, which exists.
-    num_steps: updates in all.
-    eval_every_steps: updates between two evaluations; there is one at the end, too.
-    log_every_steps: updates between two reports, of the mean loss since the last.
-    median_every_steps: updates between two reports of the median loss of as many.
-    checkpoint_every_steps: updates between two checkpoints; the best by validation and
-      the end are saved, too.
     keep_checkpoints: how many of the last to keep.
-    accumulate_steps: parts of a batch.
-    parameters: "replicated" or "sharded".
-    objective: what is minimised; None is the loss of the tokens alone.
-    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
-    seed: of parameters and dropout.
     initial: gives the parameters to begin with, where there is no checkpoint; None: they
       are drawn.
     meta: saved with each checkpoint. Where its "validation", how that is scored, is not
       a checkpoint's to go on from, the best begins anew.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
       vocabulary, or a hash of the text.
+    callbacks: told of each report, in their order.
     should_stop: asked after every update, beside signals; of several processes all have
       to answer alike.
 
@@ -110,18 +155,20 @@ def fit(
       has another origin or is of another model.
     OSError: a file cannot be read or written.
   """
-  sharding.check_rows(batches.batch_size, accumulate_steps)
+  sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
   mesh = sharding.make_mesh()
-  abstract = step_lib.abstract_state(model, optimizer, seed, mesh, parameters)
+  of_state = trainer.model, trainer.optimizer, trainer.seed, mesh, trainer.parameters
+  abstract = step_lib.abstract_state(*of_state)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
-    model,
-    optimizer,
+    trainer.model,
+    trainer.optimizer,
     shardings,
     mesh,
-    accumulate_steps=accumulate_steps,
-    objective=objective or losses.Objective(),
+    accumulate_steps=trainer.accumulate_steps,
+    objective=trainer.objective,
   )
+  num_steps = durations.num_steps
   rows = sharding.process_rows(batches.batch_size)
   with (
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
@@ -129,7 +176,7 @@ def fit(
   ):
     found = saved.restore(abstract, origin)
     if found is None:
-      state = step_lib.jit_init(model, optimizer, seed, mesh, parameters)
+      state = step_lib.jit_init(*of_state)
       if initial is not None:
         params = jax.device_put(initial(), shardings.params)
         state = dataclasses.replace(state, params=params)
@@ -144,12 +191,21 @@ def fit(
     with reporting.Reporter(workdir, start, num_steps) as reporter:
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
-      meter = _Meter(reporter, batches, log_every_steps, median_every_steps)
-      compiled = set()
+      meter = _Meter(
+        reporter, batches, durations.log_every_steps, durations.median_every_steps
+      )
+      compiled, is_enough = set(), False
+
+      def tell() -> None:
+        nonlocal is_enough
+        for done, scores in reporter.new_reports():
+          for callback in callbacks:
+            is_enough |= bool(callback(done, scores, state))
+
       for step in range(start, num_steps):
         meter.start()
         batch = batches.batch(step, rows)
-        size = capacity(batch)
+        size = trainer.capacity(batch)
         compiles = size not in compiled
         if compiles:
           # Else the step before would be timed with the compilation.
@@ -163,8 +219,9 @@ def fit(
         done = step + 1
         number = find_signal(done)
         stopping = number is not None or should_stop()
-        at_end = done == num_steps
-        if at_end or done % eval_every_steps == 0:
+        tell()
+        at_end = done == num_steps or is_enough
+        if at_end or done % durations.eval_every_steps == 0:
           meter.read_pending()
           scores = evaluate(state.params)
           reporter.report(done, "valid", scores)
@@ -178,13 +235,18 @@ def fit(
             f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
             f"{' (best so far)' if is_best else ''}"
           )
+          tell()
         else:
           is_best = False
-        if is_best or at_end or stopping or done % checkpoint_every_steps == 0:
+        at_end |= is_enough
+        is_due = stopping or done % durations.checkpoint_every_steps == 0
+        if is_best or at_end or is_due:
           meter.read_pending()
           kept = {**(meta or {}), "best": best}
           saved.save(state, kept, origin=origin, best=is_best)
-        if stopping and not at_end:
+        if at_end:
+          break
+        if stopping:
           saved.wait()
           raise Interrupted(done, num_steps, number)
 

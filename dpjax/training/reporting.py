@@ -37,7 +37,7 @@ class Reporter:
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
-    self._is_first = jax.process_index() == 0
+    self._is_first, self._new = jax.process_index() == 0, []
     self._bar = tqdm(
       total=num_steps,
       initial=step,
@@ -88,6 +88,7 @@ class Reporter:
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
     """Writes scores of a split at a step to the files."""
+    self._new.append((step, {f"{split}/{name}": x for name, x in scores.items()}))
     if not self._is_first:
       return
     line = {"step": step, "split": split, "time": round(time.time(), 3)}
@@ -99,6 +100,11 @@ class Reporter:
     for name, value in scores.items():
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+  def new_reports(self) -> list[tuple[int, dict[str, float]]]:
+    """The reports since the last call, each with its step."""
+    new, self._new = self._new, []
+    return new
 
   def say(self, message: str) -> None:
     """Prints a line above the progress bar."""

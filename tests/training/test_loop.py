@@ -89,11 +89,13 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
   monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
   monkeypatch.setattr(loop.checkpoints.Checkpoints, "save", clock.save)
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
-  loop.fit(
-    Model(), optax.sgd(0.5), Batches(), clock.evaluate, workdir=tmp_path, num_steps=12,
-    log_every_steps=1, median_every_steps=50, **changes,
-    capacity=lambda batch: capacities[batch["tokens"][0, 0]],
+  trainer = loop.Trainer(
+    Model(), optax.sgd(0.5), capacity=lambda batch: capacities[batch["tokens"][0, 0]]
   )
+  durations = loop.Durations(
+    num_steps=12, log_every_steps=1, median_every_steps=50, **changes
+  )
+  loop.fit(trainer, Batches(), clock.evaluate, durations, workdir=tmp_path)
   lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
   speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
   # Steps 1 and 5 are compiled first.

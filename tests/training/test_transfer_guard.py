@@ -50,20 +50,20 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   if boundaries != "none":
     usual |= dict(first_layers=1, last_layers=1)
   helpers.set_model(config, **{**usual, **model})
-  loop.fit(
+  trainer = loop.Trainer(
     dpjax.build_model(config),
     optimizer.make_optimizer("adam", 1e-3, clip_norm=0.5),
-    Batches(),
-    lambda params: SCORES,
-    workdir=workdir,
+    losses.Objective(build_boundaries(config)),
+    capacity=capacity,
+  )
+  durations = loop.Durations(
     num_steps=STEPS,
     eval_every_steps=STEPS,
     log_every_steps=1,
     median_every_steps=2,
     checkpoint_every_steps=STEPS,
-    objective=losses.Objective(build_boundaries(config)),
-    capacity=capacity,
   )
+  loop.fit(trainer, Batches(), lambda params: SCORES, durations, workdir=workdir)
 
 
 @pytest.mark.parametrize(
