@@ -9,7 +9,6 @@ import jax
 from jax import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard, use_abstract_mesh
 
-
 _Function = TypeVar("_Function", bound=Callable)
 
 
