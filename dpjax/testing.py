@@ -11,11 +11,11 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.errors import InvalidRngError
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real; the rest is padding.
@@ -260,7 +260,7 @@ def _dropout(case: _Case) -> None:
   # A forgotten key is an error, not a constant mask.
   try:
     mix(inputs, deterministic=False)
-  except flax.errors.InvalidRngError as error:
+  except InvalidRngError as error:
     _expect("dropout" in str(error), f"asks for another key: {error}")
   else:
     raise AssertionError("training without a key is no error")
