@@ -4,32 +4,36 @@
 `dpjax.ops` needs JAX alone.
 """
 
-import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_MODULES = ("complexity", "config", "data", "decoding", "generation", "interop", "layers",
-            "models", "ops", "plots", "segmentation", "significance", "text", "training")
-_NAMES = {
-  "UserError": "dpjax.errors",
-  "build_model": "dpjax.models.build",
-  "generate": "dpjax.run",
-  "register_boundaries": "dpjax.registry",
-  "register_mixer": "dpjax.registry",
-  "register_optimizer": "dpjax.registry",
-  "register_schedule": "dpjax.registry",
-  "load": "dpjax.run",
-  "train": "dpjax.run",
-}
+if TYPE_CHECKING:
+  from dpjax import complexity as complexity
+  from dpjax import config as config
+  from dpjax import data as data
+  from dpjax import decoding as decoding
+  from dpjax import generation as generation
+  from dpjax import interop as interop
+  from dpjax import layers as layers
+  from dpjax import models as models
+  from dpjax import ops as ops
+  from dpjax import plots as plots
+  from dpjax import segmentation as segmentation
+  from dpjax import significance as significance
+  from dpjax import testing as testing
+  from dpjax import text as text
+  from dpjax import training as training
+  from dpjax.errors import UserError as UserError
+  from dpjax.models.build import build_model as build_model
+  from dpjax.registry import register_boundaries as register_boundaries
+  from dpjax.registry import register_mixer as register_mixer
+  from dpjax.registry import register_optimizer as register_optimizer
+  from dpjax.registry import register_schedule as register_schedule
+  from dpjax.run import generate as generate
+  from dpjax.run import load as load
+  from dpjax.run import train as train
+else:
+  from dpjax import lazy
 
-
-def __getattr__(name: str):
-  if name in _MODULES:
-    return importlib.import_module(f"dpjax.{name}")
-  if name in _NAMES:
-    return getattr(importlib.import_module(_NAMES[name]), name)
-  raise AttributeError(f"module 'dpjax' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-  return sorted([*_MODULES, *_NAMES, "__version__"])
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

@@ -1,6 +1,8 @@
 """Imports go down only, and cost no more than they have to."""
 
 import ast
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ ROOMS = [
   {"ops", "text"},
   {"layers", "data"},
   {"models"},
-  {"training", "decoding", "interop"},
+  {"training", "decoding", "interop", "testing"},
   {"command_line", "generation", "workdir"},
   {"run"},
   {"complexity", "plots"},
@@ -26,8 +28,8 @@ READS_CONFIG = {
   "interop", "command_line", "generation", "workdir", "run", "plots", "reproduce", "scripts"
 }
 # Each of these may import those before it, and none of the rooms.
-BASE = ["errors", "registry", "old_settings", "config"]
-NEVER = {"chex", "tensorflow"}
+BASE = ["lazy", "errors", "registry", "old_settings", "config"]
+NEVER = {"chex", "pytest", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
 ONLY_INSIDE_FUNCTIONS = {
   "sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "torch"
@@ -36,6 +38,9 @@ SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]
 FILES = [
   path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"
 ]
+FACES = ["dpjax", *(f"dpjax.{name}" for name in (
+  "data", "decoding", "interop", "layers", "models", "ops", "text", "training"
+))]
 
 
 def modules(nodes):
@@ -62,7 +67,8 @@ def test_imports_go_down(path):
     allowed = {*BASE[: BASE.index(room)]}
   else:
     assert room in LEVELS, f"a new room: say in {Path(__file__).name} what it may import"
-    allowed = {name for name in LEVELS if LEVELS[name] < LEVELS[room]} | {room, "errors"}
+    allowed = {name for name in LEVELS if LEVELS[name] < LEVELS[room]}
+    allowed |= {room, "errors", "lazy"}
     if room in READS_CONFIG or parts[1:] == ("models", "build"):
       allowed |= {"config", "registry"}
     if parts[1:] == ("training", "optimizer"):
@@ -87,6 +93,8 @@ def test_imports_go_down(path):
   "module, unwanted",
   [
     ("dpjax", ("jax", "numpy", "ml_collections")),
+    ("dpjax.layers", ("jax", "dpjax.layers.dispatcher")),
+    ("dpjax.training", ("jax", "orbax")),
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
     ("dpjax.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.plots", ("jax", "matplotlib", "ml_collections")),
@@ -107,9 +115,63 @@ def test_what_an_import_loads(module, unwanted):
   assert not {*unwanted} & {*loaded}
 
 
+def public_names() -> dict[str, list[str]]:
+  """What each package says of itself, in a process that has imported nothing else."""
+  code = f"""
+import importlib, json, pkgutil
+names = {{}}
+for package in {FACES}:
+  module = importlib.import_module(package)
+  names[package] = module.__all__
+  assert set(module.__all__) <= set(dir(module)), package
+  if package not in ("dpjax", "dpjax.ops"):
+    # An import of the module would hide the name.
+    modules = {{found.name for found in pkgutil.iter_modules(module.__path__)}}
+    assert not modules & set(module.__all__), package
+  for name in module.__all__:
+    getattr(module, name)
+  assert not hasattr(module, "nothing"), package
+print(json.dumps(names))
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout)
+
+
 def test_every_public_name_is_there():
-  code = "import dpjax; [getattr(dpjax, name) for name in dir(dpjax)]; dpjax.nothing"
+  names = public_names()
+  assert {"Dispatcher", "HE"} <= {*names["dpjax.layers"]}
+  assert {"layers", "testing", "train", "register_mixer"} <= {*names["dpjax"]}
+  code = "import dpjax; dpjax.training.cross_entropy; dpjax.__version__; dpjax.nothing"
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
   )
   assert "module 'dpjax' has no attribute 'nothing'" in done.stderr
+
+
+# At its first start, pyright fetches what it runs on.
+@pytest.mark.slow
+def test_a_type_checker_knows_every_public_name(tmp_path):
+  names = public_names()
+  lines = ["import dpjax"]
+  for package in FACES:
+    lines += [f"from {package} import {name}" for name in names[package]]
+    lines += [f"reveal_type({package}.{name})" for name in names[package]]
+  wrong = [f"{package}.nothing" for package in FACES]
+  (tmp_path / "face.py").write_text("\n".join(lines + wrong) + "\n", encoding="utf-8")
+  done = subprocess.run(
+    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable,
+     "face.py"],
+    cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+    text=True,
+  )
+  found = json.loads(done.stdout)["generalDiagnostics"]
+  types = [x["message"] for x in found if x["severity"] == "information"]
+  assert len(types) == sum(map(len, names.values()))
+  assert not [message for message in types if "Unknown\"" in message]
+  errors = [x for x in found if x["severity"] != "information"]
+  assert [x["range"]["start"]["line"] for x in errors] == [
+    len(lines) + i for i in range(len(wrong))
+  ], errors

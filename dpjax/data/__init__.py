@@ -1,1 +1,18 @@
 """Texts, their tokens on disk, and batches of them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.data.batches import ContiguousRows as ContiguousRows
+  from dpjax.data.batches import EvaluationWindows as EvaluationWindows
+  from dpjax.data.batches import RandomWindows as RandomWindows
+  from dpjax.data.batches import ShuffledWindows as ShuffledWindows
+  from dpjax.data.corpora import Corpus as Corpus
+  from dpjax.data.corpora import load_corpus as load_corpus
+  from dpjax.data.prepared import Prepared as Prepared
+  from dpjax.data.prepared import open_prepared as open_prepared
+  from dpjax.data.prepared import prepare as prepare
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

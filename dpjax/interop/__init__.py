@@ -1,5 +1,10 @@
 """Models trained elsewhere, as configurations and parameters of dpjax."""
 
-from dpjax.interop.torch_checkpoints import from_torch
+from typing import TYPE_CHECKING
 
-__all__ = ["from_torch"]
+if TYPE_CHECKING:
+  from dpjax.interop.torch_checkpoints import from_torch as from_torch
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

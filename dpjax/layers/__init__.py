@@ -1,1 +1,29 @@
 """Parameters round the pure functions of `dpjax.ops`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.layers.attention import RelativeAttention as RelativeAttention
+  from dpjax.layers.attention import SelfAttention as SelfAttention
+  from dpjax.layers.blocks import Block as Block
+  from dpjax.layers.blocks import FeedForward as FeedForward
+  from dpjax.layers.boundaries import Boundaries as Boundaries
+  from dpjax.layers.boundaries import EntropySpikes as EntropySpikes
+  from dpjax.layers.boundaries import Fixed as Fixed
+  from dpjax.layers.boundaries import Found as Found
+  from dpjax.layers.boundaries import Gumbel as Gumbel
+  from dpjax.layers.boundaries import Routing as Routing
+  from dpjax.layers.boundaries import Unigram as Unigram
+  from dpjax.layers.boundaries import Whitespace as Whitespace
+  from dpjax.layers.dispatcher import Dispatcher as Dispatcher
+  from dpjax.layers.dispatcher import MultiHeadDispatcher as MultiHeadDispatcher
+  from dpjax.layers.embeddings import TokenAndPosition as TokenAndPosition
+  from dpjax.layers.extractors import HE as HE
+  from dpjax.layers.extractors import ME as ME
+  from dpjax.layers.extractors import SHE as SHE
+  from dpjax.layers.extractors import WE as WE
+  from dpjax.layers.mixer import Mixer as Mixer
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

@@ -1,1 +1,14 @@
 """Whole models, and how a configuration becomes one."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.models.build import build_model as build_model
+  from dpjax.models.hourglass import Hourglass as Hourglass
+  from dpjax.models.language_model import LanguageModel as LanguageModel
+  from dpjax.models.language_model import LanguageModelOutput as LanguageModelOutput
+  from dpjax.models.stack import Stack as Stack
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

@@ -3,14 +3,16 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 from jax import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard, use_abstract_mesh
 
+_Function = TypeVar("_Function", bound=Callable)
 
-def automatic_axes(function: Callable) -> Callable:
+
+def automatic_axes(function: _Function) -> _Function:
   """Lets a function take arrays that lie on a mesh with explicit axes.
 
   JAX refuses many reshapes, gathers and loops where an axis is explicit. Within the
@@ -59,7 +61,7 @@ def automatic_axes(function: Callable) -> Callable:
       result = function(*args, **kwargs)
     return jax.tree.map(like_first, result)
 
-  return run
+  return cast(_Function, run)
 
 
 def _mesh(array):

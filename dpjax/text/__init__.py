@@ -1,1 +1,21 @@
 """Text to token ids and back."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.text.cleaning import clean as clean
+  from dpjax.text.streaming import TextStream as TextStream
+  from dpjax.text.subwords import BytePairs as BytePairs
+  from dpjax.text.subwords import SentencePiece as SentencePiece
+  from dpjax.text.tokenizer import Tokenizer as Tokenizer
+  from dpjax.text.tokens import Bytes as Bytes
+  from dpjax.text.tokens import Characters as Characters
+  from dpjax.text.tokens import tokenizer_from_json as tokenizer_from_json
+  from dpjax.text.tokens import train_tokenizer as train_tokenizer
+  from dpjax.text.unigram import UnigramBoundaries as UnigramBoundaries
+  from dpjax.text.unigram import train_unigram as train_unigram
+  from dpjax.text.wordpiece import WordPiece as WordPiece
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

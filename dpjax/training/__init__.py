@@ -1,1 +1,25 @@
 """From batches to a trained model: losses, optimiser, steps, checkpoints, the loop."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.training.checkpoints import Checkpoints as Checkpoints
+  from dpjax.training.evaluation import evaluate as evaluate
+  from dpjax.training.loop import NonFiniteError as NonFiniteError
+  from dpjax.training.loop import fit as fit
+  from dpjax.training.losses import Objective as Objective
+  from dpjax.training.losses import cross_entropy as cross_entropy
+  from dpjax.training.metrics import text_scores as text_scores
+  from dpjax.training.optimizer import build_optimizer as build_optimizer
+  from dpjax.training.optimizer import make_optimizer as make_optimizer
+  from dpjax.training.sharding import make_mesh as make_mesh
+  from dpjax.training.sharding import put_batch as put_batch
+  from dpjax.training.step import TrainState as TrainState
+  from dpjax.training.step import init_state as init_state
+  from dpjax.training.step import jit_eval_step as jit_eval_step
+  from dpjax.training.step import jit_train_step as jit_train_step
+  from dpjax.training.step import train_step as train_step
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

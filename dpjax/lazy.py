@@ -1,0 +1,42 @@
+"""Public names of a package that are imported when they are first used."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+
+def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
+  """`__getattr__`, `__dir__` and `__all__` of a package, read from its own source.
+
+  A package lists its public names once, as imports for type checkers; the form `X as X`
+  tells them that X is public:
+
+    if TYPE_CHECKING:
+      from dpjax.layers.dispatcher import Dispatcher as Dispatcher
+    else:
+      from dpjax import lazy
+
+      __getattr__, __dir__, __all__ = lazy.public_names(__name__)
+
+  Args:
+    package: its full name; called while it is being imported.
+  """
+  module: Any = sys.modules[package]
+  tree = ast.parse(module.__spec__.loader.get_source(package))
+  (block,) = (node.body for node in tree.body if isinstance(node, ast.If))
+  imports = [node for node in block if isinstance(node, ast.ImportFrom)]
+  sources = {alias.name: cast(str, node.module) for node in imports for alias in node.names}
+
+  def get(name: str) -> Any:
+    if name not in sources:
+      raise AttributeError(f"module '{package}' has no attribute '{name}'")
+    if sources[name] == package:
+      return importlib.import_module(f"{package}.{name}")
+    return getattr(importlib.import_module(sources[name]), name)
+
+  def names() -> list[str]:
+    return sorted([*sources, *(name for name in vars(module) if name.startswith("__"))])
+
+  return get, names, sorted(sources)

@@ -1,0 +1,368 @@
+"""Checks that a token mixer keeps the contract of `dpjax.layers.mixer.Mixer`.
+
+  def test_my_mixer():
+    dpjax.testing.check_mixer(MyMixer)
+
+B batch, T position, D width.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax.errors import InvalidRngError
+
+_BATCH, _LENGTH = 2, 11
+# Sizes of chunks, and how many tokens of each row are real; the rest is padding.
+_CHUNKS = [(4, (4, 2)), (1, (1, 1)), (3, (0, 3)), (1, (1, 1)), (5, (5, 4))]
+
+
+def check_mixer(
+  make: Callable[..., nn.Module],
+  *,
+  width: int = 6,
+  max_length: int = 13,
+  reach: int | None = None,
+  has_cache: bool = True,
+  dropout: str = "",
+  gradients: Callable[[Any], Any] = lambda tree: tree,
+  relations: Collection[str] | None = None,
+) -> None:
+  """Checks a mixer with small random inputs and parameters, in float32 and bfloat16.
+
+  Parameters are drawn from N(0, 1/4) in the place of their initial values, so that none is
+  zero. Dropout has to be off by default.
+
+  Args:
+    make: the mixer's class, or a function; called with `max_length=` and, where the mixer
+      has such a field, with `dtype=`. `functools.partial` sets other fields.
+    width: D.
+    max_length: the longest T, at least 11.
+    reach: how many positions an output depends on, itself included; None: all before it.
+    has_cache: whether it has `init_cache` and takes `cache` and `lengths`.
+    dropout: its field with a dropout rate; "": it has none.
+    gradients: picks, from a tree like the parameters, those whose gradient is not zero for
+      any input. A bias of attention keys, for one, has no effect.
+    relations: names of `RELATIONS`; None: all.
+
+  Raises:
+    AssertionError: the mixer breaks a relation. The message has the relation's name, what
+      it says and where to look.
+  """
+  if max_length < _LENGTH:
+    raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
+  case = _Case(make, width, max_length, reach, has_cache, dropout, gradients)
+  for name in RELATIONS if relations is None else relations:
+    relation = RELATIONS[name]
+    try:
+      relation(case)
+    except Exception as error:
+      reason = f"{type(error).__name__}: {error}"
+      if isinstance(error, AssertionError):
+        reason = str(error)
+      raise AssertionError(f"{name}: {inspect.getdoc(relation)}\n{reason}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """A mixer, with what `check_mixer` is told of it."""
+
+  make: Callable[..., nn.Module]
+  width: int
+  max_length: int
+  reach: int | None
+  has_cache: bool
+  dropout: str
+  gradients: Callable[[Any], Any]
+
+  def __call__(self, **settings) -> Any:
+    return self.make(**{"max_length": self.max_length, **settings})
+
+  def draw(self, length: int = _LENGTH, seed: int = 0) -> jax.Array:
+    normal = np.random.default_rng(seed).standard_normal((_BATCH, length, self.width))
+    return jnp.asarray(normal, jnp.float32)
+
+  def draw_params(self, module: nn.Module) -> Any:
+    init = jax.eval_shape(module.init, jax.random.key(0), self.draw())
+    generator = np.random.default_rng(1)
+
+    def normal(x):
+      return jnp.asarray(generator.standard_normal(x.shape) / 2, x.dtype)
+
+    return jax.tree.map(normal, init.get("params", {}))
+
+  def with_params(self, module: nn.Module) -> Callable[..., Any]:
+    """The mixer as a function, with drawn parameters."""
+    params = self.draw_params(module)
+    return lambda x, **options: module.apply({"params": params}, x, **options)
+
+
+def _expect(condition: Any, message: str) -> None:
+  if not condition:
+    raise AssertionError(message)
+
+
+def _close(found: Any, expected: Any, message: str, tolerance: float = 1e-5) -> None:
+  np.testing.assert_allclose(
+    found, expected, rtol=tolerance, atol=tolerance, err_msg=message
+  )
+
+
+def _causality(case: _Case) -> None:
+  """An output depends on inputs up to its position, as far back as promised, no others.
+
+  Look at shifts and masks; at sums and normalisation over positions or rows; and at what
+  `reach` promises.
+  """
+  mix = case.with_params(case())
+  distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)
+  is_seen_ts = (distance_ts >= 0) & (distance_ts < (case.reach or _LENGTH))
+  # The largest derivative of an output position by an input position, row by row.
+  depends_btcs = np.abs(jax.jit(jax.jacrev(mix))(case.draw())).max(axis=(2, 5))
+  for row in range(_BATCH):
+    depends_ts = depends_btcs[row, :, row]
+    _expect((depends_ts[distance_ts < 0] == 0).all(), "an output depends on later inputs")
+    np.testing.assert_array_equal(
+      depends_ts != 0, is_seen_ts, "output t (row) depends on input s (column)"
+    )
+    _expect((depends_ts[is_seen_ts] > 1e-7).all(), "a derivative in reach is below 1e-7")
+    others = np.delete(depends_btcs[row], row, axis=1)
+    _expect((others == 0).all(), "an output depends on another row")
+
+
+def _rows(case: _Case) -> None:
+  """A change of one row changes that row's outputs alone.
+
+  Look at sums and normalisation over the batch.
+  """
+  mix, inputs = jax.jit(case.with_params(case())), case.draw()
+  output, changed = mix(inputs), mix(inputs.at[1].set(case.draw(seed=2)[1]))
+  np.testing.assert_array_equal(output[0], changed[0], "row 0, after row 1 has changed")
+  _expect((output[1] != changed[1]).any(), "row 1 has not changed")
+
+
+def _lengths(case: _Case) -> None:
+  """Any length gives the beginning of what the longest gives, with the shape [B, T, D].
+
+  Look at padding to a size, at what is divided by T, and at positions counted from the end.
+  """
+  mix, inputs = case.with_params(case()), case.draw(case.max_length)
+  lengths = (1, 2, 5, 8, case.max_length)
+  outputs = jax.jit(lambda x: [mix(x[:, :length]) for length in lengths])(inputs)
+  for length, output in zip(lengths, outputs, strict=True):
+    _expect(output.shape == (_BATCH, length, case.width),
+            f"expected the shape {(_BATCH, length, case.width)}, got {output.shape}")
+    _close(output, outputs[-1][:, :length], f"T = {length}")
+
+
+def _parameters(case: _Case) -> None:
+  """Parameters do not depend on the length of the input.
+
+  Look at what sets their shapes: `max_length` may, T may not.
+  """
+  short, long = (
+    jax.eval_shape(case().init, jax.random.key(0), case.draw(length))
+    for length in (1, _LENGTH)
+  )
+  _expect(short == long, f"expected the same, got {short} and {long}")
+
+
+def _single_position(case: _Case) -> None:
+  """A mixer with max_length = 1 works, and none of its parameters is empty.
+
+  Look at sizes such as log2(max_length) and max_length - 1.
+  """
+  inputs = case.draw(1)
+  output, variables = case(max_length=1).init_with_output(jax.random.key(0), inputs)
+  _expect(output.shape == inputs.shape, f"got the shape {output.shape}")
+  _expect(np.isfinite(output).all(), "an output is not finite")
+  sizes = [leaf.size for leaf in jax.tree.leaves(variables.get("params", {}))]
+  _expect(all(sizes), "a parameter is empty")
+
+
+def _refusals(case: _Case) -> None:
+  """Inputs that are not [B, T, D] or longer than `max_length` raise a `ValueError`.
+
+  Its message has the shape, or max_length and T. Call `dpjax.layers.mixer.check_input`
+  first.
+  """
+  for inputs, words in (
+    (case.draw(case.max_length + 1),
+     ("max_length", str(case.max_length), str(case.max_length + 1))),
+    (case.draw()[0], (str((_LENGTH, case.width)),)),
+  ):
+    try:
+      jax.eval_shape(case().init, jax.random.key(0), inputs)
+    except ValueError as error:
+      _expect(all(word in str(error) for word in words),
+              f"expected {', '.join(words)} in the message, got: {error}")
+    else:
+      raise AssertionError(f"an input of shape {inputs.shape} is taken")
+
+
+# jax.nn.dot_product_attention mixes the two dtypes itself.
+@jax.numpy_dtype_promotion("standard")
+def _bfloat16(case: _Case) -> None:
+  """In bfloat16, outputs and gradients are those of float32, but for rounding.
+
+  Outputs have the dtype of the field `dtype` (without one, of the inputs); parameters stay
+  float32. Look at sums over positions, which need float32, and at the dtype of the result.
+  """
+  exact = case()
+  rounded = case(dtype=jnp.bfloat16) if hasattr(exact, "dtype") else exact
+  params = case.draw_params(rounded)
+  dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+  _expect(dtypes <= {"float32"}, f"expected parameters of float32, got {dtypes}")
+
+  def run(module, dtype):
+    def loss(params):
+      output = module.apply({"params": params}, case.draw().astype(dtype))
+      _expect(output.dtype == dtype, f"expected outputs of {dtype}, got {output.dtype}")
+      return jnp.sum(output.astype(jnp.float32) ** 2), output
+
+    (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return {"output": output, "gradient": case.gradients(grads)}
+
+  expected = jax.tree.leaves_with_path(run(exact, jnp.dtype("float32")))
+  found = jax.tree.leaves(run(rounded, jnp.dtype("bfloat16")))
+  for (path, want), got in zip(expected, found, strict=True):
+    # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
+    np.testing.assert_allclose(
+      got.astype(jnp.float32), want, rtol=0, atol=0.03 * np.abs(want).max(),
+      err_msg=jax.tree_util.keystr(path),
+    )
+
+
+def _dropout(case: _Case) -> None:
+  """Dropout is drawn from the "dropout" key, in training alone; without the key it raises.
+
+  Look at `deterministic` and at `make_rng("dropout")`.
+  """
+  if not case.dropout:
+    return
+  mix, inputs = case.with_params(case(**{case.dropout: 0.5})), case.draw()
+
+  @jax.jit
+  def train(seed):
+    return mix(inputs, deterministic=False, rngs={"dropout": jax.random.key(seed)})
+
+  expected = case.with_params(case())(inputs)
+  np.testing.assert_array_equal(mix(inputs), expected, "outside of training")
+  draws = [train(seed) for seed in range(17)]
+  np.testing.assert_array_equal(draws[0], train(0), "two draws by one key")
+  for other, words in ((expected, "drops nothing"), (draws[0], "ignores the key")):
+    _expect(any(not np.allclose(draw, other, atol=1e-3) for draw in draws), words)
+  # A forgotten key is an error, not a constant mask.
+  try:
+    mix(inputs, deterministic=False)
+  except InvalidRngError as error:
+    _expect("dropout" in str(error), f"asks for another key: {error}")
+  else:
+    raise AssertionError("training without a key is no error")
+
+
+def _no_key(case: _Case) -> None:
+  """Without dropout, training needs no key and gives what evaluation gives.
+
+  Look at `make_rng`, which a rate of 0 should not reach.
+  """
+  mix = case.with_params(case())
+  output = mix(case.draw(), deterministic=False)
+  np.testing.assert_array_equal(output, mix(case.draw()))
+
+
+def _gradients(case: _Case) -> None:
+  """Every number of every parameter has a gradient, finite and not zero.
+
+  Look at parameters that are not used, and at `stop_gradient`, `round` and `argmax`.
+  """
+  module, length = case(), case.max_length
+
+  def loss(params):
+    output = module.apply({"params": params}, case.draw(length))
+    return jnp.sum(output * case.draw(length, seed=5))
+
+  grads = case.gradients(jax.jit(jax.grad(loss))(case.draw_params(module)))
+  for path, grad in jax.tree.leaves_with_path(grads):
+    is_right = jnp.isfinite(grad) & (grad != 0)
+    _expect(is_right.all(), f"{jax.tree_util.keystr(path)}: {grad}")
+
+
+def _chunks(case: _Case) -> None:
+  """Chunks of any size, with padding, give by a cache what the whole rows give.
+
+  Look at what a row keeps of padding (`lengths`; 0 is a length, too), and at what the cache
+  keeps from one chunk to the next: its arrays have the same shapes and dtypes throughout.
+  """
+  if not _has_cache(case):
+    return
+  module, inputs = case(), case.draw()
+  mix = case.with_params(module)
+  whole, step = mix(inputs), jax.jit(mix)
+  cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
+  kind = jax.tree.map(jax.typeof, cache)
+  for size, lengths in _CHUNKS:
+    chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
+    for row, length in enumerate(lengths):
+      chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
+    output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
+    _expect(output.shape == chunk.shape, f"got outputs of shape {output.shape}")
+    _expect(np.isfinite(output).all(), "an output is not finite")
+    after = jax.tree.map(jax.typeof, cache)
+    _expect(after == kind, f"expected a cache {kind}, got {after}")
+    for row, length in enumerate(lengths):
+      expected = whole[row, seen[row] :][:length]
+      _close(output[row, :length], expected, f"row {row} from position {seen[row]} on")
+      seen[row] += length
+
+
+def _tokens(case: _Case) -> None:
+  """Tokens one by one, without `lengths`, give by a cache what the whole rows give.
+
+  One compiled program serves all of them. Look at positions, which the cache has to count,
+  and at shapes that depend on how many tokens there were.
+  """
+  if not _has_cache(case):
+    return
+  module, inputs = case(), case.draw()
+  mix, traces = case.with_params(module), []
+
+  @jax.jit
+  def step(token, cache):
+    traces.append(token)
+    return mix(token, cache=cache)
+
+  cache, outputs = module.init_cache(_BATCH, case.width), []
+  for place in range(_LENGTH):
+    output, cache = step(inputs[:, place : place + 1], cache)
+    outputs.append(output)
+  _expect(len(traces) == 1, f"expected one program for all tokens, got {len(traces)}")
+  _close(jnp.concatenate(outputs, 1), mix(inputs), "all tokens")
+
+
+def _has_cache(case: _Case) -> bool:
+  found = hasattr(case(), "init_cache")
+  _expect(found == case.has_cache,
+          f"has_cache: expected {found}, as the mixer's `init_cache`, got {case.has_cache}")
+  return found
+
+
+RELATIONS: dict[str, Callable[[_Case], None]] = {
+  "causality": _causality,
+  "rows": _rows,
+  "lengths": _lengths,
+  "parameters": _parameters,
+  "single_position": _single_position,
+  "refusals": _refusals,
+  "bfloat16": _bfloat16,
+  "dropout": _dropout,
+  "no_key": _no_key,
+  "gradients": _gradients,
+  "chunks": _chunks,
+  "tokens": _tokens,
+}

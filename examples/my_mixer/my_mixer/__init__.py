@@ -1,0 +1,91 @@
+"""minGRU as a token mixer of dpjax. B batch, T position, D width, E hidden width."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import dpjax
+from dpjax.layers import mixer
+
+
+def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> jax.Array:
+  """h_t = decay_t * h_{t-1} + update_t, from h_{-1} = state, in O(log T) steps.
+
+  Args:
+    decay: [B, T, E].
+    update: [B, T, E].
+    state: [B, E].
+
+  Returns:
+    h, [B, T, E].
+  """
+
+  def combine(earlier, later):
+    return earlier[0] * later[0], later[0] * earlier[1] + later[1]
+
+  update = update.at[:, 0].add(decay[:, 0] * state)
+  return jax.lax.associative_scan(combine, (decay, update), axis=1)[1]
+
+
+class MinGRU(nn.Module):
+  """A gated recurrence whose gates do not read its state.
+
+    z_t = sigmoid(W_z x_t)
+    h_t = (1 - z_t) * h_{t-1} + z_t * g(W_h x_t)
+    y_t = W_out h_t
+
+  with g(x) = x + 0.5 for x >= 0, else sigmoid(x). The recurrence is float32.
+
+  Source: Feng et al. 2024, arXiv:2410.01201, Sec. 3.1 and App. B.
+
+  Attributes:
+    max_length: the longest T.
+    expansion: E / D.
+    dtype: of the matrix products; parameters are float32.
+  """
+
+  max_length: int
+  expansion: int = 1
+  dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    mixer.check_settings(self, sizes=("max_length", "expansion"))
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    inputs: jax.Array,
+    *,
+    deterministic: bool = True,
+    cache: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+  ) -> Any:
+    """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
+    batch, length, width = inputs.shape
+    gates, values = (
+      nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
+      for name in ("gates", "values")
+    )
+    z_bte = nn.sigmoid(gates.astype(jnp.float32))
+    v_bte = values.astype(jnp.float32)
+    v_bte = jnp.where(v_bte >= 0, v_bte + 0.5, nn.sigmoid(v_bte))
+    if lengths is not None:
+      # Padding keeps the state.
+      is_real_bt = jnp.arange(length)[None] < lengths[:, None]
+      z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
+    state = self.init_cache(batch, width) if cache is None else cache
+    h_bte = linear_recurrence(1 - z_bte, z_bte * v_bte, state)
+    y_btd = nn.Dense(width, dtype=self.dtype, name="out")(h_bte)
+    return y_btd if cache is None else (y_btd, h_bte[:, -1])
+
+  def init_cache(self, batch: int, width: int) -> jax.Array:
+    """The state, [B, E]."""
+    return jnp.zeros((batch, width * self.expansion), jnp.float32)
+
+
+dpjax.register_mixer("min_gru", MinGRU)

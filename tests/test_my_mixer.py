@@ -1,0 +1,245 @@
+"""examples/my_mixer, a package of a mixer; broken copies of it break the contract."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+from dpjax import registry, testing
+from tests import helpers
+
+EXAMPLE = helpers.ROOT / "examples/my_mixer"
+
+
+@pytest.fixture
+def min_gru(monkeypatch):
+  """The mixer's class; nothing of it is left in the registry."""
+  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)
+  monkeypatch.syspath_prepend(EXAMPLE)
+  yield importlib.import_module("my_mixer").MinGRU
+  del sys.modules["my_mixer"]
+
+
+def peeks_ahead(module, call, x, **options):
+  return call(x.at[:, :-1].add(0.01 * x[:, 1:]), **options)
+
+
+def sees_two(module, call, x, **options):
+  return call(x, **options) * 0 + x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def centres_the_batch(module, call, x, **options):
+  return call(x - jnp.mean(x, axis=0, keepdims=True), **options)
+
+
+def divides_by_the_length(module, call, x, **options):
+  return call(x, **options) / x.shape[1]
+
+
+def leaves_padding(module, call, x, **options):
+  return call(jnp.pad(x, ((0, 0), (0, 3), (0, 0)))[:, : module.max_length], **options)
+
+
+def learns_a_row_for_each_position(module, call, x, **options):
+  table = module.param("table", nn.initializers.ones, x.shape[1:])
+  return call(x * table[None], **options)
+
+
+def divides_by_the_distances(module, call, x, **options):
+  return call(x, **options) / (module.max_length - 1)
+
+
+def cuts_what_is_too_long(module, call, x, **options):
+  return call(x[:, : module.max_length], **options)
+
+
+def refuses_without_a_reason(module, call, x, **options):
+  if x.shape[1] > module.max_length:
+    raise ValueError("no")
+  return call(x, **options)
+
+
+def returns_float32(module, call, x, **options):
+  return call(x, **options).astype(jnp.float32)
+
+
+def loses_digits(module, call, x, **options):
+  return (call(x, **options) + jnp.asarray(64, x.dtype)) - jnp.asarray(64, x.dtype)
+
+
+def drops_nothing(module, call, x, **options):
+  return call(x, **options)
+
+
+def drops_by_one_key(module, call, x, *, deterministic, **options):
+  drop = nn.Dropout(module.rate, deterministic=deterministic)
+  return drop(call(x, **options), rng=jax.random.key(0))
+
+
+def drops_in_evaluation(module, call, x, *, deterministic, **options):
+  key = module.make_rng("dropout") if not deterministic else jax.random.key(0)
+  return nn.Dropout(module.rate, deterministic=False)(call(x, **options), rng=key)
+
+
+def always_draws_a_key(module, call, x, *, deterministic, **options):
+  if not deterministic:
+    module.make_rng("dropout")
+  return call(x, **options)
+
+
+def has_an_unused_parameter(module, call, x, **options):
+  module.param("unused", nn.initializers.ones, (3,))
+  return call(x, **options)
+
+
+def forgets(module, call, x, *, cache=None, **options):
+  output = call(x, cache=cache, **options)
+  return output if cache is None else (output[0], cache)
+
+
+def remembers_padding(module, call, x, *, lengths=None, **options):
+  return call(x, **options)
+
+
+def caches_in_another_dtype(module, call, x, *, cache=None, **options):
+  output = call(x, cache=cache, **options)
+  return output if cache is None else (output[0], output[1].astype(jnp.bfloat16))
+
+
+def grows(module, call, x, *, cache=None, **options):
+  if cache is None:
+    return call(x, **options)
+  output, after = call(x, cache=cache[: x.shape[0]], **options)
+  return output, jnp.concatenate([after, cache])
+
+
+BROKEN = [
+  ("causality", peeks_ahead, "an output depends on later inputs"),
+  ("causality", sees_two, "output t .row. depends on input s"),
+  ("causality", centres_the_batch, "an output depends on another row"),
+  ("rows", centres_the_batch, "row 0, after row 1 has changed"),
+  ("lengths", divides_by_the_length, "T = 1"),
+  ("lengths", leaves_padding, r"expected the shape \(2, 1, 6\), got \(2, 4, 6\)"),
+  ("parameters", learns_a_row_for_each_position, "expected the same"),
+  ("single_position", divides_by_the_distances, "an output is not finite"),
+  ("refusals", cuts_what_is_too_long, r"an input of shape \(2, 14, 6\) is taken"),
+  ("refusals", refuses_without_a_reason, "expected max_length, 13, 14 in the message"),
+  ("bfloat16", returns_float32, "expected outputs of bfloat16, got float32"),
+  ("bfloat16", loses_digits, r"\['output'\]"),
+  ("dropout", drops_nothing, "drops nothing"),
+  ("dropout", drops_by_one_key, "ignores the key"),
+  ("dropout", drops_in_evaluation, "outside of training"),
+  ("no_key", always_draws_a_key, "InvalidRngError"),
+  ("gradients", has_an_unused_parameter, "'unused'"),
+  ("chunks", forgets, "row 0 from position 4 on"),
+  ("chunks", remembers_padding, "row 1 from position 2 on"),
+  ("chunks", caches_in_another_dtype, "expected a cache"),
+  ("tokens", forgets, "all tokens"),
+  ("tokens", grows, "expected one program for all tokens, got 11"),
+]
+
+
+@pytest.mark.parametrize("relation, breakage, message", BROKEN)
+def test_the_contract_finds_what_is_broken(min_gru, relation, breakage, message):
+  class Broken(min_gru):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, inputs, *, deterministic=True, **cached):
+      call = partial(min_gru.__call__, self)
+      return breakage(self, call, inputs, deterministic=deterministic, **cached)
+
+  with pytest.raises(AssertionError, match=rf"(?s)^{relation}: .*({message})"):
+    testing.check_mixer(Broken, dropout="rate", relations=[relation])
+
+
+def test_a_breakage_is_known_of_every_relation():
+  assert {relation for relation, *_ in BROKEN} == {*testing.RELATIONS}
+
+
+def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
+  with pytest.raises(AssertionError, match="(?s)^causality: .*output t .row. depends"):
+    testing.check_mixer(min_gru, reach=10)
+  with pytest.raises(AssertionError, match="(?s)^chunks: .*has_cache: expected True"):
+    testing.check_mixer(min_gru, has_cache=False, relations=["chunks"])
+  with pytest.raises(ValueError, match="(?s)^max_length: expected at least 11, got 3"):
+    testing.check_mixer(min_gru, max_length=3)
+
+
+def test_a_mixer_without_a_cache_is_checked_without_it():
+  class Decay(nn.Module):
+    """Without a cache, a dtype, dropout."""
+
+    max_length: int
+
+    @nn.compact
+    def __call__(self, inputs, *, deterministic=True):
+      if inputs.ndim != 3 or inputs.shape[1] > self.max_length:
+        raise ValueError(f"max_length: expected [B, T, D] with T <= {self.max_length}, got "
+                         f"{inputs.shape}")
+      x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
+      return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2
+
+  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False)
+  with pytest.raises(AssertionError, match="(?s)^tokens: .*has_cache: expected False"):
+    testing.check_mixer(Decay, reach=2, relations=["tokens"])
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+  """A copy of the package, installed beside dpjax in a folder of its own."""
+  folder = tmp_path_factory.mktemp("my_mixer")
+  ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+  shutil.copytree(EXAMPLE, folder / "source", ignore=ignored)
+  done = subprocess.run(
+    [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index",
+     "--no-build-isolation", "--target", str(folder / "site"), str(folder / "source")],
+    capture_output=True, text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return folder
+
+
+@pytest.mark.slow
+def test_the_package_passes_its_own_tests(installed):
+  done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q", "tests"], cwd=installed / "source",
+    env=helpers.environment(PYTHONPATH=path(installed)), capture_output=True, text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["", ":hourglass"])
+def test_the_package_trains_scores_and_writes(installed, variant, tmp_path):
+  text = helpers.write_text(tmp_path / "text.txt")
+
+  def run(name, *arguments):
+    done = helpers.script(name, *arguments, f"--workdir={tmp_path / 'run'}",
+                          PYTHONPATH=path(installed))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+  run(
+    "train.py", f"--config={EXAMPLE / 'config.py'}{variant}", f"--config.data.path={text}",
+    "--config.train.num_steps=50", "--config.train.eval_every_steps=25",
+    "--config.sample.prompt=the cat", "--config.sample.length=7",
+  )
+  # Its entry point alone makes the mixer known to these.
+  scores = run("evaluate.py")
+  assert "bits per character" in scores
+  assert ("shortening factor" in scores) == bool(variant)
+  written = run("generate.py", "--prompt=the cat", "--length=11")
+  assert written.startswith("the cat") and len(written.strip("\n")) == len("the cat") + 11
+
+
+def path(installed) -> str:
+  return os.pathsep.join([str(installed / "site"), str(helpers.ROOT)])
