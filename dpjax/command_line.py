@@ -106,6 +106,9 @@ def _with_config(argv: list[str]) -> list[str]:
   for argument in others:
     setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
     if setting and setting[1] not in known:
+      key, _, name = setting[1].rpartition(".")
+      if key in config_lib.COMPONENTS and (section := config_lib.get(config, key)):
+        config_lib.COMPONENTS[key].check({**section, name: None}, key)  # Names it.
       raise config_lib.unknown_key(setting[1], known)
   delattr(flags.FLAGS, "config")
   settings: Any = config

@@ -400,6 +400,46 @@ def test_a_wrong_setting_is_named(settings, places, tmp_path, capsys):
   assert not (tmp_path / "new/checkpoints").exists()
 
 
+# Settings of components that are wrong, and what the message has to name.
+COMPONENTS = {
+  "model.mixer=dispacher": "did you mean dispatcher[?]",
+  "model.mixer=rg_lru": "one of dispatcher, .*dpjax.register_mixer adds another",
+  "model.mixer.num_level=3": "the nearest known is model.mixer.num_levels",
+  "model.mixer=we model.mixer.num_levels=3": "expected a setting of we",
+  "model.mixer=he model.mixer.ajustment=1": "the nearest known is model.mixer.adjustment",
+  "model.mixer.num_levels=0": "expected at least 1, got 0",
+  "model.mixer.num_levels=many": "num_levels",
+  "model.mixer.level_dropout=1.5": "expected .*, got 1.5",
+  "model.mixer.num_heads=7": "a divisor of model.width",
+  "model.mixer.implementation=lop": "did you mean loop[?]",
+  "model.boundaries=whitespaces": "did you mean whitespace[?]",
+  "model.boundaries.factor=3": "model.boundaries.factor: .* setting of none",
+  "model.boundaries=gumbel model.boundaries.pior=0.1": "known is .*boundaries.prior",
+  "model.boundaries=gumbel model.boundaries.prior=1.0": r"expected a number in \(0, 1\)",
+  "model.boundaries=routing model.boundaries.factor=1": "expected above 1, got 1",
+  "model.boundaries=fixed model.boundaries.pooling=max": "one of mean, last, got max",
+  "model.first.mixer=heh": "one of .*, he, .*did you mean he",
+  "train.optimizer=adamx": "one of adam, .*did you mean adam",
+  "train.optimizer=sgd train.optimizer.b1=0.8": "expected a setting of sgd",
+  "train.optimizer=muon train.optimizer.beta=2": r"expected a number in \[0, 1\), got 2",
+  "train.schedule=cosin": "did you mean cosine[?]",
+  "train.schedule=cosine train.schedule.warmup=5": "known is train.schedule.warmup_steps",
+}
+
+
+@pytest.mark.parametrize("settings", COMPONENTS)
+def test_a_wrong_setting_of_a_component_is_named(settings, places, tmp_path, capsys):
+  given = [f"--config.{setting}" for setting in settings.split()]
+  message = call(
+    ["train.py", f"--config={places['quickstart']}", f"--config.data.path={places['text']}",
+     *given, f"--workdir={tmp_path / 'new'}"], capsys,
+  )
+  name = given[-1].removeprefix("--config.").partition("=")[0]
+  expect(rf"^[^\n]*{name}\b[^\n]*$", message.strip())
+  expect(COMPONENTS[settings], message)
+  assert not (tmp_path / "new").exists()  # Nothing was prepared, nor compiled.
+
+
 @pytest.mark.parametrize("command, message", COMMANDS, ids=lambda text: text[:60])
 def test_a_wrong_flag_or_file_is_named(command, message, places, tmp_path, capsys):
   command = command.format(**places, new=tmp_path / "new")
