@@ -14,6 +14,7 @@ from flax import linen as nn
 import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
+from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.registry import Registry, Setting
 from tests import helpers
 
@@ -80,6 +81,37 @@ def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, tmp_path):
   with jax.numpy_dtype_promotion("standard"):
     pooled, _ = dpjax.train(config, tmp_path / "pooled")
   assert type(pooled.model.make_hourglass(parent=None).last.make_mixer()) is Decay
+
+
+class Vowels(Boundaries):
+  """A kind of somebody else's: a segment ends with each token of an even id."""
+
+  pooling: str = "last"
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    return Found((tokens + 1) % 2)
+
+  def loss(self, output, batch):
+    return 3.0 * jnp.sum(batch["weights"]), None
+
+
+def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, tmp_path):
+  monkeypatch.setattr(
+    registry.boundaries, "_components", dict(registry.boundaries._components)
+  )
+  dpjax.register_boundaries("vowels", Vowels)
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
+  config.model.boundaries = dpjax.config.boundaries("vowels", pooling="mean")
+  config.model.first.num_layers = config.model.last.num_layers = 1
+  with jax.numpy_dtype_promotion("standard"):
+    run, scores = dpjax.train(config, tmp_path / "run")
+  tokens = np.asarray(run.data.splits["test"])[:-1]
+  assert scores["boundary_loss"] == pytest.approx(3)
+  assert scores["shortening_factor"] == pytest.approx(
+    (len(tokens) + 1) / (tokens % 2 == 0).sum(), rel=0.05
+  )
+  assert len(run.generate("the ", length=5, temperature=0)[0]) == 5
 
 
 def test_an_unknown_name_lists_the_known_and_says_how_to_add_one(mixers):

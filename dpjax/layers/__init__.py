@@ -13,6 +13,7 @@ if TYPE_CHECKING:
   from dpjax.layers.boundaries import Found as Found
   from dpjax.layers.boundaries import Gumbel as Gumbel
   from dpjax.layers.boundaries import Routing as Routing
+  from dpjax.layers.boundaries import SpaceByte as SpaceByte
   from dpjax.layers.boundaries import Unigram as Unigram
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
