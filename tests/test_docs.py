@@ -10,7 +10,7 @@ import sys
 import dpjax
 from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
-from dpjax.reproduce import pages, papers, report
+from reproduce import pages, papers, report
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
@@ -219,7 +219,7 @@ def test_the_papers_numbers_and_ours_are_those_of_the_reports():
   contents = report.read(helpers.ROOT / "results/reproduce")
   assert {content["table"] for content in contents} == {*papers.TABLES}
   page = (helpers.ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
-  assert page == pages.page(contents), "python -m dpjax.reproduce report makes it anew"
+  assert page == pages.page(contents), "python -m reproduce report makes it anew"
   assert pages.headline(contents) in README
   # No run may pass for one of the papers' scale.
   for content in contents:

@@ -34,7 +34,7 @@ NEVER = {"chex", "pytest", "tensorflow"}
 ONLY_INSIDE_FUNCTIONS = {
   "sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "torch"
 }
-SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]
+SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
 FILES = [
   path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"
 ]
@@ -63,6 +63,7 @@ def test_the_rooms_are_found():
 def test_imports_go_down(path):
   parts = path.relative_to(ROOT).with_suffix("").parts
   room = parts[1] if parts[0] == "dpjax" else "scripts"
+  room = "reproduce" if parts[0] == "reproduce" else room
   if room in BASE:
     allowed = {*BASE[: BASE.index(room)]}
   else:

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from dpjax.reproduce import papers
+from reproduce import papers
 from tests import helpers
 
 
 def started(*arguments, cwd=helpers.ROOT):
   return subprocess.run(
-    [sys.executable, "-m", "dpjax.reproduce", *map(str, arguments)], cwd=cwd,
+    [sys.executable, "-m", "reproduce", *map(str, arguments)], cwd=cwd,
     env=helpers.environment(), capture_output=True, text=True, timeout=600, check=False,
   )
 
@@ -68,11 +68,11 @@ def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
   code = (
     "import runpy\n"
     "from dpjax.errors import Interrupted\n"
-    "from dpjax.reproduce import experiment, work\n"
+    "from reproduce import experiment, work\n"
     "def run(self):\n"
     "  raise experiment.Stopped({}, Interrupted(3, 7, 15))\n"
     "work.Work.run = run\n"
-    "runpy.run_module('dpjax.reproduce', run_name='__main__', alter_sys=True)\n"
+    "runpy.run_module('reproduce', run_name='__main__', alter_sys=True)\n"
   )
   done = subprocess.run(
     [sys.executable, "-c", code, "extractors-table7", "--scale=tiny", f"--out={tmp_path}"],

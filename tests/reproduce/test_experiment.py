@@ -12,7 +12,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.data import batches
-from dpjax.reproduce import experiment, papers, report, scales
+from reproduce import experiment, papers, report, scales
 from tests import helpers
 
 ROW = next(row for row in papers.TABLES["extractors-fig8"].rows if row.name == "me")

@@ -9,7 +9,7 @@ import pytest
 
 from dpjax import complexity
 from dpjax import config as config_lib
-from dpjax.reproduce import papers
+from reproduce import papers
 
 ROWS = {
   (table.name, row.name): row for table in papers.TABLES.values() for row in table.rows

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from dpjax import significance
-from dpjax.reproduce import pages, papers, report
+from reproduce import pages, papers, report
 
 BITS, FACTOR = papers.BITS, papers.FACTOR
 SMALL = papers.Table(
@@ -43,7 +43,7 @@ def record(config, seed=0, status="done", bits=None, **rest):
     "costs": {"every": 2, "medians": [6.0, 5.0, 4.5]}, "minutes": 1.5,
     "changes": {"model.width": [512, 64]},
     "machine": {"device": "cpu", "processor": "Abacus", "cores": 2},
-    "versions": {"dpjax": "0.1"}, "command": "python -m dpjax.reproduce small",
+    "versions": {"dpjax": "0.1"}, "command": "python -m reproduce small",
     "date": f"2026-11-0{seed + 1}",
   }
   return there | rest
@@ -299,7 +299,7 @@ def test_texts_machines_and_times_are_said():
   assert f"- Text: `text8`: {sizes}.\n" in text
   assert f"- Text: `part`: {sizes}, in the place of Y.\n" in text
   for words in ("cpu, Abacus, 2 cores", "dpjax 0.1", "2026-11-01 to 2026-11-03",
-                "`python -m dpjax.reproduce small`", "5.2 minutes"):
+                "`python -m reproduce small`", "5.2 minutes"):
     assert text.count(words) == 1
   assert line(text, "X | vanilla")[2:4] == ["1,234", "7 of 7"]
 
@@ -473,7 +473,7 @@ def test_the_page_has_an_overview_and_links_that_lead_somewhere():
   contents = [make(name) for name in papers.TABLES]
   contents[0]["rows"][0]["runs"][0]["status"] = "partial"
   text = pages.page(contents)
-  assert "python -m dpjax.reproduce all --scale=tiny" in text
+  assert "python -m reproduce all --scale=tiny" in text
   paper = "Cetoli, CLASP 2022"
   assert f"| `dispatcher-table1` | {paper}, Table 1 | cpu | 12 of 13 | 20 " in text
   assert f"| `dispatcher-fig2` | {paper}, Fig. 2 | cpu | 12 of 14 | - " in text
@@ -526,7 +526,7 @@ def test_the_headline_has_what_both_have():
 
 
 def test_jax_is_not_loaded():
-  code = "import sys\nfrom dpjax.reproduce import report\nassert 'jax' not in sys.modules"
+  code = "import sys\nfrom reproduce import report\nassert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)
 
 

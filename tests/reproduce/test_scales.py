@@ -3,7 +3,7 @@
 import pytest
 
 from dpjax import config as config_lib
-from dpjax.reproduce import papers, scales
+from reproduce import papers, scales
 
 CONFIGS = sorted({row.config for table in papers.TABLES.values() for row in table.rows})
 

@@ -15,9 +15,9 @@ import optax
 import pytest
 
 from dpjax.models.build import build_model
-from dpjax.reproduce import step_times
-from dpjax.reproduce.step_times import ATTENTION, DISPATCHER, FIXED, VANILLA
 from dpjax.training import step as step_lib
+from reproduce import step_times
+from reproduce.step_times import ATTENTION, DISPATCHER, FIXED, VANILLA
 
 NAMES = ("dispatcher-fig2", "pooling-fig5")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpjax.reproduce import papers
+from reproduce import papers
 from tests.reproduce import tiny
 
 pytestmark = pytest.mark.slow

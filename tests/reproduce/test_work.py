@@ -7,7 +7,7 @@ import types
 import pytest
 
 from dpjax.errors import Interrupted, UserError
-from dpjax.reproduce import experiment, pages, papers, work
+from reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
   "pooling-table2", "A table", "A paper", (papers.BITS,),

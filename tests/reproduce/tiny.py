@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from dpjax.reproduce import pages, papers
+from reproduce import pages, papers
 from tests import helpers
 
 # By hand from the papers: a row that gets lost there is missed here.
@@ -26,7 +26,7 @@ def started(name, folder):
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2",
   )
   return subprocess.run(
-    [sys.executable, "-m", "dpjax.reproduce", name, "--scale=tiny",
+    [sys.executable, "-m", "reproduce", name, "--scale=tiny",
      f"--runs={folder / 'runs'}", f"--out={folder / 'out'}"],
     cwd=helpers.ROOT, env=environment, capture_output=True, text=True, timeout=1800,
     check=False,

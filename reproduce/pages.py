@@ -1,4 +1,4 @@
-"""Reports for people, in Markdown, of what `dpjax.reproduce.report` keeps of tables."""
+"""Reports for people, in Markdown, of what `reproduce.report` keeps of tables."""
 
 import json
 import math
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpjax.data import catalog
-from dpjax.reproduce import papers
-from dpjax.reproduce.figures import draw
+from reproduce import papers
+from reproduce.figures import draw
 
 # The comparisons of `headline`: table, group, rows, score.
 _HEADLINES = [
@@ -57,11 +57,11 @@ def page(contents: Sequence[Mapping[str, Any]]) -> str:
   lines = [
     "# The papers' tables and figures, run again",
     "",
-    "Made from `results/reproduce` by `python -m dpjax.reproduce report`; not edited by "
+    "Made from `results/reproduce` by `python -m reproduce report`; not edited by "
     "hand. A table is run by its name, or all of them:",
     "",
     "```",
-    *(f"python -m dpjax.reproduce {name} --scale={scale}{rest}" for name, scale, rest in (
+    *(f"python -m reproduce {name} --scale={scale}{rest}" for name, scale, rest in (
       ("all", "tiny", ""),
       ("pooling-table1", "cpu", " --seeds=3 --data=FOLDER --minutes=25 --minutes_each=6"),
       ("pooling-table1", "paper", " --seeds=3 --data=FOLDER"),

@@ -1,9 +1,9 @@
 r"""Runs the papers' tables and figures, and reports ours beside theirs.
 
-  python -m dpjax.reproduce extractors-table7
-  python -m dpjax.reproduce pooling-table1 --scale=cpu --seeds=3 --data=texts
-  python -m dpjax.reproduce all --scale=paper --data=texts --minutes=25 --minutes_each=4
-  python -m dpjax.reproduce report
+  python -m reproduce extractors-table7
+  python -m reproduce pooling-table1 --scale=cpu --seeds=3 --data=texts
+  python -m reproduce all --scale=paper --data=texts --minutes=25 --minutes_each=4
+  python -m reproduce report
 
 The first word is a table's name, or several with commas between them, or "all", the most
 valuable first. What is finished, by the reports in --out, is not done again, and a run that
@@ -22,7 +22,7 @@ from absl import flags
 
 from dpjax import command_line
 from dpjax.errors import UserError
-from dpjax.reproduce import papers
+from reproduce import papers
 
 PAGE = "docs/reproduce.md"
 _MOST_SEEDS = 1000
@@ -48,7 +48,7 @@ _MINUTES_EACH = flags.DEFINE_float(
 def main(names: str) -> None:
   """Does what is missing of the tables, and prints their reports."""
   # Loaded once the flags are known to be right, as JAX takes a while.
-  from dpjax.reproduce import experiment, pages, report, work
+  from reproduce import experiment, pages, report, work
 
   if names == "report":
     contents = report.read(_OUT.value)

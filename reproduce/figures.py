@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpjax import plots
-from dpjax.reproduce import papers
+from reproduce import papers
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def draw(content: Content) -> "Figure | None":
                       where no other is there
 
   Args:
-    content: of `dpjax.reproduce.report.summarise`, or of a file.
+    content: of `reproduce.report.summarise`, or of a file.
 
   Returns:
     The figure, or None where there is nothing to draw.

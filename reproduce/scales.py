@@ -86,7 +86,7 @@ def load(name: str) -> ConfigDict:
     ValueError: configs/ is not there.
   """
   file, _, variant = name.partition(":")
-  root = str(Path(__file__).parents[2])
+  root = str(Path(__file__).parents[1])
   if root not in sys.path:
     sys.path.append(root)
   try:

@@ -37,9 +37,9 @@ from dpjax.config import ConfigDict
 from dpjax.data import catalog
 from dpjax.data.encoding import num_cores
 from dpjax.errors import Interrupted, UserError
-from dpjax.reproduce import scales
-from dpjax.reproduce.papers import Row
 from dpjax.training import loop
+from reproduce import scales
+from reproduce.papers import Row
 
 _CURVE = ("nats_per_token", "perplexity", "bits_per_character")
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from dpjax.errors import UserError
-from dpjax.reproduce import experiment, report, scales, step_times
-from dpjax.reproduce.pages import file_name
-from dpjax.reproduce.papers import TABLES, Row, Table
+from reproduce import experiment, report, scales, step_times
+from reproduce.pages import file_name
+from reproduce.papers import TABLES, Row, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Settings:
   """How to work.
 
   Attributes:
-    scale: one of `dpjax.reproduce.scales.SCALES`.
+    scale: one of `reproduce.scales.SCALES`.
     seeds: runs of each experiment, those of the seeds 0, 1, ...
-    data: as `dpjax.reproduce.experiment.configure`.
+    data: as `reproduce.experiment.configure`.
     runs: where the runs' folders are.
     out: where the reports are; what they hold is not done again.
     minutes: after so many no step is begun; 0: no limit.
@@ -95,7 +95,7 @@ class Work:
     """Does what is missing, and writes the reports as it goes.
 
     Raises:
-      dpjax.reproduce.experiment.Stopped: a signal came; all is saved.
+      reproduce.experiment.Stopped: a signal came; all is saved.
     """
     self.write([table for table in self._tables if table.kind == "counts"])
     todo = [job for job in self._jobs() if isinstance(job, Table) or not self._has(job)]

@@ -15,8 +15,8 @@ from typing import Any
 
 from dpjax import complexity, plots, significance
 from dpjax.errors import UserError
-from dpjax.reproduce import pages, papers
-from dpjax.reproduce.figures import draw
+from reproduce import pages, papers
+from reproduce.figures import draw
 
 SCALES = ("paper", "cpu", "tiny")
 # Of two records of one seed the first of these counts.
@@ -82,7 +82,7 @@ def counts(table: papers.Table, scale: str) -> dict[str, Any]:
 def step_times(
   table: papers.Table, scale: str, points: Sequence[Mapping[str, Any]], planned: int
 ) -> dict[str, Any]:
-  """Puts the points of `dpjax.reproduce.step_times.measure` under their table's head.
+  """Puts the points of `reproduce.step_times.measure` under their table's head.
 
   Args:
     table: of the kind "step_times".
@@ -97,7 +97,7 @@ def step_times(
 def write(content: Mapping[str, Any], folder: str | Path) -> None:
   """Writes the files of a content: .json, .md and, where there is a figure, .png.
 
-  Their name is `dpjax.reproduce.pages.file_name`'s. Each is written whole or not
+  Their name is `reproduce.pages.file_name`'s. Each is written whole or not
   at all, the JSON first. Numbers that are not finite become null.
   """
   content = _finite(content)

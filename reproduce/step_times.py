@@ -29,10 +29,10 @@ import numpy as np
 from dpjax import config as config_lib
 from dpjax.errors import UserError
 from dpjax.models.build import build_boundaries, build_model
-from dpjax.reproduce import scales
 from dpjax.training import losses, sharding
 from dpjax.training import step as step_lib
 from dpjax.training.optimizer import build_optimizer
+from reproduce import scales
 
 FIG2, FIG5 = "dispatcher-fig2", "pooling-fig5"
 DISPATCHER, ATTENTION = "Dispatcher", "masked self-attention"
