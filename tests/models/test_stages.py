@@ -88,7 +88,7 @@ def test_causal(case):
 def test_rows_and_capacities_change_nothing(case):
   config, model, params, whole = case
   # What is no segment has no boundary, for which the innermost blocks would make room.
-  segments = whole.boundaries.sum(axis=1) + build_boundaries(config)[0].has_null_group
+  segments = whole.boundaries.sum(axis=1) + int(build_boundaries(config)[0].has_null_group)
   places = np.arange(whole.inner.boundaries.shape[1])
   assert not np.asarray(whole.inner.boundaries)[places >= segments[:, None]].any()
   apply = jax.jit(model.apply, static_argnames="capacity")
