@@ -18,12 +18,15 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 
 
-def build_model(model_config: Mapping) -> LanguageModel:
+def build_model(
+  model_config: Mapping, frozen: LanguageModel | None = None
+) -> LanguageModel:
   """Builds the model that `config.model` describes.
 
   Args:
     model_config: the keys of `dpjax.config.default_model()`, all of them, with the
       `vocab_size` of the tokenizer.
+    frozen: the model of the run that the boundaries read with, where they do.
 
   Returns:
     A Linen module: `model.init(key, tokens)` and
@@ -36,6 +39,7 @@ def build_model(model_config: Mapping) -> LanguageModel:
   model = dict(model_config)
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
+  _check_frozen(model, frozen)
   dtype = jnp.dtype(model["dtype"])
   common: dict[str, Any] = dict(
     vocab_size=model["vocab_size"],
@@ -60,7 +64,7 @@ def build_model(model_config: Mapping) -> LanguageModel:
   make_hourglass = partial(
     Hourglass,
     middle=middle(extra_length=1),  # with the null group
-    make_boundaries=_boundaries_maker(model),
+    make_boundaries=_boundaries_maker(model, frozen),
     make_positions=make_positions,
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
@@ -110,14 +114,37 @@ def build_boundaries(model_config: Mapping) -> Boundaries | None:
   return _boundaries_maker(model_config)()
 
 
-def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
+def _boundaries_maker(
+  model: Mapping, frozen: LanguageModel | None = None
+) -> partial[Boundaries]:
   return registry.boundaries.maker(
     model["boundaries"],
     width=model["width"],
     predictor_width=model["feed_forward_width"],
     init_std=model["init_std"],
     dtype=jnp.dtype(model["dtype"]),
+    frozen=frozen,
   )
+
+
+def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
+  key, name = "model.boundaries.run", model["boundaries"]["name"]
+  needs_run = registry.boundaries.component(name).needs_run
+  if needs_run != (frozen is not None):
+    expected, got = ("the model of", "none") if needs_run else ("none without", "one")
+    raise UserError(f"frozen: expected {expected} a {key}, got {got}")
+  if frozen is None:
+    return
+  if frozen.max_length < model["max_length"]:
+    raise UserError(
+      f"{key}: expected a run whose model.max_length is at least this one's, "
+      f"{model['max_length']}, got one with {frozen.max_length}"
+    )
+  if frozen.vocab_size != model["vocab_size"]:
+    raise UserError(
+      f"{key}: expected a run with the vocabulary of this one, {model['vocab_size']:,} "
+      f"entries, got one with {frozen.vocab_size:,}"
+    )
 
 
 def _stack(

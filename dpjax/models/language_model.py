@@ -206,7 +206,12 @@ class LanguageModel(nn.Module):
     inner = dict(params["hourglass"])
     for name in ("first", "middle", "last"):
       inner[name] = getattr(hourglass, name).unstack(inner[name])
-    return {**params, "hourglass": inner}
+    unstacked = {**params, "hourglass": inner}
+    frozen = getattr(hourglass.make_boundaries(parent=None), "frozen", None)
+    if frozen is None:
+      return unstacked
+    read = frozen.unstack(inner["boundary_predictor"]["frozen"])
+    return with_frozen(unstacked, read)
 
   @property
   def has_cache(self) -> bool:
@@ -214,7 +219,9 @@ class LanguageModel(nn.Module):
     if self.layers is not None:
       return self.layers.has_cache
     hourglass = self._hourglass()
-    return all(getattr(hourglass, name).has_cache for name in ("first", "middle", "last"))
+    kind = hourglass.make_boundaries(parent=None)
+    parts = hourglass.first, hourglass.middle, hourglass.last, kind
+    return all(part.has_cache for part in parts)
 
   def init_cache(self, batch: int) -> LanguageModelCache:
     """The cache of B rows of which no token has been seen; it needs no parameters."""
@@ -228,3 +235,10 @@ class LanguageModel(nn.Module):
     if self.make_hourglass is None:
       raise ValueError("layers, make_hourglass: expected one of them, got neither")
     return self.make_hourglass(parent=None)
+
+
+def with_frozen(params: Mapping, frozen: Mapping) -> dict:
+  """A model's parameters with these for the frozen model that its boundaries read with."""
+  inner = params["hourglass"]
+  boundaries = {**inner["boundary_predictor"], "frozen": frozen}
+  return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

@@ -62,7 +62,7 @@ def fit(
   objective: losses.Objective | None = None,
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
   seed: int = 0,
-  initial: Callable[[], dict] | None = None,
+  initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
   should_stop: Callable[[], bool] = lambda: False,
@@ -94,8 +94,8 @@ def fit(
     objective: what is minimised; None is the loss of the tokens alone.
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
     seed: of parameters and dropout.
-    initial: gives the parameters to begin with, where there is no checkpoint; None: they
-      are drawn.
+    initial: drawn parameters -> those to begin with, where there is no checkpoint; None:
+      the drawn ones.
     meta: saved with each checkpoint. Where its "validation", how that is scored, is not
       a checkpoint's to go on from, the best begins anew.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
@@ -131,7 +131,7 @@ def fit(
     if found is None:
       state = step_lib.jit_init(model, optimizer, seed, mesh, parameters)
       if initial is not None:
-        params = jax.device_put(initial(), shardings.params)
+        params = jax.device_put(initial(state.params), shardings.params)
         state = dataclasses.replace(state, params=params)
       best = {"step": 0, BEST_BY: math.inf}
     else:
