@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax.ops.boundaries import (
+  RULES,
   binomial_prior_loss,
   conditional_entropy,
   entropy_spikes,
@@ -91,37 +92,34 @@ def test_spacelike():
   np.testing.assert_array_equal(part, [[0, 0], [0, 0]])
 
 
-RULES = {"global": (2.0, 0.0), "monotonic": (0.3, 0.0), "combined": (1.5, -0.4)}
-
-
 def entropies(*shape):
   """Of a text with runs of high ones, and some that are the same."""
   draw = np.random.default_rng(5).gamma(4.0, 0.5, size=shape)
   return jnp.asarray(np.round(draw, 1), jnp.float32)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_thresholds(rule):
-  theta, theta_add = RULES[rule]
+@pytest.mark.parametrize(
+  "settings",
+  [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)],
+)
+def test_thresholds(settings):
   h = entropies(3, 41)
-  result = jax.jit(lambda h: entropy_threshold(h, rule, theta, theta_add))(h)
-  expected = reference.entropy_threshold(h, rule, theta, theta_add)
+  result = jax.jit(lambda h: entropy_threshold(h, *settings))(h)
+  expected = reference.entropy_threshold(h, *settings)
   assert result.dtype == jnp.int32 and 0.1 < expected.mean() < 0.6
   np.testing.assert_array_equal(result, expected)
-  if rule == "combined":  # "not b_{t-1}" and both thresholds have a part in it
-    both = entropy_threshold(h, "global", theta)
-    both &= entropy_threshold(h, "monotonic", theta_add)
-    assert (expected < both).any()
-    assert (expected != entropy_threshold(h, rule, theta, 0.0)).any()
-  # In parts, of which one is a single token.
-  parts, previous = [], None
-  for part in (h[:, :7], h[:, 7:8], h[:, 8:23], h[:, 23:]):
-    parts.append(entropy_threshold(part, rule, theta, theta_add, previous=previous))
-    previous = part[:, -1], parts[-1][:, -1]
-  np.testing.assert_array_equal(np.concatenate(parts, axis=1), expected)
+  previous = None
+  for t in range(41):
+    part = entropy_threshold(h[:, t : t + 1], *settings, previous=previous)
+    np.testing.assert_array_equal(part[:, 0], expected[:, t])
+    previous = h[:, t], part[:, 0]
+  for t in range(1, 40, 5):
+    previous = h[:, t - 1], result[:, t - 1]
+    part = entropy_threshold(h[:, t:], *settings, previous=previous)
+    np.testing.assert_array_equal(part, expected[:, t:])
 
   def total(h):
-    return entropy_threshold(h, rule, theta, theta_add).astype(jnp.float32).sum()
+    return entropy_threshold(h, *settings).astype(jnp.float32).sum()
 
   assert not jax.grad(total)(h).any()
 
@@ -139,7 +137,7 @@ def test_the_first_token_is_above_the_one_before_it():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("factor", [2.9, 4.5, 11.0])
 def test_theta_gives_the_wanted_length(rule, factor):
-  theta_add = RULES[rule][1]
+  theta_add = -0.2 * (rule == "combined")
   h = jnp.asarray(np.random.default_rng(7).gamma(4.0, 0.5, size=(5, 211)), jnp.float32)
   theta = entropy_theta(h, factor, rule, theta_add)
   count = int(entropy_threshold(h, rule, theta, theta_add).sum())
@@ -159,7 +157,7 @@ def test_theta_is_a_quantile():
 
 def test_thresholds_refuse():
   h = entropies(2, 7)
-  with pytest.raises(ValueError, match="^rule: expected one of global, .* did you mean mon"):
+  with pytest.raises(ValueError, match="^rule: expected one of global, .* did you mean mo"):
     entropy_threshold(h, "monotonc", 1.0)
   with pytest.raises(ValueError, match="^theta_add: expected 0 with the rule global"):
     entropy_threshold(h, "global", 1.0, 0.5)
