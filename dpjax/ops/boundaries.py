@@ -16,6 +16,7 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
+from dpjax.errors import UserError
 from dpjax.ops.products import sum_dtype
 
 RULES = ("global", "monotonic", "combined")  # of `entropy_threshold`
@@ -313,9 +314,9 @@ def entropy_theta(
     share of boundaries = 1 / factor, as nearly as ties allow
 
   It is the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic").
-  "combined" keeps `theta_add` and looks for theta; no boundary appears as theta grows, so
-  that bisection finds it. Of the thetas that give one segmentation, this is the middle:
-  rounding changes nothing. With [[1, 2, 3, 4]] and factor 2, 2.5.
+  "combined" keeps `theta_add` as it is: the number of boundaries never grows with theta,
+  and bisection finds it. It lies between two entropies, so that rounding changes nothing.
+  With [[1, 2, 3, 4]] and factor 2, 2.5.
 
   Args:
     entropies: [B, T], floats, nats, of a text in B windows.
@@ -332,10 +333,10 @@ def entropy_theta(
   check_rule(rule, theta_add)
   h_bt = jnp.asarray(entropies)
   _check_entropies(h_bt)
-  if not 1 <= factor < math.inf or not h_bt.size:
-    raise ValueError(
-      f"factor: expected at least 1, and entropies, got {factor} of {h_bt.shape}"
-    )
+  if not 1 <= factor < math.inf:
+    raise UserError(f"factor: expected at least 1, and finite, got {factor}")
+  if not h_bt.size:
+    raise ValueError(f"entropies: expected at least one, got {h_bt.shape}")
   values = np.asarray(h_bt, np.float32)
   if rule == "monotonic":
     values = np.diff(values, axis=1)
@@ -349,7 +350,7 @@ def entropy_theta(
 
   most = count(0)
   if most < math.floor(wanted):
-    raise ValueError(
+    raise UserError(
       f"factor: expected at least {h_bt.size / most:.4g}, which theta_add = {theta_add} "
       f"leaves, got {factor}"
     )
@@ -370,9 +371,9 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
   if rule not in RULES:
     near = difflib.get_close_matches(str(rule), RULES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
+    raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
   if rule != "combined" and theta_add != 0:
-    raise ValueError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
+    raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
 
 
 def _check_entropies(entropies) -> None:
