@@ -631,17 +631,13 @@ class EntropyThreshold(Boundaries):
                state=None, lengths=None):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start
-    if self.is_initializing():
-      self.frozen(tokens)  # makes its parameters
-    params = jax.lax.stop_gradient(self.frozen.variables["params"])
-    read = partial(self.frozen.clone(parent=None).apply, {"params": params}, tokens)
     assert self.theta is not None
     decide = partial(
       ops.entropy_threshold, rule=self.rule, theta=self.theta, theta_add=self.theta_add
     )
     if state is None:
-      return Found(decide(ops.conditional_entropy(read().logits)))
-    output = read(cache=state.cache, lengths=lengths)
+      return Found(decide(ops.conditional_entropy(self.frozen(tokens).logits)))
+    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
     found = decide(entropies, previous=(state.entropy, state.boundary))
     state = EntropyState(
