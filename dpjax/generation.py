@@ -299,6 +299,9 @@ def check_prompt(
     name for name in names
     if not getattr(registry.mixers.component(name), "is_endless", True)
   ]
+  kind = config.model.boundaries.name
+  if not registry.boundaries.component(kind).is_endless:
+    ends.append(f"{kind} boundaries")
   if config.model.positions == "learned":
     ends.append("learned positions")
   if ends and max(1, len(ids)) + settings["length"] - 1 > window:

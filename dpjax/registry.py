@@ -290,7 +290,7 @@ mixers = Registry(
 boundaries = Registry(
   "boundaries",
   "dpjax.register_boundaries",
-  given=("width", "predictor_width", "init_std", "dtype"),
+  given=("width", "predictor_width", "init_std", "dtype", "frozen"),
   known={
     "none": "dpjax.layers.boundaries:NoBoundaries",
     "fixed": "dpjax.layers.boundaries:Fixed",
@@ -300,6 +300,7 @@ boundaries = Registry(
     "entropy": "dpjax.layers.boundaries:EntropySpikes",
     "gumbel": "dpjax.layers.boundaries:Gumbel",
     "routing": "dpjax.layers.boundaries:Routing",
+    "entropy_threshold": "dpjax.layers.boundaries:EntropyThreshold",
   },
 )
 optimizers = Registry(

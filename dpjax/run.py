@@ -17,14 +17,14 @@ import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import generation, ops
+from dpjax import generation, ops, registry
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_boundaries, build_model, check_memory
-from dpjax.models.language_model import LanguageModel
+from dpjax.models.language_model import LanguageModel, with_frozen
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import (
   checkpoints,
@@ -311,12 +311,15 @@ def _train(
 ) -> tuple[Run, dict[str, float]]:
   data = _prepare(config, workdir)
   given, config = config, _with_vocabulary(config, data.tokenizer)
-  settings, built = config.train, _model(config, model)
+  frozen = _frozen_run(config, workdir, data.tokenizer)
+  reader: Any = frozen.model if frozen else _saved_frozen(config, workdir)
+  settings, built = config.train, _model(config, model, reader)
   train_batches = _train_batches(config, data)
   durations = _durations(settings, train_batches.steps_per_epoch)
   trainer = loop.Trainer(
     built,
-    optimizer or optimizers.build_optimizer(settings, durations.num_steps),
+    optimizers.build_optimizer(settings, durations.num_steps)
+    if optimizer is None else optimizers.without_frozen(optimizer),
     _objective(config),
     settings.accumulate_steps,
     settings.parameters,
@@ -330,7 +333,7 @@ def _train(
   )
   shapes = jax.eval_shape(built.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
-  workdir_lib.claim(workdir, given)
+  workdir_lib.claim(workdir, given, frozen and frozen.config.model)
   if jax.process_index() == 0:
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     print(
@@ -346,7 +349,7 @@ def _train(
     durations,
     workdir=workdir,
     keep_checkpoints=settings.keep_checkpoints,
-    initial=_initial(config, shapes["params"], data) if settings.initial_run else None,
+    initial=_initial(config, shapes["params"], data, frozen),
     meta={
       "config": config.to_dict(),
       "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0),
@@ -390,7 +393,7 @@ def load(
   config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data")
   config = _with_vocabulary(config, data.tokenizer)
-  built = _model(config, model)
+  built = _model(config, model, _saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.
   abstract = step_lib.abstract_state(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
@@ -509,10 +512,10 @@ def _with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
   return config
 
 
-def _model(config: ConfigDict, model) -> nn.Module:
+def _model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module:
   """The model of a configuration, or the one that is given in its place."""
   if model is None:
-    return build_model(config.model)
+    return build_model(config.model, frozen)
   built = model if isinstance(model, nn.Module) else model(config.model)
   if not isinstance(built, nn.Module):
     raise UserError("model: expected a flax.linen.Module, or a function of config.model "
@@ -561,41 +564,97 @@ def _capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   """The tokens of a run, made unless it goes on; before that, what can be refused."""
   goes_on = workdir_lib.check(workdir, config)
-  first = config.train.initial_run
-  if first and not goes_on and not (Path(first) / "checkpoints").is_dir():
-    raise UserError(f"train.initial_run: expected the folder of a run, got {first}")
+  others = {"train.initial_run": config.train.initial_run}
+  if _needs_run(config):
+    others["model.boundaries.run"] = config.model.boundaries.run
+  for key, folder in others.items():
+    if folder and not goes_on and not (Path(folder) / "checkpoints").is_dir():
+      raise UserError(f"{key}: expected the folder of a run, got {folder}")
   return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
 
 
-def _initial(config: ConfigDict, shapes, data: prepared.Prepared):
-  """What reads the parameters of another run, if they fit this one."""
-  folder = config.train.initial_run
+def _initial(
+  config: ConfigDict, shapes, data: prepared.Prepared, frozen: Run | None
+) -> Callable[[dict], dict] | None:
+  """What reads the parameters to begin with, where they are not those that are drawn."""
+  if frozen is None and not config.train.initial_run:
+    return None
 
-  def read() -> dict:
-    try:
-      other = load(folder)
-    except UserError as error:
-      raise UserError(f"train.initial_run: expected a run that can be read, got {folder} "
-                      f"({error})") from error
-    if other.tokenizer.to_json() != data.tokenizer.to_json():
-      raise UserError(
-        f"train.initial_run: expected a run with the vocabulary of this one, got {folder} "
-        f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
-      )
-    expected, found = (
-      {jax.tree_util.keystr(path): tuple(leaf.shape)
-       for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-      for params in (shapes, other.params)
-    )
-    wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
-    if wrong:
-      raise UserError(
-        f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
-        f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {folder}"
-      )
-    return other.params
+  def read(drawn: dict) -> dict:
+    params = _initial_params(config, shapes, data) if config.train.initial_run else drawn
+    return params if frozen is None else with_frozen(params, frozen.params)
 
   return read
+
+
+def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared) -> dict:
+  """The parameters of another run, if they fit this one."""
+  other = _load_other(config.train.initial_run, "train.initial_run", data.tokenizer)
+  expected, found = (
+    {jax.tree_util.keystr(path): tuple(leaf.shape)
+     for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for params in (shapes, other.params)
+  )
+  wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
+  if wrong:
+    raise UserError(
+      f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
+      f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
+    )
+  return other.params
+
+
+def _load_other(folder: str, key: str, tokenizer: Tokenizer) -> Run:
+  """The run that a setting names, if it has this one's vocabulary."""
+  try:
+    other = load(folder)
+  except UserError as error:
+    raise UserError(
+      f"{key}: expected a run that can be read, got {folder} ({error})"
+    ) from error
+  if other.tokenizer.to_json() != tokenizer.to_json():
+    raise UserError(
+      f"{key}: expected a run with the vocabulary of this one, got {folder} "
+      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
+    )
+  return other
+
+
+def _needs_run(config: ConfigDict) -> bool:
+  return registry.boundaries.component(config.model.boundaries.name).needs_run
+
+
+def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
+  """The run whose model the boundaries read with; None: none, or the folder has it."""
+  if not _needs_run(config) or workdir_lib.has_saved(workdir):
+    return None
+  key = "model.boundaries.run"
+  other = _load_other(config.model.boundaries.run, key, tokenizer)
+  check_frozen(other, key)
+  return other
+
+
+def _saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
+  """The model that the boundaries of a saved run read with, where they do."""
+  return build_model(workdir_lib.read_frozen(workdir)) if _needs_run(config) else None
+
+
+def check_frozen(run: Run, key: str = "run") -> None:
+  """Refuses a run whose model the boundaries of another cannot read with.
+
+  Args:
+    run: of `load`.
+    key: of the setting that names it.
+
+  Raises:
+    ValueError: its boundaries are drawn, or read with a model themselves.
+  """
+  kinds = build_boundaries(run.config.model)
+  if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
+    raise UserError(
+      f"{key}: expected a run whose boundaries are neither drawn in evaluation nor of "
+      f"another run, got {run.config.model.boundaries.name} in {run.workdir}"
+    )
 
 
 def _origin(data: prepared.Prepared) -> dict[str, str]:

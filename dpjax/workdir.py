@@ -1,6 +1,7 @@
 """The files in a run's folder.
 
 config.json      the settings, as they were given
+frozen.json      those of the model that boundaries read with, where they do
 data/            the tokens of each split, the vocabulary, how long the texts are; with
                  unigram boundaries, these and the model that found them; of a corpus
                  that has a name, the arrays are links into data_dir
@@ -95,8 +96,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
-  has_saved = any((workdir / "checkpoints").glob("*/[0-9]*"))
-  if differences and not has_saved:
+  if differences and not has_saved(workdir):
     return False  # nothing is lost
   if differences:
     raise UserError(
@@ -106,8 +106,18 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   return True
 
 
-def claim(workdir: Path, config: ConfigDict) -> None:
+def has_saved(workdir: Path) -> bool:
+  """Whether the folder has a checkpoint."""
+  return any((workdir / "checkpoints").glob("*/[0-9]*"))
+
+
+def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
   """Makes the folder this configuration's, once all is known to be in order.
+
+  Args:
+    workdir: the folder.
+    config: as it was given.
+    frozen: settings of the model that boundaries read with, where they do.
 
   Raises:
     ValueError: it cannot be written.
@@ -115,6 +125,8 @@ def claim(workdir: Path, config: ConfigDict) -> None:
 
   def write() -> None:
     try:
+      if frozen is not None:
+        write_json(workdir / "frozen.json", frozen.to_dict())
       write_json(workdir / "config.json", config.to_dict())
     except OSError as error:
       raise _not_writable(workdir, error) from error
@@ -272,6 +284,16 @@ def read_config(workdir: Path) -> ConfigDict:
   if not path.exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
   return config_lib.from_dict(_read_json(path))
+
+
+def read_frozen(workdir: Path) -> ConfigDict:
+  """The settings of the model that the boundaries of a run read with.
+
+  Raises:
+    ValueError: they cannot be read.
+  """
+  model = _read_json(workdir / "frozen.json")
+  return config_lib.from_dict({"model": model}).model
 
 
 def write_json(path: Path, value) -> None:

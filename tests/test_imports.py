@@ -19,7 +19,7 @@ ROOMS = [
   {"command_line", "generation", "workdir"},
   {"run"},
   {"complexity", "plots"},
-  {"segmentation", "significance"},
+  {"calibrate", "segmentation", "significance"},
   {"reproduce"},
   {"scripts"},
 ]
@@ -99,6 +99,7 @@ def test_imports_go_down(path):
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
     ("dpjax.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.plots", ("jax", "matplotlib", "ml_collections")),
+    ("dpjax.calibrate", ("jax", "matplotlib", "ml_collections")),
     ("dpjax.segmentation", ("jax", "matplotlib", "ml_collections")),
     ("dpjax.significance", ("jax", "numpy", "scipy", "ml_collections")),
     (

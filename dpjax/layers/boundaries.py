@@ -9,7 +9,9 @@ subclasses `Boundaries`, and `dpjax.register_boundaries` gives it a name.
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers import blocks
+from dpjax.ops.boundaries import check_rule
 from dpjax.ops.segments import METHODS
 
 
@@ -51,12 +54,18 @@ class Boundaries(nn.Module):
     takes_noise: whether it draws boundaries, and so takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
       them the first token of each row has to be a boundary.
+    needs_run: whether it reads with the model of another run. Its setting `run` is that
+      run's folder, and its field `frozen` is given the model, whose parameters then lie
+      under "frozen" and are not trained.
+    is_endless: whether it knows where segments end beyond the model's window, too.
   """
 
   needs_text: ClassVar[bool] = False
   suits_segments: ClassVar[bool] = False
   takes_noise: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
+  needs_run: ClassVar[bool] = False
+  is_endless: ClassVar[bool] = True
 
   @property
   def pooling_method(self) -> str:
@@ -72,6 +81,11 @@ class Boundaries(nn.Module):
   def draws_in_evaluation(self) -> bool:
     """Whether it draws in evaluation, too."""
     return False
+
+  @property
+  def has_cache(self) -> bool:
+    """Whether it can go on from `init_state`."""
+    return True
 
   def settings_for(self, tokenizer: Any) -> dict[str, Any]:
     """Settings that are not given, and follow from the tokenizer.
@@ -553,6 +567,100 @@ class Routing(Boundaries):
       output.boundaries, output.boundary_probabilities, self.factor, weights=weights
     )
     return self.weight * ratio * jnp.sum(weights), None
+
+
+class EntropyState(NamedTuple):
+  """What `EntropyThreshold` knows of the tokens so far.
+
+  Attributes:
+    cache: of the frozen model.
+    entropy: [B], nats, after the last token.
+    boundary: [B], whether a segment ended with it.
+  """
+
+  cache: Any
+  entropy: jax.Array
+  boundary: jax.Array
+
+
+class EntropyThreshold(Boundaries):
+  """A segment ends where a small, trained model is unsure of the next token, as in BLT.
+
+  That model reads the same tokens, in the same windows, and is not trained any further: no
+  gradient reaches it, and `dpjax.training.optimizer` leaves it alone. `model.init` draws
+  its parameters; `dpjax.models.language_model.with_frozen` puts in the trained ones, as
+  `dpjax.train` does. Where it has no cache, the whole model has none.
+
+  Attributes:
+    run: the folder of its run, which has this one's vocabulary.
+    rule: "global", "monotonic" or "combined": of `dpjax.ops.entropy_threshold`.
+    theta: nats; `python -m dpjax.calibrate` finds it for a length of segments.
+    theta_add: nats, of "combined".
+    pooling: as in `Fixed`.
+    num_capacities: lengths that the middle is compiled for.
+    frozen: the model, whose `max_length` is at least this one's.
+
+  Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
+  """
+
+  needs_run: ClassVar[bool] = True
+  is_endless: ClassVar[bool] = False
+
+  run: str = ""
+  rule: str = "global"
+  theta: float | None = None
+  theta_add: float = 0.0
+  pooling: str = "mean"
+  num_capacities: int = 8
+  frozen: Any = None
+
+  def __post_init__(self):
+    """Refuses settings out of their ranges."""
+    if not self.run:
+      raise ValueError("run: expected the folder of a run, got ''")
+    check_rule(self.rule, self.theta_add)
+    if self.theta is None:
+      raise ValueError(
+        "theta: expected a number, which python -m dpjax.calibrate finds, got None"
+      )
+    for name in ("theta", "theta_add"):
+      if not math.isfinite(getattr(self, name)):
+        raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")
+    _check_pooling(self.pooling)
+    _at_least_one("num_capacities", self.num_capacities)
+    super().__post_init__()
+
+  @property
+  def has_cache(self) -> bool:
+    """See `Boundaries`."""
+    return self.frozen.has_cache
+
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
+               state=None, lengths=None):
+    """See `Boundaries`."""
+    del hidden, deterministic, noise, start
+    assert self.theta is not None
+    decide = partial(
+      ops.entropy_threshold, rule=self.rule, theta=self.theta, theta_add=self.theta_add
+    )
+    if state is None:
+      return Found(decide(ops.conditional_entropy(self.frozen(tokens).logits)))
+    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
+    entropies = ops.conditional_entropy(output.logits)
+    found = decide(entropies, previous=(state.entropy, state.boundary))
+    state = EntropyState(
+      output.cache,
+      _newest(state.entropy, entropies, lengths),
+      _newest(state.boundary, found, lengths),
+    )
+    return Found(found, state=state)
+
+  def init_state(self, batch: int, width: int) -> EntropyState:
+    """Of rows that have not begun: the first entropy is above the one before it."""
+    del width
+    return EntropyState(
+      self.frozen.init_cache(batch), jnp.full(batch, -jnp.inf), jnp.zeros(batch, jnp.int32)
+    )
 
 
 def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:

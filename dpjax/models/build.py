@@ -18,12 +18,15 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 
 
-def build_model(model_config: Mapping) -> LanguageModel:
+def build_model(
+  model_config: Mapping, frozen: LanguageModel | None = None
+) -> LanguageModel:
   """Builds the model that `config.model` describes.
 
   Args:
     model_config: the keys of `dpjax.config.default_model()`, all of them, with the
       `vocab_size` of the tokenizer.
+    frozen: the model of the run that the boundaries read with, where they do.
 
   Returns:
     A Linen module: `model.init(key, tokens)` and
@@ -36,6 +39,7 @@ def build_model(model_config: Mapping) -> LanguageModel:
   model = dict(model_config)
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
+  _check_frozen(model, frozen)
   dtype = jnp.dtype(model["dtype"])
   common: dict[str, Any] = dict(
     vocab_size=model["vocab_size"],
@@ -48,14 +52,16 @@ def build_model(model_config: Mapping) -> LanguageModel:
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
   )
-  core = _core(list(config_lib.stages_in(model).values()))
+  core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
     make_positions = _make_positions([core])
     return LanguageModel(layers=core, make_positions=make_positions, **common)
   return LanguageModel(make_hourglass=core.make_hourglass, **common)
 
 
-def _core(stages: Sequence[Mapping], extra_length: int = 0) -> Stack | Inner:
+def _core(
+  stages: Sequence[Mapping], frozen: LanguageModel | None = None, extra_length: int = 0
+) -> Stack | Inner:
   """The blocks of a model, or those of a middle: of its settings and of all within."""
   model, *within = stages
   if not config_lib.is_pooled(model):
@@ -65,7 +71,7 @@ def _core(stages: Sequence[Mapping], extra_length: int = 0) -> Stack | Inner:
     for name in ("first", "last")
   )
   inner = within or [{**model, "boundaries": {"name": "none"}}]
-  middle = _core(inner, extra_length + 1)  # with the null group
+  middle = _core(inner, extra_length=extra_length + 1)  # with the null group
   has_own_width = inner[0]["width"] != model["width"]
   blocks_within = [middle] if isinstance(middle, Stack) else []
   shares = [first, last, *([] if has_own_width else blocks_within)]
@@ -74,7 +80,7 @@ def _core(stages: Sequence[Mapping], extra_length: int = 0) -> Stack | Inner:
     first=first,
     middle=middle,
     last=last,
-    make_boundaries=_boundaries_maker(model),
+    make_boundaries=_boundaries_maker(model, frozen),
     make_positions=_make_positions(shares),
     middle_width=inner[0]["width"] if has_own_width else None,
     make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
@@ -124,14 +130,37 @@ def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
   return tuple(_boundaries_maker(x)() for x in stages if config_lib.is_pooled(x))
 
 
-def _boundaries_maker(model: Mapping) -> partial[Boundaries]:
+def _boundaries_maker(
+  model: Mapping, frozen: LanguageModel | None = None
+) -> partial[Boundaries]:
   return registry.boundaries.maker(
     model["boundaries"],
     width=model["width"],
     predictor_width=model["feed_forward_width"],
     init_std=model["init_std"],
     dtype=jnp.dtype(model["dtype"]),
+    frozen=frozen,
   )
+
+
+def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
+  key, name = "model.boundaries.run", model["boundaries"]["name"]
+  needs_run = registry.boundaries.component(name).needs_run
+  if needs_run != (frozen is not None):
+    expected, got = ("the model of", "none") if needs_run else ("none without", "one")
+    raise UserError(f"frozen: expected {expected} a {key}, got {got}")
+  if frozen is None:
+    return
+  if frozen.max_length < model["max_length"]:
+    raise UserError(
+      f"{key}: expected a run whose model.max_length is at least this one's, "
+      f"{model['max_length']}, got one with {frozen.max_length}"
+    )
+  if frozen.vocab_size != model["vocab_size"]:
+    raise UserError(
+      f"{key}: expected a run with the vocabulary of this one, {model['vocab_size']:,} "
+      f"entries, got one with {frozen.vocab_size:,}"
+    )
 
 
 def _stack(

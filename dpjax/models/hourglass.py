@@ -351,12 +351,20 @@ class Hourglass(nn.Module):
   def unstack(self, params: Mapping) -> dict:
     """The parameters with those of each layer by themselves, as `Stack.unstack`."""
     stacks = {name: getattr(self, name) for name in ("first", "middle", "last")}
-    return {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
+    params = {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
+    frozen = getattr(self.make_boundaries(parent=None), "frozen", None)
+    if frozen is None:
+      return params
+    own = params["boundary_predictor"]
+    return {
+      **params, "boundary_predictor": {**own, "frozen": frozen.unstack(own["frozen"])}
+    }
 
   @property
   def has_cache(self) -> bool:
-    """Whether all mixers can go on where a cache ends."""
-    return self.first.has_cache and self.middle.has_cache and self.last.has_cache
+    """Whether all mixers and the boundaries can go on where a cache ends."""
+    parts = self.first, self.middle, self.last, self.make_boundaries(parent=None)
+    return all(part.has_cache for part in parts)
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D of which no token has been seen."""

@@ -225,3 +225,10 @@ class LanguageModel(nn.Module):
     if self.make_hourglass is None:
       raise ValueError("layers, make_hourglass: expected one of them, got neither")
     return self.make_hourglass(parent=None)
+
+
+def with_frozen(params: Mapping, frozen: Mapping) -> dict:
+  """A model's parameters with these for the frozen model that its boundaries read with."""
+  inner = params["hourglass"]
+  boundaries = {**inner["boundary_predictor"], "frozen": frozen}
+  return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

@@ -116,7 +116,7 @@ def fit(
   *,
   workdir: str | Path,
   keep_checkpoints: int = 2,
-  initial: Callable[[], dict] | None = None,
+  initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
   callbacks: Sequence[Callback] = (),
@@ -138,8 +138,8 @@ def fit(
     durations: in updates.
     workdir: the run's folder, which exists.
     keep_checkpoints: how many of the last to keep.
-    initial: gives the parameters to begin with, where there is no checkpoint; None: they
-      are drawn.
+    initial: drawn parameters -> those to begin with, where there is no checkpoint; None:
+      the drawn ones.
     meta: saved with each checkpoint. Where its "validation", how that is scored, is not
       a checkpoint's to go on from, the best begins anew.
     origin: saved likewise, and refused where a checkpoint to go on from has another: the
@@ -178,7 +178,7 @@ def fit(
     if found is None:
       state = step_lib.jit_init(*of_state)
       if initial is not None:
-        params = jax.device_put(initial(), shardings.params)
+        params = jax.device_put(initial(state.params), shardings.params)
         state = dataclasses.replace(state, params=params)
       best = {"step": 0, BEST_BY: math.inf}
     else:

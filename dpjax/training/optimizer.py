@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -67,7 +68,41 @@ def make_optimizer(
 
 
 def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
-  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
+  if clip_norm:
+    update = optax.chain(optax.clip_by_global_norm(clip_norm), update)
+  return without_frozen(update)
+
+
+def without_frozen(update) -> optax.GradientTransformation:
+  """Leaves parameters under "frozen" as they are, with no part in norms and no moments.
+
+  Where there are none, states and updates are those of `update` itself.
+  """
+
+  def init(params):
+    return update.init(_trained(params))
+
+  def update_trained(updates, state, params=None):
+    found, state = update.update(_trained(updates), state, _trained(params))
+    return _with_zeros(found, updates), state
+
+  return optax.GradientTransformation(init, update_trained)
+
+
+def _trained(tree: Any) -> Any:
+  if not isinstance(tree, Mapping):
+    return tree
+  return {key: _trained(part) for key, part in tree.items() if key != "frozen"}
+
+
+def _with_zeros(updates: Any, grads: Any) -> Any:
+  if not isinstance(grads, Mapping):
+    return updates
+  return {
+    key: jax.tree.map(jnp.zeros_like, part) if key == "frozen"
+    else _with_zeros(updates[key], part)
+    for key, part in grads.items()
+  }
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:

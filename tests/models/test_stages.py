@@ -88,9 +88,10 @@ def test_causal(case):
 def test_rows_and_capacities_change_nothing(case):
   config, model, params, whole = case
   # What is no segment has no boundary, for which the innermost blocks would make room.
-  segments = whole.boundaries.sum(axis=1) + int(build_boundaries(config)[0].has_null_group)
-  places = np.arange(whole.inner.boundaries.shape[1])
-  assert not np.asarray(whole.inner.boundaries)[places >= segments[:, None]].any()
+  segments = np.asarray(whole.boundaries).sum(axis=1)
+  segments += build_boundaries(config)[0].has_null_group
+  inner = np.asarray(whole.inner.boundaries)
+  assert not inner[np.arange(inner.shape[1]) >= segments[:, None]].any()
   apply = jax.jit(model.apply, static_argnames="capacity")
   alone = apply({"params": params}, TOKENS[1:2]).logits
   np.testing.assert_allclose(alone[0], whole.logits[1], atol=1e-5)

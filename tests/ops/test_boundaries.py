@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from dpjax.ops.boundaries import (
+  RULES,
   binomial_prior_loss,
   conditional_entropy,
   entropy_spikes,
+  entropy_theta,
+  entropy_threshold,
   fixed_boundaries,
   gumbel_sigmoid,
   spacelike_boundaries,
@@ -87,6 +90,85 @@ def test_spacelike():
   np.testing.assert_array_equal(result, [[0, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 0]])
   part = spacelike_boundaries(tokens[:, 4:], (0,), previous=np.array([True, False]))
   np.testing.assert_array_equal(part, [[0, 0], [0, 0]])
+
+
+def entropies(*shape):
+  """Of a text with runs of high ones, and some that are the same."""
+  draw = np.random.default_rng(5).gamma(4.0, 0.5, size=shape)
+  return jnp.asarray(np.round(draw, 1), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)],
+)
+def test_thresholds(settings):
+  h = entropies(3, 41)
+  result = jax.jit(lambda h: entropy_threshold(h, *settings))(h)
+  expected = reference.entropy_threshold(h, *settings)
+  assert result.dtype == jnp.int32 and 0.1 < expected.mean() < 0.6
+  np.testing.assert_array_equal(result, expected)
+  previous = None
+  for t in range(41):
+    part = entropy_threshold(h[:, t : t + 1], *settings, previous=previous)
+    np.testing.assert_array_equal(part[:, 0], expected[:, t])
+    previous = h[:, t], part[:, 0]
+  for t in range(1, 40, 5):
+    previous = h[:, t - 1], result[:, t - 1]
+    part = entropy_threshold(h[:, t:], *settings, previous=previous)
+    np.testing.assert_array_equal(part, expected[:, t:])
+
+  def total(h):
+    return entropy_threshold(h, *settings).astype(jnp.float32).sum()
+
+  assert not jax.grad(total)(h).any()
+
+
+def test_the_first_token_is_above_the_one_before_it():
+  h = jnp.float32([[2, 3, 0, 2], [0.5, 0.7, 0.9, 3]])
+  for rule, expected in (
+    ("global", [[1, 1, 0, 1], [0, 0, 0, 1]]),
+    ("monotonic", [[1, 0, 0, 1], [1, 0, 0, 1]]),
+    ("combined", [[1, 0, 0, 1], [0, 0, 0, 1]]),
+  ):
+    np.testing.assert_array_equal(entropy_threshold(h, rule, 1.0), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("factor", [2.9, 4.5, 11.0])
+def test_theta_gives_the_wanted_length(rule, factor):
+  theta_add = -0.2 * (rule == "combined")
+  h = jnp.asarray(np.random.default_rng(7).gamma(4.0, 0.5, size=(5, 211)), jnp.float32)
+  theta = entropy_theta(h, factor, rule, theta_add)
+  count = int(entropy_threshold(h, rule, theta, theta_add).sum())
+  assert abs(count - h.size / factor) <= 1
+  # Rounding of what it is compared with changes nothing.
+  near = entropy_threshold(h * (1 + 1e-6), rule, theta, theta_add)
+  assert int(near.sum()) == count
+
+
+def test_theta_is_a_quantile():
+  h = jnp.arange(1.0, 13.0).reshape(2, 6)
+  assert entropy_theta(h, 3.0) == 8.5
+  assert entropy_theta(h, 1.0) == 0 and entropy_theta(h, 100.0) == 12
+  # Ties are boundaries together: of 2 and 7 among 8, 2 is nearer to 4.
+  assert entropy_theta(jnp.float32([[1, 3, 3, 3, 3, 3, 5, 5]]), 2.0) == 4
+
+
+def test_thresholds_refuse():
+  h = entropies(2, 7)
+  with pytest.raises(ValueError, match="^rule: expected one of global, .* did you mean mo"):
+    entropy_threshold(h, "monotonc", 1.0)
+  with pytest.raises(ValueError, match="^theta_add: expected 0 with the rule global"):
+    entropy_threshold(h, "global", 1.0, 0.5)
+  with pytest.raises(ValueError, match="^entropies: expected floats"):
+    entropy_threshold(h[0], "global", 1.0)
+  for factor in (0.9, np.inf, np.nan):
+    with pytest.raises(ValueError, match="^factor: expected at least 1"):
+      entropy_theta(h, factor)
+  # Of two tokens in a row one is a boundary at most.
+  with pytest.raises(ValueError, match="^factor: expected at least [2-9].*theta_add = 0.1"):
+    entropy_theta(h, 1.9, "combined", 0.1)
 
 
 def test_samples_are_hard_and_their_gradient_is_that_of_the_soft_ones():

@@ -122,3 +122,18 @@ def binomial_prior(boundaries, alpha, weights):
     log_p += k * math.log(alpha) + (total - k) * math.log(1 - alpha)
     result.append(-log_p / total if total else 0.0)
   return np.array(result)
+
+
+def entropy_threshold(entropies, rule, theta, theta_add=0.0):
+  """[B, T]: BLT's thresholds (arXiv:2412.09871, Sec. 2.3)."""
+  result = np.zeros(np.shape(entropies), int)
+  for b, row in enumerate(np.asarray(entropies)):
+    for t, h in enumerate(row):
+      rise = h - row[t - 1] if t else np.inf
+      if rule == "global":
+        result[b, t] = h > theta
+      elif rule == "monotonic":
+        result[b, t] = rise > theta
+      else:
+        result[b, t] = h > theta and rise > theta_add and not (t and result[b, t - 1])
+  return result

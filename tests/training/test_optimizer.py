@@ -1,6 +1,7 @@
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +155,26 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
     one["layers"]["mixer"]["out"]["kernel"][0], got["layers"]["mixer"]["out"]["kernel"][0],
     rtol=1e-5, atol=1e-6,
   )
+
+
+@pytest.mark.parametrize("settings", [
+  dict(name="adamw", weight_decay=0.3), dict(name="muon", weight_decay=0.3),
+  dict(name="sgd", momentum=0.9), dict(name="lion"),
+], ids=lambda settings: settings["name"])
+def test_what_is_frozen_stays_and_has_no_part_in_the_others(settings):
+  update = optimizer.make_optimizer(rate=0.1, clip_norm=0.5, **settings)
+  trained = stacked_params()
+  params = trained | {"boundaries": {"out": PARAMS["a"], "frozen": dict(trained)}}
+  grads = jax.tree.map(lambda x: x**2 - 0.5, params)
+  without = {**trained, "boundaries": {"out": PARAMS["a"]}}
+  state, expected_state = update.init(params), update.init(without)
+  for _ in range(2):
+    chex.assert_trees_all_equal(state, expected_state)  # no moments
+    got, state = update.update(grads, state, params)
+    frozen = got["boundaries"].pop("frozen")
+    chex.assert_trees_all_equal_structs(frozen, trained)
+    assert not any(x.any() for x in jax.tree.leaves(frozen))
+    own = {**grads, "boundaries": {"out": grads["boundaries"]["out"]}}
+    expected, expected_state = update.update(own, expected_state, without)
+    # Nor in the norm that clipping measures.
+    chex.assert_trees_all_equal(got, expected)

@@ -1,0 +1,122 @@
+r"""The theta with which `entropy_threshold` boundaries make segments of a wanted length.
+
+  python -m dpjax.calibrate runs/bytes --factor=4.5
+
+reads the run's valid split with its model, and prints theta, how long segments are there,
+and the flags for train.py:
+
+  theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
+
+A length is in tokens: characters or bytes of those tokenizers, and tokens of the others. A
+tail shorter than a window is left out.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpjax.errors import UserError, exit_on_user_error
+
+if TYPE_CHECKING:
+  import jax
+
+  from dpjax.run import Run
+
+
+def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
+  """How unsure a run's model is of each next token, [B, T], in nats.
+
+  Args:
+    run: of `dpjax.load`.
+    tokens: of a text, [N], cut into B windows of T tokens, each read by itself; one of N
+      tokens where a window is longer.
+    window: T.
+
+  Returns:
+    float32.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from dpjax.ops import conditional_entropy
+
+  window = min(window, len(tokens))
+  count, size = len(tokens) // window, run.config.eval.batch_size
+  rows = np.zeros((-(-count // size) * size, window), np.int32)
+  rows[:count] = tokens[: count * window].reshape(count, window)
+
+  @jax.jit
+  def read(params, tokens_bt):
+    output: Any = run.model.apply({"params": params}, tokens_bt)
+    return conditional_entropy(output.logits).astype(jnp.float32)
+
+  parts = [read(run.params, rows[i : i + size]) for i in range(0, len(rows), size)]
+  return jnp.concatenate(parts)[:count]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints theta for the run and the length that the command line names."""
+  about = "The theta of entropy_threshold boundaries for a mean length of segments."
+  parser = argparse.ArgumentParser(prog="python -m dpjax.calibrate", description=about)
+  parser.add_argument("run", metavar="RUN", help="its folder, of train.py")
+  about = "wanted length of segments: characters, bytes, or tokens of other tokenizers"
+  parser.add_argument("--factor", type=float, required=True, help=about)
+  parser.add_argument("--rule", default="global", help="global, monotonic or combined")
+  parser.add_argument("--theta_add", type=float, default=0.0, help="nats, of combined")
+  parser.add_argument("--split", default="valid", help="of the run's corpus")
+  parser.add_argument("--text", metavar="FILE", help="or a text in UTF-8")
+  about = "tokens read at once, model.max_length of the run to train; else of this one"
+  parser.add_argument("--window", type=int, help=about)
+  parser.add_argument("--length", type=int, help="tokens of the text to read; else all")
+  given = parser.parse_args(arguments)
+  with exit_on_user_error(vars(given)):
+    from dpjax import command_line, ops
+    from dpjax import run as run_lib
+    from dpjax.ops.boundaries import check_rule
+
+    rule = given.rule, given.theta_add
+    check_rule(*rule)  # before anything is read
+    command_line.check_platform()
+    run = run_lib.load(given.run)
+    run_lib.check_frozen(run)
+    longest = run.config.model.max_length
+    window = longest if given.window is None else given.window
+    if not 1 <= window <= longest:
+      raise UserError(f"window: expected 1 to model.max_length = {longest}, got {window}")
+    if given.length is not None and given.length < 1:
+      raise UserError(f"length: expected at least 1, got {given.length}")
+    found = entropies(run, _tokens(run, given)[: given.length], window)
+    theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
+    ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
+    kind = run.tokenizer.kind
+    unit = kind if kind in ("characters", "bytes") else "tokens"
+    print(f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
+          f"{found.size:,} {unit} in windows of {found.shape[1]:,}")
+    settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule,
+                ".theta": theta}
+    if given.theta_add:
+      settings[".theta_add"] = given.theta_add
+    print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))
+
+
+def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
+  """Of the text that the flags name; a run that was loaded has data."""
+  if given.text is not None:
+    try:
+      tokens = run.tokenizer.encode(Path(given.text).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+      raise UserError(f"text: expected a text in UTF-8, got {error}") from error
+    if not len(tokens):
+      raise UserError(f"text: expected at least one token, got none in {given.text}")
+    return tokens
+  if given.split not in run.data.splits:
+    known = ", ".join(run.data.splits)
+    raise UserError(f"split: expected one of {known}, got {given.split}")
+  return run.data.splits[given.split]
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,217 @@
+"""BLT's thresholds in the hourglass: a frozen model decides, in chunks as whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import generation, ops, registry
+from dpjax.layers import dispatcher
+from dpjax.models.build import build_boundaries
+from dpjax.models.language_model import with_frozen
+from dpjax.text.tokens import train_tokenizer
+from dpjax.training import losses
+from tests import helpers
+
+BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
+TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
+# Sizes of chunks, and how many tokens of each row are real.
+SCHEDULES = [
+  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
+   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
+  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
+]
+RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
+FROZEN = {
+  "plain": dict(mixer="attention", positions="sinusoidal"),
+  "pooled": dict(mixer="he", boundaries="whitespace", space_ids=(2, 7), first_layers=1,
+                 last_layers=1, num_capacities=2),
+}
+
+
+def make_frozen(**settings):
+  usual = dict(vocab_size=VOCAB, width=4, num_heads=2, feed_forward_width=7, num_layers=2,
+               max_length=31)
+  model = dpjax.build_model(
+    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  )
+  return model, helpers.draw_params(model, SEED, 1.0)
+
+
+def make(frozen, **settings):
+  config = config_lib.default_model()
+  helpers.set_model(
+    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
+    feed_forward_width=10, num_layers=1, first_layers=1, last_layers=1, max_length=29,
+    positions="none", activation="gelu",
+  )
+  settings = dict(run="a", theta=0.0, num_capacities=3) | settings
+  config.boundaries = config_lib.boundaries("entropy_threshold", **settings)
+  return config, dpjax.build_model(config, frozen)
+
+
+@pytest.fixture(scope="module", params=[
+  ("global", "plain"), ("monotonic", "plain"), ("combined", "plain"), ("global", "pooled"),
+], ids="-".join)
+def parts(request):
+  """The model, its parameters, a pass compiled, the frozen entropies and the rule."""
+  name, kind = request.param
+  reader, frozen = make_frozen(**FROZEN[kind])
+  h = ops.conditional_entropy(jax.jit(reader.apply)({"params": frozen}, TOKENS).logits)
+  rule = name, ops.entropy_theta(h, 2.7, name, RULES[name]), RULES[name]
+  _, model = make(reader, **dict(zip(("rule", "theta", "theta_add"), rule, strict=True)))
+  params = with_frozen(helpers.draw_params(model, 13, 1 / 2), frozen)
+  return model, params, jax.jit(model.apply), h, rule
+
+
+def test_boundaries_are_those_of_the_frozen_models_entropies(parts):
+  _, params, run, h, rule = parts
+  whole = run({"params": params}, TOKENS)
+  expected = ops.entropy_threshold(h, *rule)
+  assert whole.boundaries.dtype == jnp.int32 and 0.3 < expected.mean() < 0.45
+  np.testing.assert_array_equal(whole.boundaries, expected)
+  # Rounding flips none.
+  name, theta, theta_add = rule
+  rises = np.diff(h, axis=1)
+  compared = [(rises if name == "monotonic" else h, theta)]
+  compared += [(rises, theta_add)] if name == "combined" else []
+  assert all(abs(values - limit).min() > 1e-4 for values, limit in compared)
+  # Nothing later has a part in anything.
+  other = TOKENS.copy()
+  other[:, 8:] = (other[:, 8:] + 3) % VOCAB
+  logits = run({"params": params}, other).logits
+  np.testing.assert_allclose(logits[:, :8], whole.logits[:, :8], atol=1e-5)
+  assert abs(logits[:, 8:] - whole.logits[:, 8:]).max() > 0.1
+
+
+def test_chunks_say_what_the_whole_says(parts):
+  model, params, run, h, rule = parts
+  assert model.has_cache
+  whole = run({"params": params}, TOKENS)
+  schedule = SCHEDULES[rule[0] == "global"]
+  if rule[0] == "monotonic":
+    params = model.unstack(params)
+
+  @jax.jit
+  def step(params, tokens, cache, lengths):
+    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
+
+  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
+  garbage = np.random.default_rng(7)
+  for size, lengths in schedule:
+    chunk = garbage.integers(VOCAB, size=(BATCH, size))
+    for row, length in enumerate(lengths):
+      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
+    output = step(params, chunk, cache, jnp.array(lengths, jnp.int32))
+    cache = output.cache
+    for row, length in enumerate(lengths):
+      places = slice(seen[row], seen[row] + length)
+      np.testing.assert_array_equal(
+        output.boundaries[row, :length], whole.boundaries[row, places]
+      )
+      np.testing.assert_allclose(
+        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
+      )
+    seen += lengths
+    state, rows = cache.layers.boundaries, seen > 0
+    for found, expected in ((state.entropy, h), (state.boundary, whole.boundaries)):
+      last = np.take_along_axis(np.asarray(expected), seen[:, None] - 1, axis=1)[:, 0]
+      np.testing.assert_allclose(found[rows], last[rows], atol=1e-5)
+  assert (seen == LENGTH).all()
+
+
+def test_no_gradient_reaches_the_frozen_model():
+  reader, _ = make_frozen()
+  _, model = make(reader, theta=1.5)
+  params = helpers.draw_params(model, 13, 1 / 2)
+  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.ones((BATCH, LENGTH)))
+
+  def loss(params):
+    return losses.Objective().sums(model.apply({"params": params}, TOKENS), batch)["nats"]
+
+  grads = jax.jit(jax.grad(loss))(params)
+  frozen = grads["hourglass"]["boundary_predictor"].pop("frozen")
+  assert not any(leaf.any() for leaf in jax.tree.leaves(frozen))
+  assert all(leaf.any() for leaf in jax.tree.leaves(grads["hourglass"]["middle"]["mixer"]))
+
+
+def test_unstacked_parameters_are_those_of_each_layer():
+  _, model = make(make_frozen()[0])
+  params = model.unstack(helpers.draw_params(model, 13, 1 / 2))
+  assert params["hourglass"]["boundary_predictor"]["frozen"]["layers"].keys() == {"0", "1"}
+
+
+def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):
+  reader, _ = make_frozen(mixer="dispatcher")
+  _, model = make(reader)
+  assert model.has_cache
+  monkeypatch.delattr(dispatcher.Dispatcher, "init_cache")
+  assert not model.has_cache
+
+
+def test_text_beyond_the_window_cannot_go_on_from_the_cache():
+  config = config_lib.default()
+  config.model, _ = make(make_frozen()[0])
+  tokenizer = train_tokenizer("characters", ["abc"])
+
+  def check(length, beyond="continue"):
+    settings = dict(length=length, beyond_window=beyond)
+    generation.check_prompt(config, tokenizer, "ab", "prompt", settings)
+
+  check(28)
+  check(29, "slide")
+  with pytest.raises(dpjax.UserError, match="refuse with entropy_threshold boundaries, wh"):
+    check(29)
+
+
+def test_a_model_has_to_fit():
+  reader, _ = make_frozen()
+  for other, message in (
+    (None, "^frozen: expected the model of a model.boundaries.run, got none"),
+    (make_frozen(max_length=28)[0],
+     r"^model.boundaries.run: expected .*max_length is at least this .* 29, got .* 28"),
+    (make_frozen(vocab_size=12)[0],
+     "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12"),
+  ):
+    with pytest.raises(dpjax.UserError, match=message):
+      make(other)
+  config = helpers.set_model(config_lib.default_model(), vocab_size=VOCAB)
+  with pytest.raises(dpjax.UserError, match="^frozen: expected none without"):
+    dpjax.build_model(config, reader)
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [(dict(run=""), "run: expected the folder of a run, got ''"),
+   (dict(theta=None), "theta: expected a number, which python -m dpjax.calibrate"),
+   (dict(rule="globl"),
+    "rule: expected one of global, monotonic, combined, got globl; did you mean global"),
+   (dict(theta_add=0.1), "theta_add: expected 0 with the rule global, got 0.1"),
+   (dict(pooling="max"), "pooling: expected one of"),
+   (dict(num_capacities=0), "num_capacities: expected at least 1")],
+)
+def test_refusals(settings, message):
+  config = config_lib.default()
+  settings = dict(run="a", theta=1.0) | settings
+  config.model.boundaries = config_lib.boundaries("entropy_threshold", **settings)
+  with pytest.raises(dpjax.UserError, match=f"^model.boundaries.{message}"):
+    config_lib.check(config)
+
+
+@pytest.mark.parametrize("name", ["theta", "theta_add"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_thresholds_are_finite(name, value):
+  settings = dict(run="a", rule="combined", theta=1.0) | {name: float(value)}
+  with pytest.raises(dpjax.UserError, match=f"{name}: expected a number .* finite, got"):
+    config_lib.boundaries("entropy_threshold", **settings)
+  kind = registry.boundaries.component("entropy_threshold")
+  with pytest.raises(ValueError, match=f"^{name}: expected a finite number, got"):
+    kind(**settings)
+
+
+def test_its_loss_is_none():
+  config, _ = make(make_frozen()[0])
+  nats, targets = build_boundaries(config).loss(None, {})
+  assert nats == 0 and targets is None

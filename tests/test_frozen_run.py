@@ -1,0 +1,223 @@
+"""Runs whose boundaries read with the model of another run, and the theta they need."""
+
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import calibrate
+from dpjax import config as config_lib
+from dpjax import run as run_lib
+from dpjax.errors import Interrupted
+from dpjax.models.language_model import with_frozen
+from tests import helpers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+  """Optax raises floats to the power of its integer count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+  """A text, two runs of small models, "a" and "b", and a theta of the first."""
+  folder = tmp_path_factory.mktemp("first")
+  text = helpers.write_text(folder / "text.txt")
+  for name, seed in (("a", 0), ("b", 5)):
+    config = helpers.small_config(text, num_steps=8, learning_rate=0.03)
+    config.seed, config.model.num_layers, config.model.max_length = seed, 1, 23
+    config.model.feed_forward_width = 24  # cut over 8 devices, where parameters are
+    run, _ = dpjax.train(config, folder / name)
+    if name == "a":
+      h = calibrate.entropies(run, run.data.splits["valid"], 19)
+      theta = dpjax.ops.entropy_theta(h, 3.7)
+  return folder, theta
+
+
+def pooled_config(first, run="a", **train):
+  folder, theta = first
+  config = helpers.pooled_config(folder / "text.txt", "fixed", **{"num_steps": 8, **train})
+  config.train.optimizer = config_lib.optimizer("adamw", weight_decay=0.5)
+  config.model.boundaries = config_lib.boundaries(
+    "entropy_threshold", run=str(folder / run), theta=theta, num_capacities=2
+  )
+  return config
+
+
+@pytest.fixture(scope="module")
+def pooled(first, tmp_path_factory):
+  """A run whose boundaries read with "a", and its test scores."""
+  workdir = tmp_path_factory.mktemp("pooled")
+  return workdir, *dpjax.train(pooled_config(first), workdir)
+
+
+def frozen(run):
+  return run.params["hourglass"]["boundary_predictor"]["frozen"]
+
+
+def assert_same_bits(one, other):
+  chex.assert_trees_all_equal_structs(one, other)
+  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_training_changes_all_but_the_frozen_model(first, pooled):
+  workdir, run, scores = pooled
+  assert_same_bits(frozen(run), dpjax.load(first[0] / "a").params)
+  drawn = run.model.init(jax.random.key(0), np.zeros((2, 3), int))["params"]
+  trained = run.params["hourglass"]["last"]["feed_forward"]
+  before = drawn["hourglass"]["last"]["feed_forward"]
+  assert not any(
+    np.allclose(x, y, atol=1e-4)
+    for x, y in zip(jax.tree.leaves(trained), jax.tree.leaves(before), strict=True)
+  )
+  assert scores["shortening_factor"] == pytest.approx(3.7, rel=0.1)
+  # A start token goes first, and makes other windows.
+  assert run.score_split("valid")["shortening_factor"] == pytest.approx(3.7, rel=0.05)
+  text = run.score("the cat sat on a mat and saw no rat")
+  assert np.isfinite(text["bits_per_character"])
+
+
+def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, tmp_path):
+  _, whole, _ = pooled
+  folder, _ = first
+  shutil.copytree(folder / "a", tmp_path / "other")
+  config, steps = pooled_config(first), iter(range(5))
+  config.model.boundaries.run = str(tmp_path / "other")
+  with pytest.raises(Interrupted):
+    dpjax.train(config, tmp_path / "run", should_stop=lambda: next(steps) == 4)
+  shutil.rmtree(tmp_path / "other")
+  run, _ = dpjax.train(config, tmp_path / "run")
+  assert_same_bits(run.params, whole.params)
+  loaded = dpjax.load(tmp_path / "run")
+  prompts = ["the cat", "on a mat and saw"]
+  # Beyond the window of 19, too: by the cache, and then by passes over the window.
+  assert [len(text) for (text,) in loaded.generate(prompts, length=17)] == [17, 17]
+  with pytest.raises(ValueError, match="slide or refuse with entropy_threshold boundaries"):
+    loaded.generate(prompts, length=17, beyond_window="continue")
+
+
+def test_sharded_parameters(first, pooled, tmp_path):
+  config = pooled_config(first, parameters="sharded")
+  run, _ = dpjax.train(config, tmp_path)
+  assert any(not x.is_fully_replicated for x in jax.tree.leaves(frozen(run)))
+  assert_same_bits(frozen(run), frozen(pooled[1]))
+
+
+def test_an_initial_run_gives_the_rest(first, pooled, tmp_path):
+  workdir, whole, _ = pooled
+  folder, _ = first
+  config = pooled_config(first, "b", num_steps=2, learning_rate=0.0,
+                         initial_run=str(workdir))
+  run, _ = dpjax.train(config, tmp_path / "run")
+  other = dpjax.load(folder / "b").params
+  assert_same_bits(run.params, with_frozen(whole.params, other))
+  config.train.initial_run = str(folder / "a")
+  with pytest.raises(ValueError, match="^train.initial_run: expected parameters of this"):
+    dpjax.train(config, tmp_path / "wrong")
+
+
+def test_a_run_of_another_configuration_takes_its_own_model(first, tmp_path):
+  """What a run left that ended before its first checkpoint is not used."""
+  config = pooled_config(first, "b", num_steps=2)
+  config.model.boundaries.theta = 0.0
+  (tmp_path / "frozen.json").write_text("{}")
+  run, _ = dpjax.train(config, tmp_path)
+  assert_same_bits(frozen(run), dpjax.load(first[0] / "b").params)
+
+
+def test_other_runs_are_refused(first, pooled, tmp_path):
+  folder, _ = first
+  key = "^model.boundaries.run: expected"
+
+  def refused(message, change=lambda config: None, **boundaries):
+    config = pooled_config(first)
+    config.model.boundaries.update(boundaries)
+    change(config)
+    with pytest.raises(dpjax.UserError, match=message):
+      dpjax.train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+  refused(f"{key} the folder of a run, got {tmp_path}/none", run=f"{tmp_path}/none")
+  assert not (tmp_path / "run" / "data").exists()  # Before anything is prepared.
+  refused(f"{key} a run whose .* neither drawn .* nor of another run, got entropy_thresh",
+          run=str(pooled[0]))
+
+  def lengthen(config):
+    config.model.max_length = 24
+
+  refused(f"{key} a run whose model.max_length is at least this one's, 24, .* 23", lengthen)
+
+  def change_text(config):
+    text = (folder / "text.txt").read_text().replace("cat", "zoo")
+    (tmp_path / "other.txt").write_text(text)
+    config.data.path = str(tmp_path / "other.txt")
+
+  refused(f"{key} a run with the vocabulary of this one, got .*another", change_text)
+
+
+def test_boundaries_that_are_drawn_are_refused(first):
+  run = dpjax.load(first[0] / "a")
+  run.config.model.boundaries = config_lib.boundaries("gumbel", sample=True)
+  with pytest.raises(dpjax.UserError, match="^run: .* neither drawn in evaluation"):
+    run_lib.check_frozen(run)
+
+
+def test_a_command_finds_theta(first, capsys):
+  folder, _ = first
+  calibrate.main([str(folder / "a"), "--factor=3.7", "--window=19"])
+  said, flags = capsys.readouterr().out.splitlines()
+  length = float(said.split()[2])
+  assert length == pytest.approx(3.7, rel=0.01)
+  assert said.endswith(f": {length} characters a segment, of 513 characters in windows of "
+                       "19")
+  theta = float(said.split()[1].rstrip(":"))
+  assert theta == pytest.approx(first[1], rel=1e-5)
+  assert flags == (
+    "--config.model.boundaries=entropy_threshold "
+    f"--config.model.boundaries.run={folder / 'a'} --config.model.boundaries.rule=global "
+    f"--config.model.boundaries.theta={theta:.6g}"
+  )
+  (folder / "other.txt").write_text("the cat sat on a mat\n" * 7)
+  calibrate.main([
+    str(folder / "a"), "--factor=5", "--rule=combined", "--theta_add=-0.1", "--length=60",
+    f"--text={folder / 'other.txt'}",
+  ])
+  said, flags = capsys.readouterr().out.splitlines()
+  assert "of 46 characters in windows of 23" in said  # The tail is left out.
+  assert flags.endswith("--config.model.boundaries.theta_add=-0.1")
+
+
+@pytest.mark.parametrize("flags, message", [
+  (["--factor=0.2"], "--factor: expected at least 1, and finite, got 0.2"),
+  (["--rule=globl"],
+   "--rule: expected one of global, monotonic, combined, got globl; did you mean global?"),
+  (["--theta_add=1"], "--theta_add: expected 0 with the rule global, got 1.0"),
+  (["--split=dev"], "--split: expected one of train, valid, test, got dev"),
+  (["--window=24"], "--window: expected 1 to model.max_length = 23, got 24"),
+  (["--length=0"], "--length: expected at least 1, got 0"),
+  (["--text=no_such.txt"],
+   "no_such.txt: expected to read or write it, got: No such file or directory"),
+])
+def test_wrong_flags(first, flags, message):
+  with pytest.raises(SystemExit) as end:
+    calibrate.main([str(first[0] / "a"), "--factor=3", *flags])
+  assert end.value.code == message
+
+
+def test_units_and_texts_that_are_none(first, tmp_path, monkeypatch, capsys):
+  run = dpjax.load(first[0] / "a")
+  monkeypatch.setattr(run_lib, "load", lambda folder: run)
+  for kind, unit in (("bytes", "bytes"), ("bpe", "tokens")):
+    monkeypatch.setattr(type(run.tokenizer), "kind", kind)
+    calibrate.main(["a", "--factor=3", "--length=95"])
+    assert f" {unit} a segment, of 92 {unit} in" in capsys.readouterr().out
+  for content, message in ((b"", "at least one token"), (b"\xff", "a text in UTF-8")):
+    (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"^--text: expected {message}"):
+      calibrate.main(["a", "--factor=3", f"--text={tmp_path / 'text.txt'}"])
