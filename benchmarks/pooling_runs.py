@@ -16,14 +16,15 @@ A run's name is what follows the last "_" of its folder. Of each the report has
             kind has an aim (routing's 1 / N, gumbel's prior): in how many reports the
             share is within a third of it, and from which step on it stays there
   places    on which characters of the test split boundaries fall: a space, the first
-            letter of a word, its last, or another; beside the share of all characters
-            that are of this place, which boundaries at random would have
+            letter of a word, its last, or another. "of_boundaries" is a place's share of
+            the boundaries, "of_characters" its share of the text, which boundaries at
+            random would have, "found" the share of its characters that are boundaries
   segments  sentences of the test split, a | behind each segment
 
 Sentences begin and end with a word: text8 has no full stops. The picture, of the same name,
 has bits over the shortening factor here and in the paper, the share of boundaries, and the
-segments of the first sentence. Runs that differ in more than their boundaries (and number
-of layers, of the vanilla model) are refused.
+segments of the sentence in the middle. Runs that differ in more than their boundaries (and
+number of layers, of the vanilla model) are refused.
 """
 
 import argparse
@@ -159,11 +160,12 @@ def places_of(text: str) -> np.ndarray:
 
 
 def count_places(boundaries: np.ndarray, places: np.ndarray) -> dict:
-  """By place: its share of the boundaries, and of all characters."""
+  """By place: its share of the boundaries and of the text, and how much of it is found."""
   return {
     name: {
       "of_boundaries": float((places[boundaries] == i).mean()),
       "of_characters": float((places == i).mean()),
+      "found": float(boundaries[places == i].mean()),
     }
     for i, name in enumerate(PLACES)
   }
@@ -181,7 +183,7 @@ def choose_sentences(text_nt: list[str]) -> list[tuple[int, slice]]:
 
 
 def read_segments(runs: Sequence[run_lib.Run]) -> tuple[list[dict], list[str], np.ndarray]:
-  """Each run's places and segments; the first sentence's text, and boundaries [R, T]."""
+  """Each run's places and segments; one sentence's text, and boundaries [R, T]."""
   first, length = runs[0], runs[0].config.model.max_length
   assert first.data is not None
   tokens = np.asarray(first.data.splits["test"])
@@ -206,13 +208,13 @@ def read_segments(runs: Sequence[run_lib.Run]) -> tuple[list[dict], list[str], n
       for i, part in sentences
     ]
     rows.append(row)
-    drawn.append(found[sentences[0][0], sentences[0][1]])
-  i, part = sentences[0]
+    drawn.append(found[sentences[len(sentences) // 2]])
+  i, part = sentences[len(sentences) // 2]
   return rows, [*text_nt[i][part]], np.stack(drawn)
 
 
-def make_step(run: run_lib.Run) -> Callable[[], jax.Array]:
-  """A call of it is one update at the rate 0, by the next of the run's own batches."""
+def make_step(run: run_lib.Run, num_batches: int) -> Callable[[], jax.Array]:
+  """A call of it is one update at the rate 0, by the next of the run's first batches."""
   mesh, config = sharding.make_mesh(), run.config.copy_and_resolve_references()
   assert run.data is not None
   batches = run_lib._train_batches(config, run.data)
@@ -229,7 +231,7 @@ def make_step(run: run_lib.Run) -> Callable[[], jax.Array]:
 
   def call() -> jax.Array:
     nonlocal state, done
-    batch = batches.batch(done, slice(0, batches.batch_size))
+    batch = batches.batch(done % num_batches, slice(0, batches.batch_size))
     done += 1
     placed = sharding.put_batch(batch, mesh)
     state, measured = train(state, placed, capacity=capacity(batch))
@@ -244,7 +246,7 @@ def time_steps(
   """A step of each run beside one of the first."""
   calls = {}
   for name, run in zip(names, runs, strict=True):
-    calls[name] = make_step(run)
+    calls[name] = make_step(run, repetitions)
     for _ in range(repetitions):  # Every capacity that comes is compiled.
       calls[name]()
     print(f"{name}: compiled", flush=True)
@@ -264,7 +266,7 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
         axis.plot(*point, "o", color="tab:blue")
         axis.annotate(row["name"], point, xytext=(5, 4), textcoords="offset points")
     axis.set(title=title, xlabel="shortening factor", ylabel="bits per character")
-    axis.margins(0.15)
+    axis.margins(0.25, 0.15)
   for i, row in enumerate(rows):
     if "share" in row:
       look = plots.style(i)
@@ -300,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--command", default="", help="what trained them")
   parser.add_argument("--commit", default="", help="at which version")
   parser.add_argument("--note", default="")
-  parser.add_argument("--repetitions", type=int, default=30, help="steps that are timed")
+  parser.add_argument("--repetitions", type=int, default=20, help="steps that are timed")
   parser.add_argument("--out", type=Path, required=True)
   given = parser.parse_args(arguments)
   try:

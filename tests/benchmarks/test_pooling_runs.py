@@ -80,10 +80,12 @@ def test_places():
   places = pooling_runs.places_of("so it is then")
   found = pooling_runs.count_places(np.ones(places.shape, bool), places)
   assert all(x["of_boundaries"] == x["of_characters"] for x in found.values())
+  assert {x["found"] for x in found.values()} == {1}
   # Of 13 characters 3 are spaces; of 2 boundaries one is on a first letter.
   found = pooling_runs.count_places(np.arange(13) % 7 == 3, places)
   assert found["space"]["of_characters"] == 3 / 13
   assert found["first letter"]["of_boundaries"] == 0.5
+  assert found["first letter"]["found"] == 0.25
 
 
 @pytest.mark.parametrize("share, within, since", [
