@@ -18,7 +18,8 @@ A run's name is what follows the last "_" of its folder. Of each the report has
   places    on which characters of the test split boundaries fall: a space, the first
             letter of a word, its last, or another. "of_boundaries" is a place's share of
             the boundaries, "of_characters" its share of the text, which boundaries at
-            random would have, "found" the share of its characters that are boundaries
+            random would have, "found" the share of its characters that are boundaries;
+            all of the second halves of 256 windows, which have a context
   segments  sentences of the test split, a | behind each segment
 
 Sentences begin and end with a word: text8 has no full stops. The picture, of the same name,
@@ -260,13 +261,17 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
   grid = figure.add_gridspec(2, 3, height_ratios=[4, 0.3 * len(rows) + 0.4])
   here, paper, shares = (figure.add_subplot(grid[0, i]) for i in range(3))
   for axis, key, title in ((here, "test", "here"), (paper, "paper", "the paper")):
+    points: dict[tuple[float, float], list[str]] = {}
     for row in rows:
       if key in row:
         point = row[key]["shortening_factor"], row[key]["bits_per_character"]
-        axis.plot(*point, "o", color="tab:blue")
-        axis.annotate(row["name"], point, xytext=(5, 4), textcoords="offset points")
+        points.setdefault(point, []).append(row["name"])
+    for point, names in points.items():
+      axis.plot(*point, "o", color="tab:blue")
+      axis.annotate("\n".join(names), point, xytext=(5, 4), textcoords="offset points",
+                    fontsize=8)
     axis.set(title=title, xlabel="shortening factor", ylabel="bits per character")
-    axis.margins(0.25, 0.15)
+    axis.margins(0.3, 0.15)
   for i, row in enumerate(rows):
     if "share" in row:
       look = plots.style(i)
