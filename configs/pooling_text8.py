@@ -43,7 +43,8 @@ none and fixed, p < 0.05 in a paired t-test over 3 seeds):
   whitespace  1.133*  5.7    with subsampling 1.144
 
 Ours, on a small piece of text8, so not to be compared with the paper's:
-results/pooling_text8_prefix.json. A run reports them as bits_per_character,
+results/pooling_text8_prefix.json, and beside SpaceByte and H-Net's routing
+results/boundaries_text8_prefix.json. A run reports them as bits_per_character,
 shortening_factor (characters over boundaries) and shortening_factor_padded (the window over
 the segments of a batch's longest row, which is probably what the paper means).
 """

@@ -157,6 +157,34 @@ def test_the_table_of_token_pooling_is_that_of_its_runs():
     assert row in README, f"expected the row {row}"
 
 
+def rows_of_the_kinds_of_boundaries():
+  for run in result("boundaries_text8_prefix")["runs"]:
+    places = run.get("places", {}).values()
+    shares = [f"{place['of_boundaries']:.0%}" for place in places] or ["-"] * 4
+    yield (
+      f"| {run['name']} | {run['test']['bits_per_character']:.3f} "
+      f"| {run['test']['shortening_factor']:.2f} | {run['step']['ratio']:.2f} "
+      f"| {' | '.join(shares)} |"
+    )
+
+
+def test_what_is_said_of_the_kinds_of_boundaries_is_what_their_runs_reached():
+  for row in rows_of_the_kinds_of_boundaries():
+    assert row in README, f"expected the row {row}"
+  runs = {run["name"]: run for run in result("boundaries_text8_prefix")["runs"]}
+  all_of_them = runs["routing"]["places"].values()
+  shares = " | ".join(f"{place['of_characters']:.0%}" for place in all_of_them)
+  assert f"| (of all characters) | | | | {shares} |" in README
+  said = re.sub(r"\s+", " ", README)
+  light, heavy = (runs[name]["aim"] for name in ("routing", "routing-0.1"))
+  assert (
+    f"in {heavy['within_a_third']} of {heavy['reports']} reports, in all from step "
+    f"{heavy['since_step']} on"
+  ) in said
+  assert f"of 0.03 in {light['within_a_third']} of {light['reports']}" in said
+  assert runs["spacebyte"]["segments"] == runs["whitespace"]["segments"]
+
+
 def rows_of_the_hourglass():
   for name, row in result("hourglass")["variants"].items():
     if name != "vanilla":
