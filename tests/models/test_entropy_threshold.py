@@ -213,5 +213,6 @@ def test_thresholds_are_finite(name, value):
 
 def test_its_loss_is_none():
   config, _ = make(make_frozen()[0])
-  nats, targets = build_boundaries(config).loss(None, {})
+  (kind,) = build_boundaries(config)
+  nats, targets = kind.loss(None, {})
   assert nats == 0 and targets is None
