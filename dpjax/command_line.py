@@ -93,26 +93,44 @@ def _with_config(argv: list[str]) -> list[str]:
   if not files:
     return argv
   config = load_config(files[-1])
-  for key, registry in config_lib.COMPONENTS.items():
-    others, names = _take(others, f"config.{key}", f"config.{key}.name")
-    for name in names[-1:]:
-      registry.component(name, key)  # Refused under its own name.
-      section, _, last = key.rpartition(".")
-      try:
-        config_lib.get(config, section)[last] = registry.section(name)
-      except KeyError as error:
-        raise config_lib.unknown_key(key, config_lib.flatten(config)) from error
+  others = _choose_components(config, others)
   known = config_lib.flatten(config)
   for argument in others:
     setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
     if setting and setting[1] not in known:
       key, _, name = setting[1].rpartition(".")
-      if key in config_lib.COMPONENTS and (section := config_lib.get(config, key)):
-        config_lib.COMPONENTS[key].check({**section, name: None}, key)  # Names it.
+      registry = config_lib.COMPONENTS.get(config_lib.place(key))
+      if registry is not None and (section := config_lib.get(config, key)):
+        registry.check({**section, name: None}, key)  # Names it.
       raise config_lib.unknown_key(setting[1], known)
   delattr(flags.FLAGS, "config")
   settings: Any = config
   config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
+  return others
+
+
+def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
+  """Puts the components that arguments name into the configuration; gives the others."""
+  others, values = _take(argv, "config.model.middle")
+  if values:
+    raise UserError("--config.model.middle: expected it in a configuration file, by "
+                    f"dpjax.config.middle, got {values[-1]}")
+  try:
+    keys = config_lib.component_keys(config)
+  except (AttributeError, KeyError) as error:
+    raise UserError("--config: expected all settings of dpjax.config.default(), got none "
+                    f"of the name {error}") from error
+  for key in keys:
+    others, names = _take(others, f"config.{key}", f"config.{key}.name")
+    parent, _, last = key.rpartition(".")
+    place = config_lib.place(key)
+    for name in names[-1:]:
+      is_none = name == "none" and place in config_lib.OPTIONAL
+      section = None if is_none else config_lib.COMPONENTS[place].defaults(name, key)
+      try:
+        config_lib.get(config, parent)[last] = section
+      except KeyError as error:
+        raise config_lib.unknown_key(key, config_lib.flatten(config)) from error
   return others
 
 
@@ -164,9 +182,11 @@ def load_config(file: str) -> config_lib.ConfigDict:
 def _import_plugin(module: str) -> None:
   try:
     importlib.import_module(module)
-  except ImportError as error:
+  except Exception as error:  # A program of the user's, with errors of any type.
+    if os.environ.get("DPJAX_TRACEBACK"):
+      raise
     raise UserError(f"--plugin: expected a module that can be imported, got {module} "
-                    f"({error})") from error
+                    f"({type(error).__name__}: {' '.join(str(error).split())})") from error
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def schedule(name: str, **settings) -> ConfigDict:
   return registry.schedules.section(name, **settings)
 
 
-def middle(kind: ConfigDict | None = None, *, width: int = 0, **settings) -> ConfigDict:
+def middle(kind: Any = "none", *, width: int = 0, **settings) -> ConfigDict:
   """The section of a middle with a width of its own, or that pools segments again.
 
     config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)
@@ -98,20 +98,20 @@ def middle(kind: ConfigDict | None = None, *, width: int = 0, **settings) -> Con
   `model.mixer` and `model.num_layers` are those of the innermost blocks.
 
   Args:
-    kind: a section of `boundaries`; None: it does not pool.
+    kind: a section of `boundaries`, or a name; "none": it does not pool.
     width: D; 0: that of the tokens, and so the other settings.
     **settings: `feed_forward_width`, of all its blocks, and another `middle`.
 
   Raises:
-    UserError: a setting is unknown.
+    UserError: a setting is unknown, or of a wrong type.
   """
-  section = ConfigDict({"width": width, "feed_forward_width": 0})
+  section = ConfigDict({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
-  if kind is not None:
-    section.boundaries = kind
-  for name, value in settings.items():
-    if name not in section:
-      raise unknown_key(f"middle.{name}", [f"middle.{key}" for key in section])
+  if isinstance(kind, str):
+    kind = boundaries(kind)
+  given = {"boundaries": kind, "width": width, **settings}
+  _check_keys({**section, **given}, section, "model.middle.")
+  for name, value in given.items():
     section[name] = value
   return section
 
@@ -318,8 +318,10 @@ def check_model(model: Mapping) -> None:
   for key in ("dropout", "hidden_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
+  given = dict(init_std=config.model.init_std, dtype=config.model.dtype)
   for key, section in mixers_in(config.model).items():
-    registry.mixers.build(section, key, max_length=config.model.max_length)
+    registry.mixers.build(section, key, max_length=config.model.max_length,
+                          position_dropout=config.model.dropout, **given)
   for key, section in stages_in(config.model).items():
     _check_stage(config, key, section)
   size = config.model.vocab_size or math.inf
@@ -341,7 +343,9 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
     if type(value) is int:
       _at_most(config, name, LARGEST)
   kind = registry.boundaries.build(
-    stage["boundaries"], f"{key}.boundaries", width=1, predictor_width=1
+    stage["boundaries"], f"{key}.boundaries", width=stage["width"],
+    predictor_width=stage["feed_forward_width"], init_std=stage["init_std"],
+    dtype=stage["dtype"],
   )
   name = stage["boundaries"]["name"]
   suited = [x for x in registry.boundaries.names()
@@ -375,7 +379,9 @@ def _check_training(train: ConfigDict) -> None:
   registry.schedules.build(
     train.schedule, "train.schedule", peak=1.0, num_steps=train.num_steps or 2**31
   )
-  for key, value in train.optimizer.items():
+  # Others may want other ranges.
+  is_ours = train.optimizer.name in ("adam", "adamw", "lion", "sgd", "muon")
+  for key, value in train.optimizer.items() if is_ours else ():
     if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
       _expect(0 <= value < 1, f"train.optimizer.{key}", "a number in [0, 1)", value)
     elif key in ("eps", "eps_root", "weight_decay") and value is not None:
@@ -491,14 +497,14 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
     key = f"{prefix}{name}"
     if name not in config:
       raise unknown_key(key, flatten(default()))
-    if _place(key) == "model.middle" and isinstance(value, Mapping):
+    if place(key) == "model.middle" and isinstance(value, Mapping):
       config[name] = middle()
-    if _place(key) in COMPONENTS and isinstance(value, Mapping):
-      config[name] = COMPONENTS[_place(key)].from_dict(value, key)
+    if place(key) in COMPONENTS and isinstance(value, Mapping):
+      config[name] = COMPONENTS[place(key)].from_dict(value, key)
     elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")
     else:
-      value = tuple(value) if isinstance(value, list) else value
+      value = registry.as_tuple(value)
       _check_type(key, value, config[name], limits=False)
       config[name] = value
 
@@ -539,7 +545,7 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
     if isinstance(value, (Mapping, ConfigDict)):
       flat.update(flatten(value, f"{prefix}{key}."))
     else:
-      flat[prefix + key] = tuple(value) if isinstance(value, list) else value
+      flat[prefix + key] = registry.as_tuple(value)
   return flat
 
 
@@ -548,28 +554,28 @@ def _check_keys(config, known, prefix: str, limits: bool = True) -> None:
     key = f"{prefix}{name}"
     if name not in known:
       raise unknown_key(key, flatten(known, prefix))
-    is_middle = _place(key) == "model.middle" and value is not None
+    is_middle = place(key) == "model.middle" and value is not None
     usual = middle() if is_middle else known[name]
     _check_type(key, value, usual, limits)
-    if _place(key) in COMPONENTS and value is not None:
-      COMPONENTS[_place(key)].check(value, key)
+    if place(key) in COMPONENTS and value is not None:
+      COMPONENTS[place(key)].check(value, key)
     elif isinstance(usual, ConfigDict):
       _check_keys(value, usual, f"{key}.", limits)
   missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   _expect(not missing, ", ".join(missing), "a value", "none")
 
 
-def _place(key: str) -> str:
+def place(key: str) -> str:
   """The name of a setting of the model, also for one of a middle: they have the same."""
   return key.replace("middle.", "")
 
 
 def _check_type(key: str, value, usual, limits: bool) -> None:
-  if value is None and _place(key) in OPTIONAL:
+  if value is None and place(key) in OPTIONAL:
     return
   if type(usual) is float and value == math.inf and not limits:
     return
-  if _place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
+  if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
     raise UserError(f"{key}: expected a section of settings, got {value!r}")
@@ -619,6 +625,17 @@ def _at_least(config, key: str, least: int) -> None:
 
 def _at_most(config, key: str, most: int) -> None:
   _expect(get(config, key) <= most, key, f"at most {most:,}", get(config, key))
+
+
+def component_keys(config: ConfigDict) -> list[str]:
+  """The names of all sections that are, or may be, a component, those of middles too."""
+  keys = list(COMPONENTS)
+  for stage in stages_in(config.model):
+    keys += [
+      f"{stage}.{key.removeprefix('model.')}" for key in COMPONENTS
+      if stage != "model" and key.startswith("model.") and key != "model.mixer"
+    ]
+  return keys
 
 
 def get(config, key: str) -> Any:

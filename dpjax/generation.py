@@ -5,7 +5,6 @@ Each new token costs one step with a cache, or a pass over the window where a mi
 `init_cache`; `dpjax.decoding` has the loop.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -220,7 +219,9 @@ class Generator:
       if self._draws_boundaries:
         # The same for a place whenever it is read, so that the past keeps its segments.
         inputs["boundary_noise"] = _noise(keys, start, tokens.shape[1])
-      return self._model.apply({"params": params}, tokens, **inputs)
+      return self._model.apply(
+        {"params": params}, tokens, deterministic=True, **inputs
+      )
 
     def step(tokens, cache, lengths):
       output = apply(tokens, cache.length, cache=cache, lengths=lengths)
@@ -322,9 +323,9 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
 
 
 def pad_id(config: config_lib.ConfigDict) -> int:
-  """A token that ends no word: else windows that are not full would need more segments."""
+  """A token that ends no word, if any: else what fills up windows needs more segments."""
   known = config.model.boundaries.get("space_ids", ())
-  return next(i for i in itertools.count() if i not in known)
+  return next((i for i in range(config.model.vocab_size) if i not in known), 0)
 
 
 def _filled(

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     def __setattr__(self, name: str, value) -> None: ...
 else:
   from ml_collections import ConfigDict
+
+_log = logging.getLogger(__name__)
 
 _SIMPLE = (float, int, str, bool, tuple)
 LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
@@ -86,10 +89,7 @@ class Registry:
       ValueError: another component has the name, or it is no name.
     """
     known = self._components.get(name)
-    is_same = isinstance(component, type) and isinstance(known, type) and (
-      (component.__module__, component.__qualname__)
-      == (known.__module__, known.__qualname__)
-    )
+    is_same = known is not None and _full_name(component) == _full_name(known)
     if not name.isidentifier() or not callable(component):
       raise ValueError(f"{self._kind}: expected a name of letters, digits and underscores "
                        f"and a class or function, got {name!r}, {component!r}")
@@ -127,8 +127,24 @@ class Registry:
       field: setting
       for field, parameter in inspect.signature(component).parameters.items()
       if field not in self._given
+      and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
       and (setting := _setting(parameter.default, hints.get(field))) is not None
     }
+
+  def defaults(self, name: str, key: str = "") -> ConfigDict:
+    """The section of a component, not checked: settings without a default are None.
+
+    Raises:
+      UserError: there is no such component.
+    """
+    self.component(name, key)
+    section = ConfigDict({"name": name})
+    for field, setting in self.settings(name).items():
+      is_open = setting.default in (None, _REQUIRED)
+      section[field] = (
+        config_dict.placeholder(setting.kind) if is_open else setting.default
+      )
+    return section
 
   def section(self, name: str, **values) -> ConfigDict:
     """A section of a configuration: the name, and all settings with their values.
@@ -140,13 +156,7 @@ class Registry:
     Raises:
       UserError: as `check`.
     """
-    self.component(name)
-    section = ConfigDict({"name": name})
-    for field, setting in self.settings(name).items():
-      if setting.is_optional and setting.default is None:
-        section[field] = config_dict.placeholder(setting.kind)
-      else:
-        section[field] = None if setting.default is _REQUIRED else setting.default
+    section = self.defaults(name)
     # Checked before they are put in: a ConfigDict has errors of its own.
     self.check({**section.to_dict(), **values}, self._kind)
     section.update(values)
@@ -158,10 +168,8 @@ class Registry:
     Raises:
       UserError: as `check`, with `key` as the section's name.
     """
-    given = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
-    name = given.pop("name", None)
-    self.component(name, f"{key}.name")
-    section = self.section(str(name))
+    given = {name: as_tuple(value) for name, value in values.items()}
+    section = self.defaults(given.pop("name", None), f"{key}.name")
     self.check({**section.to_dict(), **given}, key)
     section.update(given)
     return section
@@ -221,13 +229,32 @@ class Registry:
       return self.maker(section, **given)()
     except ValueError as error:
       raise UserError(f"{key}.{error}") from error
+    except TypeError as error:  # A field without a default that nobody fills in.
+      raise UserError(
+        f"{key}: expected a component that can be made, got {error}"
+      ) from error
 
 
 @functools.cache
 def load_plugins() -> None:
   """Imports what installed packages name as their entry points "dpjax.plugins", once."""
   for entry_point in importlib.metadata.entry_points(group="dpjax.plugins"):
-    entry_point.load()
+    try:
+      entry_point.load()
+    except Exception as error:  # A program of somebody else's.
+      _log.warning("dpjax.plugins: %s cannot be imported (%s: %s)", entry_point.value,
+                   type(error).__name__, error)
+
+
+def as_tuple(value: Any) -> Any:
+  """Lists, of which JSON makes tuples, as tuples again, also within."""
+  if not isinstance(value, (list, tuple)):
+    return value
+  return tuple(as_tuple(part) for part in value)
+
+
+def _full_name(component: Any) -> Any:
+  return getattr(component, "__module__", component), getattr(component, "__qualname__", "")
 
 
 def _hints(component: Callable) -> dict[str, Any]:

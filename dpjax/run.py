@@ -331,7 +331,11 @@ def _train(
   generation.check_prompt(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
-  shapes = jax.eval_shape(built.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  shapes = jax.eval_shape(
+    lambda: built.init(
+      jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True
+    )
+  )
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given, frozen and frozen.config.model)
   if jax.process_index() == 0:
@@ -349,7 +353,7 @@ def _train(
     durations,
     workdir=workdir,
     keep_checkpoints=settings.keep_checkpoints,
-    initial=_initial(config, shapes["params"], data, frozen),
+    initial=_initial(config, shapes["params"], data, frozen, model),
     meta={
       "config": config.to_dict(),
       "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0),
@@ -520,6 +524,13 @@ def _model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module
   if not isinstance(built, nn.Module):
     raise UserError("model: expected a flax.linen.Module, or a function of config.model "
                     f"that gives one, got {built!r}")
+  pools = isinstance(built, LanguageModel) and built.make_hourglass is not None
+  if pools != config_lib.is_pooled(config.model):
+    raise UserError(
+      f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "
+      f"is given, which pools {'tokens' if pools else 'none'}, got "
+      f"{config.model.boundaries.name}"
+    )
   return built
 
 
@@ -574,22 +585,25 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
 
 
 def _initial(
-  config: ConfigDict, shapes, data: prepared.Prepared, frozen: Run | None
+  config: ConfigDict, shapes, data: prepared.Prepared, frozen: Run | None, model
 ) -> Callable[[dict], dict] | None:
   """What reads the parameters to begin with, where they are not those that are drawn."""
   if frozen is None and not config.train.initial_run:
     return None
 
   def read(drawn: dict) -> dict:
-    params = _initial_params(config, shapes, data) if config.train.initial_run else drawn
+    params = drawn
+    if config.train.initial_run:
+      params = _initial_params(config, shapes, data, model)
     return params if frozen is None else with_frozen(params, frozen.params)
 
   return read
 
 
-def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared) -> dict:
+def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared, model) -> dict:
   """The parameters of another run, if they fit this one."""
-  other = _load_other(config.train.initial_run, "train.initial_run", data.tokenizer)
+  folder = config.train.initial_run
+  other = _load_other(folder, "train.initial_run", data.tokenizer, model)
   expected, found = (
     {jax.tree_util.keystr(path): tuple(leaf.shape)
      for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -604,10 +618,10 @@ def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared) -> dict
   return other.params
 
 
-def _load_other(folder: str, key: str, tokenizer: Tokenizer) -> Run:
+def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   """The run that a setting names, if it has this one's vocabulary."""
   try:
-    other = load(folder)
+    other = load(folder, model=model)
   except UserError as error:
     raise UserError(
       f"{key}: expected a run that can be read, got {folder} ({error})"

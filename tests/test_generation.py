@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.generation import Generator, _noise, tokens_per_second
+from dpjax.generation import Generator, _noise, pad_id, tokens_per_second
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers
@@ -342,3 +342,13 @@ def test_a_mixer_without_a_cache_writes_by_full_passes():
   assert write(maker, ["j"], length=5, temperature=0.0) == [texts[1][:5]]
   with pytest.raises(ValueError, match="beyond_window: expected slide or refuse with a m"):
     write(maker, prompts, length=3, beyond_window="continue")
+
+
+def test_padding_is_a_token_of_the_vocabulary():
+  """One that ends no segment, if there is one: another id would make logits of nan."""
+  config = config_lib.default()
+  config.model.vocab_size = 3
+  assert pad_id(config) == 0
+  for ids, expected in ({(0, 2): 1, (0, 1, 2): 0}).items():
+    config.model.boundaries = config_lib.boundaries("spacebyte", space_ids=ids)
+    assert pad_id(config) == expected

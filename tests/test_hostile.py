@@ -419,6 +419,7 @@ COMPONENTS = {
   "model.boundaries=routing model.boundaries.factor=1": "expected above 1, got 1",
   "model.boundaries=fixed model.boundaries.pooling=max": "one of mean, last, got max",
   "model.first.mixer=heh": "one of .*, he, .*did you mean he",
+  "model.middle=3": "expected it in a configuration file, by dpjax.config.middle",
   "train.optimizer=adamx": "one of adam, .*did you mean adam",
   "train.optimizer=sgd train.optimizer.b1=0.8": "expected a setting of sgd",
   "train.optimizer=muon train.optimizer.beta=2": r"expected a number in \[0, 1\), got 2",

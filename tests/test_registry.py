@@ -1,6 +1,7 @@
 """Components bring their own settings, and anybody's are found by name."""
 
 import dataclasses
+import json
 import sys
 import types
 
@@ -170,6 +171,13 @@ def test_names_are_free_once(mixers):
     dpjax.register_mixer("decay", nn.Dense)
   with pytest.raises(ValueError, match="got 'a b'"):
     dpjax.register_mixer("a b", Decay)
+  for _ in range(2):  # a cell of a notebook that runs again
+
+    def make(max_length, rate: float = 0.5, *args, **others):
+      return Decay(max_length, rate)
+
+    dpjax.register_mixer("made", make)
+  assert [*mixers.settings("made")] == ["rate"]
 
 
 def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
@@ -181,6 +189,55 @@ def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
   registry.load_plugins.cache_clear()
   assert config_lib.mixer("decay").rate == 0.5
   registry.load_plugins.cache_clear()
+
+
+def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):
+  broken = types.SimpleNamespace(load=lambda: 1 / 0, value="broken:module")
+  monkeypatch.setattr(
+    registry.importlib.metadata, "entry_points", lambda group: [broken]
+  )
+  registry.load_plugins.cache_clear()
+  with pytest.raises(dpjax.UserError, match="did you mean dispatcher"):
+    config_lib.mixer("dispatchr")
+  assert "broken:module cannot be imported (ZeroDivisionError" in caplog.text
+  registry.load_plugins.cache_clear()
+
+
+@dataclasses.dataclass
+class Picky:
+  """A kind of somebody else's that looks at all that it is given."""
+
+  width: int
+  dtype: str
+  max_length: int = 0
+  heads: int = 2
+  pairs: tuple = ((1, 2), (3, 4))
+
+  draws_in_evaluation, suits_segments = False, False
+
+  def __post_init__(self):
+    if self.width % self.heads:
+      raise ValueError(f"heads: expected a divisor of {self.width}, got {self.heads}")
+
+
+def test_what_looks_at_what_it_is_given_is_checked_with_it(mixers, monkeypatch):
+  kinds = registry.boundaries
+  monkeypatch.setattr(kinds, "_components", dict(kinds._components))
+  dpjax.register_boundaries("picky", Picky)
+  config = config_lib.default()
+  config.model.boundaries = config_lib.boundaries("picky")
+  config_lib.check(config)
+  # Tuples within tuples are what they were after JSON.
+  back = config_lib.from_dict(json.loads(json.dumps(config.to_dict())))
+  assert back.model.boundaries.pairs == ((1, 2), (3, 4))
+  assert not config_lib.differences(json.loads(json.dumps(config.to_dict())), config)
+  config.model.boundaries.heads = 7
+  with pytest.raises(dpjax.UserError, match="^model.boundaries.heads: .* of 512, got 7"):
+    config_lib.check(config)
+  dpjax.register_mixer("unmade", Picky)  # Nobody knows the width of a mixer.
+  config = config_lib.default()
+  config.model.mixer = config_lib.mixer("unmade", width=4)
+  config_lib.check(config)
 
 
 def test_an_optimizer_of_somebody_elses(monkeypatch):

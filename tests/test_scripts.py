@@ -54,6 +54,36 @@ def call(name: str, *arguments: str):
     flags.FLAGS.unparse_flags()
 
 
+def test_components_of_a_middle_are_chosen_by_name(tmp_path):
+  (tmp_path / "config.py").write_text("""
+import dpjax
+
+def get_config():
+  config = dpjax.config.default()
+  config.model.boundaries = dpjax.config.boundaries("routing")
+  config.model.first.mixer = dpjax.config.mixer("we")
+  config.model.middle = dpjax.config.middle("fixed")
+  return config
+""")
+  before = set(flags.FLAGS)
+  try:
+    holder = command_line.define_config(required=False)
+    command_line._parse([
+      "train.py", f"--config={tmp_path / 'config.py'}", "--config.model.first.mixer=none",
+      "--config.model.middle.boundaries=gumbel", "--config.model.middle.last.mixer=he",
+      "--config.model.middle.boundaries.prior=0.3", "--config.model.middle.width=64",
+    ])
+    model = holder.value.model
+  finally:
+    for flag in set(flags.FLAGS) - before:
+      delattr(flags.FLAGS, flag)
+    flags.FLAGS.unparse_flags()
+  assert model.first.mixer is None and model.middle.width == 64
+  expected = config_lib.boundaries("gumbel", prior=0.3)
+  assert model.middle.boundaries.to_dict() == expected.to_dict()
+  assert model.middle.last.mixer.to_dict() == config_lib.mixer("he").to_dict()
+
+
 @pytest.fixture(scope="module")
 def workdir(text, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("runs") / "small"
@@ -161,13 +191,13 @@ def test_a_reader_that_has_enough_ends_it(workdir):
      "^model.mixer.num_level: .* nearest known is model.mixer.num_levels"),
     ("train.py", ["--config={quickstart}", "--config.model.mixer", "we",
                   "--config.model.mixer.num_levels=3", "--workdir={new}"],
-     "^model.mixer.num_levels: expected a known setting"),
+     "^model.mixer.num_levels: expected a setting of "),
     ("train.py", ["--config={quickstart}", "--config.model.mixer.adjustment=False",
                   "--config.model.mixer=we", "--config.model.mixer.implementation=ftt",
                   "--workdir={new}"], "^model.mixer.implementation: .* did you mean fft"),
     ("train.py", ["--config={quickstart}", "--config.model.mixer.name=we",
                   "--config.model.mixer.num_levels=3", "--workdir={new}"],
-     "^model.mixer.num_levels: expected a known setting"),
+     "^model.mixer.num_levels: expected a setting of "),
     ("train.py", ["--config={quickstart}", "--config.model=3", "--workdir={new}"],
      "^model: expected a known setting"),
     ("train.py", ["--config={quickstart}", "--config.data.tokenizer=character",
@@ -204,7 +234,7 @@ def test_a_reader_that_has_enough_ends_it(workdir):
                   "--workdir={new}"], "sample.prompt: expected 1 to 5 tokens"),
     ("train.py", ["--config={quickstart}", "--config.model.mixer=she",
                   "--config.model.mixer.num_heads=4", "--workdir={new}"],
-     "model.mixer.num_heads: expected a known setting"),
+     "model.mixer.num_heads: expected a setting of "),
     ("train.py", ["--config={extractors}:shee", "--workdir={new}"],
      "^--config: expected a mixer, a figure and tiny, of she, he.* got shee"),
     ("train.py", ["--config={extractors}:we", "--config.data.path={new}",
@@ -227,9 +257,9 @@ def test_a_reader_that_has_enough_ends_it(workdir):
                   "--workdir={new}"], "model.boundaries: .* did you mean whitespace"),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=gumbel",
                   "--config.model.boundaries.pooling=last", "--workdir={new}"],
-     "model.boundaries.pooling: expected a known setting"),
+     "model.boundaries.pooling: expected a setting of "),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries.prior=0.3",
-                  "--workdir={new}"], "model.boundaries.prior: expected a known setting"),
+                  "--workdir={new}"], "model.boundaries.prior: expected a setting of "),
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=unigram",
                   "--config.data.path={text}", "--config.model.boundaries.file={new}",
                   "--workdir={new}"],
@@ -237,7 +267,7 @@ def test_a_reader_that_has_enough_ends_it(workdir):
     ("train.py", ["--config={quickstart}", "--config.model.boundaries=whitespace",
                   "--config.data.path={text}",
                   "--config.model.boundaries.space_ids=(3,99)", "--workdir={new}"],
-     "model.boundaries.space_ids: expected ids below 18, got"),
+     "model.boundaries.space_ids: expected token ids below .* = 18"),
     ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
     ("generate.py", ["--workdir={workdir}", "--length=0"], "^length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),

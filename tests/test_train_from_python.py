@@ -1,5 +1,6 @@
 """`dpjax.train` with a model, an optimizer or callbacks that are made in Python."""
 
+import contextlib
 import json
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Bigrams(nn.Module):
   vocab_size: int
 
   @nn.compact
-  def __call__(self, tokens, *, deterministic=True):
+  def __call__(self, tokens, *, deterministic):
     x = nn.Embed(self.vocab_size, 9)(tokens)
     return Output(nn.Dense(self.vocab_size)(nn.Dropout(0.1)(x, deterministic)))
 
@@ -56,7 +57,9 @@ def test_a_model_takes_the_place_of_the_named_one(text, tmp_path):
   text = loaded.generate("the cat", length=23, temperature=0)[0]  # beyond the window
   tokens = [*loaded.tokenizer.encode("the cat")]
   for _ in range(23):
-    logits = loaded.model.apply({"params": loaded.params}, np.array([tokens])).logits
+    logits = loaded.model.apply(
+      {"params": loaded.params}, np.array([tokens]), deterministic=True
+    ).logits
     tokens.append(int(logits[0, -1].argmax()))
   assert text == loaded.tokenizer.decode(tokens[7:])
 
@@ -106,8 +109,41 @@ def test_callbacks_see_what_is_reported(text, tmp_path):
   assert len({norm for *_, norm in seen}) > 4
 
 
+def test_callbacks_miss_no_report_where_the_run_is_stopped(text, tmp_path):
+  config, told = helpers.small_config(text), []
+  for stop_at in (5, 99):
+    asked = iter(range(99))
+    with contextlib.suppress(Interrupted):
+      dpjax.train(
+        config, tmp_path, should_stop=lambda: next(asked) == stop_at,  # noqa: B023
+        callbacks=[lambda step, metrics, state: told.append((step, [*metrics]))],
+      )
+  steps = [step for step, names in told if "train/loss" in names]
+  assert steps == [2, 4, 6, 8, 10, 12] and told[-1][0] == 12
+
+
+def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
+  config = helpers.pooled_config(text, "fixed")
+  with pytest.raises(dpjax.UserError, match="^model.boundaries: .* none .* got fixed"):
+    dpjax.train(config, tmp_path, model=make)
+  pooled = config.model.copy_and_resolve_references()
+  pooled.vocab_size = 18
+  plain = helpers.small_config(text)
+  with pytest.raises(dpjax.UserError, match="^model.boundaries: .* pools tokens, got none"):
+    dpjax.train(plain, tmp_path, model=dpjax.build_model(pooled))
+  assert not (tmp_path / "config.json").exists()
+
+
+def test_it_begins_with_a_run_of_the_same_model(text, tmp_path):
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
+  first, _ = dpjax.train(config, tmp_path / "a", model=make)
+  config.train.initial_run = str(tmp_path / "a")
+  second, _ = dpjax.train(config, tmp_path / "b", model=make, optimizer=optax.set_to_zero())
+  jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+
+
 def test_a_callback_ends_the_training_early(text, tmp_path):
-  """It is scored and saved there, and the same call goes on."""
+  """It is scored and saved there."""
   config = helpers.small_config(text)
   told = []
 
@@ -118,8 +154,12 @@ def test_a_callback_ends_the_training_early(text, tmp_path):
   run, scores = dpjax.train(config, tmp_path / "run", callbacks=[after_one_evaluation])
   assert run.step == 6 == max(told) and scores["perplexity"] > 1
   assert dpjax.load(tmp_path / "run", 6).step == 6
-  run, _ = dpjax.train(config, tmp_path / "run", callbacks=[after_one_evaluation])
-  assert max(told) == 12
+  # It is over, but for more steps, or without callbacks.
+  again, scores_again = dpjax.train(
+    config, tmp_path / "run", callbacks=[after_one_evaluation]
+  )
+  assert max(told) == 6 == again.step and scores_again == scores
+  run, _ = dpjax.train(config, tmp_path / "run")
   whole, _ = dpjax.train(config, tmp_path / "whole")
   last = dpjax.load(tmp_path / "run", 12).params
   jax.tree.map(np.testing.assert_array_equal, last, dpjax.load(whole.workdir, 12).params)

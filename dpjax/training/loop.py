@@ -59,7 +59,8 @@ class Callback(Protocol):
       state: the newest, of this step or the next one. The next update uses it up.
 
     Returns:
-      True to end the training here, as at its last step: it is scored and saved. Of
+      True to end the training here, as at its last step: it is scored and saved, and the
+      same call trains no further (one with more steps, or without callbacks, does). Of
       several processes all have to answer alike.
     """
     ...
@@ -168,7 +169,7 @@ def fit(
     accumulate_steps=trainer.accumulate_steps,
     objective=trainer.objective,
   )
-  num_steps = durations.num_steps
+  num_steps, is_over = durations.num_steps, False
   rows = sharding.process_rows(batches.batch_size)
   with (
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
@@ -183,6 +184,7 @@ def fit(
       best = {"step": 0, BEST_BY: math.inf}
     else:
       state, best = found.state, found.meta["best"]
+      is_over = bool(callbacks) and found.meta.get("ended") == num_steps
       ours = (meta or {}).get("validation")
       if found.meta.get("validation", ours) != ours:
         best = {"step": 0, BEST_BY: math.inf}  # By other scores than those to come.
@@ -202,7 +204,7 @@ def fit(
           for callback in callbacks:
             is_enough |= bool(callback(done, scores, state))
 
-      for step in range(start, num_steps):
+      for step in range(num_steps if is_over else start, num_steps):
         meter.start()
         batch = batches.batch(step, rows)
         size = trainer.capacity(batch)
@@ -242,7 +244,10 @@ def fit(
         is_due = stopping or done % durations.checkpoint_every_steps == 0
         if is_best or at_end or is_due:
           meter.read_pending()
+          tell()
           kept = {**(meta or {}), "best": best}
+          if is_enough:
+            kept["ended"] = num_steps
           saved.save(state, kept, origin=origin, best=is_best)
         if at_end:
           break

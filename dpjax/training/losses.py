@@ -110,7 +110,7 @@ class Objective:
     kind, *within = self.boundaries
     boundaries = output.boundaries.astype(jnp.float32)
     sums["boundary_nats"], targets = kind.loss(output, batch)
-    sums |= _count_segments(boundaries, weights)
+    sums |= _count_segments(boundaries, weights, int(kind.has_null_group))
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
@@ -143,7 +143,7 @@ def add_sums(
   }
 
 
-def _count_segments(boundaries, weights) -> dict[str, jax.Array]:
+def _count_segments(boundaries, weights, num_null: int) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   segments_b = jnp.sum(boundaries * is_real, axis=1)
   largest = jnp.max(segments_b)
@@ -153,7 +153,7 @@ def _count_segments(boundaries, weights) -> dict[str, jax.Array]:
     "segments_max": largest,
     "rows": jnp.sum(is_real[:, 0]),
     "positions": jnp.float32(boundaries.shape[1]),
-    "slots": largest + 1,  # S, with the null group
+    "slots": largest + num_null,  # S
   }
 
 

@@ -46,7 +46,8 @@ def init_state(
     The state (under `jax.eval_shape`, its shapes).
   """
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
-  params = model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"]
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  params = model.init(init_key, tokens, deterministic=True)["params"]
   return TrainState(
     jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key
   )
@@ -170,7 +171,11 @@ def jit_eval_step(
     known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
     key = jax.random.fold_in(jax.random.key(0), index)
     output: Any = model.apply(
-      {"params": params}, batch["tokens"], rngs={"dropout": key}, **known
+      {"params": params},
+      batch["tokens"],
+      deterministic=True,
+      rngs={"dropout": key},
+      **known,
     )
     return objective.sums(output, batch)
 

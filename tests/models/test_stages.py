@@ -249,8 +249,11 @@ def test_refusals(changes, message):
 
 
 def test_unknown_settings_of_a_middle_are_named():
-  with pytest.raises(dpjax.UserError, match="middle.wdith: .* nearest known is middle.wid"):
+  with pytest.raises(dpjax.UserError, match="model.middle.wdith: .* is model.middle.width"):
     config_lib.middle(wdith=8)
+  with pytest.raises(dpjax.UserError, match="model.middle.width: .* type int, got 1.5"):
+    config_lib.middle("routing", width=1.5)
+  assert config_lib.middle("fixed").boundaries == config_lib.boundaries("fixed")
   config = settings(*KINDS["routing"]).to_dict()
   config["middle"]["first"]["num_layer"] = 2
   with pytest.raises(dpjax.UserError, match="middle.first.num_layer: .*first.num_layers"):

@@ -38,7 +38,7 @@ def test_a_step_is_read_while_the_next_one_runs():
 
 class Model(nn.Module):
   @nn.compact
-  def __call__(self, tokens):
+  def __call__(self, tokens, *, deterministic):
     return nn.Embed(3, 5)(tokens)
 
 
