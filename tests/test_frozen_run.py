@@ -15,6 +15,8 @@ from dpjax.errors import Interrupted
 from dpjax.models.language_model import with_frozen
 from tests import helpers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion():

@@ -69,6 +69,7 @@ print(dpjax.load("pooled", step=10).step)
 """
 
 
+@pytest.mark.slow
 def test_an_old_run_goes_on(folder):
   # From there its text is named, and its 6 rows are for one device.
   done = subprocess.run([sys.executable, "-c", GO_ON], cwd=folder, capture_output=True,

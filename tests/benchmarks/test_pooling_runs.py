@@ -41,6 +41,7 @@ def report(folders, tmp_path_factory):
   return out.read_text()
 
 
+@pytest.mark.slow
 def test_the_report_has_the_runs_own_scores_and_no_path(folders, report):
   assert str(folders[0].parent) not in report
   content = json.loads(report)
@@ -58,6 +59,7 @@ def test_the_report_has_the_runs_own_scores_and_no_path(folders, report):
   assert "aim" not in content["runs"][1]
 
 
+@pytest.mark.slow
 def test_segments_are_marked_in_one_text(report):
   none, whitespace, routing = (row["segments"] for row in json.loads(report)["runs"])
   assert len(none) == pooling_runs.SENTENCES
@@ -67,6 +69,7 @@ def test_segments_are_marked_in_one_text(report):
   assert [text.replace("|", "") for text in routing] == none
 
 
+@pytest.mark.slow
 def test_boundaries_on_spaces_are_there_alone(report):
   none, whitespace, _ = json.loads(report)["runs"]
   assert "places" not in none
@@ -108,6 +111,7 @@ def test_sentences_are_whole_words():
   assert (row, text[part]) == (0, "four five six")
 
 
+@pytest.mark.slow
 def test_runs_that_differ_elsewhere_are_refused(folders, tmp_path):
   text = folders[0].parent / "text.txt"
   workdir.claim(tmp_path, helpers.pooled_config(text, "fixed", batch_size=16))

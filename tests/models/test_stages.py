@@ -125,6 +125,7 @@ def test_chunks_say_what_the_whole_says(case, schedule):
   assert step._cache_size() == len({size for size, _ in schedule})
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(case):
   config, model, params, _ = case
   objective = losses.Objective(build_boundaries(config))
