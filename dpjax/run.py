@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import generation, ops, registry
+from dpjax import exported, generation, ops, registry
 from dpjax import workdir as workdir_lib
 from dpjax.config import ConfigDict
 from dpjax.data import batches, prepared
@@ -186,6 +186,10 @@ class Run:
     """
     prompts = _as_texts(prompt)
     return self._generator.stream(self.params, prompts, **settings)
+
+  def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
+    """Writes what is needed to load the run elsewhere: `dpjax.exported.save`."""
+    exported.save(self, folder, dtype)
 
   @cached_property
   def _generator(self) -> generation.Generator:
@@ -380,7 +384,7 @@ def load(
   """Reads a run from its folder.
 
   Args:
-    workdir: of `train`.
+    workdir: of `train`, or of `Run.save`.
     step: of the checkpoint; None is the best by validation.
     model: that was given to `train`, if one was.
 
@@ -402,10 +406,15 @@ def load(
   abstract = step_lib.abstract_state(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
   )
-  with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-    origin = {"tokenizer": data.tokenizer.to_json()}
-    found = saved.restore_step(abstract.params, step, origin)
-  return Run(config, built, found.params, data.tokenizer, found.step, data, workdir)
+  if (workdir / exported.FILE).exists():
+    params, at = exported.restore(workdir, abstract.params)
+    if step not in (None, at):
+      raise UserError(f"step: expected None or {at} of an exported run, got {step}")
+  else:
+    with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
+      origin = {"tokenizer": data.tokenizer.to_json()}
+      at, params, _ = saved.restore_step(abstract.params, step, origin)
+  return Run(config, built, params, data.tokenizer, at, data, workdir)
 
 
 def generate(

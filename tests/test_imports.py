@@ -16,10 +16,10 @@ ROOMS = [
   {"layers", "data"},
   {"models"},
   {"training", "decoding", "interop", "testing"},
-  {"command_line", "generation", "workdir"},
+  {"command_line", "exported", "generation", "workdir"},
   {"run"},
   {"complexity", "plots"},
-  {"calibrate", "segmentation", "significance"},
+  {"calibrate", "export", "segmentation", "significance"},
   {"reproduce"},
   {"scripts"},
 ]

@@ -1,0 +1,104 @@
+"""Runs that leave their place: moved without their data, exported, and loaded again."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import export
+from tests import helpers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+  """Optax raises floats to the power of its integer count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture(scope="module", params=["plain", "unigram"])
+def run(request, tmp_path_factory):
+  root = tmp_path_factory.mktemp("runs")
+  text = helpers.write_text(root / "text.txt")
+  if request.param == "plain":
+    config = helpers.small_config(text, num_steps=4, eval_every_steps=2)
+  else:
+    config = helpers.pooled_config(text, "unigram", num_steps=4, eval_every_steps=2)
+  config.train.parameters = "sharded"
+  return dpjax.train(config, root / "run")[0]
+
+
+def test_an_exported_run_is_the_run_to_the_bit(run, tmp_path, capsys):
+  export.main([str(run.workdir), str(tmp_path / "out")])
+  assert "MiB" in capsys.readouterr().out
+  shutil.move(tmp_path / "out", tmp_path / "elsewhere")
+  loaded = dpjax.load(tmp_path / "elsewhere")
+  assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
+  tokens = run.tokenizer.encode("the cat sat on")[None]
+  for x, y in zip(*(jax.tree.leaves(r.params) for r in (loaded, run)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  np.testing.assert_array_equal(
+    *(r.model.apply({"params": r.params}, tokens).logits for r in (loaded, run))
+  )
+  assert loaded.score("the cat sat") == run.score("the cat sat")
+  assert loaded.generate("the ", length=5) == run.generate("the ", length=5)
+  flat = load_file(tmp_path / "elsewhere/model.safetensors")
+  np.testing.assert_array_equal(flat["logits.kernel"], run.params["logits"]["kernel"])
+  card = (tmp_path / "elsewhere/README.md").read_text()
+  assert f"for {run.step} updates" in card and "| test | perplexity |" in card
+  assert not any((tmp_path / "elsewhere").rglob("*.bin"))
+  with pytest.raises(dpjax.UserError, match="train.bin"):
+    loaded.score_split("train")
+
+
+def test_bfloat16_halves_it(run, tmp_path):
+  run.save(tmp_path / "whole")
+  run.save(tmp_path / "half", dtype="bfloat16")
+  sizes = [(tmp_path / x / "model.safetensors").stat().st_size for x in ("whole", "half")]
+  assert 0.5 < sizes[1] / sizes[0] < 0.7
+  loaded = dpjax.load(tmp_path / "half")
+  for x, y in zip(*(jax.tree.leaves(r.params) for r in (loaded, run)), strict=True):
+    assert x.dtype == jnp.float32
+    np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_a_run_that_is_moved_needs_no_data(run, tmp_path):
+  shutil.copytree(run.workdir, tmp_path / "moved", symlinks=True)
+  for path in (tmp_path / "moved").rglob("*.bin"):
+    path.unlink()
+  moved = dpjax.load(tmp_path / "moved")
+  assert moved.score("the cat") == run.score("the cat")
+  assert moved.generate("the ", length=5) == run.generate("the ", length=5)
+
+
+def test_what_is_wrong(run, tmp_path, capsys):
+  run.save(tmp_path / "out")
+  file = tmp_path / "out/model.safetensors"
+  with pytest.raises(dpjax.UserError, match="^folder: expected a new or an empty one"):
+    run.save(tmp_path / "out")
+  with pytest.raises(dpjax.UserError, match="^dtype: expected one of float32, bfloat16"):
+    run.save(tmp_path / "other", dtype="float16")
+  assert not (tmp_path / "other").exists()
+  with pytest.raises(dpjax.UserError, match="^step: expected None or .* got 77"):
+    dpjax.load(tmp_path / "out", 77)
+  config = json.loads((tmp_path / "out/config.json").read_text())
+  config["model"]["width"] = 24
+  shutil.copytree(tmp_path / "out", tmp_path / "wider")
+  (tmp_path / "wider/config.json").write_text(json.dumps(config))
+  with pytest.raises(dpjax.UserError, match=r"of the shape \(18, 24\), got \(18, 12\)"):
+    dpjax.load(tmp_path / "wider")
+  file.write_bytes(file.read_bytes()[:500])
+  with pytest.raises(dpjax.UserError, match="expected a whole file of safetensors"):
+    dpjax.load(tmp_path / "out")
+  with pytest.raises(SystemExit):
+    export.main([str(tmp_path / "none"), str(tmp_path / "new")])
+  with pytest.raises(SystemExit):
+    export.main([str(run.workdir), str(tmp_path / "new"), "--dtype=int8"])
+  assert not (tmp_path / "new").exists()
+  assert config_lib.from_dict(config).model.width == 24
