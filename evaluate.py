@@ -12,7 +12,7 @@ from dpjax import command_line
 from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
-_CONFIG = command_line.define_config(required=False)
+_CONFIG = command_line.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
 _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")

@@ -1,9 +1,10 @@
 """Trains a model: python train.py --config=configs/quickstart.py --workdir=runs/quickstart.
 
-Called again, it goes on where the folder's run stopped.
+Called again, it goes on where the folder's run stopped; --workdir alone is enough then.
 """
 
 import sys
+from pathlib import Path
 
 from absl import flags
 
@@ -11,7 +12,7 @@ from dpjax import command_line
 from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
-_CONFIG = command_line.define_config(required=True)
+_CONFIG = command_line.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
 _PREPARE_ONLY = flags.DEFINE_bool(
   "prepare_only", False, "make the tokens that the run needs, and stop"
@@ -23,17 +24,24 @@ def main(_) -> None:
   import jax
 
   from dpjax import run as run_lib
+  from dpjax import workdir as workdir_lib
   from dpjax.training import loop
 
   if not _WORKDIR.value:
     raise UserError("--workdir: expected a folder, got none")
+  config = _CONFIG.value
+  if config is None:
+    if not (Path(_WORKDIR.value) / "config.json").exists():
+      raise UserError("--config: expected a file of configs/, or a --workdir with a run to "
+                      f"go on with, got none, and {_WORKDIR.value}")
+    config = workdir_lib.read_config(Path(_WORKDIR.value))
   if _PREPARE_ONLY.value:
-    data = run_lib.prepare(_CONFIG.value, _WORKDIR.value)
+    data = run_lib.prepare(config, _WORKDIR.value)
     for split, counts in data.counts.items():
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     return
   try:
-    run, scores = run_lib.train(_CONFIG.value, _WORKDIR.value)
+    run, scores = run_lib.train(config, _WORKDIR.value)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first = jax.process_index() == 0

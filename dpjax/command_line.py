@@ -47,7 +47,7 @@ _CACHE = flags.DEFINE_string(
 _CACHE_BYTES = 2**31
 
 
-def define_config(required: bool) -> flags.FlagHolder:
+def define_config(required: bool = False) -> flags.FlagHolder:
   """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting.
 
   A section that is a component is chosen by its name, and then has that component's
@@ -115,12 +115,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
   if values:
     raise UserError("--config.model.middle: expected it in a configuration file, by "
                     f"dpjax.config.middle, got {values[-1]}")
-  try:
-    keys = config_lib.component_keys(config)
-  except (AttributeError, KeyError) as error:
-    raise UserError("--config: expected all settings of dpjax.config.default(), got none "
-                    f"of the name {error}") from error
-  for key in keys:
+  for key in config_lib.component_keys(config):
     others, names = _take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
     place = config_lib.place(key)

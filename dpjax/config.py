@@ -630,7 +630,8 @@ def _at_most(config, key: str, most: int) -> None:
 def component_keys(config: ConfigDict) -> list[str]:
   """The names of all sections that are, or may be, a component, those of middles too."""
   keys = list(COMPONENTS)
-  for stage in stages_in(config.model):
+  is_known = "middle" in config.get("model", {})  # A file may give any settings.
+  for stage in stages_in(config.model) if is_known else ():
     keys += [
       f"{stage}.{key.removeprefix('model.')}" for key in COMPONENTS
       if stage != "model" and key.startswith("model.") and key != "model.mixer"

@@ -99,9 +99,13 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   if differences and not has_saved(workdir):
     return False  # nothing is lost
   if differences:
+    hint = ""
+    if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
+      hint = (" (the schedule ends with the length: to train longer, take a new workdir and "
+              f"train.initial_run = {workdir})")
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
-      f"whose run has another: {'; '.join(differences)}"
+      f"whose run has another: {'; '.join(differences)}{hint}"
     )
   return True
 

@@ -21,6 +21,7 @@ from absl import flags
 from dpjax import command_line, registry
 from dpjax import config as config_lib
 from dpjax import run as run_lib
+from dpjax.errors import Interrupted
 from tests import helpers
 
 
@@ -54,6 +55,29 @@ def call(name: str, *arguments: str):
     flags.FLAGS.unparse_flags()
 
 
+def test_a_workdir_alone_goes_on(text, tmp_path, capsys):
+  config = helpers.small_config(text)
+  asked = iter(range(99))
+  with pytest.raises(Interrupted):
+    run_lib.train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
+  assert call("train.py", f"--workdir={tmp_path / 'run'}") is None
+  assert "Going on from the checkpoint of step 5" in capsys.readouterr().out
+  whole, _ = run_lib.train(config, tmp_path / "whole")
+  last = run_lib.load(tmp_path / "run", 12).params
+  jax.tree.map(np.testing.assert_array_equal, last, run_lib.load(whole.workdir, 12).params)
+  message = call("train.py", f"--workdir={tmp_path / 'none'}")
+  assert "--config: expected a file of configs/, or a --workdir with a run" in message
+
+
+def test_a_longer_schedule_is_another_run(text, tmp_path):
+  config = helpers.small_config(text, num_steps=4)
+  config.train.schedule = config_lib.schedule("cosine")
+  run_lib.train(config, tmp_path)
+  config.train.num_steps = 6
+  with pytest.raises(ValueError, match="4 there, 6 here .*train.initial_run = .*"):
+    run_lib.train(config, tmp_path)
+
+
 def test_components_of_a_middle_are_chosen_by_name(tmp_path):
   (tmp_path / "config.py").write_text("""
 import dpjax
@@ -67,7 +91,7 @@ def get_config():
 """)
   before = set(flags.FLAGS)
   try:
-    holder = command_line.define_config(required=False)
+    holder = command_line.define_config()
     command_line._parse([
       "train.py", f"--config={tmp_path / 'config.py'}", "--config.model.first.mixer=none",
       "--config.model.middle.boundaries=gumbel", "--config.model.middle.last.mixer=he",
