@@ -101,7 +101,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   if differences:
     hint = ""
     if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
-      hint = (" (the schedule ends with the length: to train longer, take a new workdir and "
+      hint = (" (the schedule ends with the length: to train on, take a new workdir and "
               f"train.initial_run = {workdir})")
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
