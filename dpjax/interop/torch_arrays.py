@@ -1,4 +1,4 @@
-"""Named arrays of PyTorch -> parameters of dpjax, by a table.
+"""Named arrays of PyTorch -> parameters of dpjax, and back, by a table.
 
 A table has a line for every parameter here:
 
@@ -107,6 +107,17 @@ def to_params(arrays: Mapping[str, np.ndarray], table: Table) -> dict:
   return traverse_util.unflatten_dict(params, sep="/")
 
 
+def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
+  """The arrays by their names there: `to_params` backwards."""
+  flat, arrays = traverse_util.flatten_dict(params, sep="/"), {}
+  for path, (_, names) in table.items():
+    array = np.asarray(flat[path])
+    each = [array] if isinstance(names, str) else array
+    for name, part in zip(_tuple(names), each, strict=True):
+      arrays[name] = np.ascontiguousarray(_convert_back(part, path))
+  return arrays
+
+
 def _as_array(value) -> np.ndarray:
   if hasattr(value, "detach"):
     value = value.detach().cpu()
@@ -120,6 +131,15 @@ def _convert(array: np.ndarray, path: str) -> np.ndarray:
     return array.transpose(2, 0, 1) if path.endswith("kernel") else array
   if path.endswith("null_group"):
     return array.reshape(-1)
+  return array.T if path.endswith("kernel") else array
+
+
+def _convert_back(array: np.ndarray, path: str) -> np.ndarray:
+  if "queries_keys_values" in path:
+    array = array.transpose(1, 2, 0) if path.endswith("kernel") else array
+    return array.reshape(-1, *array.shape[2:])
+  if path.endswith("null_group"):
+    return array.reshape(1, 1, -1)
   return array.T if path.endswith("kernel") else array
 
 

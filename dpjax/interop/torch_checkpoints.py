@@ -1,4 +1,4 @@
-"""The authors' PyTorch checkpoints -> (model configuration, parameters), by name.
+"""The authors' PyTorch checkpoints -> (model configuration, parameters), and back, by name.
 
 Source: `DispatcherModel` of dispatcher/dispatcher_model.py and of
 dispatcher/dispatcher_model_multihead.py, `TransformerModel` of dispatcher/msa_model.py,
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
+from flax import traverse_util
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
@@ -165,9 +166,59 @@ def _table(state: Mapping, mixer: Table) -> tuple[Table, int]:
   """The table of the file, and how many layers it has."""
   indices = {match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}
   num_layers = max(len(indices), 1)
+  return _lines(mixer, num_layers), num_layers
+
+
+def _lines(mixer: Table, num_layers: int) -> Table:
   prefixes = (f"{_LAYERS}.{index}" for index in range(num_layers))
-  layers = torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)
-  return {**_MODEL, **layers}, num_layers
+  return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)}
+
+
+def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
+  """The parameters of a model by the authors' names: `from_torch` backwards.
+
+    state = dpjax.interop.to_torch(run.config.model, run.params)
+    torch.save({name: torch.from_numpy(x) for name, x in state.items()}, "model.pt")
+
+  Settings that such a file does not hold (heads of attention, the offset of fixed
+  boundaries) have to be given to `from_torch` again. Of a model that it does not read, the
+  parameters have their names here, joined by dots.
+
+  Args:
+    model_config: `config.model` of the model.
+    params: of the model.
+
+  Returns:
+    Arrays of NumPy, float32.
+  """
+  flat = traverse_util.flatten_dict(params, sep="/")
+  table = _table_of(model_config)
+  if table is not None and table.keys() == flat.keys():
+    return torch_arrays.from_params(params, table)
+  return {name.replace("/", "."): np.asarray(x) for name, x in flat.items()}
+
+
+def _table_of(model: Mapping) -> Table | None:
+  """That of the authors' model that computes what one of these settings does, if any."""
+  mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
+  kind, depths = model["boundaries"]["name"], [model["num_layers"]]
+  has_predictor = kind in ("unigram", "entropy", "gumbel")
+  if model["norm"] != "post" or model["middle"] is not None or len(mixers) > 1:
+    return None
+  if mixers == {"relative_attention"} and model["positions"] == "none":
+    if kind not in ("none", "fixed", "whitespace") and not has_predictor:
+      return None
+    if kind != "none":
+      depths = [model["first"]["num_layers"], *depths, model["last"]["num_layers"]]
+    return torch_hourglass.lines(depths, has_predictor)
+  is_theirs = model["positions"] == "sinusoidal" and model["activation"] == "relu"
+  if kind != "none" or not is_theirs:
+    return None
+  if mixers == {"attention"}:
+    return _lines(_ATTENTION, *depths)
+  if mixers <= {"dispatcher", "dispatcher_multihead"}:
+    return _lines(_DISPATCHER, *depths) if model["mixer"]["num_heads"] == 1 else None
+  return None
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:

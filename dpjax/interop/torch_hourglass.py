@@ -6,7 +6,7 @@ V vocabulary, D width, H head, E feature of a head, F feed-forward width.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -195,28 +195,29 @@ def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
 def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
   """The table of the file, and how many blocks each stack has, as settings."""
   matches = [match for name in state if (match := _LAYER_NAME.fullmatch(name))]
+  names = ("num_layers",)
+  if boundaries != "none":
+    names = ("first_layers", "num_layers", "last_layers")
+  depths = [
+    max(len({match[2] for match in matches if match[1] == str(stack)}), 1)
+    for stack in range(len(names))
+  ]
+  return lines(depths, _has_predictor(state)), dict(zip(names, depths, strict=True))
 
-  def layers(stack: int, place: str) -> Table:
-    depth = max(len({match[2] for match in matches if match[1] == str(stack)}), 1)
-    depths.append(depth)
+
+def lines(depths: Sequence[int], has_predictor: bool) -> Table:
+  """The table of a model with so many blocks in each stack: in one, or in three."""
+  places = ("layers",)
+  if len(depths) == 3:
+    places = ("hourglass/first", "hourglass/middle", "hourglass/last")
+  table = {**_MODEL, **_POSITIONS}
+  if len(depths) == 3:
+    positions = {f"hourglass/{path}": line for path, line in _POSITIONS.items()}
+    table = {**_MODEL, **positions, **_POOLING}
+  for stack, (place, depth) in enumerate(zip(places, depths, strict=True)):
     prefixes = (f"layers.{stack}.{index}" for index in range(depth))
-    return torch_arrays.of_layers(_LAYER, place, prefixes)
-
-  depths = []
-  if boundaries == "none":
-    table = {**_MODEL, **_POSITIONS, **layers(0, "layers")}
-    return table, {"num_layers": depths[0]}
-  table = {
-    **_MODEL,
-    **{f"hourglass/{path}": line for path, line in _POSITIONS.items()},
-    **_POOLING,
-    **layers(0, "hourglass/first"),
-    **layers(1, "hourglass/middle"),
-    **layers(2, "hourglass/last"),
-    **(_PREDICTION if _has_predictor(state) else {}),
-  }
-  names = ("first_layers", "num_layers", "last_layers")
-  return table, dict(zip(names, depths, strict=True))
+    table |= torch_arrays.of_layers(_LAYER, place, prefixes)
+  return {**table, **(_PREDICTION if has_predictor else {})}
 
 
 def _check_frequencies(frequencies: np.ndarray, width: int) -> None:

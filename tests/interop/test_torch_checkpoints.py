@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax.interop import from_torch
+from dpjax.interop import from_torch, to_torch
 from dpjax.layers import dispatcher, embeddings
 from dpjax.training import losses, optimizer, step
 
@@ -290,3 +290,33 @@ def test_refusals_name_what_is_wrong(dispatcher_state, attention_state):
   del missing["pos_encoder.pe"]
   missing[f"{layer}norm2.bias"] = np.ones(16)
   refused(missing, "max_length")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_go_back_to_the_authors_names(case):
+  names = part(load(case), "param/")
+  config, params = from_torch(state_dict(load(case)), **CASES[case])
+  back = to_torch(config, params)
+  assert back.keys() == names.keys()
+  for name, array in names.items():
+    np.testing.assert_array_equal(back[name], array, err_msg=name)
+    assert back[name].flags["C_CONTIGUOUS"]
+
+
+@pytest.mark.parametrize("changes", [
+  dict(norm="pre"), dict(positions="learned"), dict(activation="gelu"),
+  dict(mixer=dpjax.config.mixer("dispatcher", num_heads=2)),
+  dict(mixer=dpjax.config.mixer("we")),
+])
+def test_other_models_keep_their_names(changes):
+  config = dpjax.config.default_model()
+  config.update(dict(vocab_size=7, num_layers=2, width=6, max_length=11))
+  for name, value in changes.items():
+    config[name] = value
+  model = dpjax.build_model(config)
+  params = model.init(jax.random.key(0), jnp.zeros((1, 2), int))["params"]
+  state = to_torch(config, params)
+  assert len(state) == len(jax.tree.leaves(params))
+  np.testing.assert_array_equal(state["logits.kernel"], params["logits"]["kernel"])
+  norm = params["layers"]["mixer_norm"]["scale"]
+  np.testing.assert_array_equal(state["layers.mixer_norm.scale"], norm)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax.interop import from_torch
+from dpjax.interop import from_torch, to_torch
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics, optimizer, step
 
@@ -288,3 +288,19 @@ def test_a_file_without_pooling_has_no_boundaries():
   state = part(load("A_dispatcher_nhead1_L5"), "param/")
   with pytest.raises(ValueError, match="boundaries: expected none .*, got gumbel"):
     from_torch(state, max_length=5, boundaries="gumbel")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_go_back_to_the_authors_names(case):
+  names = state_of(case)
+  back = to_torch(*convert(names, case))
+  assert back.keys() == names.keys() - {"pos_emb.inv_freq"}
+  for name in back:
+    np.testing.assert_array_equal(back[name], names[name], err_msg=name)
+
+
+def test_other_boundaries_keep_their_names():
+  config, params = convert(state_of("fixed"), "fixed")
+  for kind in ("routing", "spacebyte"):
+    config.boundaries = dpjax.config.boundaries(kind)
+    assert "hourglass.null_group" in to_torch(config, params)
