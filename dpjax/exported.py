@@ -76,18 +76,19 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   (folder / "README.md").write_text(_card(run, folder, dtype), encoding="utf-8")
 
 
-def restore(folder: Path, shapes: Any) -> tuple[dict, int]:
+def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
   """The parameters of an exported run, and its step.
 
   Args:
     folder: as `save` writes it.
     shapes: the model's parameters, abstract, with the places where they will lie.
+    step: that it has to be of; None: any.
 
   Returns:
     The parameters, in the dtypes of the model, and the updates made.
 
   Raises:
-    ValueError: the file is damaged, or of another model.
+    ValueError: the file is damaged, or of another model or step.
   """
   import jax
   import numpy as np
@@ -98,7 +99,9 @@ def restore(folder: Path, shapes: Any) -> tuple[dict, int]:
   try:
     with safe_open(path, "flax") as file:
       found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-      step = int((file.metadata() or {}).get("step", 0))
+      at = int((file.metadata() or {}).get("step", 0))
+      if step not in (None, at):
+        raise UserError(f"step: expected None or {at} of an exported run, got {step}")
       wrong = sorted(
         name for name in expected.keys() | found.keys()
         if name not in expected or found.get(name) != expected[name].shape
@@ -120,7 +123,7 @@ def restore(folder: Path, shapes: Any) -> tuple[dict, int]:
     if isinstance(error, UserError):
       raise
     raise UserError(f"{path}: expected a whole file of safetensors, got {error}") from error
-  return params, step
+  return params, at
 
 
 def _flatten(tree: Any, parents: tuple[str, ...] = ()):

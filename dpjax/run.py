@@ -407,9 +407,7 @@ def load(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
   )
   if (workdir / exported.FILE).exists():
-    params, at = exported.restore(workdir, abstract.params)
-    if step not in (None, at):
-      raise UserError(f"step: expected None or {at} of an exported run, got {step}")
+    params, at = exported.restore(workdir, abstract.params, step)
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
       origin = {"tokenizer": data.tokenizer.to_json()}
@@ -588,7 +586,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   if _needs_run(config):
     others["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in others.items():
-    if folder and not goes_on and not (Path(folder) / "checkpoints").is_dir():
+    if folder and not goes_on and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
 

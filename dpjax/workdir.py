@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax import exported, registry
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
 from dpjax.data.download import locked
@@ -88,6 +88,11 @@ def check(workdir: Path, config: ConfigDict) -> bool:
     ValueError: it holds a run of another configuration.
   """
   path = workdir / "config.json"
+  if (workdir / exported.FILE).exists():
+    raise UserError(
+      f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
+      "train on, take a new workdir and it as train.initial_run"
+    )
   if not path.exists():
     if (workdir / "checkpoints").exists():
       raise UserError(
@@ -108,6 +113,11 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       f"whose run has another: {'; '.join(differences)}{hint}"
     )
   return True
+
+
+def is_run(folder: Path) -> bool:
+  """Whether a folder has, or is to have, parameters: of a run, or of an exported one."""
+  return (folder / "checkpoints").is_dir() or (folder / exported.FILE).exists()
 
 
 def has_saved(workdir: Path) -> bool:

@@ -139,3 +139,51 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
     timeout=900,
     check=False,
   )
+
+
+# Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
+SCHEDULES = {
+  "steps": [
+    (9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
+    (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1)),
+  ],
+  "chunks": [
+    (17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9)),
+  ],
+}
+
+
+def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, seen: None):
+  """Chunks with a cache say what a pass over the whole rows says.
+
+  Args:
+    model: with token pooling.
+    params: of the model.
+    tokens: [B, T].
+    whole: output of the whole rows.
+    schedule: of `SCHEDULES`; what is not real is any token.
+    after: called with the cache and the tokens seen, [B], after each chunk.
+  """
+  step = jax.jit(lambda tokens, cache, lengths: model.apply(
+    {"params": params}, tokens, cache=cache, lengths=lengths
+  ))
+  cache, seen = model.init_cache(len(tokens)), np.zeros(len(tokens), int)
+  garbage = np.random.default_rng(7)
+  for size, lengths in schedule:
+    chunk = garbage.integers(tokens.max() + 1, size=(len(tokens), size))
+    for row, length in enumerate(lengths):
+      chunk[row, :length] = tokens[row, seen[row] : seen[row] + length]
+    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
+    cache = output.cache
+    for row, length in enumerate(lengths):
+      places = slice(seen[row], seen[row] + length)
+      np.testing.assert_array_equal(
+        output.boundaries[row, :length], whole.boundaries[row, places]
+      )
+      np.testing.assert_allclose(
+        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
+      )
+    seen += lengths
+    after(cache, seen)
+  assert (seen == tokens.shape[1]).all()
+  assert step._cache_size() == len({size for size, _ in schedule})

@@ -6,6 +6,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
@@ -75,6 +76,25 @@ def test_a_run_that_is_moved_needs_no_data(run, tmp_path):
   moved = dpjax.load(tmp_path / "moved")
   assert moved.score("the cat") == run.score("the cat")
   assert moved.generate("the ", length=5) == run.generate("the ", length=5)
+
+
+def test_training_begins_with_it_and_leaves_it_whole(run, tmp_path):
+  run.save(tmp_path / "out")
+  before = {x: x.read_bytes() for x in (tmp_path / "out").rglob("*") if x.is_file()}
+  config = dpjax.load(run.workdir).config
+  config.train.num_steps = 1
+  config.train.eval_every_steps = 1
+  wider = config.copy_and_resolve_references()
+  wider.model.width = 24
+  for other in (config, wider):
+.* exported one; .*initial_run"):
+      dpjax.train(other, tmp_path / "out")
+  config.train.initial_run = str(tmp_path / "out")
+  new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
+  for x, y in zip(*(jax.tree.leaves(r.params) for r in (new, run)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  after = {x: x.read_bytes() for x in before}
+  assert after == before
 
 
 def test_what_is_wrong(run, tmp_path, capsys):

@@ -658,9 +658,8 @@ class EntropyThreshold(Boundaries):
   def init_state(self, batch: int, width: int) -> EntropyState:
     """Of rows that have not begun: the first entropy is above the one before it."""
     del width
-    return EntropyState(
-      self.frozen.init_cache(batch), jnp.full(batch, -jnp.inf), jnp.zeros(batch, jnp.int32)
-    )
+    none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
+    return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
 
 
 def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:

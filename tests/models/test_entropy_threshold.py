@@ -17,12 +17,6 @@ from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
-# Sizes of chunks, and how many tokens of each row are real.
-SCHEDULES = [
-  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
-   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
-  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
-]
 RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
 FROZEN = {
   "plain": dict(mixer="attention", positions="sinusoidal"),
@@ -90,36 +84,17 @@ def test_chunks_say_what_the_whole_says(parts):
   model, params, run, h, rule = parts
   assert model.has_cache
   whole = run({"params": params}, TOKENS)
-  schedule = SCHEDULES[rule[0] == "global"]
   if rule[0] == "monotonic":
     params = model.unstack(params)
 
-  @jax.jit
-  def step(params, tokens, cache, lengths):
-    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
-
-  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
-  garbage = np.random.default_rng(7)
-  for size, lengths in schedule:
-    chunk = garbage.integers(VOCAB, size=(BATCH, size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    output = step(params, chunk, cache, jnp.array(lengths, jnp.int32))
-    cache = output.cache
-    for row, length in enumerate(lengths):
-      places = slice(seen[row], seen[row] + length)
-      np.testing.assert_array_equal(
-        output.boundaries[row, :length], whole.boundaries[row, places]
-      )
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
-      )
-    seen += lengths
+  def check_state(cache, seen):
     state, rows = cache.layers.boundaries, seen > 0
     for found, expected in ((state.entropy, h), (state.boundary, whole.boundaries)):
       last = np.take_along_axis(np.asarray(expected), seen[:, None] - 1, axis=1)[:, 0]
       np.testing.assert_allclose(found[rows], last[rows], atol=1e-5)
-  assert (seen == LENGTH).all()
+
+  schedule = helpers.SCHEDULES["chunks" if rule[0] == "global" else "steps"]
+  helpers.check_chunks(model, params, TOKENS, whole, schedule, check_state)
 
 
 def test_no_gradient_reaches_the_frozen_model():

@@ -14,12 +14,6 @@ from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 6
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
-# Sizes of chunks, and how many tokens of each row are real.
-SCHEDULES = [
-  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
-   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
-  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
-]
 
 
 def make(**settings):
@@ -95,27 +89,10 @@ def test_no_capacity_changes_anything(model_and_params):
     np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["steps", "chunks"])
+@pytest.mark.parametrize("schedule", helpers.SCHEDULES.values(), ids=helpers.SCHEDULES)
 def test_chunks_say_what_the_whole_says(model_and_params, schedule):
   model, params, whole = model_and_params
-  step = jax.jit(lambda tokens, cache, lengths: model.apply(
-    {"params": params}, tokens, cache=cache, lengths=lengths
-  ))
-  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
-  garbage = np.random.default_rng(7)
-  for size, lengths in schedule:
-    chunk = garbage.integers(VOCAB, size=(BATCH, size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
-    cache = output.cache
-    for row, length in enumerate(lengths):
-      places = slice(seen[row], seen[row] + length)
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
-      )
-    seen += lengths
-  assert (seen == LENGTH).all()
+  helpers.check_chunks(model, params, TOKENS, whole, schedule)
 
 
 def test_its_loss_is_the_ratios(model_and_params):

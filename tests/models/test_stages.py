@@ -19,11 +19,6 @@ KINDS = {
   "gumbel": (dict(name="fixed"), dict(name="gumbel", num_capacities=3)),
   "fixed": (dict(name="gumbel"), dict(name="fixed", shortening_factor=3)),
 }
-SCHEDULES = [
-  [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
-   (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))],
-  [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
-]
 
 
 def settings(outer, inner, width=INNER, **changes):
@@ -100,29 +95,10 @@ def test_rows_and_capacities_change_nothing(case):
     np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["steps", "chunks"])
+@pytest.mark.parametrize("schedule", helpers.SCHEDULES.values(), ids=helpers.SCHEDULES)
 def test_chunks_say_what_the_whole_says(case, schedule):
   _, model, params, whole = case
-  by_layer = model.unstack(params)
-  step = jax.jit(lambda tokens, cache, lengths: model.apply(
-    {"params": by_layer}, tokens, cache=cache, lengths=lengths
-  ))
-  cache, seen = model.init_cache(BATCH), np.zeros(BATCH, int)
-  garbage = np.random.default_rng(7)
-  for size, lengths in schedule:
-    chunk = garbage.integers(VOCAB, size=(BATCH, size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
-    cache = output.cache
-    for row, length in enumerate(lengths):
-      places = slice(seen[row], seen[row] + length)
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
-      )
-    seen += lengths
-  assert (seen == LENGTH).all()
-  assert step._cache_size() == len({size for size, _ in schedule})
+  helpers.check_chunks(model, model.unstack(params), TOKENS, whole, schedule)
 
 
 @pytest.mark.slow
