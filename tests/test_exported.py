@@ -87,7 +87,7 @@ def test_training_begins_with_it_and_leaves_it_whole(run, tmp_path):
   wider = config.copy_and_resolve_references()
   wider.model.width = 24
   for other in (config, wider):
-.* exported one; .*initial_run"):
+    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*initial_run"):
       dpjax.train(other, tmp_path / "out")
   config.train.initial_run = str(tmp_path / "out")
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())

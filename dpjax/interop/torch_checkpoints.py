@@ -203,7 +203,7 @@ def _table_of(model: Mapping) -> Table | None:
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
   kind, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = kind in ("unigram", "entropy", "gumbel")
-  if model["norm"] != "post" or model["middle"] is not None or len(mixers) > 1:
+  if model["middle"] is not None or len(mixers) > 1:
     return None
   if mixers == {"relative_attention"} and model["positions"] == "none":
     if kind not in ("none", "fixed", "whitespace") and not has_predictor:

@@ -102,6 +102,7 @@ def test_its_loss_is_the_ratios(model_and_params):
   weights[1, 15:] = 0
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
   sums = losses.Objective(build_boundaries(config)).sums(output, batch)
+  assert sums["slots"] == sums["segments_max"]  # no null group
   ratio = ops.ratio_loss(
     output.boundaries, output.boundary_probabilities, 3.0, weights=batch["weights"]
   )
