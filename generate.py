@@ -20,8 +20,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=Tru
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")
 _PROMPT_FILE = flags.DEFINE_string(
-  "prompt_file", None, "a file with it, - being the standard input; its last line end is "
-  "not part of the prompt"
+  "prompt_file",
+  None,
+  "a file with it, - being the standard input; its last line end is not part of the prompt",
 )
 _LENGTH = flags.DEFINE_integer("length", None, "new tokens a sample")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy")
@@ -31,8 +32,9 @@ _SEED = flags.DEFINE_integer("seed", 0, "another seed, another text")
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "how many continuations")
 _STOP = flags.DEFINE_multi_string("stop", [], "a token's text, at which a sample ends")
 _BEYOND_WINDOW = flags.DEFINE_string(
-  "beyond_window", None, "slide: passes over the last window; continue: the cache goes on, "
-  "where the model can; refuse"
+  "beyond_window",
+  None,
+  "slide: passes over the last window; continue: the cache goes on, where the model can; refuse",
 )
 _JSON = flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
 
@@ -45,9 +47,7 @@ def main(_) -> None:
   from dpjax import run as run_lib
 
   if not 1 <= _NUM_SAMPLES.value <= _MOST_SAMPLES:
-    raise UserError(
-      f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {_NUM_SAMPLES.value}"
-    )
+    raise UserError(f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {_NUM_SAMPLES.value}")
   prompt = _given_prompt()
   run = run_lib.load(_WORKDIR.value, _STEP.value)
   given = dict(
@@ -59,8 +59,7 @@ def main(_) -> None:
     beyond_window=_BEYOND_WINDOW.value,
   )
   settings = {
-    name: run.config.sample[name] if value is None else value
-    for name, value in given.items()
+    name: run.config.sample[name] if value is None else value for name, value in given.items()
   }
   settings |= dict(seed=_SEED.value, num_samples=_NUM_SAMPLES.value, stop=_STOP.value)
   prompt = settings.pop("prompt")
@@ -86,8 +85,9 @@ def _given_prompt() -> str | None:
     with open(file, "rb") as opened:
       content = opened.read(_MOST_BYTES + 1)
   if len(content) > _MOST_BYTES:
-    raise UserError(f"prompt_file: expected at most {_MOST_BYTES:,} bytes, got {file}, "
-                    "which has more")
+    raise UserError(
+      f"prompt_file: expected at most {_MOST_BYTES:,} bytes, got {file}, which has more"
+    )
   try:
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
   except UnicodeDecodeError as error:

@@ -32,8 +32,10 @@ def main(_) -> None:
   config = _CONFIG.value
   if config is None:
     if not (Path(_WORKDIR.value) / "config.json").exists():
-      raise UserError("--config: expected a file of configs/, or a --workdir with a run to "
-                      f"go on with, got none, and {_WORKDIR.value}")
+      raise UserError(
+        "--config: expected a file of configs/, or a --workdir with a run to "
+        f"go on with, got none, and {_WORKDIR.value}"
+      )
     config = workdir_lib.read_config(Path(_WORKDIR.value))
   if _PREPARE_ONLY.value:
     data = run_lib.prepare(config, _WORKDIR.value)

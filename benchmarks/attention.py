@@ -126,9 +126,7 @@ def print_table(report):
   for case in report["cases"]:
     print("\n" + title(case))
     for form, row in case["forms"].items():
-      times = case["left_out"].get(form) or (
-        "{milliseconds:10.2f} ms {ratio:7.3f} x".format(**row)
-      )
+      times = case["left_out"].get(form) or ("{milliseconds:10.2f} ms {ratio:7.3f} x".format(**row))
       print(
         f"  {form:12}{times}"
         "{temporary_mib:10.1f} MiB {temporary_mib_ratio:7.3f} x, compiled in "
@@ -157,7 +155,10 @@ def draw_figure(report, path):
       found = [(place, row[key]) for place, row in enumerate(rows) if key in row]
       axis.barh(
         [place + (i - (len(forms) - 1) / 2) * 0.8 / len(forms) for place, _ in found],
-        [x for _, x in found], 0.75 / len(forms), color=f"C{i}", label=form,
+        [x for _, x in found],
+        0.75 / len(forms),
+        color=f"C{i}",
+        label=form,
       )
     axis.axvline(1, color="gray", linewidth=0.5)
     axis.set_title(f"result and gradients: {what} / whole")
@@ -190,8 +191,12 @@ def main():
       sizes = dict(zip(("batch", "length", "heads", "features"), shape, strict=True))
       for rate in DROPOUT_RATES:
         case = compare(
-          name, shape, rate, QUICK_BLOCK_SIZES if quick else BLOCK_SIZES,
-          repetitions=3 if quick else 11, max_seconds=12,
+          name,
+          shape,
+          rate,
+          QUICK_BLOCK_SIZES if quick else BLOCK_SIZES,
+          repetitions=3 if quick else 11,
+          max_seconds=12,
         )
         report["cases"].append({"name": name, **sizes, "rate": rate, **case})
   print_table(report)

@@ -71,9 +71,7 @@ def forward(inputs, filters, weights, implementation):
 def gradient(inputs, filters, weights, implementation):
   import jax
 
-  result, pull = jax.vjp(
-    lambda *x: forward(*x, None, implementation), inputs, filters
-  )
+  result, pull = jax.vjp(lambda *x: forward(*x, None, implementation), inputs, filters)
   return result, *pull(weights)
 
 
@@ -83,9 +81,7 @@ def attend(queries, keys, values, heads):
   def split(x):
     return x.reshape(*x.shape[:2], heads, -1)
 
-  result = jax.nn.dot_product_attention(
-    split(queries), split(keys), split(values), is_causal=True
-  )
+  result = jax.nn.dot_product_attention(split(queries), split(keys), split(values), is_causal=True)
   return result.reshape(queries.shape)
 
 
@@ -151,9 +147,7 @@ def prepare(function, make, length, max_seconds):
   return compiled, compile_seconds, call, time_once(call)
 
 
-def compare(
-  kind, rank, shape, dtype, names, heads, max_seconds, max_ratio, total_seconds
-):
+def compare(kind, rank, shape, dtype, names, heads, max_seconds, max_ratio, total_seconds):
   """Milliseconds, ratios, temporary MiB, seconds of compiling: of everything named."""
   import numpy as np
 
@@ -169,14 +163,18 @@ def compare(
 
   prepared = {
     name: prepare(
-      functools.partial(function, implementation=name), make, length,
+      functools.partial(function, implementation=name),
+      make,
+      length,
       math.inf if name in ("fft", "dft") else max_seconds,
     )
     for name in names
   }
   prepared |= {
     f"attention_{count}": prepare(
-      functools.partial(attention, heads=count, kind=kind), make_attention, length,
+      functools.partial(attention, heads=count, kind=kind),
+      make_attention,
+      length,
       max_seconds,
     )
     for count in heads
@@ -200,7 +198,8 @@ def compare(
       "milliseconds": float(np.median(seconds[name])) * 1e3,
       "temporary_mib": timing.temporary_mib(compiled),
       "compile_seconds": compile_seconds,
-    } | {f"ratio_to_{x}": timing.ratio(seconds[name], seconds[x]) for x in bases}
+    }
+    | {f"ratio_to_{x}": timing.ratio(seconds[name], seconds[x]) for x in bases}
     for name, (compiled, compile_seconds, _, _) in prepared.items()
   }
   return {
@@ -217,9 +216,7 @@ def run_case(rank, shape, *, dtype="float32", heads=(), **limits):
   names = [x for x in IMPLEMENTATIONS if dtype == "float32" or x != "plain"]
   case = {"rank": rank, "extractors": RANKS[rank], "dtype": dtype}
   case |= dict(zip(("batch", "length", "width"), shape, strict=True))
-  case |= {
-    kind: compare(kind, rank, shape, dtype, names, heads, **limits) for kind in KINDS
-  }
+  case |= {kind: compare(kind, rank, shape, dtype, names, heads, **limits) for kind in KINDS}
   print(json.dumps(case), flush=True)
   return case
 
@@ -232,10 +229,16 @@ def run_cases(dtype, quick):
   seconds = {"float32": 6}.get(dtype, 3)
   return [
     run_case(
-      rank, shape, dtype=dtype, heads=HEADS, max_seconds=4, max_ratio=math.inf,
+      rank,
+      shape,
+      dtype=dtype,
+      heads=HEADS,
+      max_seconds=4,
+      max_ratio=math.inf,
       total_seconds=0.5 if quick else seconds,
     )
-    for rank in RANKS for shape in shapes
+    for rank in RANKS
+    for shape in shapes
   ]
 
 
@@ -247,7 +250,10 @@ def run_sweep(quick):
     small = [] if quick else SMALL_BATCHES + [ONE_ROW_OF_MATRICES] * (rank == 3)
     for batch, length in pairs + small:
       case = run_case(
-        rank, (batch, length, 32 if quick else WIDTH), max_seconds=1, max_ratio=6,
+        rank,
+        (batch, length, 32 if quick else WIDTH),
+        max_seconds=1,
+        max_ratio=6,
         total_seconds=0.2 if quick else 2,
       )
       cases.append(case | {"small_batch": (batch, length) not in pairs})
@@ -268,7 +274,8 @@ def draw_figure(report, path):
     for color, name in enumerate(IMPLEMENTATIONS):
       points = [
         (x["length"], x["gradient"]["implementations"][name]["milliseconds"])
-        for x in rows if name in x["gradient"]["implementations"]
+        for x in rows
+        if name in x["gradient"]["implementations"]
       ]
       if points:
         axis.plot(*zip(*points, strict=True), "o-", color=f"C{color}", label=name)
@@ -312,15 +319,13 @@ def some_of(names):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    "--out", default="results/causal_convolution", help="path, no suffix"
-  )
+  parser.add_argument("--out", default="results/causal_convolution", help="path, no suffix")
   parser.add_argument("--quick", action="store_true", help="small, few repetitions")
+  parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), help=",".join(PARTS))
   parser.add_argument(
-    "--parts", type=some_of(PARTS), default=list(PARTS), help=",".join(PARTS)
-  )
-  parser.add_argument(
-    "--dtypes", type=some_of(DTYPES), default=list(DTYPES),
+    "--dtypes",
+    type=some_of(DTYPES),
+    default=list(DTYPES),
     help=f"of the cases: {','.join(DTYPES)}",
   )
   arguments = parser.parse_args()

@@ -39,37 +39,68 @@ from typing import Any
 import timing
 
 SETTINGS: dict[str, Any] = dict(
-  lengths=(512, 4096), width=512, num_heads=8,
+  lengths=(512, 4096),
+  width=512,
+  num_heads=8,
   # Tokens a repetition, at most; the sums of Extractors take all of their length.
-  tokens=512, attention_tokens=64, model_tokens=64,
+  tokens=512,
+  attention_tokens=64,
+  model_tokens=64,
   # T and D of a WE, of a ME and of a SHE; and the lengths at which blocks may pay.
-  we=(4096, 128), me=(1024, 128), she=(128, 128),
-  sweep=(128, 256, 512, 1024, 2048), sweep_width=512,
-  num_layers=6, feed_forward_width=2048, vocab_size=10_000,
-  pooled_layers=(2, 8, 2), pooled_length=512, batches=(1, 2, 4, 8),
-  repetitions=9, sum_repetitions=5, model_repetitions=8, pooled_repetitions=5,
+  we=(4096, 128),
+  me=(1024, 128),
+  she=(128, 128),
+  sweep=(128, 256, 512, 1024, 2048),
+  sweep_width=512,
+  num_layers=6,
+  feed_forward_width=2048,
+  vocab_size=10_000,
+  pooled_layers=(2, 8, 2),
+  pooled_length=512,
+  batches=(1, 2, 4, 8),
+  repetitions=9,
+  sum_repetitions=5,
+  model_repetitions=8,
+  pooled_repetitions=5,
 )
 QUICK: dict[str, Any] = dict(
-  lengths=(64, 1024), width=32, num_heads=2,
-  tokens=32, attention_tokens=8, model_tokens=8,
-  we=(256, 8), me=(256, 8), she=(32, 8), sweep=(64, 256), sweep_width=8,
-  num_layers=2, feed_forward_width=64, vocab_size=101,
-  pooled_layers=(1, 2, 1), pooled_length=64, batches=(1, 2),
-  repetitions=3, sum_repetitions=3, model_repetitions=4, pooled_repetitions=3,
+  lengths=(64, 1024),
+  width=32,
+  num_heads=2,
+  tokens=32,
+  attention_tokens=8,
+  model_tokens=8,
+  we=(256, 8),
+  me=(256, 8),
+  she=(32, 8),
+  sweep=(64, 256),
+  sweep_width=8,
+  num_layers=2,
+  feed_forward_width=64,
+  vocab_size=101,
+  pooled_layers=(1, 2, 1),
+  pooled_length=64,
+  batches=(1, 2),
+  repetitions=3,
+  sum_repetitions=3,
+  model_repetitions=4,
+  pooled_repetitions=3,
 )
 # As in configs/: dispatcher_ptb.py, extractors_childrens_books.py, pooling_text8.py.
 MODELS = {
   "dispatcher": dict(mixer="dispatcher"),
   "we": dict(mixer="we", norm="pre", positions="learned"),
   "attention": dict(mixer="attention"),
-  "relative_attention": dict(
-    mixer="relative_attention", positions="none", activation="gelu"
-  ),
+  "relative_attention": dict(mixer="relative_attention", positions="none", activation="gelu"),
 }
 BASELINE = "attention"
 NAMES = {
-  "dispatcher": "Dispatcher", "we": "WE", "me": "ME", "she": "SHE",
-  "attention": "attention", "relative_attention": "relative attention",
+  "dispatcher": "Dispatcher",
+  "we": "WE",
+  "me": "ME",
+  "she": "SHE",
+  "attention": "attention",
+  "relative_attention": "relative attention",
 }
 # Of a pass over a window, seconds from which two repetitions are enough.
 LONG_PASS = 1.0
@@ -315,8 +346,7 @@ def extractor_programs(length, width, rank, with_pass=False):
   if rank < 3:
     inits["online"] = ops.init_online_convolution_cache
   programs: dict[str, Any] = {
-    name: Loop(step, taps, init(1, length, width), length, inputs)
-    for name, init in inits.items()
+    name: Loop(step, taps, init(1, length, width), length, inputs) for name, init in inits.items()
   }
   if with_pass:
     window = jnp.swapaxes(inputs[:, :, 0], 0, 1)
@@ -361,12 +391,15 @@ def compare_operators(settings):
     wide = settings["sweep_width"]
     programs = extractor_programs(length, wide, 2)
     found = Measured(programs, repetitions)
-    sweep.append({
-      "length": length, "width": wide,
-      "plain_microseconds": found.row("plain")["microseconds"],
-      "online_microseconds": found.row("online")["microseconds"],
-      "online_over_plain": found.ratio("online", "plain"),
-    })
+    sweep.append(
+      {
+        "length": length,
+        "width": wide,
+        "plain_microseconds": found.row("plain")["microseconds"],
+        "online_microseconds": found.row("online")["microseconds"],
+        "online_over_plain": found.ratio("online", "plain"),
+      }
+    )
   return {"rows": rows, "sweep": sweep, "online_pays_from": pays_from(sweep)}
 
 
@@ -465,16 +498,22 @@ def compare_models(settings):
       }
       print(
         f"{name}, T = {length}: compiled in {loop.compile_seconds:.0f} + "
-        f"{again.compile_seconds:.0f} s", flush=True,
+        f"{again.compile_seconds:.0f} s",
+        flush=True,
       )
     found = Measured(programs, settings["model_repetitions"])
     for name in MODELS:
-      rows.append({"name": name, "length": length} | found.row(name) | sizes[name] | {
-        "settings": model_settings(settings, name, length),
-        "recomputing": found.row(f"{name} again"),
-        "times_faster": found.ratio(f"{name} again", name),
-        "over_attention": found.ratio(name, BASELINE),
-      })
+      rows.append(
+        {"name": name, "length": length}
+        | found.row(name)
+        | sizes[name]
+        | {
+          "settings": model_settings(settings, name, length),
+          "recomputing": found.row(f"{name} again"),
+          "times_faster": found.ratio(f"{name} again", name),
+          "over_attention": found.ratio(name, BASELINE),
+        }
+      )
   return rows
 
 
@@ -513,14 +552,20 @@ def pooling_settings(settings, name):
   """Of the model "vanilla" or "whitespace", less the defaults."""
   first, between, last = settings["pooled_layers"]
   model = {key: settings[key] for key in ("width", "num_heads", "feed_forward_width")} | {
-    "mixer": "relative_attention", "positions": "none", "activation": "gelu",
-    "vocab_size": 1 + LETTERS, "max_length": settings["pooled_length"],
+    "mixer": "relative_attention",
+    "positions": "none",
+    "activation": "gelu",
+    "vocab_size": 1 + LETTERS,
+    "max_length": settings["pooled_length"],
   }
   if name == "vanilla":
     return model | {"num_layers": first + between + last}
   return model | {
-    "boundaries": "whitespace", "space_ids": (SPACE,), "num_layers": between,
-    "first_layers": first, "last_layers": last,
+    "boundaries": "whitespace",
+    "space_ids": (SPACE,),
+    "num_layers": between,
+    "first_layers": first,
+    "last_layers": last,
   }
 
 
@@ -554,16 +599,19 @@ def compare_pooling(settings, text):
       programs[name].advance(prefix)
     found = Measured(programs, settings["pooled_repetitions"])
     ends = np.asarray(inputs) == SPACE
-    rows.append({
-      "batch": batch, "length": length,
-      "shortening_factor": ends.size / float(ends.sum()),
-      # In a batch the middle layers step if any row's segment ends.
-      "middle_steps": float(ends.any(axis=1).mean()),
-      "over_vanilla": found.ratio("whitespace", "vanilla"),
-    } | {
-      name: found.row(name, batch) | {"cache_mib": programs[name].cache_mib}
-      for name in programs
-    })
+    rows.append(
+      {
+        "batch": batch,
+        "length": length,
+        "shortening_factor": ends.size / float(ends.sum()),
+        # In a batch the middle layers step if any row's segment ends.
+        "middle_steps": float(ends.any(axis=1).mean()),
+        "over_vanilla": found.ratio("whitespace", "vanilla"),
+      }
+      | {
+        name: found.row(name, batch) | {"cache_mib": programs[name].cache_mib} for name in programs
+      }
+    )
     print(f"B = {batch}: {rows[-1]['over_vanilla']:.3f} of vanilla", flush=True)
   return rows
 
@@ -579,24 +627,41 @@ def make_bars(report):
   online = find(operators, name="we", cache="online")
   hourglass = find(report["pooling"], batch=1)
   bars = [
-    (f"Dispatcher, T = {lengths[-1]}: times faster than recomputing",
-     longest["times_faster"], "at least", 400),
-    (f"Dispatcher, T = {lengths[-1]} over T = {lengths[0]}",
-     longest["over_shortest"], "at most", 3),
-    (f"WE, {online['length']} tokens: online over plain cache",
-     online["over_plain"], "at most", 0.15),
-    ("hourglass, whitespace, B = 1, over vanilla",
-     hourglass["over_vanilla"], "at most", 0.55),
+    (
+      f"Dispatcher, T = {lengths[-1]}: times faster than recomputing",
+      longest["times_faster"],
+      "at least",
+      400,
+    ),
+    (
+      f"Dispatcher, T = {lengths[-1]} over T = {lengths[0]}",
+      longest["over_shortest"],
+      "at most",
+      3,
+    ),
+    (
+      f"WE, {online['length']} tokens: online over plain cache",
+      online["over_plain"],
+      "at most",
+      0.15,
+    ),
+    ("hourglass, whitespace, B = 1, over vanilla", hourglass["over_vanilla"], "at most", 0.55),
   ]
   return [
-    {"what": what, "value": value, "kind": kind, "bar": bar,
-     "met": value >= bar if kind == "at least" else value <= bar}
+    {
+      "what": what,
+      "value": value,
+      "kind": kind,
+      "bar": bar,
+      "met": value >= bar if kind == "at least" else value <= bar,
+    }
     for what, value, kind, bar in bars
   ]
 
 
 def table(heads, rows):
   """Markdown lines; the first column is text, the others numbers."""
+
   def line(cells):
     return "| " + " | ".join(cells) + " |"
 
@@ -616,62 +681,113 @@ def number(value, digits=3):
 def make_tables(report):
   """The report in Markdown."""
   lines = table(
-    ("operator, cache", "T", "D", "µs a token", "recomputing, µs", "times faster",
-     "over attention", "over plain", "cache, MiB", "temporary, MiB"),
+    (
+      "operator, cache",
+      "T",
+      "D",
+      "µs a token",
+      "recomputing, µs",
+      "times faster",
+      "over attention",
+      "over plain",
+      "cache, MiB",
+      "temporary, MiB",
+    ),
     [
-      (f"{NAMES[row['name']]}, {row['cache']}", str(row["length"]), str(row["width"]),
-       number(row["microseconds"]),
-       number(row.get("recomputing", {}).get("microseconds")),
-       *(number(row.get(key)) for key in
-         ("times_faster", "over_attention", "over_plain", "cache_mib", "temporary_mib")))
+      (
+        f"{NAMES[row['name']]}, {row['cache']}",
+        str(row["length"]),
+        str(row["width"]),
+        number(row["microseconds"]),
+        number(row.get("recomputing", {}).get("microseconds")),
+        *(
+          number(row.get(key))
+          for key in ("times_faster", "over_attention", "over_plain", "cache_mib", "temporary_mib")
+        ),
+      )
       for row in report["operators"]["rows"]
     ],
   )
   lines += table(
     ("WE, L", "D", "plain, µs a token", "online, µs a token", "online / plain"),
     [
-      (str(row["length"]), str(row["width"]), number(row["plain_microseconds"]),
-       number(row["online_microseconds"]), number(row["online_over_plain"]))
+      (
+        str(row["length"]),
+        str(row["width"]),
+        number(row["plain_microseconds"]),
+        number(row["online_microseconds"]),
+        number(row["online_over_plain"]),
+      )
       for row in report["operators"]["sweep"]
     ],
   )
   start = report["operators"]["online_pays_from"]
-  lines += [
-    "The online cache costs less " + (f"from L = {start} on." if start else "nowhere."), ""
-  ]
+  lines += ["The online cache costs less " + (f"from L = {start} on." if start else "nowhere."), ""]
   lines += table(
-    ("model", "T", "µs a token", "tokens / s", "recomputing, ms", "times faster",
-     "over attention", "cache, MiB", "temporary, MiB"),
+    (
+      "model",
+      "T",
+      "µs a token",
+      "tokens / s",
+      "recomputing, ms",
+      "times faster",
+      "over attention",
+      "cache, MiB",
+      "temporary, MiB",
+    ),
     [
-      (NAMES[row["name"]], str(row["length"]), number(row["microseconds"]),
-       number(row["tokens_per_second"]),
-       number(row["recomputing"]["microseconds"] / 1e3),
-       *(number(row[key]) for key in
-         ("times_faster", "over_attention", "cache_mib", "temporary_mib")))
+      (
+        NAMES[row["name"]],
+        str(row["length"]),
+        number(row["microseconds"]),
+        number(row["tokens_per_second"]),
+        number(row["recomputing"]["microseconds"] / 1e3),
+        *(
+          number(row[key])
+          for key in ("times_faster", "over_attention", "cache_mib", "temporary_mib")
+        ),
+      )
       for row in report["models"]
     ],
   )
   lines += table(
-    ("batch of the hourglass", "vanilla, µs a step", "whitespace, µs a step",
-     "whitespace / vanilla", "shortening factor", "steps of the middle", "cache, MiB"),
+    (
+      "batch of the hourglass",
+      "vanilla, µs a step",
+      "whitespace, µs a step",
+      "whitespace / vanilla",
+      "shortening factor",
+      "steps of the middle",
+      "cache, MiB",
+    ),
     [
-      (str(row["batch"]), number(row["vanilla"]["microseconds"]),
-       number(row["whitespace"]["microseconds"]), number(row["over_vanilla"]),
-       number(row["shortening_factor"]), number(row["middle_steps"]),
-       f"{number(row['vanilla']['cache_mib'])} / {number(row['whitespace']['cache_mib'])}")
+      (
+        str(row["batch"]),
+        number(row["vanilla"]["microseconds"]),
+        number(row["whitespace"]["microseconds"]),
+        number(row["over_vanilla"]),
+        number(row["shortening_factor"]),
+        number(row["middle_steps"]),
+        f"{number(row['vanilla']['cache_mib'])} / {number(row['whitespace']['cache_mib'])}",
+      )
       for row in report["pooling"]
     ],
   )
   text = report["text"]
   lines += [
     f"Text: {text['name']}, {text['characters']:,} characters, shortening factor "
-    f"{text['shortening_factor']:.2f}.", "",
+    f"{text['shortening_factor']:.2f}.",
+    "",
   ]
   lines += table(
     ("bar", "value", "", "met"),
     [
-      (bar["what"], number(bar["value"]), f"{bar['kind']} {bar['bar']:g}",
-       "yes" if bar["met"] else "no")
+      (
+        bar["what"],
+        number(bar["value"]),
+        f"{bar['kind']} {bar['bar']:g}",
+        "yes" if bar["met"] else "no",
+      )
       for bar in report["bars"]
     ],
   )
@@ -691,7 +807,8 @@ def draw_figure(report, path):
   figure = pyplot.figure(figsize=(13, 3.8))
   axes = figure.subplots(1, len(lengths) + 1)
   speeds = [
-    speed for x in report["models"]
+    speed
+    for x in report["models"]
     for speed in (x["tokens_per_second"], x["recomputing"]["tokens_per_second"])
   ]
   for i, (axis, length) in enumerate(zip(axes, lengths, strict=False)):
@@ -701,7 +818,8 @@ def draw_figure(report, path):
     places = range(len(rows))
     axis.hlines(places, slow, fast, color=gray, linewidth=1.5, zorder=1)
     for shape, color, values, label in (
-      ("o", blue, fast, "with the cache"), ("s", orange, slow, "the window again"),
+      ("o", blue, fast, "with the cache"),
+      ("s", orange, slow, "the window again"),
     ):
       axis.plot(values, places, shape, color=color, markersize=8, label=label)
       for x, y in zip(values, places, strict=True):

@@ -38,16 +38,37 @@ import pathlib
 import timing
 
 SETTINGS = dict(
-  vocab_size=27, width=512, feed_forward_width=2048, num_heads=8, max_length=2048,
-  first_layers=2, num_layers=8, last_layers=2, num_capacities=8,
+  vocab_size=27,
+  width=512,
+  feed_forward_width=2048,
+  num_heads=8,
+  max_length=2048,
+  first_layers=2,
+  num_layers=8,
+  last_layers=2,
+  num_capacities=8,
 )
 QUICK = dict(
-  vocab_size=27, width=32, feed_forward_width=64, num_heads=2, max_length=96,
-  first_layers=1, num_layers=2, last_layers=1, num_capacities=3,
+  vocab_size=27,
+  width=32,
+  feed_forward_width=64,
+  num_heads=2,
+  max_length=96,
+  first_layers=1,
+  num_layers=2,
+  last_layers=1,
+  num_capacities=3,
 )
 COMMON = dict(
-  mixer="relative_attention", norm="post", positions="none", activation="gelu",
-  dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1, init_std=0.02, norm_init_std=0.02,
+  mixer="relative_attention",
+  norm="post",
+  positions="none",
+  activation="gelu",
+  dropout=0.1,
+  hidden_dropout=0.1,
+  mixer_dropout=0.1,
+  init_std=0.02,
+  norm_init_std=0.02,
 )
 # Who teaches the predictor; "entropy" computes its targets from the logits.
 LEARNED = "entropy"
@@ -100,22 +121,37 @@ def make_variants(settings, batch):
     return next(size for size in sizes if size >= slots)
 
   def variant(name, kind, factor, slots, computed, **more):
-    return dict(
-      name=name, kind=kind, shortening_factor=factor, slots=slots, computed=computed
-    ) | {"given": None, "capacity": None, "pooling": {}} | more
+    return (
+      dict(name=name, kind=kind, shortening_factor=factor, slots=slots, computed=computed)
+      | {"given": None, "capacity": None, "pooling": {}}
+      | more
+    )
 
   variants = [variant("vanilla", "none", 1.0, length, length)]
   for factor in FIXED_FACTORS:
     slots = length // factor + 1
-    variants.append(variant(
-      f"fixed {factor}", "fixed", float(factor), slots, slots,
-      pooling={"shortening_factor": factor},
-    ))
+    variants.append(
+      variant(
+        f"fixed {factor}",
+        "fixed",
+        float(factor),
+        slots,
+        slots,
+        pooling={"shortening_factor": factor},
+      )
+    )
   slots, factor = int(spaces[rows].sum(axis=1).max()) + 1, 1 / float(spaces.mean())
-  variants.append(variant(
-    "whitespace", "whitespace", factor, slots, pick(slots), capacity=pick(slots),
-    pooling={"space_ids": (SPACE,)},
-  ))
+  variants.append(
+    variant(
+      "whitespace",
+      "whitespace",
+      factor,
+      slots,
+      pick(slots),
+      capacity=pick(slots),
+      pooling={"space_ids": (SPACE,)},
+    )
+  )
   generator = np.random.default_rng(SEED + 1)
   drawn = {}
   for k in LEARNED_FACTORS:
@@ -151,8 +187,11 @@ def make_step(model, optimizer, objective, capacity):
 
     def loss(params):
       output = model.apply(
-        {"params": params}, batch["tokens"], deterministic=False,
-        rngs={"dropout": key}, **{k: x for k, x in pooling.items() if x is not None},
+        {"params": params},
+        batch["tokens"],
+        deterministic=False,
+        rngs={"dropout": key},
+        **{k: x for k, x in pooling.items() if x is not None},
       )
       sums = objective.sums(output, batch)
       return (sums["nats"] + sums.get("boundary_nats", 0.0)) / sums["count"]
@@ -257,10 +296,14 @@ def print_table(report):
   length = report["settings"]["max_length"]
   for name, row in report["variants"].items():
     numbers = (
-      f"{length / row['slots']:.2f}", row["computed"],
-      f"{row['milliseconds'] / 1e3:.3f}", f"{row['ratio']:.3f}",
-      f"{row['operations_ratio']:.3f}", f"{row['operations_exact_ratio']:.3f}",
-      f"{row['temporary_mib']:.0f}", f"{row['temporary_mib_ratio']:.3f}",
+      f"{length / row['slots']:.2f}",
+      row["computed"],
+      f"{row['milliseconds'] / 1e3:.3f}",
+      f"{row['ratio']:.3f}",
+      f"{row['operations_ratio']:.3f}",
+      f"{row['operations_exact_ratio']:.3f}",
+      f"{row['temporary_mib']:.0f}",
+      f"{row['temporary_mib_ratio']:.3f}",
     )
     print(f"{name:16}" + "".join(f"{number:>11}" for number in numbers))
 
@@ -295,11 +338,17 @@ def draw_figure(report, path):
       axis.plot(factors, [x[key] for x in found], "o-", color=color, label=label)
       if quantity == "time":
         axis.plot(
-          factors, [x["operations_ratio"] for x in found], "--", color=color,
+          factors,
+          [x["operations_ratio"] for x in found],
+          "--",
+          color=color,
           label=f"operations, {label.split(':')[0]}",
         )
     axis.plot(
-      list(PAPER), [x[quantity] for x in PAPER.values()], "kx", markersize=9,
+      list(PAPER),
+      [x[quantity] for x in PAPER.values()],
+      "kx",
+      markersize=9,
       label="the paper (GPU), at most",
     )
     axis.set_title(f"{title} / vanilla")
@@ -328,9 +377,7 @@ def main():
     "batch": arguments.batch,
     "settings": settings | COMMON,
     "paper": PAPER,
-  } | compare(
-    settings, arguments.batch, repetitions=3 if arguments.quick else 9, max_seconds=150
-  )
+  } | compare(settings, arguments.batch, repetitions=3 if arguments.quick else 9, max_seconds=150)
   print_table(report)
   if arguments.out or not arguments.quick:
     out = pathlib.Path(arguments.out or "results/hourglass")

@@ -210,9 +210,7 @@ def make_middle(max_length, sizes, num_layers, num_heads, hidden_width):
   from dpjax.layers import attention, blocks
   from dpjax.models.stack import Stack
 
-  mixer = functools.partial(
-    attention.RelativeAttention, num_heads=num_heads, max_length=max_length
-  )
+  mixer = functools.partial(attention.RelativeAttention, num_heads=num_heads, max_length=max_length)
   block = functools.partial(
     blocks.Block, make_mixer=mixer, hidden_width=hidden_width, activation="gelu"
   )
@@ -277,9 +275,7 @@ def compare_middles(shape, num_capacities, settings, **limits):
   rows, calls, left_out = {}, {}, {}
   for name in MIDDLES:
     compiled, seconds = timing.compile_timed(
-      functools.partial(
-        run_middle, name=name, capacity=capacity, sizes=sizes, settings=settings
-      ),
+      functools.partial(run_middle, name=name, capacity=capacity, sizes=sizes, settings=settings),
       *arguments,
     )
     mib = timing.temporary_mib(compiled)
@@ -396,13 +392,14 @@ def draw_figure(report, path):
       rows = [case["middle"]["implementations"][name] for case in with_middle]
       found = [(x, row[key]) for x, row in enumerate(rows) if key in row]
       axis.bar(
-        [x + (i - 1.5) * 0.21 for x, _ in found], [y for _, y in found], 0.2,
-        color=f"C{i}", label=name,
+        [x + (i - 1.5) * 0.21 for x, _ in found],
+        [y for _, y in found],
+        0.2,
+        color=f"C{i}",
+        label=name,
       )
     axis.axhline(1, color="gray", linewidth=0.5)
-    axis.set_xticks(
-      range(len(with_middle)), [label_of(case) for case in with_middle], fontsize=8
-    )
+    axis.set_xticks(range(len(with_middle)), [label_of(case) for case in with_middle], fontsize=8)
     axis.set_title(f"middle block, gradient: {title} / padded", fontsize=10)
   if with_middle:
     axes[1, 2].legend()
@@ -445,7 +442,9 @@ def main():
     "--parts", type=names_of(PARTS), default=[*PARTS], help=f"of {','.join(PARTS)}"
   )
   parser.add_argument(
-    "--dtypes", type=names_of(MAX_DIFFERENCE), default=[*MAX_DIFFERENCE],
+    "--dtypes",
+    type=names_of(MAX_DIFFERENCE),
+    default=[*MAX_DIFFERENCE],
     help=f"of {','.join(MAX_DIFFERENCE)}",
   )
   arguments = parser.parse_args()
@@ -481,8 +480,11 @@ def main():
       }
     if "middle" in parts:
       case["middle"] = compare_middles(
-        shape, QUICK_CAPACITIES if quick else NUM_CAPACITIES, settings,
-        repetitions=3 if quick else 9, max_seconds=50,
+        shape,
+        QUICK_CAPACITIES if quick else NUM_CAPACITIES,
+        settings,
+        repetitions=3 if quick else 9,
+        max_seconds=50,
       )
     report["cases"].append(case)
   print_table(report)

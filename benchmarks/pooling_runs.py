@@ -154,10 +154,12 @@ def find_boundaries(run: run_lib.Run, tokens_nt: np.ndarray) -> np.ndarray:
 def places_of(text: str) -> np.ndarray:
   """Which of PLACES each character has; "i am" -> 1, 0, 1, 2."""
   padded = f" {text} "
-  return np.array([
-    0 if letter.isspace() else 1 if before.isspace() else 2 if after.isspace() else 3
-    for before, letter, after in zip(padded, text, padded[2:], strict=False)
-  ])
+  return np.array(
+    [
+      0 if letter.isspace() else 1 if before.isspace() else 2 if after.isspace() else 3
+      for before, letter, after in zip(padded, text, padded[2:], strict=False)
+    ]
+  )
 
 
 def count_places(boundaries: np.ndarray, places: np.ndarray) -> dict:
@@ -225,9 +227,7 @@ def make_step(run: run_lib.Run, num_batches: int) -> Callable[[], jax.Array]:
   places = jax.tree.map(lambda leaf: leaf.sharding, state)
   params = jax.tree.map(jax.numpy.copy, run.params)  # A step uses up what it is given.
   state = dataclasses.replace(state, params=params)
-  train = step.jit_train_step(
-    run.model, update, places, mesh, objective=run_lib._objective(config)
-  )
+  train = step.jit_train_step(run.model, update, places, mesh, objective=run_lib._objective(config))
   capacity, done = run_lib._capacity(config), 0
 
   def call() -> jax.Array:
@@ -241,9 +241,7 @@ def make_step(run: run_lib.Run, num_batches: int) -> Callable[[], jax.Array]:
   return call
 
 
-def time_steps(
-  names: Sequence[str], runs: Sequence[run_lib.Run], repetitions: int
-) -> list[dict]:
+def time_steps(names: Sequence[str], runs: Sequence[run_lib.Run], repetitions: int) -> list[dict]:
   """A step of each run beside one of the first."""
   calls = {}
   for name, run in zip(names, runs, strict=True):
@@ -268,8 +266,7 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
         points.setdefault(point, []).append(row["name"])
     for point, names in points.items():
       axis.plot(*point, "o", color="tab:blue")
-      axis.annotate("\n".join(names), point, xytext=(5, 4), textcoords="offset points",
-                    fontsize=8)
+      axis.annotate("\n".join(names), point, xytext=(5, 4), textcoords="offset points", fontsize=8)
     axis.set(title=title, xlabel="shortening factor", ylabel="bits per character")
     axis.margins(0.3, 0.15)
   for i, row in enumerate(rows):
@@ -293,8 +290,16 @@ def draw_segments(axis, rows: list[dict], letters: list[str], ends: np.ndarray) 
   axis.imshow(before % 2, cmap="Blues", vmin=-0.4, vmax=3, aspect="auto")
   for y in range(len(rows)):
     for x, letter in enumerate(letters):
-      axis.text(x, y, segmentation.visible(letter), family="monospace", fontsize=8,
-                ha="center", va="center", parse_math=False)
+      axis.text(
+        x,
+        y,
+        segmentation.visible(letter),
+        family="monospace",
+        fontsize=8,
+        ha="center",
+        va="center",
+        parse_math=False,
+      )
   axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
   axis.set_xticks([])
   axis.set_title("segments of a sentence of the test split")
@@ -331,17 +336,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "command": given.command,
     "commit": given.commit,
     "model": {
-      **{key: config["model"][key]
-         for key in ("width", "feed_forward_width", "max_length")},
+      **{key: config["model"][key] for key in ("width", "feed_forward_width", "max_length")},
       "num_heads": config["model"]["mixer"]["num_heads"],
     },
     "train": {
       **{key: config["train"][key] for key in ("batch_size", "num_steps", "learning_rate")},
       "warmup_steps": config["train"]["schedule"].get("warmup_steps", 0),
     },
-    "characters": {
-      split: counts["characters"] for split, counts in runs[0].data.counts.items()
-    },
+    "characters": {split: counts["characters"] for split, counts in runs[0].data.counts.items()},
     "repetitions": given.repetitions,
     "runs": rows,
   }
@@ -349,8 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   draw(rows, letters, ends, given.out.with_suffix(".png"))
   for row in rows:
     test = row["test"]
-    print(f"{row['name']:12s}{test['bits_per_character']:8.4f}"
-          f"{test['shortening_factor']:8.3f}{row['step']['milliseconds']:8.1f} ms")
+    print(
+      f"{row['name']:12s}{test['bits_per_character']:8.4f}"
+      f"{test['shortening_factor']:8.3f}{row['step']['milliseconds']:8.1f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def write_text(path: pathlib.Path, size: int) -> None:
 
   draw = np.random.default_rng(SEED)
   letters = np.array(list("etaoinshrdlucmfwypvbgk"))
-  words = np.array([
-    "".join(draw.choice(letters, size=length)) for length in draw.integers(2, 11, 30_000)
-  ])
+  words = np.array(
+    ["".join(draw.choice(letters, size=length)) for length in draw.integers(2, 11, 30_000)]
+  )
   odds = 1 / np.arange(1, len(words) + 1)
   written = 0
   with path.open("w", encoding="utf-8") as file:
@@ -137,8 +137,10 @@ def compare(kind: str, text: pathlib.Path, folder: pathlib.Path) -> dict:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     rows[way] = json.loads(done.stdout.splitlines()[-1])
     rows[way]["mb_per_second"] = size / 1e6 / rows[way]["seconds"]
-    print(f"{kind:22} {way:8} {rows[way]['mb_per_second']:7.1f} MB/s "
-          f"{rows[way]['peak_mib']:7.0f} MiB", flush=True)
+    print(
+      f"{kind:22} {way:8} {rows[way]['mb_per_second']:7.1f} MB/s {rows[way]['peak_mib']:7.0f} MiB",
+      flush=True,
+    )
   if "alone" in rows:
     rows["ratio"] = rows["prepare"]["mb_per_second"] / rows["alone"]["mb_per_second"]
   return rows
@@ -160,8 +162,7 @@ def read_back(folder: pathlib.Path, repetitions: int) -> dict:
   rows = {x: timing.summarize(seconds[x], seconds["bytes"]) for x in ("bytes", "mapped")}
   size = (folder / "train.bin").stat().st_size
   return {
-    name: row | {"gb_per_second": size / 1e6 / row["milliseconds"]}
-    for name, row in rows.items()
+    name: row | {"gb_per_second": size / 1e6 / row["milliseconds"]} for name, row in rows.items()
   }
 
 
@@ -201,7 +202,8 @@ def time_models(repetitions: int) -> dict:
   config = quickstart.get_config()
   shape = config.train.batch_size, config.model.max_length
   batch = {
-    "tokens": jnp.zeros(shape, jnp.int32), "targets": jnp.zeros(shape, jnp.int32),
+    "tokens": jnp.zeros(shape, jnp.int32),
+    "targets": jnp.zeros(shape, jnp.int32),
     "weights": jnp.ones(shape, jnp.float32),
   }
   optimizer = make_optimizer("adam", 1e-3)
@@ -286,9 +288,7 @@ def main():
     batch_size, window = 16, 128
     report["batches"] = time_batches(data, batch_size, window, 200 if quick else 5_000)
   report["model"] = time_models(3 if quick else 9)
-  report["batches_over_model"] = (
-    min(report["batches"].values()) / max(report["model"].values())
-  )
+  report["batches_over_model"] = min(report["batches"].values()) / max(report["model"].values())
   for name in ("read", "batches", "model", "batches_over_model"):
     print(f"{name}: {json.dumps(report[name], indent=1)}")
   if arguments.out or not quick:

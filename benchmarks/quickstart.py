@@ -29,8 +29,11 @@ def train(workdir: pathlib.Path) -> tuple[float, float]:
   flags = ("log_every_steps=1", f"checkpoint_every_steps={EVERY}", "keep_checkpoints=999")
   subprocess.run(
     [
-      sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/quickstart.py",
-      f"--workdir={workdir}", *(f"--config.train.{flag}" for flag in flags),
+      sys.executable,
+      str(ROOT / "train.py"),
+      f"--config={ROOT}/configs/quickstart.py",
+      f"--workdir={workdir}",
+      *(f"--config.train.{flag}" for flag in flags),
     ],
     check=True,
   )
@@ -88,10 +91,14 @@ def draw(result: dict, path: pathlib.Path) -> None:
   axes.plot(minutes, [p["bits_per_character"] for p in result["curve"]], marker=".")
   for order, bits in result["witten_bell"].items():
     axes.axhline(bits, linestyle="--", color="grey", linewidth=1)
-    axes.text(max(minutes), bits, f"Witten-Bell, {order} characters", ha="right",
-              va="bottom", fontsize=8)
-  axes.set(xlabel="minutes since the command was given", ylabel="test bits per character",
-           title="configs/quickstart.py")
+    axes.text(
+      max(minutes), bits, f"Witten-Bell, {order} characters", ha="right", va="bottom", fontsize=8
+    )
+  axes.set(
+    xlabel="minutes since the command was given",
+    ylabel="test bits per character",
+    title="configs/quickstart.py",
+  )
   figure.savefig(path, dpi=120)
 
 

@@ -60,17 +60,13 @@ def make_arrays(batch, length, width, dtype="float32"):
 def forward(values, gates, weights, level_keep=None, implementation=None):
   from dpjax import ops
 
-  return ops.shift_and_sum(
-    values, gates, level_keep=level_keep, implementation=implementation
-  )
+  return ops.shift_and_sum(values, gates, level_keep=level_keep, implementation=implementation)
 
 
 def gradient(values, gates, weights, level_keep=None, implementation=None):
   import jax
 
-  result, pull = jax.vjp(
-    lambda *x: forward(*x, None, level_keep, implementation), values, gates
-  )
+  result, pull = jax.vjp(lambda *x: forward(*x, None, level_keep, implementation), values, gates)
   return result, *pull(weights)
 
 
@@ -107,18 +103,14 @@ def compare(functions, arrays, repetitions, base=BASE, max_seconds=60):
 
   compiled = {name: timing.compile_timed(f, *arrays) for name, f in functions.items()}
   left_out = [
-    name for name, (f, _) in compiled.items()
-    if timing.temporary_mib(f) > timing.most_mib()
+    name for name, (f, _) in compiled.items() if timing.temporary_mib(f) > timing.most_mib()
   ]
   calls = {
-    name: functools.partial(f, *arrays)
-    for name, (f, _) in compiled.items() if name not in left_out
+    name: functools.partial(f, *arrays) for name, (f, _) in compiled.items() if name not in left_out
   }
   seconds = timing.measure(calls, repetitions, max_seconds=max_seconds)
   rows = {
-    name: {
-      "temporary_mib": timing.temporary_mib(f), "compile_seconds": compile_seconds
-    }
+    name: {"temporary_mib": timing.temporary_mib(f), "compile_seconds": compile_seconds}
     for name, (f, compile_seconds) in compiled.items()
   }
   for name in calls:
@@ -130,9 +122,7 @@ def compare(functions, arrays, repetitions, base=BASE, max_seconds=60):
 
 
 def compare_implementations(function, arrays, repetitions):
-  functions = {
-    name: functools.partial(function, implementation=name) for name in implementations()
-  }
+  functions = {name: functools.partial(function, implementation=name) for name in implementations()}
   if function is forward:
     functions["copy"] = copy
   return compare(functions, arrays, repetitions)
@@ -145,9 +135,7 @@ def compare_lengths(lengths, width, dtype, repetitions):
     arrays = make_arrays(1, length, width, dtype)
     row = {"length": length, "width": width, "dtype": dtype}
     of_attention = {"attention": attention, "tiles": tiles}
-    gradients = {
-      name: functools.partial(gradient_of, f) for name, f in of_attention.items()
-    }
+    gradients = {name: functools.partial(gradient_of, f) for name, f in of_attention.items()}
     for kind, functions in (
       ("forward", {"shift_and_sum": forward} | of_attention),
       ("gradient", {"shift_and_sum": gradient} | gradients),
@@ -155,8 +143,7 @@ def compare_lengths(lengths, width, dtype, repetitions):
       # [T, T] weights and what their gradient keeps of them.
       if 16 * length**2 / 2**20 > timing.most_mib():
         functions.pop("attention")
-      row[kind] = compare(functions, arrays, repetitions, base="shift_and_sum",
-                          max_seconds=20)
+      row[kind] = compare(functions, arrays, repetitions, base="shift_and_sum", max_seconds=20)
     rows.append(row)
     print(json.dumps(row), flush=True)
   return rows
@@ -180,7 +167,9 @@ def compare_stacks(batch, length, width, num_layers, repetitions):
     @nn.compact
     def __call__(self, x):
       mixer = functools.partial(
-        dispatcher.Dispatcher, num_heads=1, max_length=length,
+        dispatcher.Dispatcher,
+        num_heads=1,
+        max_length=length,
         implementation=self.implementation,
       )
       if self.kind == "mixers":
@@ -267,7 +256,8 @@ def draw_figure(report, path):
       styles = {"shift_and_sum": "o-", "attention": "x--", "tiles": "+:"}
       for name, style in styles.items():
         points = [
-          (x["length"], x[kind][name]["milliseconds"]) for x in report["lengths"]
+          (x["length"], x[kind][name]["milliseconds"])
+          for x in report["lengths"]
           if x["dtype"] == dtype and "milliseconds" in x[kind].get(name, {})
         ]
         if points:
@@ -317,17 +307,13 @@ def main():
         "gradient": compare_implementations(gradient, arrays, repetitions),
       }
       if dtype == "float32":
-        case["level_dropout"] = compare_level_dropout(
-          arrays, (0.0, 0.2, 0.9), draws, repetitions
-        )
+        case["level_dropout"] = compare_level_dropout(arrays, (0.0, 0.2, 0.9), draws, repetitions)
       report[key].append(case)
       print(json.dumps(case), flush=True)
   lengths, width = (QUICK_LENGTHS, 64) if quick else (LENGTHS, WIDTH)
   for dtype in ("float32", "bfloat16") if is_accelerator else ("float32",):
     report["lengths"] += compare_lengths(lengths, width, dtype, repetitions)
-  report["stack"] = compare_stacks(
-    **(QUICK_STACK if quick else STACK), repetitions=repetitions
-  )
+  report["stack"] = compare_stacks(**(QUICK_STACK if quick else STACK), repetitions=repetitions)
   if arguments.out or not quick:
     out = pathlib.Path(arguments.out or "results/shift_and_sum")
     out.parent.mkdir(parents=True, exist_ok=True)

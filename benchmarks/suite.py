@@ -27,7 +27,12 @@ MORE = {"training_step": ["--parts=dispatcher,extractors,hourglass,lengths"]}
 UNREADABLE = (IndexError, KeyError, StopIteration, TypeError, ValueError)
 # The longest last: what is interrupted has most of the others.
 NAMES = (
-  "shift_and_sum", "attention", "pooling", "hourglass", "training_step", "generation",
+  "shift_and_sum",
+  "attention",
+  "pooling",
+  "hourglass",
+  "training_step",
+  "generation",
   "causal_convolution",
 )
 
@@ -82,7 +87,8 @@ def _middle(key):
   """The larger of the shapes."""
   return lambda report: max(
     case["middle"]["implementations"]["run_at_capacity"][key]
-    for case in report["cases"] if case["middle"]
+    for case in report["cases"]
+    if case["middle"]
   )
 
 
@@ -91,9 +97,9 @@ def _step(allocator, part="dispatcher", name="dispatcher"):
 
   def read(report):
     row = next(
-      x for x in report["parts"][part]["rows"][allocator]
-      if (x["name"], x["command"], x["dtype"]) == (name, "train", "float32")
-      and x["dropout"]
+      x
+      for x in report["parts"][part]["rows"][allocator]
+      if (x["name"], x["command"], x["dtype"]) == (name, "train", "float32") and x["dropout"]
     )
     return max(row["over"].values())
 
@@ -102,45 +108,79 @@ def _step(allocator, part="dispatcher", name="dispatcher"):
 
 # What, its report, the bar, how it is read. Ratios; the lower the better.
 BARS: tuple[tuple[str, str, float, Callable[[dict], float]], ...] = (
-  ("shift-and-sum, gradient, T 4096: memory / unrolled", "shift_and_sum", 0.25,
-   _shift_and_sum("gradient", "temporary_mib", 4096)),
-  ("shift-and-sum, forward, T 4096: time / unrolled", "shift_and_sum", 0.55,
-   _shift_and_sum("forward", "ratio", 4096)),
-  ("shift-and-sum, gradient, T 4096: time / unrolled", "shift_and_sum", 0.45,
-   _shift_and_sum("gradient", "ratio", 4096)),
-  ("shift-and-sum, forward, T 16384: time / unrolled", "shift_and_sum", 0.55,
-   _shift_and_sum("forward", "ratio", 16384)),
-  ("shift-and-sum, gradient, T 16384: time / unrolled", "shift_and_sum", 0.45,
-   _shift_and_sum("gradient", "ratio", 16384)),
-  ("6 Dispatcher layers, gradient: memory / unrolled", "shift_and_sum", 0.35,
-   lambda report: report["stack"]["mixers"]["recompute"]["temporary_mib_ratio"]),
-  ("SHE, gradient, l 128, B 16: time / scan on lags", "causal_convolution", 0.3,
-   _convolution(3, 128, 16, "plain")),
-  ("WE, gradient, l 1024: time / scan on lags", "causal_convolution", 0.03,
-   _convolution(2, 1024, 2, "plain")),
-  ("WE, gradient, l 1024: memory / scan on lags", "causal_convolution", 0.03,
-   _convolution(2, 1024, 2, "plain", "temporary_mib")),
-  ("ME, gradient, l 4096: time / Toeplitz", "causal_convolution", 0.1,
-   _convolution(1, 4096, 1, "toeplitz")),
+  (
+    "shift-and-sum, gradient, T 4096: memory / unrolled",
+    "shift_and_sum",
+    0.25,
+    _shift_and_sum("gradient", "temporary_mib", 4096),
+  ),
+  (
+    "shift-and-sum, forward, T 4096: time / unrolled",
+    "shift_and_sum",
+    0.55,
+    _shift_and_sum("forward", "ratio", 4096),
+  ),
+  (
+    "shift-and-sum, gradient, T 4096: time / unrolled",
+    "shift_and_sum",
+    0.45,
+    _shift_and_sum("gradient", "ratio", 4096),
+  ),
+  (
+    "shift-and-sum, forward, T 16384: time / unrolled",
+    "shift_and_sum",
+    0.55,
+    _shift_and_sum("forward", "ratio", 16384),
+  ),
+  (
+    "shift-and-sum, gradient, T 16384: time / unrolled",
+    "shift_and_sum",
+    0.45,
+    _shift_and_sum("gradient", "ratio", 16384),
+  ),
+  (
+    "6 Dispatcher layers, gradient: memory / unrolled",
+    "shift_and_sum",
+    0.35,
+    lambda report: report["stack"]["mixers"]["recompute"]["temporary_mib_ratio"],
+  ),
+  (
+    "SHE, gradient, l 128, B 16: time / scan on lags",
+    "causal_convolution",
+    0.3,
+    _convolution(3, 128, 16, "plain"),
+  ),
+  (
+    "WE, gradient, l 1024: time / scan on lags",
+    "causal_convolution",
+    0.03,
+    _convolution(2, 1024, 2, "plain"),
+  ),
+  (
+    "WE, gradient, l 1024: memory / scan on lags",
+    "causal_convolution",
+    0.03,
+    _convolution(2, 1024, 2, "plain", "temporary_mib"),
+  ),
+  (
+    "ME, gradient, l 4096: time / Toeplitz",
+    "causal_convolution",
+    0.1,
+    _convolution(1, 4096, 1, "toeplitz"),
+  ),
   ("pool, forward: time / one-hot", "pooling", 0.25, _pooling("pool", "forward")),
   ("up-sample, forward: time / one-hot", "pooling", 0.1, _pooling("upsample", "forward")),
   ("pool, backward: time / one-hot", "pooling", 0.15, _pooling("pool", "backward")),
-  ("up-sample, backward: time / one-hot", "pooling", 0.25,
-   _pooling("upsample", "backward")),
-  ("middle block: time / the right capacity (custom VJP)", "pooling", 1.8,
-   _middle("ratio_known")),
+  ("up-sample, backward: time / one-hot", "pooling", 0.25, _pooling("upsample", "backward")),
+  ("middle block: time / the right capacity (custom VJP)", "pooling", 1.8, _middle("ratio_known")),
   ("middle block: memory / padding", "pooling", 1.1, _middle("temporary_mib_ratio")),
-  ("Dispatcher, training step: time / PyTorch, usual malloc", "training_step", 1.3,
-   _step("usual")),
-  ("Dispatcher, training step: time / PyTorch, quiet malloc", "training_step", 1.3,
-   _step("quiet")),
+  ("Dispatcher, training step: time / PyTorch, usual malloc", "training_step", 1.3, _step("usual")),
+  ("Dispatcher, training step: time / PyTorch, quiet malloc", "training_step", 1.3, _step("quiet")),
 )
 
 
 def _lengths_row(report, length):
-  (row,) = [
-    x for x in report["lengths"] if (x["length"], x["dtype"]) == (length, "float32")
-  ]
+  (row,) = [x for x in report["lengths"] if (x["length"], x["dtype"]) == (length, "float32")]
   return row["gradient"]
 
 
@@ -197,63 +237,154 @@ def _she_over_attention(report):
 
 
 GPU_BARS: tuple[tuple[str, str, float, Callable[[dict], float]], ...] = (
-  ("shift-and-sum, forward, (8, 4096, 1024): time / copy", "shift_and_sum", 1 / 0.6,
-   _over_copy("forward")),
-  ("shift-and-sum, gradient, (8, 4096, 1024): time / copy", "shift_and_sum", 1 / 0.4,
-   _over_copy("gradient")),
+  (
+    "shift-and-sum, forward, (8, 4096, 1024): time / copy",
+    "shift_and_sum",
+    1 / 0.6,
+    _over_copy("forward"),
+  ),
+  (
+    "shift-and-sum, gradient, (8, 4096, 1024): time / copy",
+    "shift_and_sum",
+    1 / 0.4,
+    _over_copy("gradient"),
+  ),
   ("Dispatcher, training step: time / PyTorch", "training_step", 0.5, _step("usual")),
-  ("hourglass, fixed 4, training step: time / no pooling", "hourglass", 0.5,
-   lambda report: report["variants"]["fixed 4"]["ratio"]),
-  ("SHE, l 128, B 64, gradient: time / attention, 32 heads", "causal_convolution", 2.0,
-   _she_over_attention),
+  (
+    "hourglass, fixed 4, training step: time / no pooling",
+    "hourglass",
+    0.5,
+    lambda report: report["variants"]["fixed 4"]["ratio"],
+  ),
+  (
+    "SHE, l 128, B 64, gradient: time / attention, 32 heads",
+    "causal_convolution",
+    2.0,
+    _she_over_attention,
+  ),
 )
 
 
 # What a user gains: what, beside what, the report, and how the ratios of time and of
 # memory are read from it; None where there is no such ratio.
 GAINS: tuple[tuple[str, str, str, Callable | None, Callable | None], ...] = (
-  ("shift-and-sum, T 4096, D 512, gradient", "its levels unrolled, JAX's own gradient",
-   "shift_and_sum", _shift_and_sum("gradient", "ratio", 4096),
-   _shift_and_sum("gradient", "temporary_mib", 4096)),
-  ("the same", "masked self-attention of one head, JAX's or ours in tiles", "shift_and_sum",
-   _over_attention("milliseconds", 4096), _over_attention("temporary_mib", 4096)),
-  ("the same, T 16384", "likewise", "shift_and_sum",
-   _over_attention("milliseconds", 16384), _over_attention("temporary_mib", 16384)),
-  ("6 Dispatcher layers, T 512, gradient", "unrolled", "shift_and_sum",
-   lambda report: report["stack"]["mixers"]["recompute"]["ratio"],
-   lambda report: report["stack"]["mixers"]["recompute"]["temporary_mib_ratio"]),
-  ("SHE, l 128, B 16, gradient", "the sum over the lags", "causal_convolution",
-   _convolution(3, 128, 16, "plain"), _convolution(3, 128, 16, "plain", "temporary_mib")),
-  ("WE, l 1024, gradient", "the sum over the lags", "causal_convolution",
-   _convolution(2, 1024, 2, "plain"), _convolution(2, 1024, 2, "plain", "temporary_mib")),
-  ("ME, l 4096, gradient", "a product with a Toeplitz matrix", "causal_convolution",
-   _convolution(1, 4096, 1, "toeplitz"),
-   _convolution(1, 4096, 1, "toeplitz", "temporary_mib")),
-  ("pooling, T 2048, forward", "a one-hot matrix", "pooling", _pooling("pool", "forward"),
-   None),
+  (
+    "shift-and-sum, T 4096, D 512, gradient",
+    "its levels unrolled, JAX's own gradient",
+    "shift_and_sum",
+    _shift_and_sum("gradient", "ratio", 4096),
+    _shift_and_sum("gradient", "temporary_mib", 4096),
+  ),
+  (
+    "the same",
+    "masked self-attention of one head, JAX's or ours in tiles",
+    "shift_and_sum",
+    _over_attention("milliseconds", 4096),
+    _over_attention("temporary_mib", 4096),
+  ),
+  (
+    "the same, T 16384",
+    "likewise",
+    "shift_and_sum",
+    _over_attention("milliseconds", 16384),
+    _over_attention("temporary_mib", 16384),
+  ),
+  (
+    "6 Dispatcher layers, T 512, gradient",
+    "unrolled",
+    "shift_and_sum",
+    lambda report: report["stack"]["mixers"]["recompute"]["ratio"],
+    lambda report: report["stack"]["mixers"]["recompute"]["temporary_mib_ratio"],
+  ),
+  (
+    "SHE, l 128, B 16, gradient",
+    "the sum over the lags",
+    "causal_convolution",
+    _convolution(3, 128, 16, "plain"),
+    _convolution(3, 128, 16, "plain", "temporary_mib"),
+  ),
+  (
+    "WE, l 1024, gradient",
+    "the sum over the lags",
+    "causal_convolution",
+    _convolution(2, 1024, 2, "plain"),
+    _convolution(2, 1024, 2, "plain", "temporary_mib"),
+  ),
+  (
+    "ME, l 4096, gradient",
+    "a product with a Toeplitz matrix",
+    "causal_convolution",
+    _convolution(1, 4096, 1, "toeplitz"),
+    _convolution(1, 4096, 1, "toeplitz", "temporary_mib"),
+  ),
+  ("pooling, T 2048, forward", "a one-hot matrix", "pooling", _pooling("pool", "forward"), None),
   ("pooling, backward", "likewise", "pooling", _pooling("pool", "backward"), None),
   ("up-sampling, forward", "likewise", "pooling", _pooling("upsample", "forward"), None),
   ("up-sampling, backward", "likewise", "pooling", _pooling("upsample", "backward"), None),
-  ("middle layers at the capacity that is found", "padded to T + 1", "pooling",
-   _middle("ratio"), _middle("temporary_mib_ratio")),
-  ("relative attention in tiles, T 2048, gradient", "all weights at once", "attention",
-   _tiles("ratio"), _tiles("temporary_mib_ratio")),
-  ("a training step that pools words, T 2048", "12 layers without pooling", "hourglass",
-   _hourglass("ratio"), _hourglass("temporary_mib_ratio")),
-  ("a training step of the Dispatcher's paper, batch 4", "PyTorch", "training_step",
-   _step("usual"), None),
-  ("of its masked self-attention", "PyTorch", "training_step",
-   _step("quiet", name="attention"), None),
-  ("of 2 layers of SHE, l 128, batch 64", "PyTorch", "training_step",
-   _step("quiet", "extractors", "she"), None),
-  ("of 2 layers of WE", "PyTorch", "training_step", _step("quiet", "extractors", "we"),
-   None),
-  ("of 12 layers of relative attention, T 512", "PyTorch", "training_step",
-   _step("quiet", "hourglass", "vanilla"), None),
-  ("of 2 + 8 + 2 layers, segments of 4", "PyTorch", "training_step",
-   _step("quiet", "hourglass", "fixed 4"), None),
-  ("a token of a Dispatcher with a cache, T 4096", "a pass over the window", "generation",
-   _with_a_cache("dispatcher"), None),
+  (
+    "middle layers at the capacity that is found",
+    "padded to T + 1",
+    "pooling",
+    _middle("ratio"),
+    _middle("temporary_mib_ratio"),
+  ),
+  (
+    "relative attention in tiles, T 2048, gradient",
+    "all weights at once",
+    "attention",
+    _tiles("ratio"),
+    _tiles("temporary_mib_ratio"),
+  ),
+  (
+    "a training step that pools words, T 2048",
+    "12 layers without pooling",
+    "hourglass",
+    _hourglass("ratio"),
+    _hourglass("temporary_mib_ratio"),
+  ),
+  (
+    "a training step of the Dispatcher's paper, batch 4",
+    "PyTorch",
+    "training_step",
+    _step("usual"),
+    None,
+  ),
+  (
+    "of its masked self-attention",
+    "PyTorch",
+    "training_step",
+    _step("quiet", name="attention"),
+    None,
+  ),
+  (
+    "of 2 layers of SHE, l 128, batch 64",
+    "PyTorch",
+    "training_step",
+    _step("quiet", "extractors", "she"),
+    None,
+  ),
+  ("of 2 layers of WE", "PyTorch", "training_step", _step("quiet", "extractors", "we"), None),
+  (
+    "of 12 layers of relative attention, T 512",
+    "PyTorch",
+    "training_step",
+    _step("quiet", "hourglass", "vanilla"),
+    None,
+  ),
+  (
+    "of 2 + 8 + 2 layers, segments of 4",
+    "PyTorch",
+    "training_step",
+    _step("quiet", "hourglass", "fixed 4"),
+    None,
+  ),
+  (
+    "a token of a Dispatcher with a cache, T 4096",
+    "a pass over the window",
+    "generation",
+    _with_a_cache("dispatcher"),
+    None,
+  ),
 )
 
 

@@ -68,9 +68,7 @@ def describe(folder: Path) -> dict:
     if report["split"] == "valid"
   ]
   steps = max(report["step"] for report in reports)
-  num_steps = config_lib.steps_in(
-    run.config.train, "num", steps_per_epoch=text.steps_per_epoch
-  )
+  num_steps = config_lib.steps_in(run.config.train, "num", steps_per_epoch=text.steps_per_epoch)
   machine = timing.describe_machine()
   best = min(curve, key=lambda point: point["valid_perplexity"])
   row = {
@@ -100,8 +98,12 @@ def draw(rows: dict[str, dict], file: Path) -> None:
   for name, row in rows.items():
     points = [(point["epoch"], point["valid_perplexity"]) for point in row["curve"]]
     axis.plot(*zip(*points, strict=True), marker=".", label=NAMES.get(name, name))
-  axis.set(xlabel="epoch", ylabel="validation perplexity", yscale="log",
-           title="Penn Treebank, the paper's size")
+  axis.set(
+    xlabel="epoch",
+    ylabel="validation perplexity",
+    yscale="log",
+    title="Penn Treebank, the paper's size",
+  )
   axis.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
   axis.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
   axis.legend()
@@ -120,9 +122,11 @@ def main(arguments: list[str] | None = None) -> None:
     content = {"paper_test_perplexity": PAPER.get(name), **row}
     text = json.dumps(content, indent=1) + "\n"
     (given.out / f"{name}.json").write_text(text, encoding="utf-8")
-    print(f"{NAMES.get(name, name)}: {row['steps']:,} of {row['num_steps']:,} steps in "
-          f"{row['hours']:.1f} hours, best validation {row['best_valid_perplexity']:.2f}, "
-          f"test {row['test_perplexity'] or 'not yet'}")
+    print(
+      f"{NAMES.get(name, name)}: {row['steps']:,} of {row['num_steps']:,} steps in "
+      f"{row['hours']:.1f} hours, best validation {row['best_valid_perplexity']:.2f}, "
+      f"test {row['test_perplexity'] or 'not yet'}"
+    )
   draw(rows, given.out / "validation.png")
 
 

@@ -24,9 +24,7 @@ ALLOCATOR = {
 def restart_with_quiet_allocator() -> None:
   """Starts the program again under `ALLOCATOR`, which is read at its start only."""
   if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-    os.execve(
-      sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ALLOCATOR}
-    )
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ALLOCATOR})
 
 
 def describe_machine() -> dict[str, object]:
@@ -116,6 +114,4 @@ def ratio(seconds: np.ndarray, base: Sequence[float] | np.ndarray) -> float:
 def summarize(seconds: np.ndarray, base: np.ndarray) -> dict[str, float | list[float]]:
   """Median, quartiles and the ratio to `base`, as the reports hold them."""
   low, middle, high = (float(x) for x in np.percentile(seconds * 1e3, [25, 50, 75]))
-  return {
-    "milliseconds": middle, "quartiles": [low, high], "ratio": ratio(seconds, base)
-  }
+  return {"milliseconds": middle, "quartiles": [low, high], "ratio": ratio(seconds, base)}

@@ -73,9 +73,7 @@ class Dispatcher(nn.Module):
   def __init__(self, settings):
     super().__init__()
     if settings["num_heads"] != 1:
-      raise ValueError(
-        f"num_heads: expected 1 of a Dispatcher here, got {settings['num_heads']}"
-      )
+      raise ValueError(f"num_heads: expected 1 of a Dispatcher here, got {settings['num_heads']}")
     width, length = settings["width"], settings["max_length"]
     self.num_levels = settings["num_levels"] or max(1, (length - 1).bit_length())
     self.level_dropout = settings["mixer_dropout"]
@@ -119,11 +117,12 @@ class SelfAttention(nn.Module):
   def forward(self, x_btd, _=None):
     """[B, T, D] -> [B, T, D]."""
     shape = (*x_btd.shape[:2], 3, self.num_heads, -1)
-    q_bhte, k_bhte, v_bhte = (
-      self.queries_keys_values(x_btd).view(shape).permute(2, 0, 3, 1, 4)
-    )
+    q_bhte, k_bhte, v_bhte = self.queries_keys_values(x_btd).view(shape).permute(2, 0, 3, 1, 4)
     y_bhte = F.scaled_dot_product_attention(
-      q_bhte, k_bhte, v_bhte, is_causal=True,
+      q_bhte,
+      k_bhte,
+      v_bhte,
+      is_causal=True,
       dropout_p=self.dropout if self.training else 0.0,
     )
     return self.out(y_bhte.transpose(1, 2).reshape(x_btd.shape))
@@ -383,9 +382,7 @@ class Embedding(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    size, width, length = (
-      settings[key] for key in ("vocab_size", "width", "max_length")
-    )
+    size, width, length = (settings[key] for key in ("vocab_size", "width", "max_length"))
     self.tokens = nn.Embedding(size, width)
     embedding_init(self.tokens.weight, settings)
     self.kind, self.scale = settings["positions"], width**0.5
@@ -420,9 +417,7 @@ class LanguageModel(nn.Module):
     super().__init__()
     settings = {"extraction": "convolution"} | dict(settings)
     if settings["mixer"] not in MIXERS:
-      raise ValueError(
-        f"mixer: expected one of {', '.join(MIXERS)}, got {settings['mixer']}"
-      )
+      raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {settings['mixer']}")
     self.embedding = Embedding(settings)
     self.is_pooled = settings["boundaries"] != "none"
     if self.is_pooled:
@@ -474,7 +469,9 @@ class Runner:
     self.optimizer = kind(self.parameters, lr=optimizer["learning_rate"], **more)
     self.model = torch.compile(model) if settings["compile"] else model
     text = draw_text(
-      settings["seed"], settings["batch"], settings["length"],
+      settings["seed"],
+      settings["batch"],
+      settings["length"],
       settings["model"]["vocab_size"],
     )
     text = torch.from_numpy(text).long().to(self.device)

@@ -52,45 +52,95 @@ SEED = 0
 # The settings of a model in one flat table, for both sides; a component of dpjax takes
 # those that it has.
 DEFAULTS = dict(
-  mixer="dispatcher", vocab_size=0, num_layers=6, width=512, feed_forward_width=512,
-  num_heads=1, max_length=512, num_levels=0, attention_bias=True, adjustment=True,
-  output_projection=True, norm="post", positions="sinusoidal", activation="relu",
-  dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0, init_std=0.0, norm_init_std=0.0,
-  boundaries="none", first_layers=2, last_layers=2, shortening_factor=2, space_ids=(),
+  mixer="dispatcher",
+  vocab_size=0,
+  num_layers=6,
+  width=512,
+  feed_forward_width=512,
+  num_heads=1,
+  max_length=512,
+  num_levels=0,
+  attention_bias=True,
+  adjustment=True,
+  output_projection=True,
+  norm="post",
+  positions="sinusoidal",
+  activation="relu",
+  dropout=0.0,
+  hidden_dropout=0.0,
+  mixer_dropout=0.0,
+  init_std=0.0,
+  norm_init_std=0.0,
+  boundaries="none",
+  first_layers=2,
+  last_layers=2,
+  shortening_factor=2,
+  space_ids=(),
 )
 CLIPPED = dict(name="adam", learning_rate=1e-4, clip_norm=0.5)
 SIZES = {
   # SPEC of the paper, Sec. 3.3, but the vocabulary and the batch.
   "dispatcher": dict(
-    model=dict(
-      vocab_size=10_000, num_layers=6, width=512, feed_forward_width=512, max_length=512
-    ),
-    optimizer=CLIPPED, batch=4, dropout=0.2, repetitions=9, max_seconds=None,
+    model=dict(vocab_size=10_000, num_layers=6, width=512, feed_forward_width=512, max_length=512),
+    optimizer=CLIPPED,
+    batch=4,
+    dropout=0.2,
+    repetitions=9,
+    max_seconds=None,
   ),
   "lengths": dict(
     model=dict(vocab_size=10_000, num_layers=6, width=512, feed_forward_width=512),
-    optimizer=CLIPPED, batch=1, dropout=0.2, repetitions=9, max_seconds=25.0,
-    lengths=(512, 1024, 2048, 4096, 8192, 16384), most_seconds=240.0,
+    optimizer=CLIPPED,
+    batch=1,
+    dropout=0.2,
+    repetitions=9,
+    max_seconds=25.0,
+    lengths=(512, 1024, 2048, 4096, 8192, 16384),
+    most_seconds=240.0,
   ),
   # Sec. 6, Table 1, but the number of layers.
   "extractors": dict(
     model=dict(
-      vocab_size=5000, num_layers=2, width=128, feed_forward_width=512, max_length=128,
-      norm="pre", positions="learned", init_std=0.01, dropout=0.1,
+      vocab_size=5000,
+      num_layers=2,
+      width=128,
+      feed_forward_width=512,
+      max_length=128,
+      norm="pre",
+      positions="learned",
+      init_std=0.01,
+      dropout=0.1,
     ),
     optimizer=dict(name="adamw", learning_rate=1e-3, clip_norm=0.0, weight_decay=0.01),
-    batch=64, num_heads=32, repetitions=9, max_seconds=20.0,
+    batch=64,
+    num_heads=32,
+    repetitions=9,
+    max_seconds=20.0,
   ),
   # Sec. 4.2, but the length.
   "hourglass": dict(
     model=dict(
-      vocab_size=27, width=512, feed_forward_width=2048, num_heads=8, max_length=512,
-      mixer="relative_attention", norm="post", positions="none", activation="gelu",
-      dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1, init_std=0.02,
+      vocab_size=27,
+      width=512,
+      feed_forward_width=2048,
+      num_heads=8,
+      max_length=512,
+      mixer="relative_attention",
+      norm="post",
+      positions="none",
+      activation="gelu",
+      dropout=0.1,
+      hidden_dropout=0.1,
+      mixer_dropout=0.1,
+      init_std=0.02,
       norm_init_std=0.02,
     ),
     optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25),
-    batch=2, layers=(2, 8, 2), factor=4, repetitions=9, max_seconds=50.0,
+    batch=2,
+    layers=(2, 8, 2),
+    factor=4,
+    repetitions=9,
+    max_seconds=50.0,
   ),
 }
 _SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
@@ -98,11 +148,14 @@ _FEW = dict(batch=2, repetitions=3)
 QUICK = {
   "dispatcher": SIZES["dispatcher"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
   "lengths": SIZES["lengths"] | dict(model=_SMALL, repetitions=3, lengths=(16, 32, 64)),
-  "extractors": SIZES["extractors"] | _FEW | dict(
-    model=SIZES["extractors"]["model"] | _SMALL | {"max_length": 13}, num_heads=4
-  ),
-  "hourglass": SIZES["hourglass"] | _FEW | dict(
-    model=SIZES["hourglass"]["model"] | {"max_length": 22, "num_heads": 2}
+  "extractors": SIZES["extractors"]
+  | _FEW
+  | dict(model=SIZES["extractors"]["model"] | _SMALL | {"max_length": 13}, num_heads=4),
+  "hourglass": SIZES["hourglass"]
+  | _FEW
+  | dict(
+    model=SIZES["hourglass"]["model"]
+    | {"max_length": 22, "num_heads": 2}
     | {key: _SMALL[key] for key in ("vocab_size", "width", "feed_forward_width")},
     layers=(1, 2, 1),
   ),
@@ -112,8 +165,15 @@ WARM_UPS = 2
 FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
 BASELINE = "attention"
 NAMES = {
-  "dispatcher": "Dispatcher", BASELINE: "attention", "she": "SHE", "he": "HE", "we": "WE",
-  "me": "ME", "vanilla": "no pooling", "jax": "dpjax", "torch": "PyTorch",
+  "dispatcher": "Dispatcher",
+  BASELINE: "attention",
+  "she": "SHE",
+  "he": "HE",
+  "we": "WE",
+  "me": "ME",
+  "vanilla": "no pooling",
+  "jax": "dpjax",
+  "torch": "PyTorch",
 }
 
 
@@ -178,9 +238,7 @@ class JaxRunner:
         training.jit_train_step(model, optimizer, places, mesh, objective=objective),
         (state, self.batch),
       ),
-      "evaluate": (
-        training.jit_eval_step(model, mesh, objective), (state.params, self.batch, 0)
-      ),
+      "evaluate": (training.jit_eval_step(model, mesh, objective), (state.params, self.batch, 0)),
     }
     self.compiled, self.compile_seconds, self.temporary_mib = {}, {}, {}
     for command in settings["commands"]:
@@ -259,7 +317,9 @@ class Worker:
       environment["JAX_PLATFORMS"] = "cpu"
     self.process = subprocess.Popen(
       [sys.executable, *map(str, program), json.dumps(settings)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
       env=environment | (timing.ALLOCATOR if is_quiet else {}),
     )
     self.ready = None
@@ -298,9 +358,15 @@ def settings_of(model, sizes, device, dtype, *, commands=("train",), is_compiled
   """What a worker is told; `model` are the settings that differ from `DEFAULTS`."""
   model = json.loads(json.dumps(DEFAULTS | model))
   return {
-    "model": model, "optimizer": sizes["optimizer"], "batch": sizes["batch"],
-    "length": model["max_length"], "seed": SEED, "device": device, "dtype": dtype,
-    "compile": is_compiled, "commands": list(commands),
+    "model": model,
+    "optimizer": sizes["optimizer"],
+    "batch": sizes["batch"],
+    "length": model["max_length"],
+    "seed": SEED,
+    "device": device,
+    "dtype": dtype,
+    "compile": is_compiled,
+    "commands": list(commands),
   }
 
 
@@ -404,22 +470,22 @@ def make_rows(workers, command, found, baseline):
     seconds = {side: found[name, side][2] for side in sides}
     settings = sides["jax"].settings
     row = {
-      "name": name, "command": command,
+      "name": name,
+      "command": command,
       "dropout": settings["model"]["dropout"],
       **{key: settings[key] for key in ("batch", "length", "dtype")},
       "parameters": sides["jax"].ready["parameters"],
       "sides": {
-        side: describe(worker, command, found[name, side])
-        for side, worker in sides.items()
+        side: describe(worker, command, found[name, side]) for side, worker in sides.items()
       },
       "over": {
-        side: timing.ratio(seconds["jax"], x)
-        for side, x in seconds.items() if side != "jax"
+        side: timing.ratio(seconds["jax"], x) for side, x in seconds.items() if side != "jax"
       },
       "baseline": baseline,
       "over_baseline": {
         side: timing.ratio(x, found[baseline, side.split(",")[0]][2])
-        for side, x in seconds.items() if baseline in workers
+        for side, x in seconds.items()
+        if baseline in workers
       },
     }
     rows.append(row)
@@ -434,20 +500,21 @@ def compare(models, run, sizes, baseline, *, commands=("train",), is_quiet=True)
   for dtype in run["dtypes"]:
     programs = {
       name: settings_of(
-        sizes["model"] | model, sizes, run["device"], dtype, commands=commands,
+        sizes["model"] | model,
+        sizes,
+        run["device"],
+        dtype,
+        commands=commands,
         is_compiled=run["compile_torch"],
       )
       for name, model in models.items()
     }
     with working(programs, run, is_quiet=is_quiet) as workers:
       flat = {
-        (name, side): worker
-        for name, sides in workers.items() for side, worker in sides.items()
+        (name, side): worker for name, sides in workers.items() for side, worker in sides.items()
       }
       for command in commands:
-        found = measure(
-          flat, command, sizes["repetitions"], max_seconds=sizes["max_seconds"]
-        )
+        found = measure(flat, command, sizes["repetitions"], max_seconds=sizes["max_seconds"])
         rows += make_rows(workers, command, found, baseline)
   return rows
 
@@ -473,9 +540,7 @@ def compare_dispatcher(sizes, run):
 
 def compare_extractors(sizes, run):
   """A row for every layer, each beside attention: all at once would fill the memory."""
-  attention = {
-    "mixer": BASELINE, "num_heads": sizes["num_heads"], "attention_bias": False
-  }
+  attention = {"mixer": BASELINE, "num_heads": sizes["num_heads"], "attention_bias": False}
   rows = []
   for mixer in FORMS:
     found = compare({mixer: {"mixer": mixer}, BASELINE: attention}, run, sizes, BASELINE)
@@ -489,8 +554,11 @@ def compare_hourglass(sizes, run):
   models = {
     "vanilla": {"num_layers": first + between + last},
     f"fixed {sizes['factor']}": {
-      "boundaries": "fixed", "shortening_factor": sizes["factor"],
-      "num_layers": between, "first_layers": first, "last_layers": last,
+      "boundaries": "fixed",
+      "shortening_factor": sizes["factor"],
+      "num_layers": between,
+      "first_layers": first,
+      "last_layers": last,
     },
   }
   return {"rows": {"quiet": compare(models, run, sizes, "vanilla")}}
@@ -521,9 +589,7 @@ class Lengths:
     """All rows."""
     sides = ("jax", "torch") if self.run["torch"] else ("jax",)
     for dtype in self.run["dtypes"]:
-      self.known = {
-        (name, side): [] for name in ("dispatcher", BASELINE) for side in sides
-      }
+      self.known = {(name, side): [] for name in ("dispatcher", BASELINE) for side in sides}
       self.out = set()
       for length in self.sizes["lengths"]:
         self.measure_length(length, dtype)
@@ -534,9 +600,9 @@ class Lengths:
   def leave_out(self, key, length, dtype, reason):
     """A row that says why there are no numbers; longer ones are not tried."""
     self.out.add(key)
-    self.rows.append(dict(
-      zip(("name", "side"), key, strict=True), length=length, dtype=dtype, left_out=reason
-    ))
+    self.rows.append(
+      dict(zip(("name", "side"), key, strict=True), length=length, dtype=dtype, left_out=reason)
+    )
     print(f"{key[0]}, {key[1]}, T = {length}: left out, {reason}", flush=True)
 
   def measure_length(self, length, dtype):
@@ -561,9 +627,11 @@ class Lengths:
         if side != "jax":
           needs = extrapolate([x[1] for x in self.known[key]], 2.0)
         settings = settings_of(
-          sizes["model"] | dropouts(sizes["dropout"])
-          | {"mixer": name, "max_length": length},
-          sizes, run["device"], dtype, is_compiled=run["compile_torch"],
+          sizes["model"] | dropouts(sizes["dropout"]) | {"mixer": name, "max_length": length},
+          sizes,
+          run["device"],
+          dtype,
+          is_compiled=run["compile_torch"],
         )
         try:
           if needs <= memory_left:
@@ -591,15 +659,17 @@ class Lengths:
     sizes = self.sizes
     slowest = max(x["seconds"] for x in warm.values())
     found = measure(
-      workers, "train", sizes["repetitions"], max_seconds=sizes["max_seconds"],
+      workers,
+      "train",
+      sizes["repetitions"],
+      max_seconds=sizes["max_seconds"],
       warm_ups=WARM_UPS - 1 if slowest < 3 else 0,
     )
     for key, (_, last, seconds) in found.items():
       name, side = key
       row = {"name": name, "side": side, "length": length, "dtype": dtype}
       row |= describe(workers[key], "train", (warm[key], last, seconds))
-      for over, other in (("over_torch", (name, "torch")),
-                          ("over_attention", (BASELINE, side))):
+      for over, other in (("over_torch", (name, "torch")), ("over_attention", (BASELINE, side))):
         row[over] = timing.ratio(seconds, found[other][2]) if other in found else None
       self.rows.append(row)
       self.known[key].append((row["milliseconds"] / 1e3, memory_of(row)))
@@ -631,23 +701,19 @@ def crossing(lengths, ratios):
   i = above[-1]
   if i + 1 == len(lengths):
     return None
-  (x0, y0), (x1, y1) = (
-    (math.log(lengths[j]), math.log(ratios[j])) for j in (i, i + 1)
-  )
+  (x0, y0), (x1, y1) = ((math.log(lengths[j]), math.log(ratios[j])) for j in (i, i + 1))
   return math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
 
 
 def find_crossings(rows):
   """From which T on the Dispatcher costs less than attention, by side and quantity."""
-  rows = {
-    (x["dtype"], x["side"], x["length"], x["name"]): x for x in rows if "left_out" not in x
-  }
+  rows = {(x["dtype"], x["side"], x["length"], x["name"]): x for x in rows if "left_out" not in x}
   found = []
   for dtype, side in dict.fromkeys(key[:2] for key in rows):
     pairs = [
-      (key[2], x, rows[(*key[:3], BASELINE)]) for key, x in sorted(rows.items(), key=str)
-      if key[:2] == (dtype, side) and key[3] == "dispatcher"
-      and (*key[:3], BASELINE) in rows
+      (key[2], x, rows[(*key[:3], BASELINE)])
+      for key, x in sorted(rows.items(), key=str)
+      if key[:2] == (dtype, side) and key[3] == "dispatcher" and (*key[:3], BASELINE) in rows
     ]
     pairs.sort(key=lambda pair: pair[0])
     lengths = [length for length, *_ in pairs]
@@ -668,10 +734,17 @@ def find_crossings(rows):
         words = f"at all lengths, from T = {lengths[0]} on"
       else:
         words = f"from T = {start:.0f} on"
-      found.append({
-        "dtype": dtype, "side": side, "quantity": quantity, "lengths": lengths,
-        "ratios": values, "dispatcher_below_attention_from": start, "words": words,
-      })
+      found.append(
+        {
+          "dtype": dtype,
+          "side": side,
+          "quantity": quantity,
+          "lengths": lengths,
+          "ratios": values,
+          "dispatcher_below_attention_from": start,
+          "words": words,
+        }
+      )
   return found
 
 
@@ -687,6 +760,7 @@ def number(value, digits=3):
 
 def table(heads, rows):
   """Markdown lines; the first column is text, the others numbers."""
+
   def line(cells):
     return "| " + " | ".join(cells) + " |"
 
@@ -706,34 +780,72 @@ def make_tables(report):
     lines += [f"{part}: {found['torch']}", ""]
     if part == "lengths":
       lines += table(
-        ("model", "T", "dtype", "ms a step", "dpjax / PyTorch", "over attention",
-         "MiB", "compiling, s"),
+        (
+          "model",
+          "T",
+          "dtype",
+          "ms a step",
+          "dpjax / PyTorch",
+          "over attention",
+          "MiB",
+          "compiling, s",
+        ),
         [
-          (f"{name_of(x['name'])}, {name_of(x['side'])}", str(x["length"]), x["dtype"],
-           *((x["left_out"], "", "", "", "") if "left_out" in x else (
-             number(x["milliseconds"]),
-             number(x["over_torch"] if x["side"] == "jax" else None),
-             number(x["over_attention"]), number(memory_of(x)),
-             number(x["compile_seconds"]))))
+          (
+            f"{name_of(x['name'])}, {name_of(x['side'])}",
+            str(x["length"]),
+            x["dtype"],
+            *(
+              (x["left_out"], "", "", "", "")
+              if "left_out" in x
+              else (
+                number(x["milliseconds"]),
+                number(x["over_torch"] if x["side"] == "jax" else None),
+                number(x["over_attention"]),
+                number(memory_of(x)),
+                number(x["compile_seconds"]),
+              )
+            ),
+          )
           for x in found["rows"]
         ],
       )
       lines += [
         f"Dispatcher below attention, {x['quantity']}, {name_of(x['side'])}, "
-        f"{x['dtype']}: {x['words']}." for x in found["crossings"]
+        f"{x['dtype']}: {x['words']}."
+        for x in found["crossings"]
       ] + [""]
       continue
     for allocator, rows in found["rows"].items():
       lines += [f"Allocator: {allocator}.", ""]
       lines += table(
-        ("model, side", "step", "dropout", "dtype", "ms", "dpjax / it", "over baseline",
-         "first loss", "temporary, MiB", "compiling, s"),
+        (
+          "model, side",
+          "step",
+          "dropout",
+          "dtype",
+          "ms",
+          "dpjax / it",
+          "over baseline",
+          "first loss",
+          "temporary, MiB",
+          "compiling, s",
+        ),
         [
-          (f"{name_of(row['name'])}, {name_of(side)}", row["command"],
-           f"{row['dropout']:g}", row["dtype"], number(x["milliseconds"]),
-           number(row["over"].get(side)), number(row["over_baseline"].get(side)),
-           number(x["loss"]), number(x["temporary_mib"]), number(x["compile_seconds"]))
-          for row in rows for side, x in row["sides"].items()
+          (
+            f"{name_of(row['name'])}, {name_of(side)}",
+            row["command"],
+            f"{row['dropout']:g}",
+            row["dtype"],
+            number(x["milliseconds"]),
+            number(row["over"].get(side)),
+            number(row["over_baseline"].get(side)),
+            number(x["loss"]),
+            number(x["temporary_mib"]),
+            number(x["compile_seconds"]),
+          )
+          for row in rows
+          for side, x in row["sides"].items()
         ],
       )
   return "\n".join(lines)
@@ -757,8 +869,11 @@ def draw_figure(rows, path):
     lengths = [x["length"] for x in line]
     label = f"{name_of(name)}, {name_of(side)}" + f", {dtype}" * (len(dtypes) > 1)
     look = dict(
-      color=colors[name], markersize=7, alpha=1.0 if dtype == dtypes[0] else 0.5,
-      label=label, markerfacecolor=colors[name] if side == "jax" else "white",
+      color=colors[name],
+      markersize=7,
+      alpha=1.0 if dtype == dtypes[0] else 0.5,
+      label=label,
+      markerfacecolor=colors[name] if side == "jax" else "white",
     )
     axes[0].plot(lengths, [x["milliseconds"] / 1e3 for x in line], shapes[side], **look)
     axes[1].plot(lengths, [memory_of(x) for x in line], shapes[side], **look)
@@ -794,14 +909,13 @@ def find_torch(device):
 
 def parse_arguments(arguments=None):
   """The command line; parts and dtypes as tuples."""
+
   def names(known):
     def parse(text):
       found = tuple(text.split(","))
       unknown = [name for name in found if name not in known]
       if unknown:
-        raise argparse.ArgumentTypeError(
-          f"expected {', '.join(known)}, got {', '.join(unknown)}"
-        )
+        raise argparse.ArgumentTypeError(f"expected {', '.join(known)}, got {', '.join(unknown)}")
       return found
 
     return parse
@@ -811,13 +925,17 @@ def parse_arguments(arguments=None):
     "--out", help="path, no suffix; results/training_step; nothing is written if --quick"
   )
   parser.add_argument(
-    "--parts", type=names(PARTS), default=("dispatcher",),
+    "--parts",
+    type=names(PARTS),
+    default=("dispatcher",),
     help=f"of {','.join(PARTS)}; dispatcher",
   )
   parser.add_argument("--quick", action="store_true", help="small, few repetitions")
   parser.add_argument("--device", choices=("cpu", "gpu"), help="JAX's choice")
   parser.add_argument(
-    "--dtypes", type=names(("float32", "bfloat16")), default=("float32",),
+    "--dtypes",
+    type=names(("float32", "bfloat16")),
+    default=("float32",),
     help="of float32,bfloat16, of PyTorch by autocast; float32",
   )
   parser.add_argument("--compile_torch", action="store_true", help="by torch.compile")
@@ -839,7 +957,10 @@ def choose_run(arguments):
     version, words = find_torch(name)
   limit = (device.memory_stats() or {}).get("bytes_limit")
   return {
-    "device": name, "torch": version, "words": words, "dtypes": arguments.dtypes,
+    "device": name,
+    "torch": version,
+    "words": words,
+    "dtypes": arguments.dtypes,
     "compile_torch": arguments.compile_torch,
     "limit_mib": 0.8 * limit / 2**20 if limit else timing.most_mib(),
   }

@@ -37,12 +37,10 @@ Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ 
 from dpjax import config as config_lib
 from dpjax.errors import UserError
 
-MIXERS = ("she", "he", "we", "me", "he_extraction",
-          *(f"attention_{2**i}" for i in range(8)))
+MIXERS = ("she", "he", "we", "me", "he_extraction", *(f"attention_{2**i}" for i in range(8)))
 LENGTHS = (8, 16, 32, 64)
 LAYERS = (1, 2, 4, 8)
-FIGURES = (*(f"fig10_{length}" for length in LENGTHS),
-           *(f"fig11_{layers}" for layers in LAYERS))
+FIGURES = (*(f"fig10_{length}" for length in LENGTHS), *(f"fig11_{layers}" for layers in LAYERS))
 
 
 def get_config(variant: str = "she"):

@@ -102,12 +102,15 @@ def configure(variant: str, texts: Mapping[str, Text]):
   model = config.model
   model.mixer = config_lib.mixer("relative_attention", num_heads=8, dropout=0.1)
   kind = "fixed" if name in FIXED else name.partition("_")[0]
-  model.boundaries = config_lib.boundaries(kind, **{
-    "fixed": dict(shortening_factor=FIXED.get(name)),
-    "unigram": dict(size=UNIGRAM.get(name, texts[text].unigram_size)),
-    "entropy": dict(left=2),
-    "gumbel": dict(temperature=0.5, prior=GUMBEL.get(name, texts[text].prior)),
-  }.get(kind, {}))
+  model.boundaries = config_lib.boundaries(
+    kind,
+    **{
+      "fixed": dict(shortening_factor=FIXED.get(name)),
+      "unigram": dict(size=UNIGRAM.get(name, texts[text].unigram_size)),
+      "entropy": dict(left=2),
+      "gumbel": dict(temperature=0.5, prior=GUMBEL.get(name, texts[text].prior)),
+    }.get(kind, {}),
+  )
   model.num_layers = MIDDLE[middle]
   model.first.num_layers = model.last.num_layers = 2
   model.width = 512

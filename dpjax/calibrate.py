@@ -93,10 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
     kind = run.tokenizer.kind
     unit = kind if kind in ("characters", "bytes") else "tokens"
-    print(f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
-          f"{found.size:,} {unit} in windows of {found.shape[1]:,}")
-    settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule,
-                ".theta": theta}
+    print(
+      f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
+      f"{found.size:,} {unit} in windows of {found.shape[1]:,}"
+    )
+    settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule, ".theta": theta}
     if given.theta_add:
       settings[".theta_add"] = given.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))

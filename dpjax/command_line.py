@@ -25,12 +25,8 @@ from dpjax.errors import UserError, exit_on_user_error
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, for a run of several processes"
 )
-_NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", None, "how many there are", lower_bound=1
-)
-_PROCESS_ID = flags.DEFINE_integer(
-  "process_id", None, "which one this is, from 0", lower_bound=0
-)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "which one this is, from 0", lower_bound=0)
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
 )
@@ -41,8 +37,10 @@ _JOIN_SECONDS = flags.DEFINE_integer(
   "join_seconds", 300, "how long to wait for the other processes", lower_bound=1
 )
 _CACHE = flags.DEFINE_string(
-  "compilation_cache", None, "a folder for what was compiled, of up to 2 GiB; empty: none; "
-  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"
+  "compilation_cache",
+  None,
+  "a folder for what was compiled, of up to 2 GiB; empty: none; "
+  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none",
 )
 _CACHE_BYTES = 2**31
 
@@ -113,8 +111,10 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
   """Puts the components that arguments name into the configuration; gives the others."""
   others, values = _take(argv, "config.model.middle")
   if values:
-    raise UserError("--config.model.middle: expected it in a configuration file, by "
-                    f"dpjax.config.middle, got {values[-1]}")
+    raise UserError(
+      "--config.model.middle: expected it in a configuration file, by "
+      f"dpjax.config.middle, got {values[-1]}"
+    )
   for key in config_lib.component_keys(config):
     others, names = _take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
@@ -180,8 +180,10 @@ def _import_plugin(module: str) -> None:
   except Exception as error:  # A program of the user's, with errors of any type.
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    raise UserError(f"--plugin: expected a module that can be imported, got {module} "
-                    f"({type(error).__name__}: {' '.join(str(error).split())})") from error
+    raise UserError(
+      f"--plugin: expected a module that can be imported, got {module} "
+      f"({type(error).__name__}: {' '.join(str(error).split())})"
+    ) from error
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
@@ -239,8 +241,11 @@ def check_platform() -> None:
 
 
 def _join_processes() -> None:
-  given = {"coordinator": _COORDINATOR.value, "num_processes": _NUM_PROCESSES.value,
-           "process_id": _PROCESS_ID.value}
+  given = {
+    "coordinator": _COORDINATOR.value,
+    "num_processes": _NUM_PROCESSES.value,
+    "process_id": _PROCESS_ID.value,
+  }
   missing = [name for name, value in given.items() if value is None]
   if len(missing) == 3 and not _DISTRIBUTED.value:
     return
@@ -253,8 +258,10 @@ def _join_processes() -> None:
   if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
     raise UserError(f"--coordinator: expected host:port, got {_COORDINATOR.value}")
   if not missing and given["process_id"] >= given["num_processes"]:
-    raise UserError(f"--process_id: expected 0 to {given['num_processes'] - 1} of "
-                    f"--num_processes={given['num_processes']}, got {given['process_id']}")
+    raise UserError(
+      f"--process_id: expected 0 to {given['num_processes'] - 1} of "
+      f"--num_processes={given['num_processes']}, got {given['process_id']}"
+    )
   import jax
 
   seconds = _JOIN_SECONDS.value
@@ -263,10 +270,15 @@ def _join_processes() -> None:
   try:
     if given["process_id"] == 0 and not missing:
       _check_port(int(port))
-    with _time_limit(seconds, f"{shown}: expected all processes to meet "
-                     f"within {seconds} s (--join_seconds), got no answer of some"):
+    with _time_limit(
+      seconds,
+      f"{shown}: expected all processes to meet "
+      f"within {seconds} s (--join_seconds), got no answer of some",
+    ):
       jax.distributed.initialize(
-        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value,
+        _COORDINATOR.value,
+        _NUM_PROCESSES.value,
+        _PROCESS_ID.value,
         # At its own limit, JAX aborts the process (signal 6).
         initialization_timeout=seconds + 60,
       )

@@ -146,9 +146,7 @@ parameters=65536)
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
   if not (_is_whole(position) and position <= length):
-    raise UserError(
-      f"position: expected an integer from 1 to the length {length}, got {position}"
-    )
+    raise UserError(f"position: expected an integer from 1 to the length {length}, got {position}")
   # Level k reads the token 2**k before, and the first has none before it.
   work = _Work(tokens=1, reads=position, level_reads=(position - 1).bit_length())
   return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
@@ -236,9 +234,7 @@ def table(
   def count(mixer: str, **settings) -> Counts:
     if position is None:
       return training_counts(mixer, length=length, width=width, **settings)
-    return inference_counts(
-      mixer, position=position, length=length, width=width, **settings
-    )
+    return inference_counts(mixer, position=position, length=length, width=width, **settings)
 
   rows = {}
   for mixer, name in (
@@ -264,10 +260,15 @@ def table(
 
 def format_table(rows: dict[str, Counts]) -> str:
   """Lays the counts out, a line a row, with thousands set apart."""
-  heads = ["multiplications", "additions", "divisions", "exponentiations", "operations",
-           "parameters"]
-  cells = {name: [f"{getattr(row, head):,}" for head in heads]
-           for name, row in rows.items()}
+  heads = [
+    "multiplications",
+    "additions",
+    "divisions",
+    "exponentiations",
+    "operations",
+    "parameters",
+  ]
+  cells = {name: [f"{getattr(row, head):,}" for head in heads] for name, row in rows.items()}
   first = max(map(len, cells))
   widths = [max(len(row[i]) for row in [heads, *cells.values()]) for i in range(len(heads))]
   lines = [
@@ -357,16 +358,12 @@ def _attention(work: _Work, width: int, num_heads: int) -> Counts:
   linear = _linear(work.tokens, width, width)
   each = num_heads * work.reads
   scores = Counts(width * work.reads, (width - num_heads) * work.reads, divisions=each)
-  softmax = Counts(
-    0, num_heads * (work.reads - work.tokens), divisions=each, exponentiations=each
-  )
+  softmax = Counts(0, num_heads * (work.reads - work.tokens), divisions=each, exponentiations=each)
   mixed = Counts(width * work.reads, width * (work.reads - work.tokens))
   return linear + linear + linear + scores + softmax + mixed + linear
 
 
-def _dispatcher(
-  work: _Work, length: int, width: int, num_heads: int, *, multihead: bool
-) -> Counts:
+def _dispatcher(work: _Work, length: int, width: int, num_heads: int, *, multihead: bool) -> Counts:
   # A matrix of a head's size is applied to each head of a token in turn.
   heads = 1 if multihead else num_heads
   size = width // heads
@@ -380,9 +377,7 @@ def _dispatcher(
   return linear + gates + levels + linear
 
 
-def _rest(
-  mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool
-) -> Counts:
+def _rest(mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool) -> Counts:
   """What follows the extraction."""
   counts = Counts()
   if mixer != "me" and adjustment:
@@ -419,9 +414,7 @@ def _check(
     if value > _LARGEST:
       raise UserError(f"{name}: expected at most {_LARGEST:,}, got {value}")
   if width % num_heads:
-    raise UserError(
-      f"num_heads: expected a divisor of the width {width}, got {num_heads}"
-    )
+    raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
   if mixer in EXTRACTORS and num_heads != 1:
     raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
   switches = {"adjustment": adjustment, "output_projection": output_projection}

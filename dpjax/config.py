@@ -224,12 +224,17 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
   if variant not in ("", "tiny"):
     raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:
-    config.model.update(
-      dict(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    config.model.update(dict(num_layers=2, width=32, feed_forward_width=64, max_length=64))
+    config.train.update(
+      dict(
+        batch_size=8,
+        num_steps=50,
+        num_epochs=0.0,
+        eval_every_steps=25,
+        eval_every_epochs=0.0,
+        learning_rate=1e-3,
+      )
     )
-    config.train.update(dict(batch_size=8, num_steps=50, num_epochs=0.0,
-                             eval_every_steps=25, eval_every_epochs=0.0,
-                             learning_rate=1e-3))
     if "warmup_steps" in config.train.schedule:
       config.train.schedule.warmup_steps = 5
     config.sample.length = 20
@@ -253,47 +258,78 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
   _check_choices(config, "train.")
   for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size"):
     _at_most(config, key, LARGEST)
-  for key in ("train.batch_size", "train.accumulate_steps", "train.log_every_steps",
-              "train.median_every_steps", "train.checkpoint_every_steps",
-              "train.keep_checkpoints", "eval.batch_size", "data.tokenizer_size"):
+  for key in (
+    "train.batch_size",
+    "train.accumulate_steps",
+    "train.log_every_steps",
+    "train.median_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "eval.batch_size",
+    "data.tokenizer_size",
+  ):
     _at_least(config, key, 1)
   check_seed(config.seed)
-  for key in ("train.window", "train.num_steps", "eval.window", "eval.stride",
-              "train.clip_norm", "train.learning_rate"):
+  for key in (
+    "train.window",
+    "train.num_steps",
+    "eval.window",
+    "eval.stride",
+    "train.clip_norm",
+    "train.learning_rate",
+  ):
     _at_least(config, key, 0)
   _check_training(config.train)
   longest = config.model.max_length
   for key in ("train.window", "eval.window"):
-    _expect(get(config, key) <= longest, key, f"at most model.max_length = {longest}",
-            get(config, key))
+    _expect(
+      get(config, key) <= longest, key, f"at most model.max_length = {longest}", get(config, key)
+    )
   window = config.eval.window or longest
-  _expect(config.eval.stride <= window, "eval.stride", f"at most the window {window}",
-          config.eval.stride)
+  _expect(
+    config.eval.stride <= window, "eval.stride", f"at most the window {window}", config.eval.stride
+  )
   rows, parts = config.train.batch_size, config.train.accumulate_steps
-  _expect(rows % parts == 0, "train.accumulate_steps",
-          f"a divisor of train.batch_size = {rows}", parts)
+  _expect(
+    rows % parts == 0, "train.accumulate_steps", f"a divisor of train.batch_size = {rows}", parts
+  )
   if limits:
     _check_arrays(config)
     # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
     levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
     for key, section in mixers_in(config.model).items():
-      _expect((section.get("num_levels") or 0) <= levels, f"{key}.num_levels",
-              f"at most {levels}, which reach over model.max_length = {longest}",
-              section.get("num_levels"))
+      _expect(
+        (section.get("num_levels") or 0) <= levels,
+        f"{key}.num_levels",
+        f"at most {levels}, which reach over model.max_length = {longest}",
+        section.get("num_levels"),
+      )
   fractions = config.data.split_fractions
   are_numbers = all(type(fraction) in (int, float) for fraction in fractions)
-  _expect(are_numbers and len(fractions) == 3 and min(fractions) > 0
-          and abs(sum(fractions) - 1) < 1e-6,
-          "data.split_fractions", "three positive numbers with the sum 1", fractions)
+  _expect(
+    are_numbers and len(fractions) == 3 and min(fractions) > 0 and abs(sum(fractions) - 1) < 1e-6,
+    "data.split_fractions",
+    "three positive numbers with the sum 1",
+    fractions,
+  )
   most = config.data.max_characters
   are_numbers = all(type(number) is int and number >= 0 for number in most)
-  _expect(are_numbers and len(most) == 3,
-          "data.max_characters", "three integers of at least 0", most)
+  _expect(
+    are_numbers and len(most) == 3, "data.max_characters", "three integers of at least 0", most
+  )
   language, clean = config.data.language, config.data.clean
-  _expect(bool(language) or not clean, "data.language",
-          "the language of the text that data.clean is to clean", repr(language))
-  _expect(not language or clean or not config.data.path, "data.language",
-          "'' with a data.path, unless data.clean is True", repr(language))
+  _expect(
+    bool(language) or not clean,
+    "data.language",
+    "the language of the text that data.clean is to clean",
+    repr(language),
+  )
+  _expect(
+    not language or clean or not config.data.path,
+    "data.language",
+    "'' with a data.path, unless data.clean is True",
+    repr(language),
+  )
   steps_in(config.train, "num", steps_per_epoch=1)
   steps_in(config.train, "eval_every", steps_per_epoch=1)
   check_sampling(config.sample, "sample.")
@@ -320,15 +356,24 @@ def check_model(model: Mapping) -> None:
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
   given = dict(init_std=config.model.init_std, dtype=config.model.dtype)
   for key, section in mixers_in(config.model).items():
-    registry.mixers.build(section, key, max_length=config.model.max_length,
-                          position_dropout=config.model.dropout, **given)
+    registry.mixers.build(
+      section,
+      key,
+      max_length=config.model.max_length,
+      position_dropout=config.model.dropout,
+      **given,
+    )
   for key, section in stages_in(config.model).items():
     _check_stage(config, key, section)
   size = config.model.vocab_size or math.inf
   for name in ("space_ids", "end_ids"):
     ids = config.model.boundaries.get(name, ())
-    _expect(max(ids, default=0) < size, f"model.boundaries.{name}",
-            f"token ids below model.vocab_size = {size}", ids)
+    _expect(
+      max(ids, default=0) < size,
+      f"model.boundaries.{name}",
+      f"token ids below model.vocab_size = {size}",
+      ids,
+    )
 
 
 def _check_stage(config, key: str, stage: Mapping) -> None:
@@ -343,16 +388,25 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
     if type(value) is int:
       _at_most(config, name, LARGEST)
   kind = registry.boundaries.build(
-    stage["boundaries"], f"{key}.boundaries", width=stage["width"],
-    predictor_width=stage["feed_forward_width"], init_std=stage["init_std"],
+    stage["boundaries"],
+    f"{key}.boundaries",
+    width=stage["width"],
+    predictor_width=stage["feed_forward_width"],
+    init_std=stage["init_std"],
     dtype=stage["dtype"],
   )
   name = stage["boundaries"]["name"]
-  suited = [x for x in registry.boundaries.names()
-            if x == "none" or registry.boundaries.component(x).suits_segments]
-  _expect(key == "model" or name in suited and not kind.draws_in_evaluation,
-          f"{key}.boundaries", f"one of {', '.join(suited)} for segments, none of which "
-          "draws in evaluation", name)
+  suited = [
+    x
+    for x in registry.boundaries.names()
+    if x == "none" or registry.boundaries.component(x).suits_segments
+  ]
+  _expect(
+    key == "model" or name in suited and not kind.draws_in_evaluation,
+    f"{key}.boundaries",
+    f"one of {', '.join(suited)} for segments, none of which draws in evaluation",
+    name,
+  )
   mixers = {}
   if is_pooled(stage):
     mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last")}
@@ -360,17 +414,30 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
     mixers["model.mixer"] = stage["mixer"]
   for name, section in mixers.items():
     heads = section.get("num_heads", 1) if section else 1
-    _expect(stage["width"] % heads == 0, f"{name}.num_heads",
-            f"a divisor of {key}.width = {stage['width']}", heads)
+    _expect(
+      stage["width"] % heads == 0,
+      f"{name}.num_heads",
+      f"a divisor of {key}.width = {stage['width']}",
+      heads,
+    )
   if is_pooled(stage):
     return
-  for place, name, usual in (("first", "num_layers", 2), ("first", "mixer", None),
-                             ("last", "num_layers", 2), ("last", "mixer", None)):
+  for place, name, usual in (
+    ("first", "num_layers", 2),
+    ("first", "mixer", None),
+    ("last", "num_layers", 2),
+    ("last", "mixer", None),
+  ):
     value = stage[place][name]
-    _expect(value == usual, f"{key}.{place}.{name}",
-            f"{usual} with {key}.boundaries = none", getattr(value, "name", value))
-  _expect(stage["middle"] is None, f"{key}.middle", f"None with {key}.boundaries = none",
-          "a section")
+    _expect(
+      value == usual,
+      f"{key}.{place}.{name}",
+      f"{usual} with {key}.boundaries = none",
+      getattr(value, "name", value),
+    )
+  _expect(
+    stage["middle"] is None, f"{key}.middle", f"None with {key}.boundaries = none", "a section"
+  )
 
 
 def _check_training(train: ConfigDict) -> None:
@@ -421,8 +488,7 @@ def check_seed(seed: int) -> None:
   Raises:
     ValueError: as `check`.
   """
-  _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)",
-          repr(seed))
+  _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", repr(seed))
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
@@ -436,14 +502,23 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
     ValueError: as `check`.
   """
   for key, is_valid, expected in (
-    ("length", lambda x: _is_whole(x, 1) and x <= LARGEST,
-     f"an integer of at least 1 and at most {LARGEST:,}"),
-    ("temperature", lambda x: _is_number(x) and 0 <= x <= registry.LARGEST_FLOAT,
-     "a finite number of at least 0 (0 is greedy)"),
+    (
+      "length",
+      lambda x: _is_whole(x, 1) and x <= LARGEST,
+      f"an integer of at least 1 and at most {LARGEST:,}",
+    ),
+    (
+      "temperature",
+      lambda x: _is_number(x) and 0 <= x <= registry.LARGEST_FLOAT,
+      "a finite number of at least 0 (0 is greedy)",
+    ),
     ("top_k", lambda x: _is_whole(x, 0), "an integer of at least 0 (0 is all)"),
     ("top_p", lambda x: _is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
-    ("beyond_window", lambda x: x in CHOICES["sample.beyond_window"],
-     f"one of {', '.join(CHOICES['sample.beyond_window'])}"),
+    (
+      "beyond_window",
+      lambda x: x in CHOICES["sample.beyond_window"],
+      f"one of {', '.join(CHOICES['sample.beyond_window'])}",
+    ),
   ):
     _expect(is_valid(sample[key]), f"{prefix}{key}", expected, sample[key])
 
@@ -473,8 +548,9 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
       f"other 0, got {steps} steps and {epochs} epochs"
     )
   count = steps or epochs * steps_per_epoch
-  _expect(count < 2**31, f"train.{name}_{'steps' if steps else 'epochs'}",
-          "fewer than 2**31 steps", count)
+  _expect(
+    count < 2**31, f"train.{name}_{'steps' if steps else 'epochs'}", "fewer than 2**31 steps", count
+  )
   return max(1, round(count))
 
 
@@ -588,14 +664,21 @@ def _check_arrays(config) -> None:
   rows, length = train.batch_size // train.accumulate_steps, model.max_length
   for keys, sizes in (
     ("model.num_layers, model.width, model.feed_forward_width", (layers, width, hidden)),
-    ("train.batch_size, train.window, model.width, model.feed_forward_width",
-     (rows, train.window or length, max(width, hidden))),
-    ("eval.batch_size, eval.window, model.width, model.feed_forward_width",
-     (config.eval.batch_size, config.eval.window or length, max(width, hidden))),
+    (
+      "train.batch_size, train.window, model.width, model.feed_forward_width",
+      (rows, train.window or length, max(width, hidden)),
+    ),
+    (
+      "eval.batch_size, eval.window, model.width, model.feed_forward_width",
+      (config.eval.batch_size, config.eval.window or length, max(width, hidden)),
+    ),
   ):
-    _expect(math.prod(sizes) <= _LARGEST_ARRAY, keys,
-            f"at most {_LARGEST_ARRAY:,} numbers in an array of their sizes",
-            " x ".join(f"{size:,}" for size in sizes))
+    _expect(
+      math.prod(sizes) <= _LARGEST_ARRAY,
+      keys,
+      f"at most {_LARGEST_ARRAY:,} numbers in an array of their sizes",
+      " x ".join(f"{size:,}" for size in sizes),
+    )
 
 
 def _check_choices(config, section: str) -> None:
@@ -633,7 +716,8 @@ def component_keys(config: ConfigDict) -> list[str]:
   is_known = "middle" in config.get("model", {})  # A file may give any settings.
   for stage in stages_in(config.model) if is_known else ():
     keys += [
-      f"{stage}.{key.removeprefix('model.')}" for key in COMPONENTS
+      f"{stage}.{key.removeprefix('model.')}"
+      for key in COMPONENTS
       if stage != "model" and key.startswith("model.") and key != "model.mixer"
     ]
   return keys

@@ -64,8 +64,10 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   (folder / "data").mkdir(parents=True, exist_ok=True)
-  names = "config.json", "frozen.json", *(
-    f"data/{name}" for name in ("data.json", "tokenizer.json", "unigram.model")
+  names = (
+    "config.json",
+    "frozen.json",
+    *(f"data/{name}" for name in ("data.json", "tokenizer.json", "unigram.model")),
   )
   for name in names:
     if (run.workdir / name).exists():
@@ -103,13 +105,16 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
       if step not in (None, at):
         raise UserError(f"step: expected None or {at} of an exported run, got {step}")
       wrong = sorted(
-        name for name in expected.keys() | found.keys()
+        name
+        for name in expected.keys() | found.keys()
         if name not in expected or found.get(name) != expected[name].shape
       )
       if wrong:
         ours = expected[wrong[0]].shape if wrong[0] in expected else "none"
-        raise UserError(f"{path}: expected parameters of this model, {wrong[0]} of the "
-                        f"shape {ours}, got {found.get(wrong[0], 'none')}")
+        raise UserError(
+          f"{path}: expected parameters of this model, {wrong[0]} of the "
+          f"shape {ours}, got {found.get(wrong[0], 'none')}"
+        )
       params: dict[str, Any] = {}
       for name, shape in expected.items():
         *parents, last = name.split(".")
@@ -140,13 +145,22 @@ def _card(run: Any, folder: Path, dtype: str) -> str:
   rows = []
   for path in sorted((run.workdir or folder).glob(f"scores_*_{run.step}.json")):
     content = json.loads(path.read_text(encoding="utf-8"))
-    rows += [f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |"
-             for name, value in content["scores"].items() if value is not None]
+    rows += [
+      f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |"
+      for name, value in content["scores"].items()
+      if value is not None
+    ]
   data: Any = run.data
   return _CARD.format(
-    name=folder.name, size=sum(x.size for x in jax.tree.leaves(run.params)),
-    version=importlib.metadata.version("dpjax"), step=run.step, data=data.name,
-    tokens=data.counts["train"]["tokens"], kind=run.tokenizer.kind,
-    vocab_size=run.tokenizer.vocab_size, scores="\n".join(rows) or "| - | not scored | |",
-    folder=folder.name, dtype=dtype,
+    name=folder.name,
+    size=sum(x.size for x in jax.tree.leaves(run.params)),
+    version=importlib.metadata.version("dpjax"),
+    step=run.step,
+    data=data.name,
+    tokens=data.counts["train"]["tokens"],
+    kind=run.tokenizer.kind,
+    vocab_size=run.tokenizer.vocab_size,
+    scores="\n".join(rows) or "| - | not scored | |",
+    folder=folder.name,
+    dtype=dtype,
   )

@@ -43,9 +43,7 @@ class Piece(NamedTuple):
 class Generator:
   """Writes with a model; compiled once for each number of rows and size of prompts."""
 
-  def __init__(
-    self, config: config_lib.ConfigDict, model: LanguageModel, tokenizer: Tokenizer
-  ):
+  def __init__(self, config: config_lib.ConfigDict, model: LanguageModel, tokenizer: Tokenizer):
     """Takes the settings of a run, its model and its tokenizer."""
     self._config, self._model, self._tokenizer = config, model, tokenizer
     self._window = config.model.max_length
@@ -58,9 +56,7 @@ class Generator:
     self._by_layer = jax.jit(model.unstack) if self._has_cache else None
     self._begin = jax.jit(self._begin_rows)
     self._advance = {
-      is_cached: jax.jit(
-        partial(self._advance_rows, is_cached=is_cached), donate_argnames="state"
-      )
+      is_cached: jax.jit(partial(self._advance_rows, is_cached=is_cached), donate_argnames="state")
       for is_cached in (True, False)
     }
 
@@ -118,9 +114,7 @@ class Generator:
       beyond_window=beyond_window,
     )
     usual = self._config.sample
-    settings = {
-      name: usual[name] if value is None else value for name, value in given.items()
-    }
+    settings = {name: usual[name] if value is None else value for name, value in given.items()}
     config_lib.check_sampling(settings)
     config_lib.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
@@ -133,19 +127,20 @@ class Generator:
       _check_known(self._tokenizer, prompt)
       check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
     if settings["beyond_window"] == "continue" and not self._has_cache:
-      raise UserError("beyond_window: expected slide or refuse with a mixer that has no "
-                      "cache, got continue")
+      raise UserError(
+        "beyond_window: expected slide or refuse with a mixer that has no cache, got continue"
+      )
     stop_ids = self._stop_ids(stop)
     texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
-    rows = [
-      list(ids or [self._tokenizer.start_id]) for ids in texts for _ in range(num_samples)
-    ]
+    rows = [list(ids or [self._tokenizer.start_id]) for ids in texts for _ in range(num_samples)]
     key = jax.random.key(seed)
-    keys = jnp.stack([
-      jax.random.fold_in(jax.random.fold_in(key, i), j)
-      for j in range(len(prompts))
-      for i in range(num_samples)
-    ])
+    keys = jnp.stack(
+      [
+        jax.random.fold_in(jax.random.fold_in(key, i), j)
+        for j in range(len(prompts))
+        for i in range(num_samples)
+      ]
+    )
     draw = dict(
       temperature=jnp.float32(settings["temperature"]),
       top_k=jnp.int32(min(settings["top_k"], self._tokenizer.vocab_size)),
@@ -219,9 +214,7 @@ class Generator:
       if self._draws_boundaries:
         # The same for a place whenever it is read, so that the past keeps its segments.
         inputs["boundary_noise"] = _noise(keys, start, tokens.shape[1])
-      return self._model.apply(
-        {"params": params}, tokens, deterministic=True, **inputs
-      )
+      return self._model.apply({"params": params}, tokens, deterministic=True, **inputs)
 
     def step(tokens, cache, lengths):
       output = apply(tokens, cache.length, cache=cache, lengths=lengths)
@@ -285,9 +278,7 @@ def check_prompt(
   window, beyond = config.model.max_length, settings["beyond_window"]
   if beyond != "continue":
     if len(ids) > window:
-      raise UserError(
-        f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}"
-      )
+      raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}")
     longest = window + 1 - max(1, len(ids))
     if beyond == "refuse" and settings["length"] > longest:
       raise UserError(
@@ -297,8 +288,7 @@ def check_prompt(
     return
   names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(config.model).values())
   ends = [
-    name for name in names
-    if not getattr(registry.mixers.component(name), "is_endless", True)
+    name for name in names if not getattr(registry.mixers.component(name), "is_endless", True)
   ]
   kind = config.model.boundaries.name
   if not registry.boundaries.component(kind).is_endless:

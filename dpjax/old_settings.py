@@ -33,12 +33,20 @@ _BOUNDARIES = {
 _OPTIMIZERS = {name: f"train.{name}" for name in ("b1", "b2", "eps", "weight_decay")}
 _SCHEDULES = {"warmup_steps": "train.warmup_steps"}
 _STACKS = {
-  f"model.{place}_{what}": (place, what) for place in ("first", "last")
+  f"model.{place}_{what}": (place, what)
+  for place in ("first", "last")
   for what in ("mixer", "layers")
 }
 _FLAT = {
-  "model.mixer", "model.boundaries", "train.optimizer", "train.schedule", *_STACKS,
-  *_MIXERS.values(), *_BOUNDARIES.values(), *_OPTIMIZERS.values(), *_SCHEDULES.values(),
+  "model.mixer",
+  "model.boundaries",
+  "train.optimizer",
+  "train.schedule",
+  *_STACKS,
+  *_MIXERS.values(),
+  *_BOUNDARIES.values(),
+  *_OPTIMIZERS.values(),
+  *_SCHEDULES.values(),
 }
 # Values that meant "the default", which is None now.
 _NONE = {"num_levels": 0, "implementation": "", "offset": -1}
@@ -60,9 +68,7 @@ def to_sections(settings: Mapping) -> dict[str, Any]:
     new[section] = {}
     for name, value in values.items():
       is_flat = f"{section}.{name}" in _FLAT and not isinstance(value, Mapping)
-      (flat if is_flat else new[section])[
-        f"{section}.{name}" if is_flat else name
-      ] = value
+      (flat if is_flat else new[section])[f"{section}.{name}" if is_flat else name] = value
   if any(key.startswith("model.") for key in flat):
     new["model"] = _model(flat) | new["model"]
   if any(key.startswith("train.") and key not in _BOUNDARIES.values() for key in flat):
@@ -79,9 +85,7 @@ def to_sections(settings: Mapping) -> dict[str, Any]:
 def _model(flat: Mapping) -> dict[str, Any]:
   model: dict[str, Any] = {
     "mixer": _section(registry.mixers, "model.mixer", "dispatcher", _MIXERS, flat),
-    "boundaries": _section(
-      registry.boundaries, "model.boundaries", "none", _BOUNDARIES, flat
-    ),
+    "boundaries": _section(registry.boundaries, "model.boundaries", "none", _BOUNDARIES, flat),
   }
   for key, (place, what) in _STACKS.items():
     if flat.get(key):

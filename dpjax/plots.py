@@ -44,13 +44,35 @@ _PLACES = {
 # result, and how a run reports. With a section goes all that is in it; those of the model
 # that have no section were settings of version 0.1.
 _FREE = (
-  "model.mixer", "model.vocab_size", "model.scan_layers", "model.remat",
-  *(f"model.{name}" for name in ("num_heads", "num_levels", "attention_bias", "adjustment",
-                                 "output_projection", "implementation")),
-  *(f"train.{name}" for name in (
-    "num_steps", "num_epochs", "log_every_steps", "median_every_steps", "eval_every_steps",
-    "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints", "parameters",
-  )),
+  "model.mixer",
+  "model.vocab_size",
+  "model.scan_layers",
+  "model.remat",
+  *(
+    f"model.{name}"
+    for name in (
+      "num_heads",
+      "num_levels",
+      "attention_bias",
+      "adjustment",
+      "output_projection",
+      "implementation",
+    )
+  ),
+  *(
+    f"train.{name}"
+    for name in (
+      "num_steps",
+      "num_epochs",
+      "log_every_steps",
+      "median_every_steps",
+      "eval_every_steps",
+      "eval_every_epochs",
+      "checkpoint_every_steps",
+      "keep_checkpoints",
+      "parameters",
+    )
+  ),
 )
 # Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -107,9 +129,7 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
   return config
 
 
-def read_runs(
-  workdirs: Sequence[str | Path], labels: Sequence[str] | None = None
-) -> list[Run]:
+def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Run]:
   """Reads run folders.
 
   Args:
@@ -123,9 +143,7 @@ def read_runs(
     ValueError: a folder cannot be read, or there are more or fewer labels.
   """
   if labels is not None and len(labels) != len(workdirs):
-    raise UserError(
-      f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}"
-    )
+    raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
   runs = []
   for i, workdir in enumerate(workdirs):
     losses, config = read_losses(workdir), read_config(workdir)
@@ -236,16 +254,18 @@ def table(runs: Sequence[Run], every: int, figure: str = "curves") -> dict[str, 
   rows = []
   for run, name in zip(runs, _names(runs), strict=True):
     _check_every(run.losses, every, run.folder)
-    rows.append({
-      "name": name,
-      "folder": run.folder,
-      "updates": len(run.losses),
-      "unknown": int(np.isnan(run.losses).sum()),
-      "max_length": _setting(run.config, "model.max_length"),
-      "num_layers": _setting(run.config, "model.num_layers"),
-      "medians": [_number(value) for value in medians(run.losses, every)],
-      "last": _number(last_median(run.losses, every)),
-    })
+    rows.append(
+      {
+        "name": name,
+        "folder": run.folder,
+        "updates": len(run.losses),
+        "unknown": int(np.isnan(run.losses).sum()),
+        "max_length": _setting(run.config, "model.max_length"),
+        "num_layers": _setting(run.config, "model.num_layers"),
+        "medians": [_number(value) for value in medians(run.losses, every)],
+        "last": _number(last_median(run.losses, every)),
+      }
+    )
   windows = max(len(row["medians"]) for row in rows)
   return {
     "every": every,
@@ -310,9 +330,7 @@ def draw(runs: Sequence[Run], *, figure: str = "curves", every: int = 2000) -> "
       y = medians(run.losses, every)
       x = every * np.arange(1, len(y) + 1)
       axes.plot(x, y, **style(i), label=name, marker=".")
-    axes.set(
-      xlabel="batch", ylabel=f"median cost of each {every:,} batches (nats per token)"
-    )
+    axes.set(xlabel="batch", ylabel=f"median cost of each {every:,} batches (nats per token)")
   else:
     _draw_places(axes, runs, every, *_PLACES[figure])
   axes.grid(True, color="0.85")
@@ -342,8 +360,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", required=True, help=f"a file: {', '.join(SUFFIXES)}")
   parser.add_argument("--figure", choices=FIGURES, default="curves")
   parser.add_argument(
-    "--every", type=int, help="batches of a median; if not given, as the runs report them, "
-    "or a tenth of a run that is shorter"
+    "--every",
+    type=int,
+    help="batches of a median; if not given, as the runs report them, "
+    "or a tenth of a run that is shorter",
   )
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--json", help="a file for the table")
@@ -371,16 +391,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(figure, given.out)
 
 
-def _draw_places(
-  axes: "Axes", runs: Sequence[Run], every: int, key: str, name: str
-) -> None:
+def _draw_places(axes: "Axes", runs: Sequence[Run], every: int, key: str, name: str) -> None:
   lines: dict[str, dict[int, list[float]]] = {}
   for run in runs:
     place = _setting(run.config, key)
     if type(place) is not int or place < 1:
       raise UserError(
-        f"{key}: expected an integer of at least 1 in the settings of {run.folder}, got "
-        f"{place}"
+        f"{key}: expected an integer of at least 1 in the settings of {run.folder}, got {place}"
       )
     _check_every(run.losses, every, run.folder)
     points = lines.setdefault(run.label, {})
@@ -397,9 +414,7 @@ def _draw_places(
   everywhere = sorted({place for points in lines.values() for place in points})
   axes.set_xticks(everywhere, [str(place) for place in everywhere])
   axes.set_xticks([], minor=True)
-  axes.set(
-    xlabel=name, ylabel=f"median cost of the last {every:,} batches (nats per token)"
-  )
+  axes.set(xlabel=name, ylabel=f"median cost of the last {every:,} batches (nats per token)")
 
 
 def style(i: int) -> dict[str, Any]:
@@ -414,8 +429,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
   """The labels, with the folder where several runs share one."""
   labels = [run.label for run in runs]
   return [
-    run.label if labels.count(run.label) == 1 else f"{run.label} ({run.folder})"
-    for run in runs
+    run.label if labels.count(run.label) == 1 else f"{run.label} ({run.folder})" for run in runs
   ]
 
 
@@ -442,9 +456,7 @@ def _notes(runs: Sequence[Run], figure: str) -> list[str]:
   for run, name in zip(runs, names, strict=True):
     unknown = int(np.isnan(run.losses).sum())
     if unknown:
-      notes.append(
-        f"{name}: {unknown} of {len(run.losses)} losses are not known, and left out"
-      )
+      notes.append(f"{name}: {unknown} of {len(run.losses)} losses are not known, and left out")
   return notes
 
 
@@ -507,8 +519,10 @@ def _reported(runs: Sequence[Run]) -> list[int]:
     every = _setting(run.config, "train.median_every_steps")
     every = 2000 if every is None else every
     if type(every) is not int or every < 1:
-      raise UserError(f"train.median_every_steps: expected an integer of at least 1 in the "
-                      f"settings of {run.folder}, got {every!r}")
+      raise UserError(
+        f"train.median_every_steps: expected an integer of at least 1 in the "
+        f"settings of {run.folder}, got {every!r}"
+      )
     if not len(run.losses):
       raise UserError(f"workdir: expected a run with updates, got {run.folder} with none")
     known.append(every)
@@ -518,8 +532,7 @@ def _reported(runs: Sequence[Run]) -> list[int]:
 def _check_every(losses: np.ndarray, every: int, whose: str) -> None:
   if not 1 <= every <= len(losses):
     raise UserError(
-      f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got "
-      f"{every}"
+      f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got {every}"
     )
 
 
@@ -540,9 +553,7 @@ def _read(workdir: str | Path, name: str) -> bytes:
   try:
     return path.read_bytes()
   except OSError as error:
-    raise UserError(
-      f"workdir: expected to read {path}, got: {error.strerror}"
-    ) from error
+    raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error
 
 
 def _write(path: str | Path, name: str, work: Callable[[], Any]) -> None:

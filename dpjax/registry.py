@@ -66,9 +66,7 @@ class Registry:
       first used.
   """
 
-  def __init__(
-    self, kind: str, register: str, given: Collection[str], known: Mapping[str, str]
-  ):
+  def __init__(self, kind: str, register: str, given: Collection[str], known: Mapping[str, str]):
     self._kind, self._register = kind, register
     self._given = frozenset(given) | {"parent", "name"}
     self._components: dict[str, str | Callable] = dict(known)
@@ -91,8 +89,10 @@ class Registry:
     known = self._components.get(name)
     is_same = known is not None and _full_name(component) == _full_name(known)
     if not name.isidentifier() or not callable(component):
-      raise ValueError(f"{self._kind}: expected a name of letters, digits and underscores "
-                       f"and a class or function, got {name!r}, {component!r}")
+      raise ValueError(
+        f"{self._kind}: expected a name of letters, digits and underscores "
+        f"and a class or function, got {name!r}, {component!r}"
+      )
     if known is not None and known is not component and not is_same:
       raise ValueError(f"{self._kind}: expected a name that is free, got {name}")
     self._components[name] = component
@@ -141,9 +141,7 @@ class Registry:
     section = ConfigDict({"name": name})
     for field, setting in self.settings(name).items():
       is_open = setting.default in (None, _REQUIRED)
-      section[field] = (
-        config_dict.placeholder(setting.kind) if is_open else setting.default
-      )
+      section[field] = config_dict.placeholder(setting.kind) if is_open else setting.default
     return section
 
   def section(self, name: str, **values) -> ConfigDict:
@@ -192,9 +190,7 @@ class Registry:
       if field not in known:
         near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
         hint = f"; the nearest known is {key}.{near[0]}" if near else ""
-        raise UserError(
-          f"{key}.{field}: expected a setting of {name}, got an unknown one{hint}"
-        )
+        raise UserError(f"{key}.{field}: expected a setting of {name}, got an unknown one{hint}")
       check_value(f"{key}.{field}", value, known[field])
     missing = [field for field in known if field not in values]
     if missing:
@@ -210,9 +206,7 @@ class Registry:
     values = dict(section)
     component = self.component(values.pop("name"))
     declared = inspect.signature(component).parameters
-    return partial(
-      component, **values, **{key: given[key] for key in given if key in declared}
-    )
+    return partial(component, **values, **{key: given[key] for key in given if key in declared})
 
   def build(self, section: Mapping, key: str, **given) -> Any:
     """Makes the component that a section describes.
@@ -230,9 +224,7 @@ class Registry:
     except ValueError as error:
       raise UserError(f"{key}.{error}") from error
     except TypeError as error:  # A field without a default that nobody fills in.
-      raise UserError(
-        f"{key}: expected a component that can be made, got {error}"
-      ) from error
+      raise UserError(f"{key}: expected a component that can be made, got {error}") from error
 
 
 @functools.cache
@@ -242,8 +234,12 @@ def load_plugins() -> None:
     try:
       entry_point.load()
     except Exception as error:  # A program of somebody else's.
-      _log.warning("dpjax.plugins: %s cannot be imported (%s: %s)", entry_point.value,
-                   type(error).__name__, error)
+      _log.warning(
+        "dpjax.plugins: %s cannot be imported (%s: %s)",
+        entry_point.value,
+        type(error).__name__,
+        error,
+      )
 
 
 def as_tuple(value: Any) -> Any:
@@ -290,9 +286,7 @@ def check_value(key: str, value: Any, setting: Setting) -> None:
   kinds = (float, int) if setting.kind is float else (setting.kind,)
   if value is None or type(value) not in kinds:
     none = " or None" if setting.is_optional else ""
-    raise UserError(
-      f"{key}: expected a value of type {setting.kind.__name__}{none}, got {value!r}"
-    )
+    raise UserError(f"{key}: expected a value of type {setting.kind.__name__}{none}, got {value!r}")
   if setting.kind is float and not abs(value) <= LARGEST_FLOAT:
     raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
   if setting.kind is int and not abs(value) < 2**31 and key != "seed":

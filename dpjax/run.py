@@ -143,9 +143,7 @@ class Run:
     }
     workdir_lib.write_json(self.workdir / f"{name}.json", content)
 
-  def generate(
-    self, prompt: str | Sequence[str], **settings
-  ) -> list[str] | list[list[str]]:
+  def generate(self, prompt: str | Sequence[str], **settings) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:
@@ -169,9 +167,7 @@ class Run:
     count = len(texts) // len(prompts)
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
-  def stream(
-    self, prompt: str | Sequence[str], **settings
-  ) -> Iterator[list[generation.Piece]]:
+  def stream(self, prompt: str | Sequence[str], **settings) -> Iterator[list[generation.Piece]]:
     """Continues a prompt, or several at once, and gives out the text as it comes.
 
     Args:
@@ -208,9 +204,7 @@ class Run:
     settings, longest = self.config.eval, self.config.model.max_length
     window = window or settings.window or longest
     if not 1 <= window <= longest:
-      raise UserError(
-        f"eval.window: expected 1 to model.max_length = {longest}, got {window}"
-      )
+      raise UserError(f"eval.window: expected 1 to model.max_length = {longest}, got {window}")
     return window, stride or min(settings.stride, window) or window
 
   def _score_split(self, params, split: str, window=0, stride=0, progress=False):
@@ -221,9 +215,7 @@ class Run:
     tokens, counts = data.splits[split], data.counts[split]
     return self._score(params, tokens, counts, window, stride, progress, boundaries)
 
-  def _score(
-    self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None
-  ):
+  def _score(self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None):
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
     # Whole rows for every device; rows without text count nothing.
@@ -323,7 +315,8 @@ def _train(
   trainer = loop.Trainer(
     built,
     optimizers.build_optimizer(settings, durations.num_steps)
-    if optimizer is None else optimizers.without_frozen(optimizer),
+    if optimizer is None
+    else optimizers.without_frozen(optimizer),
     _objective(config),
     settings.accumulate_steps,
     settings.parameters,
@@ -336,9 +329,7 @@ def _train(
     config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
   shapes = jax.eval_shape(
-    lambda: built.init(
-      jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True
-    )
+    lambda: built.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True)
   )
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given, frozen and frozen.config.model)
@@ -360,8 +351,7 @@ def _train(
     initial=_initial(config, shapes["params"], data, frozen, model),
     meta={
       "config": config.to_dict(),
-      "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0),
-                             strict=True)),
+      "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0), strict=True)),
     },
     origin=_origin(data),
     callbacks=callbacks,
@@ -487,8 +477,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   )
   if model_config.mixer.name != settings.mixer.name:
     raise UserError(
-      f"model.mixer: expected the file's {model_config.mixer.name}, got "
-      f"{settings.mixer.name}"
+      f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
     )
   data = workdir_lib.prepare_data(config, Path(folder) / "data")
   for key in ("dtype", "remat", "scan_layers"):
@@ -529,8 +518,10 @@ def _model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module
     return build_model(config.model, frozen)
   built = model if isinstance(model, nn.Module) else model(config.model)
   if not isinstance(built, nn.Module):
-    raise UserError("model: expected a flax.linen.Module, or a function of config.model "
-                    f"that gives one, got {built!r}")
+    raise UserError(
+      "model: expected a flax.linen.Module, or a function of config.model "
+      f"that gives one, got {built!r}"
+    )
   pools = isinstance(built, LanguageModel) and built.make_hourglass is not None
   if pools != config_lib.is_pooled(config.model):
     raise UserError(
@@ -612,8 +603,10 @@ def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared, model) 
   folder = config.train.initial_run
   other = _load_other(folder, "train.initial_run", data.tokenizer, model)
   expected, found = (
-    {jax.tree_util.keystr(path): tuple(leaf.shape)
-     for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    {
+      jax.tree_util.keystr(path): tuple(leaf.shape)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
     for params in (shapes, other.params)
   )
   wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
@@ -630,9 +623,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   try:
     other = load(folder, model=model)
   except UserError as error:
-    raise UserError(
-      f"{key}: expected a run that can be read, got {folder} ({error})"
-    ) from error
+    raise UserError(f"{key}: expected a run that can be read, got {folder} ({error})") from error
   if other.tokenizer.to_json() != tokenizer.to_json():
     raise UserError(
       f"{key}: expected a run with the vocabulary of this one, got {folder} "

@@ -170,8 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = run_lib.load(given.run_folder)
     found = segment(run, _stretch(run, given.text, given.length))
     print(render(found))
-    print(f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
-          f"conditional entropy {found.entropies.mean():.4f} nats")
+    print(
+      f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
+      f"conditional entropy {found.entropies.mean():.4f} nats"
+    )
     if given.out:
       plots.write(draw(found), given.out)
 
@@ -191,7 +193,7 @@ def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:
   pieces, before = [], ""
   for i in range(len(tokens)):
     after = tokenizer.decode(tokens[: i + 1])
-    added = after[len(before):] if after.startswith(before) else ""
+    added = after[len(before) :] if after.startswith(before) else ""
     pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
     before = after
   return pieces

@@ -178,14 +178,19 @@ def _read_score(run: Path, score: str, split: str) -> float:
   pattern = rf"scores_{split}_({'|'.join(best) or '[0-9]+'})\.json"
   files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
   if len(files) != 1:
-    raise UserError(f"split: expected scores_{split}_<best step>.json in {run}, got "
-                    f"{len(files)} of them; evaluate.py --split={split} writes one")
+    raise UserError(
+      f"split: expected scores_{split}_<best step>.json in {run}, got "
+      f"{len(files)} of them; evaluate.py --split={split} writes one"
+    )
   try:
     scores = dict(json.loads(files[0].read_text(encoding="utf-8"))["scores"])
   except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
-  known = {name: float(value) for name, value in scores.items()
-           if type(value) in (int, float) and abs(value) <= sys.float_info.max}
+  known = {
+    name: float(value)
+    for name, value in scores.items()
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max
+  }
   if score not in known:
     names = ", ".join(known)
     raise UserError(f"score: expected one of {names} (of {files[0]}), got {score}")

@@ -108,9 +108,7 @@ def _expect(condition: Any, message: str) -> None:
 
 
 def _close(found: Any, expected: Any, message: str, tolerance: float = 1e-5) -> None:
-  np.testing.assert_allclose(
-    found, expected, rtol=tolerance, atol=tolerance, err_msg=message
-  )
+  np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=message)
 
 
 def _causality(case: _Case) -> None:
@@ -155,8 +153,10 @@ def _lengths(case: _Case) -> None:
   lengths = (1, 2, 5, 8, case.max_length)
   outputs = jax.jit(lambda x: [mix(x[:, :length]) for length in lengths])(inputs)
   for length, output in zip(lengths, outputs, strict=True):
-    _expect(output.shape == (_BATCH, length, case.width),
-            f"expected the shape {(_BATCH, length, case.width)}, got {output.shape}")
+    _expect(
+      output.shape == (_BATCH, length, case.width),
+      f"expected the shape {(_BATCH, length, case.width)}, got {output.shape}",
+    )
     _close(output, outputs[-1][:, :length], f"T = {length}")
 
 
@@ -166,8 +166,7 @@ def _parameters(case: _Case) -> None:
   Look at what sets their shapes: `max_length` may, T may not.
   """
   short, long = (
-    jax.eval_shape(case().init, jax.random.key(0), case.draw(length))
-    for length in (1, _LENGTH)
+    jax.eval_shape(case().init, jax.random.key(0), case.draw(length)) for length in (1, _LENGTH)
   )
   _expect(short == long, f"expected the same, got {short} and {long}")
 
@@ -192,15 +191,19 @@ def _refusals(case: _Case) -> None:
   first.
   """
   for inputs, words in (
-    (case.draw(case.max_length + 1),
-     ("max_length", str(case.max_length), str(case.max_length + 1))),
+    (
+      case.draw(case.max_length + 1),
+      ("max_length", str(case.max_length), str(case.max_length + 1)),
+    ),
     (case.draw()[0], (str((_LENGTH, case.width)),)),
   ):
     try:
       jax.eval_shape(case().init, jax.random.key(0), inputs)
     except ValueError as error:
-      _expect(all(word in str(error) for word in words),
-              f"expected {', '.join(words)} in the message, got: {error}")
+      _expect(
+        all(word in str(error) for word in words),
+        f"expected {', '.join(words)} in the message, got: {error}",
+      )
     else:
       raise AssertionError(f"an input of shape {inputs.shape} is taken")
 
@@ -233,7 +236,10 @@ def _bfloat16(case: _Case) -> None:
   for (path, want), got in zip(expected, found, strict=True):
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
     np.testing.assert_allclose(
-      got.astype(jnp.float32), want, rtol=0, atol=0.03 * np.abs(want).max(),
+      got.astype(jnp.float32),
+      want,
+      rtol=0,
+      atol=0.03 * np.abs(want).max(),
       err_msg=jax.tree_util.keystr(path),
     )
 
@@ -347,8 +353,10 @@ def _tokens(case: _Case) -> None:
 
 def _has_cache(case: _Case) -> bool:
   found = hasattr(case(), "init_cache")
-  _expect(found == case.has_cache,
-          f"has_cache: expected {found}, as the mixer's `init_cache`, got {case.has_cache}")
+  _expect(
+    found == case.has_cache,
+    f"has_cache: expected {found}, as the mixer's `init_cache`, got {case.has_cache}",
+  )
   return found
 
 

@@ -73,7 +73,8 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
       ) from error
     _log.warning(
       "%s: this file system has no locks (%s); make sure that no other process trains here",
-      workdir, error.strerror,
+      workdir,
+      error.strerror,
     )
   with contextlib.suppress(OSError):  # Who holds the lock is of use to people alone.
     file.truncate(0)
@@ -106,8 +107,10 @@ def check(workdir: Path, config: ConfigDict) -> bool:
   if differences:
     hint = ""
     if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
-      hint = (" (the schedule ends with the length: to train on, take a new workdir and "
-              f"train.initial_run = {workdir})")
+      hint = (
+        " (the schedule ends with the length: to train on, take a new workdir and "
+        f"train.initial_run = {workdir})"
+      )
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
       f"whose run has another: {'; '.join(differences)}{hint}"
@@ -148,9 +151,7 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
   _on_first_process(write)
 
 
-def prepare_data(
-  config: ConfigDict, folder: Path, *, anew: bool = False
-) -> prepared.Prepared:
+def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
   """Opens the corpus in `folder`, having made it first where it is missing.
 
   The tokens of a corpus that has a name, or is cleaned, are made in
@@ -176,8 +177,10 @@ def prepare_data(
       before = prepared.read_counts(folder)
       _make_data(config, folder)
       if prepared.read_counts(folder) != before:
-        raise UserError(f"data: expected the text that the run in {folder.parent} began "
-                        "with, as its tokens are gone, got another")
+        raise UserError(
+          f"data: expected the text that the run in {folder.parent} began "
+          "with, as its tokens are gone, got another"
+        )
     prepared.open_prepared(folder).check()
 
   _on_first_process(make)
@@ -208,8 +211,9 @@ def prepare_shared(config: ConfigDict) -> Path:
       if not (target / "data.json").exists():
         prepared.prepare(corpus, target, **settings)
   except OSError as error:
-    raise UserError(f"data.data_dir: expected a folder that can be written, got {target} "
-                    f"({error.strerror})") from error
+    raise UserError(
+      f"data.data_dir: expected a folder that can be written, got {target} ({error.strerror})"
+    ) from error
   return target
 
 
@@ -217,8 +221,7 @@ def _made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
   """What the tokens depend on beside the text: vocabularies, not where they lie."""
   made = {key: settings[key] for key in ("kind", "lower_text", "lower_pieces", "restrict")}
   if settings["file"]:
-    whole = {key: value for key, value in settings.items()
-             if key not in ("restrict", "unigram")}
+    whole = {key: value for key, value in settings.items() if key not in ("restrict", "unigram")}
     made["vocabulary"] = _digest(train_tokenizer(chunks=(), **whole).to_json().encode())
   elif settings["kind"] not in CHARACTER_KINDS:
     made["vocab_size"] = settings["vocab_size"]

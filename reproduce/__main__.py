@@ -33,9 +33,11 @@ _SCALE = flags.DEFINE_string(
 )
 _SEEDS = flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ...")
 _DATA = flags.DEFINE_string(
-  "data", "", "a folder of texts, each a folder or .txt file by its corpus's name (with "
+  "data",
+  "",
+  "a folder of texts, each a folder or .txt file by its corpus's name (with "
   "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
-  "in its folder vocabularies; empty: what is missing is downloaded into data/"
+  "in its folder vocabularies; empty: what is missing is downloaded into data/",
 )
 _RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
 _OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
@@ -56,8 +58,10 @@ def main(names: str) -> None:
       raise UserError(f"out: expected a folder with reports, got {_OUT.value} without")
     path = Path(PAGE)
     if not path.parent.is_dir():
-      raise UserError(f"report: expected to be started in the repository of dpjax, where "
-                      f"{path} is, got {Path.cwd()}")
+      raise UserError(
+        f"report: expected to be started in the repository of dpjax, where "
+        f"{path} is, got {Path.cwd()}"
+      )
     temporary = path.with_suffix(".tmp")
     temporary.write_text(pages.page(contents), encoding="utf-8")
     os.replace(temporary, path)
@@ -69,7 +73,12 @@ def main(names: str) -> None:
   job = work.Work(
     tables,
     work.Settings(
-      _SCALE.value, _SEEDS.value, _DATA.value, _RUNS.value, _OUT.value, _MINUTES.value,
+      _SCALE.value,
+      _SEEDS.value,
+      _DATA.value,
+      _RUNS.value,
+      _OUT.value,
+      _MINUTES.value,
       _MINUTES_EACH.value,
     ),
   )
@@ -91,8 +100,7 @@ def main(names: str) -> None:
 def _start(arguments: Sequence[str]) -> None:
   if not arguments or arguments[0].startswith("-"):
     if not {"--help", "--helpfull", "-h"} & {*arguments}:
-      sys.exit("TABLE: expected a name, all or report as the first word, got none; --help "
-               "has more")
+      sys.exit("TABLE: expected a name, all or report as the first word, got none; --help has more")
   else:
     del sys.argv[1]
   command_line.start(lambda _: main(arguments[0]))

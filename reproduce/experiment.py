@@ -75,7 +75,12 @@ def changes(config: str, scale: str) -> dict[str, list]:
 
 
 def configure(
-  row: Row, seed: int, scale: str, *, runs: str | Path, data: str | Path = "",
+  row: Row,
+  seed: int,
+  scale: str,
+  *,
+  runs: str | Path,
+  data: str | Path = "",
   initial_run: str | Path = "",
 ) -> ConfigDict:
   """The configuration of a run with the places of all that it reads.
@@ -190,9 +195,17 @@ class Stopped(Interrupted):
 def left_out(row: Row, seed: int, scale: str, reason: str) -> dict[str, Any]:
   """The record of a run that was not begun, and why."""
   return {
-    "row": row.name, "config": row.config, "seed": seed, "status": "left_out",
-    "reason": reason, "step": 0, "scores": {}, "changes": changes(row.config, scale),
-    "minutes": 0.0, "resumed": False, **about(),
+    "row": row.name,
+    "config": row.config,
+    "seed": seed,
+    "status": "left_out",
+    "reason": reason,
+    "step": 0,
+    "scores": {},
+    "changes": changes(row.config, scale),
+    "minutes": 0.0,
+    "resumed": False,
+    **about(),
   }
 
 
@@ -200,8 +213,10 @@ def about() -> dict[str, Any]:
   """The machine, the versions, the command and the day."""
   return {
     "machine": {
-      "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-      "processor": _processor(), "cores": num_cores(),
+      "device": jax.devices()[0].device_kind,
+      "devices": jax.device_count(),
+      "processor": _processor(),
+      "cores": num_cores(),
     },
     "versions": {
       **{name: _version(name) for name in ("dpjax", "jax", "jaxlib", "flax", "optax")},

@@ -64,7 +64,8 @@ def _curves(rows: Sequence[Content]) -> Lines:
   for row in rows:
     for status, mark in (("done", ""), ("partial", " (partial)")):
       runs = [
-        run["costs"] for run in row.get("runs", ())
+        run["costs"]
+        for run in row.get("runs", ())
         if run.get("status") == status and (run.get("costs") or {}).get("medians")
       ]
       if runs:
@@ -128,7 +129,8 @@ def _beside(content: Content, score: str) -> "Figure | None":
     if score in (row.get("paper") or {}):
       groups.setdefault(row.get("group", ""), []).append(row)
   groups = {
-    group: rows for group, rows in groups.items()
+    group: rows
+    for group, rows in groups.items()
     if any(score in (row.get("mean") or {}) for row in rows)
   }
   if not groups:
@@ -141,14 +143,16 @@ def _beside(content: Content, score: str) -> "Figure | None":
   # At another scale the numbers of one side would lie in a heap.
   share = "row" if content.get("scale") == "paper" else "none"
   panels = canvas.subplots(
-    len(groups), 2, sharey="row", sharex=share, squeeze=False,
+    len(groups),
+    2,
+    sharey="row",
+    sharex=share,
+    squeeze=False,
     height_ratios=[0.5 + 0.3 * len(rows) for rows in groups.values()],
   )
   for (group, rows), (left, right) in zip(groups.items(), panels, strict=True):
     for axes, key, name in ((left, "paper", "the paper's"), (right, "mean", "ours")):
-      points = [
-        (row[key][score], i) for i, row in enumerate(rows) if score in (row.get(key) or {})
-      ]
+      points = [(row[key][score], i) for i, row in enumerate(rows) if score in (row.get(key) or {})]
       axes.scatter(*zip(*points, strict=True), color=plots.style(key == "mean")["color"])
       axes.set_title(f"{group}, {name}" if group else name, fontsize="medium")
       axes.locator_params(axis="x", nbins=5)

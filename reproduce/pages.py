@@ -12,11 +12,14 @@ from reproduce.figures import draw
 
 # The comparisons of `headline`: table, group, rows, score.
 _HEADLINES = [
-  *(("dispatcher-table1", text, ("msa", "dispatcher"), papers.PERPLEXITY)
-    for text in ("PTB", "WikiText2")),
-  *(("pooling-table1", "text8", (row,), papers.BITS)
-    for row in ("none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram",
-                "whitespace")),
+  *(
+    ("dispatcher-table1", text, ("msa", "dispatcher"), papers.PERPLEXITY)
+    for text in ("PTB", "WikiText2")
+  ),
+  *(
+    ("pooling-table1", "text8", (row,), papers.BITS)
+    for row in ("none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram", "whitespace")
+  ),
 ]
 _PREFERRED = ("paper", "cpu")
 _PAPERS = "the paper's settings"
@@ -43,12 +46,19 @@ def markdown(content: Mapping[str, Any]) -> str:
       scale = "With the paper's settings, **but not on its texts** (see below)."
     if content.get("scale") != "paper":
       what = "sizes" if kind == "step_times" else "models and fewer steps"
-      scale = (f"**Reduced ({content.get('scale')}): smaller {what}, not to be compared "
-               "with the paper's numbers.**")
+      scale = (
+        f"**Reduced ({content.get('scale')}): smaller {what}, not to be compared "
+        "with the paper's numbers.**"
+      )
     body = _timed(content) if kind == "step_times" else _trained(content)
   claims = [f"- The paper: {claim}" for claim in _said(content, "claims", ())]
-  parts = [f"## {_heading(content)}", f"{_said(content, 'source')}. {scale}", *body,
-           "\n".join(claims), "\n".join(_origin(_records(content)))]
+  parts = [
+    f"## {_heading(content)}",
+    f"{_said(content, 'source')}. {scale}",
+    *body,
+    "\n".join(claims),
+    "\n".join(_origin(_records(content))),
+  ]
   return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -61,11 +71,14 @@ def page(contents: Sequence[Mapping[str, Any]]) -> str:
     "hand. A table is run by its name, or all of them:",
     "",
     "```",
-    *(f"python -m reproduce {name} --scale={scale}{rest}" for name, scale, rest in (
-      ("all", "tiny", ""),
-      ("pooling-table1", "cpu", " --seeds=3 --data=FOLDER --minutes=25 --minutes_each=6"),
-      ("pooling-table1", "paper", " --seeds=3 --data=FOLDER"),
-    )),
+    *(
+      f"python -m reproduce {name} --scale={scale}{rest}"
+      for name, scale, rest in (
+        ("all", "tiny", ""),
+        ("pooling-table1", "cpu", " --seeds=3 --data=FOLDER --minutes=25 --minutes_each=6"),
+        ("pooling-table1", "paper", " --seeds=3 --data=FOLDER"),
+      )
+    ),
     "```",
     "",
     "`tiny` takes seconds, on Python's manual; `cpu` takes minutes, with small models on "
@@ -99,7 +112,9 @@ def headline(contents: Sequence[Mapping[str, Any]]) -> str:
   for name, group, ends, score in _HEADLINES:
     for content in _preferred(contents, name):
       rows = [
-        row for end in ends for row in content.get("rows", ())
+        row
+        for end in ends
+        for row in content.get("rows", ())
         if row.get("group") == group and row.get("name", "").endswith(f"/{end}")
       ]
       done = [row for row in rows if score in (row.get("mean") or {})]
@@ -114,11 +129,12 @@ def headline(contents: Sequence[Mapping[str, Any]]) -> str:
   for content in _preferred(contents, "extractors-table7"):
     rows = content.get("rows", ())
     agreed = [
-      row.get("ours", {}).get(key) == x
-      for row in rows for key, x in row.get("paper", {}).items()
+      row.get("ours", {}).get(key) == x for row in rows for key, x in row.get("paper", {}).items()
     ]
-    lines.append(f"| operations and parameters of {len(rows)} layers, d = l = 128 | "
-                 f"{len(agreed)} numbers | {sum(agreed)} of them agree | counted |")
+    lines.append(
+      f"| operations and parameters of {len(rows)} layers, d = l = 128 | "
+      f"{len(agreed)} numbers | {sum(agreed)} of them agree | counted |"
+    )
     break
   head = ["| what | the paper's | ours | how ours was made |", "|---|---|---|---|"]
   return "\n".join([*head, *lines]) + "\n" if lines else ""
@@ -150,7 +166,8 @@ def _trained(content: Mapping[str, Any]) -> list[str]:
   tests = [row["test"] for row in rows if row.get("test")]
   heads = ["group"] * has_groups + ["row"] + [axis] * bool(axis) + ["parameters", "steps"]
   scores = [
-    score for score in _said(content, "scores", ())
+    score
+    for score in _said(content, "scores", ())
     if any(_has(row, key, score) for row in rows for key in ("paper", "mean"))
   ]
   printed = [score for score in scores if any(_has(row, "paper", score) for row in rows)]
@@ -184,9 +201,11 @@ def _trained(content: Mapping[str, Any]) -> list[str]:
   if tests:
     seeds = " or ".join(str(x) for x in sorted({test["seeds"] for test in tests}))
     first = _joined(f"`{name}`" for name in dict.fromkeys(x["baseline"] for x in tests))
-    below.append(f"- Difference of {_spaced(tests[0]['score'])} to {first}, of its group, "
-                 f"and p of a paired t-test over {seeds} seeds. Ours has a * where it is "
-                 "lower than all rows that the paper tests against, p < 0.05.")
+    below.append(
+      f"- Difference of {_spaced(tests[0]['score'])} to {first}, of its group, "
+      f"and p of a paired t-test over {seeds} seeds. Ours has a * where it is "
+      "lower than all rows that the paper tests against, p < 0.05."
+    )
   return [_grid(heads, lines), "\n".join(below), _changes(content), _texts(rows)]
 
 
@@ -198,7 +217,8 @@ def _timed(content: Mapping[str, Any]) -> list[str]:
     key = point.get("model"), point.get("dtype")
     ratios = [
       f"{name} {point[x]:.2f}"
-      for name, x in (("time", "ratio"), ("memory", "memory_ratio")) if _has(point, x)
+      for name, x in (("time", "ratio"), ("memory", "memory_ratio"))
+      if _has(point, x)
     ]
     memory = f", {point['temporary_mib']:,.4g} MiB" if _has(point, "temporary_mib") else ""
     cell = f"{point['seconds']:.3g} s{memory}" if _has(point, "seconds") else "-"
@@ -275,8 +295,10 @@ def _note(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
       first = (*_said(content, "scores", ()), "nats_per_token")
       score = next((x for x in first if _has(last, x)), "")
       of_all = f" of {run['num_steps']:,}" if _has(run, "num_steps") else ""
-      notes.append(f"step {last.get('step') or 0:,}{of_all}; validation "
-                   f"{_number(score, last.get(score))} {_spaced(score)}")
+      notes.append(
+        f"step {last.get('step') or 0:,}{of_all}; validation "
+        f"{_number(score, last.get(score))} {_spaced(score)}"
+      )
   return "; ".join(dict.fromkeys(notes))
 
 
@@ -323,15 +345,20 @@ def _order_line(content: Mapping[str, Any]) -> list[str]:
   order = content.get("order")
   if not order:
     return []
-  return [f"- Of the {order['pairs']} pairs that have a result here (of the paper's "
-          f"{order['paper_pairs']}), {order['same']} are in its order, by "
-          f"{_spaced(order['score'])}; most differences of single short runs are chance."]
+  return [
+    f"- Of the {order['pairs']} pairs that have a result here (of the paper's "
+    f"{order['paper_pairs']}), {order['same']} are in its order, by "
+    f"{_spaced(order['score'])}; most differences of single short runs are chance."
+  ]
 
 
 def _changes(content: Mapping[str, Any]) -> str:
   """What differs from the papers' settings, that of all rows once."""
-  rows = [row for row in content.get("rows", ())
-          if any(run.get("status") != "left_out" for run in row.get("runs", ()))]
+  rows = [
+    row
+    for row in content.get("rows", ())
+    if any(run.get("status") != "left_out" for run in row.get("runs", ()))
+  ]
   found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
   for row in rows:
     changes = {k: x for run in row["runs"] for k, x in (run.get("changes") or {}).items()}
@@ -340,8 +367,9 @@ def _changes(content: Mapping[str, Any]) -> str:
       found.setdefault(key, {}).setdefault(change, []).append(row)
   lines = []
   for key, changes in sorted(found.items()):
-    cells = [f"{x} ({_who(who, rows)})" if len(who) < len(rows) else x
-             for x, who in changes.items()]
+    cells = [
+      f"{x} ({_who(who, rows)})" if len(who) < len(rows) else x for x, who in changes.items()
+    ]
     lines.append(f"- `{key}` {'; '.join(cells)}")
   return "\n".join(["The paper's settings -> these:", "", *lines]) if lines else ""
 
@@ -371,8 +399,9 @@ def _origin(records: Sequence[Mapping[str, Any]]) -> list[str]:
   dates = sorted({str(x["date"]) for x in records if x.get("date")})
   ends = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
   lines += [f"- Date: {ends}."] * bool(dates)
-  lines += [f"- Command: `{x}`" for x in
-            dict.fromkeys(x["command"] for x in records if x.get("command"))]
+  lines += [
+    f"- Command: `{x}`" for x in dict.fromkeys(x["command"] for x in records if x.get("command"))
+  ]
   minutes = sum(x.get("minutes") or 0 for x in records)
   return lines + [f"- {minutes:.1f} minutes in all."] * bool(minutes)
 
@@ -452,9 +481,7 @@ def _records(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
   return [*_runs(content), *content.get("points", ())] or [content]
 
 
-def _preferred(
-  contents: Sequence[Mapping[str, Any]], name: str
-) -> list[Mapping[str, Any]]:
+def _preferred(contents: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
   found = [x for x in contents if x["table"] == name and x["scale"] in _PREFERRED]
   return sorted(found, key=lambda x: _PREFERRED.index(x["scale"]))
 

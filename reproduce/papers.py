@@ -72,39 +72,68 @@ class Table:
   kind: str = "runs"
 
 
-_TEXTS = {"ptb": "PTB", "wikitext2": "WikiText2", "wikitext103": "WikiText103",
-          "lm1b": "1BW"}
+_TEXTS = {"ptb": "PTB", "wikitext2": "WikiText2", "wikitext103": "WikiText103", "lm1b": "1BW"}
 _DISPATCHER = {
   "msa": ("masked self-attention", (40.58, 55.05, 22.56, 66.52)),
   "dispatcher": ("plain Dispatcher", (35.40, 50.23, 24.39, 53.32)),
   "finetuned": ("Dispatcher after OpenWebText", (18.95, 22.74, 20.38, 36.76)),
 }
 _POOLING = {
-  "none": "vanilla", "fixed2": "fixed, 2", "fixed3": "fixed, 3", "fixed4": "fixed, 4",
-  "gumbel": "Gumbel", "entropy": "entropy", "unigram": "Unigram",
+  "none": "vanilla",
+  "fixed2": "fixed, 2",
+  "fixed3": "fixed, 3",
+  "fixed4": "fixed, 4",
+  "gumbel": "Gumbel",
+  "entropy": "entropy",
+  "unigram": "Unigram",
   "whitespace": "whitespaces",
 }
 # Bits per character and shortening factor, in the order of _POOLING; *: starred.
 _POOLING_TEXTS = {
-  "text8": ("text8", "configs/pooling_text8.py:{}", """
+  "text8": (
+    "text8",
+    "configs/pooling_text8.py:{}",
+    """
     1.143 1.0  1.149 2.0  1.155 3.0  1.166 4.0  1.136* 4.6  1.138* 4.1  1.134* 5.0
-    1.133* 5.7"""),
-  "wiki40b_en": ("wiki40b, English", "configs/pooling_wiki40b.py:en,{}", """
+    1.133* 5.7""",
+  ),
+  "wiki40b_en": (
+    "wiki40b, English",
+    "configs/pooling_wiki40b.py:en,{}",
+    """
     1.091 1.0  1.084 2.0  1.093 3.0  1.102 4.0  1.080 4.7  1.083 4.1  1.078* 5.0
-    1.077* 5.6"""),
-  "cc100": ("cc-100, English", "configs/pooling_cc100.py:{}", """
+    1.077* 5.6""",
+  ),
+  "cc100": (
+    "cc-100, English",
+    "configs/pooling_cc100.py:{}",
+    """
     1.225 1.0  1.224 2.0  1.229 3.0  1.240 4.0  1.212* 4.6  1.218* 3.8  1.212* 4.8
-    1.214* 5.2"""),
-  "wiki40b_fi": ("wiki40b, Finnish", "configs/pooling_wiki40b.py:fi,{}", """
+    1.214* 5.2""",
+  ),
+  "wiki40b_fi": (
+    "wiki40b, Finnish",
+    "configs/pooling_wiki40b.py:fi,{}",
+    """
     0.945 1.0  0.946 2.0  0.951 3.0  0.961 4.0  0.941 2.6  0.949 4.1  0.937 2.1
-    0.955 7.9"""),
-  "wiki40b_he": ("wiki40b, Hebrew", "configs/pooling_wiki40b.py:he,{}", """
+    0.955 7.9""",
+  ),
+  "wiki40b_he": (
+    "wiki40b, Hebrew",
+    "configs/pooling_wiki40b.py:he,{}",
+    """
     1.274 1.0  1.279 2.0  1.290 3.0  1.304 4.0  1.281 4.7  1.276 3.6  1.270* 1.9
-    1.284 3.8"""),
-  "wiki40b_vi": ("wiki40b, Vietnamese", "configs/pooling_wiki40b.py:vi,{}", """
+    1.284 3.8""",
+  ),
+  "wiki40b_vi": (
+    "wiki40b, Vietnamese",
+    "configs/pooling_wiki40b.py:vi,{}",
+    """
     1.065 1.0  1.060 2.0  1.068 3.0  1.087 4.0  1.061 4.3  1.072 4.2  1.058 4.0
-    1.057* 4.4"""),
+    1.057* 4.4""",
+  ),
 }
+
 
 def _dispatcher_table1() -> Table:
   rows = []
@@ -118,8 +147,12 @@ def _dispatcher_table1() -> Table:
         Row(f"{text}/{model}", label, config, group, {PERPLEXITY: numbers[i]}, after=after)
       )
   rows.append(
-    Row("openwebtext/dispatcher", "pre-training on OpenWebText",
-        "configs/dispatcher_openwebtext.py", "OpenWebText")
+    Row(
+      "openwebtext/dispatcher",
+      "pre-training on OpenWebText",
+      "configs/dispatcher_openwebtext.py",
+      "OpenWebText",
+    )
   )
   return Table(
     "dispatcher-table1",
@@ -127,16 +160,16 @@ def _dispatcher_table1() -> Table:
     "Cetoli, CLASP 2022, Table 1",
     (PERPLEXITY, "perplexity_per_word"),  # WordPiece loses text, so there are no bits.
     tuple(rows),
-    ("The Dispatcher is ahead of masked self-attention on PTB, WikiText2 and 1BW, and "
-     "behind it on WikiText103 (Sec. 3.5).",),
+    (
+      "The Dispatcher is ahead of masked self-attention on PTB, WikiText2 and 1BW, and "
+      "behind it on WikiText103 (Sec. 3.5).",
+    ),
   )
 
 
 def _pooling_row(name, label, config, text, numbers, *, is_starred=False, place=None):
   group, file, _ = _POOLING_TEXTS[text]
-  return Row(
-    f"{text}/{name}", label, file.format(config), group, numbers, is_starred, "", place
-  )
+  return Row(f"{text}/{name}", label, file.format(config), group, numbers, is_starred, "", place)
 
 
 def _pooling_table1() -> Table:
@@ -146,34 +179,37 @@ def _pooling_table1() -> Table:
     for i, (name, label) in enumerate(_POOLING.items()):
       bits, factor = words[2 * i : 2 * i + 2]
       paper = {BITS: float(bits.rstrip("*")), FACTOR: float(factor)}
-      rows.append(
-        _pooling_row(name, label, name, text, paper, is_starred=bits.endswith("*"))
-      )
+      rows.append(_pooling_row(name, label, name, text, paper, is_starred=bits.endswith("*")))
   return Table(
     "pooling-table1",
     "Bits per character and shortening factor of dynamic token pooling",
     "Nawrot et al. 2023, Table 1",
     (BITS, FACTOR, "shortening_factor_padded", "f1"),
     tuple(rows),
-    ("*: better than no pooling and than fixed segments, p < 0.05 in a paired t-test over "
-     "3 seeds.",),
+    (
+      "*: better than no pooling and than fixed segments, p < 0.05 in a paired t-test over "
+      "3 seeds.",
+    ),
     baselines=("none", "fixed2", "fixed3", "fixed4"),
   )
 
 
 def _pooling_table2() -> Table:
   # Averages and sub-sampling.
-  papers = {"fixed2": (1.149, 1.180), "entropy": (1.138, 1.151),
-            "whitespace": (1.133, 1.144)}
+  papers = {"fixed2": (1.149, 1.180), "entropy": (1.138, 1.151), "whitespace": (1.133, 1.144)}
   rows = []
   for name, numbers in papers.items():
     for suffix, label, bits in (
-      ("", "average", numbers[0]), (",subsampling", "last token", numbers[1])
+      ("", "average", numbers[0]),
+      (",subsampling", "last token", numbers[1]),
     ):
       rows.append(
         _pooling_row(
-          name + suffix.replace(",", "_"), f"{_POOLING[name]}, {label}", name + suffix,
-          "text8", {BITS: bits},
+          name + suffix.replace(",", "_"),
+          f"{_POOLING[name]}, {label}",
+          name + suffix,
+          "text8",
+          {BITS: bits},
         )
       )
   return Table(
@@ -191,8 +227,7 @@ def _pooling_fig3() -> Table:
   priors = (0.20, 0.25, 0.30, 0.37, 0.45)
   rows = [_pooling_row("none", "vanilla", "none", "text8", {}, place=1)]
   rows += [
-    _pooling_row(f"fixed{k}", f"fixed, {k}", f"fixed{k}", "text8", {}, place=k)
-    for k in (2, 3, 4)
+    _pooling_row(f"fixed{k}", f"fixed, {k}", f"fixed{k}", "text8", {}, place=k) for k in (2, 3, 4)
   ]
   # The last pieces and the first prior are those of Table 1.
   names = [f"unigram_{x}" for x in sizes[:-1]] + ["unigram"]
@@ -211,8 +246,10 @@ def _pooling_fig3() -> Table:
     "Nawrot et al. 2023, Fig. 3 (English)",
     (BITS, FACTOR),
     tuple(rows),
-    ("More pieces, or a smaller prior, make longer segments.",
-     "At the same factor dynamic pooling needs fewer bits than fixed segments."),
+    (
+      "More pieces, or a smaller prior, make longer segments.",
+      "At the same factor dynamic pooling needs fewer bits than fixed segments.",
+    ),
     axis="shortening factor",
   )
 
@@ -223,7 +260,11 @@ def _pooling_fig4() -> Table:
     for layers in (4, 6, 8, 10, 12, 14, 16):
       rows.append(
         _pooling_row(
-          f"{name}_middle{layers}", _POOLING[name], f"{name},middle_{layers}", "text8", {},
+          f"{name}_middle{layers}",
+          _POOLING[name],
+          f"{name},middle_{layers}",
+          "text8",
+          {},
           place=layers + 4,
         )
       )
@@ -239,13 +280,19 @@ def _pooling_fig4() -> Table:
 
 
 _EXTRACTORS = {
-  "she": "SHE", "he": "HE", "we": "WE", "me": "ME", "attention_1": "attention, 1 head",
+  "she": "SHE",
+  "he": "HE",
+  "we": "WE",
+  "me": "ME",
+  "attention_1": "attention, 1 head",
   "attention_32": "attention, 32 heads",
 }
 _COST = "median_cost"
 _GAP = ("The larger the window, the larger the gap between SHE and attention of 32 heads.",)
-_ORDER = ("The order of the costs, the lowest first: SHE < HE < attention of 32 heads ~ WE "
-          "< attention of 1 head ~ ME.")
+_ORDER = (
+  "The order of the costs, the lowest first: SHE < HE < attention of 32 heads ~ WE "
+  "< attention of 1 head ~ ME."
+)
 
 
 def _extractors(name, title, source, words, places=(None,), axis="", claims=(_ORDER,)):
@@ -258,11 +305,15 @@ def _extractors(name, title, source, words, places=(None,), axis="", claims=(_OR
       # Two layers and a window of 32 are in both figures.
       variant = variant.replace("fig11_2", "fig10_32")
       rows.append(
-        Row(f"{word}{figure}", label, f"configs/extractors_childrens_books.py:{variant}",
-            "children's books", place=place)
+        Row(
+          f"{word}{figure}",
+          label,
+          f"configs/extractors_childrens_books.py:{variant}",
+          "children's books",
+          place=place,
+        )
       )
-  return Table(name, title, source, (_COST, PERPLEXITY, BITS), tuple(rows), claims,
-               axis=axis)
+  return Table(name, title, source, (_COST, PERPLEXITY, BITS), tuple(rows), claims, axis=axis)
 
 
 COUNTS = ("multiplications", "additions", "divisions", "exponentiations", "parameters")
@@ -278,9 +329,18 @@ TABLE_7 = {
 
 # The most valuable first, for who has little time.
 BY_VALUE = (
-  "extractors-table7", "dispatcher-table1", "extractors-fig8", "pooling-table1",
-  "dispatcher-fig2", "pooling-fig5", "pooling-table2", "pooling-fig3", "extractors-fig11",
-  "extractors-fig10", "extractors-fig7", "pooling-fig4",
+  "extractors-table7",
+  "dispatcher-table1",
+  "extractors-fig8",
+  "pooling-table1",
+  "dispatcher-fig2",
+  "pooling-fig5",
+  "pooling-table2",
+  "pooling-fig3",
+  "extractors-fig11",
+  "extractors-fig10",
+  "extractors-fig7",
+  "pooling-fig4",
 )
 TABLES = {
   table.name: table
@@ -290,8 +350,7 @@ TABLES = {
       "dispatcher-fig2",
       "Seconds of a training step over the number of tokens",
       "Cetoli, CLASP 2022, Fig. 2",
-      claims=("The Dispatcher's time grows far more slowly than that of masked "
-              "self-attention.",),
+      claims=("The Dispatcher's time grows far more slowly than that of masked self-attention.",),
       axis="tokens",
       kind="step_times",
     ),
@@ -302,23 +361,35 @@ TABLES = {
       kind="counts",
     ),
     _extractors(
-      "extractors-fig7", "Training costs of self-attention by its heads",
-      "Chen 2023, Fig. 7", tuple(f"attention_{2**i}" for i in range(8)),
+      "extractors-fig7",
+      "Training costs of self-attention by its heads",
+      "Chen 2023, Fig. 7",
+      tuple(f"attention_{2**i}" for i in range(8)),
       claims=("32 heads are the best, and 1 head the worst.",),
     ),
     _extractors(
-      "extractors-fig8", "Training costs of the Extractors and of self-attention",
-      "Chen 2023, Fig. 8", ("she", "he", "attention_32", "we", "attention_1", "me"),
+      "extractors-fig8",
+      "Training costs of the Extractors and of self-attention",
+      "Chen 2023, Fig. 8",
+      ("she", "he", "attention_32", "we", "attention_1", "me"),
     ),
     _extractors(
-      "extractors-fig10", "Training costs over the context window",
-      "Chen 2023, Fig. 10", ("she", "he", "attention_32", "we", "attention_1", "me"),
-      (8, 16, 32, 64), "context window", _GAP,
+      "extractors-fig10",
+      "Training costs over the context window",
+      "Chen 2023, Fig. 10",
+      ("she", "he", "attention_32", "we", "attention_1", "me"),
+      (8, 16, 32, 64),
+      "context window",
+      _GAP,
     ),
     _extractors(
-      "extractors-fig11", "Training costs over the number of layers",
-      "Chen 2023, Fig. 11", ("she", "he", "attention_32", "we", "attention_1", "me"),
-      (1, 2, 4, 8), "layers", ("More layers are better.",),
+      "extractors-fig11",
+      "Training costs over the number of layers",
+      "Chen 2023, Fig. 11",
+      ("she", "he", "attention_32", "we", "attention_1", "me"),
+      (1, 2, 4, 8),
+      "layers",
+      ("More layers are better.",),
     ),
     _pooling_table1(),
     _pooling_table2(),
@@ -328,8 +399,10 @@ TABLES = {
       "pooling-fig5",
       "Time and memory of a training step over the shortening factor",
       "Nawrot et al. 2023, Fig. 5",
-      claims=("Factor 2: over 40% less time and memory; factor 4: 2.5 times faster, 50% to "
-              "60% less memory.",),
+      claims=(
+        "Factor 2: over 40% less time and memory; factor 4: 2.5 times faster, 50% to "
+        "60% less memory.",
+      ),
       axis="shortening factor",
       kind="step_times",
     ),
@@ -348,6 +421,8 @@ def find(names: str) -> list[Table]:
   for name in names.split(","):
     if name not in TABLES:
       near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
-      raise UserError(f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
-                      f"got {name!r}; the nearest is {near}")
+      raise UserError(
+        f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
+        f"got {name!r}; the nearest is {near}"
+      )
   return [TABLES[name] for name in dict.fromkeys(names.split(","))]

@@ -23,7 +23,6 @@ SCALES = ("paper", "cpu", "tiny")
 _STATUSES = ("done", "partial", "diverged", "left_out")
 
 
-
 def summarise(
   table: papers.Table, scale: str, records: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -52,8 +51,13 @@ def summarise(
   # Of another vocabulary, so that their scores are of other tokens.
   apart = {row.name for row in table.rows if row.after}
   for row in rows if table.baselines else ():
-    bases = [x for x in rows if x["group"] == row["group"] and x is not row
-             and x["name"].rpartition("/")[2] in table.baselines]
+    bases = [
+      x
+      for x in rows
+      if x["group"] == row["group"]
+      and x is not row
+      and x["name"].rpartition("/")[2] in table.baselines
+    ]
     tests = [_test(row, base, table.scores[0]) for base in bases]
     row["test"] = tests[0] if tests else None
     row["is_better"] = len(tests) == len(table.baselines) and all(
@@ -140,8 +144,13 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
 
 def _head(table: papers.Table, scale: str) -> dict[str, Any]:
   return {
-    "table": table.name, "title": table.title, "source": table.source, "scale": scale,
-    "kind": table.kind, "axis": table.axis, "claims": [*table.claims],
+    "table": table.name,
+    "title": table.title,
+    "source": table.source,
+    "scale": scale,
+    "kind": table.kind,
+    "axis": table.axis,
+    "claims": [*table.claims],
   }
 
 
@@ -157,29 +166,32 @@ def _row(
   columns = {score: [*_by_seed(runs, score).values()] for score in scores}
   columns = {score: values for score, values in columns.items() if values}
   return {
-    "name": row.name, "label": row.label, "group": row.group, "config": row.config,
-    "paper": dict(row.paper), "is_starred": row.is_starred, "place": row.place,
+    "name": row.name,
+    "label": row.label,
+    "group": row.group,
+    "config": row.config,
+    "paper": dict(row.paper),
+    "is_starred": row.is_starred,
+    "place": row.place,
     "runs": [dict(run) for run in runs],
     "mean": {score: statistics.fmean(x) for score, x in columns.items()},
     "deviation": {
       score: statistics.stdev(x) if len(x) > 1 else None for score, x in columns.items()
     },
     "seeds": sum(run["status"] == "done" for run in runs),
-    "test": None, "is_better": False,
+    "test": None,
+    "is_better": False,
   }
 
 
 def _by_seed(runs: Iterable[Mapping[str, Any]], score: str) -> dict[int, float]:
   values = {
-    run["seed"]: (run.get("scores") or {}).get(score)
-    for run in runs if run["status"] == "done"
+    run["seed"]: (run.get("scores") or {}).get(score) for run in runs if run["status"] == "done"
   }
   return {seed: x for seed, x in values.items() if x is not None and math.isfinite(x)}
 
 
-def _test(
-  row: Mapping[str, Any], base: Mapping[str, Any], score: str
-) -> dict[str, Any] | None:
+def _test(row: Mapping[str, Any], base: Mapping[str, Any], score: str) -> dict[str, Any] | None:
   ours, theirs = _by_seed(row["runs"], score), _by_seed(base["runs"], score)
   common = sorted(ours.keys() & theirs.keys())
   if len(common) < 2:
@@ -188,8 +200,12 @@ def _test(
   chosen = {key: {seed: x[seed] for seed in common} for key, x in pair.items()}
   _, test = significance.compare(chosen, "baseline")
   return {
-    "difference": test.difference, "p_value": test.p_value, "verdict": test.verdict,
-    "score": score, "baseline": base["name"], "seeds": len(common),
+    "difference": test.difference,
+    "p_value": test.p_value,
+    "verdict": test.verdict,
+    "score": score,
+    "baseline": base["name"],
+    "seeds": len(common),
   }
 
 

@@ -20,51 +20,93 @@ from dpjax.errors import UserError
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
-_FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "train.initial_run",
-         "train.log_every_steps", "sample.")
+_FREE = (
+  "seed",
+  "data.path",
+  "data.data_dir",
+  "data.manual_dir",
+  "train.initial_run",
+  "train.log_every_steps",
+  "sample.",
+)
 
 # By the scale and by what a configuration's file begins with; msa is as dispatcher.
 _CHANGES: dict[tuple[str, str], dict[str, Any]] = {
   ("cpu", "dispatcher"): {
-    "model.num_layers": 2, "model.width": 128, "model.feed_forward_width": 128,
-    "model.max_length": 128, "train.batch_size": 10, "train.learning_rate": 1e-3,
-    "train.schedule.warmup_steps": 50, "train.num_steps": 1_000,
-    "train.eval_every_steps": 250, "train.median_every_steps": 100,
+    "model.num_layers": 2,
+    "model.width": 128,
+    "model.feed_forward_width": 128,
+    "model.max_length": 128,
+    "train.batch_size": 10,
+    "train.learning_rate": 1e-3,
+    "train.schedule.warmup_steps": 50,
+    "train.num_steps": 1_000,
+    "train.eval_every_steps": 250,
+    "train.median_every_steps": 100,
   },
   ("cpu", "extractors"): {
-    "model.num_layers": 2, "model.max_length": 64, "train.batch_size": 16,
-    "train.num_steps": 800, "train.eval_every_steps": 400,
+    "model.num_layers": 2,
+    "model.max_length": 64,
+    "train.batch_size": 16,
+    "train.num_steps": 800,
+    "train.eval_every_steps": 400,
     "train.median_every_steps": 200,
   },
   ("cpu", "pooling"): {
-    "model.num_layers": 3, "model.first.num_layers": 1, "model.last.num_layers": 1,
-    "model.width": 64, "model.feed_forward_width": 256, "model.mixer.num_heads": 4,
-    "model.max_length": 128, "model.boundaries.num_capacities": 1,
-    "train.learning_rate": 1e-3, "train.schedule.warmup_steps": 20, "train.num_steps": 200,
-    "train.eval_every_steps": 200, "train.median_every_steps": 40, "eval.stride": 128,
+    "model.num_layers": 3,
+    "model.first.num_layers": 1,
+    "model.last.num_layers": 1,
+    "model.width": 64,
+    "model.feed_forward_width": 256,
+    "model.mixer.num_heads": 4,
+    "model.max_length": 128,
+    "model.boundaries.num_capacities": 1,
+    "train.learning_rate": 1e-3,
+    "train.schedule.warmup_steps": 20,
+    "train.num_steps": 200,
+    "train.eval_every_steps": 200,
+    "train.median_every_steps": 40,
+    "eval.stride": 128,
   },
   ("tiny", "dispatcher"): {
-    "model.num_layers": 2, "model.width": 12, "model.feed_forward_width": 20,
+    "model.num_layers": 2,
+    "model.width": 12,
+    "model.feed_forward_width": 20,
     "model.max_length": 17,
   },
   # 128 is the least width that has 128 heads.
   ("tiny", "extractors"): {
-    "model.num_layers": 2, "model.feed_forward_width": 20, "model.max_length": 17,
+    "model.num_layers": 2,
+    "model.feed_forward_width": 20,
+    "model.max_length": 17,
   },
   ("tiny", "pooling"): {
-    "model.num_layers": 2, "model.first.num_layers": 1, "model.last.num_layers": 1,
-    "model.width": 12, "model.feed_forward_width": 20, "model.mixer.num_heads": 3,
-    "model.max_length": 34, "model.boundaries.num_capacities": 1,
-    "train.schedule.warmup_steps": 1, "eval.stride": 17, "model.boundaries.size": 150,
+    "model.num_layers": 2,
+    "model.first.num_layers": 1,
+    "model.last.num_layers": 1,
+    "model.width": 12,
+    "model.feed_forward_width": 20,
+    "model.mixer.num_heads": 3,
+    "model.max_length": 34,
+    "model.boundaries.num_capacities": 1,
+    "train.schedule.warmup_steps": 1,
+    "eval.stride": 17,
+    "model.boundaries.size": 150,
   },
 }
 _OF_ALL: dict[str, dict[str, Any]] = {
   "cpu": {"data.max_characters": (0, 60_000, 60_000)},
   "tiny": {
-    "data.name": catalog.ONE_MORE, "data.language": "", "data.clean": False,
-    "data.max_characters": (60_000, 3_000, 3_000), "data.tokenizer_file": "",
-    "data.tokenizer_size": 300, "train.batch_size": 8, "train.num_steps": 4,
-    "train.eval_every_steps": 2, "train.median_every_steps": 2,
+    "data.name": catalog.ONE_MORE,
+    "data.language": "",
+    "data.clean": False,
+    "data.max_characters": (60_000, 3_000, 3_000),
+    "data.tokenizer_file": "",
+    "data.tokenizer_size": 300,
+    "train.batch_size": 8,
+    "train.num_steps": 4,
+    "train.eval_every_steps": 2,
+    "train.median_every_steps": 2,
     "train.checkpoint_every_steps": 4,
   },
 }
@@ -94,8 +136,10 @@ def load(name: str) -> ConfigDict:
   except ModuleNotFoundError as error:
     if not (error.name or "").startswith("configs"):
       raise
-    raise UserError(f"configs: expected dpjax to be installed from its repository (pip "
-                    f"install -e .), where {file} is, got {root} without") from error
+    raise UserError(
+      f"configs: expected dpjax to be installed from its repository (pip "
+      f"install -e .), where {file} is, got {root} without"
+    ) from error
   return module.get_config(*[variant] * bool(variant))
 
 
@@ -123,8 +167,11 @@ def configure(name: str, scale: str) -> ConfigDict:
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        steps = {"num_steps": num_steps, "eval_every_steps": num_steps,
-                 "median_every_steps": num_steps // 5}
+        steps = {
+          "num_steps": num_steps,
+          "eval_every_steps": num_steps,
+          "median_every_steps": num_steps // 5,
+        }
         changes |= {f"train.{key}": value for key, value in steps.items()}
   if scale == "cpu":
     # Of a corpus that is large or has no splits of its own, the first part is taken.
@@ -170,8 +217,12 @@ def find_text(folder: str | Path, name: str, language: str = "") -> Path:
     ValueError: there is none, or there is more than one.
   """
   wanted = stem(name, language)
-  known = {stem(other, tongue) for other, entry in catalog.ENTRIES.items()
-           for tongue in entry.languages or ("",)} - {wanted}
+  known = {
+    stem(other, tongue)
+    for other, entry in catalog.ENTRIES.items()
+    for tongue in entry.languages or ("",)
+  } - {wanted}
+
   def is_it(path: Path) -> bool:
     found = path.name.removesuffix(".txt")
     is_text = path.is_dir() or path.suffix == ".txt"
@@ -181,8 +232,7 @@ def find_text(folder: str | Path, name: str, language: str = "") -> Path:
   exact = [path for path in paths if path.name.removesuffix(".txt") == wanted]
   if len(exact or paths) != 1:
     got = ", ".join(path.name for path in exact or paths) or "none"
-    raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got "
-                    f"{got}")
+    raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got {got}")
   return (exact or paths)[0]
 
 

@@ -48,21 +48,53 @@ _SMALL = dict(width=16, feed_forward_width=24)
 # "places" are tokens, or factors; "model" is what differs from the configuration.
 _SCALES: dict[str, dict[str, dict[str, Any]]] = {
   FIG2: {
-    "tiny": dict(places=(16, 32), dtypes=_BOTH, batch=1, repetitions=3,
-                 model=_SMALL | dict(vocab_size=31, num_layers=2)),
-    "cpu": dict(places=(512, 1024, 2048, 4096), dtypes=_BOTH[:1], batch=1,
-                repetitions=7, model=dict(vocab_size=20_044)),
-    "paper": dict(places=tuple(512 * 2**i for i in range(8)), dtypes=_BOTH, batch=1,
-                  repetitions=7, model=dict(vocab_size=20_044)),
+    "tiny": dict(
+      places=(16, 32),
+      dtypes=_BOTH,
+      batch=1,
+      repetitions=3,
+      model=_SMALL | dict(vocab_size=31, num_layers=2),
+    ),
+    "cpu": dict(
+      places=(512, 1024, 2048, 4096),
+      dtypes=_BOTH[:1],
+      batch=1,
+      repetitions=7,
+      model=dict(vocab_size=20_044),
+    ),
+    "paper": dict(
+      places=tuple(512 * 2**i for i in range(8)),
+      dtypes=_BOTH,
+      batch=1,
+      repetitions=7,
+      model=dict(vocab_size=20_044),
+    ),
   },
   FIG5: {
-    "tiny": dict(places=(2, 4), dtypes=_BOTH[:1], batch=2, repetitions=3, layers=(1, 1, 1),
-                 model=_SMALL | dict(vocab_size=27, max_length=32,
-                                     mixer=dict(num_heads=2))),
-    "cpu": dict(places=(2, 3, 4, 6, 8), dtypes=_BOTH[:1], batch=1, repetitions=7,
-                layers=(2, 8, 2), model=dict(vocab_size=27, max_length=512)),
-    "paper": dict(places=(2, 3, 4, 6, 8), dtypes=_BOTH, batch=8, repetitions=7,
-                  layers=(2, 8, 2), model=dict(vocab_size=27)),
+    "tiny": dict(
+      places=(2, 4),
+      dtypes=_BOTH[:1],
+      batch=2,
+      repetitions=3,
+      layers=(1, 1, 1),
+      model=_SMALL | dict(vocab_size=27, max_length=32, mixer=dict(num_heads=2)),
+    ),
+    "cpu": dict(
+      places=(2, 3, 4, 6, 8),
+      dtypes=_BOTH[:1],
+      batch=1,
+      repetitions=7,
+      layers=(2, 8, 2),
+      model=dict(vocab_size=27, max_length=512),
+    ),
+    "paper": dict(
+      places=(2, 3, 4, 6, 8),
+      dtypes=_BOTH,
+      batch=8,
+      repetitions=7,
+      layers=(2, 8, 2),
+      model=dict(vocab_size=27),
+    ),
   },
 }
 
@@ -122,17 +154,25 @@ def places(name: str, scale: str) -> list[Place]:
     if name == FIG2:
       for length in sizes["places"]:
         at = (dtype, length, sizes, dict(max_length=length))
-        found += [_place(DISPATCHER, ATTENTION, "dispatcher_wikitext2.py", *at),
-                  _place(ATTENTION, None, "msa_wikitext2.py", *at)]
+        found += [
+          _place(DISPATCHER, ATTENTION, "dispatcher_wikitext2.py", *at),
+          _place(ATTENTION, None, "msa_wikitext2.py", *at),
+        ]
     else:
       first, middle, last = sizes["layers"]
-      layers = dict(first=dict(num_layers=first), num_layers=middle,
-                    last=dict(num_layers=last))
+      layers = dict(first=dict(num_layers=first), num_layers=middle, last=dict(num_layers=last))
       whole = dict(num_layers=first + middle + last)
       found.append(_place(VANILLA, None, "pooling_text8.py:none", dtype, 1, sizes, whole))
       found += [
-        _place(FIXED, VANILLA, "pooling_text8.py:fixed2", dtype, factor, sizes,
-               layers | dict(boundaries=dict(shortening_factor=factor)))
+        _place(
+          FIXED,
+          VANILLA,
+          "pooling_text8.py:fixed2",
+          dtype,
+          factor,
+          sizes,
+          layers | dict(boundaries=dict(shortening_factor=factor)),
+        )
         for factor in sizes["places"]
       ]
   return found
@@ -232,10 +272,17 @@ class Step:
     batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
     self.batch = sharding.put_batch(batch, mesh)
     state = step_lib.abstract_state(model, optimizer, _SEED, mesh)
-    self.compiled = step_lib.jit_train_step(
-      model, optimizer, jax.tree.map(lambda leaf: leaf.sharding, state), mesh,
-      objective=losses.Objective(build_boundaries(config.model)),
-    ).lower(state, self.batch).compile()
+    self.compiled = (
+      step_lib.jit_train_step(
+        model,
+        optimizer,
+        jax.tree.map(lambda leaf: leaf.sharding, state),
+        mesh,
+        objective=losses.Objective(build_boundaries(config.model)),
+      )
+      .lower(state, self.batch)
+      .compile()
+    )
     plan = getattr(self.compiled.memory_analysis(), "temp_size_in_bytes", None)
     self.temporary_mib = None if plan is None else plan / 2**20
     if plan is not None and device.memory_stats() is None:
@@ -283,8 +330,7 @@ class _Session:
     self.left -= 1
     self.known.append(point)
     self._put(point)
-    print(f"{place.model}, {place.dtype}, {place.place}: {said}; {self.left} left",
-          flush=True)
+    print(f"{place.model}, {place.dtype}, {place.place}: {said}; {self.left} left", flush=True)
 
 
 def _measure_lengths(session: _Session, of_dtype: Sequence[Place]) -> None:
@@ -307,8 +353,9 @@ def _measure_lengths(session: _Session, of_dtype: Sequence[Place]) -> None:
       gc.collect()  # An error may still hold all that was there.
     out |= {model: said + reason for model, reason in reasons.items() if model not in out}
     for place in missing:
-      session.put(place, times.get(place.model), times.get(place.baseline or ""),
-                  out.get(place.model, ""))
+      session.put(
+        place, times.get(place.model), times.get(place.baseline or ""), out.get(place.model, "")
+      )
     for point in filter(None, map(session.find, pair)):
       if point["left_out"]:
         out.setdefault(point["model"], point["left_out"])
@@ -374,8 +421,13 @@ def _place(model, baseline, file, dtype, place, sizes, of_model) -> Place:
   of.update(sizes["model"] | of_model | dict(dtype=dtype))
   outer = of.first.num_layers + of.last.num_layers if config_lib.is_pooled(of) else 0
   settings = {
-    "batch": sizes["batch"], "tokens": of.max_length, "layers": of.num_layers + outer,
-    "width": of.width, "feed_forward_width": of.feed_forward_width,
-    "vocab_size": of.vocab_size, "dropout": of.dropout, "repetitions": sizes["repetitions"],
+    "batch": sizes["batch"],
+    "tokens": of.max_length,
+    "layers": of.num_layers + outer,
+    "width": of.width,
+    "feed_forward_width": of.feed_forward_width,
+    "vocab_size": of.vocab_size,
+    "dropout": of.dropout,
+    "repetitions": sizes["repetitions"],
   }
   return Place(model, baseline, dtype, place, settings, config)

@@ -112,8 +112,9 @@ class Work:
         print(f"{place} {job.name}", flush=True)
         self._measure(job)
         continue
-      print(f"{place} {job.row.name}, seed {job.seed}{self._left(times, len(todo) - i)}",
-            flush=True)
+      print(
+        f"{place} {job.row.name}, seed {job.seed}{self._left(times, len(todo) - i)}", flush=True
+      )
       begin = time.monotonic()
       status = self._do(job)
       if status != "left_out":
@@ -136,8 +137,11 @@ class Work:
     for job in self._jobs():
       if isinstance(job, Table):
         points = self._points.get(job.name, [])
-        lines += [f"{job.name}, {point['model']} at {point['place']}: {point['left_out']}"
-                  for point in points if point["left_out"]]
+        lines += [
+          f"{job.name}, {point['model']} at {point['place']}: {point['left_out']}"
+          for point in points
+          if point["left_out"]
+        ]
         continue
       record = self._records.get(job.key, {})
       # Those that wait for another run are wanting time alone, if that one is.
@@ -177,7 +181,9 @@ class Work:
       return False
     # Its parameters may be gone, and wanted.
     is_wanted = record["status"] == "done" and any(
-      isinstance(job, _Run) and job.after == run.row and job.seed == run.seed
+      isinstance(job, _Run)
+      and job.after == run.row
+      and job.seed == run.seed
       and self._status(job) != "done"
       for job in self._jobs()
     )
@@ -204,14 +210,19 @@ class Work:
       status = self._status(_Run(run.after, run.seed, None))
       if status != "done":
         reason = f"expected a whole run of {run.after.name}, got it {status}"
-        return self._end(run, experiment.left_out(
-          run.row, run.seed, settings.scale, reason.replace("_", " ")
-        ))
+        return self._end(
+          run, experiment.left_out(run.row, run.seed, settings.scale, reason.replace("_", " "))
+        )
       first = self._folder(run.after, run.seed)
     try:
       record = experiment.do(
-        run.row, run.seed, settings.scale, runs=settings.runs, data=settings.data,
-        initial_run=first, should_stop=should_stop,
+        run.row,
+        run.seed,
+        settings.scale,
+        runs=settings.runs,
+        data=settings.data,
+        initial_run=first,
+        should_stop=should_stop,
       )
     except experiment.Stopped as stopped:
       self._put(run, stopped.record)
@@ -235,11 +246,14 @@ class Work:
       # Nothing that was reached is lost by a call that does not come as far.
       self._records[run.key] = before | {"reason": record["reason"]}
     tables = TABLES | {table.name: table for table in self._tables}
-    self.write([
-      table for table in tables.values()
-      if any(row.config == run.row.config for row in table.rows)
-      and (table in self._tables or self._has_report(table))
-    ])
+    self.write(
+      [
+        table
+        for table in tables.values()
+        if any(row.config == run.row.config for row in table.rows)
+        and (table in self._tables or self._has_report(table))
+      ]
+    )
 
   def _has_report(self, table: Table) -> bool:
     name = file_name(table.name, self._settings.scale)

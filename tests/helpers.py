@@ -38,8 +38,11 @@ def set_model(model, **settings):
     known = registry.mixers if place == "mixer" else registry.boundaries
     section = new.pop(place)
     same = model[place] if model[place].name == section["name"] else {}
-    later = {key: new.pop(key) for key in known.settings(section["name"]) if key in flat
-             and key in new and key not in model}
+    later = {
+      key: new.pop(key)
+      for key in known.settings(section["name"])
+      if key in flat and key in new and key not in model
+    }
     model[place] = known.section(**{**dict(same), **section, **later})
   for place in ("first", "last"):
     stack = new.pop(place, {})
@@ -55,9 +58,7 @@ def objective(boundaries: str = "none", **settings) -> losses.Objective:
   if boundaries == "none":
     return losses.Objective()
   section = registry.boundaries.section(boundaries, **settings)
-  return losses.Objective(
-    [registry.boundaries.build(section, "boundaries", predictor_width=1)]
-  )
+  return losses.Objective([registry.boundaries.build(section, "boundaries", predictor_width=1)])
 
 
 def small_config(text: Path, **train):
@@ -65,13 +66,28 @@ def small_config(text: Path, **train):
   config = config_lib.default()
   config.data.path = str(text)
   set_model(
-    config.model, num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19,
-    dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1,
+    config.model,
+    num_layers=2,
+    width=12,
+    feed_forward_width=20,
+    num_heads=3,
+    max_length=19,
+    dropout=0.1,
+    hidden_dropout=0.1,
+    mixer_dropout=0.1,
   )
   config.train.update(
-    dict(batch_size=8, num_steps=12, num_epochs=0.0, learning_rate=3e-3,
-         eval_every_steps=6, eval_every_epochs=0.0, log_every_steps=2,
-         median_every_steps=5, checkpoint_every_steps=4)
+    dict(
+      batch_size=8,
+      num_steps=12,
+      num_epochs=0.0,
+      learning_rate=3e-3,
+      eval_every_steps=6,
+      eval_every_epochs=0.0,
+      log_every_steps=2,
+      median_every_steps=5,
+      checkpoint_every_steps=4,
+    )
   )
   config.train.update(train)
   config.eval.batch_size = 8
@@ -82,8 +98,14 @@ def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
   set_model(
-    config.model, boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1,
-    hidden_dropout=0.0, mixer_dropout=0.0, num_capacities=2,
+    config.model,
+    boundaries=boundaries,
+    num_layers=1,
+    first_layers=1,
+    last_layers=1,
+    hidden_dropout=0.0,
+    mixer_dropout=0.0,
+    num_capacities=2,
   )
   if boundaries == "unigram":
     config.model.boundaries.size = 31
@@ -144,11 +166,21 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
 SCHEDULES = {
   "steps": [
-    (9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)), (9, (0, 8, 2)),
-    (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1)),
+    (9, (9, 4, 0)),
+    (1, (1, 1, 0)),
+    (1, (0, 1, 1)),
+    (9, (3, 9, 9)),
+    (9, (0, 8, 2)),
+    (1, (1, 0, 1)),
+    (9, (9, 0, 9)),
+    (1, (0, 0, 1)),
   ],
   "chunks": [
-    (17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9)),
+    (17, (0, 11, 4)),
+    (17, (17, 3, 8)),
+    (1, (0, 1, 1)),
+    (1, (1, 1, 1)),
+    (17, (5, 7, 9)),
   ],
 }
 
@@ -164,9 +196,11 @@ def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, see
     schedule: of `SCHEDULES`; what is not real is any token.
     after: called with the cache and the tokens seen, [B], after each chunk.
   """
-  step = jax.jit(lambda tokens, cache, lengths: model.apply(
-    {"params": params}, tokens, cache=cache, lengths=lengths
-  ))
+  step = jax.jit(
+    lambda tokens, cache, lengths: model.apply(
+      {"params": params}, tokens, cache=cache, lengths=lengths
+    )
+  )
   cache, seen = model.init_cache(len(tokens)), np.zeros(len(tokens), int)
   garbage = np.random.default_rng(7)
   for size, lengths in schedule:
@@ -177,9 +211,7 @@ def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, see
     cache = output.cache
     for row, length in enumerate(lengths):
       places = slice(seen[row], seen[row] + length)
-      np.testing.assert_array_equal(
-        output.boundaries[row, :length], whole.boundaries[row, places]
-      )
+      np.testing.assert_array_equal(output.boundaries[row, :length], whole.boundaries[row, places])
       np.testing.assert_allclose(
         output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
       )

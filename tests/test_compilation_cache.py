@@ -44,11 +44,7 @@ command_line.start(main)
 
 def start(*flags, kind="cpu", configured="", **environment):
   """What the script said; its environment has no settings of JAX's cache but the given."""
-  clean = {
-    name: value
-    for name, value in helpers.environment().items()
-    if "CACHE" not in name
-  }
+  clean = {name: value for name, value in helpers.environment().items() if "CACHE" not in name}
   result = subprocess.run(
     [sys.executable, "-W", "error", "-c", SCRIPT, kind, str(configured), *flags],
     env=clean | {name: str(value) for name, value in environment.items()},

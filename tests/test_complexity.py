@@ -83,8 +83,15 @@ def table_5_and_6(mixer, t, d, n):
   }[mixer]
 
 
-PAPER = [("attention", 1), ("attention", 3), ("attention", 12), ("she", 1), ("he", 1),
-         ("we", 1), ("me", 1)]
+PAPER = [
+  ("attention", 1),
+  ("attention", 3),
+  ("attention", 12),
+  ("she", 1),
+  ("he", 1),
+  ("we", 1),
+  ("me", 1),
+]
 
 
 @pytest.mark.parametrize("mixer, heads", PAPER)
@@ -93,9 +100,7 @@ def test_tables_3_to_6(mixer, heads, length, width):
   counts = training_counts(mixer, length=length, width=width, num_heads=heads)
   assert counts == Counts(*table_3_and_4(mixer, length, width, heads))
   for position in range(1, length + 1):
-    one = inference_counts(
-      mixer, position=position, length=length, width=width, num_heads=heads
-    )
+    one = inference_counts(mixer, position=position, length=length, width=width, num_heads=heads)
     expected = Counts(*table_5_and_6(mixer, position, width, heads), counts.parameters)
     assert one == expected
 
@@ -112,8 +117,7 @@ def test_what_table_5_simplifies_to_is_not_its_sum_for_several_heads():
 
 @pytest.mark.parametrize(
   "mixer, switches",
-  [(mixer, {}) for mixer in complexity.MIXERS]
-  + [("she", BARE), ("he", BARE), ("we", BARE)],
+  [(mixer, {}) for mixer in complexity.MIXERS] + [("she", BARE), ("he", BARE), ("we", BARE)],
 )
 @pytest.mark.parametrize("length", [1, 2, 8, 13])
 def test_tokens_add_up_to_the_sequence(mixer, length, switches):
@@ -271,8 +275,7 @@ def test_is_what_a_mixer_of_numbers_does(mixer, heads, switches):
   [
     ("attention", 3, functools.partial(SelfAttention, num_heads=3, use_bias=False)),
     ("dispatcher", 3, functools.partial(dispatcher.Dispatcher, num_heads=3)),
-    ("dispatcher_multihead", 3,
-     functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3)),
+    ("dispatcher_multihead", 3, functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3)),
     ("she", 1, extractors.SHE),
     ("he", 1, extractors.HE),
     ("we", 1, extractors.WE),
@@ -311,18 +314,12 @@ def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
     multiplications += products * (1 if is_real else 4)
     additions += products * (0 if is_real else 2) + sums * (1 if is_real else 2)
   direct = training_counts(mixer, length=length, width=width)
-  bare = direct if mixer == "me" else training_counts(
-    mixer, length=length, width=width, **BARE
-  )
+  bare = direct if mixer == "me" else training_counts(mixer, length=length, width=width, **BARE)
   linear = Counts(length * width**2, length * width * (width - 1))
-  rest = Counts(
-    direct.multiplications - bare.multiplications, direct.additions - bare.additions
-  )
+  rest = Counts(direct.multiplications - bare.multiplications, direct.additions - bare.additions)
   if mixer == "he":
     rest += linear
-  counts = fft_training_counts(
-    mixer, length=length, width=width, transform_taps=transform_taps
-  )
+  counts = fft_training_counts(mixer, length=length, width=width, transform_taps=transform_taps)
   expected = Counts(multiplications, additions, parameters=direct.parameters) + rest
   assert counts == expected
 
@@ -419,7 +416,10 @@ def test_the_command_ends_with_a_message(flags, message, capsys):
 def test_the_module_runs_as_a_command():
   done = subprocess.run(
     [sys.executable, "-m", "dpjax.complexity", "--length=nine"],
-    cwd=helpers.ROOT, capture_output=True, text=True, check=False,
+    cwd=helpers.ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
   )
   assert done.returncode and "Traceback" not in done.stderr
   assert "argument --length: invalid int value: 'nine'" in done.stderr

@@ -88,11 +88,13 @@ def test_the_default_is_valid():
     ("train.schedule.warmup_steps", -1, "expected at least 0, got -1"),
     ("train.clip_norm", -0.5, "expected at least 0, got -0.5"),
     ("train.learning_rate", -1e-3, "expected at least 0, got -0.001"),
-    ("model.mixer.num_levels", 10,
-     "expected at most 9, which reach over model.max_length = 512, got 10"),
+    (
+      "model.mixer.num_levels",
+      10,
+      "expected at most 9, which reach over model.max_length = 512, got 10",
+    ),
     ("model.mixer.num_levels", 40, "expected at most 24, got 40"),
-    ("train.schedule.warmup_steps", 2**31,
-     r"expected an integer below 2\*\*31, got 2147483648"),
+    ("train.schedule.warmup_steps", 2**31, r"expected an integer below 2\*\*31, got 2147483648"),
     ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
     ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
     ("train.optimizer.eps", -1e-8, "expected at least 0, got -1e-08"),
@@ -130,26 +132,41 @@ def test_what_a_component_cannot_have_is_refused(section, name, setting, value, 
     config_lib.check(config)
 
 
-FLOATS = [key for key, value in config_lib.flatten(config_lib.default()).items()
-          if type(value) is float]
+FLOATS = [
+  key for key, value in config_lib.flatten(config_lib.default()).items() if type(value) is float
+]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_numbers_that_are_not_finite_in_float32_are_refused(value):
   assert len(FLOATS) == 15
   for key in FLOATS:
-    with pytest.raises(ValueError, match=f"^{key}: expected a number .* finite, got {value}"
-                       .replace("+", r"\+")):
+    with pytest.raises(
+      ValueError, match=f"^{key}: expected a number .* finite, got {value}".replace("+", r"\+")
+    ):
       config_lib.check(changed({key: value}))
 
 
 @pytest.mark.parametrize(
   "key",
-  ["model.num_layers", "model.width", "model.feed_forward_width", "model.max_length",
-   "model.vocab_size", "model.boundaries.num_capacities", "model.first.num_layers",
-   "model.last.num_layers", "train.batch_size", "train.window", "eval.batch_size",
-   "eval.window", "eval.stride", "data.tokenizer_size", "model.boundaries.size",
-   "sample.length"],
+  [
+    "model.num_layers",
+    "model.width",
+    "model.feed_forward_width",
+    "model.max_length",
+    "model.vocab_size",
+    "model.boundaries.num_capacities",
+    "model.first.num_layers",
+    "model.last.num_layers",
+    "train.batch_size",
+    "train.window",
+    "eval.batch_size",
+    "eval.window",
+    "eval.stride",
+    "data.tokenizer_size",
+    "model.boundaries.size",
+    "sample.length",
+  ],
 )
 def test_sizes_that_fit_no_machine_are_refused(key):
   with pytest.raises(ValueError, match=f"^{key}: expected .*at most .*, got 1000000000"):
@@ -158,12 +175,16 @@ def test_sizes_that_fit_no_machine_are_refused(key):
 
 def test_sizes_that_fit_no_machine_together_are_refused():
   config_lib.check(changed({"model.num_layers": 10_000, "train.batch_size": 2**20}))
-  with pytest.raises(ValueError, match="^model.num_layers, model.width, model.feed_forward_"
-                     r"width: expected .* got 6 x 1,048,576 x 1,048,576$"):
+  with pytest.raises(
+    ValueError,
+    match="^model.num_layers, model.width, model.feed_forward_"
+    r"width: expected .* got 6 x 1,048,576 x 1,048,576$",
+  ):
     config_lib.check(changed({"model.width": 2**20, "model.feed_forward_width": 2**20}))
   rows = {"train.batch_size": 2**24, "model.max_length": 2**9, "model.width": 2**9}
-  with pytest.raises(ValueError, match="^train.batch_size, train.window, model.width, .* "
-                     "got 16,777,216 x 512 x 512$"):
+  with pytest.raises(
+    ValueError, match="^train.batch_size, train.window, model.width, .* got 16,777,216 x 512 x 512$"
+  ):
     config_lib.check(changed(rows))
   config_lib.check(changed({**rows, "train.accumulate_steps": 4}))
   with pytest.raises(ValueError, match="^eval.batch_size, .* got 16,777,216 x 400 x 512$"):
@@ -247,7 +268,8 @@ def test_blocks_with_mixers_of_their_own_have_their_own_settings():
   config = changed({**mixed, "model.boundaries": "fixed"})
   config_lib.check(config)
   assert {key: x.name for key, x in config_lib.mixers_in(config.model).items()} == {
-    "model.mixer": "he", "model.first.mixer": "attention"
+    "model.mixer": "he",
+    "model.first.mixer": "attention",
   }
   # Each has the names of its own operator.
   mixed["model.last.mixer"] = config_lib.mixer("dispatcher", implementation="loop")
@@ -352,9 +374,7 @@ def test_settings_added_later_take_their_defaults():
   assert config_lib.from_dict(old) == config
   assert config_lib.differences(old, config) == []
   other = changed({"train.batch_size": 30, "train.optimizer.eps": 1e-3})
-  assert config_lib.differences(old, other) == [
-    "train.optimizer.eps: 1e-08 there, 0.001 here"
-  ]
+  assert config_lib.differences(old, other) == ["train.optimizer.eps: 1e-08 there, 0.001 here"]
 
 
 @pytest.mark.parametrize(
@@ -381,10 +401,26 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
 
 # Of version 0.1, in which components had no sections.
 FLAT = {
-  "model": dict(mixer="he", num_heads=1, num_levels=0, mixer_dropout=0.0, adjustment=False,
-                attention_bias=True, output_projection=True, implementation=""),
-  "train": dict(optimizer="adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02,
-                schedule="cosine", warmup_steps=50, batch_size=30),
+  "model": dict(
+    mixer="he",
+    num_heads=1,
+    num_levels=0,
+    mixer_dropout=0.0,
+    adjustment=False,
+    attention_bias=True,
+    output_projection=True,
+    implementation="",
+  ),
+  "train": dict(
+    optimizer="adamw",
+    b1=0.8,
+    b2=0.98,
+    eps=1e-7,
+    weight_decay=0.02,
+    schedule="cosine",
+    warmup_steps=50,
+    batch_size=30,
+  ),
 }
 
 
@@ -397,20 +433,26 @@ def test_a_run_of_version_01_is_read():
   assert config.train.schedule == config_lib.schedule("cosine", warmup_steps=50)
   assert config_lib.differences(FLAT, config) == []
   config.model.mixer.adjustment = True
-  assert config_lib.differences(FLAT, config) == [
-    "model.mixer.adjustment: False there, True here"
-  ]
+  assert config_lib.differences(FLAT, config) == ["model.mixer.adjustment: False there, True here"]
 
 
 def test_a_run_from_before_token_pooling_is_read():
-  old = {"model": dict(mixer="he", num_heads=1, adjustment=True), "train": dict(
-    batch_size=30, optimizer="adam", b1=0.9)}
+  old = {
+    "model": dict(mixer="he", num_heads=1, adjustment=True),
+    "train": dict(batch_size=30, optimizer="adam", b1=0.9),
+  }
   config = config_lib.from_dict(json.loads(json.dumps(old)))
   assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
   assert config.model.boundaries.name == "none"
   assert config_lib.differences(old, config) == []
-  pooled = changed({"train.batch_size": 30, "model.mixer": "he",
-                    "model.boundaries": "whitespace", "model.boundaries.space_ids": (0, 7)})
+  pooled = changed(
+    {
+      "train.batch_size": 30,
+      "model.mixer": "he",
+      "model.boundaries": "whitespace",
+      "model.boundaries.space_ids": (0, 7),
+    }
+  )
   assert config_lib.differences(old, pooled) == [
     "model.boundaries.name: 'none' there, 'whitespace' here",
     "model.boundaries.pooling: None there, 'mean' here",
@@ -430,24 +472,24 @@ def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
 
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
-  free = changed({
-    "train.num_steps": 7,
-    "train.num_epochs": 0.0,
-    "train.log_every_steps": 3,
-    "train.checkpoint_every_steps": 9,
-    "train.keep_checkpoints": 5,
-    "train.parameters": "sharded",
-    "train.accumulate_steps": 4,
-    "model.remat": True,
-    "model.mixer.implementation": "loop",
-    "eval.stride": 17,
-    "sample.prompt": "A",
-    "sample.top_k": 3,
-  })
-  assert config_lib.differences(config, free) == []
-  other = changed(
-    {"seed": 5, "model.width": 7, "train.clip_norm": 0.25, "data.path": "a.txt"}
+  free = changed(
+    {
+      "train.num_steps": 7,
+      "train.num_epochs": 0.0,
+      "train.log_every_steps": 3,
+      "train.checkpoint_every_steps": 9,
+      "train.keep_checkpoints": 5,
+      "train.parameters": "sharded",
+      "train.accumulate_steps": 4,
+      "model.remat": True,
+      "model.mixer.implementation": "loop",
+      "eval.stride": 17,
+      "sample.prompt": "A",
+      "sample.top_k": 3,
+    }
   )
+  assert config_lib.differences(config, free) == []
+  other = changed({"seed": 5, "model.width": 7, "train.clip_norm": 0.25, "data.path": "a.txt"})
   assert config_lib.differences(config, other) == [
     "data.path: '' there, 'a.txt' here",
     "model.width: 512 there, 7 here",
@@ -461,8 +503,10 @@ def test_only_what_changes_no_trained_number_may_differ():
     (config_lib.get(other, section) if section else other)[name] = "other"
   free = config_lib.FREE_KEYS + config_lib.LENGTH_KEYS
   assert [line.partition(":")[0] for line in config_lib.differences(config, other)] == [
-    key for key in config_lib.known_keys()
-    if not key.startswith(free) and key.rpartition(".")[2] not in config_lib.FREE_NAMES
+    key
+    for key in config_lib.known_keys()
+    if not key.startswith(free)
+    and key.rpartition(".")[2] not in config_lib.FREE_NAMES
     and key != ends
   ]
   cosine = changed({"train.schedule": "cosine"})
@@ -474,16 +518,13 @@ def test_only_what_changes_no_trained_number_may_differ():
 def test_a_schedule_that_ends_with_the_run_fixes_its_length():
   there = changed({"train.schedule": "cosine"})
   here = changed({"train.schedule": "cosine", "train.num_epochs": 61.0})
-  assert config_lib.differences(there, here) == [
-    "train.num_epochs: 60.0 there, 61.0 here"
-  ]
+  assert config_lib.differences(there, here) == ["train.num_epochs: 60.0 there, 61.0 here"]
 
 
 def test_an_unknown_key_is_answered_with_the_nearest():
   error = config_lib.unknown_key("model.widht", config_lib.known_keys())
   assert str(error) == (
-    "model.widht: expected a known setting, got an unknown one; the nearest known is "
-    "model.width"
+    "model.widht: expected a known setting, got an unknown one; the nearest known is model.width"
   )
   assert "nearest" not in str(config_lib.unknown_key("a", []))
 

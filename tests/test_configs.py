@@ -20,13 +20,20 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 # Entries of the vocabularies that the configured tokenizers make.
 VOCABULARIES = {
-  "ptb": 8_558, "wikitext2": 20_044, "wikitext103": 28_996, "lm1b": 28_996,
-  "openwebtext": 50_257, "finetuned": 50_257, "books": 5_000,
+  "ptb": 8_558,
+  "wikitext2": 20_044,
+  "wikitext103": 28_996,
+  "lm1b": 28_996,
+  "openwebtext": 50_257,
+  "finetuned": 50_257,
+  "books": 5_000,
   "text8": 28,  # a to z, the space, and what is unknown
 }
 UNCASED = 30_522  # pieces of bert-base-uncased, of the paper's models of lm1b by their size
 CORPORA = {
-  "quickstart": catalog.ONE_MORE, "ptb": "penn_treebank", "finetuned": "wikitext2",
+  "quickstart": catalog.ONE_MORE,
+  "ptb": "penn_treebank",
+  "finetuned": "wikitext2",
   "books": "childrens_books",
 }  # of the others the file's name says it
 # Table 1 of the Dispatcher paper.
@@ -158,15 +165,27 @@ def larger_dispatcher(learning_rate: float, **train) -> dict:
   """What SPEC's table has of the Dispatcher on OpenWebText, and of the fine-tuned."""
   return {
     "model": dict(
-      width=480, feed_forward_width=480, num_layers=12, max_length=1024, norm="post",
-      positions="sinusoidal", activation="relu", dropout=0.0, hidden_dropout=0.0,
+      width=480,
+      feed_forward_width=480,
+      num_layers=12,
+      max_length=1024,
+      norm="post",
+      positions="sinusoidal",
+      activation="relu",
+      dropout=0.0,
+      hidden_dropout=0.0,
       dtype="float32",
     ),
     "model.mixer": dict(name="dispatcher", num_heads=1, level_dropout=0.0),
     "data": dict(tokenizer="bpe", tokenizer_file="gpt2", max_characters=(0, 0, 0)),
     "train": dict(
-      batches="contiguous", batch_size=5, window=0, num_steps=0,
-      learning_rate=learning_rate, clip_norm=0.5, **train,
+      batches="contiguous",
+      batch_size=5,
+      window=0,
+      num_steps=0,
+      learning_rate=learning_rate,
+      clip_norm=0.5,
+      **train,
     ),
     "train.optimizer": dict(name="adam", b1=0.9, b2=0.999, eps=1e-8),
     "train.schedule": dict(name="constant", warmup_steps=0),
@@ -178,7 +197,11 @@ def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
   config = load("dispatcher_openwebtext")
   # Its one epoch takes days: between two reports there are at most hours.
   expected = larger_dispatcher(
-    6e-5, num_epochs=1.0, initial_run="", eval_every_epochs=0.0, eval_every_steps=20_000,
+    6e-5,
+    num_epochs=1.0,
+    initial_run="",
+    eval_every_epochs=0.0,
+    eval_every_steps=20_000,
     checkpoint_every_steps=2_000,
   )
   assert_has(config, expected)
@@ -188,12 +211,13 @@ def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
 def test_the_finetuned_dispatcher_has_the_papers_settings(text):
   config = finetuned.get_config(text)
   config_lib.check(config)
-  place = re.search(
-    r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext")
-  )[1]
+  place = re.search(r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext"))[1]
   is_small = text in ("ptb", "wikitext2")
   expected = larger_dispatcher(
-    1e-5, num_epochs=60.0, initial_run=place, eval_every_epochs=float(is_small),
+    1e-5,
+    num_epochs=60.0,
+    initial_run=place,
+    eval_every_epochs=float(is_small),
     eval_every_steps=0 if is_small else 10_000,
   )
   assert_has(config, expected)
@@ -205,9 +229,7 @@ def test_the_finetuned_dispatcher_has_the_papers_settings(text):
   origin = load("dispatcher_openwebtext", "tiny")
   assert tiny.model == origin.model != config.model
   assert tiny.data.name == config.data.name and tiny.train.num_steps == 50
-  assert f"tiny \\\n    --workdir={tiny.train.initial_run}\n" in header(
-    "dispatcher_openwebtext"
-  )
+  assert f"tiny \\\n    --workdir={tiny.train.initial_run}\n" in header("dispatcher_openwebtext")
   assert tiny.train.initial_run in header("dispatcher_finetuned")
 
 
@@ -221,10 +243,14 @@ def test_variants_of_the_finetuned_that_there_are_not(variant):
 TABLE_1 = dict(max_length=128, num_layers=18, num_steps=60_000)
 FIGURES = {
   "": TABLE_1,
-  **{f"fig10_{length}": dict(max_length=length, num_layers=2, num_steps=30_000)
-     for length in (8, 16, 32, 64)},
-  **{f"fig11_{layers}": dict(max_length=32, num_layers=layers, num_steps=30_000)
-     for layers in (1, 2, 4, 8)},
+  **{
+    f"fig10_{length}": dict(max_length=length, num_layers=2, num_steps=30_000)
+    for length in (8, 16, 32, 64)
+  },
+  **{
+    f"fig11_{layers}": dict(max_length=32, num_layers=layers, num_steps=30_000)
+    for layers in (1, 2, 4, 8)
+  },
 }
 HEADS = {f"attention_{2**i}": 2**i for i in range(8)}
 EXTRACTORS = {"she": "she", "he": "he", "we": "we", "me": "me", "he_extraction": "he"}
@@ -245,15 +271,27 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     of_mixer |= dict(adjustment=has_parts, output_projection=has_parts)
   expected = {
     "model": dict(
-      width=128, feed_forward_width=512, norm="pre",
-      positions="learned", activation="relu", dropout=0.1, hidden_dropout=0.0,
-      init_std=0.01, dtype="float32",
-      max_length=sizes["max_length"], num_layers=sizes["num_layers"],
+      width=128,
+      feed_forward_width=512,
+      norm="pre",
+      positions="learned",
+      activation="relu",
+      dropout=0.1,
+      hidden_dropout=0.0,
+      init_std=0.01,
+      dtype="float32",
+      max_length=sizes["max_length"],
+      num_layers=sizes["num_layers"],
     ),
     "data": dict(tokenizer="bpe", tokenizer_size=5000),
     "train": dict(
-      batches="random_windows", batch_size=64, window=0, num_steps=sizes["num_steps"],
-      learning_rate=1e-3, clip_norm=0.0, median_every_steps=2000,
+      batches="random_windows",
+      batch_size=64,
+      window=0,
+      num_steps=sizes["num_steps"],
+      learning_rate=1e-3,
+      clip_norm=0.0,
+      median_every_steps=2000,
     ),
     "sample": dict(top_p=0.6, temperature=1.0, top_k=0),
   }
@@ -277,10 +315,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
 
 def test_the_header_of_the_extractors_is_true():
   text = header("extractors_childrens_books")
-  stated = {
-    mixer: float(size)
-    for mixer, size in re.findall(r"(\w+) ([\d.]+)M[,;]", text)
-  }
+  stated = {mixer: float(size) for mixer, size in re.findall(r"(\w+) ([\d.]+)M[,;]", text)}
   assert stated.keys() == {*EXTRACTORS, "attention"}
   for mixer, size in stated.items():
     config = extractors.get_config({"attention": "attention_32"}.get(mixer, mixer))
@@ -304,26 +339,43 @@ def test_has_the_papers_settings(name):
   is_whole = data in ("wikitext103", "lm1b")
   expected = {
     "model": dict(
-      width=512, feed_forward_width=512, num_layers=6, max_length=512, norm="post",
-      positions="sinusoidal", activation="relu", dropout=0.2, hidden_dropout=0.2,
+      width=512,
+      feed_forward_width=512,
+      num_layers=6,
+      max_length=512,
+      norm="post",
+      positions="sinusoidal",
+      activation="relu",
+      dropout=0.2,
+      hidden_dropout=0.2,
       dtype="float32",
     ),
-    "model.mixer": dict(name="attention", dropout=0.2) if mixer == "msa" else dict(
-      name="dispatcher", num_levels=None, level_dropout=0.2
-    ),
+    "model.mixer": dict(name="attention", dropout=0.2)
+    if mixer == "msa"
+    else dict(name="dispatcher", num_levels=None, level_dropout=0.2),
     "model.boundaries": dict(name="none"),
     "data": dict(
-      tokenizer="wordpiece", tokenizer_file="bert_base_cased", max_characters=(0, 0, 0),
+      tokenizer="wordpiece",
+      tokenizer_file="bert_base_cased",
+      max_characters=(0, 0, 0),
       # WikiText-103 is lower-cased first, and has the whole vocabulary; so has lm1b.
-      lower_text=is_whole, lower_pieces=not is_whole, restrict_vocabulary=not is_whole,
+      lower_text=is_whole,
+      lower_pieces=not is_whole,
+      restrict_vocabulary=not is_whole,
     ),
     "train": dict(
-      batch_size=20, window=0, num_steps=0, num_epochs=60.0, clip_norm=0.5,
+      batch_size=20,
+      window=0,
+      num_steps=0,
+      num_epochs=60.0,
+      clip_norm=0.5,
       # The paper's, but for train_plain_dispatcher_on_wikitext103.py of the authors' code.
       learning_rate=2e-4 if name == "dispatcher_wikitext103" else 1e-4,
     ),
     "train.optimizer": dict(
-      name="adam", b1=0.9, b2=0.999,
+      name="adam",
+      b1=0.9,
+      b2=0.999,
       eps=1e-10 if name == "dispatcher_wikitext103" else 1e-8,
     ),
     "train.schedule": dict(name="constant", warmup_steps=0),
@@ -334,9 +386,7 @@ def test_has_the_papers_settings(name):
 
 
 # Bits per character and shortening factor: Table 1 of the pooling paper, column by column.
-BOUNDARIES = (
-  "none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram", "whitespace"
-)
+BOUNDARIES = ("none", "fixed2", "fixed3", "fixed4", "gumbel", "entropy", "unigram", "whitespace")
 POOLING = {
   "text8": """1.143 1.0  1.149 2.0  1.155 3.0  1.166 4.0
               1.136* 4.6  1.138* 4.1  1.134* 5.0  1.133* 5.7""",
@@ -359,9 +409,7 @@ KINDS = {
   "fixed4": dict(name="fixed", shortening_factor=4, offset=None, pooling="mean"),
   "gumbel": dict(name="gumbel", temperature=0.5, prior=0.2, sample=False, space_ids=()),
   "entropy": dict(name="entropy", left=2, double_sigmoid=False, pooling="mean"),
-  "unigram": dict(
-    name="unigram", file="", size=10_000, double_sigmoid=False, pooling="mean"
-  ),
+  "unigram": dict(name="unigram", file="", size=10_000, double_sigmoid=False, pooling="mean"),
   "whitespace": dict(name="whitespace", space_ids=(), pooling="mean"),
 }
 
@@ -392,26 +440,40 @@ def test_pooling_has_the_papers_settings(kind):
   config_lib.check(config)
   expected = {
     "model": dict(
-      width=512, feed_forward_width=2048, max_length=2048, norm="post", positions="none",
-      activation="gelu", dropout=0.1, hidden_dropout=0.1, init_std=0.02,
-      norm_init_std=0.02, num_layers=12 if kind == "none" else 8,
+      width=512,
+      feed_forward_width=2048,
+      max_length=2048,
+      norm="post",
+      positions="none",
+      activation="gelu",
+      dropout=0.1,
+      hidden_dropout=0.1,
+      init_std=0.02,
+      norm_init_std=0.02,
+      num_layers=12 if kind == "none" else 8,
     ),
     "data": dict(
-      name="text8", language="", clean=False, max_characters=(0, 0, 0),
-      tokenizer="characters", split_fractions=(0.9, 0.05, 0.05),
+      name="text8",
+      language="",
+      clean=False,
+      max_characters=(0, 0, 0),
+      tokenizer="characters",
+      split_fractions=(0.9, 0.05, 0.05),
     ),
     "train": dict(
-      batches="shuffled_windows", batch_size=8, window=0, num_steps=200_000,
-      learning_rate=2.5e-4, clip_norm=0.25,
+      batches="shuffled_windows",
+      batch_size=8,
+      window=0,
+      num_steps=200_000,
+      learning_rate=2.5e-4,
+      clip_norm=0.25,
     ),
     "eval": dict(window=0, stride=512),
   }
   assert_has(config, expected)
   for stack in (config.model.first, config.model.last):
     assert stack.to_dict() == dict(num_layers=2, mixer=None)
-  assert config.model.mixer.to_dict() == dict(
-    name="relative_attention", num_heads=8, dropout=0.1
-  )
+  assert config.model.mixer.to_dict() == dict(name="relative_attention", num_heads=8, dropout=0.1)
   boundaries = config.model.boundaries.to_dict()
   assert boundaries.pop("num_capacities", 8) == 8 and boundaries == KINDS[kind]
   assert config.train.optimizer == config_lib.optimizer("adam", b1=0.9, b2=0.999, eps=1e-8)
@@ -423,9 +485,7 @@ def test_pooling_has_the_papers_settings(kind):
   assert tiny.model.mixer == config.model.mixer and tiny.model.positions == "none"
   assert tiny.train.num_steps == 50 and tiny.model.width == 32
   assert max(tiny.data.max_characters) == 1_000_000 and min(tiny.data.max_characters) > 0
-  assert tiny.model.boundaries.get("num_capacities") == (
-    3 if kind in BOUNDARIES[4:] else None
-  )
+  assert tiny.model.boundaries.get("num_capacities") == (3 if kind in BOUNDARIES[4:] else None)
 
 
 def changes(variant: str, base: str) -> dict:
@@ -462,7 +522,10 @@ def assert_is_cleaned_and_cut(config, name: str, language: str) -> None:
 
 def test_the_texts_of_pooling_have_the_papers_settings():
   for language, (size, prior) in {
-    "en": (10_000, 0.2), "fi": (200, 0.37), "he": (200, 0.2), "vi": (10_000, 0.2)
+    "en": (10_000, 0.2),
+    "fi": (200, 0.37),
+    "he": (200, 0.2),
+    "vi": (10_000, 0.2),
   }.items():
     unigram = pooling_wiki40b.get_config(f"{language},unigram")
     gumbel = pooling_wiki40b.get_config(f"gumbel,{language}")
@@ -538,7 +601,9 @@ def test_the_header_of_pooling_is_true():
     for word in commands:
       config_lib.check(load(name, word))
   for letter, words in (
-    ("V", pooling_text8.UNIGRAM), ("A", pooling_text8.GUMBEL), ("N", pooling_text8.MIDDLE)
+    ("V", pooling_text8.UNIGRAM),
+    ("A", pooling_text8.GUMBEL),
+    ("N", pooling_text8.MIDDLE),
   ):
     *values, last = (word.split("_")[1] for word in words)
     assert f" {letter} = {', '.join(values)} or {last} " in text

@@ -123,8 +123,13 @@ def test_keeps_the_contract(name, num_heads, relation):
   for settings, reach in mixer.reaches if settings_matter else mixer.reaches[:1]:
     make = partial(mixer, num_heads, **settings)
     testing.check_mixer(
-      make, width=WIDTH, max_length=MAX_LENGTH, reach=reach, dropout=mixer.dropout,
-      gradients=effective, relations=[relation],
+      make,
+      width=WIDTH,
+      max_length=MAX_LENGTH,
+      reach=reach,
+      dropout=mixer.dropout,
+      gradients=effective,
+      relations=[relation],
     )
 
 

@@ -44,7 +44,8 @@ def test_the_table_of_what_a_user_gains_is_that_of_the_suite():
 def test_what_is_said_of_the_dispatchers_steps_is_measured():
   rows = result("training_step")["parts"]["lengths"]["rows"]
   over = {
-    row["length"]: row["over_attention"] for row in rows
+    row["length"]: row["over_attention"]
+    for row in rows
     if (row["name"], row["side"]) == ("dispatcher", "jax") and "left_out" not in row
   }
   said = re.sub(r"\s+", " ", README)
@@ -90,8 +91,12 @@ def rows_of_causal_convolution():
 
 
 def rows_of_generation():
-  names = {"dispatcher": "Dispatcher", "we": "WE", "attention": "attention",
-           "relative_attention": "relative attention"}
+  names = {
+    "dispatcher": "Dispatcher",
+    "we": "WE",
+    "attention": "attention",
+    "relative_attention": "relative attention",
+  }
   for row in result("generation")["models"]:
     yield (
       f"| {names[row['name']]} | {row['length']} | {row['tokens_per_second']:.0f} "
@@ -112,7 +117,8 @@ def test_what_is_said_of_generation_is_what_its_benchmark_found():
     "less than the whole sum"
   ) in said
   over_plain = next(
-    x["over_plain"] for x in measured["operators"]["rows"]
+    x["over_plain"]
+    for x in measured["operators"]["rows"]
     if (x["name"], x["cache"]) == ("we", "online")
   )
   assert f"{over_plain:.2f} of the plain one's time for 4,096 tokens of WE" in said

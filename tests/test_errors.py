@@ -39,9 +39,7 @@ def test_an_os_error_without_a_file_is_raised():
       raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@pytest.mark.parametrize("number, status", [
-  (signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 1)
-])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 1)])
 def test_an_interrupted_run_exits_as_its_signal_would(number, status, capsys):
   with pytest.raises(SystemExit) as end:
     with exit_on_user_error():
@@ -63,9 +61,7 @@ def test_it_is_a_value_error_and_public():
   assert dpjax.UserError is UserError and issubclass(UserError, ValueError)
 
 
-@pytest.mark.parametrize(
-  "error, has_traceback", [("UserError", False), ("ValueError", True)]
-)
+@pytest.mark.parametrize("error, has_traceback", [("UserError", False), ("ValueError", True)])
 def test_a_script_shows_a_traceback_only_of_what_is_not_the_users(error, has_traceback):
   code = (
     "import dpjax; from dpjax import command_line\n"
@@ -73,8 +69,9 @@ def test_a_script_shows_a_traceback_only_of_what_is_not_the_users(error, has_tra
     f"def main(_): raise {error}('width: expected 8')\n"
     "command_line.start(main)"
   )
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                        cwd=helpers.ROOT, timeout=100)
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, cwd=helpers.ROOT, timeout=100
+  )
   assert done.returncode == 1
   assert ("Traceback" in done.stderr) == has_traceback
   assert "width: expected 8" in done.stderr

@@ -114,8 +114,7 @@ def test_sharded_parameters(first, pooled, tmp_path):
 def test_an_initial_run_gives_the_rest(first, pooled, tmp_path):
   workdir, whole, _ = pooled
   folder, _ = first
-  config = pooled_config(first, "b", num_steps=2, learning_rate=0.0,
-                         initial_run=str(workdir))
+  config = pooled_config(first, "b", num_steps=2, learning_rate=0.0, initial_run=str(workdir))
   run, _ = dpjax.train(config, tmp_path / "run")
   other = dpjax.load(folder / "b").params
   assert_same_bits(run.params, with_frozen(whole.params, other))
@@ -147,8 +146,10 @@ def test_other_runs_are_refused(first, pooled, tmp_path):
 
   refused(f"{key} the folder of a run, got {tmp_path}/none", run=f"{tmp_path}/none")
   assert not (tmp_path / "run" / "data").exists()  # Before anything is prepared.
-  refused(f"{key} a run whose .* neither drawn .* nor of another run, got entropy_thresh",
-          run=str(pooled[0]))
+  refused(
+    f"{key} a run whose .* neither drawn .* nor of another run, got entropy_thresh",
+    run=str(pooled[0]),
+  )
 
   def lengthen(config):
     config.model.max_length = 24
@@ -176,8 +177,7 @@ def test_a_command_finds_theta(first, capsys):
   said, flags = capsys.readouterr().out.splitlines()
   length = float(said.split()[2])
   assert length == pytest.approx(3.7, rel=0.01)
-  assert said.endswith(f": {length} characters a segment, of 513 characters in windows of "
-                       "19")
+  assert said.endswith(f": {length} characters a segment, of 513 characters in windows of 19")
   theta = float(said.split()[1].rstrip(":"))
   assert theta == pytest.approx(first[1], rel=1e-5)
   assert flags == (
@@ -186,26 +186,39 @@ def test_a_command_finds_theta(first, capsys):
     f"--config.model.boundaries.theta={theta:.6g}"
   )
   (folder / "other.txt").write_text("the cat sat on a mat\n" * 7)
-  calibrate.main([
-    str(folder / "a"), "--factor=5", "--rule=combined", "--theta_add=-0.1", "--length=60",
-    f"--text={folder / 'other.txt'}",
-  ])
+  calibrate.main(
+    [
+      str(folder / "a"),
+      "--factor=5",
+      "--rule=combined",
+      "--theta_add=-0.1",
+      "--length=60",
+      f"--text={folder / 'other.txt'}",
+    ]
+  )
   said, flags = capsys.readouterr().out.splitlines()
   assert "of 46 characters in windows of 23" in said  # The tail is left out.
   assert flags.endswith("--config.model.boundaries.theta_add=-0.1")
 
 
-@pytest.mark.parametrize("flags, message", [
-  (["--factor=0.2"], "--factor: expected at least 1, and finite, got 0.2"),
-  (["--rule=globl"],
-   "--rule: expected one of global, monotonic, combined, got globl; did you mean global?"),
-  (["--theta_add=1"], "--theta_add: expected 0 with the rule global, got 1.0"),
-  (["--split=dev"], "--split: expected one of train, valid, test, got dev"),
-  (["--window=24"], "--window: expected 1 to model.max_length = 23, got 24"),
-  (["--length=0"], "--length: expected at least 1, got 0"),
-  (["--text=no_such.txt"],
-   "no_such.txt: expected to read or write it, got: No such file or directory"),
-])
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--factor=0.2"], "--factor: expected at least 1, and finite, got 0.2"),
+    (
+      ["--rule=globl"],
+      "--rule: expected one of global, monotonic, combined, got globl; did you mean global?",
+    ),
+    (["--theta_add=1"], "--theta_add: expected 0 with the rule global, got 1.0"),
+    (["--split=dev"], "--split: expected one of train, valid, test, got dev"),
+    (["--window=24"], "--window: expected 1 to model.max_length = 23, got 24"),
+    (["--length=0"], "--length: expected at least 1, got 0"),
+    (
+      ["--text=no_such.txt"],
+      "no_such.txt: expected to read or write it, got: No such file or directory",
+    ),
+  ],
+)
 def test_wrong_flags(first, flags, message):
   with pytest.raises(SystemExit) as end:
     calibrate.main([str(first[0] / "a"), "--factor=3", *flags])

@@ -24,8 +24,14 @@ def make(tokenizer=None, seed=2, scale=6, **settings):
   """A generator and parameters for it, of weights so large that it is sure of itself."""
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
   config = config_lib.default()
-  usual = dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW,
-               num_heads=3, vocab_size=tokenizer.vocab_size)
+  usual = dict(
+    num_layers=2,
+    width=12,
+    feed_forward_width=20,
+    max_length=WINDOW,
+    num_heads=3,
+    vocab_size=tokenizer.vocab_size,
+  )
   if settings.get("boundaries") == "whitespace":
     usual |= dict(space_ids=tokenizer.space_ids)
   helpers.set_model(config.model, **{**usual, **settings})
@@ -68,8 +74,12 @@ def dispatcher():
 @pytest.fixture(scope="module")
 def pooled():
   return make(
-    mixer="relative_attention", positions="none", boundaries="whitespace",
-    num_layers=1, first_layers=1, last_layers=1,
+    mixer="relative_attention",
+    positions="none",
+    boundaries="whitespace",
+    num_layers=1,
+    first_layers=1,
+    last_layers=1,
   )
 
 
@@ -85,9 +95,7 @@ def test_greedy_text_is_that_of_full_passes(name, request):
   assert len(set(texts)) > 2
   # With room for all of it, no pass is made.
   slow = maker[0]._advance[False]._cache_size()
-  assert write(maker, ["abc"], length=9, temperature=0.0, beyond_window="refuse") == [
-    texts[0][:9]
-  ]
+  assert write(maker, ["abc"], length=9, temperature=0.0, beyond_window="refuse") == [texts[0][:9]]
   assert maker[0]._advance[False]._cache_size() == slow
 
 
@@ -125,8 +133,15 @@ def test_a_sample_is_of_its_seed_and_numbers_alone(dispatcher):
 def test_boundaries_that_are_drawn_stay(dispatcher):
   """Those of the past are drawn anew in every pass, and have to come out the same."""
   maker = make(
-    mixer="relative_attention", positions="none", boundaries="gumbel", num_layers=1,
-    first_layers=1, last_layers=1, sample_boundaries=True, scale=4, seed=3,
+    mixer="relative_attention",
+    positions="none",
+    boundaries="gumbel",
+    num_layers=1,
+    first_layers=1,
+    last_layers=1,
+    sample_boundaries=True,
+    scale=4,
+    seed=3,
   )
   generator, params = maker
   # As unsure as can be, so that the draw decides.
@@ -273,8 +288,7 @@ def test_wrong_input_is_refused_at_once(dispatcher, settings, message):
     (dict(mixer="attention"), "attention"),
     (dict(mixer="we", positions="learned"), "learned positions"),
     (
-      dict(mixer="dispatcher", boundaries="fixed", last_mixer="attention",
-           positions="learned"),
+      dict(mixer="dispatcher", boundaries="fixed", last_mixer="attention", positions="learned"),
       "attention and learned positions",
     ),
   ],
@@ -305,9 +319,7 @@ def test_from_a_folder_with_the_settings_of_the_run(tmp_path):
   assert texts == run.generate("the ", num_samples=2)
   assert texts == run.generate("the ", length=9, temperature=0.0, num_samples=2)
   assert texts == dpjax.generate(run, ["the ", "a"], num_samples=2)[0]
-  assert "".join(x[0].text for x in run.stream("the ", length=9, temperature=0.0)) == (
-    texts[0]
-  )
+  assert "".join(x[0].text for x in run.stream("the ", length=9, temperature=0.0)) == (texts[0])
 
 
 class Averages(nn.Module):

@@ -31,31 +31,69 @@ SECONDS = 60  # of a case: only to end one that hangs
 # Of train.py: settings, the last of which is wrong and named by the message.
 SETTINGS = [
   # Unknown ones and other types.
-  "model.widht=3", "bach_size=3", "train=3", "model.width=a", "model.width=2.5",
-  "model.mixer.num_level=3", "model.first.mixer.num_heads=2", "model.mixer.num_heads=a",
-  "train.optimizer=sgd train.optimizer.b1=0.9", "model.mixer=he model.mixer.adjustment=3",
-  "train.learning_rate=fast", "model.remat=perhaps", "data.split_fractions=1",
-  "data.max_characters=(1,2.5,3)", "seed=-1", "seed=4294967296",
+  "model.widht=3",
+  "bach_size=3",
+  "train=3",
+  "model.width=a",
+  "model.width=2.5",
+  "model.mixer.num_level=3",
+  "model.first.mixer.num_heads=2",
+  "model.mixer.num_heads=a",
+  "train.optimizer=sgd train.optimizer.b1=0.9",
+  "model.mixer=he model.mixer.adjustment=3",
+  "train.learning_rate=fast",
+  "model.remat=perhaps",
+  "data.split_fractions=1",
+  "data.max_characters=(1,2.5,3)",
+  "seed=-1",
+  "seed=4294967296",
   # Names that are none.
-  "model.mixer=dispacher", "model.mixer=",
-  "model.boundaries=fixed model.first.mixer=hee", "model.first.mixer=he",
-  "model.boundaries=gumble", "model.norm=none",
-  "model.positions=fixed", "model.activation=tanh", "model.dtype=float16",
-  "model.mixer.implementation=fast", "train.batches=random", "train.optimizer=sgdm",
-  "train.schedule=linear", "train.parameters=split", "sample.beyond_window=stop",
-  "data.tokenizer=character", "data.path= data.name=texte8",
+  "model.mixer=dispacher",
+  "model.mixer=",
+  "model.boundaries=fixed model.first.mixer=hee",
+  "model.first.mixer=he",
+  "model.boundaries=gumble",
+  "model.norm=none",
+  "model.positions=fixed",
+  "model.activation=tanh",
+  "model.dtype=float16",
+  "model.mixer.implementation=fast",
+  "train.batches=random",
+  "train.optimizer=sgdm",
+  "train.schedule=linear",
+  "train.parameters=split",
+  "sample.beyond_window=stop",
+  "data.tokenizer=character",
+  "data.path= data.name=texte8",
   # Sizes below the least, beyond what any machine holds, and beyond 32 bits.
-  "model.num_layers=0", "model.width=0", "model.mixer.num_heads=0", "model.max_length=-1",
-  "train.batch_size=0", "train.accumulate_steps=0", "train.keep_checkpoints=0",
-  "train.median_every_steps=0", "sample.length=0", "eval.batch_size=0",
-  "model.num_layers=1000000000", "model.width=1000000000",
-  "model.feed_forward_width=1000000000", "model.max_length=1000000000",
-  "train.batch_size=1000000000", "eval.batch_size=1000000000",
-  "train.window=1000000000", "eval.window=1000000000", "eval.stride=1000000000",
-  "model.mixer.num_levels=40", "model.mixer.num_levels=1000", "model.vocab_size=1000000000",
-  "data.tokenizer_size=1000000000", "sample.length=1000000000",
-  "train.schedule.warmup_steps=9999999999", "train.log_every_steps=9999999999999999999999",
-  "train.num_epochs=0.0 train.num_steps=9999999999", "train.num_steps=9999999999",
+  "model.num_layers=0",
+  "model.width=0",
+  "model.mixer.num_heads=0",
+  "model.max_length=-1",
+  "train.batch_size=0",
+  "train.accumulate_steps=0",
+  "train.keep_checkpoints=0",
+  "train.median_every_steps=0",
+  "sample.length=0",
+  "eval.batch_size=0",
+  "model.num_layers=1000000000",
+  "model.width=1000000000",
+  "model.feed_forward_width=1000000000",
+  "model.max_length=1000000000",
+  "train.batch_size=1000000000",
+  "eval.batch_size=1000000000",
+  "train.window=1000000000",
+  "eval.window=1000000000",
+  "eval.stride=1000000000",
+  "model.mixer.num_levels=40",
+  "model.mixer.num_levels=1000",
+  "model.vocab_size=1000000000",
+  "data.tokenizer_size=1000000000",
+  "sample.length=1000000000",
+  "train.schedule.warmup_steps=9999999999",
+  "train.log_every_steps=9999999999999999999999",
+  "train.num_epochs=0.0 train.num_steps=9999999999",
+  "train.num_steps=9999999999",
   "model.boundaries=gumbel model.first.num_layers=1000000000",
   "model.boundaries=gumbel model.boundaries.num_capacities=1000000000",
   "model.boundaries=fixed model.boundaries.shortening_factor=9999999999",
@@ -67,26 +105,48 @@ SETTINGS = [
   "model.feed_forward_width=16000000 model.width=16000000",
   "model.max_length=16000000 train.batch_size=16000000 model.feed_forward_width=4000000",
   # Numbers that are none, and those that float32 makes infinite.
-  "train.num_epochs=1e308", "train.num_epochs=inf", "train.eval_every_epochs=1e308",
-  "train.eval_every_epochs=nan", "train.optimizer.eps=inf", "train.optimizer.eps=nan",
-  "train.optimizer.eps=1e39", "train.optimizer=adamw train.optimizer.weight_decay=inf",
-  "train.optimizer=adamw train.optimizer.weight_decay=nan", "train.learning_rate=inf",
-  "train.learning_rate=nan", "train.clip_norm=inf", "train.optimizer.b1=nan",
-  "model.dropout=nan", "model.mixer.level_dropout=nan",
-  "model.init_std=inf", "model.norm_init_std=nan", "sample.temperature=inf",
-  "sample.temperature=1e39", "sample.top_p=nan",
+  "train.num_epochs=1e308",
+  "train.num_epochs=inf",
+  "train.eval_every_epochs=1e308",
+  "train.eval_every_epochs=nan",
+  "train.optimizer.eps=inf",
+  "train.optimizer.eps=nan",
+  "train.optimizer.eps=1e39",
+  "train.optimizer=adamw train.optimizer.weight_decay=inf",
+  "train.optimizer=adamw train.optimizer.weight_decay=nan",
+  "train.learning_rate=inf",
+  "train.learning_rate=nan",
+  "train.clip_norm=inf",
+  "train.optimizer.b1=nan",
+  "model.dropout=nan",
+  "model.mixer.level_dropout=nan",
+  "model.init_std=inf",
+  "model.norm_init_std=nan",
+  "sample.temperature=inf",
+  "sample.temperature=1e39",
+  "sample.top_p=nan",
   "model.boundaries=gumbel model.boundaries.prior=nan",
   "model.boundaries=gumbel model.boundaries.temperature=inf",
   # Those at odds with others.
-  "model.mixer.num_heads=7", "model.mixer=he model.mixer.num_heads=4", "train.window=129",
-  "model.boundaries.prior=0.3", "model.boundaries=gumbel model.boundaries.pooling=last",
-  "model.boundaries=fixed model.boundaries.offset=2", "train.accumulate_steps=3",
-  "data.split_fractions=(0.9,0.9,0.9)", "data.language=en",
-  "train.schedule=cosine train.schedule.warmup_steps=400", "model.vocab_size=7",
+  "model.mixer.num_heads=7",
+  "model.mixer=he model.mixer.num_heads=4",
+  "train.window=129",
+  "model.boundaries.prior=0.3",
+  "model.boundaries=gumbel model.boundaries.pooling=last",
+  "model.boundaries=fixed model.boundaries.offset=2",
+  "train.accumulate_steps=3",
+  "data.split_fractions=(0.9,0.9,0.9)",
+  "data.language=en",
+  "train.schedule=cosine train.schedule.warmup_steps=400",
+  "model.vocab_size=7",
   "data.restrict_vocabulary=true",
   # Files and folders.
-  "data.path={nothing}", "data.path={latin}", "data.path={empty}", "data.path={folder}",
-  "train.initial_run={nothing}", "train.initial_run={folder}",
+  "data.path={nothing}",
+  "data.path={latin}",
+  "data.path={empty}",
+  "data.path={folder}",
+  "train.initial_run={nothing}",
+  "train.initial_run={folder}",
   "model.boundaries=unigram model.boundaries.file={nothing}",
   "data.tokenizer=wordpiece data.tokenizer_file={nothing}",
 ]
@@ -116,12 +176,18 @@ COMMANDS = [
   ("train.py --config={quickstart} --wordkir={new}", "wordkir"),
   # Folders that are no run's, or another's.
   ("train.py --config={quickstart} --workdir={run}", "workdir: expected an empty folder"),
-  ("train.py --config={quickstart} --config.data.path={text} --workdir={text}",
-   "workdir: expected a folder that can be written"),
-  ("train.py --config={quickstart} --config.data.path={text} --workdir={text}/a/b",
-   "workdir: expected a folder that can be written"),
-  ("train.py --config={quickstart} --config.data.path={text} --workdir=/proc/a",
-   "workdir: expected a folder that can be written"),
+  (
+    "train.py --config={quickstart} --config.data.path={text} --workdir={text}",
+    "workdir: expected a folder that can be written",
+  ),
+  (
+    "train.py --config={quickstart} --config.data.path={text} --workdir={text}/a/b",
+    "workdir: expected a folder that can be written",
+  ),
+  (
+    "train.py --config={quickstart} --config.data.path={text} --workdir=/proc/a",
+    "workdir: expected a folder that can be written",
+  ),
   ("evaluate.py --workdir={nothing}", "workdir: expected the folder of a run"),
   ("evaluate.py --workdir={text}", "text"),
   ("evaluate.py --workdir={folder}", "workdir: expected the folder of a run"),
@@ -158,8 +224,10 @@ COMMANDS = [
   ("generate.py --workdir={run} --top_k=-1", "top_k: expected"),
   ("generate.py --workdir={run} --top_k=1.5", "--top_k"),
   ("generate.py --workdir={run} --beyond_window=stop", "beyond_window: expected one of"),
-  ("generate.py --workdir={run} --beyond_window=refuse --length=90",
-   "length: expected at most 13 after a prompt of 7 tokens"),
+  (
+    "generate.py --workdir={run} --beyond_window=refuse --length=90",
+    "length: expected at most 13 after a prompt of 7 tokens",
+  ),
   ("generate.py --workdir={run} --stop=the", "stop: expected texts of one"),
   ("generate.py --workdir={run} --stop=", "stop: expected texts of one"),
   ("generate.py --workdir={run} --prompt=a --prompt_file={text}", "prompt, prompt_file"),
@@ -174,20 +242,34 @@ COMMANDS = [
   ("generate.py --workdir={run} --prompt_file={latin}", "prompt_file: expected UTF-8"),
   # Processes that do not fit together.
   ("generate.py --workdir={run} --num_processes=2", "--coordinator, .* expected all three"),
-  ("generate.py --workdir={run} --coordinator=localhost:1234",
-   "--coordinator, .* expected all three"),
-  ("generate.py --workdir={run} --coordinator=localhost --num_processes=2 --process_id=0",
-   "--coordinator: expected host:port"),
-  ("generate.py --workdir={run} --coordinator=localhost:99999 --num_processes=2 "
-   "--process_id=0", "--coordinator: expected host:port"),
-  ("generate.py --workdir={run} --coordinator=:1234 --num_processes=2 --process_id=0",
-   "--coordinator: expected host:port"),
-  ("generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=2 "
-   "--process_id=2", "--process_id: expected 0 to 1"),
-  ("generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=2 "
-   "--process_id=-1", "--process_id"),
-  ("generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=0 "
-   "--process_id=0", "--num_processes"),
+  (
+    "generate.py --workdir={run} --coordinator=localhost:1234",
+    "--coordinator, .* expected all three",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=localhost --num_processes=2 --process_id=0",
+    "--coordinator: expected host:port",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=localhost:99999 --num_processes=2 --process_id=0",
+    "--coordinator: expected host:port",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=:1234 --num_processes=2 --process_id=0",
+    "--coordinator: expected host:port",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=2 --process_id=2",
+    "--process_id: expected 0 to 1",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=2 --process_id=-1",
+    "--process_id",
+  ),
+  (
+    "generate.py --workdir={run} --coordinator=localhost:1234 --num_processes=0 --process_id=0",
+    "--num_processes",
+  ),
   # The modules.
   ("dpjax/plots.py {run}", "--out"),
   ("dpjax/plots.py --out=x.png", "run_folder"),
@@ -223,21 +305,33 @@ COMMANDS = [
   ("dpjax/significance.py compare {run} --baseline={run}", "expected runs seed_<n>"),
   ("dpjax/significance.py compare {seeds} --baseline={nothing}", "expected runs seed_<n>"),
   ("dpjax/significance.py compare {seeds} --baseline={seeds} --alpha=2", "--alpha: expect"),
-  ("dpjax/significance.py compare {seeds} --baseline={seeds} --split=valid",
-   "--split: expected scores_valid"),
-  ("dpjax/significance.py compare {seeds} --baseline={seeds} --score=beauty",
-   "--score: expected one of .* got beauty"),
+  (
+    "dpjax/significance.py compare {seeds} --baseline={seeds} --split=valid",
+    "--split: expected scores_valid",
+  ),
+  (
+    "dpjax/significance.py compare {seeds} --baseline={seeds} --score=beauty",
+    "--score: expected one of .* got beauty",
+  ),
   *(
-    (f"dpjax/significance.py compare {{seeds}} --baseline={{seeds}} --score={name}",
-     f"--score: .*got {name}")
+    (
+      f"dpjax/significance.py compare {{seeds}} --baseline={{seeds}} --score={name}",
+      f"--score: .*got {name}",
+    )
     for name in ("text", "truth", "endless", "huge", "list")
   ),
-  ("dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=0,a",
-   "seeds: expected whole numbers"),
-  ("dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=1,1",
-   "seeds: expected whole numbers"),
-  ("dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=%s"
-   % ("9" * 5000), "seeds: expected whole numbers"),
+  (
+    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=0,a",
+    "seeds: expected whole numbers",
+  ),
+  (
+    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=1,1",
+    "seeds: expected whole numbers",
+  ),
+  (
+    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=%s" % ("9" * 5000),
+    "seeds: expected whole numbers",
+  ),
   ("reproduce/__main__.py", "TABLE: expected a name"),
   ("reproduce/__main__.py extractors-tabel7", "nearest is extractors-table7"),
   ("reproduce/__main__.py all --scale=large", "scale: expected one of"),
@@ -265,14 +359,30 @@ PROCESSES = [
   ({}, "generate.py --workdir={run} --prompt_file=- < /dev/zero", "prompt_file: .* most"),
   ({}, "generate.py --workdir={run} --prompt_file=- < /dev/null", "prompt_file: .*a text"),
   # Nobody listens, or something else does.
-  ({}, "generate.py --workdir={run} --coordinator=localhost:{free} --num_processes=2 "
-       "--process_id=1 --join_seconds=2", "--coordinator=.*: expected all .* within 2 s"),
-  ({}, "generate.py --workdir={run} --coordinator=localhost:{busy} --num_processes=2 "
-       "--process_id=1 --join_seconds=2", "--coordinator=.*: expected all .* within 2 s"),
-  ({}, "generate.py --workdir={run} --coordinator=localhost:{free} --num_processes=2 "
-       "--process_id=0 --join_seconds=2", "--coordinator=.*: expected all .* within 2 s"),
-  ({}, "generate.py --workdir={run} --coordinator=localhost:{busy} --num_processes=2 "
-       "--process_id=0 --join_seconds=2", "--coordinator=.*: expected .* listen .*in use"),
+  (
+    {},
+    "generate.py --workdir={run} --coordinator=localhost:{free} --num_processes=2 "
+    "--process_id=1 --join_seconds=2",
+    "--coordinator=.*: expected all .* within 2 s",
+  ),
+  (
+    {},
+    "generate.py --workdir={run} --coordinator=localhost:{busy} --num_processes=2 "
+    "--process_id=1 --join_seconds=2",
+    "--coordinator=.*: expected all .* within 2 s",
+  ),
+  (
+    {},
+    "generate.py --workdir={run} --coordinator=localhost:{free} --num_processes=2 "
+    "--process_id=0 --join_seconds=2",
+    "--coordinator=.*: expected all .* within 2 s",
+  ),
+  (
+    {},
+    "generate.py --workdir={run} --coordinator=localhost:{busy} --num_processes=2 "
+    "--process_id=0 --join_seconds=2",
+    "--coordinator=.*: expected .* listen .*in use",
+  ),
 ]
 
 
@@ -297,8 +407,9 @@ def places(tmp_path_factory):
     "no_checkpoints/checkpoints": None,
     "no_data/data": None,
   }
-  scores = dict(bits_per_character=2.5, text="a", truth=True, endless=float("inf"),
-                huge=10**400, list=[1])
+  scores = dict(
+    bits_per_character=2.5, text="a", truth=True, endless=float("inf"), huge=10**400, list=[1]
+  )
   files = {
     "latin": "na\u00efve\n" * 50,
     "empty": "",
@@ -308,7 +419,7 @@ def places(tmp_path_factory):
     "number.py": "def get_config():\n  return 3\n",
     "nones.py": "def get_config():\n  pass\n",
     "other.py": "from ml_collections import ConfigDict\n"
-                "def get_config():\n  return ConfigDict({'a': 1})\n",
+    "def get_config():\n  return ConfigDict({'a': 1})\n",
     "zeros.py": "\0\0",
     "seeds/seed_0/scores_test_12.json": json.dumps({"scores": scores}),
     "seeds/seed_1/scores_test_12.json": json.dumps({"scores": scores}),
@@ -327,8 +438,10 @@ def places(tmp_path_factory):
   with (root / "sparse").open("wb") as file:
     file.truncate(2**40)
   known = {path.stem: path for path in root.iterdir()}
-  configs = dict(quickstart=helpers.ROOT / "configs/quickstart.py",
-                 extractors=helpers.ROOT / "configs/extractors_childrens_books.py")
+  configs = dict(
+    quickstart=helpers.ROOT / "configs/quickstart.py",
+    extractors=helpers.ROOT / "configs/extractors_childrens_books.py",
+  )
   return known | configs | dict(nothing=root / "no_such")
 
 
@@ -391,8 +504,14 @@ def expect(pattern, message):
 def test_a_wrong_setting_is_named(settings, places, tmp_path, capsys):
   given = [f"--config.{setting.format(**places)}" for setting in settings.split()]
   message = call(
-    ["train.py", f"--config={places['quickstart']}", f"--config.data.path={places['text']}",
-     *given, f"--workdir={tmp_path / 'new'}"], capsys,
+    [
+      "train.py",
+      f"--config={places['quickstart']}",
+      f"--config.data.path={places['text']}",
+      *given,
+      f"--workdir={tmp_path / 'new'}",
+    ],
+    capsys,
   )
   name = given[-1].removeprefix("--config.").partition("=")[0]
   expect(rf"{name}\b.*expected|{name}=", message)
@@ -432,8 +551,14 @@ COMPONENTS = {
 def test_a_wrong_setting_of_a_component_is_named(settings, places, tmp_path, capsys):
   given = [f"--config.{setting}" for setting in settings.split()]
   message = call(
-    ["train.py", f"--config={places['quickstart']}", f"--config.data.path={places['text']}",
-     *given, f"--workdir={tmp_path / 'new'}"], capsys,
+    [
+      "train.py",
+      f"--config={places['quickstart']}",
+      f"--config.data.path={places['text']}",
+      *given,
+      f"--workdir={tmp_path / 'new'}",
+    ],
+    capsys,
   )
   name = given[-1].removeprefix("--config.").partition("=")[0]
   expect(rf"^[^\n]*{name}\b[^\n]*$", message.strip())
@@ -457,8 +582,12 @@ def test_a_wrong_surrounding_is_named(environment, command, message, places):
     name, *rest = shlex.split(command)
     with open(source or os.devnull, "rb") as file:
       done = subprocess.run(
-        [sys.executable, str(helpers.ROOT / name), *rest], stdin=file, check=False,
-        env=helpers.environment(**environment), capture_output=True, text=True,
+        [sys.executable, str(helpers.ROOT / name), *rest],
+        stdin=file,
+        check=False,
+        env=helpers.environment(**environment),
+        capture_output=True,
+        text=True,
         timeout=SECONDS,
       )
   assert done.returncode == 1, done.stderr

@@ -26,22 +26,35 @@ ROOMS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 READS_CONFIG = {
-  "interop", "command_line", "generation", "workdir", "run", "plots", "reproduce", "scripts"
+  "interop",
+  "command_line",
+  "generation",
+  "workdir",
+  "run",
+  "plots",
+  "reproduce",
+  "scripts",
 }
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "registry", "old_settings", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
 ONLY_INSIDE_FUNCTIONS = {
-  "sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "torch"
+  "sentencepiece",
+  "tensorboardX",
+  "tensorflow_datasets",
+  "tokenizers",
+  "torch",
 }
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
-FILES = [
-  path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"
+FILES = [path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"]
+FACES = [
+  "dpjax",
+  *(
+    f"dpjax.{name}"
+    for name in ("data", "decoding", "interop", "layers", "models", "ops", "text", "training")
+  ),
 ]
-FACES = ["dpjax", *(f"dpjax.{name}" for name in (
-  "data", "decoding", "interop", "layers", "models", "ops", "text", "training"
-))]
 
 
 def modules(nodes):
@@ -58,9 +71,7 @@ def test_the_rooms_are_found():
   assert len(FILES) > 20 and len(SCRIPTS) >= 3
 
 
-@pytest.mark.parametrize(
-  "path", FILES + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", FILES + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
   parts = path.relative_to(ROOT).with_suffix("").parts
   room = parts[1] if parts[0] == "dpjax" else "scripts"
@@ -136,9 +147,7 @@ for package in {FACES}:
   assert not hasattr(module, "nothing"), package
 print(json.dumps(names))
 """
-  done = subprocess.run(
-    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-  )
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout)
 
@@ -148,9 +157,7 @@ def test_every_public_name_is_there():
   assert {"Dispatcher", "HE"} <= {*names["dpjax.layers"]}
   assert {"layers", "testing", "train", "register_mixer"} <= {*names["dpjax"]}
   code = "import dpjax; dpjax.training.cross_entropy; dpjax.__version__; dpjax.nothing"
-  done = subprocess.run(
-    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-  )
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
   assert "module 'dpjax' has no attribute 'nothing'" in done.stderr
 
 
@@ -165,15 +172,16 @@ def test_a_type_checker_knows_every_public_name(tmp_path):
   wrong = [f"{package}.nothing" for package in FACES]
   (tmp_path / "face.py").write_text("\n".join(lines + wrong) + "\n", encoding="utf-8")
   done = subprocess.run(
-    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable,
-     "face.py"],
-    cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "face.py"],
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
     text=True,
   )
   found = json.loads(done.stdout)["generalDiagnostics"]
   types = [x["message"] for x in found if x["severity"] == "information"]
   assert len(types) == sum(map(len, names.values()))
-  assert not [message for message in types if "Unknown\"" in message]
+  assert not [message for message in types if 'Unknown"' in message]
   errors = [x for x in found if x["severity"] != "information"]
   assert [x["range"]["start"]["line"] for x in errors] == [
     len(lines) + i for i in range(len(wrong))

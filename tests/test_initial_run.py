@@ -32,12 +32,16 @@ def leaves(run):
 def test_it_begins_with_the_best_parameters(first, tmp_path):
   # Nothing is learned, so what it began with is still there at the end.
   config = helpers.small_config(
-    first / "text.txt", num_steps=2, learning_rate=0.0, initial_run=str(first / "run"),
+    first / "text.txt",
+    num_steps=2,
+    learning_rate=0.0,
+    initial_run=str(first / "run"),
     eval_every_steps=2,
   )
   run, _ = run_lib.train(config, tmp_path / "run")
-  other = helpers.small_config(first / "text.txt", num_steps=2, learning_rate=0.0,
-                               eval_every_steps=2)
+  other = helpers.small_config(
+    first / "text.txt", num_steps=2, learning_rate=0.0, eval_every_steps=2
+  )
   drawn, _ = run_lib.train(other, tmp_path / "drawn")
   expected = leaves(run_lib.load(first / "run"))
   for found, leaf in zip(leaves(run), expected, strict=True):
@@ -64,10 +68,13 @@ def test_it_goes_on_from_its_own_checkpoint(first, tmp_path):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("change, message", [
-  (dict(width=18), r"train.initial_run: expected parameters of this model, .* got "),
-  (dict(num_layers=3), r"train.initial_run: expected parameters of this model"),
-])
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(width=18), r"train.initial_run: expected parameters of this model, .* got "),
+    (dict(num_layers=3), r"train.initial_run: expected parameters of this model"),
+  ],
+)
 def test_other_sizes_are_refused(first, tmp_path, change, message):
   config = helpers.small_config(first / "text.txt", initial_run=str(first / "run"))
   config.model.update(change)

@@ -183,8 +183,9 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
     @nn.compact
     def __call__(self, inputs, *, deterministic=True):
       if inputs.ndim != 3 or inputs.shape[1] > self.max_length:
-        raise ValueError(f"max_length: expected [B, T, D] with T <= {self.max_length}, got "
-                         f"{inputs.shape}")
+        raise ValueError(
+          f"max_length: expected [B, T, D] with T <= {self.max_length}, got {inputs.shape}"
+        )
       x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
       return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2
 
@@ -200,9 +201,21 @@ def installed(tmp_path_factory):
   ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
   shutil.copytree(EXAMPLE, folder / "source", ignore=ignored)
   done = subprocess.run(
-    [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index",
-     "--no-build-isolation", "--target", str(folder / "site"), str(folder / "source")],
-    capture_output=True, text=True,
+    [
+      sys.executable,
+      "-m",
+      "pip",
+      "install",
+      "--quiet",
+      "--no-deps",
+      "--no-index",
+      "--no-build-isolation",
+      "--target",
+      str(folder / "site"),
+      str(folder / "source"),
+    ],
+    capture_output=True,
+    text=True,
   )
   assert done.returncode == 0, done.stderr
   return folder
@@ -211,8 +224,11 @@ def installed(tmp_path_factory):
 @pytest.mark.slow
 def test_the_package_passes_its_own_tests(installed):
   done = subprocess.run(
-    [sys.executable, "-m", "pytest", "-q", "tests"], cwd=installed / "source",
-    env=helpers.environment(PYTHONPATH=path(installed)), capture_output=True, text=True,
+    [sys.executable, "-m", "pytest", "-q", "tests"],
+    cwd=installed / "source",
+    env=helpers.environment(PYTHONPATH=path(installed)),
+    capture_output=True,
+    text=True,
   )
   assert done.returncode == 0, done.stdout + done.stderr
 
@@ -223,15 +239,20 @@ def test_the_package_trains_scores_and_writes(installed, variant, tmp_path):
   text = helpers.write_text(tmp_path / "text.txt")
 
   def run(name, *arguments):
-    done = helpers.script(name, *arguments, f"--workdir={tmp_path / 'run'}",
-                          PYTHONPATH=path(installed))
+    done = helpers.script(
+      name, *arguments, f"--workdir={tmp_path / 'run'}", PYTHONPATH=path(installed)
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
   run(
-    "train.py", f"--config={EXAMPLE / 'config.py'}{variant}", f"--config.data.path={text}",
-    "--config.train.num_steps=50", "--config.train.eval_every_steps=25",
-    "--config.sample.prompt=the cat", "--config.sample.length=7",
+    "train.py",
+    f"--config={EXAMPLE / 'config.py'}{variant}",
+    f"--config.data.path={text}",
+    "--config.train.num_steps=50",
+    "--config.train.eval_every_steps=25",
+    "--config.sample.prompt=the cat",
+    "--config.sample.length=7",
   )
   # Its entry point alone makes the mixer known to these.
   scores = run("evaluate.py")

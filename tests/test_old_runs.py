@@ -43,7 +43,10 @@ def test_an_old_run_says_what_it_said(folder, name):
 def test_every_setting_is_found_again(folder):
   plain, pooled = (workdir_lib.read_config(folder / name) for name in ("plain", "pooled"))
   assert plain.model.mixer == config_lib.mixer(
-    "dispatcher_multihead", num_heads=2, num_levels=3, level_dropout=0.1,
+    "dispatcher_multihead",
+    num_heads=2,
+    num_levels=3,
+    level_dropout=0.1,
     implementation="unrolled",
   )
   assert plain.train.optimizer == config_lib.optimizer("adamw", b2=0.99, weight_decay=0.02)
@@ -72,8 +75,14 @@ print(dpjax.load("pooled", step=10).step)
 @pytest.mark.slow
 def test_an_old_run_goes_on(folder):
   # From there its text is named, and its 6 rows are for one device.
-  done = subprocess.run([sys.executable, "-c", GO_ON], cwd=folder, capture_output=True,
-                        text=True, env=helpers.environment(), timeout=600)
+  done = subprocess.run(
+    [sys.executable, "-c", GO_ON],
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    env=helpers.environment(),
+    timeout=600,
+  )
   assert done.returncode == 0, done.stderr
   assert done.stdout.endswith("10\n") and "Going on from the checkpoint of step 8" in (
     done.stdout + done.stderr

@@ -17,14 +17,24 @@ FIRST = ("dispatcher", "attention", "she")
 
 @pytest.mark.parametrize(
   "mixer",
-  [pytest.param(mixer, marks=() if mixer in FIRST else pytest.mark.slow)
-   for mixer in registry.mixers.names()],
+  [
+    pytest.param(mixer, marks=() if mixer in FIRST else pytest.mark.slow)
+    for mixer in registry.mixers.names()
+  ],
 )
 @jax.numpy_dtype_promotion("standard")  # Optax raises floats to its integer count.
 def test_one_batch_is_learnt_by_heart(mixer):
   config = config_lib.default_model()
-  helpers.set_model(config, mixer=mixer, vocab_size=29, num_layers=2, width=48,
-                    feed_forward_width=96, num_heads=3, max_length=17)
+  helpers.set_model(
+    config,
+    mixer=mixer,
+    vocab_size=29,
+    num_layers=2,
+    width=48,
+    feed_forward_width=96,
+    num_heads=3,
+    max_length=17,
+  )
   model = dpjax.build_model(config)
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
@@ -33,8 +43,7 @@ def test_one_batch_is_learnt_by_heart(mixer):
   train_step = step.jit_train_step(model, update, places, mesh)
   tokens = np.random.default_rng(7).integers(29, size=(5, 18), dtype=np.int32)
   batch = sharding.put_batch(
-    {"tokens": tokens[:, :-1], "targets": tokens[:, 1:],
-     "weights": np.ones((5, 17), np.float32)},
+    {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((5, 17), np.float32)},
     mesh,
   )
   losses = []
@@ -49,9 +58,20 @@ def test_one_batch_is_learnt_by_heart(mixer):
 @jax.numpy_dtype_promotion("standard")
 def test_one_batch_and_its_boundaries_are_learnt_by_heart():
   config = config_lib.default_model()
-  helpers.set_model(config, mixer="attention", vocab_size=29, width=48, num_heads=3,
-                    feed_forward_width=96, max_length=17, boundaries="unigram",
-                    num_layers=1, first_layers=1, last_layers=1, num_capacities=2)
+  helpers.set_model(
+    config,
+    mixer="attention",
+    vocab_size=29,
+    width=48,
+    num_heads=3,
+    feed_forward_width=96,
+    max_length=17,
+    boundaries="unigram",
+    num_layers=1,
+    first_layers=1,
+    last_layers=1,
+    num_capacities=2,
+  )
   model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
@@ -63,8 +83,12 @@ def test_one_batch_and_its_boundaries_are_learnt_by_heart():
   boundaries = draw.integers(2, size=(5, 17), dtype=np.int32)
   boundaries[:, 0] = 1  # Two rows begin with one token.
   batch = sharding.put_batch(
-    {"tokens": tokens[:, :-1], "targets": tokens[:, 1:],
-     "weights": np.ones((5, 17), np.float32), "boundaries": boundaries},
+    {
+      "tokens": tokens[:, :-1],
+      "targets": tokens[:, 1:],
+      "weights": np.ones((5, 17), np.float32),
+      "boundaries": boundaries,
+    },
     mesh,
   )
   seen = []

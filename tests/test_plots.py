@@ -112,8 +112,7 @@ LABELS = [
   ({"name": "dispatcher", "num_heads": 1}, "Dispatcher"),
   ({"name": "dispatcher", "num_heads": 4}, "Dispatcher, 4 heads"),
   ({"name": "dispatcher_multihead", "num_heads": 8}, "multi-head Dispatcher, 8 heads"),
-  ({"name": "he", "adjustment": False, "output_projection": False},
-   "HE, extraction alone"),
+  ({"name": "he", "adjustment": False, "output_projection": False}, "HE, extraction alone"),
   ({"name": "we", "adjustment": False, "output_projection": True}, "WE, no adjustment"),
   ({"name": "she", "output_projection": False}, "SHE, no output projection"),
 ]
@@ -127,22 +126,24 @@ def test_labels(mixer, expected):
   assert plots.label({"model": model}) == expected
 
 
-@pytest.mark.parametrize("config", [
-  {}, {"model": {}}, {"model": {"mixer": 3}}, {"model": {"mixer": {}}},
-])
+@pytest.mark.parametrize(
+  "config",
+  [
+    {},
+    {"model": {}},
+    {"model": {"mixer": 3}},
+    {"model": {"mixer": {}}},
+  ],
+)
 def test_a_run_without_a_mixer_has_no_label(config):
   with pytest.raises(ValueError, match="model.mixer: expected the name of a token mixer"):
     plots.label(config)
 
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
-  runs = plots.read_runs([
-    folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))
-  ])
+  runs = plots.read_runs([folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))])
   figure = plots.draw(runs, figure="curves", every=2)
-  assert lines(figure) == {
-    "SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]
-  }
+  assert lines(figure) == {"SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]}
   (axes,) = figure.axes
   assert axes.get_xlabel() == "batch"
   assert axes.get_ylabel() == "median cost of each 2 batches (nats per token)"
@@ -164,13 +165,15 @@ def test_every_batch_is_drawn_from_1(folder):
 )
 def test_lines_over_a_size_of_the_model(folder, figure, key, name):
   heads, head = (mixer("attention", num_heads=count) for count in (32, 1))
-  runs = plots.read_runs([
-    folder("long", [9, 9, 1, 3], **{key: 16}),
-    folder("short", [9, 9, 9, 4, 6], **{key: 8}),
-    folder("seed", [9, 8], seed=5, **{key: 8}),
-    folder("attention", [7, 8, 9], model__mixer=heads, **{key: 8}),
-    folder("one", [6, 6, 6], model__mixer=head, **{key: 8}),
-  ])
+  runs = plots.read_runs(
+    [
+      folder("long", [9, 9, 1, 3], **{key: 16}),
+      folder("short", [9, 9, 9, 4, 6], **{key: 8}),
+      folder("seed", [9, 8], seed=5, **{key: 8}),
+      folder("attention", [7, 8, 9], model__mixer=heads, **{key: 8}),
+      folder("one", [6, 6, 6], model__mixer=head, **{key: 8}),
+    ]
+  )
   drawn = plots.draw(runs, figure=figure, every=2)
   assert lines(drawn) == {
     # 5 and 8.5 share a place.
@@ -194,27 +197,45 @@ def test_lines_can_be_told_apart(folder):
 
 
 def test_runs_of_one_label_are_named_by_their_folders_too(folder):
-  runs = plots.read_runs([
-    folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer=mixer("me"))
-  ])
+  runs = plots.read_runs(
+    [folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer=mixer("me"))]
+  )
   assert [*lines(plots.draw(runs, every=1))] == ["SHE (a)", "SHE (b)", "ME"]
 
 
 def test_table(folder):
-  runs = plots.read_runs([
-    folder("a", COSTS),
-    folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7),
-  ])
+  runs = plots.read_runs(
+    [
+      folder("a", COSTS),
+      folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7),
+    ]
+  )
   found = plots.table(runs, 3)
   notes = found.pop("notes")
   assert found == {
     "every": 3,
     "updates": [3, 6],
     "runs": [
-      {"name": "SHE", "folder": "a", "updates": 8, "unknown": 1, "max_length": 32,
-       "num_layers": 2, "medians": [4.0, 5.5], "last": 4.0},
-      {"name": "HE", "folder": "b", "updates": 3, "unknown": 0, "max_length": 7,
-       "num_layers": 2, "medians": [4.0], "last": 4.0},
+      {
+        "name": "SHE",
+        "folder": "a",
+        "updates": 8,
+        "unknown": 1,
+        "max_length": 32,
+        "num_layers": 2,
+        "medians": [4.0, 5.5],
+        "last": 4.0,
+      },
+      {
+        "name": "HE",
+        "folder": "b",
+        "updates": 3,
+        "unknown": 0,
+        "max_length": 7,
+        "num_layers": 2,
+        "medians": [4.0],
+        "last": 4.0,
+      },
     ],
   }
   assert notes == [
@@ -243,8 +264,11 @@ def test_table(folder):
     ("curves", dict(train__optimizer={"b1": 0.8}), "train.optimizer.b1"),
     # What is meant to differ.
     ("curves", dict(model__mixer=mixer("attention", num_heads=8)), None),
-    ("curves", dict(model__mixer=mixer("she", implementation="fft"),
-                    train__log_every_steps=7), None),
+    (
+      "curves",
+      dict(model__mixer=mixer("she", implementation="fft"), train__log_every_steps=7),
+      None,
+    ),
     ("by_layers", dict(model__num_layers=5), None),
     ("by_length", dict(model__max_length=16), None),
   ],
@@ -262,16 +286,17 @@ def old_run(folder, name, **settings):
 
 
 def test_runs_of_version_0_1_are_compared_with_one_another(folder):
-  runs = plots.read_runs([
-    old_run(folder, "a"), old_run(folder, "b", adjustment=False),
-    old_run(folder, "c", mixer="attention", num_heads=8, dropout=0.1),
-  ])
+  runs = plots.read_runs(
+    [
+      old_run(folder, "a"),
+      old_run(folder, "b", adjustment=False),
+      old_run(folder, "c", mixer="attention", num_heads=8, dropout=0.1),
+    ]
+  )
   names = ["WE", "WE, no adjustment", "attention, 8 heads"]
   found = plots.table(runs, 1)
   assert [row["name"] for row in found["runs"]] == names
-  assert found["notes"] == [
-    f"model.dropout: null for {names[0]}; {names[1]} | 0.1 for {names[2]}"
-  ]
+  assert found["notes"] == [f"model.dropout: null for {names[0]}; {names[1]} | 0.1 for {names[2]}"]
 
 
 def test_a_run_of_version_0_1_is_compared_with_one_of_now(folder):
@@ -280,15 +305,17 @@ def test_a_run_of_version_0_1_is_compared_with_one_of_now(folder):
   now.model.num_layers, now.data.path = 2, "books.txt"
   now.train.batch_size = 64
   now = json.loads(json.dumps(now.to_dict()))
-  runs = plots.read_runs([
-    folder("a", [4, 3], **now | {"seed": 3}), old_run(folder, "b"),
-    old_run(folder, "c", mixer="she", first_layers=2, boundaries="fixed",
-            boundary_offset=1),
-  ])
+  runs = plots.read_runs(
+    [
+      folder("a", [4, 3], **now | {"seed": 3}),
+      old_run(folder, "b"),
+      old_run(folder, "c", mixer="she", first_layers=2, boundaries="fixed", boundary_offset=1),
+    ]
+  )
   assert plots.table(runs, 1)["notes"] == [
     'model.boundaries.name: "none" for ME; WE | "fixed" for SHE',
     "model.boundaries.offset: null for ME; WE | 1 for SHE",
-    "model.boundaries.pooling: null for ME; WE | \"mean\" for SHE",
+    'model.boundaries.pooling: null for ME; WE | "mean" for SHE',
     "model.boundaries.shortening_factor: null for ME; WE | 2 for SHE",
   ]
   # Another program's settings have no other names.
@@ -306,8 +333,16 @@ def test_of_many_runs_some_are_named(folder):
 
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
   a, b = folder("a", [NAN, NAN, 5, 3]), folder("b", [2, 4, 6], train__batch_size=7)
-  plots.main([a, b, "--out=made/figure.png", "--every=2", "--labels=one,the other",
-              "--json=tables/medians.json"])
+  plots.main(
+    [
+      a,
+      b,
+      "--out=made/figure.png",
+      "--every=2",
+      "--labels=one,the other",
+      "--json=tables/medians.json",
+    ]
+  )
   printed = capsys.readouterr().out.splitlines()
   rows = [line.split("  ") for line in printed]
   rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
@@ -355,8 +390,10 @@ def test_medians_are_of_as_many_as_the_runs_report(folder, capsys):
     (["--every=0"], "--every: expected at least 1 and at most the 8 updates of a, got 0"),
     (["--labels=x,y"], "--labels: expected one for each of the 1 runs, got 2"),
     (["--out=x.bmp"], "--out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
-    (["--out=a/losses.f32/x.png"],
-     "--out: expected a file that can be written, got a/losses.f32/x.png ("),
+    (
+      ["--out=a/losses.f32/x.png"],
+      "--out: expected a file that can be written, got a/losses.f32/x.png (",
+    ),
     (["--json=a"], "--json: expected a file that can be written, got a (Is a directory)"),
   ],
 )
@@ -390,8 +427,10 @@ def test_wrong_folders(folder, tmp_path):
     ("[3]", "workdir: expected the settings of a run in a/config.json, got others"),
     ('{"data": 3}', "workdir: expected the settings of a run in a/config.json, got oth"),
     ("{}", "model.mixer: expected the name of a token mixer, got None"),
-    ('{"model": {"mixer": "me"}}', "model.max_length: expected an integer of at least 1 "
-     "in the settings of a, got None"),
+    (
+      '{"model": {"mixer": "me"}}',
+      "model.max_length: expected an integer of at least 1 in the settings of a, got None",
+    ),
     ("[" * 100_000, "workdir: expected JSON in a/config.json, got: "),
   ],
 )
@@ -414,7 +453,11 @@ def test_the_module_runs_as_a_command(folder, tmp_path):
   run = folder("a", [4, 3])
   done = subprocess.run(
     [sys.executable, "-m", "dpjax.plots", run, "--out=x.png", "--every=3"],
-    env=helpers.environment(), cwd=tmp_path, capture_output=True, text=True, check=False,
+    env=helpers.environment(),
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
   )
   assert done.returncode == 1
   expected = "--every: expected at least 1 and at most the 2 updates of a, got 3\n"

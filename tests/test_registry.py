@@ -76,8 +76,9 @@ def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, tmp_path):
   # It has no cache: every token comes from a pass over the window.
   assert len(dpjax.load(tmp_path / "run").generate("the ", length=21)[0]) == 21
   # In the middle of an hourglass, with another one's blocks around it.
-  helpers.set_model(config.model, boundaries="whitespace", first_layers=1, last_layers=1,
-                    num_capacities=2)
+  helpers.set_model(
+    config.model, boundaries="whitespace", first_layers=1, last_layers=1, num_capacities=2
+  )
   config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
   with jax.numpy_dtype_promotion("standard"):
     pooled, _ = dpjax.train(config, tmp_path / "pooled")
@@ -89,8 +90,9 @@ class Vowels(Boundaries):
 
   pooling: str = "last"
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     return Found((tokens + 1) % 2)
 
   def loss(self, output, batch):
@@ -98,9 +100,7 @@ class Vowels(Boundaries):
 
 
 def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, tmp_path):
-  monkeypatch.setattr(
-    registry.boundaries, "_components", dict(registry.boundaries._components)
-  )
+  monkeypatch.setattr(registry.boundaries, "_components", dict(registry.boundaries._components))
   dpjax.register_boundaries("vowels", Vowels)
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
   config.model.boundaries = dpjax.config.boundaries("vowels", pooling="mean")
@@ -183,7 +183,8 @@ def test_names_are_free_once(mixers):
 def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
   plugin = types.SimpleNamespace(load=lambda: dpjax.register_mixer("decay", Decay))
   monkeypatch.setattr(
-    registry.importlib.metadata, "entry_points",
+    registry.importlib.metadata,
+    "entry_points",
     lambda group: [plugin] if group == "dpjax.plugins" else [],
   )
   registry.load_plugins.cache_clear()
@@ -193,9 +194,7 @@ def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
 
 def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):
   broken = types.SimpleNamespace(load=lambda: 1 / 0, value="broken:module")
-  monkeypatch.setattr(
-    registry.importlib.metadata, "entry_points", lambda group: [broken]
-  )
+  monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [broken])
   registry.load_plugins.cache_clear()
   with pytest.raises(dpjax.UserError, match="did you mean dispatcher"):
     config_lib.mixer("dispatchr")

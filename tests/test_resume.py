@@ -27,8 +27,7 @@ def start(
   config, workdir, *arguments, script=helpers.ROOT / "train.py", **changes
 ) -> subprocess.Popen:
   return subprocess.Popen(
-    [sys.executable, str(script), *helpers.overrides(config),
-     f"--workdir={workdir}", *arguments],
+    [sys.executable, str(script), *helpers.overrides(config), f"--workdir={workdir}", *arguments],
     env=helpers.environment(**changes),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -151,8 +150,13 @@ def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status
 
 def test_a_killed_run_that_draws_boundaries_ends_as_one_that_never_was(text, tmp_path):
   config = helpers.pooled_config(
-    text, "gumbel", num_steps=20, eval_every_steps=10, checkpoint_every_steps=3,
-    log_every_steps=1, batches="shuffled_windows",
+    text,
+    "gumbel",
+    num_steps=20,
+    eval_every_steps=10,
+    checkpoint_every_steps=3,
+    log_every_steps=1,
+    batches="shuffled_windows",
   )
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
@@ -170,8 +174,13 @@ def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
     port = probe.getsockname()[1]
   return [
     start(
-      config, workdir, f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
-      f"--process_id={number}", NPROC="4", **changes,
+      config,
+      workdir,
+      f"--coordinator=127.0.0.1:{port}",
+      "--num_processes=2",
+      f"--process_id={number}",
+      NPROC="4",
+      **changes,
     )
     for number in range(2)
   ]
@@ -224,9 +233,7 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
 
 
 def test_two_processes_share_the_parameters(text, tmp_path):
-  config = helpers.small_config(
-    text, num_steps=10, eval_every_steps=5, parameters="sharded"
-  )
+  config = helpers.small_config(text, num_steps=10, eval_every_steps=5, parameters="sharded")
   config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
@@ -239,9 +246,7 @@ def test_two_processes_share_the_parameters(text, tmp_path):
 
 
 def test_an_error_of_one_process_stops_both_and_moves_nothing(text, tmp_path):
-  config = helpers.small_config(
-    text, num_steps=6, eval_every_steps=6, checkpoint_every_steps=2
-  )
+  config = helpers.small_config(text, num_steps=6, eval_every_steps=6, checkpoint_every_steps=2)
   config.sample.prompt = ""
   printed = finish_all(start_two(config, tmp_path / "run"))
   assert "The test split" in printed[0], printed

@@ -70,9 +70,7 @@ def test_training_learns_reports_and_scores(finished):
   ]
   assert losses[:2].mean() == pytest.approx(train[0]["loss"], rel=1e-6)
   # Characters are tokens here.
-  assert scores["bits_per_character"] == pytest.approx(
-    scores["nats_per_token"] / math.log(2)
-  )
+  assert scores["bits_per_character"] == pytest.approx(scores["nats_per_token"] / math.log(2))
   assert list((workdir / "tensorboard").iterdir())
 
 
@@ -168,9 +166,7 @@ def stop_at(monkeypatch, step, kind=batches.ContiguousRows):
   monkeypatch.setattr(kind, "batch", batch)
 
 
-@pytest.mark.parametrize("step, by", [
-  (2, "signal"), (5, "signal"), (8, "signal"), (6, "answer")
-])
+@pytest.mark.parametrize("step, by", [(2, "signal"), (5, "signal"), (8, "signal"), (6, "answer")])
 def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   text, finished, tmp_path, monkeypatch, step, by
 ):
@@ -181,21 +177,15 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
     if by == "signal":
       stop_at(patch, step)
     with pytest.raises(loop.Interrupted, match=f"Stopped at step {step + 1} of 12"):
-      dpjax.train(
-        config, tmp_path, should_stop=lambda: next(asked) == step and by == "answer"
-      )
+      dpjax.train(config, tmp_path, should_stop=lambda: next(asked) == step and by == "answer")
   # A line that was being written when the run was killed, and one that is written again.
   with (tmp_path / "metrics.jsonl").open("a") as file:
     file.write(json.dumps({"step": 12, "split": "train", "loss": 0.0}) + '\n{"step": 3')
   _, again = dpjax.train(config, tmp_path)
   assert again == scores
-  chex.assert_trees_all_equal(
-    dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params
-  )
+  chex.assert_trees_all_equal(dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params)
   valid = [(line["step"], line["nats_per_token"]) for line in reports(tmp_path, "valid")]
-  assert valid == [
-    (line["step"], line["nats_per_token"]) for line in reports(workdir, "valid")
-  ]
+  assert valid == [(line["step"], line["nats_per_token"]) for line in reports(workdir, "valid")]
   steps = [line["step"] for line in reports(tmp_path, "train") if "loss" in line]
   assert steps == sorted(set(steps)) and steps[-1] == 12
   # Medians of 5 steps, from before and after the stop.
@@ -204,9 +194,7 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   assert losses == (workdir / "losses.f32").read_bytes() and len(losses) == 4 * 12
 
 
-def test_ended_between_the_best_and_the_last_checkpoint(
-  text, finished, tmp_path, monkeypatch
-):
+def test_ended_between_the_best_and_the_last_checkpoint(text, finished, tmp_path, monkeypatch):
   workdir, run, scores = finished
   save = Checkpoints._save
 
@@ -268,9 +256,7 @@ def stopped(text, tmp_path_factory):
     ("train.eval_every_steps", 4),
   ],
 )
-def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(
-  stopped, tmp_path, key, value
-):
+def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(stopped, tmp_path, key, value):
   config, half, undisturbed = stopped
   shutil.copytree(half, tmp_path / "run")
   config = config.copy_and_resolve_references()
@@ -310,8 +296,7 @@ def test_a_run_prints_as_one_line(finished):
   size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
   kind, entries = run.tokenizer.kind, run.tokenizer.vocab_size
   assert repr(run) == (
-    f"Run(dispatcher, {size:,} parameters, {kind} of {entries} entries, step {run.step}, "
-    f"{workdir})"
+    f"Run(dispatcher, {size:,} parameters, {kind} of {entries} entries, step {run.step}, {workdir})"
   )
 
 
@@ -382,8 +367,10 @@ def test_a_sharded_run_is_read_and_used_in_shards(text, tmp_path):
   [
     ({"batch_size": 12}, r"train.batch_size: expected a multiple of 8 \(8 devices x 1"),
     ({"batch_size": 8000}, "train.window: expected at most"),
-    ({"schedule": config_lib.schedule("cosine", warmup_steps=20)},
-     "train.schedule.warmup_steps: expected fewer than the 12 steps of the run, got 20"),
+    (
+      {"schedule": config_lib.schedule("cosine", warmup_steps=20)},
+      "train.schedule.warmup_steps: expected fewer than the 12 steps of the run, got 20",
+    ),
   ],
 )
 def test_training_that_cannot_be(text, tmp_path, changes, message):
@@ -477,9 +464,7 @@ def untrained(config, folder):
   model = dpjax.build_model(config.model)
   shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
   draw = np.random.default_rng(6)
-  params = jax.tree.map(
-    lambda x: np.float32(draw.standard_normal(x.shape) / 3), shapes["params"]
-  )
+  params = jax.tree.map(lambda x: np.float32(draw.standard_normal(x.shape) / 3), shapes["params"])
   return run_lib.Run(config, model, params, data.tokenizer, 0, data)
 
 
@@ -597,9 +582,7 @@ def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   assert len(run.generate("", length=5)[0]) == 5
 
 
-def test_going_on_with_another_unigram_model_is_refused(
-  text, taught, tmp_path, monkeypatch
-):
+def test_going_on_with_another_unigram_model_is_refused(text, taught, tmp_path, monkeypatch):
   workdir, _, _ = taught
   shutil.copytree(workdir, tmp_path / "run")
   shutil.rmtree(tmp_path / "run" / "data")
@@ -648,29 +631,48 @@ def test_a_pooled_run_taken_up_ends_bit_for_bit_as_never_stopped(
       dpjax.train(config, tmp_path)
   _, again = dpjax.train(config, tmp_path)
   assert again == pytest.approx(scores, rel=0, abs=0, nan_ok=True)
-  chex.assert_trees_all_equal(
-    dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params
-  )
+  chex.assert_trees_all_equal(dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params)
   assert (tmp_path / "losses.f32").read_bytes() == (workdir / "losses.f32").read_bytes()
 
 
 @pytest.mark.parametrize(
   ("boundaries", "changes", "message"),
   [
-    ("whitespace", {"data.tokenizer": "bpe"},
-     "data.tokenizer: expected one with a space .* got bpe without"),
-    ("spacebyte", {"data.tokenizer": "bpe"},
-     "data.tokenizer: expected characters or bytes with SpaceByte boundaries, got bpe"),
-    ("spacebyte", {"model.boundaries.end_ids": (2, 18)},
-     r"model.boundaries.end_ids: expected token ids below .* = 18, got"),
-    ("unigram", {"data.tokenizer": "bpe"},
-     "data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe"),
-    ("whitespace", {"model.boundaries.space_ids": (2, 99)},
-     r"model.boundaries.space_ids: expected token ids below .* = 18, got \(2, 99\)"),
-    ("gumbel", {"model.boundaries.space_ids": (18,)},
-     "model.boundaries.space_ids: expected token ids below .* = 18"),
-    ("unigram", {"model.boundaries.file": "no_such.model"},
-     "model.boundaries.file: expected a readable file, got no_such.model"),
+    (
+      "whitespace",
+      {"data.tokenizer": "bpe"},
+      "data.tokenizer: expected one with a space .* got bpe without",
+    ),
+    (
+      "spacebyte",
+      {"data.tokenizer": "bpe"},
+      "data.tokenizer: expected characters or bytes with SpaceByte boundaries, got bpe",
+    ),
+    (
+      "spacebyte",
+      {"model.boundaries.end_ids": (2, 18)},
+      r"model.boundaries.end_ids: expected token ids below .* = 18, got",
+    ),
+    (
+      "unigram",
+      {"data.tokenizer": "bpe"},
+      "data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe",
+    ),
+    (
+      "whitespace",
+      {"model.boundaries.space_ids": (2, 99)},
+      r"model.boundaries.space_ids: expected token ids below .* = 18, got \(2, 99\)",
+    ),
+    (
+      "gumbel",
+      {"model.boundaries.space_ids": (18,)},
+      "model.boundaries.space_ids: expected token ids below .* = 18",
+    ),
+    (
+      "unigram",
+      {"model.boundaries.file": "no_such.model"},
+      "model.boundaries.file: expected a readable file, got no_such.model",
+    ),
     ("unigram", {"model.boundaries.size": 5000}, "model.boundaries.size: expected at most"),
   ],
 )

@@ -92,11 +92,17 @@ def get_config():
   before = set(flags.FLAGS)
   try:
     holder = command_line.define_config()
-    command_line._parse([
-      "train.py", f"--config={tmp_path / 'config.py'}", "--config.model.first.mixer=none",
-      "--config.model.middle.boundaries=gumbel", "--config.model.middle.last.mixer=he",
-      "--config.model.middle.boundaries.prior=0.3", "--config.model.middle.width=64",
-    ])
+    command_line._parse(
+      [
+        "train.py",
+        f"--config={tmp_path / 'config.py'}",
+        "--config.model.first.mixer=none",
+        "--config.model.middle.boundaries=gumbel",
+        "--config.model.middle.last.mixer=he",
+        "--config.model.middle.boundaries.prior=0.3",
+        "--config.model.middle.width=64",
+      ]
+    )
     model = holder.value.model
   finally:
     for flag in set(flags.FLAGS) - before:
@@ -128,10 +134,20 @@ def test_evaluate_prints_and_writes(workdir, capsys):
 
 
 def test_generate_prints_samples(workdir, capsys):
-  assert call(
-    "generate.py", f"--workdir={workdir}", "--prompt=on a", "--num_samples=2",
-    "--length=11", "--temperature=0.5", "--top_k=3", "--top_p=0.9", "--seed=4",
-  ) is None
+  assert (
+    call(
+      "generate.py",
+      f"--workdir={workdir}",
+      "--prompt=on a",
+      "--num_samples=2",
+      "--length=11",
+      "--temperature=0.5",
+      "--top_k=3",
+      "--top_p=0.9",
+      "--seed=4",
+    )
+    is None
+  )
   printed = capsys.readouterr().out
   assert "--- sample 2 ---\non a" in printed
   assert call("generate.py", f"--workdir={workdir}") is None
@@ -175,8 +191,14 @@ def test_an_interrupt_ends_it_without_a_traceback(workdir):
     "runpy.run_path(sys.argv[0], run_name='__main__')"
   )
   command = [
-    sys.executable, "-c", start, str(helpers.ROOT / "generate.py"),
-    f"--workdir={workdir}", "--prompt=the ", "--length=100000", "--beyond_window=continue",
+    sys.executable,
+    "-c",
+    start,
+    str(helpers.ROOT / "generate.py"),
+    f"--workdir={workdir}",
+    "--prompt=the ",
+    "--length=100000",
+    "--beyond_window=continue",
   ]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
@@ -188,8 +210,11 @@ def test_an_interrupt_ends_it_without_a_traceback(workdir):
 
 def test_a_reader_that_has_enough_ends_it(workdir):
   command = [
-    sys.executable, str(helpers.ROOT / "generate.py"), f"--workdir={workdir}",
-    "--prompt=the ", "--length=400",
+    sys.executable,
+    str(helpers.ROOT / "generate.py"),
+    f"--workdir={workdir}",
+    "--prompt=the ",
+    "--length=400",
   ]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
@@ -203,113 +228,277 @@ def test_a_reader_that_has_enough_ends_it(workdir):
 @pytest.mark.parametrize(
   ("script", "arguments", "message"),
   [
-    ("train.py", ["--config={quickstart}", "--config.model.widht=3", "--workdir={new}"],
-     "model.widht: expected a known setting, .* nearest known is model.width"),
-    ("train.py", ["--config={quickstart}", "--config.model.width=a", "--workdir={new}"],
-     "--config.model.width=a"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer=dispacher",
-                  "--workdir={new}"],
-     "^model.mixer: expected one of .* did you mean dispatcher"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer.num_level=3",
-                  "--workdir={new}"],
-     "^model.mixer.num_level: .* nearest known is model.mixer.num_levels"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer", "we",
-                  "--config.model.mixer.num_levels=3", "--workdir={new}"],
-     "^model.mixer.num_levels: expected a setting of "),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer.adjustment=False",
-                  "--config.model.mixer=we", "--config.model.mixer.implementation=ftt",
-                  "--workdir={new}"], "^model.mixer.implementation: .* did you mean fft"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer.name=we",
-                  "--config.model.mixer.num_levels=3", "--workdir={new}"],
-     "^model.mixer.num_levels: expected a setting of "),
-    ("train.py", ["--config={quickstart}", "--config.model=3", "--workdir={new}"],
-     "^model: expected a known setting"),
-    ("train.py", ["--config={quickstart}", "--config.data.tokenizer=character",
-                  "--workdir={new}"], "data.tokenizer: .* nearest is characters"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer.num_heads=7",
-                  "--workdir={new}"], "model.mixer.num_heads: expected a divisor"),
-    ("train.py", ["--config={quickstart}", "--config.data.path={new}",
-                  "--workdir={new}"], "data.path: .*no_such"),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.widht=3", "--workdir={new}"],
+      "model.widht: expected a known setting, .* nearest known is model.width",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.width=a", "--workdir={new}"],
+      "--config.model.width=a",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.mixer=dispacher", "--workdir={new}"],
+      "^model.mixer: expected one of .* did you mean dispatcher",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.mixer.num_level=3", "--workdir={new}"],
+      "^model.mixer.num_level: .* nearest known is model.mixer.num_levels",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.mixer",
+        "we",
+        "--config.model.mixer.num_levels=3",
+        "--workdir={new}",
+      ],
+      "^model.mixer.num_levels: expected a setting of ",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.mixer.adjustment=False",
+        "--config.model.mixer=we",
+        "--config.model.mixer.implementation=ftt",
+        "--workdir={new}",
+      ],
+      "^model.mixer.implementation: .* did you mean fft",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.mixer.name=we",
+        "--config.model.mixer.num_levels=3",
+        "--workdir={new}",
+      ],
+      "^model.mixer.num_levels: expected a setting of ",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model=3", "--workdir={new}"],
+      "^model: expected a known setting",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.tokenizer=character", "--workdir={new}"],
+      "data.tokenizer: .* nearest is characters",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.mixer.num_heads=7", "--workdir={new}"],
+      "model.mixer.num_heads: expected a divisor",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.path={new}", "--workdir={new}"],
+      "data.path: .*no_such",
+    ),
     ("train.py", ["--config={new}.py", "--workdir={new}"], "--config: .*No such file"),
-    ("train.py", ["--config={quickstart}:huge", "--workdir={new}"],
-     "^--config: expected the variant tiny, or none, got huge .*quickstart.py, line"),
-    ("train.py", ["--config={quickstart}", "workdir={new}", "--workdir={new}"],
-     "flags: expected --name=value"),
-    ("train.py", ["--config={quickstart}", "--config.data.path={latin}",
-                  "--workdir={new}"], "data.path: .*UTF-8"),
-    ("train.py", ["--config={quickstart}", "--config.data.path={empty}",
-                  "--workdir={new}"], "data.path: .*empty"),
-    ("train.py", ["--config={quickstart}", "--config.data.path={text}",
-                  "--workdir={text}"], "workdir: expected a folder that can be written"),
-    ("train.py", ["--config={quickstart}", "--config.data.path={text}",
-                  "--config.train.batch_size=800", "--workdir={new}"], "train.window:"),
-    ("train.py", ["--config={quickstart}", "--workdir={workdir}"],
-     "workdir: expected an empty folder or a run of this configuration"),
+    (
+      "train.py",
+      ["--config={quickstart}:huge", "--workdir={new}"],
+      "^--config: expected the variant tiny, or none, got huge .*quickstart.py, line",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "workdir={new}", "--workdir={new}"],
+      "flags: expected --name=value",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.path={latin}", "--workdir={new}"],
+      "data.path: .*UTF-8",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.path={empty}", "--workdir={new}"],
+      "data.path: .*empty",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.path={text}", "--workdir={text}"],
+      "workdir: expected a folder that can be written",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.data.path={text}",
+        "--config.train.batch_size=800",
+        "--workdir={new}",
+      ],
+      "train.window:",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--workdir={workdir}"],
+      "workdir: expected an empty folder or a run of this configuration",
+    ),
     ("evaluate.py", ["--workdir={new}"], "workdir: expected the folder of a run"),
     ("evaluate.py", ["--workdir={workdir}", "--step=5"], "step: expected one of"),
     ("evaluate.py", [], "--workdir, --torch_checkpoint: expected one of them, got none"),
     ("evaluate.py", ["--torch_checkpoint={new}"], "--config: expected it with --torch"),
     ("evaluate.py", ["--workdir={workdir}", "--config={quickstart}"], "--config: expected"),
-    ("evaluate.py", ["--workdir={workdir}", "--window=-5"],
-     "eval.window: expected 1 to model.max_length = 19, got -5"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer.implementation=fast",
-                  "--workdir={new}"], "model.mixer.implementation: expected None or one"),
-    ("train.py", ["--config={quickstart}", "--config.model.max_length=5",
-                  "--workdir={new}"], "sample.prompt: expected 1 to 5 tokens"),
-    ("train.py", ["--config={quickstart}", "--config.model.mixer=she",
-                  "--config.model.mixer.num_heads=4", "--workdir={new}"],
-     "model.mixer.num_heads: expected a setting of "),
-    ("train.py", ["--config={extractors}:shee", "--workdir={new}"],
-     "^--config: expected a mixer, a figure and tiny, of she, he.* got shee"),
-    ("train.py", ["--config={extractors}:we", "--config.data.path={new}",
-                  "--workdir={new}"], "data.path: expected .*no_such"),
-    ("train.py", ["--config={quickstart}", "--config.data.name=penn_treebank",
-                  "--config.data.data_dir={new}", "--workdir={new}"],
-     "penn_treebank: expected simple-examples.tgz"),
-    ("train.py", ["--config={quickstart}", "--config.data.name=texte8",
-                  "--workdir={new}"], "data.name: .* the nearest is text8"),
-    ("train.py", ["--config={extractors}:we", "--config.model.mixer.implementation=ftt",
-                  "--workdir={new}"], "None or one of scan, .* got ftt; did you mean fft"),
-    ("train.py", ["--config={quickstart}", "--config.train.batches=random",
-                  "--workdir={new}"], "train.batches: .* did you mean random_windows"),
-    ("train.py", ["--config={quickstart}", "--config.train.median_every_steps=0",
-                  "--workdir={new}"], "train.median_every_steps: expected at least 1"),
-    ("train.py", ["--config={quickstart}", "--config.train.batches=random_windows",
-                  "--config.data.path={short}", "--workdir={new}"],
-     "train.window: expected at most 107 .the train split has 108 .* got 128"),
-    ("train.py", ["--config={quickstart}", "--config.model.boundaries=whitespaces",
-                  "--workdir={new}"], "model.boundaries: .* did you mean whitespace"),
-    ("train.py", ["--config={quickstart}", "--config.model.boundaries=gumbel",
-                  "--config.model.boundaries.pooling=last", "--workdir={new}"],
-     "model.boundaries.pooling: expected a setting of "),
-    ("train.py", ["--config={quickstart}", "--config.model.boundaries.prior=0.3",
-                  "--workdir={new}"], "model.boundaries.prior: expected a setting of "),
-    ("train.py", ["--config={quickstart}", "--config.model.boundaries=unigram",
-                  "--config.data.path={text}", "--config.model.boundaries.file={new}",
-                  "--workdir={new}"],
-     "model.boundaries.file: expected a readable .*no_such"),
-    ("train.py", ["--config={quickstart}", "--config.model.boundaries=whitespace",
-                  "--config.data.path={text}",
-                  "--config.model.boundaries.space_ids=(3,99)", "--workdir={new}"],
-     "model.boundaries.space_ids: expected token ids below .* = 18"),
+    (
+      "evaluate.py",
+      ["--workdir={workdir}", "--window=-5"],
+      "eval.window: expected 1 to model.max_length = 19, got -5",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.mixer.implementation=fast", "--workdir={new}"],
+      "model.mixer.implementation: expected None or one",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.max_length=5", "--workdir={new}"],
+      "sample.prompt: expected 1 to 5 tokens",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.mixer=she",
+        "--config.model.mixer.num_heads=4",
+        "--workdir={new}",
+      ],
+      "model.mixer.num_heads: expected a setting of ",
+    ),
+    (
+      "train.py",
+      ["--config={extractors}:shee", "--workdir={new}"],
+      "^--config: expected a mixer, a figure and tiny, of she, he.* got shee",
+    ),
+    (
+      "train.py",
+      ["--config={extractors}:we", "--config.data.path={new}", "--workdir={new}"],
+      "data.path: expected .*no_such",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.data.name=penn_treebank",
+        "--config.data.data_dir={new}",
+        "--workdir={new}",
+      ],
+      "penn_treebank: expected simple-examples.tgz",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.data.name=texte8", "--workdir={new}"],
+      "data.name: .* the nearest is text8",
+    ),
+    (
+      "train.py",
+      ["--config={extractors}:we", "--config.model.mixer.implementation=ftt", "--workdir={new}"],
+      "None or one of scan, .* got ftt; did you mean fft",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.train.batches=random", "--workdir={new}"],
+      "train.batches: .* did you mean random_windows",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.train.median_every_steps=0", "--workdir={new}"],
+      "train.median_every_steps: expected at least 1",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.train.batches=random_windows",
+        "--config.data.path={short}",
+        "--workdir={new}",
+      ],
+      "train.window: expected at most 107 .the train split has 108 .* got 128",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.boundaries=whitespaces", "--workdir={new}"],
+      "model.boundaries: .* did you mean whitespace",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.boundaries=gumbel",
+        "--config.model.boundaries.pooling=last",
+        "--workdir={new}",
+      ],
+      "model.boundaries.pooling: expected a setting of ",
+    ),
+    (
+      "train.py",
+      ["--config={quickstart}", "--config.model.boundaries.prior=0.3", "--workdir={new}"],
+      "model.boundaries.prior: expected a setting of ",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.boundaries=unigram",
+        "--config.data.path={text}",
+        "--config.model.boundaries.file={new}",
+        "--workdir={new}",
+      ],
+      "model.boundaries.file: expected a readable .*no_such",
+    ),
+    (
+      "train.py",
+      [
+        "--config={quickstart}",
+        "--config.model.boundaries=whitespace",
+        "--config.data.path={text}",
+        "--config.model.boundaries.space_ids=(3,99)",
+        "--workdir={new}",
+      ],
+      "model.boundaries.space_ids: expected token ids below .* = 18",
+    ),
     ("generate.py", ["--workdir={workdir}", "--seed=-1"], "seed: expected an integer in"),
     ("generate.py", ["--workdir={workdir}", "--length=0"], "^length: expected"),
     ("generate.py", ["--workdir={workdir}", "--prompt={long}"], "prompt: expected 1 to 19"),
     ("generate.py", ["--workdir={workdir}", "--top_p=1.5"], "^top_p: expected"),
     ("generate.py", ["--workdir={workdir}", "--temperature=-1"], "^temperature: expe"),
-    ("generate.py", ["--workdir={workdir}", "--prompt=caf\u00e9"],
-     "prompt: expected what the vocabulary has, got 'f' '\u00e9'"),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--prompt=caf\u00e9"],
+      "prompt: expected what the vocabulary has, got 'f' '\u00e9'",
+    ),
     ("generate.py", ["--workdir={workdir}", "--stop=the"], "stop: expected texts of one"),
-    ("generate.py", ["--workdir={workdir}", "--beyond_window=refuse", "--length=90"],
-     "length: expected at most 13 after a prompt of 7 tokens"),
-    ("generate.py", ["--workdir={workdir}", "--prompt_file={empty}"],
-     "prompt_file: expected a text in .*empty, got none"),
-    ("generate.py", ["--workdir={workdir}", "--prompt_file={latin}"],
-     "prompt_file: expected UTF-8 in .*latin, got"),
-    ("generate.py", ["--workdir={workdir}", "--prompt_file={new}"],
-     "prompt_file: expected a file with a text, or -, got .*no_such"),
-    ("generate.py", ["--workdir={workdir}", "--prompt_file={text}", "--prompt=a"],
-     "prompt, prompt_file: expected one of them, got both"),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--beyond_window=refuse", "--length=90"],
+      "length: expected at most 13 after a prompt of 7 tokens",
+    ),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--prompt_file={empty}"],
+      "prompt_file: expected a text in .*empty, got none",
+    ),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--prompt_file={latin}"],
+      "prompt_file: expected UTF-8 in .*latin, got",
+    ),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--prompt_file={new}"],
+      "prompt_file: expected a file with a text, or -, got .*no_such",
+    ),
+    (
+      "generate.py",
+      ["--workdir={workdir}", "--prompt_file={text}", "--prompt=a"],
+      "prompt, prompt_file: expected one of them, got both",
+    ),
   ],
 )
 def test_wrong_input_ends_with_a_message(
@@ -320,10 +509,15 @@ def test_wrong_input_ends_with_a_message(
   (tmp_path / "empty").write_bytes(b"")
   (tmp_path / "short").write_text("a cat\n" * 20)
   places = dict(
-    quickstart=helpers.ROOT / "configs/quickstart.py", workdir=workdir, text=text,
+    quickstart=helpers.ROOT / "configs/quickstart.py",
+    workdir=workdir,
+    text=text,
     extractors=helpers.ROOT / "configs/extractors_childrens_books.py",
-    new=tmp_path / "no_such", latin=tmp_path / "latin", empty=tmp_path / "empty",
-    long="the " * 5, short=tmp_path / "short",
+    new=tmp_path / "no_such",
+    latin=tmp_path / "latin",
+    empty=tmp_path / "empty",
+    long="the " * 5,
+    short=tmp_path / "short",
   )
   result = call(script, *(argument.format(**places) for argument in arguments))
   assert isinstance(result, str), "expected a message"
@@ -333,8 +527,10 @@ def test_wrong_input_ends_with_a_message(
 
 def test_a_wrong_flag_shows_no_traceback(tmp_path):
   done = helpers.script(
-    "train.py", f"--config={helpers.ROOT / 'configs/quickstart.py'}",
-    "--config.train.bach_size=3", f"--workdir={tmp_path / 'run'}",
+    "train.py",
+    f"--config={helpers.ROOT / 'configs/quickstart.py'}",
+    "--config.train.bach_size=3",
+    f"--workdir={tmp_path / 'run'}",
   )
   assert done.returncode == 1
   assert done.stderr.strip().splitlines() == [
@@ -345,13 +541,19 @@ def test_a_wrong_flag_shows_no_traceback(tmp_path):
 
 # Of files of configurations, in this order: the program, and what is said of it.
 PROGRAMS = [
-  ("from dpjax import config\n\ndef get_config():\n  config.mixer('he', adjust=True)\n",
-   "--config: mixer.adjust: expected a setting of he, .* is mixer.adjustment {at}4)"),
-  ("\ndef get_config():\n  return int('a b\\nc')\n",
-   "--config: expected a Python file whose .*, got ValueError: .* 'a b.nc' {at}3)"),
-  ("from dpjax import errors\n\ndef get_config():\n  check()\n\n\ndef check():\n"
-   "  raise errors.UserError('expected\\none line')\n",
-   "--config: expected one line {at}8)"),
+  (
+    "from dpjax import config\n\ndef get_config():\n  config.mixer('he', adjust=True)\n",
+    "--config: mixer.adjust: expected a setting of he, .* is mixer.adjustment {at}4)",
+  ),
+  (
+    "\ndef get_config():\n  return int('a b\\nc')\n",
+    "--config: expected a Python file whose .*, got ValueError: .* 'a b.nc' {at}3)",
+  ),
+  (
+    "from dpjax import errors\n\ndef get_config():\n  check()\n\n\ndef check():\n"
+    "  raise errors.UserError('expected\\none line')\n",
+    "--config: expected one line {at}8)",
+  ),
   ("def get_config(:\n", "--config: .* SyntaxError: .*invalid syntax .*config.py, line 1)"),
   ("x = 3\n", "--config: .* got AttributeError: it has no attribute 'get_config'"),
 ]
@@ -394,12 +596,14 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
   monkeypatch.setattr(registry.mixers, "_components", components)
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "a_plugin.py").write_text(PLUGIN)
-  flags_of_run = [f"--config={helpers.ROOT / 'configs/quickstart.py'}",
-                  "--config.model.mixer=copy", f"--workdir={tmp_path / 'run'}"]
+  flags_of_run = [
+    f"--config={helpers.ROOT / 'configs/quickstart.py'}",
+    "--config.model.mixer=copy",
+    f"--workdir={tmp_path / 'run'}",
+  ]
   message = call("train.py", *flags_of_run)
   assert message is not None and message.startswith("model.mixer: expected one of disp")
-  message = call("train.py", *flags_of_run, "--config.model.mixer.rate=1.5",
-                 "--plugin=a_plugin")
+  message = call("train.py", *flags_of_run, "--config.model.mixer.rate=1.5", "--plugin=a_plugin")
   assert message == "model.mixer.rate: expected at most 1, got 1.5"
   message = call("train.py", *flags_of_run, "--plugin", "no_plugin")
   assert message is not None and message.startswith("--plugin: expected a module that")
@@ -421,11 +625,14 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
 
 
-@pytest.mark.parametrize("allocate", [
-  lambda: np.zeros(2**60, np.uint8),
-  lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
-  lambda: [0] * 2**59,
-])
+@pytest.mark.parametrize(
+  "allocate",
+  [
+    lambda: np.zeros(2**60, np.uint8),
+    lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
+    lambda: [0] * 2**59,
+  ],
+)
 def test_too_little_memory_ends_with_the_settings_that_need_less(allocate):
   message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
   with pytest.raises(SystemExit, match=message) as end:

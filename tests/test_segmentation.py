@@ -101,11 +101,14 @@ def test_a_text_has_to_fit():
       segment(run, text)
 
 
-@pytest.mark.parametrize("kind, text, pieces", [
-  ("bytes", "aé\n", ["a", "\ufffd", "\ufffd", "\n"]),
-  ("wordpiece", "the cat\n", ["the", " cat", "\n"]),
-  ("bpe", "the cat", ["the", " cat"]),
-])
+@pytest.mark.parametrize(
+  "kind, text, pieces",
+  [
+    ("bytes", "aé\n", ["a", "\ufffd", "\ufffd", "\n"]),
+    ("wordpiece", "the cat\n", ["the", " cat", "\n"]),
+    ("bpe", "the cat", ["the", " cat"]),
+  ],
+)
 def test_pieces_of_other_tokenizers(kind, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
   vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
@@ -113,16 +116,19 @@ def test_pieces_of_other_tokenizers(kind, text, pieces):
   assert segmentation._pieces(tokenizer, tokenizer.encode(text)) == pieces
 
 
-@pytest.mark.parametrize("pieces, ends, expected", [
-  ("to be", [2], "to␣|be"),
-  ("to be", [], "to␣be"),
-  ("to be", [0, 4], "t|o␣be|"),
-  ("a|·\\␣", [1], r"a\||\·\\\␣"),
-  ("a\n\t\x07 é\u200b", [0], r"a|\n\t\x07␣é\u200b"),
-  (["the", " quick", " brow", "n", " fox"], [1, 3], "the·␣quick|␣brow·n|␣fox"),
-  (["the", " fox"], [1], "the·␣fox|"),
-  (["the", "·"], [], r"the·\·"),
-])
+@pytest.mark.parametrize(
+  "pieces, ends, expected",
+  [
+    ("to be", [2], "to␣|be"),
+    ("to be", [], "to␣be"),
+    ("to be", [0, 4], "t|o␣be|"),
+    ("a|·\\␣", [1], r"a\||\·\\\␣"),
+    ("a\n\t\x07 é\u200b", [0], r"a|\n\t\x07␣é\u200b"),
+    (["the", " quick", " brow", "n", " fox"], [1, 3], "the·␣quick|␣brow·n|␣fox"),
+    (["the", " fox"], [1], "the·␣fox|"),
+    (["the", "·"], [], r"the·\·"),
+  ],
+)
 def test_rendering(pieces, ends, expected):
   boundaries = np.isin(np.arange(len(pieces)), ends)
   made = Segmentation([*pieces], boundaries, np.zeros(len(pieces)), None)
@@ -149,8 +155,7 @@ def test_the_figure():
   assert above.get_ylabel() == "conditional\nentropy (nats)"
   assert below.get_ylabel() == "probability\nof a boundary"
   assert len(above.get_lines()) == 2 and len(below.get_lines()) == 3
-  assert below.get_lines()[0].get_xydata().tolist() == [*map(list, enumerate(
-    made.probabilities))]
+  assert below.get_lines()[0].get_xydata().tolist() == [*map(list, enumerate(made.probabilities))]
 
 
 def test_the_command_prints_and_draws(loaded, tmp_path, capsys):
@@ -177,15 +182,19 @@ def test_without_a_text_the_test_split_is_shown(loaded, capsys):
   assert "\n120 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags, message", [
-  (["--length=12"], "--length: expected 1 to model.max_length = 11, got 12"),
-  (["--length=0"], "--length: expected 1 to model.max_length = 11, got 0"),
-  (["--text="], "--text: expected 1 to 11 tokens (the model's window), got 0"),
-  (["--text=to be or to be"],
-   "--text: expected 1 to 11 tokens (the model's window), got 14"),
-  (["--length=4", "--out=x.bmp"],
-   "--out: expected a file that ends in .png, .pdf, .svg, got x.bmp"),
-])
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--length=12"], "--length: expected 1 to model.max_length = 11, got 12"),
+    (["--length=0"], "--length: expected 1 to model.max_length = 11, got 0"),
+    (["--text="], "--text: expected 1 to 11 tokens (the model's window), got 0"),
+    (["--text=to be or to be"], "--text: expected 1 to 11 tokens (the model's window), got 14"),
+    (
+      ["--length=4", "--out=x.bmp"],
+      "--out: expected a file that ends in .png, .pdf, .svg, got x.bmp",
+    ),
+  ],
+)
 def test_wrong_flags(loaded, flags, message):
   loaded("whitespace")
   assert ended("runs/a", *flags) == message

@@ -57,10 +57,15 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   monkeypatch.undo()
 
 
-@pytest.mark.parametrize("change", [
-  dict(tokenizer="bytes"), dict(max_characters=(150, 20, 20)),
-  dict(clean=True, language="en"), dict(unigram=True),
-])
+@pytest.mark.parametrize(
+  "change",
+  [
+    dict(tokenizer="bytes"),
+    dict(max_characters=(150, 20, 20)),
+    dict(clean=True, language="en"),
+    dict(unigram=True),
+  ],
+)
 def test_other_settings_have_their_own(config, tmp_path, change):
   workdir_lib.prepare_data(config, tmp_path / "a" / "data")
   if change.pop("unigram", False):
@@ -151,8 +156,7 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
 def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
   config = config_lib.default()
   text = helpers.write_text(tmp_path / "text.txt")
-  config.data.update(path=str(text), clean=True, language="en",
-                     data_dir=str(tmp_path / "data"))
+  config.data.update(path=str(text), clean=True, language="en", data_dir=str(tmp_path / "data"))
   first = workdir_lib.prepare_data(config, tmp_path / "a" / "data")
   text.write_text(text.read_text() + "one line more\n" * 99)
   second = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
@@ -169,12 +173,15 @@ def test_prepare_alone(config, tmp_path):
   assert not workdir_lib.check(tmp_path / "run", config)
 
 
-@pytest.mark.parametrize("change, message", [
-  (dict(clean=True), "data.language: expected the language"),
-  (dict(max_characters=(1, 2)), "data.max_characters: expected three integers"),
-  (dict(max_characters=(1, -2, 0)), "data.max_characters: expected three integers"),
-  (dict(path="text.txt", language="fi"), "data.language: expected '' with a data.path"),
-])
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(clean=True), "data.language: expected the language"),
+    (dict(max_characters=(1, 2)), "data.max_characters: expected three integers"),
+    (dict(max_characters=(1, -2, 0)), "data.max_characters: expected three integers"),
+    (dict(path="text.txt", language="fi"), "data.language: expected '' with a data.path"),
+  ],
+)
 def test_settings_at_odds_are_refused(change, message):
   config = config_lib.default()
   config.data.update(change)

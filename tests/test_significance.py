@@ -76,23 +76,35 @@ def test_p_values_are_scipys(num_seeds):
   assert (rows[1].difference > 0) == (expected.statistic > 0)
 
 
-@pytest.mark.parametrize("shift, p_value, verdict", [
-  (0.0, 1.0, ""), (0.25, 0.0, "higher"), (-0.5, 0.0, "lower"),
-])
+@pytest.mark.parametrize(
+  "shift, p_value, verdict",
+  [
+    (0.0, 1.0, ""),
+    (0.25, 0.0, "higher"),
+    (-0.5, 0.0, "lower"),
+  ],
+)
 def test_differences_without_spread(shift, p_value, verdict):
   shifted = {seed: score + shift for seed, score in SCORES["none"].items()}
   row = significance.compare({"none": SCORES["none"], "x": shifted}, "none")[1]
   assert (row.difference, row.p_value, row.verdict) == (shift, p_value, verdict)
 
 
-@pytest.mark.parametrize("change, baseline, alpha, message", [
-  ({}, "none", 0.0, r"alpha: expected a number in \(0, 1\), got 0.0"),
-  ({}, "nona", 0.05, "baseline: expected one of none, better, worse, got nona"),
-  ({"none": {4: 1.0}}, "none", 0.05, r"seeds: expected at least 2 of none, got \[4\]"),
-  ({"worse": {0: 1.0, 3: 2.0}}, "none", 0.05,
-   r"seeds: expected \[0, 1, 2\] of worse, got \[0, 3\]"),
-  ({"worse": {}}, "none", 0.05, r"seeds: expected .* of worse, got \[\]"),
-])
+@pytest.mark.parametrize(
+  "change, baseline, alpha, message",
+  [
+    ({}, "none", 0.0, r"alpha: expected a number in \(0, 1\), got 0.0"),
+    ({}, "nona", 0.05, "baseline: expected one of none, better, worse, got nona"),
+    ({"none": {4: 1.0}}, "none", 0.05, r"seeds: expected at least 2 of none, got \[4\]"),
+    (
+      {"worse": {0: 1.0, 3: 2.0}},
+      "none",
+      0.05,
+      r"seeds: expected \[0, 1, 2\] of worse, got \[0, 3\]",
+    ),
+    ({"worse": {}}, "none", 0.05, r"seeds: expected .* of worse, got \[\]"),
+  ],
+)
 def test_what_cannot_be_compared(change, baseline, alpha, message):
   with pytest.raises(ValueError, match=f"^{message}$"):
     significance.compare(SCORES | change, baseline, alpha)
@@ -103,7 +115,9 @@ def test_the_table(folder, capsys):
     folder(f"runs/{name}", by_seed)
   arguments = ["compare", "runs/better/", "runs/none", "runs/worse"]
   significance.main([*arguments, "--baseline=runs/none/"])
-  assert capsys.readouterr().out == """\
+  assert (
+    capsys.readouterr().out
+    == """\
 bits_per_character of the test split, seeds [0, 1, 2]
 
                  mean  deviation  difference         p
@@ -113,6 +127,7 @@ runs/worse     1.4667     0.1528     +0.2167    0.0691
 
 lower, higher: than runs/none, p < 0.05
 """
+  )
   significance.main([*arguments, "--baseline=runs/worse", "--alpha=0.1"])
   rows = [line.split() for line in capsys.readouterr().out.splitlines()]
   assert ["runs/none", "1.2500", "0.2500", "-0.2167", "0.0691", "lower"] in rows
@@ -142,20 +157,29 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
     significance.read_scores(a)
 
 
-@pytest.mark.parametrize("arguments, message", [
-  (["no_such"], "workdir: expected runs seed_<n> in no_such, got none"),
-  (["a", "--split=valid"],
-   "--split: expected scores_valid_<best step>.json in a/seed_0, got 0 of them; "
-   "evaluate.py --split=valid writes one"),
-  (["a", "--score=bits"],
-   "--score: expected one of perplexity, bits_per_character "
-   "(of a/seed_0/scores_test_12.json), got bits"),
-  (["infinite"],
-   "--score: expected one of perplexity (of infinite/seed_0/scores_test_12.json), got "
-   "bits_per_character"),
-  (["two"], "seeds: expected [0, 1, 2] of two, got [0, 1]"),
-  (["a", "--alpha=1"], "--alpha: expected a number in (0, 1), got 1.0"),
-])
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["no_such"], "workdir: expected runs seed_<n> in no_such, got none"),
+    (
+      ["a", "--split=valid"],
+      "--split: expected scores_valid_<best step>.json in a/seed_0, got 0 of them; "
+      "evaluate.py --split=valid writes one",
+    ),
+    (
+      ["a", "--score=bits"],
+      "--score: expected one of perplexity, bits_per_character "
+      "(of a/seed_0/scores_test_12.json), got bits",
+    ),
+    (
+      ["infinite"],
+      "--score: expected one of perplexity (of infinite/seed_0/scores_test_12.json), got "
+      "bits_per_character",
+    ),
+    (["two"], "seeds: expected [0, 1, 2] of two, got [0, 1]"),
+    (["a", "--alpha=1"], "--alpha: expected a number in (0, 1), got 1.0"),
+  ],
+)
 def test_wrong_flags(folder, arguments, message):
   folder("a", SCORES["none"])
   folder("two", {0: 1.0, 1: 2.0})
@@ -190,8 +214,9 @@ def train(monkeypatch, error, *arguments):
   stub = Stub(error)
   monkeypatch.setattr(run_lib, "train", stub)
   # What is left of the command once its flags are read, without the ends of absl's `run`.
-  monkeypatch.setattr(command_line, "start",
-                      lambda main: command_line._run(main, command_line._parse(sys.argv)))
+  monkeypatch.setattr(
+    command_line, "start", lambda main: command_line._run(main, command_line._parse(sys.argv))
+  )
   monkeypatch.setattr(sys, "argv", ["significance"])
   before = set(flags.FLAGS)
   quickstart = f"--config={helpers.ROOT / 'configs/quickstart.py'}:tiny"
@@ -219,10 +244,13 @@ def test_a_run_is_trained_for_each_seed(monkeypatch, capsys):
   assert [call[0] for call in calls] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("error", [
-  loop.NonFiniteError("Step 3: expected a finite loss"),
-  UserError("workdir: expected an empty folder"),
-])
+@pytest.mark.parametrize(
+  "error",
+  [
+    loop.NonFiniteError("Step 3: expected a finite loss"),
+    UserError("workdir: expected an empty folder"),
+  ],
+)
 def test_what_stops_a_run_stops_all(monkeypatch, error):
   calls, message = train(monkeypatch, error, "--workdir=a")
   assert len(calls) == 2
@@ -246,9 +274,20 @@ def test_wrong_seeds_are_told_before_any_is_trained(monkeypatch, seeds):
 
 def test_the_module_runs_as_a_command(tmp_path):
   done = subprocess.run(
-    [sys.executable, "-m", "dpjax.significance", "train", "--workdir=a", "b",
-     f"--config={helpers.ROOT / 'configs/quickstart.py'}"],
-    env=helpers.environment(), cwd=tmp_path, capture_output=True, text=True, check=False,
+    [
+      sys.executable,
+      "-m",
+      "dpjax.significance",
+      "train",
+      "--workdir=a",
+      "b",
+      f"--config={helpers.ROOT / 'configs/quickstart.py'}",
+    ],
+    env=helpers.environment(),
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
   )
   assert done.returncode == 1
   assert done.stderr.endswith("flags: expected --name=value, got b\n")

@@ -98,10 +98,15 @@ def test_callbacks_see_what_is_reported(text, tmp_path):
   dpjax.train(config, tmp_path, callbacks=[watch])
   lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   assert [x[:2] for x in seen] == [
-    (line["step"], {f"{line['split']}/{name}": pytest.approx(value, nan_ok=True)
-                    for name, value in line.items()
-                    if name not in ("step", "split", "time") and value is not None}
-     | {name: x for name, x in seen[i][1].items() if not np.isfinite(x)})
+    (
+      line["step"],
+      {
+        f"{line['split']}/{name}": pytest.approx(value, nan_ok=True)
+        for name, value in line.items()
+        if name not in ("step", "split", "time") and value is not None
+      }
+      | {name: x for name, x in seen[i][1].items() if not np.isfinite(x)},
+    )
     for i, line in enumerate(lines)
   ]
   assert any("valid/nats_per_token" in metrics for _, metrics, _, _ in seen)
@@ -115,7 +120,9 @@ def test_callbacks_miss_no_report_where_the_run_is_stopped(text, tmp_path):
     asked = iter(range(99))
     with contextlib.suppress(Interrupted):
       dpjax.train(
-        config, tmp_path, should_stop=lambda: next(asked) == stop_at,  # noqa: B023
+        config,
+        tmp_path,
+        should_stop=lambda: next(asked) == stop_at,  # noqa: B023
         callbacks=[lambda step, metrics, state: told.append((step, [*metrics]))],
       )
   steps = [step for step, names in told if "train/loss" in names]
@@ -155,9 +162,7 @@ def test_a_callback_ends_the_training_early(text, tmp_path):
   assert run.step == 6 == max(told) and scores["perplexity"] > 1
   assert dpjax.load(tmp_path / "run", 6).step == 6
   # It is over, but for more steps, or without callbacks.
-  again, scores_again = dpjax.train(
-    config, tmp_path / "run", callbacks=[after_one_evaluation]
-  )
+  again, scores_again = dpjax.train(config, tmp_path / "run", callbacks=[after_one_evaluation])
   assert max(told) == 6 == again.step and scores_again == scores
   run, _ = dpjax.train(config, tmp_path / "run")
   whole, _ = dpjax.train(config, tmp_path / "whole")

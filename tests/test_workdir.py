@@ -27,8 +27,11 @@ with workdir.hold(pathlib.Path(sys.argv[1])):
 def owner(tmp_path):
   """A process that trains, as far as the folder's lock can tell."""
   process = subprocess.Popen(
-    [sys.executable, "-c", HOLD, str(tmp_path)], cwd=helpers.ROOT, text=True,
-    stdout=subprocess.PIPE, env=helpers.environment(),
+    [sys.executable, "-c", HOLD, str(tmp_path)],
+    cwd=helpers.ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    env=helpers.environment(),
   )
   assert process.stdout is not None and process.stdout.readline() == "locked\n"
   with process:

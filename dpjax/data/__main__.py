@@ -25,16 +25,21 @@ PART = 2**20  # characters
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Does what the first word of the command line says."""
-  parser = argparse.ArgumentParser(prog="python -m dpjax.data", description=__doc__,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    prog="python -m dpjax.data",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
   commands = parser.add_subparsers(dest="command", required=True)
   listing = commands.add_parser("list", help="names, sizes, licences, what is prepared")
   prepare = commands.add_parser("prepare", help="downloads a corpus and makes it ready")
   prepare.add_argument("name")
   prepare.add_argument("--language", default="", help="of a corpus that has several")
-  prepare.add_argument("--head", action="store_true",
-                       help="the first part alone, enough for 400M characters, where "
-                       "there is one")
+  prepare.add_argument(
+    "--head",
+    action="store_true",
+    help="the first part alone, enough for 400M characters, where there is one",
+  )
   prepare.add_argument("--manual_dir", default="", help="data_dir/manual")
   for command in (listing, prepare):
     command.add_argument("--data_dir", default="data", help="data")
@@ -63,13 +68,16 @@ def _list(given) -> None:
     print(f"\n{name}: {entry.title}")
     if entry.languages:
       print(f"  languages  {', '.join(entry.languages)}")
-    print(f"  size       {entry.size}\n  licence    {entry.licence}\n"
-          f"  source     {entry.source}\n  prepared   {', '.join(made) or 'no'}")
+    print(
+      f"  size       {entry.size}\n  licence    {entry.licence}\n"
+      f"  source     {entry.source}\n  prepared   {', '.join(made) or 'no'}"
+    )
 
 
 def _prepare(given) -> None:
-  splits, _ = catalog.open_records(given.name, given.language, Path(given.data_dir),
-                                   given.manual_dir, only_head=given.head)
+  splits, _ = catalog.open_records(
+    given.name, given.language, Path(given.data_dir), given.manual_dir, only_head=given.head
+  )
   for split, records in splits.items():
     print(f"{split:6}{len(records) / 1e6:12,.1f} MB")
 

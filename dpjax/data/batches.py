@@ -24,8 +24,15 @@ from dpjax.errors import UserError
 class _Rows:
   """The stream, cut into B contiguous rows, of which batches take windows."""
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, *,
-               boundaries: np.ndarray | None = None, pad_id: int = 0):
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    batch_size: int,
+    window: int,
+    *,
+    boundaries: np.ndarray | None = None,
+    pad_id: int = 0,
+  ):
     """Takes the stream, ids [N] of any integer type, and what fills up a window.
 
     Raises:
@@ -65,8 +72,12 @@ class ContiguousRows(_Rows):
     begin = step % self.steps_per_epoch * self.window
     places = slice(begin, begin + self.window + 1)
     boundaries = self._boundary_rows
-    return _fill_up(self._rows[rows, places], self.window, self._pad_id,
-                    None if boundaries is None else boundaries[rows, places])
+    return _fill_up(
+      self._rows[rows, places],
+      self.window,
+      self._pad_id,
+      None if boundaries is None else boundaries[rows, places],
+    )
 
 
 class ShuffledWindows(_Rows):
@@ -99,8 +110,16 @@ class ShuffledWindows(_Rows):
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int, *,
-               boundaries: np.ndarray | None = None, pad_id: int = 0):
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    batch_size: int,
+    window: int,
+    seed: int,
+    *,
+    boundaries: np.ndarray | None = None,
+    pad_id: int = 0,
+  ):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
@@ -123,12 +142,17 @@ class ShuffledWindows(_Rows):
     shift_b1 = shifts[rows, None].astype(np.int64)
     place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
     boundaries = self._boundary_rows
-    return _fill_up(self._rows[row_b1, place_bt], self.window, self._pad_id,
-                    None if boundaries is None else boundaries[row_b1, place_bt])
+    return _fill_up(
+      self._rows[row_b1, place_bt],
+      self.window,
+      self._pad_id,
+      None if boundaries is None else boundaries[row_b1, place_bt],
+    )
 
 
-def _fill_up(found: np.ndarray, window: int, pad_id: int,
-             boundaries: np.ndarray | None) -> dict[str, np.ndarray]:
+def _fill_up(
+  found: np.ndarray, window: int, pad_id: int, boundaries: np.ndarray | None
+) -> dict[str, np.ndarray]:
   """A batch of what was found, [b, t + 1], t <= T: the last column is a target alone."""
   real = found.shape[1] - 1
   padding = ((0, 0), (0, window - real))
@@ -146,7 +170,7 @@ def _fill_up(found: np.ndarray, window: int, pad_id: int,
 def _rows(stream: np.ndarray, batch_size: int) -> np.ndarray:
   """The stream in contiguous rows, [B, n]; what does not fill them is left out."""
   length = len(stream) // batch_size
-  return stream[:batch_size * length].reshape(batch_size, length)
+  return stream[: batch_size * length].reshape(batch_size, length)
 
 
 def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
@@ -162,8 +186,9 @@ def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
 
 def _check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
   if boundaries is not None and len(boundaries) != len(tokens):
-    raise UserError(f"boundaries: expected one for each of the {len(tokens)} tokens, "
-                    f"got {len(boundaries)}")
+    raise UserError(
+      f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
+    )
 
 
 class RandomWindows:
@@ -189,8 +214,15 @@ class RandomWindows:
   0.457 epochs of 8.4M tokens there makes every offset a window.
   """
 
-  def __init__(self, tokens: np.ndarray, batch_size: int, window: int, seed: int, *,
-               boundaries: np.ndarray | None = None):
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    batch_size: int,
+    window: int,
+    seed: int,
+    *,
+    boundaries: np.ndarray | None = None,
+  ):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
@@ -217,8 +249,7 @@ class RandomWindows:
     offsets = np.empty_like(places)
     for epoch in np.unique(epochs):
       is_here = epochs == epoch
-      offsets[is_here] = _permute(places[is_here], self._num_windows,
-                                  (self._seed, int(epoch)))
+      offsets[is_here] = _permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
     place_bt = offsets[:, None] + np.arange(self.window + 1)
     found = self._tokens[place_bt].astype(np.int32)
     batch = {
@@ -277,9 +308,18 @@ class EvaluationWindows:
     batch_size: B.
   """
 
-  def __init__(self, tokens: np.ndarray, window: int, stride: int, batch_size: int,
-               start_id: int, *, boundaries: np.ndarray | None = None,
-               start_boundary: int = 0, pad_id: int = 0):
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    window: int,
+    stride: int,
+    batch_size: int,
+    start_id: int,
+    *,
+    boundaries: np.ndarray | None = None,
+    start_boundary: int = 0,
+    pad_id: int = 0,
+  ):
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
@@ -287,8 +327,7 @@ class EvaluationWindows:
     """
     _check_boundaries(boundaries, tokens)
     if not 1 <= stride <= window:
-      raise UserError(f"eval.stride: expected 1 .. {window} (the window), got "
-                      f"{stride}")
+      raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")
     self.batch_size = batch_size
     self._tokens = tokens
     self._window = window

@@ -177,17 +177,19 @@ def find(name: str, language: str = "") -> Entry:
       corpus's.
   """
   if name == ONE_MORE:
-    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes "
-                    "with Python")
+    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name not in ENTRIES:
     names = [ONE_MORE, *ENTRIES]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise UserError(f"data.name: expected one of {', '.join(names)} (or a data.path), "
-                    f"got {name!r}; the nearest is {near}")
+    raise UserError(
+      f"data.name: expected one of {', '.join(names)} (or a data.path), "
+      f"got {name!r}; the nearest is {near}"
+    )
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
-    raise UserError(f"data.language: expected one of {', '.join(entry.languages)} for "
-                    f"{name}, got {language!r}")
+    raise UserError(
+      f"data.language: expected one of {', '.join(entry.languages)} for {name}, got {language!r}"
+    )
   return entry
 
 
@@ -249,18 +251,27 @@ def open_records(
     contents = json.loads(Path(builder.data_dir, "text.json").read_text("utf-8"))
   except OSError as error:
     if str(error.filename or "").startswith(str(manual_dir)):
-      raise UserError(f"data.manual_dir: expected a file that can be read, got "
-                      f"{error.filename} ({error.strerror})") from error
-    raise UserError(f"data.data_dir: expected a folder that can be written, got "
-                    f"{data_dir} ({error})") from error
+      raise UserError(
+        f"data.manual_dir: expected a file that can be read, got "
+        f"{error.filename} ({error.strerror})"
+      ) from error
+    raise UserError(
+      f"data.data_dir: expected a folder that can be written, got {data_dir} ({error})"
+    ) from error
   splits, texts = {}, {}
   for split, source in (("train", "train"), ("valid", "validation"), ("test", "test")):
     if source in contents:
       texts[split] = contents[source]
       size = contents[source]["bytes"]
       splits[split] = Records(builder.as_data_source(source), size)
-  about = {"name": name, "language": language, "configuration": config,
-           "version": str(builder.version), "source": entry.source, "texts": texts}
+  about = {
+    "name": name,
+    "language": language,
+    "configuration": config,
+    "version": str(builder.version),
+    "source": entry.source,
+    "texts": texts,
+  }
   return splits, about
 
 
@@ -281,8 +292,9 @@ def find_vocabulary(name: str, data_dir: Path, manual_dir: str | Path = "") -> s
       for file in files
     ]
   except OSError as error:
-    raise UserError(f"data.data_dir: expected a folder that can be written, got "
-                    f"{data_dir} ({error})") from error
+    raise UserError(
+      f"data.data_dir: expected a folder that can be written, got {data_dir} ({error})"
+    ) from error
   return str(first)
 
 

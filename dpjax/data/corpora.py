@@ -64,9 +64,11 @@ class Chunks:
       try:
         yield self.content[begin:end].decode()
       except UnicodeDecodeError as error:
-        raise UserError(f"data.path: expected UTF-8 text, got byte "
-                        f"{error.object[error.start]:#04x} at offset "
-                        f"{begin + error.start} of {self.source}") from error
+        raise UserError(
+          f"data.path: expected UTF-8 text, got byte "
+          f"{error.object[error.start]:#04x} at offset "
+          f"{begin + error.start} of {self.source}"
+        ) from error
       begin = end
 
   def _cut(self, begin: int) -> int:
@@ -77,8 +79,8 @@ class Chunks:
     last = place = self.content.rfind(b"\n", begin, end) + 1
     while place:
       # Two characters have up to eight bytes, of which some may be of a third.
-      before = self.content[max(begin, place - 8):place].decode(errors="ignore")
-      if is_clean_cut(before, self.content[place:place + 8].decode(errors="ignore")):
+      before = self.content[max(begin, place - 8) : place].decode(errors="ignore")
+      if is_clean_cut(before, self.content[place : place + 8].decode(errors="ignore")):
         return place
       place = self.content.rfind(b"\n", begin, place - 1) + 1
     if last:
@@ -142,24 +144,36 @@ def load_corpus(
     corpus = _from_path(Path(path), split_fractions)
   elif name == "python_manual":
     content = _python_manual()
-    about = {"name": name, "sha256": hashlib.sha256(content).hexdigest(),
-             "split_fractions": list(split_fractions)}
+    about = {
+      "name": name,
+      "sha256": hashlib.sha256(content).hexdigest(),
+      "split_fractions": list(split_fractions),
+    }
     corpus = Corpus(name, _cut_splits(content, split_fractions, name), about)
   else:
     entry = catalog.find(name, language)
     if language and not entry.languages and not clean:
-      raise UserError(f"data.language: expected '' for {name}, unless data.clean is True, "
-                      f"got {language!r}")
-    is_enough = [0 < most <= held
-                 for most, held in zip(max_characters, entry.head, strict=False)]
+      raise UserError(
+        f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
+      )
+    is_enough = [0 < most <= held for most, held in zip(max_characters, entry.head, strict=False)]
     splits, about = catalog.open_records(
-      name, language, Path(data_dir), manual_dir,
+      name,
+      language,
+      Path(data_dir),
+      manual_dir,
       only_head=bool(is_enough) and all(is_enough),
     )
     corpus = Corpus("_".join(filter(None, (name, language))), splits, about)
   if clean or any(max_characters):
-    folder = texts.make(corpus.name, corpus.splits, corpus.about, Path(data_dir, "texts"),
-                        language if clean else "", max_characters)
+    folder = texts.make(
+      corpus.name,
+      corpus.splits,
+      corpus.about,
+      Path(data_dir, "texts"),
+      language if clean else "",
+      max_characters,
+    )
     made = _from_path(folder, split_fractions)
     return Corpus(corpus.name, made.splits, texts.read_about(folder))
   missing = [split for split in SPLITS if split not in corpus.splits]
@@ -180,8 +194,10 @@ def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
     content = _open(path)
     about = {"files": [_identity(path)], "split_fractions": list(split_fractions)}
   except OSError as error:
-    raise UserError(f"data.path: expected a readable text file or folder, got "
-                    f"{error.filename or path} ({error.strerror})") from error
+    raise UserError(
+      f"data.path: expected a readable text file or folder, got "
+      f"{error.filename or path} ({error.strerror})"
+    ) from error
   return Corpus(path.stem, _cut_splits(content, split_fractions, str(path)), about)
 
 
@@ -206,8 +222,9 @@ def _python_manual() -> bytes:
 def _open(path: Path) -> mmap.mmap:
   # Opening a pipe would wait, and some devices never end.
   if path.exists() and not path.is_file():
-    raise UserError(f"data.path: expected a readable text file or folder, got {path} (no "
-                    "regular file)")
+    raise UserError(
+      f"data.path: expected a readable text file or folder, got {path} (no regular file)"
+    )
   with path.open("rb") as file:
     if path.stat().st_size == 0:
       raise UserError(f"data.path: expected a text, got the empty file {path}")
@@ -218,8 +235,7 @@ def _open_split(folder: Path, split: str) -> Chunks:
   names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
   path = next((folder / name for name in names if (folder / name).exists()), None)
   if path is None:
-    raise UserError(f"data.path: expected {' or '.join(names)} in the folder, got "
-                    f"{folder} without")
+    raise UserError(f"data.path: expected {' or '.join(names)} in the folder, got {folder} without")
   content = _open(path)
   return Chunks(content, 0, len(content), str(path))
 
@@ -231,8 +247,9 @@ def _cut_splits(content, fractions: Sequence[float], source: str) -> dict[str, C
   second = _line_end(content, first, size - test)
   stretches = {"train": (0, first), "valid": (first, second), "test": (second, size)}
   if any(begin == end for begin, end in stretches.values()):
-    raise UserError(f"data.path: expected a text long enough for three splits, got "
-                    f"{size} bytes in {source}")
+    raise UserError(
+      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
+    )
   return {split: Chunks(content, *stretches[split], source) for split in SPLITS}
 
 

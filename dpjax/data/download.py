@@ -143,14 +143,17 @@ def verify(file: File, folder: Path) -> Path:
   _check(file)
   places = _Places(Path(folder), _name(file), None)
   if not _is_whole(file, places):
-    raise UserError(f"{places.whole}: expected a whole file with a record that agrees "
-                    f"({places.record}), got none; download it")
+    raise UserError(
+      f"{places.whole}: expected a whole file with a record that agrees "
+      f"({places.record}), got none; download it"
+    )
   expected = f"sha256:{(_read_record(places.record) or {})['sha256']}"
   for checksum in {expected, file.checksum or expected}:
     came = _digest(places.whole, checksum)
     if came != checksum.lower():
-      raise UserError(f"{places.whole}: expected {checksum}, got {came}; delete it to "
-                      "download it again")
+      raise UserError(
+        f"{places.whole}: expected {checksum}, got {came}; delete it to download it again"
+      )
   return places.whole
 
 
@@ -185,22 +188,25 @@ class _BrokenError(Exception):
 
 def _check(file: File) -> None:
   if not re.fullmatch("|sha256:[0-9a-fA-F]{64}|md5:[0-9a-fA-F]{32}", file.checksum):
-    raise UserError("File.checksum: expected sha256: and 64, or md5: and 32 hexadecimal "
-                    f"digits, got {file.checksum!r}")
+    raise UserError(
+      "File.checksum: expected sha256: and 64, or md5: and 32 hexadecimal "
+      f"digits, got {file.checksum!r}"
+    )
   for key in ("size", "head_bytes"):
     if getattr(file, key) < 0:
       raise UserError(f"File.{key}: expected 0 or more, got {getattr(file, key)}")
   if file.checksum and file.head_bytes:
-    raise UserError("File.checksum: expected none with head_bytes, as it is of the whole "
-                    f"file, got {file.checksum}")
+    raise UserError(
+      "File.checksum: expected none with head_bytes, as it is of the whole "
+      f"file, got {file.checksum}"
+    )
 
 
 def _name(file: File) -> str:
   path = urllib.parse.urlsplit(file.url).path
   name = file.name or urllib.parse.unquote(path.rpartition("/")[2])
   if name in ("", ".", "..") or "/" in name or "\0" in name:
-    raise UserError(f"File.name: expected the name of a file, got {name!r} "
-                    f"(url {file.url!r})")
+    raise UserError(f"File.name: expected the name of a file, got {name!r} (url {file.url!r})")
   return name
 
 
@@ -209,13 +215,15 @@ def _check_manual(file: File, path: Path) -> None:
   least = min(file.size, file.head_bytes or file.size)
   if file.size and not least <= size <= file.size:
     expected = f"{file.size} bytes" if least == file.size else f"{least} bytes or more"
-    raise UserError(f"{path}: expected {expected}, got {size}; get it again from "
-                    f"{file.url}, or remove it")
+    raise UserError(
+      f"{path}: expected {expected}, got {size}; get it again from {file.url}, or remove it"
+    )
   if file.checksum:
     came = _digest(path, file.checksum)
     if came != file.checksum.lower():
-      raise UserError(f"{path}: expected {file.checksum}, got {came}; get it again from "
-                      f"{file.url}, or remove it")
+      raise UserError(
+        f"{path}: expected {file.checksum}, got {came}; get it again from {file.url}, or remove it"
+      )
 
 
 def _is_whole(file: File, places: _Places) -> bool:
@@ -260,7 +268,8 @@ def _fetch(file: File, places: _Places, progress: bool) -> None:
   places.bad.unlink(missing_ok=True)
   first = None if file.checksum else _read_record(places.record)
   if first is not None and (first["url"], first.get("head_bytes", 0)) != (
-    file.url, file.head_bytes
+    file.url,
+    file.head_bytes,
   ):
     first = None
   transfer = _Transfer(file, places, first, progress)
@@ -284,20 +293,26 @@ def _check_what_came(file: File, places: _Places, record: dict, first: dict | No
     if came != file.checksum.lower():
       os.replace(places.partial, places.bad)
       places.state.unlink()
-      raise UserError(f"{file.url}: expected {file.checksum}, got {came} "
-                      f"({record['size']} bytes, kept as {places.bad} to look at); call "
-                      f"again, or {by_hand}")
+      raise UserError(
+        f"{file.url}: expected {file.checksum}, got {came} "
+        f"({record['size']} bytes, kept as {places.bad} to look at); call "
+        f"again, or {by_hand}"
+      )
   expected = min(file.size, file.head_bytes or file.size)
   if file.size and record["size"] != expected:
     os.replace(places.partial, places.bad)
     places.state.unlink()
-    raise UserError(f"{file.url}: expected {expected} bytes, got {record['size']} (kept "
-                    f"as {places.bad} to look at); call again, or {by_hand}")
+    raise UserError(
+      f"{file.url}: expected {expected} bytes, got {record['size']} (kept "
+      f"as {places.bad} to look at); call again, or {by_hand}"
+    )
   if first is not None and first["sha256"] != record["sha256"]:
-    raise UserError(f"{file.url}: expected sha256:{first['sha256']}, as it was at the "
-                    f"first download ({first.get('date')}), got sha256:"
-                    f"{record['sha256']}; to accept what came, delete {places.record}; "
-                    f"to download it again, delete {places.partial}; or {by_hand}")
+    raise UserError(
+      f"{file.url}: expected sha256:{first['sha256']}, as it was at the "
+      f"first download ({first.get('date')}), got sha256:"
+      f"{record['sha256']}; to accept what came, delete {places.record}; "
+      f"to download it again, delete {places.partial}; or {by_hand}"
+    )
 
 
 class _Transfer:
@@ -382,8 +397,7 @@ class _Transfer:
     self._drop()
     self._places.partial.touch()
     etag, modified = _identity(response)
-    self.state = {"url": self._file.url, "etag": etag, "last_modified": modified,
-                  "size": size}
+    self.state = {"url": self._file.url, "etag": etag, "last_modified": modified, "size": size}
     _write_json(self._places.state, self.state)
 
   def _set_size(self, size: int) -> None:
@@ -429,8 +443,7 @@ class _Transfer:
     start, size = _content_range(response)
     if start != have or (have and not self._is_same(response, size)):
       self._drop()
-      raise _BrokenError(f"bytes from {start} on, of another version maybe, not from "
-                         f"{have} on")
+      raise _BrokenError(f"bytes from {start} on, of another version maybe, not from {have} on")
     if not have:
       self._begin(response, size)
     elif size is not None and self.state["size"] is None:
@@ -461,8 +474,7 @@ class _Transfer:
     file, size, target = self._file, self.state["size"], self._target()
     if file.size and size not in (None, file.size):
       self._drop()
-      raise UserError(f"{file.url}: expected {file.size} bytes, got {size}; "
-                      f"{self._by_hand}")
+      raise UserError(f"{file.url}: expected {file.size} bytes, got {size}; {self._by_hand}")
     if self._first is not None and size is not None and target != self._first["size"]:
       self._drop()
       raise UserError(
@@ -482,7 +494,7 @@ class _Transfer:
     bar = self._show(target, length)
     with self._places.partial.open("ab", buffering=0) as partial:
       for chunk in _chunks(response):
-        chunk = chunk if target is None else chunk[:target - length]
+        chunk = chunk if target is None else chunk[: target - length]
         _write(partial, chunk)
         length += len(chunk)
         bar.update(len(chunk))
@@ -501,17 +513,25 @@ class _Transfer:
     is_chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
     if not (is_chunked or file.size or file.checksum):
       self._drop()
-      raise UserError(f"{file.url}: expected a server that tells the file's size, got "
-                      f"{length} bytes of which none knows if they are all; "
-                      f"{self._by_hand}")
+      raise UserError(
+        f"{file.url}: expected a server that tells the file's size, got "
+        f"{length} bytes of which none knows if they are all; "
+        f"{self._by_hand}"
+      )
     self._set_size(length)
 
   def _show(self, target: int | None, length: int) -> tqdm:
     if self._bar is None:
       is_small = target is not None and target <= SHOWN_BYTES
-      self._bar = tqdm(total=target, initial=length, desc=self._places.name, unit="B",
-                       unit_scale=True, mininterval=1.0,
-                       disable=not self._progress or is_small)
+      self._bar = tqdm(
+        total=target,
+        initial=length,
+        desc=self._places.name,
+        unit="B",
+        unit_scale=True,
+        mininterval=1.0,
+        disable=not self._progress or is_small,
+      )
     self._bar.reset(target)  # the rate is this try's
     self._bar.initial = self._bar.n = self._bar.last_print_n = length
     return self._bar
@@ -619,8 +639,10 @@ def _read_record(path: Path) -> dict | None:
   record = _read_json(path)
   kinds = {"url": str, "size": int, "sha256": str}
   if not all(isinstance(record.get(key), kind) for key, kind in kinds.items()):
-    raise UserError(f"{path}: expected the record of a download (url, size, sha256), got "
-                    "something else; delete it to download the file again")
+    raise UserError(
+      f"{path}: expected the record of a download (url, size, sha256), got "
+      "something else; delete it to download the file again"
+    )
   return record
 
 
@@ -652,7 +674,7 @@ def _write(file, content: bytes) -> None:
   """Writes all of it: a nearly full disk may take a part."""
   rest = memoryview(content)
   while rest:
-    rest = rest[file.write(rest):]
+    rest = rest[file.write(rest) :]
 
 
 def _pause(seconds: float) -> None:

@@ -148,8 +148,7 @@ def encode_text(
   if processes is None:
     processes = num_cores() if is_large else 1
   counter, sizes, since = Counter(), done["sizes"], 0
-  bar = tqdm(total=size, desc=f"encoding {split}", unit="B", unit_scale=True,
-             disable=not is_large)
+  bar = tqdm(total=size, desc=f"encoding {split}", unit="B", unit_scale=True, disable=not is_large)
   files = [path.open("r+b" if path.exists() else "wb") for path in paths]
   try:
     for file, length in zip(files, sizes, strict=True):

@@ -86,8 +86,11 @@ class Prepared:
           raise _changed(self.folder / name, "what was prepared", "a file that was changed")
       first, last = ids.min(), ids.max()
       if first < 0 or last >= self.tokenizer.vocab_size:
-        raise _changed(self.folder / f"{split}.bin",
-                       f"ids 0 .. {self.tokenizer.vocab_size - 1}", f"{first} .. {last}")
+        raise _changed(
+          self.folder / f"{split}.bin",
+          f"ids 0 .. {self.tokenizer.vocab_size - 1}",
+          f"{first} .. {last}",
+        )
 
   def segment(self, text: str) -> np.ndarray:
     """The Unigram boundaries of another text's tokens, uint8 [number of tokens].
@@ -96,17 +99,16 @@ class Prepared:
       ValueError: the data were prepared without.
     """
     if self.unigram is None:
-      raise UserError(f"data: expected {self.name} with Unigram boundaries, got it "
-                      "prepared without")
+      raise UserError(
+        f"data: expected {self.name} with Unigram boundaries, got it prepared without"
+      )
     return self.unigram.of_tokens(text, self.tokenizer)
 
 
 class _Arrays(Mapping[str, np.ndarray]):
   """The arrays of each split, a file each, mapped when they are asked for."""
 
-  def __init__(
-    self, folder: Path, ending: str, dtype: np.dtype, sizes: Mapping[str, int]
-  ):
+  def __init__(self, folder: Path, ending: str, dtype: np.dtype, sizes: Mapping[str, int]):
     self._folder, self._ending, self._dtype, self._sizes = folder, ending, dtype, sizes
 
   def __getitem__(self, split: str) -> np.memmap:
@@ -159,11 +161,15 @@ def prepare(
   folder = Path(folder)
   _check_replaceable(folder)
   if unigram is not None and kind not in CHARACTER_KINDS:
-    raise UserError(f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-                    f"Unigram boundaries, got {kind}")
+    raise UserError(
+      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with Unigram boundaries, got {kind}"
+    )
   sizes = {split: len(text) for split, text in corpus.splits.items()}
-  made = {"corpus": dict(corpus.about), "tokenizer": {"kind": kind, **settings},
-          "unigram": None if unigram is None else dict(unigram)}
+  made = {
+    "corpus": dict(corpus.about),
+    "tokenizer": {"kind": kind, **settings},
+    "unigram": None if unigram is None else dict(unigram),
+  }
   partial = folder.with_name(folder.name + ".partial")
   try:
     encoder = _resume(partial, {"made": made, "sizes": sizes})
@@ -175,12 +181,20 @@ def prepare(
       counts[split] = encode_text(text, len(text), encoder, partial, split, processes)
       for unit in ("tokens", "words"):
         if not counts[split][unit]:
-          raise UserError(f"data.path: expected {unit} in every split, got none in the "
-                          f"{split} split of {corpus.name}")
+          raise UserError(
+            f"data.path: expected {unit} in every split, got none in the "
+            f"{split} split of {corpus.name}"
+          )
     checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.bin"))}
-    content = {"format": FORMAT, "name": corpus.name, "dtype": encoder.dtype.name,
-               "splits": counts, "unigram": unigram is not None, "made": made,
-               "checksums": checksums}
+    content = {
+      "format": FORMAT,
+      "name": corpus.name,
+      "dtype": encoder.dtype.name,
+      "splits": counts,
+      "unigram": unigram is not None,
+      "made": made,
+      "checksums": checksums,
+    }
     _write_text(partial / "data.json", json.dumps(content, indent=2))
     for name in (STATE, *(f"{split}.json" for split in corpus.splits)):
       (partial / name).unlink()
@@ -260,11 +274,13 @@ def open_prepared(folder: str | Path) -> Prepared:
     if not isinstance(name, str) or dtype not in (np.uint16, np.int32):
       raise UserError(f"the name {name!r} and the type {dtype}")
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-    raise UserError(f"{path}: expected the counts of prepared data, got damaged JSON "
-                    f"({error!r})") from error
+    raise UserError(
+      f"{path}: expected the counts of prepared data, got damaged JSON ({error!r})"
+    ) from error
   if version > FORMAT:
-    raise UserError(f"{path}: expected a format up to {FORMAT}, got {version}: a "
-                    "later version of dpjax wrote it")
+    raise UserError(
+      f"{path}: expected a format up to {FORMAT}, got {version}: a later version of dpjax wrote it"
+    )
   splits = _Arrays(folder, ".bin", dtype, sizes)
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
   if not has_boundaries:
@@ -274,8 +290,9 @@ def open_prepared(folder: str | Path) -> Prepared:
   try:
     unigram = UnigramBoundaries(path.read_bytes())
   except (OSError, ValueError) as error:
-    raise UserError(f"{path}: expected the Unigram model of prepared data, got "
-                    f"another file, or none ({error})") from error
+    raise UserError(
+      f"{path}: expected the Unigram model of prepared data, got another file, or none ({error})"
+    ) from error
   return Prepared(name, tokenizer, splits, counts, boundaries, unigram, folder, checksums)
 
 
@@ -292,13 +309,12 @@ def count_text(chunks: Iterable[str]) -> dict:
 
 def _check_replaceable(folder: Path) -> None:
   if folder.exists() and any(folder.iterdir()) and not (folder / "data.json").exists():
-    raise UserError(f"workdir: expected room for prepared data, got {folder}, which "
-                    "holds something else")
+    raise UserError(
+      f"workdir: expected room for prepared data, got {folder}, which holds something else"
+    )
 
 
-def _make_encoder(
-  corpus: Corpus, kind: str, unigram: Mapping | None, settings: Mapping
-) -> Encoder:
+def _make_encoder(corpus: Corpus, kind: str, unigram: Mapping | None, settings: Mapping) -> Encoder:
   text = corpus.splits["train"]
   sample = _Sample(text)
   learns = kind not in CHARACTER_KINDS and not settings.get("file")
@@ -389,8 +405,10 @@ def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   expected = size * dtype.itemsize
   found = path.stat().st_size if path.exists() else "no such file"
   if path.is_symlink() and not path.exists():
-    found = (f"a link to {path.readlink()}, which is gone (train.py --prepare_only with "
-             "the run's settings makes it again)")
+    found = (
+      f"a link to {path.readlink()}, which is gone (train.py --prepare_only with "
+      "the run's settings makes it again)"
+    )
   if found != expected:
     raise UserError(f"{path}: expected {expected} bytes, got {found}")
   return np.memmap(path, dtype, "r")
@@ -404,5 +422,4 @@ def _read_text(path: Path) -> str:
   try:
     return path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f"{path}: expected a readable file of prepared data, got "
-                    f"{error}") from error
+    raise UserError(f"{path}: expected a readable file of prepared data, got {error}") from error

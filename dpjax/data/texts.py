@@ -47,10 +47,15 @@ def make(
   sizes = dict(zip(SPLITS, max_characters, strict=True))
   is_cut = set(splits) == {"train"}
   if is_cut and not all(sizes.values()):
-    raise UserError(f"data.max_characters: expected a size of every split, as {name} has "
-                    f"a train split alone, got {tuple(max_characters)}")
-  about = dict(about) | {"clean": language, "max_characters": list(max_characters),
-                         "cleaning": CLEANING if language else 0}
+    raise UserError(
+      f"data.max_characters: expected a size of every split, as {name} has "
+      f"a train split alone, got {tuple(max_characters)}"
+    )
+  about = dict(about) | {
+    "clean": language,
+    "max_characters": list(max_characters),
+    "cleaning": CLEANING if language else 0,
+  }
   digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
   target = folder / f"{name}_{digits}"
   try:
@@ -68,8 +73,9 @@ def make(
         (partial / ABOUT).write_text(text + "\n", encoding="utf-8")
         os.replace(partial, target)
   except OSError as error:
-    raise UserError(f"data.data_dir: expected a folder that can be written, got {folder} "
-                    f"({error})") from error
+    raise UserError(
+      f"data.data_dir: expected a folder that can be written, got {folder} ({error})"
+    ) from error
   return target
 
 
@@ -89,23 +95,35 @@ def _clean(text: Iterable[str], language: str) -> Iterable[str]:
 def _write(path: Path, parts: Iterator[str], most: int, name: str):
   """Writes up to `most` characters; how many, and what is left."""
   size = 0
-  with (path.open("w", encoding="utf-8", newline="") as file,
-        tqdm(total=most or None, desc=f"{name} {path.stem}", unit="chars",
-             unit_scale=True, disable=None, leave=False) as bar):
+  with (
+    path.open("w", encoding="utf-8", newline="") as file,
+    tqdm(
+      total=most or None,
+      desc=f"{name} {path.stem}",
+      unit="chars",
+      unit_scale=True,
+      disable=None,
+      leave=False,
+    ) as bar,
+  ):
     for part in parts:
       taken = part[: most - size] if most else part
       file.write(taken)
       size += len(taken)
       bar.update(len(taken))
       if most and size == most:
-        parts = itertools.chain([part[len(taken):]], parts)
+        parts = itertools.chain([part[len(taken) :]], parts)
         break
     file.flush()
     os.fsync(file.fileno())
   if not size:
-    raise UserError(f"data.max_characters: expected a text long enough for every split, "
-                    f"got none left for the {path.stem} split of {name}")
+    raise UserError(
+      f"data.max_characters: expected a text long enough for every split, "
+      f"got none left for the {path.stem} split of {name}"
+    )
   if size < most:
-    print(f"{name}: the {path.stem} split has {size:,} characters, fewer than the "
-          f"{most:,} of data.max_characters")
+    print(
+      f"{name}: the {path.stem} split has {size:,} characters, fewer than the "
+      f"{most:,} of data.max_characters"
+    )
   return size, parts

@@ -198,9 +198,7 @@ def sliding_window(
     cache_after = WindowCache(tokens_bw, known_b, cache.start + gone_b)
     logits_bwv = next_logits(tokens_bw, cache_after.start)
     of_chunk_bc = (known_b - added_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    logits_bcv = jnp.take_along_axis(
-      logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1
-    )
+    logits_bcv = jnp.take_along_axis(logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1)
     return logits_bcv, cache_after
 
   return step

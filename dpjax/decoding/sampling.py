@@ -69,9 +69,7 @@ def sample(
 def _check(temperature, top_k, top_p) -> None:
   """Refuses settings outside their range, where their values are known."""
   if _is_known(temperature) and not 0 <= temperature < math.inf:
-    raise ValueError(
-      f"temperature: expected a finite number of at least 0, got {temperature}"
-    )
+    raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
   if _is_known(top_k) and top_k < 0:
     raise ValueError(f"top_k: expected at least 0, got {top_k}")
   if _is_known(top_p) and not 0 < top_p <= 1:
@@ -131,8 +129,7 @@ def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
     middle_b1 = (low_b1 & high_b1) + ((low_b1 ^ high_b1) >> 1)  # has no overflow
     above_bv = jnp.where(x_bv > _number(middle_b1), weights_bv, 0)
     stays_b1 = jnp.sum(above_bv, axis=-1, keepdims=True) < limit
-    return (jnp.where(stays_b1, low_b1, middle_b1 + 1),
-            jnp.where(stays_b1, middle_b1, high_b1))
+    return (jnp.where(stays_b1, low_b1, middle_b1 + 1), jnp.where(stays_b1, middle_b1, high_b1))
 
   low_b1 = _rank(jnp.min(x_bv, axis=-1, keepdims=True))
   high_b1 = _rank(jnp.max(x_bv, axis=-1, keepdims=True))

@@ -125,9 +125,7 @@ def from_torch(
       sample_boundaries=sample_boundaries,
     )
   if boundaries not in (None, "none"):
-    raise UserError(
-      f"boundaries: expected none for a file without token pooling, got {boundaries}"
-    )
+    raise UserError(f"boundaries: expected none for a file without token pooling, got {boundaries}")
   num_heads = 1 if num_heads is None else num_heads
   is_attention = any(name.endswith(".in_proj_weight") for name in state)
   table, num_layers = _table(state, _ATTENTION if is_attention else _DISPATCHER)
@@ -143,8 +141,7 @@ def from_torch(
     _check_positions(positions, sizes["D"])
   if max_length is None:
     if positions is None:
-      raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, "
-                      "got None")
+      raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, got None")
     max_length = len(positions)
 
   name = _mixer_name(is_attention, variant)
@@ -241,9 +238,7 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
 
 def _check_positions(table: np.ndarray, width: int) -> None:
   if table.ndim != 3 or table.shape[1:] != (1, width):
-    raise UserError(
-      f"{_POSITIONS}: expected the shape (max_length, 1, {width}), got {table.shape}"
-    )
+    raise UserError(f"{_POSITIONS}: expected the shape (max_length, 1, {width}), got {table.shape}")
   # There the angles are rounded to float32, and they grow with the position.
   tolerance = 1e-5 + 2e-7 * np.arange(len(table))[:, None]
   here = embeddings.sinusoidal_positions(len(table), width)

@@ -117,8 +117,7 @@ def convert(
     _check_frequencies(arrays[_FREQUENCIES], sizes["D"])
   if max_length is None:
     raise UserError(
-      "max_length: expected a number, as a MemTransformerLM has no table of positions, "
-      "got None"
+      "max_length: expected a number, as a MemTransformerLM has no table of positions, got None"
     )
 
   model_config = config_lib.default_model()
@@ -146,7 +145,10 @@ def convert(
     "sample": sample_boundaries,
   }
   usual = {
-    "shortening_factor": None, "offset": 0, "space_ids": (), "temperature": 0.5,
+    "shortening_factor": None,
+    "offset": 0,
+    "space_ids": (),
+    "temperature": 0.5,
     "sample": False,
   }
   known = registry.boundaries.settings(boundaries)
@@ -223,8 +225,6 @@ def lines(depths: Sequence[int], has_predictor: bool) -> Table:
 def _check_frequencies(frequencies: np.ndarray, width: int) -> None:
   here = 10000.0 ** (-np.arange(0, width, 2) / width)
   if frequencies.shape != here.shape:
-    raise UserError(
-      f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}"
-    )
+    raise UserError(f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}")
   if not np.allclose(frequencies, here, rtol=1e-5, atol=0):
     raise UserError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")

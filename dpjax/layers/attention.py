@@ -118,9 +118,7 @@ class SharedPositions(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(
-    self, length: int, width: int, *, deterministic: bool = True
-  ) -> RelativePositions:
+  def __call__(self, length: int, width: int, *, deterministic: bool = True) -> RelativePositions:
     """The distances 0 .. length - 1, for layers of the given width."""
     shape = (self.num_heads, width // self.num_heads)
     init = initializers.weights(self.init_std, nn.initializers.zeros)
@@ -175,8 +173,11 @@ class RelativeAttention(nn.Module):
   def make_positions(self) -> partial[SharedPositions]:
     """What makes the positions and biases that all layers of a model share."""
     return partial(
-      SharedPositions, num_heads=self.num_heads, dropout=self.position_dropout,
-      init_std=self.init_std, dtype=self.dtype,
+      SharedPositions,
+      num_heads=self.num_heads,
+      dropout=self.position_dropout,
+      init_std=self.init_std,
+      dtype=self.dtype,
     )
 
   @nn.compact

@@ -156,9 +156,7 @@ class Boundaries(nn.Module):
     del tokens
     return None
 
-  def loss(
-    self, output: Any, batch: Mapping[str, jax.Array]
-  ) -> tuple[jax.Array, jax.Array | None]:
+  def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """What the boundaries add to the loss of a batch, and what they are compared with.
 
     Args:
@@ -206,14 +204,13 @@ class Fixed(Boundaries):
   def _first(self) -> int:
     return self.shortening_factor - 1 if self.offset is None else self.offset
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, state, lengths
     shape = hidden.shape[:2]
-    return Found(
-      ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start)
-    )
+    return Found(ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start))
 
   def most_segments(self, length: int) -> int:
     """See `Boundaries`."""
@@ -240,8 +237,9 @@ class Whitespace(Boundaries):
     _at_least_one("num_capacities", self.num_capacities)
     super().__post_init__()
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start, state, lengths
     return Found(ops.whitespace_boundaries(tokens, self.space_ids))
@@ -286,8 +284,9 @@ class SpaceByte(Boundaries):
     _at_least_one("num_capacities", self.num_capacities)
     super().__post_init__()
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start
     found = ops.spacelike_boundaries(tokens, self.space_ids, self.end_ids, previous=state)
@@ -305,8 +304,7 @@ class SpaceByte(Boundaries):
     """See `Boundaries`."""
     tokens = tokenizer.as_bytes()
     first, last = (
-      tuple(i for i, token in enumerate(tokens) if _is_spacelike(token[place]))
-      for place in (0, -1)
+      tuple(i for i, token in enumerate(tokens) if _is_spacelike(token[place])) for place in (0, -1)
     )
     return {"space_ids": self.space_ids or first, "end_ids": self.end_ids or last}
 
@@ -333,8 +331,9 @@ class _Predicted(Boundaries):
   def _logits(self, hidden: jax.Array) -> jax.Array:
     return self._predictor(hidden)[..., 0]
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, start, state, lengths
     logits = self._logits(hidden)
@@ -460,8 +459,9 @@ class Gumbel(_Predicted):
     """See `Boundaries`."""
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del tokens, start, state, lengths
     logits = self._logits(hidden)
@@ -522,22 +522,24 @@ class Routing(Boundaries):
     shape = (self.width, self.width)
     self._query = self.param("query", identity, shape, jnp.float32)
     self._key = self.param("key", identity, shape, jnp.float32)
-    self._residual = nn.Dense(
-      self.width, kernel_init=nn.initializers.zeros, name="residual"
-    )
+    self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
 
   @property
   def pooling_method(self) -> str:
     """See `Boundaries`."""
     return "last"
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del tokens, deterministic, noise
     probabilities, boundaries = ops.route(
-      hidden, self._query.astype(self.dtype), self._key.astype(self.dtype),
-      previous=state, start=start,
+      hidden,
+      self._query.astype(self.dtype),
+      self._key.astype(self.dtype),
+      previous=state,
+      start=start,
     )
     if state is None:
       return Found(boundaries, probabilities=probabilities)
@@ -620,9 +622,7 @@ class EntropyThreshold(Boundaries):
       raise ValueError("run: expected the folder of a run, got ''")
     check_rule(self.rule, self.theta_add)
     if self.theta is None:
-      raise ValueError(
-        "theta: expected a number, which python -m dpjax.calibrate finds, got None"
-      )
+      raise ValueError("theta: expected a number, which python -m dpjax.calibrate finds, got None")
     for name in ("theta", "theta_add"):
       if not math.isfinite(getattr(self, name)):
         raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")
@@ -635,8 +635,9 @@ class EntropyThreshold(Boundaries):
     """See `Boundaries`."""
     return self.frozen.has_cache
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, start=None,
-               state=None, lengths=None):
+  def __call__(
+    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+  ):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start
     assert self.theta is not None

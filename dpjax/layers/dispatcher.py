@@ -48,14 +48,14 @@ class Dispatcher(nn.Module):
   def __post_init__(self):
     """Refuses settings out of their ranges."""
     mixer.check_settings(
-      self, sizes=("num_heads", "max_length", "num_levels"), rates=("level_dropout",),
+      self,
+      sizes=("num_heads", "max_length", "num_levels"),
+      rates=("level_dropout",),
       implementations=ops.SHIFT_AND_SUM,
     )
     # A model of the authors may have more levels than its length needs.
     if (self.num_levels or 0) > MOST_LEVELS:
-      raise ValueError(
-        f"num_levels: expected at most {MOST_LEVELS}, got {self.num_levels}"
-      )
+      raise ValueError(f"num_levels: expected at most {MOST_LEVELS}, got {self.num_levels}")
     super().__post_init__()
 
   @nn.compact

@@ -77,9 +77,7 @@ class TokenAndPosition(nn.Module):
         f"the shape {tokens.shape}"
       )
     length = tokens.shape[1]
-    embedding_init = initializers.weights(
-      self.init_std, initializers.symmetric_uniform(0.1)
-    )
+    embedding_init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
     x_btd = nn.Embed(
       self.vocab_size,
       self.width,

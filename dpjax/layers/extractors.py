@@ -54,9 +54,7 @@ class HE(nn.Module):
 
   def __post_init__(self):
     """Refuses settings out of their ranges."""
-    mixer.check_settings(
-      self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION
-    )
+    mixer.check_settings(self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION)
     super().__post_init__()
 
   @nn.compact
@@ -126,9 +124,7 @@ class ME(nn.Module):
 
   def __post_init__(self):
     """Refuses settings out of their ranges."""
-    mixer.check_settings(
-      self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION
-    )
+    mixer.check_settings(self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION)
     super().__post_init__()
 
   @nn.compact

@@ -8,16 +8,12 @@ from flax import linen as nn
 linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
-def weights(
-  std: float, default: nn.initializers.Initializer
-) -> nn.initializers.Initializer:
+def weights(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
   """N(0, std**2), as the Extractors' paper has it (Sec. 6); `default` where std is 0."""
   return nn.initializers.normal(std) if std else default
 
 
-def biases(
-  std: float, default: nn.initializers.Initializer
-) -> nn.initializers.Initializer:
+def biases(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
   """0 where `weights` are normal; else `default`."""
   return nn.initializers.zeros if std else default
 

@@ -80,9 +80,7 @@ def check_input(inputs: jax.Array, *, max_length: int, num_heads: int) -> None:
   if length > max_length:
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:
-    raise ValueError(
-      f"num_heads: expected a divisor of the width {width}, got {num_heads}"
-    )
+    raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
 
 
 def check_settings(

@@ -18,9 +18,7 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 
 
-def build_model(
-  model_config: Mapping, frozen: LanguageModel | None = None
-) -> LanguageModel:
+def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
   """Builds the model that `config.model` describes.
 
   Args:
@@ -75,19 +73,21 @@ def _core(
   has_own_width = inner[0]["width"] != model["width"]
   blocks_within = [middle] if isinstance(middle, Stack) else []
   shares = [first, last, *([] if has_own_width else blocks_within)]
-  return Inner(partial(
-    Hourglass,
-    first=first,
-    middle=middle,
-    last=last,
-    make_boundaries=_boundaries_maker(model, frozen),
-    make_positions=_make_positions(shares),
-    middle_width=inner[0]["width"] if has_own_width else None,
-    make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
-    norm_init_std=model["norm_init_std"],
-    init_std=model["init_std"],
-    dtype=jnp.dtype(model["dtype"]),
-  ))
+  return Inner(
+    partial(
+      Hourglass,
+      first=first,
+      middle=middle,
+      last=last,
+      make_boundaries=_boundaries_maker(model, frozen),
+      make_positions=_make_positions(shares),
+      middle_width=inner[0]["width"] if has_own_width else None,
+      make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
+      norm_init_std=model["norm_init_std"],
+      init_std=model["init_std"],
+      dtype=jnp.dtype(model["dtype"]),
+    )
+  )
 
 
 def check_memory(shapes: Any, num_parts: int = 1) -> None:
@@ -130,9 +130,7 @@ def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
   return tuple(_boundaries_maker(x)() for x in stages if config_lib.is_pooled(x))
 
 
-def _boundaries_maker(
-  model: Mapping, frozen: LanguageModel | None = None
-) -> partial[Boundaries]:
+def _boundaries_maker(model: Mapping, frozen: LanguageModel | None = None) -> partial[Boundaries]:
   return registry.boundaries.maker(
     model["boundaries"],
     width=model["width"],
@@ -163,9 +161,7 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
     )
 
 
-def _stack(
-  model: Mapping, mixer: Mapping | None, num_layers: int, extra_length: int
-) -> Stack:
+def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length: int) -> Stack:
   dtype = jnp.dtype(model["dtype"])
   make_mixer = registry.mixers.maker(
     mixer or model["mixer"],
@@ -200,6 +196,8 @@ def _make_positions(stacks: Sequence[Stack]) -> partial | None:
   made = [stack.make_mixer().make_positions() for stack in stacks if stack.has_positions]
   for other in made[1:]:
     if (other.func, other.keywords) != (made[0].func, made[0].keywords):
-      raise UserError("model.mixer, model.first.mixer, model.last.mixer: expected mixers "
-                      "that can share their positions, got other settings")
+      raise UserError(
+        "model.mixer, model.first.mixer, model.last.mixer: expected mixers "
+        "that can share their positions, got other settings"
+      )
   return made[0] if made else None

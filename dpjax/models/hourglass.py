@@ -223,17 +223,16 @@ class Hourglass(nn.Module):
       raise ValueError(f"capacity: expected 1 to T + 1 = {length + 1}, got {capacity}")
     kind = self.make_boundaries(name="boundary_predictor")
     if boundary_noise is not None and not kind.takes_noise:
-      raise ValueError(
-        f"boundary_noise: expected none for {type(kind).__name__}, got some"
-      )
+      raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
     positions = None
     if self.make_positions is not None:
       positions = self.make_positions(name="relative_positions")
     middle_positions = positions
     if self.make_middle_positions is not None:
       middle_positions = self.make_middle_positions(name="middle_positions")
-    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic,
-                                  sizes=sizes, needed=needed)
+    common: dict[str, Any] = dict(
+      positions=positions, deterministic=deterministic, sizes=sizes, needed=needed
+    )
     steps: dict[str, Any] = {}
     if cache is None:
       h_btd = self.first.apply(inputs, name="first", **common)
@@ -297,12 +296,8 @@ class Hourglass(nn.Module):
       )
       x_btd = kind.join(u_btd, h_btd, found)
       y_btd, last_caches = steps["last"](x_btd, cache.last, lengths)
-      cache = HourglassCache(
-        first_caches, middle_caches, last_caches, segment, latest, found.state
-      )
-      return HourglassOutput(
-        y_btd, boundaries, found.logits, cache, found.probabilities
-      )
+      cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest, found.state)
+      return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
     num_null = int(kind.has_null_group)
     segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1) + num_null
@@ -312,14 +307,10 @@ class Hourglass(nn.Module):
     else:
       of_middle = dict(sizes=(capacity,), needed=None)
     size = of_middle["sizes"][-1]
-    s_bsd = widen(
-      ops.pool_segments(h_btd, boundaries, size - num_null, method=kind.pooling_method)
-    )
+    s_bsd = widen(ops.pool_segments(h_btd, boundaries, size - num_null, method=kind.pooling_method))
     if kind.has_null_group:
       s_bsd = norm(jnp.concatenate([null_b1d, s_bsd], axis=1))
-    of_middle |= dict(
-      name="middle", positions=middle_positions, deterministic=deterministic
-    )
+    of_middle |= dict(name="middle", positions=middle_positions, deterministic=deterministic)
     inner = None
     if isinstance(self.middle, Inner):
       s_bsd, inner = self.middle.apply(s_bsd, lengths=segments_b, **of_middle)
@@ -331,9 +322,7 @@ class Hourglass(nn.Module):
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries)
     y_btd = self.last.apply(kind.join(u_btd, h_btd, found), name="last", **common)
-    return HourglassOutput(
-      y_btd, boundaries, found.logits, None, found.probabilities, inner
-    )
+    return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
   def _projections(self, width: int) -> tuple[Callable, Callable]:
     """Functions of arrays alone: to the width of the middle, and back."""
@@ -342,8 +331,10 @@ class Hourglass(nn.Module):
     init = initializers.weights(self.init_std, initializers.linear_kernel)
     widen, narrow = (
       self.param(name, init, shape, jnp.float32).astype(self.dtype)
-      for name, shape in (("middle_in", (width, self.middle_width)),
-                          ("middle_out", (self.middle_width, width)))
+      for name, shape in (
+        ("middle_in", (width, self.middle_width)),
+        ("middle_out", (self.middle_width, width)),
+      )
     )
     return lambda x: x @ widen, lambda x: x @ narrow
 
@@ -356,9 +347,7 @@ class Hourglass(nn.Module):
     if frozen is None:
       return params
     own = params["boundary_predictor"]
-    return {
-      **params, "boundary_predictor": {**own, "frozen": frozen.unstack(own["frozen"])}
-    }
+    return {**params, "boundary_predictor": {**own, "frozen": frozen.unstack(own["frozen"])}}
 
   @property
   def has_cache(self) -> bool:
@@ -416,9 +405,7 @@ def _read_segments(
   waiting_b = is_new_b.astype(jnp.int32) + ended_b
 
   if chunk > 1:
-    begun_bsd = jnp.where(
-      is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1)
-    )
+    begun_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
     most = min(kind.lengths_compiled, 4, chunk // 8 + 1)
     sizes = ops.capacities(chunk + 1, most)
 

@@ -178,9 +178,7 @@ class LanguageModel(nn.Module):
     logits_btv = nn.Dense(
       self.vocab_size,
       dtype=self.dtype,
-      kernel_init=initializers.weights(
-        self.init_std, initializers.symmetric_uniform(0.1)
-      ),
+      kernel_init=initializers.weights(self.init_std, initializers.symmetric_uniform(0.1)),
       dot_general=ops.dot_general,
       name="logits",
     )(x_btd)

@@ -115,15 +115,13 @@ class Stack:
       shared = positions(self.make_mixer().max_length, width)
 
     def apply_block(x_btd, params, cache, lengths) -> Any:
-      return free.apply(
-        {"params": params}, x_btd, cache=cache, lengths=lengths, **_shared(shared)
-      )
+      return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **_shared(shared))
 
     def function(x_btd, caches, lengths=None):
       if x_btd.shape[1] > 1 and self.scan_layers:
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(
-          (layers[str(i)], cache) for i, cache in enumerate(caches)
-        ))
+        stacked = jax.tree.map(
+          lambda *x: jnp.stack(x), *((layers[str(i)], cache) for i, cache in enumerate(caches))
+        )
         x_btd, after = jax.lax.scan(
           lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths),
           x_btd,
@@ -150,9 +148,7 @@ class Stack:
 
   def init_caches(self, batch: int, width: int) -> tuple:
     """One for each layer, of B rows of width D."""
-    return tuple(
-      self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers)
-    )
+    return tuple(self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers))
 
   def make_mixer(self) -> Any:
     """A mixer of the blocks on its own, without parameters."""

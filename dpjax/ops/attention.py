@@ -167,9 +167,7 @@ def relative_attention(
     farthest_first_rhe,
     preferred_element_type=sum_dtype(queries, positions),
   )
-  return _attend(
-    scores_bhts + _align(by_distance_bhtr), values, dropout_rate, dropout_key
-  )
+  return _attend(scores_bhts + _align(by_distance_bhtr), values, dropout_rate, dropout_key)
 
 
 def relative_positions(length: int, width: int) -> np.ndarray:
@@ -194,9 +192,7 @@ def relative_positions(length: int, width: int) -> np.ndarray:
 def _check_key(dropout_rate: float, dropout_key) -> None:
   """Raises if there is dropout without a key."""
   if dropout_rate and dropout_key is None:
-    raise ValueError(
-      f"dropout_key: expected a key for dropout_rate = {dropout_rate}, got None"
-    )
+    raise ValueError(f"dropout_key: expected a key for dropout_rate = {dropout_rate}, got None")
 
 
 def _block_size(block_size: int | None, queries_bthe) -> int:
@@ -233,9 +229,7 @@ def _attend(scores_bhts, values_bshe, dropout_rate: float, dropout_key):
   weights_bhts = jax.nn.softmax(scores_bhts, axis=-1)
   if dropout_rate:
     weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)
-  return jnp.einsum(
-    "bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe
-  )
+  return jnp.einsum("bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe)
 
 
 class _Inputs(NamedTuple):
@@ -256,9 +250,7 @@ class _Inputs(NamedTuple):
   relative: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
-def _tiled(
-  queries, keys, values, relative: tuple | None, dropout_rate, dropout_key, size: int
-):
+def _tiled(queries, keys, values, relative: tuple | None, dropout_rate, dropout_key, size: int):
   """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases."""
   length = queries.shape[1]
   missing = -length % size
@@ -321,9 +313,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
   def tile(grads, i_j):
     i, j = i_j
     scores_hbqs, parts = _tile_scores(inputs, i, j, size)
-    g_hbqe, log_sum_hbq, mean_hbq = (
-      _block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt)
-    )
+    g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
     weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
     by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
     kept_hbqs = weights_hbqs

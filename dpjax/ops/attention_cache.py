@@ -72,9 +72,7 @@ def init_attention_cache(
   Raises:
     ValueError: a size is below 1, or the dtype is not a float.
   """
-  sizes = dict(
-    batch=batch, max_length=max_length, num_heads=num_heads, features=features
-  )
+  sizes = dict(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
   for name, size in sizes.items():
     if size < 1:
       raise ValueError(f"{name}: expected at least 1, got {size}")
@@ -291,8 +289,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array |
   max_length = cache.keys.shape[2]
   if not 1 <= chunk <= max_length:
     raise ValueError(
-      f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got "
-      f"{chunk}"
+      f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )
   if lengths is not None:
     lengths = check_lengths(lengths, batch, chunk)
@@ -372,9 +369,7 @@ def _scores(queries_bche, keys_bhme) -> jax.Array:
       keys_bhme,
       preferred_element_type=dtype,
     )[:, :, None]
-  return jnp.einsum(
-    "bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=dtype
-  )
+  return jnp.einsum("bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=dtype)
 
 
 def _attend(scores_bhcn, is_met_bcn, values: list[jax.Array], dtype) -> jax.Array:

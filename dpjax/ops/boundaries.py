@@ -97,9 +97,7 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
     )
   tokens = jnp.asarray(tokens)
   if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-    raise ValueError(
-      f"tokens: expected integers [B, T], got {tokens.dtype} {tokens.shape}"
-    )
+    raise ValueError(f"tokens: expected integers [B, T], got {tokens.dtype} {tokens.shape}")
   is_space_bt = jnp.zeros(tokens.shape, bool)
   for space_id in space_ids:
     is_space_bt |= tokens == int(space_id)
@@ -378,9 +376,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
 
 def _check_entropies(entropies) -> None:
   if entropies.ndim != 2 or not jnp.issubdtype(entropies.dtype, jnp.floating):
-    raise ValueError(
-      f"entropies: expected floats [B, T], got {entropies.dtype} {entropies.shape}"
-    )
+    raise ValueError(f"entropies: expected floats [B, T], got {entropies.dtype} {entropies.shape}")
 
 
 def binomial_prior_loss(
@@ -423,9 +419,7 @@ def binomial_prior_loss(
   log_choices_b = (
     lax.lgamma(total_b + 1) - lax.lgamma(ones_b + 1) - lax.lgamma(total_b - ones_b + 1)
   )
-  log_p_b = (
-    log_choices_b + ones_b * math.log(alpha) + (total_b - ones_b) * math.log1p(-alpha)
-  )
+  log_p_b = log_choices_b + ones_b * math.log(alpha) + (total_b - ones_b) * math.log1p(-alpha)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
 

@@ -19,7 +19,7 @@ from dpjax.ops.products import sum_dtype
 
 @automatic_axes
 def causal_convolution(
-    inputs: jax.Array, filters: jax.Array, *, implementation: str | None = None
+  inputs: jax.Array, filters: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
   """Adds up the inputs so far, each times the tap of its distance.
 
@@ -72,18 +72,20 @@ def causal_convolution(
   batch, length, width = inputs.shape
   if implementation is None:
     implementation = choose_implementation(
-        filters.ndim, batch, length, jax.default_backend(), jax.device_count())
+      filters.ndim, batch, length, jax.default_backend(), jax.device_count()
+    )
   if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"implementation: expected one of {[*IMPLEMENTATIONS]} or "
-                     f"None, got {implementation!r}")
+    raise ValueError(
+      f"implementation: expected one of {[*IMPLEMENTATIONS]} or None, got {implementation!r}"
+    )
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
   y_bte = IMPLEMENTATIONS[implementation](
-      inputs.astype(dtype), filters[:length].astype(dtype),
-      inputs.dtype if is_low else dtype)
+    inputs.astype(dtype), filters[:length].astype(dtype), inputs.dtype if is_low else dtype
+  )
   return y_bte.astype(inputs.dtype)
 
 
@@ -96,24 +98,22 @@ _LOW = (jnp.bfloat16, jnp.float16)
 # that fits counts: rank of the filters, B and T up to these, implementation. D matters
 # little: work grows with D or D**2 in all of them.
 _FASTEST = (
-    (1, math.inf, 256, "toeplitz"),
-    (1, math.inf, math.inf, "fft"),
-    (2, 4, 16, "scan"),
-    (2, 4, math.inf, "fft"),
-    (2, math.inf, 32, "toeplitz"),
-    (2, math.inf, math.inf, "fft"),
-    (3, 4, 16, "scan"),
-    (3, 1, 64, "scan"),
-    (3, 1, 256, "dft"),
-    (3, 1, math.inf, "fft"),
-    (3, math.inf, 2048, "dft"),
-    (3, math.inf, math.inf, "fft"),
+  (1, math.inf, 256, "toeplitz"),
+  (1, math.inf, math.inf, "fft"),
+  (2, 4, 16, "scan"),
+  (2, 4, math.inf, "fft"),
+  (2, math.inf, 32, "toeplitz"),
+  (2, math.inf, math.inf, "fft"),
+  (3, 4, 16, "scan"),
+  (3, 1, 64, "scan"),
+  (3, 1, 256, "dft"),
+  (3, 1, math.inf, "fft"),
+  (3, math.inf, 2048, "dft"),
+  (3, math.inf, math.inf, "fft"),
 )
 
 
-def choose_implementation(
-    rank: int, batch: int, length: int, platform: str, devices: int
-) -> str:
+def choose_implementation(rank: int, batch: int, length: int, platform: str, devices: int) -> str:
   """The implementation that None stands for in `causal_convolution`.
 
   Args:
@@ -127,8 +127,10 @@ def choose_implementation(
     Its name.
   """
   name = next(
-      name for of_rank, max_batch, max_length, name in _FASTEST
-      if rank == of_rank and batch <= max_batch and length <= max_length)
+    name
+    for of_rank, max_batch, max_length, name in _FASTEST
+    if rank == of_rank and batch <= max_batch and length <= max_length
+  )
   # Nothing but a CPU as one device has been measured. But an accelerator would wait at
   # each small step of a loop, and several devices, a batch being spread over them as a
   # rule, would each compute the FFTs of all.
@@ -139,19 +141,23 @@ def choose_implementation(
 
 def _check(inputs, filters):
   if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError("inputs: expected floats [B, T, D], got "
-                     f"{inputs.dtype} {inputs.shape}")
+    raise ValueError(f"inputs: expected floats [B, T, D], got {inputs.dtype} {inputs.shape}")
   if filters.ndim not in (1, 2, 3) or not jnp.issubdtype(filters.dtype, jnp.floating):
-    raise ValueError("filters: expected floats [L], [L, D] or [L, D, E], got "
-                     f"{filters.dtype} {filters.shape}")
+    raise ValueError(
+      f"filters: expected floats [L], [L, D] or [L, D, E], got {filters.dtype} {filters.shape}"
+    )
   if filters.ndim > 1 and filters.shape[1] != inputs.shape[2]:
-    raise ValueError(f"filters: expected a width of {inputs.shape[2]}, that of the "
-                     f"inputs, got shape {filters.shape}")
+    raise ValueError(
+      f"filters: expected a width of {inputs.shape[2]}, that of the "
+      f"inputs, got shape {filters.shape}"
+    )
   if filters.shape[0] == 0:
     raise ValueError(f"filters: expected at least one tap, got shape {filters.shape}")
   if inputs.shape[1] > filters.shape[0]:
-    raise ValueError(f"inputs: expected at most {filters.shape[0]} positions, one for "
-                     f"each tap, got {inputs.shape[1]}")
+    raise ValueError(
+      f"inputs: expected at most {filters.shape[0]} positions, one for "
+      f"each tap, got {inputs.shape[1]}"
+    )
 
 
 def _lead(x, ndim):
@@ -171,12 +177,12 @@ def _product(formula, dtype, a, b):
 def _low_product(formula, dtype, a, b):
 
   def as_they_are(a, b):
-    return jnp.einsum(
-        formula, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(formula, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
   # XLA's CPU has no such product for some orders of the axes.
   return lax.platform_dependent(
-      a, b, cpu=functools.partial(jnp.einsum, formula), default=as_they_are)
+    a, b, cpu=functools.partial(jnp.einsum, formula), default=as_they_are
+  )
 
 
 def _low_forward(formula, dtype, a, b):
@@ -190,8 +196,8 @@ def _low_backward(formula, dtype, arrays, by_result):
   terms, result = formula.split("->")
   of_a, of_b = terms.split(",")
   return (
-      _low_product(f"{result},{of_b}->{of_a}", dtype, by_result, b),
-      _low_product(f"{result},{of_a}->{of_b}", dtype, by_result, a),
+    _low_product(f"{result},{of_b}->{of_a}", dtype, by_result, b),
+    _low_product(f"{result},{of_a}->{of_b}", dtype, by_result, a),
   )
 
 
@@ -222,8 +228,11 @@ def _conv(x_btd, w, dtype):
   x_btd, w = x_btd.astype(dtype), w.astype(dtype)
   batch, length, width = x_btd.shape
   convolve = functools.partial(
-      lax.conv_general_dilated, window_strides=(1,), padding=[(length - 1, 0)],
-      dimension_numbers=("NWC", "WIO", "NWC"))
+    lax.conv_general_dilated,
+    window_strides=(1,),
+    padding=[(length - 1, 0)],
+    dimension_numbers=("NWC", "WIO", "NWC"),
+  )
   w = w[::-1]
   if w.ndim == 3:
     return convolve(x_btd, w)
@@ -240,9 +249,10 @@ def _toeplitz_matrix(x, axis):
   length = x.shape[-1]
   # Rows of 2 T - 1 cut from a run of period 2 T begin one earlier every time.
   period = jnp.concatenate(
-      [x[..., :1], jnp.zeros(x.shape[:-1] + (length,), x.dtype), x[..., :0:-1]], axis=-1)
+    [x[..., :1], jnp.zeros(x.shape[:-1] + (length,), x.dtype), x[..., :0:-1]], axis=-1
+  )
   run = jnp.tile(period, (1,) * (x.ndim - 1) + (length,))
-  run = run[..., :length * (2 * length - 1)]
+  run = run[..., : length * (2 * length - 1)]
   matrix = run.reshape(*x.shape, 2 * length - 1)[..., :length]
   return jnp.moveaxis(matrix, (-2, -1), (axis, axis + 1))
 
@@ -302,8 +312,9 @@ def _multiply(x_bdf, w):
   product = functools.partial(_einsum, "bdf,def->bef")
   # By real products, as complex ones are slow on CPU.
   return lax.complex(
-      product(x_bdf.real, w.real) - product(x_bdf.imag, w.imag),
-      product(x_bdf.real, w.imag) + product(x_bdf.imag, w.real))
+    product(x_bdf.real, w.real) - product(x_bdf.imag, w.imag),
+    product(x_bdf.real, w.imag) + product(x_bdf.imag, w.real),
+  )
 
 
 def _dft_matrices(length, dtype):
@@ -328,8 +339,7 @@ def _dft_matrices(length, dtype):
   f = k[:, None] + 2 * s_size * r
   angle = np.pi / (s_size * r_size) * (f[:, :, None] + 0.5) * r
   cos, sin = np.cos(angle), np.sin(angle)
-  second = np.stack(
-      [np.stack([cos, sin], axis=2), np.stack([-sin, cos], axis=2)], axis=2)
+  second = np.stack([np.stack([cos, sin], axis=2), np.stack([-sin, cos], axis=2)], axis=2)
   return jnp.asarray(first, dtype), jnp.asarray(second, dtype)
 
 
@@ -349,10 +359,10 @@ def _dft(x_btd, w, _):
   re, im = x_fcbd[:, 0], x_fcbd[:, 1]
   if w.ndim == 3:
     # Both parts of the result as one product per frequency.
-    rows = jnp.stack([jnp.concatenate([re, -im], axis=2),
-                      jnp.concatenate([im, re], axis=2)], axis=1)
-    y_fcbe = _einsum(
-        "fcbd,fde->fcbe", rows, w_fc.reshape(w_fc.shape[0], -1, w.shape[2]))
+    rows = jnp.stack(
+      [jnp.concatenate([re, -im], axis=2), jnp.concatenate([im, re], axis=2)], axis=1
+    )
+    y_fcbe = _einsum("fcbd,fde->fcbe", rows, w_fc.reshape(w_fc.shape[0], -1, w.shape[2]))
   else:
     w_re, w_im = (w_fc[:, c].reshape(-1, 1, w.size // w.shape[0]) for c in (0, 1))
     y_fcbe = jnp.stack([re * w_re - im * w_im, re * w_im + im * w_re], axis=1)
@@ -364,5 +374,4 @@ def _dft(x_btd, w, _):
   return jnp.moveaxis(y_tbe, 0, 1)
 
 
-IMPLEMENTATIONS = {
-    "scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}
+IMPLEMENTATIONS = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}

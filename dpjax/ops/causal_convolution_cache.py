@@ -209,38 +209,45 @@ def causal_convolution_cached(
   past_bld = _positions(cache.inputs, cache.length - (num_taps - 1), num_taps - 1)
   y_bte = causal_convolution(
     jnp.concatenate([past_bld, inputs], axis=1),
-    jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)))
-  cache = cache._replace(
-    inputs=_written(cache, inputs, lengths_b), length=cache.length + lengths_b)
+    jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
+  )
+  cache = cache._replace(inputs=_written(cache, inputs, lengths_b), length=cache.length + lengths_b)
   if isinstance(cache, OnlineConvolutionCache):
     # The next step begins with what all inputs give.
     cache = cache._replace(step=jnp.zeros((), jnp.int32))
-  return y_bte[:, num_taps - 1:], cast(_Cache, cache)
+  return y_bte[:, num_taps - 1 :], cast(_Cache, cache)
 
 
 def _check(inputs, taps, cache):
   if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError("inputs: expected floats [B, C, D], got "
-                     f"{inputs.dtype} {inputs.shape}")
+    raise ValueError(f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}")
   if 0 in inputs.shape:
-    raise ValueError("inputs: expected at least one row, position and feature, got "
-                     f"shape {inputs.shape}")
+    raise ValueError(
+      f"inputs: expected at least one row, position and feature, got shape {inputs.shape}"
+    )
   if taps.ndim not in (1, 2, 3) or not jnp.issubdtype(taps.dtype, jnp.floating):
-    raise ValueError("taps: expected floats [L], [L, D] or [L, D, E], got "
-                     f"{taps.dtype} {taps.shape}")
+    raise ValueError(
+      f"taps: expected floats [L], [L, D] or [L, D, E], got {taps.dtype} {taps.shape}"
+    )
   if taps.ndim > 1 and taps.shape[1] != inputs.shape[2]:
-    raise ValueError(f"taps: expected a width of {inputs.shape[2]}, that of the "
-                     f"inputs, got shape {taps.shape}")
+    raise ValueError(
+      f"taps: expected a width of {inputs.shape[2]}, that of the inputs, got shape {taps.shape}"
+    )
   if not isinstance(cache, ConvolutionCache | OnlineConvolutionCache):
-    raise ValueError("cache: expected a ConvolutionCache or an "
-                     f"OnlineConvolutionCache, got {type(cache).__name__}")
+    raise ValueError(
+      f"cache: expected a ConvolutionCache or an OnlineConvolutionCache, got {type(cache).__name__}"
+    )
   if isinstance(cache, OnlineConvolutionCache) and taps.ndim == 3:
-    raise ValueError("taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
-                     f"shape {taps.shape}; matrices need a ConvolutionCache")
+    raise ValueError(
+      "taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
+      f"shape {taps.shape}; matrices need a ConvolutionCache"
+    )
   shape = inputs.shape[0], taps.shape[0], inputs.shape[2]
   if cache.inputs.shape != shape or cache.inputs.dtype != inputs.dtype:
-    raise ValueError(f"cache: expected inputs of {inputs.dtype} {shape}, got "
-                     f"{cache.inputs.dtype} {cache.inputs.shape}")
+    raise ValueError(
+      f"cache: expected inputs of {inputs.dtype} {shape}, got "
+      f"{cache.inputs.dtype} {cache.inputs.shape}"
+    )
 
 
 def _range(size):
@@ -278,8 +285,7 @@ def _written(cache, inputs, lengths_b):
   last_b = length_b + lengths_b - 1
   ago_bl = (last_b[:, None] - _range(num_taps)[None]) % num_taps
   index_bl = lengths_b[:, None] - 1 - ago_bl
-  new_bld = jnp.take_along_axis(
-    inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
+  new_bld = jnp.take_along_axis(inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
   return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
 
 
@@ -303,8 +309,7 @@ def _step(x_b1d, taps, cache, lengths_b):
   w = taps.astype(dtype)
   ring_bld = _written(cache, x_b1d, lengths_b)
   y_be = _sum_of(_latest(ring_bld, cache.length + 1, taps.shape[0]).astype(dtype), w)
-  return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(
-    ring_bld, cache.length + lengths_b)
+  return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(ring_bld, cache.length + lengths_b)
 
 
 def _online_step(x_b1d, taps, cache, lengths_b):
@@ -335,21 +340,25 @@ def _online_step(x_b1d, taps, cache, lengths_b):
       return _given(x_bud, w).astype(pending[j].dtype)
 
     pending = tuple(
-      when(cache.step == 0 if j == last else cache.step % (2 * block << j) == block << j,
-           functools.partial(given_by, j), pending[j]) for j in range(last + 1))
+      when(
+        cache.step == 0 if j == last else cache.step % (2 * block << j) == block << j,
+        functools.partial(given_by, j),
+        pending[j],
+      )
+      for j in range(last + 1)
+    )
     begins_j = cache.step % jnp.asarray([block << j for j in range(last + 1)], jnp.int32)
     begun_bj = jnp.where((begins_j == 0)[None], cache.length[:, None], begun_bj)
     return begun_bj, pending
 
-  begun_bj, pending = when(
-    cache.step % block == 0, complete, (cache.begun, cache.pending))
+  begun_bj, pending = when(cache.step % block == 0, complete, (cache.begun, cache.pending))
 
   # The newest inputs, which are in no block.
   count = min(block, w.shape[0]) - 1
   past_bud = _latest(ring_bld, cache.length, count).astype(dtype)
   new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
   past_bud = jnp.where(new_bu[:, :, None], past_bud, jnp.zeros((), dtype))
-  y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1:count + 1])
+  y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1 : count + 1])
   for j, given_bud in enumerate(pending):
     since_b = cache.length - begun_bj[:, j]
     counts_b = since_b < given_bud.shape[1]
@@ -380,6 +389,6 @@ def _given(x_bud, w):
   # Of 3 U - 1 sums those from U to 2 U: the last ones may fall on the first.
   period = 2 * _power_of_two(size)
   x_bfd = jnp.fft.rfft(x_bud, period, axis=1)
-  w_fd = jnp.fft.rfft(w[:2 * size], period, axis=0)
+  w_fd = jnp.fft.rfft(w[: 2 * size], period, axis=0)
   y_btd = jnp.fft.irfft(x_bfd * w_fd.reshape(1, w_fd.shape[0], -1), period, axis=1)
-  return y_btd[:, size:2 * size]
+  return y_btd[:, size : 2 * size]

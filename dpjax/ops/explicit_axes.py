@@ -54,9 +54,7 @@ def automatic_axes(function: _Function) -> _Function:
 
     automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with use_abstract_mesh(automatic):
-      leaves = [
-        reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x for x in leaves
-      ]
+      leaves = [reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x for x in leaves]
       args, kwargs = jax.tree.unflatten(structure, leaves)
       result = function(*args, **kwargs)
     return jax.tree.map(like_first, result)

@@ -57,8 +57,7 @@ def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
   )
   if array.shape != shape or not is_number:
     raise ValueError(
-      f"boundaries: expected zeros and ones [B, T] = {shape}, got "
-      f"{array.dtype} {array.shape}"
+      f"boundaries: expected zeros and ones [B, T] = {shape}, got {array.dtype} {array.shape}"
     )
   if isinstance(array, core.Tracer):
     return
@@ -199,8 +198,7 @@ def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
   boundaries = _as_boundaries(boundaries, None)
   if boundaries.shape[0] != segments.shape[0]:
     raise ValueError(
-      f"boundaries: expected {segments.shape[0]} rows as in segments, got "
-      f"{boundaries.shape}"
+      f"boundaries: expected {segments.shape[0]} rows as in segments, got {boundaries.shape}"
     )
   index_bt = jnp.cumsum(boundaries.astype(jnp.int32), axis=1, dtype=jnp.int32)
   # The cast makes the gradient's sum one of float32.
@@ -216,18 +214,14 @@ def _ids(boundaries):
 def sum_of_segments(values, ids, capacity):
   """Row by row: over the whole batch at once a row's surplus would fall into the next."""
   return jax.vmap(
-    functools.partial(
-      jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True
-    )
+    functools.partial(jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True)
   )(values, ids)
 
 
 def _take(vectors, index, fill_value):
   """vectors[b, index[b, t]], and `fill_value` where the index is too large."""
   return jax.vmap(
-    lambda row, i: row.at[i].get(
-      mode="fill", fill_value=fill_value, indices_are_sorted=True
-    )
+    lambda row, i: row.at[i].get(mode="fill", fill_value=fill_value, indices_are_sorted=True)
   )(vectors, index)
 
 
@@ -270,9 +264,7 @@ _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
 
 def _check_vectors(name, vectors, letters):
   if vectors.ndim != 3 or not jnp.issubdtype(vectors.dtype, jnp.floating):
-    raise ValueError(
-      f"{name}: expected floats {letters}, got {vectors.dtype} {vectors.shape}"
-    )
+    raise ValueError(f"{name}: expected floats {letters}, got {vectors.dtype} {vectors.shape}")
 
 
 def _as_boundaries(boundaries, shape):

@@ -27,9 +27,7 @@ class SegmentCache(NamedTuple):
   count: jax.Array
 
 
-def init_segment_cache(
-  batch: int, width: int, dtype: DTypeLike = jnp.float32
-) -> SegmentCache:
+def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -> SegmentCache:
   """The cache of rows of which no token has been seen: zeros.
 
   Args:
@@ -86,9 +84,7 @@ def pool_segments_cached(
   Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
   """
   if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError(
-      f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}"
-    )
+    raise ValueError(f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}")
   if method not in segments.METHODS:
     raise ValueError(f"method: expected one of {[*segments.METHODS]}, got {method!r}")
   batch, chunk, width = inputs.shape

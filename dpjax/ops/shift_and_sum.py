@@ -38,11 +38,11 @@ def num_levels(max_length: int) -> int:
 
 @automatic_axes
 def shift_and_sum(
-    values: jax.Array,
-    gates: jax.Array,
-    *,
-    level_keep: jax.Array | None = None,
-    implementation: str | None = None,
+  values: jax.Array,
+  gates: jax.Array,
+  *,
+  level_keep: jax.Array | None = None,
+  implementation: str | None = None,
 ) -> jax.Array:
   """Adds to every position a gated sum over the positions before it.
 
@@ -93,8 +93,9 @@ def shift_and_sum(
   if implementation is None:
     implementation = DEFAULT_IMPLEMENTATION
   if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"implementation: expected one of {[*IMPLEMENTATIONS]} or "
-                     f"None, got {implementation!r}")
+    raise ValueError(
+      f"implementation: expected one of {[*IMPLEMENTATIONS]} or None, got {implementation!r}"
+    )
   levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
   if levels == 0 or values.size == 0:
     return values
@@ -104,9 +105,7 @@ def shift_and_sum(
 
 
 @automatic_axes
-def dispatch_matrix(
-    gates: jax.Array, *, level_keep: jax.Array | None = None
-) -> jax.Array:
+def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) -> jax.Array:
   """The matrix that the levels of `shift_and_sum` multiply to.
 
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
@@ -134,8 +133,7 @@ def dispatch_matrix(
   batch, length, heads, _ = gates.shape
   eye_tt = jnp.eye(length, dtype=sum_dtype(gates))
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
-  zeros_bths = jnp.zeros_like(
-      gates, eye_tt.dtype, shape=(batch, length, heads, length))
+  zeros_bths = jnp.zeros_like(gates, eye_tt.dtype, shape=(batch, length, heads, length))
   eye_bths = zeros_bths + eye_tt[None, :, None, :]
   m_bths = shift_and_sum(eye_bths, gates, level_keep=level_keep)
   return jnp.moveaxis(m_bths, 1, 2)
@@ -143,16 +141,22 @@ def dispatch_matrix(
 
 def _check(values, gates, level_keep):
   if values.ndim != 4 or not jnp.issubdtype(values.dtype, jnp.floating):
-    raise ValueError("values: expected floats [B, T, H, E], got "
-                     f"{values.dtype} {values.shape}")
-  if (gates.ndim != 4 or gates.shape[:3] != values.shape[:3]
-      or not jnp.issubdtype(gates.dtype, jnp.floating)):
-    raise ValueError("gates: expected floats [B, T, H, K] with [B, T, H] = "
-                     f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
+    raise ValueError(f"values: expected floats [B, T, H, E], got {values.dtype} {values.shape}")
+  if (
+    gates.ndim != 4
+    or gates.shape[:3] != values.shape[:3]
+    or not jnp.issubdtype(gates.dtype, jnp.floating)
+  ):
+    raise ValueError(
+      "gates: expected floats [B, T, H, K] with [B, T, H] = "
+      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}"
+    )
   if level_keep is not None:
     if level_keep.shape != gates.shape[3:] or level_keep.dtype != jnp.bool_:
-      raise ValueError(f"level_keep: expected booleans {gates.shape[3:]}, got "
-                       f"{level_keep.dtype} {level_keep.shape}")
+      raise ValueError(
+        f"level_keep: expected booleans {gates.shape[3:]}, got "
+        f"{level_keep.dtype} {level_keep.shape}"
+      )
 
 
 def _run_if(keep, level, v):
@@ -183,9 +187,11 @@ def _unrolled(values, gates, level_keep):
   v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
     c_bthe = gates[..., k, None].astype(dtype)
+
     def level(v_bthe, shift=2**k, c_bthe=c_bthe):
       past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
-      return v_bthe + c_bthe * past_bthe[:, :v_bthe.shape[1]]
+      return v_bthe + c_bthe * past_bthe[:, : v_bthe.shape[1]]
+
     v_bthe = _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
   return v_bthe.astype(values.dtype)
 
@@ -205,8 +211,7 @@ def _scan(values, gates, level_keep):
 
   c_kbth = jnp.moveaxis(gates.astype(dtype), 3, 0)
   shifts = 2 ** jnp.arange(gates.shape[3])
-  v_bthe, _ = lax.scan(
-      body, values.astype(dtype), (c_kbth, shifts, level_keep))
+  v_bthe, _ = lax.scan(body, values.astype(dtype), (c_kbth, shifts, level_keep))
   return v_bthe.astype(values.dtype)
 
 
@@ -226,8 +231,7 @@ def _recompute_backward(residuals, grad):
 
   def write(x, part, start):
     if level_keep is not None:
-      return jnp.concatenate(
-          [x[:, :start], part, x[:, start + part.shape[1]:]], axis=1)
+      return jnp.concatenate([x[:, :start], part, x[:, start + part.shape[1] :]], axis=1)
     # Where no branch parts the levels, XLA would fuse the concatenation into
     # the levels that follow and compute it again in each of them.
     return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
@@ -245,26 +249,29 @@ def _recompute_backward(residuals, grad):
 
     v_bthe = [cut(values)]
     for k in range(levels - 1):
+
       def level(v_bthe, shift=2**k, c_bth=c_bth[k]):
         more_bthe = c_bth[:, shift:, :, None] * v_bthe[:, :-shift]
         return write(v_bthe, v_bthe[:, shift:] + more_bthe, shift)
+
       v_bthe.append(_run_if(keep[k], level, v_bthe[k]))
 
     g_bthe = cut(grad)
     for k in reversed(range(levels)):
+
       def gradients(g_dc, shift=2**k, c_bth=c_bth[k], v_bthe=v_bthe[k]):
         g_bthe, dc_bth = g_dc
         # A product with ones, as XLA's sum over the last axis is slow on CPU.
         more_bth = jnp.einsum(
-            "bthe,e->bth", g_bthe[:, shift:] * v_bthe[:, :-shift], fresh_e,
-            precision="highest")
+          "bthe,e->bth", g_bthe[:, shift:] * v_bthe[:, :-shift], fresh_e, precision="highest"
+        )
         dc_bth = write(dc_bth, dc_bth[:, shift:] + more_bth, shift)
         more_bthe = c_bth[:, shift:, :, None] * g_bthe[:, shift:]
         return write(g_bthe, g_bthe[:, :-shift] + more_bthe, 0), dc_bth
+
       g_bthe, dc_bth[k] = _run_if(keep[k], gradients, (g_bthe, dc_bth[k]))
 
-    dv_bthe = lax.dynamic_update_slice_in_dim(
-        dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
+    dv_bthe = lax.dynamic_update_slice_in_dim(dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
     return dv_bthe, dc_bth
 
   def all_blocks(dv_dc):
@@ -287,8 +294,12 @@ def _pallas(values, gates, level_keep):
 
 
 IMPLEMENTATIONS = {
-    "loop": _loop, "unrolled": _unrolled, "recompute": _recompute,
-    "matrix": matrix_form, "pallas": _pallas}
+  "loop": _loop,
+  "unrolled": _unrolled,
+  "recompute": _recompute,
+  "matrix": matrix_form,
+  "pallas": _pallas,
+}
 
 # By benchmarks/shift_and_sum.py on a CPU: the fastest in training, with the least
 # memory; its forward pass alone is as fast as "loop". No accelerator has been measured.

@@ -205,20 +205,28 @@ def _newest(v_bche, past_bmhe, lengths):
 
 
 def _check(values, gates, cache):
-  if (values.ndim != 4 or 0 in values.shape
-      or not jnp.issubdtype(values.dtype, jnp.floating)):
-    raise ValueError("values: expected floats [B, C, H, E], none of them 0, got "
-                     f"{values.dtype} {values.shape}")
-  if (gates.ndim != 4 or gates.shape[:3] != values.shape[:3]
-      or not jnp.issubdtype(gates.dtype, jnp.floating)):
-    raise ValueError("gates: expected floats [B, C, H, K] with [B, C, H] = "
-                     f"{values.shape[:3]}, got {gates.dtype} {gates.shape}")
+  if values.ndim != 4 or 0 in values.shape or not jnp.issubdtype(values.dtype, jnp.floating):
+    raise ValueError(
+      f"values: expected floats [B, C, H, E], none of them 0, got {values.dtype} {values.shape}"
+    )
+  if (
+    gates.ndim != 4
+    or gates.shape[:3] != values.shape[:3]
+    or not jnp.issubdtype(gates.dtype, jnp.floating)
+  ):
+    raise ValueError(
+      "gates: expected floats [B, C, H, K] with [B, C, H] = "
+      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}"
+    )
   batch, chunk, heads, features = values.shape
-  ring = (batch, 2**gates.shape[3] - 1, heads, features)
+  ring = (batch, 2 ** gates.shape[3] - 1, heads, features)
   dtype = sum_dtype(values, gates)
   if cache.ring.shape != ring or cache.ring.dtype != dtype:
-    raise ValueError(f"cache: expected a ring of {dtype} {ring} for K = {gates.shape[3]} "
-                     f"levels of gates, got {cache.ring.dtype} {cache.ring.shape}")
+    raise ValueError(
+      f"cache: expected a ring of {dtype} {ring} for K = {gates.shape[3]} "
+      f"levels of gates, got {cache.ring.dtype} {cache.ring.shape}"
+    )
   if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
-    raise ValueError(f"cache: expected a length of int32 {(batch,)}, got "
-                     f"{cache.length.dtype} {cache.length.shape}")
+    raise ValueError(
+      f"cache: expected a length of int32 {(batch,)}, got {cache.length.dtype} {cache.length.shape}"
+    )

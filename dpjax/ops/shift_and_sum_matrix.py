@@ -18,9 +18,7 @@ from dpjax.ops.products import sum_dtype
 
 
 @jax.custom_vjp
-def matrix_form(
-  values: jax.Array, gates: jax.Array, level_keep: jax.Array | None
-) -> jax.Array:
+def matrix_form(values: jax.Array, gates: jax.Array, level_keep: jax.Array | None) -> jax.Array:
   """`dpjax.ops.shift_and_sum`, of which it is an implementation.
 
   Kept for the gradient are `values` and `gates` alone; beside them it takes memory for

@@ -74,25 +74,47 @@ class Language:
   def __post_init__(self):
     object.__setattr__(self, "digits", tuple(self.digits))
     _expect("alphabet", "at least one letter", [] if self.alphabet else [self.alphabet])
-    _expect("alphabet", "lower case",
-            [letter for letter in self.alphabet if letter.lower() != letter])
-    _expect("alphabet", "neither spaces nor digits",
-            [letter for letter in self.alphabet
-             if letter.isspace() or unicodedata.decimal(letter, None) is not None])
-    _expect("alphabet", "every letter once",
-            [letter for letter in dict.fromkeys(self.alphabet)
-             if self.alphabet.count(letter) > 1])
-    _expect("alphabet", f"letters that Unicode {self._form} leaves as they are",
-            [letter for letter in self.alphabet
-             if unicodedata.normalize(self._form, letter) != letter])
+    _expect(
+      "alphabet", "lower case", [letter for letter in self.alphabet if letter.lower() != letter]
+    )
+    _expect(
+      "alphabet",
+      "neither spaces nor digits",
+      [
+        letter
+        for letter in self.alphabet
+        if letter.isspace() or unicodedata.decimal(letter, None) is not None
+      ],
+    )
+    _expect(
+      "alphabet",
+      "every letter once",
+      [letter for letter in dict.fromkeys(self.alphabet) if self.alphabet.count(letter) > 1],
+    )
+    _expect(
+      "alphabet",
+      f"letters that Unicode {self._form} leaves as they are",
+      [letter for letter in self.alphabet if unicodedata.normalize(self._form, letter) != letter],
+    )
     if len(self.digits) != len(_DIGITS):
-      raise UserError("digits: expected the ten names of 0 to 9, "
-                      f"got {len(self.digits)}: {', '.join(self.digits)}")
-    _expect("digits", f"names of letters of the alphabet {self.alphabet}",
-            [name for name in self.digits if not name or set(name) - set(self.alphabet)])
-    _expect("diacritics", "neither letters of the alphabet nor spaces nor digits",
-            [mark for mark in self.diacritics if mark in self.alphabet
-             or mark.isspace() or unicodedata.decimal(mark, None) is not None])
+      raise UserError(
+        "digits: expected the ten names of 0 to 9, "
+        f"got {len(self.digits)}: {', '.join(self.digits)}"
+      )
+    _expect(
+      "digits",
+      f"names of letters of the alphabet {self.alphabet}",
+      [name for name in self.digits if not name or set(name) - set(self.alphabet)],
+    )
+    _expect(
+      "diacritics",
+      "neither letters of the alphabet nor spaces nor digits",
+      [
+        mark
+        for mark in self.diacritics
+        if mark in self.alphabet or mark.isspace() or unicodedata.decimal(mark, None) is not None
+      ],
+    )
 
   @property
   def _form(self):
@@ -103,23 +125,42 @@ _LATIN = "abcdefghijklmnopqrstuvwxyz"
 
 # The points and accents, and what goes with them; not maqaf, paseq and sof pasuq.
 _HEBREW_DIACRITICS = "".join(
-  character for character in map(chr, (*range(0x591, 0x5C8), 0xFB1E, 0x34F))
-  if unicodedata.category(character) == "Mn")
+  character
+  for character in map(chr, (*range(0x591, 0x5C8), 0xFB1E, 0x34F))
+  if unicodedata.category(character) == "Mn"
+)
 
 #: The languages of the pooling paper, by their names in wiki40b.
 LANGUAGES: dict[str, Language] = {
-  "en": Language(_LATIN, ("zero", "one", "two", "three", "four", "five", "six", "seven",
-                          "eight", "nine")),
-  "fi": Language(_LATIN + "åäö", ("nolla", "yksi", "kaksi", "kolme", "neljä", "viisi",
-                                  "kuusi", "seitsemän", "kahdeksan", "yhdeksän")),
+  "en": Language(
+    _LATIN, ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+  ),
+  "fi": Language(
+    _LATIN + "åäö",
+    (
+      "nolla",
+      "yksi",
+      "kaksi",
+      "kolme",
+      "neljä",
+      "viisi",
+      "kuusi",
+      "seitsemän",
+      "kahdeksan",
+      "yhdeksän",
+    ),
+  ),
   # Letters and final forms, geresh, gershayim and maqaf.
-  "he": Language("אבגדהוזחטיכלמנסעפצקרשתךםןףץ׳״־",
-                 ("אפס", "אחד", "שנים", "שלשה", "ארבעה", "חמשה", "ששה", "שבעה", "שמונה",
-                  "תשעה"), fold_confusables=False, diacritics=_HEBREW_DIACRITICS),
-  "vi": Language("abcdeghiklmnopqrstuvxyđ"
-                 "àáảãạăằắẳẵặâầấẩẫậèéẻẽẹêềếểễệìíỉĩị"
-                 "òóỏõọôồốổỗộơờớởỡợùúủũụưừứửữựỳýỷỹỵ",
-                 ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín")),
+  "he": Language(
+    "אבגדהוזחטיכלמנסעפצקרשתךםןףץ׳״־",
+    ("אפס", "אחד", "שנים", "שלשה", "ארבעה", "חמשה", "ששה", "שבעה", "שמונה", "תשעה"),
+    fold_confusables=False,
+    diacritics=_HEBREW_DIACRITICS,
+  ),
+  "vi": Language(
+    "abcdeghiklmnopqrstuvxyđàáảãạăằắẳẵặâầấẩẫậèéẻẽẹêềếểễệìíỉĩịòóỏõọôồốổỗộơờớởỡợùúủũụưừứửữựỳýỷỹỵ",
+    ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín"),
+  ),
 }
 
 
@@ -160,14 +201,14 @@ def _clean_chunks(chunks: Iterable[str], language: Language) -> Iterator[str]:
   for block in _cut(chunks):
     text = _map_characters(block, language)
     words = text.strip()
-    begin = text[:text.index(words[0])] if words else text
+    begin = text[: text.index(words[0])] if words else text
     if gap is not None:
       gap = _one_of(gap + begin)
     if not words:
       continue
     lines = filter(None, [" ".join(line.split()) for line in words.split("\n")])
     yield (gap or "") + "\n".join(lines)
-    gap = _one_of(text[len(begin) + len(words):])
+    gap = _one_of(text[len(begin) + len(words) :])
 
 
 def _one_of(white_space: str) -> str:
@@ -193,7 +234,7 @@ def _cut(chunks: Iterable[str]) -> Iterator[str]:
   held, size, enough = [], 0, _BLOCK
   for chunk in chunks:
     for begin in range(0, len(chunk), _BLOCK):
-      held.append(chunk[begin:begin + _BLOCK])
+      held.append(chunk[begin : begin + _BLOCK])
       size += len(held[-1])
       if size < enough:
         continue
@@ -260,8 +301,10 @@ class _Table(dict):
     near = _look_alikes(character)
     near += [other for middle in near for other in _look_alikes(middle)]
     category = unicodedata.category(character)
-    near = sorted((other for other in near if len(other) == 1),
-                  key=lambda other: unicodedata.category(other) != category)
+    near = sorted(
+      (other for other in near if len(other) == 1),
+      key=lambda other: unicodedata.category(other) != category,
+    )
     return next((other.lower() for other in near if other.lower() in self._letters), "")
 
 
@@ -283,6 +326,5 @@ def _language(language: str | Language) -> Language:
   if language not in LANGUAGES:
     near = difflib.get_close_matches(language, LANGUAGES, n=1, cutoff=0.0)
     hint = f"; the nearest is {near[0]}" if near else ""
-    raise UserError(f"data.language: expected one of {', '.join(LANGUAGES)}, "
-                    f"got {language}{hint}")
+    raise UserError(f"data.language: expected one of {', '.join(LANGUAGES)}, got {language}{hint}")
   return LANGUAGES[language]

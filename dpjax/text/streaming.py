@@ -78,7 +78,7 @@ class TextStream:
       self._window.append(i)
     text = self._tokenizer.decode(self._window)
     certain = max(self._shown, self._certain(text))
-    new = text[self._shown:certain]
+    new = text[self._shown : certain]
     self._shown = certain
     if not text:  # marks and dropped spaces, of which one is as good as many
       self._window = list(dict.fromkeys(self._window))
@@ -88,7 +88,7 @@ class TextStream:
 
   def finish(self) -> str:
     """Ends the text: gives out the rest, and begins a new one."""
-    rest = self._tokenizer.decode(self._window + self._waiting)[self._shown:]
+    rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
     self._begin()
     return rest
 
@@ -100,7 +100,7 @@ class TextStream:
 
   def _certain(self, text: str) -> int:
     """How many characters no later token can change."""
-    end = text[-self._open:] if self._open else ""
+    end = text[-self._open :] if self._open else ""
     return len(text) - (len(end) - len(end.rstrip("\N{REPLACEMENT CHARACTER}")))
 
   def _shorten(self, text: str) -> None:

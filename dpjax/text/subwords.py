@@ -29,16 +29,54 @@ from dpjax.text.tokenizer import (
 _PROBE = (
   "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n "
   "Ab cD e\u0301 \u2126 \ufb01 \uff21 \u00bd \u2047 x\u00ad\u200b\ufeff "
-  + "".join(map(chr, (*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800,
-                      *range(0x1000, 0x10000, 0x1000),
-                      *range(0x10000, 0x110000, 0x40000))))
+  + "".join(
+    map(
+      chr,
+      (
+        *range(0xC0),
+        *range(0xC0, 0x800, 0x40),
+        0x800,
+        *range(0x1000, 0x10000, 0x1000),
+        *range(0x10000, 0x110000, 0x40000),
+      ),
+    )
+  )
 )
 # Line ends after and before all that the rules of pre-tokenizers tell apart.
-_SIDES = ("a", "B", "7", ".", ")", "/", "_", "'s", "\u00e9", "\u4e2d", "\u2581",
-          "\N{GRINNING FACE}")
-_GAPS = ("\n", "\n\n", "\n\n\n", " \n", "  \n", "\n ", "\n  ", " \n ", "\n \n ",
-         "\n\n ", "\t\n", "\n\t", "\r\n", "\r\n\r\n", "\u2003\n", "\n\u2003", " ",
-         "  ")
+_SIDES = (
+  "a",
+  "B",
+  "7",
+  ".",
+  ")",
+  "/",
+  "_",
+  "'s",
+  "\u00e9",
+  "\u4e2d",
+  "\u2581",
+  "\N{GRINNING FACE}",
+)
+_GAPS = (
+  "\n",
+  "\n\n",
+  "\n\n\n",
+  " \n",
+  "  \n",
+  "\n ",
+  "\n  ",
+  " \n ",
+  "\n \n ",
+  "\n\n ",
+  "\t\n",
+  "\n\t",
+  "\r\n",
+  "\r\n\r\n",
+  "\u2003\n",
+  "\n\u2003",
+  " ",
+  "  ",
+)
 _CUT_PROBE = "\n".join(
   f"\n{left}{gap}{right}" for left in _SIDES for gap in _GAPS for right in _SIDES
 )
@@ -49,8 +87,13 @@ _GPT2_PLACES = r"(?=\n\S)|(?<=\S\n)(?=\S)|(?<=\n)(?=\s\S)|(?<=\S)(?= \S)"
 _LETTER = r"[^\W\d_]"
 _PLACES = tuple(
   f"(?<={before})(?={after}{_LETTER})"
-  for before, after in ((r"\S\n", ""), (r"\S\n", " "), (r"\s\n", ""), (r"\s\n", " "),
-                        (_LETTER, " "))
+  for before, after in (
+    (r"\S\n", ""),
+    (r"\S\n", " "),
+    (r"\s\n", ""),
+    (r"\s\n", " "),
+    (_LETTER, " "),
+  )
 )
 MOST_WHOLE = 2**24  # characters without a place to cut; encoding them takes 2 GB
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
@@ -104,8 +147,7 @@ class SentencePiece(Tokenizer):
     import sentencepiece
 
     model = io.BytesIO()
-    lines = (line.removesuffix("\n") for chunk in chunks
-             for line in cut_lines(chunk, 4096))
+    lines = (line.removesuffix("\n") for chunk in chunks for line in cut_lines(chunk, 4096))
     try:
       sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=filter(None, lines),
@@ -128,10 +170,11 @@ class SentencePiece(Tokenizer):
         raise size_error(f"at most {too_large[1]} for this text", vocab_size) from error
       too_small = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
       if too_small:
-        raise size_error(f"at least {too_small[1]} for this text",
-                         vocab_size) from error
-      raise UserError(f"data.tokenizer: expected a text that {kind} can learn from, "
-                      f"got SentencePiece's answer {error}") from error
+        raise size_error(f"at least {too_small[1]} for this text", vocab_size) from error
+      raise UserError(
+        f"data.tokenizer: expected a text that {kind} can learn from, "
+        f"got SentencePiece's answer {error}"
+      ) from error
     return cls(kind, model.getvalue())
 
   def _encode(self, text: str) -> np.ndarray:
@@ -206,7 +249,8 @@ class BytePairs(Tokenizer):
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     byte_ids = [raw.token_to_id(piece) for piece in byte_pieces]
     self.open_ids = frozenset(
-      i for i, piece in zip(byte_ids, byte_pieces, strict=True)
+      i
+      for i, piece in zip(byte_ids, byte_pieces, strict=True)
       if i is not None and self.decode([i]) != piece
     )
     if raw.model.unk_token and len(self.open_ids) < 256:
@@ -232,7 +276,7 @@ class BytePairs(Tokenizer):
       merges = path / "merges.txt" if path.is_dir() else path
       if not merges.name.endswith("merges.txt"):
         raise UserError("another name")
-      vocabulary = merges.with_name(merges.name[:-len("merges.txt")] + "vocab.json")
+      vocabulary = merges.with_name(merges.name[: -len("merges.txt")] + "vocab.json")
       read_file(merges)
       read_file(vocabulary)
       model = library_call(models.BPE.from_file, str(vocabulary), str(merges))
@@ -240,8 +284,11 @@ class BytePairs(Tokenizer):
     except ValueError as error:
       if str(error).startswith("data."):
         raise
-      raise file_error("a tokenizer.json of BPE, or <any>merges.txt with "
-                       "<any>vocab.json beside it, or their folder", file) from error
+      raise file_error(
+        "a tokenizer.json of BPE, or <any>merges.txt with "
+        "<any>vocab.json beside it, or their folder",
+        file,
+      ) from error
 
   @classmethod
   def train(cls, chunks: Iterable[str], vocab_size: int) -> "BytePairs":
@@ -297,15 +344,15 @@ class BytePairs(Tokenizer):
       if len(held) > MOST_WHOLE:
         raise file_error(
           "a tokenizer by which long texts can be cut without a change of their ids, or "
-          f"a text of up to {MOST_WHOLE:,} characters a split", "a longer one"
+          f"a text of up to {MOST_WHOLE:,} characters a split",
+          "a longer one",
         )
     if held:
       yield held
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
-    return self._raw.decode(as_ids(ids, self.vocab_size).tolist(),
-                            skip_special_tokens=False)
+    return self._raw.decode(as_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False)
 
   def fields(self) -> dict:
     """See `Tokenizer`."""

@@ -52,8 +52,9 @@ class Tokenizer(abc.ABC):
     try:
       text.encode()
     except UnicodeEncodeError as error:
-      raise UserError("text: expected Unicode text, got a lone surrogate at place "
-                      f"{error.start}") from error
+      raise UserError(
+        f"text: expected Unicode text, got a lone surrogate at place {error.start}"
+      ) from error
     return self._encode(text)
 
   @abc.abstractmethod
@@ -101,8 +102,9 @@ class Tokenizer(abc.ABC):
     Raises:
       ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
     """
-    raise UserError("data.tokenizer: expected characters or bytes with Unigram "
-                    f"boundaries, got {self.kind}")
+    raise UserError(
+      f"data.tokenizer: expected characters or bytes with Unigram boundaries, got {self.kind}"
+    )
 
   def as_bytes(self) -> list[bytes]:
     """The UTF-8 bytes of each id, which are at least one.
@@ -110,8 +112,9 @@ class Tokenizer(abc.ABC):
     Raises:
       ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
     """
-    raise UserError("data.tokenizer: expected characters or bytes with SpaceByte "
-                    f"boundaries, got {self.kind}")
+    raise UserError(
+      f"data.tokenizer: expected characters or bytes with SpaceByte boundaries, got {self.kind}"
+    )
 
   @abc.abstractmethod
   def fields(self) -> dict:
@@ -136,8 +139,7 @@ def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
   """
   array = np.asarray(ids, np.int64).reshape(-1)
   if array.size and not 0 <= array.min() <= array.max() < vocab_size:
-    raise UserError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. "
-                    f"{array.max()}")
+    raise UserError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. {array.max()}")
   return array
 
 
@@ -215,16 +217,12 @@ def read_json(text: str | bytes):
     raise UserError("JSON that is nested too deeply") from error
 
 
-def file_error(
-  expected: str, got: str, setting: str = "data.tokenizer_file"
-) -> UserError:
+def file_error(expected: str, got: str, setting: str = "data.tokenizer_file") -> UserError:
   """The error for a vocabulary file that is not what it should be."""
   return UserError(f"{setting}: expected {expected}, got {got}")
 
 
-def size_error(
-  expected: str, got: int, setting: str = "data.tokenizer_size"
-) -> UserError:
+def size_error(expected: str, got: int, setting: str = "data.tokenizer_size") -> UserError:
   """The error for a vocabulary that cannot have the size asked for."""
   return UserError(f"{setting}: expected {expected}, got {got}")
 

@@ -22,8 +22,7 @@ from dpjax.text.tokenizer import (
 )
 from dpjax.text.wordpiece import WordPiece
 
-__all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json",
-           "train_tokenizer"]
+__all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json", "train_tokenizer"]
 
 
 class Characters(Tokenizer):
@@ -168,17 +167,20 @@ def train_tokenizer(
   if kind not in KINDS:
     near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)
     hint = f"; the nearest is {near[0]}" if near else ""
-    raise UserError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got "
-                    f"{kind!r}{hint}")
-  for setting, value in (("lower_text", lower_text), ("lower_pieces", lower_pieces),
-                         ("restrict_vocabulary", restrict)):
+    raise UserError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got {kind!r}{hint}")
+  for setting, value in (
+    ("lower_text", lower_text),
+    ("lower_pieces", lower_pieces),
+    ("restrict_vocabulary", restrict),
+  ):
     if value and kind != "wordpiece":
-      raise UserError(f"data.{setting}: expected False with the tokenizer {kind}, got "
-                      "True (it is a setting of wordpiece)")
+      raise UserError(
+        f"data.{setting}: expected False with the tokenizer {kind}, got "
+        "True (it is a setting of wordpiece)"
+      )
   if kind in CHARACTER_KINDS:
     if file:
-      raise UserError(f"data.tokenizer_file: expected none with the tokenizer {kind}, "
-                      f"got {file}")
+      raise UserError(f"data.tokenizer_file: expected none with the tokenizer {kind}, got {file}")
     return Characters.train(chunks) if kind == "characters" else Bytes()
   if not file and vocab_size > MOST_PIECES:
     raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
@@ -206,8 +208,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
   if not isinstance(content, dict) or not isinstance(content.get("format"), int):
     raise UserError(f"{expected} JSON without a format number")
   if content["format"] > FORMAT:
-    raise UserError(f"tokenizer.json: expected a format up to {FORMAT}, got "
-                    f"{content['format']}: a later version of dpjax wrote it")
+    raise UserError(
+      f"tokenizer.json: expected a format up to {FORMAT}, got "
+      f"{content['format']}: a later version of dpjax wrote it"
+    )
   kind = content.get("kind")
   if not isinstance(kind, str) or kind not in KINDS:
     raise UserError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")

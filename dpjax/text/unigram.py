@@ -63,11 +63,12 @@ class UnigramBoundaries:
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
       found = _model_type(model)
     except (RuntimeError, ValueError, IndexError) as error:
-      raise UserError("model: expected a SentencePiece model, got something "
-                      "else") from error
+      raise UserError("model: expected a SentencePiece model, got something else") from error
     if found != _UNIGRAM:
-      raise UserError(f"model: expected a SentencePiece model of the type "
-                      f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}")
+      raise UserError(
+        f"model: expected a SentencePiece model of the type "
+        f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}"
+      )
     self.model = model
     self._found: dict[str, bytes] = {}  # of words met before, a byte a character
 
@@ -107,8 +108,10 @@ class UnigramBoundaries:
 
   def _cut(self, words: list[str]) -> Iterator[bytes]:
     """The boundaries of single words."""
-    parts_of = [[word[begin:begin + _LONGEST_WORD]
-                 for begin in range(0, len(word), _LONGEST_WORD)] for word in words]
+    parts_of = [
+      [word[begin : begin + _LONGEST_WORD] for begin in range(0, len(word), _LONGEST_WORD)]
+      for word in words
+    ]
     parts = [part for parts in parts_of for part in parts]
     found = iter(self._processor.encode(parts, out_type=str) if parts else [])
     for parts in parts_of:
@@ -170,8 +173,9 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
     raise _size_error(f"at most {MOST_PIECES:,}", vocab_size)
   model = io.BytesIO()
   # SentencePiece skips longer lines; at a space the cut changes no word.
-  lines = (line.removesuffix("\n") for chunk in whole_words(chunks)
-           for line in cut_lines(chunk, 4096))
+  lines = (
+    line.removesuffix("\n") for chunk in whole_words(chunks) for line in cut_lines(chunk, 4096)
+  )
   lines = filter(str.strip, lines)
   first = next(lines, None)
   if first is None:
@@ -202,8 +206,10 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
     too_small = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
       raise _size_error(f"at least {too_small[1]} for this text", vocab_size) from error
-    raise UserError("data.path: expected a text that SentencePiece can learn a Unigram "
-                    f"model from, got its answer {error}") from error
+    raise UserError(
+      "data.path: expected a text that SentencePiece can learn a Unigram "
+      f"model from, got its answer {error}"
+    ) from error
   return model.getvalue()
 
 
@@ -276,5 +282,5 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     if wire_type != 2 and wire_type not in sizes:
       raise UserError(f"wire type {wire_type}")
     size = varint() if wire_type == 2 else sizes[wire_type]
-    yield number, message[place:place + size]
+    yield number, message[place : place + size]
     place += size

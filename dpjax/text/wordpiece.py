@@ -90,8 +90,12 @@ class WordPiece(Tokenizer):
 
   def fields(self) -> dict:
     """See `Tokenizer`."""
-    return {"tokenizer": json.loads(self._raw.to_str()), "pieces": self._pieces,
-            "lower_text": self._lower_text, "lower_pieces": self._lower_pieces}
+    return {
+      "tokenizer": json.loads(self._raw.to_str()),
+      "pieces": self._pieces,
+      "lower_text": self._lower_text,
+      "lower_pieces": self._lower_pieces,
+    }
 
   @classmethod
   def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
@@ -121,8 +125,7 @@ def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
   marks = ["[UNK]", "<eos>"]
   alphabet = _learn_pieces(chunks, 0, lower, marks)
   if len(alphabet) > vocab_size:
-    raise size_error(f"at least {len(alphabet)} for the characters of this text",
-                     vocab_size)
+    raise size_error(f"at least {len(alphabet)} for the characters of this text", vocab_size)
   # The trainer numbers the characters within words in a random order, by which it then
   # breaks ties between merges; given as marks, they have the same numbers every time.
   marks += sorted(piece for piece in alphabet if len(piece) == 3 and piece[:2] == "##")
@@ -150,8 +153,10 @@ def _learn_pieces(
 
 def _read_pieces(file: str) -> dict[str, int]:
   """Reads a vocab.txt: piece to number of its line."""
-  expected = ("a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
-              "other mark is needed: without [SEP], <eos> is added for the line end)")
+  expected = (
+    "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
+    "other mark is needed: without [SEP], <eos> is added for the line end)"
+  )
   try:
     lines = read_file(file).decode().rstrip("\r\n").split("\n")
   except UnicodeDecodeError as error:
@@ -165,8 +170,7 @@ def _read_pieces(file: str) -> dict[str, int]:
 def _raw_pieces(raw, lower: bool) -> list[str]:
   """The library's pieces in the order of its ids, in the vocabulary's case."""
   pieces = [raw.id_to_token(i) for i in range(raw.get_vocab_size())]
-  return [piece if piece in ("[UNK]", "[SEP]") else _lower(piece, lower)
-          for piece in pieces]
+  return [piece if piece in ("[UNK]", "[SEP]") else _lower(piece, lower) for piece in pieces]
 
 
 def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:

@@ -148,8 +148,9 @@ class Checkpoints:
       OSError: the file system could not read one. Nothing is moved.
     """
     self._check_alike()
-    tries = [(step, manager) for manager in (self._last, self._best)
-             for step in manager.all_steps()]
+    tries = [
+      (step, manager) for manager in (self._last, self._best) for step in manager.all_steps()
+    ]
     tries.sort(key=lambda step_and_manager: step_and_manager[0], reverse=True)
     found, damaged = self._first_readable(tries, _as_dict(abstract), origin or {})
     if found is None:
@@ -346,12 +347,14 @@ def _read_files(
   saved: Any = jax.tree.leaves(handler.metadata(folder / "state").tree)
   is_wanted = [leaf.name.partition(".")[0] in target for leaf in saved]
   expected = [
-    number for number, is_part in zip(meta["fingerprints"], is_wanted, strict=True)
-    if is_part
+    number for number, is_part in zip(meta["fingerprints"], is_wanted, strict=True) if is_part
   ]
   _check_arrays(
-    {leaf.name: (leaf.shape, leaf.dtype)
-     for leaf, is_part in zip(saved, is_wanted, strict=True) if is_part},
+    {
+      leaf.name: (leaf.shape, leaf.dtype)
+      for leaf, is_part in zip(saved, is_wanted, strict=True)
+      if is_part
+    },
     target,
     folder,
   )

@@ -193,9 +193,7 @@ def fit(
     with reporting.Reporter(workdir, start, num_steps) as reporter:
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
-      meter = _Meter(
-        reporter, batches, durations.log_every_steps, durations.median_every_steps
-      )
+      meter = _Meter(reporter, batches, durations.log_every_steps, durations.median_every_steps)
       compiled, is_enough = set(), False
 
       def tell() -> None:

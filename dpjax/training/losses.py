@@ -133,9 +133,7 @@ class Objective:
     return sums
 
 
-def add_sums(
-  left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Sums of two batches together; of what ends in "_max", the larger."""
   return {
     name: jnp.maximum(value, right[name]) if name.endswith("_max") else value + right[name]

@@ -21,15 +21,11 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
   rate = registry.schedules.build(
     train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
   )
-  update = registry.optimizers.build(
-    train["optimizer"], "train.optimizer", learning_rate=rate
-  )
+  update = registry.optimizers.build(train["optimizer"], "train.optimizer", learning_rate=rate)
   return _clipped(update, train["clip_norm"])
 
 
-def learning_rate(
-  schedule: str, peak: float, *, num_steps: int, **settings
-) -> optax.Schedule:
+def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings) -> optax.Schedule:
   """The learning rate of each update, counted from 0, by the name of a schedule.
 
   Args:
@@ -99,8 +95,7 @@ def _with_zeros(updates: Any, grads: Any) -> Any:
   if not isinstance(grads, Mapping):
     return updates
   return {
-    key: jax.tree.map(jnp.zeros_like, part) if key == "frozen"
-    else _with_zeros(updates[key], part)
+    key: jax.tree.map(jnp.zeros_like, part) if key == "frozen" else _with_zeros(updates[key], part)
     for key, part in grads.items()
   }
 
@@ -134,8 +129,9 @@ def cosine(peak: float, num_steps: int, *, warmup_steps: int = 0) -> optax.Sched
     ValueError: the warm-up leaves no step to the cosine.
   """
   if warmup_steps >= num_steps:
-    raise ValueError(f"warmup_steps: expected fewer than the {num_steps} steps of the run, "
-                     f"got {warmup_steps}")
+    raise ValueError(
+      f"warmup_steps: expected fewer than the {num_steps} steps of the run, got {warmup_steps}"
+    )
   decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps)
   return _warm_up(decay, peak, warmup_steps)
 

@@ -14,9 +14,7 @@ AXIS = "data"
 def make_mesh(devices: Sequence | None = None) -> Mesh:
   """All devices of all processes (or the given ones) in one row, the axis "data"."""
   devices = jax.devices() if devices is None else devices
-  return jax.make_mesh(
-    (len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices
-  )
+  return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
@@ -73,6 +71,5 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
   """Puts this process's rows on its devices, as a part of the whole batch."""
   sharding = NamedSharding(mesh, PartitionSpec(AXIS))
   return {
-    name: jax.make_array_from_process_local_data(sharding, rows)
-    for name, rows in batch.items()
+    name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
   }

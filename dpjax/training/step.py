@@ -32,9 +32,7 @@ class TrainState(struct.PyTreeNode):
   key: jax.Array
 
 
-def init_state(
-  model: nn.Module, optimizer: optax.GradientTransformation, seed: int
-) -> TrainState:
+def init_state(model: nn.Module, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
   """A state before the first update; the same for every number of devices.
 
   Args:
@@ -48,9 +46,7 @@ def init_state(
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
   tokens = jnp.zeros((1, 1), jnp.int32)
   params = model.init(init_key, tokens, deterministic=True)["params"]
-  return TrainState(
-    jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key
-  )
+  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key)
 
 
 def train_step(
@@ -106,8 +102,7 @@ def train_step(
       lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
     )
     keys = jax.random.split(key, accumulate_steps)
-    shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0],
-                                                                  (parts, keys)))
+    shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def add_part(carry, part_and_key):
@@ -184,7 +179,10 @@ def jit_eval_step(
 
 
 def abstract_state(
-  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh,
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  seed: int,
+  mesh: Mesh,
   parameters: str = "replicated",
 ) -> TrainState:
   """The shapes, dtypes and places (`sharding.state_sharding`) of a state."""
@@ -197,7 +195,10 @@ def abstract_state(
 
 
 def jit_init(
-  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh,
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  seed: int,
+  mesh: Mesh,
   parameters: str = "replicated",
 ) -> TrainState:
   """`init_state`, made where it will lie."""

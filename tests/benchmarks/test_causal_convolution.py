@@ -20,8 +20,11 @@ from benchmarks import causal_convolution as benchmark  # noqa: E402
 @pytest.fixture
 def small(monkeypatch):
   for name, value in {
-    "IMPLEMENTATIONS": ("plain", "toeplitz", "fft"), "RANKS": {2: "WE, HE"},
-    "HEADS": (1, 2), "QUICK_SHAPES": [(2, 7, 6)], "QUICK_LENGTHS": [11],
+    "IMPLEMENTATIONS": ("plain", "toeplitz", "fft"),
+    "RANKS": {2: "WE, HE"},
+    "HEADS": (1, 2),
+    "QUICK_SHAPES": [(2, 7, 6)],
+    "QUICK_LENGTHS": [11],
   }.items():
     monkeypatch.setattr(benchmark, name, value)
   monkeypatch.setattr(benchmark.timing, "restart_with_quiet_allocator", lambda: None)
@@ -40,9 +43,7 @@ def run(monkeypatch, path, *flags):
 
 def test_the_report(small, monkeypatch, tmp_path):
   report = run(monkeypatch, tmp_path / "report")
-  (case,), (low,), (swept,) = (
-    report[x] for x in ("cases", "cases_bfloat16", "sweep")
-  )
+  (case,), (low,), (swept,) = (report[x] for x in ("cases", "cases_bfloat16", "sweep"))
   assert [case[x] for x in ("rank", "batch", "length", "width")] == [2, 2, 7, 6]
   assert [x["dtype"] for x in (case, low, swept)] == ["float32", "bfloat16", "float32"]
   for kind in benchmark.KINDS:
@@ -85,8 +86,7 @@ def test_what_takes_too_much_is_left_out(small, monkeypatch):
 
 def test_attention_is_masked_self_attention():
   queries, keys, values = (
-    jnp.asarray(np.random.default_rng(i).standard_normal((2, 5, 6)), jnp.float32)
-    for i in range(3)
+    jnp.asarray(np.random.default_rng(i).standard_normal((2, 5, 6)), jnp.float32) for i in range(3)
   )
   result = jax.jit(benchmark.attend, static_argnums=3)(queries, keys, values, 2)
   q, k, v = (x.reshape(2, 5, 2, 3) for x in (queries, keys, values))

@@ -16,9 +16,18 @@ from benchmarks import generation  # noqa: E402
 
 LENGTHS = 16, 64
 TINY: dict[str, Any] = dict(
-  num_layers=1, width=6, feed_forward_width=5, num_heads=2, vocab_size=11,
-  model_tokens=3, model_repetitions=4, pooled_layers=(1, 1, 1), pooled_length=8,
-  batches=(2,), pooled_repetitions=2, lengths=LENGTHS,
+  num_layers=1,
+  width=6,
+  feed_forward_width=5,
+  num_heads=2,
+  vocab_size=11,
+  model_tokens=3,
+  model_repetitions=4,
+  pooled_layers=(1, 1, 1),
+  pooled_length=8,
+  batches=(2,),
+  pooled_repetitions=2,
+  lengths=LENGTHS,
 )
 
 
@@ -37,7 +46,9 @@ def test_steps_of_the_dispatcher_are_the_window_that_they_are_compared_with():
 def test_steps_of_a_sum_are_the_window_that_they_are_compared_with():
   programs = generation.extractor_programs(67, 3, 2, with_pass=True)
   assert {name: x.tokens for name, x in programs.items()} == {
-    "plain": 67, "online": 67, "recomputing": 1,
+    "plain": 67,
+    "online": 67,
+    "recomputing": 1,
   }
   expected = outputs_of(programs["recomputing"])[0]
   for name in ("plain", "online"):
@@ -133,7 +144,9 @@ def test_reads_text(tmp_path, suffix):
   text = generation.read_text(path)
   np.testing.assert_array_equal(text, [1, 2, 0, 26])
   assert generation.describe_text(path, text) == {
-    "name": path.name, "characters": 4, "shortening_factor": 4.0,
+    "name": path.name,
+    "characters": 4,
+    "shortening_factor": 4.0,
   }
 
 
@@ -156,9 +169,7 @@ def test_picks_the_rows_that_are_most_like_the_text():
   windows = [[0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
   text = np.asarray(windows).ravel()
   # 6 of 16 are spaces; of the second halves none, one, two and one of two.
-  np.testing.assert_array_equal(
-    generation.pick_rows(text, 4, 2), [windows[1], windows[3]]
-  )
+  np.testing.assert_array_equal(generation.pick_rows(text, 4, 2), [windows[1], windows[3]])
   with pytest.raises(ValueError, match="expected 20 characters, got 16"):
     generation.pick_rows(text, 4, 5)
 
@@ -174,41 +185,78 @@ def test_says_from_where_on_blocks_pay(ratios, start):
 
 def made_up(microseconds):
   return {
-    "microseconds": microseconds, "tokens_per_second": 1e6 / microseconds,
-    "temporary_mib": 0.25, "cache_mib": 3.0,
+    "microseconds": microseconds,
+    "tokens_per_second": 1e6 / microseconds,
+    "temporary_mib": 0.25,
+    "cache_mib": 3.0,
   }
 
 
 def make_report():
   operators = [
-    dict(name="dispatcher", cache="ring", width=6, length=length, times_faster=faster,
-         over_attention=0.01, over_shortest=shortest, recomputing=made_up(4e3),
-         **made_up(5.0))
+    dict(
+      name="dispatcher",
+      cache="ring",
+      width=6,
+      length=length,
+      times_faster=faster,
+      over_attention=0.01,
+      over_shortest=shortest,
+      recomputing=made_up(4e3),
+      **made_up(5.0),
+    )
     for length, faster, shortest in ((16, 99.0, 1.0), (64, 1234.0, 3.5))
   ]
   operators += [
-    dict(name="we", cache=cache, width=7, length=32, times_faster=12.5,
-         recomputing=made_up(70.0), **made_up(80.0), **more)
+    dict(
+      name="we",
+      cache=cache,
+      width=7,
+      length=32,
+      times_faster=12.5,
+      recomputing=made_up(70.0),
+      **made_up(80.0),
+      **more,
+    )
     for cache, more in (("plain", {}), ("online", {"over_plain": 0.08}))
   ]
   sweep = [
-    dict(length=length, width=9, plain_microseconds=30.0, online_microseconds=33.0,
-         online_over_plain=ratio)
+    dict(
+      length=length,
+      width=9,
+      plain_microseconds=30.0,
+      online_microseconds=33.0,
+      online_over_plain=ratio,
+    )
     for length, ratio in ((16, 1.1), (32, 0.7))
   ]
   models = [
-    dict(name=name, length=length, times_faster=50.0, over_attention=0.5,
-         recomputing=made_up(6e6), **made_up(2e4))
+    dict(
+      name=name,
+      length=length,
+      times_faster=50.0,
+      over_attention=0.5,
+      recomputing=made_up(6e6),
+      **made_up(2e4),
+    )
     for length in LENGTHS
     for name in generation.MODELS
   ]
   pooling = [
-    dict(batch=batch, over_vanilla=ratio, shortening_factor=5.9, middle_steps=0.17,
-         vanilla=made_up(1e4), whitespace=made_up(1e4 * ratio))
+    dict(
+      batch=batch,
+      over_vanilla=ratio,
+      shortening_factor=5.9,
+      middle_steps=0.17,
+      vanilla=made_up(1e4),
+      whitespace=made_up(1e4 * ratio),
+    )
     for batch, ratio in ((1, 0.45), (2, 0.8))
   ]
   report = {
-    "settings": TINY, "models": models, "pooling": pooling,
+    "settings": TINY,
+    "models": models,
+    "pooling": pooling,
     "operators": {"rows": operators, "sweep": sweep, "online_pays_from": 32},
     "text": {"name": "words", "characters": 2000, "shortening_factor": 5.85},
   }

@@ -28,9 +28,7 @@ def draw(*shape):
 def run(name, kind, vectors, boundaries, weights, is_dense):
   operator = getattr(pooling, name)
   settings = dict(operator=operator, kind=kind, num_places=PLACES, is_dense=is_dense)
-  return jax.jit(lambda *x: pooling.run_operator(*x, **settings))(
-    vectors, boundaries, weights
-  )
+  return jax.jit(lambda *x: pooling.run_operator(*x, **settings))(vectors, boundaries, weights)
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
@@ -59,9 +57,7 @@ def test_up_sampling_is_that_of_the_paper(is_dense):
   weights = draw(BATCH, LENGTH, WIDTH)
   result = reference.upsample(segments, BOUNDARIES)
   gradient = reference.upsample_gradient(segments.shape[1], BOUNDARIES, weights)
-  expected = {
-    "forward": [result], "backward": [gradient], "gradient": [result, gradient]
-  }
+  expected = {"forward": [result], "backward": [gradient], "gradient": [result, gradient]}
   assert (*expected,) == pooling.KINDS["upsample"]
   for kind, arrays in expected.items():
     operator = dict(operator=pooling.upsample, kind=kind, num_places=segments.shape[1])
@@ -113,7 +109,9 @@ def test_quick_run(monkeypatch, tmp_path, capsys):
     for case in report["cases"]
   ]
   assert cases == [
-    (2, 9, "float32", True), (3, 7, "float32", False), (2, 11, "float32", False),
+    (2, 9, "float32", True),
+    (3, 7, "float32", False),
+    (2, 11, "float32", False),
     (2, 11, "bfloat16", False),
   ]
   for case in report["cases"]:

@@ -91,17 +91,22 @@ def test_places():
   assert found["first letter"]["found"] == 0.25
 
 
-@pytest.mark.parametrize("share, within, since", [
-  ([0.3, 0.3, 0.3], 3, 5),
-  ([0.21, 0.39, 0.3], 3, 5),
-  ([0.19, 0.3, 0.3], 2, 10),
-  ([0.3, 0.41, 0.3], 2, 15),
-  ([0.3, 0.3, 0.5], 2, None),
-])
+@pytest.mark.parametrize(
+  "share, within, since",
+  [
+    ([0.3, 0.3, 0.3], 3, 5),
+    ([0.21, 0.39, 0.3], 3, 5),
+    ([0.19, 0.3, 0.3], 2, 10),
+    ([0.3, 0.41, 0.3], 2, 15),
+    ([0.3, 0.3, 0.5], 2, None),
+  ],
+)
 def test_a_share_beside_its_aim(share, within, since):
   steps = [*zip((5, 10, 15), share, strict=True)]
   assert pooling_runs.follow(steps, 0.3) == {
-    "reports": 3, "within_a_third": within, "since_step": since
+    "reports": 3,
+    "within_a_third": within,
+    "since_step": since,
   }
 
 

@@ -44,13 +44,16 @@ def test_a_bar_is_met_up_to_itself(tmp_path, capsys):
 
 def test_a_gpu_has_bars_of_its_own(tmp_path):
   case = {
-    "batch": 8, "length": 4096,
-    "forward": {"copy": {"milliseconds": 3.0}, "loop": {"milliseconds": 9.0},
-                "pallas": {"milliseconds": 4.5}},
+    "batch": 8,
+    "length": 4096,
+    "forward": {
+      "copy": {"milliseconds": 3.0},
+      "loop": {"milliseconds": 9.0},
+      "pallas": {"milliseconds": 4.5},
+    },
     "gradient": {"loop": {"milliseconds": 12.0}, "pallas": {"temporary_mib": 1.0}},
   }
-  report = {"machine": {"device": "a GPU"}, "cases": [case],
-            "implementations": ["loop", "pallas"]}
+  report = {"machine": {"device": "a GPU"}, "cases": [case], "implementations": ["loop", "pallas"]}
   (tmp_path / "shift_and_sum.json").write_text(json.dumps(report))
   rows = suite.compare_with_bars(tmp_path)
   assert len(rows) == len(suite.GPU_BARS)

@@ -42,8 +42,9 @@ def test_a_finished_run(folder, tmp_path):
     inputs = rows[:, begin : begin + 19][:, : rows.shape[1] - 1 - begin]
     targets = rows[:, begin + 1 : begin + 20]
     logits = run.model.apply({"params": run.params}, inputs.astype(np.int32)).logits
-    picked = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)),
-                                targets[..., None].astype(int), -1)
+    picked = np.take_along_axis(
+      np.asarray(jax.nn.log_softmax(logits)), targets[..., None].astype(int), -1
+    )
     nats.append(-picked[..., 0])
   expected = math.exp(np.concatenate(nats, axis=1).mean())
   assert row["test_perplexity_authors_protocol"] == pytest.approx(expected, rel=1e-5)

@@ -26,8 +26,12 @@ needs_torch = pytest.mark.skipif(
 SMALL = dict(vocab_size=13, num_layers=2, width=6, feed_forward_width=10, max_length=11)
 PRE = dict(norm="pre", positions="learned", init_std=0.01)
 RELATIVE = dict(
-  mixer="relative_attention", num_heads=3, positions="none", activation="gelu",
-  init_std=0.02, norm_init_std=0.02,
+  mixer="relative_attention",
+  num_heads=3,
+  positions="none",
+  activation="gelu",
+  init_std=0.02,
+  norm_init_std=0.02,
 )
 POOLED = RELATIVE | dict(first_layers=1, last_layers=3)
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,19 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
   "attention, pre": dict(mixer="attention", num_heads=3, attention_bias=False, **PRE),
   "relative": RELATIVE,
   "fixed": POOLED | dict(boundaries="fixed", shortening_factor=3),
-  "whitespace": POOLED | dict(
-    boundaries="whitespace", space_ids=(0, 7, 5), num_capacities=2
-  ),
+  "whitespace": POOLED | dict(boundaries="whitespace", space_ids=(0, 7, 5), num_capacities=2),
   "she": dict(mixer="she", **PRE),
   "he": dict(mixer="he", **PRE),
   "we": dict(mixer="we", **PRE),
   "me": dict(mixer="me", **PRE),
 }
 EXTRACTIONS = dict.fromkeys(training_step.FORMS, ("sum", "convolution", "fft"))
-FORMS = [
-  (name, form)
-  for name in MODELS for form in EXTRACTIONS.get(name, ("convolution",))
-]
+FORMS = [(name, form) for name in MODELS for form in EXTRACTIONS.get(name, ("convolution",))]
 
 
 def settings_of(model):
@@ -132,7 +131,8 @@ def test_models_of_pytorch_are_those_of_dpjax(name, form):
   np.testing.assert_allclose(logits.detach(), expected, rtol=1e-4, atol=1e-5)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4),
-    arrays(lambda x: x.grad), gradients,
+    arrays(lambda x: x.grad),
+    gradients,
   )
 
 
@@ -147,12 +147,12 @@ def test_initial_values_are_those_of_dpjax():
     settings = settings_of(MODELS[name]) | dict(width=48, feed_forward_width=60)
     model = build(settings)
     arrays = {
-      key: x.detach().numpy()
-      for key, x in torch_models.LanguageModel(settings).named_parameters()
+      key: x.detach().numpy() for key, x in torch_models.LanguageModel(settings).named_parameters()
     }
     expected = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     for (path, x), y in zip(
-      jax.tree.leaves_with_path(to_params(arrays)), jax.tree.leaves(expected["params"]),
+      jax.tree.leaves_with_path(to_params(arrays)),
+      jax.tree.leaves(expected["params"]),
       strict=True,
     ):
       what = f"{name}{jax.tree_util.keystr(path)}"
@@ -203,9 +203,10 @@ def test_a_process_of_pytorch_answers_every_line():
   try:
     ready = worker.wait()
     assert ready["ready"] and ready["device"] == "cpu"
-    assert ready["parameters"] == training_step.JaxRunner(
-      worker_settings({"mixer": "dispatcher"}, commands=())
-    ).parameters
+    assert (
+      ready["parameters"]
+      == training_step.JaxRunner(worker_settings({"mixer": "dispatcher"}, commands=())).parameters
+    )
     answers = [worker.run("train") for _ in range(5)] + [worker.run("evaluate")]
     assert all(x["seconds"] > 0 and x["peak_mib"] is None for x in answers)
     # It learns its one batch.
@@ -225,9 +226,7 @@ def check_runner():
   settings = worker_settings({"mixer": "dispatcher"}, commands=("train", "evaluate"))
   runner = training_step.JaxRunner(settings)
   ready = json.loads(json.dumps(runner.describe()))
-  assert set(ready["compile_seconds"]) == set(ready["temporary_mib"]) == {
-    "train", "evaluate"
-  }
+  assert set(ready["compile_seconds"]) == set(ready["temporary_mib"]) == {"train", "evaluate"}
   before = runner.run("evaluate")
   answers = [runner.run("train") for _ in range(5)]
   # Without dropout it is the same loss, which then falls.
@@ -257,8 +256,10 @@ class Fake:
 
   def wait(self):
     mib = 1.0 if self.mib is None else self.mib(self.model, self.settings["length"])
-    more = {"compile_seconds": {"train": 7.0, "evaluate": 5.0},
-            "temporary_mib": {"train": mib, "evaluate": 1.0}}
+    more = {
+      "compile_seconds": {"train": 7.0, "evaluate": 5.0},
+      "temporary_mib": {"train": mib, "evaluate": 1.0},
+    }
     self.ready = {"parameters": 2**18, "rss_mib": 100.0}
     self.ready |= more if self.side == "jax" else {}
     return self.ready
@@ -281,9 +282,7 @@ def fake(monkeypatch):
   monkeypatch.setattr(Fake, "mib", None)
   monkeypatch.setattr(Fake, "takes", staticmethod(lambda *_: 0.5))
   monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # As the program sets it.
-  monkeypatch.setattr(
-    training_step, "find_torch", lambda device: ("2.0", f"PyTorch for {device}")
-  )
+  monkeypatch.setattr(training_step, "find_torch", lambda device: ("2.0", f"PyTorch for {device}"))
   return Fake
 
 
@@ -319,20 +318,20 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
     names = ["dispatcher"] + ["attention"] * (allocator == "quiet")
     assert [(x["name"], x["command"], x["dropout"]) for x in rows] == [
       (name, *rest)
-      for rest in (("train", 0.2), ("evaluate", 0.2), ("train", 0.0)) for name in names
+      for rest in (("train", 0.2), ("evaluate", 0.2), ("train", 0.0))
+      for name in names
     ]
     for row in rows:
       assert row["over"] == {"torch": 0.25} and row["parameters"] == 2**18
       half = 0.5 if row["name"] == "dispatcher" else 1.0
-      assert row["over_baseline"] == (
-        {"jax": half, "torch": half} if allocator == "quiet" else {}
-      )
+      assert row["over_baseline"] == ({"jax": half, "torch": half} if allocator == "quiet" else {})
       ours, theirs = row["sides"]["jax"], row["sides"]["torch"]
       # Warm-ups do not count but as the first step; moments of Adam are not growth.
       assert ours["milliseconds"] == 1e3 * (1 + (row["name"] == "attention"))
       assert len(ours["seconds"]) == 3 and ours["loss"] == 3.0
       assert (ours["compile_seconds"], theirs["compile_seconds"]) == (
-        5.0 if row["command"] == "evaluate" else 7.0, None
+        5.0 if row["command"] == "evaluate" else 7.0,
+        None,
       )
       assert (ours["grown_mib"], theirs["grown_mib"]) == (10.0, 8.0)
   rows = report["parts"]["extractors"]["rows"]["quiet"]
@@ -344,10 +343,8 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
   assert [x["name"] for x in rows][3:] == ["we", "me"]
   lines = capsys.readouterr().out.splitlines()
   for line in (
-    "| Dispatcher, dpjax | train | 0.2 | float32 | 1,000 | - | 0.500 | 3.00 | 1.00 | 7.00 "
-    "|",
-    "| attention, PyTorch | evaluate | 0.2 | float32 | 8,000 | 0.250 | 1.00 | 3.00 | - | - "
-    "|",
+    "| Dispatcher, dpjax | train | 0.2 | float32 | 1,000 | - | 0.500 | 3.00 | 1.00 | 7.00 |",
+    "| attention, PyTorch | evaluate | 0.2 | float32 | 8,000 | 0.250 | 1.00 | 3.00 | - | - |",
     "Dispatcher below attention, time, dpjax, float32: at all lengths, from T = 16 on.",
   ):
     assert line in lines, f"expected the line {line}"
@@ -404,8 +401,14 @@ def test_refuses_unknown_parts(monkeypatch, capsys, arguments):
 
 
 def measured_lengths(**sizes):
-  run = {"device": "cpu", "torch": "2.0", "words": "", "dtypes": ("float32",),
-         "compile_torch": False, "limit_mib": 1000.0}
+  run = {
+    "device": "cpu",
+    "torch": "2.0",
+    "words": "",
+    "dtypes": ("float32",),
+    "compile_torch": False,
+    "limit_mib": 1000.0,
+  }
   lengths = training_step.Lengths(training_step.QUICK["lengths"] | sizes, run)
   found = lengths.measure()
   rows = {(x["name"], x["side"], x["length"]): x for x in found["rows"]}
@@ -433,8 +436,13 @@ def test_finds_where_lines_cross(monkeypatch, fake):
 
 @pytest.mark.parametrize(
   "ratios, start",
-  [((0.9, 0.5), 16.0), ((1.0, 0.5), 16.0), ((2.0, 0.5), 32.0), ((2.0, 1.0), None),
-   ((0.5, 1.5), None)],
+  [
+    ((0.9, 0.5), 16.0),
+    ((1.0, 0.5), 16.0),
+    ((2.0, 0.5), 32.0),
+    ((2.0, 1.0), None),
+    ((0.5, 1.5), None),
+  ],
 )
 def test_a_crossing_is_the_last(ratios, start):
   found = training_step.crossing((16, 64), ratios)
@@ -448,9 +456,9 @@ def test_leaves_out_what_does_not_fit(monkeypatch, fake):
 
   monkeypatch.setattr(fake, "takes", staticmethod(takes))
   monkeypatch.setattr(
-    fake, "mib", staticmethod(
-      lambda model, length: length**2 / 2 if model["mixer"] == "attention" else 1.0
-    )
+    fake,
+    "mib",
+    staticmethod(lambda model, length: length**2 / 2 if model["mixer"] == "attention" else 1.0),
   )
   rows, crossings = measured_lengths(lengths=(16, 32, 64, 128))
   out = {key: x["left_out"] for key, x in rows.items() if "left_out" in x}
@@ -497,8 +505,15 @@ def test_ratios_are_of_pairs():
 @pytest.mark.slow
 def test_the_program_runs(tmp_path):
   out = tmp_path / "steps"
-  command = [sys.executable, "benchmarks/training_step.py", "--quick", "--no_torch",
-             "--parts=lengths,extractors", "--out", str(out)]
+  command = [
+    sys.executable,
+    "benchmarks/training_step.py",
+    "--quick",
+    "--no_torch",
+    "--parts=lengths,extractors",
+    "--out",
+    str(out),
+  ]
   subprocess.run(command, cwd=helpers.ROOT, check=True)
   report = strict(out.with_suffix(".json").read_text())
   rows = report["parts"]["lengths"]["rows"]

@@ -12,12 +12,11 @@ from dpjax.data.batches import (
 )
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
-DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32,
-          "boundaries": np.int32}
+DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "boundaries": np.int32}
 
 
 def check(batch, shape):
-  assert list(batch) == list(DTYPES)[:len(batch)] and len(batch) >= 3
+  assert list(batch) == list(DTYPES)[: len(batch)] and len(batch) >= 3
   for name, array in batch.items():
     assert array.shape == shape and array.dtype == DTYPES[name]
 
@@ -49,7 +48,7 @@ def test_an_epoch_has_every_target_once(num_tokens, window):
     for row in range(5):
       found[row] += batch["targets"][row, real[row]].tolist()
   for row in range(5):
-    assert found[row] == tokens[row * length:(row + 1) * length][1:].tolist()
+    assert found[row] == tokens[row * length : (row + 1) * length][1:].tolist()
 
 
 def test_epochs_repeat():
@@ -78,7 +77,7 @@ def test_an_epoch_has_the_window_of_every_offset_once(num_tokens, window, batch_
     np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
     np.testing.assert_array_equal(np.diff(batch["tokens"], axis=1), 1)
     offsets += (batch["tokens"][:, 0] - 3).tolist()
-  epochs = [offsets[i * num_windows:][:num_windows] for i in range(3)]
+  epochs = [offsets[i * num_windows :][:num_windows] for i in range(3)]
   for epoch in epochs:
     assert sorted(epoch) == list(range(num_windows))
   if num_windows > 10:
@@ -144,8 +143,7 @@ def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
   assert count == -(-(length - 1) // window)
   for epoch in range(3):
     found = [batches.batch(epoch * count + i) for i in range(count)]
-    seen = np.concatenate([batch["tokens"][:, batch["weights"][0] == 1]
-                           for batch in found], axis=1)
+    seen = np.concatenate([batch["tokens"][:, batch["weights"][0] == 1] for batch in found], axis=1)
     # The token that is no input is the last one of the rolled row.
     shift_b1 = (seen.sum(axis=1) - np.sum(begin_b1 + np.arange(length), axis=1))[:, None]
     shift_b1 = (1 - shift_b1 - begin_b1) % length
@@ -157,11 +155,10 @@ def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
       (place,) = set(np.nonzero(rolled_bn == batch["tokens"][:, :1])[1].tolist())
       places.append(place)
       real = min(window, length - 1 - place)
-      expected = rolled_bn[:, place:place + real + 1]
+      expected = rolled_bn[:, place : place + real + 1]
       np.testing.assert_array_equal(batch["tokens"][:, :real], expected[:, :-1])
       np.testing.assert_array_equal(batch["targets"][:, :real], expected[:, 1:])
-      np.testing.assert_array_equal(
-        batch["weights"], np.tile(np.arange(window) < real, (5, 1)))
+      np.testing.assert_array_equal(batch["weights"], np.tile(np.arange(window) < real, (5, 1)))
       assert not batch["tokens"][:, real:].any() and not batch["targets"][:, real:].any()
     assert sorted(places) == list(range(0, length - 1, window))
 
@@ -223,16 +220,18 @@ def test_boundaries_are_those_of_the_inputs(kind):
 def test_boundary_before_the_text():
   settings = dict(boundaries=np.array([1, 0, 1, 1, 1], np.uint8))
   for start in (0, 1):
-    batches = EvaluationWindows(np.arange(1, 6), 3, 2, batch_size=2, start_id=7,
-                                start_boundary=start, **settings)
+    batches = EvaluationWindows(
+      np.arange(1, 6), 3, 2, batch_size=2, start_id=7, start_boundary=start, **settings
+    )
     assert batches.batch(0)["boundaries"].tolist() == [[start, 1, 0], [1, 0, 1]]
     assert batches.batch(1)["boundaries"].tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_many_boundaries_as_tokens(kind):
-  with pytest.raises(ValueError, match="boundaries: expected one for each of the 71 "
-                                       "tokens, got 70"):
+  with pytest.raises(
+    ValueError, match="boundaries: expected one for each of the 71 tokens, got 70"
+  ):
     make(kind, np.arange(71), boundaries=np.zeros(70, np.uint8))
 
 
@@ -279,20 +278,25 @@ def test_windows_are_the_authors(case):
   closes = (stream % 3 == 0).astype(np.uint8)
   # Their stream's first token is no target; here it is what stands before the stream.
   batches = EvaluationWindows(
-    stream[1:], window, stride, 1, start_id=int(stream[0]), boundaries=closes[1:],
-    start_boundary=int(closes[0]))
+    stream[1:],
+    window,
+    stride,
+    1,
+    start_id=int(stream[0]),
+    boundaries=closes[1:],
+    start_boundary=int(closes[0]),
+  )
   assert len(batches) == len(golden["windows"])
   for index, expected in enumerate(golden["windows"]):
     batch = {name: array[0] for name, array in batches.batch(index).items()}
-    data = stream[expected["data_begin"]:expected["data_end"]]
-    targets = stream[expected["target_begin"]:expected["target_end"]]
+    data = stream[expected["data_begin"] : expected["data_end"]]
+    targets = stream[expected["target_begin"] : expected["target_end"]]
     scored = np.flatnonzero(batch["weights"])
-    np.testing.assert_array_equal(batch["tokens"][:len(data)], data)
-    np.testing.assert_array_equal(batch["boundaries"][:len(data)], data % 3 == 0)
+    np.testing.assert_array_equal(batch["tokens"][: len(data)], data)
+    np.testing.assert_array_equal(batch["boundaries"][: len(data)], data % 3 == 0)
     np.testing.assert_array_equal(batch["targets"][scored], targets)
     # The last of the window's real tokens, in one piece, are scored.
-    np.testing.assert_array_equal(
-      scored, np.arange(len(data) - len(targets), len(data)))
+    np.testing.assert_array_equal(scored, np.arange(len(data) - len(targets), len(data)))
 
 
 @pytest.mark.parametrize("window, stride", [(7, 7), (7, 3), (7, 1), (11, 5), (61, 13)])
@@ -307,8 +311,7 @@ def test_every_token_counts_once(window, stride, num_tokens):
     for row in range(3):
       real = batch["targets"][row] > 0
       np.testing.assert_array_equal(batch["tokens"][row] > 0, real)
-      np.testing.assert_array_equal(
-        batch["tokens"][row, real], batch["targets"][row, real] - 1)
+      np.testing.assert_array_equal(batch["tokens"][row, real], batch["targets"][row, real] - 1)
       weights = batch["weights"][row]
       assert not weights[~real].any()
       counted += batch["targets"][row, weights == 1].tolist()
@@ -353,7 +356,5 @@ def test_what_fills_up_a_window():
   expected = EvaluationWindows(tokens, 4, 3, 3, 99)
   for index, tokens_bt in enumerate(whole):
     # Nothing else in the text is 0.
-    np.testing.assert_array_equal(
-      tokens_bt == 77, expected.batch(index)["tokens"] == 0
-    )
+    np.testing.assert_array_equal(tokens_bt == 77, expected.batch(index)["tokens"] == 0)
   assert sum((tokens_bt == 77).sum() for tokens_bt in whole) > 4

@@ -30,7 +30,10 @@ from dpjax.data.builders.wikitext import (
 
 # Blank lines, one without words, and what other readers take for the end of a line.
 LINES = (
-  " = Se\u00f1or = \n", "\n", " \n", " a \r b \u2028 \u05d0\u05d1 \U0001f600 \x85 \n",
+  " = Se\u00f1or = \n",
+  "\n",
+  " \n",
+  " a \r b \u2028 \u05d0\u05d1 \U0001f600 \x85 \n",
 )
 SPLITS = {
   "train": "".join(LINES) * 97,
@@ -46,9 +49,7 @@ WIKITEXT = {
 }
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-TEXT8 = " ".join(
-  ALPHABET[i % 26 : i % 26 + 1 + i % 7] for i in range(4000)
-)[:18013]
+TEXT8 = " ".join(ALPHABET[i % 26 : i % 26 + 1 + i % 7] for i in range(4000))[:18013]
 
 
 @pytest.fixture(autouse=True)
@@ -79,35 +80,29 @@ def tarred(members):
 
 def wikitext_members(builder_class):
   return {
-    WIKITEXT[builder_class].format(stem): SPLITS[split].encode()
-    for split, stem in STEMS.items()
+    WIKITEXT[builder_class].format(stem): SPLITS[split].encode() for split, stem in STEMS.items()
   }
 
 
 def ptb_members(prefix):
   folder = f"{prefix}simple-examples"
   others = ("ptb.char.train.txt", "ptb-train.txt", "ptb.valid.txt~", "old.ptb.test.txt")
-  return {f"{folder}/": b"", f"{folder}/README": b"r"} | {
-    f"{folder}/data/{name}": b"another\n" for name in others
-  } | {
-    f"{folder}/data/ptb.{stem}.txt": SPLITS[split].encode()
-    for split, stem in STEMS.items()
-  }
+  return (
+    {f"{folder}/": b"", f"{folder}/README": b"r"}
+    | {f"{folder}/data/{name}": b"another\n" for name in others}
+    | {f"{folder}/data/ptb.{stem}.txt": SPLITS[split].encode() for split, stem in STEMS.items()}
+  )
 
 
 def lm1b_members():
   """Shards in an order that is not theirs, and the text of the splits."""
   train = [i * 37 % 100 for i in range(1, 100)]
   heldout = [i * 7 % 50 for i in range(50)]
-  shards = {
-    f"{LM1B}/training-monolingual.tokenized.shuffled/news.en-{i:05d}-of-00100":
-      f"shard {i} {LINES[3]}".encode()
-    for i in train
-  }
+  folder = f"{LM1B}/training-monolingual.tokenized.shuffled"
+  shards = {f"{folder}/news.en-{i:05d}-of-00100": f"shard {i} {LINES[3]}".encode() for i in train}
+  folder = f"{LM1B}/heldout-monolingual.tokenized.shuffled"
   others = {
-    f"{LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{i:05d}-of-00050":
-      f"heldout {i} .\n\n".encode()
-    for i in heldout
+    f"{folder}/news.en.heldout-{i:05d}-of-00050": f"heldout {i} .\n\n".encode() for i in heldout
   }
   splits = {
     "train": b"".join(shards.values()).decode(),
@@ -125,9 +120,7 @@ def cases():
     "text8": (Text8, "text8.zip", zipped({"text8": TEXT8}), parts),
     "lm1b": (Lm1b, f"{LM1B}.tar.gz", tarred(members), lm1b_splits),
   } | {
-    x.name: (
-      x, f"{WIKITEXT[x].split('/')[0]}-v1.zip", zipped(wikitext_members(x)), SPLITS
-    )
+    x.name: (x, f"{WIKITEXT[x].split('/')[0]}-v1.zip", zipped(wikitext_members(x)), SPLITS)
     for x in WIKITEXT
   }
 
@@ -174,8 +167,10 @@ def check(builder, splits):
     sizes = [len(record.decode()) for record in records[split]]
     assert max(sizes) <= 499
     assert all(250 < size for size in sizes[:-1])
-    assert all(before.endswith(b"\n") or after.startswith(b" ")
-               for before, after in itertools.pairwise(records[split]))
+    assert all(
+      before.endswith(b"\n") or after.startswith(b" ")
+      for before, after in itertools.pairwise(records[split])
+    )
 
 
 def give(tmp_path, name, content):
@@ -279,7 +274,9 @@ DAMAGED = {
   "text8, not ASCII": (Text8, zipped({"text8": "a" * 997 + "\u00e9"}), "text8, whole and"),
   "wikitext, not a zip": (WikiText2, b"no zip", "expected a zip archive with wikitext-2"),
   "wikitext, of another": (
-    WikiText2, CASES["wikitext103"][2], "archive with wikitext-2/wiki.train.tokens"
+    WikiText2,
+    CASES["wikitext103"][2],
+    "archive with wikitext-2/wiki.train.tokens",
   ),
   "wikitext, not UTF-8": (
     WikiText2,
@@ -287,10 +284,14 @@ DAMAGED = {
     "archive with wikitext-2/wiki.test.tokens in UTF-8",
   ),
   "wikitext, bytes changed": (
-    WikiText2, spoil(CASES["wikitext2"][2]), "archive with wikitext-2/wiki.train.tokens"
+    WikiText2,
+    spoil(CASES["wikitext2"][2]),
+    "archive with wikitext-2/wiki.train.tokens",
   ),
   "wikitext, cut": (
-    WikiText2, CASES["wikitext2"][2][:-97], "archive with wikitext-2/wiki.train.tokens"
+    WikiText2,
+    CASES["wikitext2"][2][:-97],
+    "archive with wikitext-2/wiki.train.tokens",
   ),
   "lm1b, bytes changed": (Lm1b, spoil(CASES["lm1b"][2]), "expected a tar.gz archive"),
   "lm1b, not a tar": (Lm1b, b"no tar", "expected a tar.gz archive with 99 members"),
@@ -379,8 +380,12 @@ print(size, "tensorflow" in sys.modules, builder.is_prepared())
 
 def run(tmp_path, fate):
   arguments = [str(tmp_path / "data"), str(tmp_path / "manual"), fate]
-  return subprocess.run([sys.executable, "-W", "error", "-c", KILLED, *arguments],
-                        capture_output=True, text=True, timeout=180)
+  return subprocess.run(
+    [sys.executable, "-W", "error", "-c", KILLED, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=180,
+  )
 
 
 def test_killed_and_made_again_quietly_without_tensorflow(tmp_path):

@@ -111,8 +111,15 @@ def publish(site, repository, folder, files):
     site.files[f"/datasets/{repository}/resolve/main/{folder}/{name}"] = content
     oid = hashlib.sha256(content).hexdigest()
     lfs = {"oid": oid, "size": len(content), "pointerSize": 134}
-    entries.append({"type": "file", "oid": "1" * 40, "size": len(content), "lfs": lfs,
-                    "path": f"{folder}/{name}"})
+    entries.append(
+      {
+        "type": "file",
+        "oid": "1" * 40,
+        "size": len(content),
+        "lfs": lfs,
+        "path": f"{folder}/{name}",
+      }
+    )
   path = f"/api/datasets/{repository}/tree/main/{folder}"
   site.files[path] = json.dumps(entries).encode()
 
@@ -133,9 +140,7 @@ WIKI = {
   "validation-00000-of-00001.parquet": [PLAIN[5]],
   "test-00000-of-00001.parquet": [PLAIN[6]],
 }
-WIKI_TEXT = {
-  "train": "".join(PLAIN[:5]) + "last", "validation": PLAIN[5], "test": PLAIN[6]
-}
+WIKI_TEXT = {"train": "".join(PLAIN[:5]) + "last", "validation": PLAIN[5], "test": PLAIN[6]}
 
 
 @pytest.mark.parametrize("as_printed", [False, True])
@@ -143,7 +148,7 @@ def test_wiki40b(site, make, as_printed):
   def form(text):
     return repr(text.encode()) if as_printed and text is not None else text
 
-  quoted = "\n_START_ARTICLE_\nIt's \"שלום\" \\n"  # Python prints it in other quotes
+  quoted = '\n_START_ARTICLE_\nIt\'s "שלום" \\n'  # Python prints it in other quotes
   files = {name: parquet([form(x) for x in texts]) for name, texts in WIKI.items()}
   files["test-00000-of-00001.parquet"] = parquet([form("\nit's"), form(quoted)])
   publish(site, "google/wiki40b", "fi", files)
@@ -201,21 +206,35 @@ def test_a_file_that_is_not_the_listed_one_is_refused(site, make):
     make(Wiki40b, "fi")
 
 
-@pytest.mark.parametrize("listed", [
-  b"<html>", b"{}", b'[{"size": 3}]', b"[]", b'[["train-00000-of-00001.parquet"]]',
-  b'[{"path": "fi/train-00001-of-00002.parquet", "size": 3}]',
-])
+@pytest.mark.parametrize(
+  "listed",
+  [
+    b"<html>",
+    b"{}",
+    b'[{"size": 3}]',
+    b"[]",
+    b'[["train-00000-of-00001.parquet"]]',
+    b'[{"path": "fi/train-00001-of-00002.parquet", "size": 3}]',
+  ],
+)
 def test_a_list_that_cannot_be_used(site, make, listed):
   site.files["/api/datasets/google/wiki40b/tree/main/fi"] = listed
   with pytest.raises(ValueError, match="files.json: expected"):
     make(Wiki40b, "fi")
 
 
-@pytest.mark.parametrize("content", [
-  b"", b"<html>no Parquet</html>", parquet(["a"])[:-9], parquet(["a"], column="content"),
-  parquet([3, 5]), parquet([b"\xff"]),
-  parquet([article("a", "b" * 99)] * 7, compression="none").replace(b"bbbb", b"b\xffbb"),
-])
+@pytest.mark.parametrize(
+  "content",
+  [
+    b"",
+    b"<html>no Parquet</html>",
+    parquet(["a"])[:-9],
+    parquet(["a"], column="content"),
+    parquet([3, 5]),
+    parquet([b"\xff"]),
+    parquet([article("a", "b" * 99)] * 7, compression="none").replace(b"bbbb", b"b\xffbb"),
+  ],
+)
 def test_a_damaged_parquet_file(tmp_path, content):
   path = tmp_path / "some.parquet"
   path.write_bytes(content)
@@ -254,8 +273,9 @@ def test_the_mark_between_pages_is_one_token():
 
   tokenizer = BytePairs.train(["some text of some pages"], 260)
   ids = tokenizer.encode(f"text\n{openwebtext.SEPARATOR}\nPage")
-  np.testing.assert_array_equal(ids == tokenizer.encode(openwebtext.SEPARATOR)[0],
-                                [False] * 5 + [True] + [False] * 5)
+  np.testing.assert_array_equal(
+    ids == tokenizer.encode(openwebtext.SEPARATOR)[0], [False] * 5 + [True] + [False] * 5
+  )
 
 
 DOCUMENTS = [f"Sivu {i}, äö.\n{'päivä ' * (i % 7)}\n\n" for i in range(1, 4000)]
@@ -269,8 +289,9 @@ def test_cc100_takes_the_beginning(site, make):
   assert list(text) == ["train"] and site.sent <= head
   count = text["train"].count("\n\n")
   assert text["train"] == "".join(DOCUMENTS[:count]) and 1000 < count < 3999
-  config = CC100Config(name="smaller", language="fi", head_bytes=head,
-                       max_characters=len("".join(DOCUMENTS[:16])) + 1)
+  config = CC100Config(
+    name="smaller", language="fi", head_bytes=head, max_characters=len("".join(DOCUMENTS[:16])) + 1
+  )
   assert make(CC100, config)["train"] == "".join(DOCUMENTS[:17])
 
 
@@ -283,9 +304,10 @@ def test_cc100_in_the_manual_folder(site, make, tmp_path):
   assert site.asked == []
 
 
-@pytest.mark.parametrize("content", [
-  b"plain text", lzma.compress(b"a\xff\n\nb"), lzma.compress(b"ab\n" * 9)[:-9] + b"\0" * 9
-])
+@pytest.mark.parametrize(
+  "content",
+  [b"plain text", lzma.compress(b"a\xff\n\nb"), lzma.compress(b"ab\n" * 9)[:-9] + b"\0" * 9],
+)
 def test_a_damaged_xz_file(tmp_path, content):
   (tmp_path / "en.txt.xz").write_bytes(content)
   with pytest.raises(ValueError, match="en.txt.xz: expected UTF-8 text packed by xz"):
@@ -293,26 +315,31 @@ def test_a_damaged_xz_file(tmp_path, content):
 
 
 def gutenberg(body, start="THE PROJECT GUTENBERG EBOOK A BOOK", credits=""):
-  text = (f"\ufeffThe Project Gutenberg eBook of A Book\n\nTitle: A Book\n\n"
-          f"*** START OF {start} ***\n\n\n\n{credits}\n\n\n{body}\n\n\n\n"
-          f"*** END OF {start} ***\n\nUpdated editions will replace the previous one\n")
+  text = (
+    f"\ufeffThe Project Gutenberg eBook of A Book\n\nTitle: A Book\n\n"
+    f"*** START OF {start} ***\n\n\n\n{credits}\n\n\n{body}\n\n\n\n"
+    f"*** END OF {start} ***\n\nUpdated editions will replace the previous one\n"
+  )
   return text.replace("\n", "\r\n").encode()
 
 
 BOOKS = {
   11: ("train", "   ALICE\n\n“Oh dear!” *  *  *  café\n\n\n\nTHE END"),
-  8: ("test", "One"), 17: ("validation", "Two"), 5: ("train", "Three _words_ more"),
+  8: ("test", "One"),
+  17: ("validation", "Two"),
+  5: ("train", "Three _words_ more"),
   23: ("train", "Last"),
 }
 BOOKS_TEXT = {
   "train": BOOKS[11][1] + "\n<|endofbook|>\nThree _words_ more\n<|endofbook|>\nLast\n",
-  "validation": "Two\n", "test": "One\n",
+  "validation": "Two\n",
+  "test": "One\n",
 }
 
 
 @pytest.fixture
 def few_books(monkeypatch, tmp_path):
-  rows = [f"{i}\t{split}\t\"A Book\tSome, One\n" for i, (split, _) in BOOKS.items()]
+  rows = [f'{i}\t{split}\t"A Book\tSome, One\n' for i, (split, _) in BOOKS.items()]
   (tmp_path / "list.tsv").write_text("id\tsplit\ttitle\tauthor\n" + "".join(rows))
   monkeypatch.setattr(childrens_books, "BOOKS", tmp_path / "list.tsv")
   return {i: gutenberg(body) for i, (_, body) in BOOKS.items()}
@@ -335,40 +362,52 @@ def test_childrens_books_in_the_manual_folder(site, make, few_books, tmp_path):
 def test_the_list_of_childrens_books():
   with childrens_books.BOOKS.open(encoding="utf-8") as table:
     rows = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
-  numbers = {split: [int(r["id"]) for r in rows if r["split"] == split]
-             for split in SPLITS}
+  numbers = {split: [int(r["id"]) for r in rows if r["split"] == split] for split in SPLITS}
   assert len(numbers["train"]) == 100 and len({int(r["id"]) for r in rows}) == 106
   assert numbers["validation"] == [1448, 902, 4358]
   assert numbers["test"] == [271, 473, 419]
   assert all(r["title"] and r["author"] for r in rows)
 
 
-@pytest.mark.parametrize("content", [
-  gutenberg("A\n\nB", "THIS PROJECT GUTENBERG EBOOK THE\nBOOK"),
-  gutenberg("A\n\nB\n\n\nEnd of Project Gutenberg's A Book, by One"),
-  gutenberg("A\n\nB\n\nEnd of the Project Gutenberg EBook of A Book"),
-  gutenberg("A\n\nB", credits="Produced by Some One and the Online Distributed\n"
-            "Proofreading Team at https://www.pgdp.net"),
-  gutenberg("A\n\nB", credits="E-text prepared by Some One\n\n\n\nNote: Project Gutenberg "
-            "also has an HTML version of this\n      file\n      See 7-h.htm"),
-  "\ufeff*** START OF THE PROJECT GUTENBERG EBOOK A ***\nA\n\nB\n*** END OF THIS PROJECT "
-  "GUTENBERG EBOOK A ***\n".encode(),
-  b"***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\r\nWhy?\r\n"
-  b"*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.07.00*END*\r\n\r\n"
-  b"A\r\n\r\nB\r\n\r\nEnd of The Project Gutenberg Etext of A Book\r\n",
-  gutenberg("A\n\nB", credits="This etext was prepared by One\n\nHTML\n").replace(
-    b"HTML", b"Transcribed from the 1897 edition by One"),
-])
+@pytest.mark.parametrize(
+  "content",
+  [
+    gutenberg("A\n\nB", "THIS PROJECT GUTENBERG EBOOK THE\nBOOK"),
+    gutenberg("A\n\nB\n\n\nEnd of Project Gutenberg's A Book, by One"),
+    gutenberg("A\n\nB\n\nEnd of the Project Gutenberg EBook of A Book"),
+    gutenberg(
+      "A\n\nB",
+      credits="Produced by Some One and the Online Distributed\n"
+      "Proofreading Team at https://www.pgdp.net",
+    ),
+    gutenberg(
+      "A\n\nB",
+      credits="E-text prepared by Some One\n\n\n\nNote: Project Gutenberg "
+      "also has an HTML version of this\n      file\n      See 7-h.htm",
+    ),
+    "\ufeff*** START OF THE PROJECT GUTENBERG EBOOK A ***\nA\n\nB\n*** END OF THIS PROJECT "
+    "GUTENBERG EBOOK A ***\n".encode(),
+    b"***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\r\nWhy?\r\n"
+    b"*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.07.00*END*\r\n\r\n"
+    b"A\r\n\r\nB\r\n\r\nEnd of The Project Gutenberg Etext of A Book\r\n",
+    gutenberg("A\n\nB", credits="This etext was prepared by One\n\nHTML\n").replace(
+      b"HTML", b"Transcribed from the 1897 edition by One"
+    ),
+  ],
+)
 def test_what_is_not_the_books_own_is_cut_off(tmp_path, content):
   (tmp_path / "pg7.txt").write_bytes(content)
   assert childrens_books.read_book(tmp_path / "pg7.txt") == "A\n\nB\n"
 
 
-@pytest.mark.parametrize("content, expected", [
-  (b"A book\n*** END OF THE PROJECT GUTENBERG EBOOK A ***\n", "none of the first"),
-  (gutenberg("A").replace(b"END", b"ENE"), "none of the second"),
-  (gutenberg("caf\xe9").decode().encode("latin-1", "ignore"), "in UTF-8"),
-])
+@pytest.mark.parametrize(
+  "content, expected",
+  [
+    (b"A book\n*** END OF THE PROJECT GUTENBERG EBOOK A ***\n", "none of the first"),
+    (gutenberg("A").replace(b"END", b"ENE"), "none of the second"),
+    (gutenberg("caf\xe9").decode().encode("latin-1", "ignore"), "in UTF-8"),
+  ],
+)
 def test_a_file_that_is_no_book(tmp_path, content, expected):
   (tmp_path / "pg7.txt").write_bytes(content)
   with pytest.raises(ValueError, match=f"pg7.txt: expected a book .*{expected}"):

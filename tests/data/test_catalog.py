@@ -30,8 +30,7 @@ def data_dir(tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_checksums(monkeypatch):
-  files = tuple(dataclasses.replace(file, checksum="", size=0)
-                for file in text8.Text8.FILES)
+  files = tuple(dataclasses.replace(file, checksum="", size=0) for file in text8.Text8.FILES)
   monkeypatch.setattr(text8.Text8, "FILES", files)
 
 
@@ -40,7 +39,7 @@ def test_by_name(data_dir, monkeypatch):
   tenth = len(TEXT8) // 20
   found = {split: "".join(parts) for split, parts in corpus.splits.items()}
   assert list(found) == ["train", "valid", "test"]
-  assert found["valid"] == TEXT8[-2 * tenth: -tenth] and found["test"] == TEXT8[-tenth:]
+  assert found["valid"] == TEXT8[-2 * tenth : -tenth] and found["test"] == TEXT8[-tenth:]
   assert "".join(found.values()) == TEXT8
   assert all(len(x) >= len(found[split]) for split, x in corpus.splits.items())
   assert corpus.name == "text8" and corpus.about["name"] == "text8"
@@ -77,8 +76,10 @@ def test_a_full_disk(data_dir, monkeypatch):
   assert "".join(load_corpus("text8", data_dir=data_dir).splits["test"]) in TEXT8
 
 
-@pytest.mark.parametrize("name, near", [("txt8", "text8"), ("wikitext-2", "wikitext2"),
-                                        ("ptb", "penn_treebank|text8|lm1b")])
+@pytest.mark.parametrize(
+  "name, near",
+  [("txt8", "text8"), ("wikitext-2", "wikitext2"), ("ptb", "penn_treebank|text8|lm1b")],
+)
 def test_unknown_names(name, near):
   with pytest.raises(ValueError, match=f"^data.name: .*{name}'; the nearest is ({near})"):
     load_corpus(name)
@@ -121,8 +122,11 @@ def test_the_commands(data_dir, capsys):
   by_name = {block.partition(":")[0]: block for block in lines}
   assert by_name.keys() == {"python_manual", *catalog.ENTRIES}
   assert by_name["text8"].rstrip().endswith("prepared   yes")
-  assert all("licence" in block and block.rstrip().endswith("prepared   no")
-             for name, block in by_name.items() if name not in ("text8", "python_manual"))
+  assert all(
+    "licence" in block and block.rstrip().endswith("prepared   no")
+    for name, block in by_name.items()
+    if name not in ("text8", "python_manual")
+  )
 
 
 def test_the_command_that_cleans(tmp_path):
@@ -153,8 +157,9 @@ def test_the_command_that_cleans(tmp_path):
 
 def test_the_command_that_cleans_in_a_pipe():
   code = "from dpjax.data.__main__ import main; main(['clean', '--language=fi', '-', '-'])"
-  run = functools.partial(subprocess.run, [sys.executable, "-c", code], cwd=helpers.ROOT,
-                          capture_output=True)
+  run = functools.partial(
+    subprocess.run, [sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True
+  )
   done = run(input="Älä 1!\n".encode(), check=True)
   assert done.stdout.decode().strip() == "älä yksi"
   done = run(input=b"\xff")
@@ -162,15 +167,22 @@ def test_the_command_that_cleans_in_a_pipe():
 
 
 def test_two_that_begin_at_once(data_dir):
-  code = ("import sys; from dpjax.data.corpora import load_corpus; "
-          "from dpjax.data.builders import text8; import dataclasses; "
-          "text8.Text8.FILES = tuple(dataclasses.replace(f, checksum='', size=0) "
-          "for f in text8.Text8.FILES); sys.stdin.readline(); "
-          "corpus = load_corpus('text8', data_dir=sys.argv[1]); "
-          "print(len(''.join(corpus.splits['train'])))")
+  code = (
+    "import sys; from dpjax.data.corpora import load_corpus; "
+    "from dpjax.data.builders import text8; import dataclasses; "
+    "text8.Text8.FILES = tuple(dataclasses.replace(f, checksum='', size=0) "
+    "for f in text8.Text8.FILES); sys.stdin.readline(); "
+    "corpus = load_corpus('text8', data_dir=sys.argv[1]); "
+    "print(len(''.join(corpus.splits['train'])))"
+  )
   processes = [
-    subprocess.Popen([sys.executable, "-c", code, str(data_dir)], cwd=helpers.ROOT,
-                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    subprocess.Popen(
+      [sys.executable, "-c", code, str(data_dir)],
+      cwd=helpers.ROOT,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
     for _ in range(2)
   ]
   for process in processes:
@@ -180,10 +192,15 @@ def test_two_that_begin_at_once(data_dir):
   assert sizes[0] == sizes[1] and int(sizes[0]) > 100
 
 
-@pytest.mark.parametrize("sizes, head", [
-  ((400_000_000, 2_000_000, 2_000_000), True), ((1000, 0, 0), False),
-  ((1000, 10_000_000, 1000), False), ((500_000_000, 1000, 1000), False),
-])
+@pytest.mark.parametrize(
+  "sizes, head",
+  [
+    ((400_000_000, 2_000_000, 2_000_000), True),
+    ((1000, 0, 0), False),
+    ((1000, 10_000_000, 1000), False),
+    ((500_000_000, 1000, 1000), False),
+  ],
+)
 def test_the_first_part_is_taken_where_it_is_enough(monkeypatch, tmp_path, sizes, head):
   asked = []
 
@@ -220,15 +237,22 @@ def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
 
 
 def test_tensorflow_is_never_imported(data_dir):
-  code = ("import sys; from dpjax.data.corpora import load_corpus; "
-          "assert 'tensorflow_datasets' not in sys.modules; "
-          "from dpjax.data.builders import text8; import dataclasses; "
-          "text8.Text8.FILES = tuple(dataclasses.replace(f, checksum='', size=0) "
-          "for f in text8.Text8.FILES); "
-          "corpus = load_corpus('text8', data_dir=sys.argv[1]); "
-          "print(len(''.join(corpus.splits['train']))); "
-          "assert 'tensorflow' not in sys.modules")
-  done = subprocess.run([sys.executable, "-c", code, str(data_dir)], check=True,
-                        capture_output=True, text=True, cwd=helpers.ROOT)
+  code = (
+    "import sys; from dpjax.data.corpora import load_corpus; "
+    "assert 'tensorflow_datasets' not in sys.modules; "
+    "from dpjax.data.builders import text8; import dataclasses; "
+    "text8.Text8.FILES = tuple(dataclasses.replace(f, checksum='', size=0) "
+    "for f in text8.Text8.FILES); "
+    "corpus = load_corpus('text8', data_dir=sys.argv[1]); "
+    "print(len(''.join(corpus.splits['train']))); "
+    "assert 'tensorflow' not in sys.modules"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code, str(data_dir)],
+    check=True,
+    capture_output=True,
+    text=True,
+    cwd=helpers.ROOT,
+  )
   assert int(done.stdout.split()[-1]) == len(TEXT8) - 2 * (len(TEXT8) // 20)
   assert done.stderr == ""

@@ -30,7 +30,10 @@ def test_folder(tmp_path, valid):
   assert joined(corpus) == SPLITS  # again
   assert corpus.name == tmp_path.name
   assert {split: len(chunks) for split, chunks in corpus.splits.items()} == {
-    "train": 8, "valid": 3, "test": 2}
+    "train": 8,
+    "valid": 3,
+    "test": 2,
+  }
 
 
 def test_file_is_cut_at_line_ends_in_order(tmp_path):
@@ -58,10 +61,15 @@ def test_file_is_cut_between_characters(tmp_path):
   assert "".join(joined(load_corpus(path=path)).values()) == "\N{GRINNING FACE}" * 53
 
 
-@pytest.mark.parametrize("text, ends", [
-  ("one line\n" * 97, "\n"), ("two \u00e9\n\n" * 97, "\n"), ("\u00e9 " * 307, "\u00e9"),
-  ("\N{GRINNING FACE}" * 101, "\N{GRINNING FACE}"),
-])
+@pytest.mark.parametrize(
+  "text, ends",
+  [
+    ("one line\n" * 97, "\n"),
+    ("two \u00e9\n\n" * 97, "\n"),
+    ("\u00e9 " * 307, "\u00e9"),
+    ("\N{GRINNING FACE}" * 101, "\N{GRINNING FACE}"),
+  ],
+)
 def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
   monkeypatch.setattr(corpora, "CHUNK_BYTES", 61)
   write(tmp_path, {**SPLITS, "train": text})
@@ -145,7 +153,7 @@ def test_python_manual():
   pytest.importorskip("pydoc_data.topics")
   splits = joined(load_corpus("python_manual"))
   text = "".join(splits.values())
-  assert "The \"assert\" statement" in text
+  assert 'The "assert" statement' in text
   assert len(text) > 4 * 10**5
   assert len(splits["train"]) / len(text) == pytest.approx(0.9, abs=0.01)
 

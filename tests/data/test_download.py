@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
       end = min(int(match[2] or size - 1), size - 1)
       self.send_response(206)
       self.send_header("Content-Range", f"bytes {begin}-{end}/{size}")
-      content = content[begin:end + 1]
+      content = content[begin : end + 1]
     else:
       self.send_response(200)
     for key, value in {"ETag": server.etag, "Last-Modified": server.modified}.items():
@@ -108,7 +108,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if plan.gate:
       self.wfile.flush()
       assert plan.gate.wait(20)
-    cut = content[:plan.break_after]
+    cut = content[: plan.break_after]
     if plan.length != "chunked":
       return self.wfile.write(cut)
     self.wfile.write(b"%x\r\n%s\r\n" % (len(cut), cut))
@@ -183,10 +183,14 @@ def test_downloads_once_and_writes_it_down(server, folder):
   assert server.headers[0]["Accept-Encoding"] == "identity"
 
 
-@pytest.mark.parametrize("checksum", [
-  sha256(CONTENT), sha256(CONTENT).upper().replace("SHA", "sha"),
-  f"md5:{hashlib.md5(CONTENT).hexdigest()}",
-])
+@pytest.mark.parametrize(
+  "checksum",
+  [
+    sha256(CONTENT),
+    sha256(CONTENT).upper().replace("SHA", "sha"),
+    f"md5:{hashlib.md5(CONTENT).hexdigest()}",
+  ],
+)
 def test_checksum(server, folder, checksum):
   file = File(server.url, checksum=checksum, size=SIZE)
   download(file, folder)
@@ -195,15 +199,14 @@ def test_checksum(server, folder, checksum):
   download(dataclasses.replace(file, url=server.url + "z"), folder)
   assert server.ranges == [""] and record(folder)["url"] == server.url
   wrong = checksum[:-1] + ("0" if checksum[-1] != "0" else "1")
-  with pytest.raises(ValueError, match=f"expected {wrong}, got {checksum.lower()}.*"
-                                       "yourself and put it as u.zip"):
+  with pytest.raises(
+    ValueError, match=f"expected {wrong}, got {checksum.lower()}.*yourself and put it as u.zip"
+  ):
     download(File(server.url, "u.zip", checksum=wrong), folder)
   assert not (folder / "u.zip").exists() and not (folder / "u.zip.json").exists()
   assert (folder / "u.zip.bad").read_bytes() == CONTENT
   download(File(server.url, "u.zip", checksum=checksum), folder)
-  assert [x for x in names(folder) if x.startswith("u")] == [
-    "u.zip", "u.zip.json", "u.zip.lock"
-  ]
+  assert [x for x in names(folder) if x.startswith("u")] == ["u.zip", "u.zip.json", "u.zip.lock"]
 
 
 def test_wrong_size(server, folder):
@@ -232,16 +235,23 @@ def test_broken_again_and_again(server, folder, pauses):
 def test_gives_up_where_nothing_comes_and_goes_on_in_the_next_call(server, folder, pauses):
   server.plans = [Plan(break_after=1009)]
   server.usual = Plan(break_after=0)
-  with pytest.raises(ValueError, match="after 5 tries; 1009 bytes.*call again.*download "
-                                       ".* yourself and put it as t.zip into .*manual_dir"):
+  with pytest.raises(
+    ValueError,
+    match="after 5 tries; 1009 bytes.*call again.*download "
+    ".* yourself and put it as t.zip into .*manual_dir",
+  ):
     download(File(server.url), folder)
   assert len(server.ranges) == 6
   assert pauses == [module.PAUSES_S[0], *module.PAUSES_S]
   assert list(module.PAUSES_S) == sorted(set(module.PAUSES_S))
   assert names(folder) == ["t.zip.lock", "t.zip.partial", "t.zip.partial.json"]
   state = json.loads((folder / "t.zip.partial.json").read_text())
-  assert state == {"url": server.url, "etag": '"one"', "size": SIZE,
-                   "last_modified": server.modified}
+  assert state == {
+    "url": server.url,
+    "etag": '"one"',
+    "size": SIZE,
+    "last_modified": server.modified,
+  }
   server.usual = Plan()
   download(File(server.url), folder)
   assert_whole(folder)
@@ -346,7 +356,7 @@ def test_changed_between_two_tries(server, folder, by, ignore_if_range):
   server.conditions.clear()
   download(File(server.url), folder)
   assert_whole(folder, OTHER)
-  assert server.ranges == ["bytes=1009-", ""][:1 + ignore_if_range]
+  assert server.ranges == ["bytes=1009-", ""][: 1 + ignore_if_range]
   assert server.conditions[0] == before
 
 
@@ -443,9 +453,9 @@ def test_empty_file(server, folder):
 @pytest.mark.parametrize("ignore_range", [False, True])
 def test_head(server, folder, monkeypatch, ignore_range):
   write, written = module._write, []
-  monkeypatch.setattr(module, "_write", lambda file, content: (
-    written.append(len(content)), write(file, content)
-  ))
+  monkeypatch.setattr(
+    module, "_write", lambda file, content: (written.append(len(content)), write(file, content))
+  )
   server.content = np.random.default_rng(3).bytes(3_000_017)
   server.usual = Plan(ignore_range=ignore_range)
   server.plans = [Plan(ignore_range=ignore_range, break_after=100)]
@@ -491,8 +501,11 @@ def test_another_content_than_at_the_first_download(server, folder):
   path.unlink()
   server.content, server.etag = OTHER, '"two"'
   for _ in range(2):
-    with pytest.raises(ValueError, match=f"expected {sha256(CONTENT)}.*first download.* "
-                       f"got {sha256(OTHER)}; to accept.*delete .*t.zip.json"):
+    with pytest.raises(
+      ValueError,
+      match=f"expected {sha256(CONTENT)}.*first download.* "
+      f"got {sha256(OTHER)}; to accept.*delete .*t.zip.json",
+    ):
       download(file, folder)
     assert not path.exists()
   (folder / "t.zip.json").unlink()
@@ -554,9 +567,13 @@ def test_manual_file_goes_first(server, folder, tmp_path):
   manual = tmp_path / "t.zip"
   manual.write_bytes(CONTENT)
   md5 = f"md5:{hashlib.md5(CONTENT).hexdigest()}"
-  for file in (File(server.url), File("ftp://host/t.zip"),
-               File("", "t.zip", md5, SIZE), File(server.url, head_bytes=11),
-               File(server.url, size=SIZE, head_bytes=11)):
+  for file in (
+    File(server.url),
+    File("ftp://host/t.zip"),
+    File("", "t.zip", md5, SIZE),
+    File(server.url, head_bytes=11),
+    File(server.url, size=SIZE, head_bytes=11),
+  ):
     assert download(file, folder, manual_dir=tmp_path) == manual
   assert not server.ranges and not folder.exists()
   wrong = sha256(OTHER)
@@ -566,23 +583,25 @@ def test_manual_file_goes_first(server, folder, tmp_path):
     with pytest.raises(ValueError, match=f"t.zip: expected {size} bytes, got {SIZE}"):
       download(File(server.url, size=size), folder, manual_dir=tmp_path)
   with pytest.raises(ValueError, match=f"expected {SIZE + 1} bytes or more, got {SIZE}"):
-    download(File(server.url, size=10**6, head_bytes=SIZE + 1), folder,
-             manual_dir=tmp_path)
+    download(File(server.url, size=10**6, head_bytes=SIZE + 1), folder, manual_dir=tmp_path)
   manual.unlink()
   assert download(File(server.url), folder, manual_dir=tmp_path) == folder / "t.zip"
 
 
-@pytest.mark.parametrize("file, message", [
-  (File("ftp://host/x"), "File.url: expected http.*ftp://host/x.*yourself"),
-  (File("file:///etc/passwd"), "File.url"),
-  (File("http://"), "File.name"),
-  (File("http://host/a/"), "File.name: expected the name.*host/a/"),
-  (File("http://host/a%2Fb"), "File.name"),
-  (File("http://host/", ".."), "File.name"),
-  (File("http://host/x", checksum="sha1:00"), "File.checksum: expected .*sha1"),
-  (File("http://host/x", size=-1), "File.size: expected 0 or more, got -1"),
-  (File("http://host/x", checksum="md5:" + "0" * 32, head_bytes=1), "File.checksum"),
-])
+@pytest.mark.parametrize(
+  "file, message",
+  [
+    (File("ftp://host/x"), "File.url: expected http.*ftp://host/x.*yourself"),
+    (File("file:///etc/passwd"), "File.url"),
+    (File("http://"), "File.name"),
+    (File("http://host/a/"), "File.name: expected the name.*host/a/"),
+    (File("http://host/a%2Fb"), "File.name"),
+    (File("http://host/", ".."), "File.name"),
+    (File("http://host/x", checksum="sha1:00"), "File.checksum: expected .*sha1"),
+    (File("http://host/x", size=-1), "File.size: expected 0 or more, got -1"),
+    (File("http://host/x", checksum="md5:" + "0" * 32, head_bytes=1), "File.checksum"),
+  ],
+)
 def test_wrong_requests(file, message, tmp_path):
   with pytest.raises(ValueError, match=message):
     download(file, tmp_path)
@@ -742,9 +761,13 @@ while True:
 
 def test_killed_at_every_step(server, tmp_path):
   command = [sys.executable, "-c", KILLING, server.url, str(tmp_path), "1999"]
-  subprocess.run(command, check=True, cwd=HERE, timeout=600, env={
-    **os.environ, "PYTHONPATH": str(HERE), "NO_PROXY": "127.0.0.1"
-  })
+  subprocess.run(
+    command,
+    check=True,
+    cwd=HERE,
+    timeout=600,
+    env={**os.environ, "PYTHONPATH": str(HERE), "NO_PROXY": "127.0.0.1"},
+  )
   folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
   seen = set()
   for folder in folders:
@@ -768,9 +791,14 @@ def test_killed_at_every_step(server, tmp_path):
   assert {(0, True, False), (0, True, True)} <= seen
 
 
-@pytest.mark.parametrize("size, progress, shown", [
-  (2_000_003, True, True), (2_000_003, False, False), (999_983, True, False),
-])
+@pytest.mark.parametrize(
+  "size, progress, shown",
+  [
+    (2_000_003, True, True),
+    (2_000_003, False, False),
+    (999_983, True, False),
+  ],
+)
 def test_progress(server, folder, monkeypatch, size, progress, shown):
   server.content = bytes(size)
   server.plans = [Plan(break_after=1_000_003)]

@@ -46,13 +46,17 @@ def test_processes_give_what_one_gives(tmp_path, with_boundaries):
     if boundaries:
       expected = encoder.unigram.of_tokens(TEXT, encoder.tokenizer)
       np.testing.assert_array_equal(boundaries[0], expected)
-  assert results[0] == results[1] == {
-    "tokens": len(TEXT),
-    "characters": len(TEXT),
-    "words": len(TEXT.split()) + TEXT.count("\n"),
-    "bytes": len(TEXT.encode()),
-    "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
-  }
+  assert (
+    results[0]
+    == results[1]
+    == {
+      "tokens": len(TEXT),
+      "characters": len(TEXT),
+      "words": len(TEXT.split()) + TEXT.count("\n"),
+      "bytes": len(TEXT.encode()),
+      "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
+    }
+  )
 
 
 @pytest.mark.parametrize("with_boundaries", [False, True])
@@ -144,8 +148,7 @@ def test_a_process_that_dies_costs_little(tmp_path, monkeypatch):
         process.kill()
     return submit(pool, *arguments)
 
-  monkeypatch.setattr(encoding.concurrent.futures.ProcessPoolExecutor, "submit",
-                      submit_and_kill)
+  monkeypatch.setattr(encoding.concurrent.futures.ProcessPoolExecutor, "submit", submit_and_kill)
   with pytest.raises(encoding.EncodingError, match="^data: expected processes that encode"):
     prepared.prepare(corpus, tmp_path / "data", "bytes", processes=2)
   note = json.loads((tmp_path / "data.partial" / "train.json").read_text())
@@ -178,8 +181,9 @@ def test_prepared_data_after_a_kill(tmp_path):
   for split, number in (("train", 500), ("valid", 31), ("test", 37)):
     (tmp_path / "texts" / f"{split}.txt").write_text(f"{split} text, a line\n" * number)
   command = [sys.executable, "-c", SCRIPT]
-  process = subprocess.Popen([*command, "stop"], cwd=tmp_path, stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE, env=ENVIRONMENT)
+  process = subprocess.Popen(
+    [*command, "stop"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
+  )
   assert process.stdout.readline() == b"now\n"
   process.send_signal(signal.SIGKILL)
   process.communicate()

@@ -33,10 +33,10 @@ def corpus(tmp_path):
 
 
 @pytest.mark.parametrize("chunk_bytes", [11, 2**20])
-@pytest.mark.parametrize("kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263),
-                                        ("sentencepiece_bpe", 283)])
-def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind,
-                                      size):
+@pytest.mark.parametrize(
+  "kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
+)
+def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
   monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
   data = prepare(corpus, tmp_path / "data", kind, vocab_size=size)
   for split, text in SPLITS.items():
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
 
 @pytest.mark.parametrize("kind, size", [("bpe", 290), ("sentencepiece_unigram", 278)])
 def test_subwords_do_not_depend_on_the_parts(tmp_path, monkeypatch, kind, size):
-  text = ("one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23)
+  text = "one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23
   (tmp_path / "texts").mkdir()
   for split in SPLITS:
     (tmp_path / "texts" / f"{split}.txt").write_bytes(text.encode())
@@ -80,8 +80,12 @@ def test_files_of_other_families_do_not_depend_on_the_parts(tmp_path, monkeypatc
   raw.save(str(tmp_path / "tokenizer.json"))
   expected = raw.encode(text, add_special_tokens=False).ids
   monkeypatch.setattr(corpora, "CHUNK_BYTES", 41)
-  data = prepare(load_corpus(path=tmp_path / "texts"), tmp_path / "data", "bpe",
-                 file=str(tmp_path / "tokenizer.json"))
+  data = prepare(
+    load_corpus(path=tmp_path / "texts"),
+    tmp_path / "data",
+    "bpe",
+    file=str(tmp_path / "tokenizer.json"),
+  )
   assert data.splits["train"].tolist() == expected
 
 
@@ -130,7 +134,12 @@ def test_what_a_kill_left_is_replaced(tmp_path, corpus):
   (partial / "other").write_bytes(b"")
   prepare(corpus, tmp_path / "data", "bytes")
   assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
-    "data.json", "test.bin", "tokenizer.json", "train.bin", "valid.bin"]
+    "data.json",
+    "test.bin",
+    "tokenizer.json",
+    "train.bin",
+    "valid.bin",
+  ]
   assert not partial.exists()
 
 
@@ -224,13 +233,32 @@ def test_damage_is_named(tmp_path, corpus, name, damage):
 COUNTS = {"tokens": 3, "words": 2, "characters": 3, "bytes": 3, "sha256": "5a"}
 
 
-@pytest.mark.parametrize("change", [
-  {"dtype": "bits"}, {"dtype": "float32"}, {"splits": []}, {"splits": [3]}, {"name": [3]},
-  {"format": None}, {"format": float("inf")}, {"checksums": [5, 7]}, {"checksums": 5},
-  {"splits": {"train": {"tokens": 3}}}, {"splits": dict.fromkeys(SPLITS, 3)},
-  *({"splits": dict.fromkeys(SPLITS, COUNTS | wrong)} for wrong in (
-    {"words": 0}, {"tokens": 3.5}, {"bytes": "3"}, {"characters": None}, {"sha256": 5})),
-])
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"dtype": "bits"},
+    {"dtype": "float32"},
+    {"splits": []},
+    {"splits": [3]},
+    {"name": [3]},
+    {"format": None},
+    {"format": float("inf")},
+    {"checksums": [5, 7]},
+    {"checksums": 5},
+    {"splits": {"train": {"tokens": 3}}},
+    {"splits": dict.fromkeys(SPLITS, 3)},
+    *(
+      {"splits": dict.fromkeys(SPLITS, COUNTS | wrong)}
+      for wrong in (
+        {"words": 0},
+        {"tokens": 3.5},
+        {"bytes": "3"},
+        {"characters": None},
+        {"sha256": 5},
+      )
+    ),
+  ],
+)
 def test_damaged_counts(tmp_path, corpus, change):
   prepare(corpus, tmp_path / "data", "characters")
   file = tmp_path / "data" / "data.json"
@@ -247,8 +275,7 @@ def test_counts_that_lack_one(tmp_path, corpus, key):
   del content["splits"]["valid"][key]
   for text in (json.dumps(content), "[" * 10**5, "[3]"):
     file.write_text(text)
-    assert prepared.read_counts(tmp_path / "data") == (
-      content["splits"] if text[0] == "{" else {})
+    assert prepared.read_counts(tmp_path / "data") == (content["splits"] if text[0] == "{" else {})
     with pytest.raises(UserError, match="data.json: expected the counts"):
       open_prepared(tmp_path / "data")
 
@@ -264,8 +291,10 @@ def test_a_changed_file_is_found_when_it_is_checked(tmp_path, corpus, name):
     file.write_bytes(content)
     data = open_prepared(tmp_path / "data")
     for splits in ((), (split,)):
-      with pytest.raises(UserError, match=f"^{file}: expected what was prepared, got a "
-                                          f"file that was .* remove {file.parent}, "):
+      with pytest.raises(
+        UserError,
+        match=f"^{file}: expected what was prepared, got a file that was .* remove {file.parent}, ",
+      ):
         data.check(*splits)
     data.check(*SPLITS.keys() - {split})
     content[place] ^= 1
@@ -310,8 +339,11 @@ def test_data_of_an_earlier_version_have_no_checksums(tmp_path, corpus):
     if is_known:
       data.check()
       continue
-    with pytest.raises(UserError, match=rf"test.bin: expected ids 0 \.\. {size - 1}, got "
-                                        rf"\d+ \.\. {size}; "):
+    with pytest.raises(
+      UserError,
+      match=rf"test.bin: expected ids 0 \.\. {size - 1}, got "
+      rf"\d+ \.\. {size}; ",
+    ):
       data.check()
 
 
@@ -328,8 +360,7 @@ UNIGRAM = {"file": "", "vocab_size": 18}
 
 @pytest.mark.parametrize("chunk_bytes", [11, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
-def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes,
-                                          kind):
+def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
   monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
   data = prepare(corpus, tmp_path / "data", kind, unigram=UNIGRAM)
   unigram = UnigramBoundaries(train_unigram(corpus.splits["train"], 18))
@@ -361,8 +392,9 @@ def test_boundaries_opened_again(tmp_path, corpus):
 def test_boundaries_by_a_file(tmp_path, corpus):
   file = tmp_path / "other.model"
   file.write_bytes(train_unigram(["ot tw re " * 11], 9))
-  data = prepare(corpus, tmp_path / "data", "characters",
-                 unigram={"file": str(file), "vocab_size": 18})
+  data = prepare(
+    corpus, tmp_path / "data", "characters", unigram={"file": str(file), "vocab_size": 18}
+  )
   assert data.unigram.model == file.read_bytes()
   with pytest.raises(ValueError, match="^model.boundaries.file: .*none.model"):
     prepare(corpus, tmp_path / "data", "characters", unigram={"file": "none.model"})
@@ -373,14 +405,15 @@ def test_boundaries_of_subwords_are_refused(tmp_path, monkeypatch, corpus):
     prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
   # Before anything is learned.
   monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: 1 / 0)
-  with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
-                                       "with Unigram boundaries, got bpe"):
+  with pytest.raises(
+    ValueError,
+    match="^data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe",
+  ):
     prepare(corpus, tmp_path / "data", "bpe", vocab_size=263, unigram=UNIGRAM)
   assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("name", ["train.boundaries.bin", "test.boundaries.bin",
-                                  "unigram.model"])
+@pytest.mark.parametrize("name", ["train.boundaries.bin", "test.boundaries.bin", "unigram.model"])
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_damage_of_boundaries_is_named(tmp_path, corpus, name, damage):
   prepare(corpus, tmp_path / "data", "characters", unigram=UNIGRAM)

@@ -47,8 +47,7 @@ def test_it_is_clean_and_cut(folder, monkeypatch):
 def test_it_is_cut_without_being_cleaned(folder):
   sizes = (100, 50, 10**6)
   found = joined(make(folder, max_characters=sizes))
-  assert found == {split: SPLITS[split][:size]
-                   for split, size in zip(SPLITS, sizes, strict=True)}
+  assert found == {split: SPLITS[split][:size] for split, size in zip(SPLITS, sizes, strict=True)}
 
 
 def test_it_is_made_once(folder, monkeypatch):
@@ -101,8 +100,9 @@ def test_one_split_is_cut_into_three(tmp_path):
 def test_a_text_that_has_changed_is_made_anew(folder):
   first = joined(make(folder, clean=True, language="en"))
   path = folder / "train.txt"
-  path.write_text(path.read_text(encoding="utf-8").replace("Cat", "Tac"), encoding="utf-8",
-                  newline="")
+  path.write_text(
+    path.read_text(encoding="utf-8").replace("Cat", "Tac"), encoding="utf-8", newline=""
+  )
   second = joined(make(folder, clean=True, language="en"))
   assert second["train"] == first["train"].replace("cat", "tac") != first["train"]
 

@@ -165,9 +165,7 @@ def test_one_program_serves_all_settings_and_chunks():
   assert set(calls) == {(2, 5), (2, 1)}
 
 
-@pytest.mark.parametrize(
-  ("shape", "count"), [((2, 0), 2), ((3,), 3), ((2, 5), 3)], ids=str
-)
+@pytest.mark.parametrize(("shape", "count"), [((2, 0), 2), ((3,), 3), ((2, 5), 3)], ids=str)
 def test_prompts_that_are_none_are_refused(shape, count):
   with pytest.raises(ValueError, match=r"prompt, lengths: expected \[B, P\] with at"):
     begin(counter, None, np.zeros(shape, int), np.ones(count, np.int32))

@@ -135,8 +135,15 @@ def test_settings_traced_or_not_are_those_of_a_plain_sampler():
 
   # The sum of what comes before is nowhere within 1e-4 of these top_p.
   for temperature, top_k, top_p in [
-    (1.0, 0, 1.0), (0.7, 1, 1.0), (1.3, 5, 1.0), (1.0, 60, 1.0), (2.0, 61, 1.0),
-    (1.0, 97, 0.6001), (0.8, 0, 0.0503), (1.6, 13, 0.9007), (3.0, 2, 0.4003),
+    (1.0, 0, 1.0),
+    (0.7, 1, 1.0),
+    (1.3, 5, 1.0),
+    (1.0, 60, 1.0),
+    (2.0, 61, 1.0),
+    (1.0, 97, 0.6001),
+    (0.8, 0, 0.0503),
+    (1.6, 13, 0.9007),
+    (3.0, 2, 0.4003),
     (0.0, 3, 0.5),
   ]:
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -98,9 +98,7 @@ def test_the_output_of_every_layer(case):
   config, params = from_torch(state_dict(golden), **CASES[case])
   block = dpjax.build_model(config).layers.make_block()
   embedding = embeddings.TokenAndPosition(31, 16, 16)
-  x_btd = embedding.apply(
-    {"params": params["embedding"]}, batch_first(golden["in/src"])
-  )
+  x_btd = embedding.apply({"params": params["embedding"]}, batch_first(golden["in/src"]))
 
   @jax.jit
   def run(params, x_btd):
@@ -157,9 +155,7 @@ def test_six_updates():
   update = optimizer.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-10, clip_norm=0.5
   )
-  state = step.TrainState(
-    jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
-  )
+  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   one_step = jax.jit(partial(step.train_step, model, update, 1))
   weights = np.ones((2, 16), np.float32)
   seen = []
@@ -303,11 +299,16 @@ def test_parameters_go_back_to_the_authors_names(case):
     assert back[name].flags["C_CONTIGUOUS"]
 
 
-@pytest.mark.parametrize("changes", [
-  dict(norm="pre"), dict(positions="learned"), dict(activation="gelu"),
-  dict(mixer=dpjax.config.mixer("dispatcher", num_heads=2)),
-  dict(mixer=dpjax.config.mixer("we")),
-])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(norm="pre"),
+    dict(positions="learned"),
+    dict(activation="gelu"),
+    dict(mixer=dpjax.config.mixer("dispatcher", num_heads=2)),
+    dict(mixer=dpjax.config.mixer("we")),
+  ],
+)
 def test_other_models_keep_their_names(changes):
   config = dpjax.config.default_model()
   config.update(dict(vocab_size=7, num_layers=2, width=6, max_length=11))

@@ -37,8 +37,9 @@ def config(tmp_path):
   letters = np.random.default_rng(5).choice(list(string.ascii_lowercase + " .,\n"), 3000)
   (tmp_path / "text.txt").write_text("".join(letters))
   config = helpers.small_config(tmp_path / "text.txt")
-  helpers.set_model(config.model, num_layers=2, width=16, feed_forward_width=24,
-                    num_heads=1, max_length=16)
+  helpers.set_model(
+    config.model, num_layers=2, width=16, feed_forward_width=24, num_heads=1, max_length=16
+  )
   return config
 
 

@@ -143,9 +143,7 @@ def test_six_updates():
   update = optimizer.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.25
   )
-  state = step.TrainState(
-    jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0)
-  )
+  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   objective = losses.Objective(build_boundaries(config))
   one_step = jax.jit(
     partial(step.train_step, dpjax.build_model(config), update, 1, objective=objective)
@@ -212,8 +210,7 @@ def test_whole_checkpoints():
   # As PyTorch saves a buffer, and the names of a model on several devices.
   frequencies = np.float32(1) / 10000 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
   parallel = {
-    f"module.{name}": value
-    for name, value in {**state, "pos_emb.inv_freq": frequencies}.items()
+    f"module.{name}": value for name, value in {**state, "pos_emb.inv_freq": frequencies}.items()
   }
   recorded = {"boundaries_type": "entropy", "activation_function": "gelu"}
   checkpoint = {"epoch": 7, "model_state": parallel, "model_config": recorded}

@@ -63,9 +63,7 @@ def test_alone_is_as_with_shared_positions(distances):
     return layer.apply({"params": params}, inputs)
 
   def sharing(params, inputs):
-    positions = SharedPositions(HEADS).apply(
-      {"params": params["positions"]}, distances, WIDTH
-    )
+    positions = SharedPositions(HEADS).apply({"params": params["positions"]}, distances, WIDTH)
     assert positions.table.shape == (distances, WIDTH)
     rest = {name: leaf for name, leaf in params.items() if name != "positions"}
     return layer.apply({"params": rest}, inputs, positions=positions)
@@ -76,9 +74,7 @@ def test_alone_is_as_with_shared_positions(distances):
     return [(result, pull(weights)) for result, pull in pairs]
 
   expected, found = run(params, inputs)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
-  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
   by_positions = expected[1][0]["positions"]
   assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(by_positions))
 
@@ -112,9 +108,7 @@ class Pair(nn.Module):
         *inputs.shape[1:], deterministic=deterministic
       )
     return [
-      RelativeAttention(HEADS, MAX_LENGTH, position_dropout=0.5, name=name)(
-        inputs, **settings
-      )
+      RelativeAttention(HEADS, MAX_LENGTH, position_dropout=0.5, name=name)(inputs, **settings)
       for name in ("first", "second")
     ]
 
@@ -188,8 +182,6 @@ def test_refusals(shape, message):
 
 def test_refuses_too_few_shared_distances():
   layer, params = make()
-  positions = SharedPositions(HEADS).apply(
-    {"params": params["positions"]}, LENGTH - 1, WIDTH
-  )
+  positions = SharedPositions(HEADS).apply({"params": params["positions"]}, LENGTH - 1, WIDTH)
   with pytest.raises(ValueError, match=r"positions: expected .*\[at least 5, 3, 4\]"):
     layer.apply({"params": params}, draw(BATCH, LENGTH, WIDTH), positions=positions)

@@ -58,9 +58,7 @@ def test_the_mixer_is_given_what_else_it_takes(norm):
   block = blocks.Block(lambda name: Scaled(name=name), HIDDEN, norm=norm)
   inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
   exact_params = jax.tree.map(np.float64, params)
-  expected = transformer.block(
-    np.float64(inputs), exact_params, lambda x: x * 3.7, norm, "relu"
-  )
+  expected = transformer.block(np.float64(inputs), exact_params, lambda x: x * 3.7, norm, "relu")
   output = block.apply({"params": params}, inputs, scale=jnp.float32(3.7))
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 

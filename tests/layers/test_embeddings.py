@@ -29,9 +29,7 @@ def test_sinusoidal_positions(length, width):
 def test_sinusoidal_positions_are_the_authors():
   with np.load(GOLDEN / "A_dispatcher_nhead1_L16.npz") as golden:
     expected = golden["buf/pos_encoder.pe"][:, 0]
-  np.testing.assert_allclose(
-    embeddings.sinusoidal_positions(16, 16), expected, rtol=0, atol=1e-6
-  )
+  np.testing.assert_allclose(embeddings.sinusoidal_positions(16, 16), expected, rtol=0, atol=1e-6)
 
 
 def test_tokens_are_scaled_and_sinusoidal_positions_are_not():

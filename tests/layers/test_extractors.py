@@ -50,21 +50,19 @@ def check(module, layer, parts, inputs):
     return output, grads
 
   output, (by_params, by_inputs) = run(params, inputs)
-  plain = {name: value if name == "taps" else value["kernel"]
-           for name, value in params.items()}
+  plain = {name: value if name == "taps" else value["kernel"] for name, value in params.items()}
   # The reference's ME is an Extractor without parts.
   off = parts or dict(adjustment=False, output_projection=False)
   by_inputs_64, by_params_64 = reference.gradients(inputs, plain, weights, **off)
-  by_params = {name: value if name == "taps" else value["kernel"]
-               for name, value in by_params.items()}
+  by_params = {
+    name: value if name == "taps" else value["kernel"] for name, value in by_params.items()
+  }
   assert by_params.keys() == by_params_64.keys()
   pairs = [(output, layer(inputs, plain, **parts)), (by_inputs, by_inputs_64)]
   pairs += [(by_params[name], by_params_64[name]) for name in by_params]
   for found, expected in pairs:
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(
-      found, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max())
-    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("length", [1, 4, WINDOW])
@@ -103,16 +101,12 @@ def test_she_of_diagonal_taps_is_we_and_we_of_equal_ones_is_me():
   params = draw_params(we)
   diagonal = params["taps"][:, :, None] * jnp.eye(WIDTH)[None]
   she = extractors.SHE(WINDOW).apply({"params": params | {"taps": diagonal}}, inputs)
-  np.testing.assert_allclose(
-    she, we.apply({"params": params}, inputs), rtol=1e-5, atol=1e-5
-  )
+  np.testing.assert_allclose(she, we.apply({"params": params}, inputs), rtol=1e-5, atol=1e-5)
   numbers = draw(WINDOW, seed=3)
   equal = {"taps": jnp.tile(numbers[:, None], (1, WIDTH))}
   bare = extractors.WE(WINDOW, adjustment=False, output_projection=False)
   me = extractors.ME(WINDOW).apply({"params": {"taps": numbers}}, inputs)
-  np.testing.assert_allclose(
-    me, bare.apply({"params": equal}, inputs), rtol=1e-5, atol=1e-5
-  )
+  np.testing.assert_allclose(me, bare.apply({"params": equal}, inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_he_is_we_of_projected_inputs_but_for_the_adjustment():
@@ -121,6 +115,4 @@ def test_he_is_we_of_projected_inputs_but_for_the_adjustment():
   values = inputs @ params["values"]["kernel"]
   rest = {name: params[name] for name in ("taps", "out")}
   we = extractors.WE(WINDOW, adjustment=False).apply({"params": rest}, values)
-  np.testing.assert_allclose(
-    we, he.apply({"params": params}, inputs), rtol=1e-5, atol=1e-5
-  )
+  np.testing.assert_allclose(we, he.apply({"params": params}, inputs), rtol=1e-5, atol=1e-5)

@@ -87,9 +87,7 @@ def test_extractors(layer, shape, fan_in):
   params = init(layer(shape[0]))
   assert params["taps"].shape == shape
   is_uniform(params["taps"], fan_in**-0.5)
-  matrices = {"values", "adjustment", "out"} if layer is extractors.HE else {
-    "adjustment", "out"
-  }
+  matrices = {"values", "adjustment", "out"} if layer is extractors.HE else {"adjustment", "out"}
   assert params.keys() - {"taps"} == (set() if layer is extractors.ME else matrices)
   for name in params.keys() - {"taps"}:
     assert params[name].keys() == {"kernel"}
@@ -109,8 +107,15 @@ def is_normal(x, std):
 def test_a_model_of_normal_weights(mixer):
   config = config_lib.default_model()
   helpers.set_model(
-    config, mixer=mixer, init_std=0.03, vocab_size=71, width=WIDTH,
-    feed_forward_width=HIDDEN, num_layers=3, max_length=127, norm="pre",
+    config,
+    mixer=mixer,
+    init_std=0.03,
+    vocab_size=71,
+    width=WIDTH,
+    feed_forward_width=HIDDEN,
+    num_layers=3,
+    max_length=127,
+    norm="pre",
     positions="learned",
   )
   model = dpjax.build_model(config)
@@ -166,9 +171,7 @@ def test_gains_of_norms():
 
 
 def test_gains_of_a_block():
-  block = blocks.Block(
-    lambda name: extractors.ME(5, name=name), HIDDEN, norm_init_std=0.3
-  )
+  block = blocks.Block(lambda name: extractors.ME(5, name=name), HIDDEN, norm_init_std=0.3)
   params = init(block)
   for name in ("mixer_norm", "feed_forward_norm"):
     is_normal(params[name]["scale"] - 1, 0.3)
@@ -179,10 +182,22 @@ def test_gains_of_a_block():
 def test_a_model_with_token_pooling():
   config = config_lib.default_model()
   helpers.set_model(
-    config, mixer="relative_attention", boundaries="gumbel", positions="none",
-    activation="gelu", init_std=0.02, norm_init_std=0.03, vocab_size=71, width=WIDTH,
-    num_heads=3, feed_forward_width=HIDDEN, first_layers=2, num_layers=3, last_layers=2,
-    max_length=7, num_capacities=2,
+    config,
+    mixer="relative_attention",
+    boundaries="gumbel",
+    positions="none",
+    activation="gelu",
+    init_std=0.02,
+    norm_init_std=0.03,
+    vocab_size=71,
+    width=WIDTH,
+    num_heads=3,
+    feed_forward_width=HIDDEN,
+    first_layers=2,
+    num_layers=3,
+    last_layers=2,
+    max_length=7,
+    num_capacities=2,
   )
   model = dpjax.build_model(config)
   tokens = jnp.zeros((2, 5), jnp.int32)
@@ -200,7 +215,13 @@ def test_a_model_with_token_pooling():
     if leaf.ndim == 4 or kind == "scale" and leaf.ndim == 2:
       assert (leaf[0] != leaf[1]).mean() > 0.9, "the layers begin alike"
   assert seen == {
-    "kernel", "embedding", "scale", "bias", "null_group", "content_bias", "position_bias"
+    "kernel",
+    "embedding",
+    "scale",
+    "bias",
+    "null_group",
+    "content_bias",
+    "position_bias",
   }
   # The biases of the attention are there once, for the layers of all three stacks.
   assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)

@@ -61,12 +61,16 @@ def test_parameter_counts(mixer, vocab_size, expected, in_millions):
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_every_setting_arrives(mixer):
   known = registry.mixers.settings(mixer)
-  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else (
-    ops.SHIFT_AND_SUM
-  )
+  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else (ops.SHIFT_AND_SUM)
   other = dict(
-    num_heads=2, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False,
-    adjustment=False, output_projection=False, implementation=next(iter(forms)),
+    num_heads=2,
+    num_levels=2,
+    level_dropout=0.3,
+    dropout=0.3,
+    use_bias=False,
+    adjustment=False,
+    output_projection=False,
+    implementation=next(iter(forms)),
   )
   assert known.keys() <= other.keys()
   own = {name: other[name] for name in known}
@@ -74,15 +78,43 @@ def test_every_setting_arrives(mixer):
   config.mixer = config_lib.mixer(mixer, **own)
   model = dpjax.build_model(
     helpers.set_model(
-      config, num_layers=3, norm="pre", positions="learned", activation="gelu",
-      dropout=0.1, hidden_dropout=0.2, init_std=0.4, norm_init_std=0.5,
-      scan_layers=False, remat=True, dtype="bfloat16",
+      config,
+      num_layers=3,
+      norm="pre",
+      positions="learned",
+      activation="gelu",
+      dropout=0.1,
+      hidden_dropout=0.2,
+      init_std=0.4,
+      norm_init_std=0.5,
+      scan_layers=False,
+      remat=True,
+      dtype="bfloat16",
     )
   )
-  names = ("vocab_size", "width", "max_length", "positions", "dropout", "final_norm",
-           "init_std", "norm_init_std", "dtype", "make_hourglass")
+  names = (
+    "vocab_size",
+    "width",
+    "max_length",
+    "positions",
+    "dropout",
+    "final_norm",
+    "init_std",
+    "norm_init_std",
+    "dtype",
+    "make_hourglass",
+  )
   assert [getattr(model, name) for name in names] == [
-    11, 6, 13, "learned", 0.1, True, 0.4, 0.5, jnp.bfloat16, None
+    11,
+    6,
+    13,
+    "learned",
+    0.1,
+    True,
+    0.4,
+    0.5,
+    jnp.bfloat16,
+    None,
   ]
   stack, has_positions = model.layers, mixer == "relative_attention"
   assert (stack.num_layers, stack.scan_layers, stack.remat) == (3, False, True)
@@ -92,10 +124,25 @@ def test_every_setting_arrives(mixer):
     names = ("num_heads", "dropout", "init_std", "dtype")
     assert [getattr(positions, name) for name in names] == [2, 0.1, 0.4, jnp.bfloat16]
   block = stack.make_block()
-  names = ("hidden_width", "norm", "activation", "dropout", "hidden_dropout", "init_std",
-           "norm_init_std", "dtype")
+  names = (
+    "hidden_width",
+    "norm",
+    "activation",
+    "dropout",
+    "hidden_dropout",
+    "init_std",
+    "norm_init_std",
+    "dtype",
+  )
   assert [getattr(block, name) for name in names] == [
-    10, "pre", "gelu", 0.1, 0.2, 0.4, 0.5, jnp.bfloat16
+    10,
+    "pre",
+    "gelu",
+    0.1,
+    0.2,
+    0.4,
+    0.5,
+    jnp.bfloat16,
   ]
   layer = block.make_mixer()
   assert type(layer) is LAYERS[mixer]
@@ -127,14 +174,26 @@ def hourglass(**changes):
 def test_every_setting_of_the_pooling_arrives(own):
   pooling = "mean" if own["boundaries"] == "gumbel" else "last"
   built = hourglass(
-    pooling=pooling, first_layers=1, num_layers=3, last_layers=4, first_mixer="dispatcher",
-    last_mixer="relative_attention", mixer="attention", num_heads=2, init_std=0.4,
-    norm_init_std=0.5, dtype="bfloat16", **own,
+    pooling=pooling,
+    first_layers=1,
+    num_layers=3,
+    last_layers=4,
+    first_mixer="dispatcher",
+    last_mixer="relative_attention",
+    mixer="attention",
+    num_heads=2,
+    init_std=0.4,
+    norm_init_std=0.5,
+    dtype="bfloat16",
+    **own,
   )
   assert (built.norm_init_std, built.dtype) == (0.5, jnp.bfloat16)
   kind = built.make_boundaries(name="boundary_predictor")
-  names = {"boundary_temperature": "temperature", "sample_boundaries": "sample",
-           "boundary_offset": "offset"}
+  names = {
+    "boundary_temperature": "temperature",
+    "sample_boundaries": "sample",
+    "boundary_offset": "offset",
+  }
   found = {key: getattr(kind, names.get(key, key)) for key in own if key != "boundaries"}
   assert {"boundaries": own["boundaries"]} | found == own
   assert type(kind) is registry.boundaries.component(own["boundaries"])
@@ -147,7 +206,9 @@ def test_every_setting_of_the_pooling_arrives(own):
   assert built.make_positions().num_heads == 2
   layers = [stack.make_block().make_mixer() for stack in stacks]
   assert [type(layer) for layer in layers] == [
-    LAYERS["dispatcher"], LAYERS["attention"], LAYERS["relative_attention"]
+    LAYERS["dispatcher"],
+    LAYERS["attention"],
+    LAYERS["relative_attention"],
   ]
   assert [layer.max_length for layer in layers] == [13, 14, 13]
 
@@ -213,8 +274,11 @@ def test_a_state_that_no_device_holds_is_refused(monkeypatch):
   monkeypatch.setattr(build, "_host_memory", lambda: 11 * 2**30)
   build.check_memory(shapes)
   monkeypatch.setattr(build, "_host_memory", lambda: 10 * 2**30)
-  with pytest.raises(ValueError, match="^model.num_layers, model.width, .* the 10.0 GiB of "
-                     "a device, got 10.5 GiB; train.parameters"):
+  with pytest.raises(
+    ValueError,
+    match="^model.num_layers, model.width, .* the 10.0 GiB of "
+    "a device, got 10.5 GiB; train.parameters",
+  ):
     build.check_memory(shapes)
   build.check_memory(shapes, num_parts=2)
   monkeypatch.setattr(build, "_host_memory", lambda: 0)  # not known

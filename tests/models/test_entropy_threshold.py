@@ -20,35 +20,56 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
 FROZEN = {
   "plain": dict(mixer="attention", positions="sinusoidal"),
-  "pooled": dict(mixer="he", boundaries="whitespace", space_ids=(2, 7), first_layers=1,
-                 last_layers=1, num_capacities=2),
+  "pooled": dict(
+    mixer="he",
+    boundaries="whitespace",
+    space_ids=(2, 7),
+    first_layers=1,
+    last_layers=1,
+    num_capacities=2,
+  ),
 }
 
 
 def make_frozen(**settings):
-  usual = dict(vocab_size=VOCAB, width=4, num_heads=2, feed_forward_width=7, num_layers=2,
-               max_length=31)
-  model = dpjax.build_model(
-    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  usual = dict(
+    vocab_size=VOCAB, width=4, num_heads=2, feed_forward_width=7, num_layers=2, max_length=31
   )
+  model = dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
   return model, helpers.draw_params(model, SEED, 1.0)
 
 
 def make(frozen, **settings):
   config = config_lib.default_model()
   helpers.set_model(
-    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
-    feed_forward_width=10, num_layers=1, first_layers=1, last_layers=1, max_length=29,
-    positions="none", activation="gelu",
+    config,
+    mixer="relative_attention",
+    vocab_size=VOCAB,
+    width=WIDTH,
+    num_heads=2,
+    feed_forward_width=10,
+    num_layers=1,
+    first_layers=1,
+    last_layers=1,
+    max_length=29,
+    positions="none",
+    activation="gelu",
   )
   settings = dict(run="a", theta=0.0, num_capacities=3) | settings
   config.boundaries = config_lib.boundaries("entropy_threshold", **settings)
   return config, dpjax.build_model(config, frozen)
 
 
-@pytest.fixture(scope="module", params=[
-  ("global", "plain"), ("monotonic", "plain"), ("combined", "plain"), ("global", "pooled"),
-], ids="-".join)
+@pytest.fixture(
+  scope="module",
+  params=[
+    ("global", "plain"),
+    ("monotonic", "plain"),
+    ("combined", "plain"),
+    ("global", "pooled"),
+  ],
+  ids="-".join,
+)
 def parts(request):
   """The model, its parameters, a pass compiled, the frozen entropies and the rule."""
   name, kind = request.param
@@ -145,10 +166,14 @@ def test_a_model_has_to_fit():
   reader, _ = make_frozen()
   for other, message in (
     (None, "^frozen: expected the model of a model.boundaries.run, got none"),
-    (make_frozen(max_length=28)[0],
-     r"^model.boundaries.run: expected .*max_length is at least this .* 29, got .* 28"),
-    (make_frozen(vocab_size=12)[0],
-     "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12"),
+    (
+      make_frozen(max_length=28)[0],
+      r"^model.boundaries.run: expected .*max_length is at least this .* 29, got .* 28",
+    ),
+    (
+      make_frozen(vocab_size=12)[0],
+      "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12",
+    ),
   ):
     with pytest.raises(dpjax.UserError, match=message):
       make(other)
@@ -159,13 +184,17 @@ def test_a_model_has_to_fit():
 
 @pytest.mark.parametrize(
   ("settings", "message"),
-  [(dict(run=""), "run: expected the folder of a run, got ''"),
-   (dict(theta=None), "theta: expected a number, which python -m dpjax.calibrate"),
-   (dict(rule="globl"),
-    "rule: expected one of global, monotonic, combined, got globl; did you mean global"),
-   (dict(theta_add=0.1), "theta_add: expected 0 with the rule global, got 0.1"),
-   (dict(pooling="max"), "pooling: expected one of"),
-   (dict(num_capacities=0), "num_capacities: expected at least 1")],
+  [
+    (dict(run=""), "run: expected the folder of a run, got ''"),
+    (dict(theta=None), "theta: expected a number, which python -m dpjax.calibrate"),
+    (
+      dict(rule="globl"),
+      "rule: expected one of global, monotonic, combined, got globl; did you mean global",
+    ),
+    (dict(theta_add=0.1), "theta_add: expected 0 with the rule global, got 0.1"),
+    (dict(pooling="max"), "pooling: expected one of"),
+    (dict(num_capacities=0), "num_capacities: expected at least 1"),
+  ],
 )
 def test_refusals(settings, message):
   config = config_lib.default()

@@ -15,22 +15,29 @@ SPACE = 2
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.float32)
 # Far apart, the first of all none and the second all.
-GIVEN = np.array(
-  [[0] * LENGTH, [1] * LENGTH, [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1]], np.int32
-)
+GIVEN = np.array([[0] * LENGTH, [1] * LENGTH, [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1]], np.int32)
 
 
 def make(kind, **settings):
   usual = dict(
-    boundaries=kind, vocab_size=VOCAB, width=WIDTH, feed_forward_width=10, num_layers=2,
-    first_layers=1, last_layers=1, max_length=13, positions="none", activation="gelu",
-    shortening_factor=3, num_capacities=3, space_ids=(SPACE,), mixer="relative_attention",
+    boundaries=kind,
+    vocab_size=VOCAB,
+    width=WIDTH,
+    feed_forward_width=10,
+    num_layers=2,
+    first_layers=1,
+    last_layers=1,
+    max_length=13,
+    positions="none",
+    activation="gelu",
+    shortening_factor=3,
+    num_capacities=3,
+    space_ids=(SPACE,),
+    mixer="relative_attention",
   )
   if settings.get("mixer", "relative_attention").endswith("attention"):
     usual |= dict(num_heads=2)
-  return dpjax.build_model(
-    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
-  )
+  return dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
 
 
 def draw_params(model, seed=1):
@@ -86,14 +93,11 @@ def test_is_what_its_parts_are(pooling):
   h_btd = blocks(hourglass.first, "first", x_btd)
   ends = [2, 5, 8]
   each = [
-    h_btd[:, end] if pooling == "last" else h_btd[:, end - 2 : end + 1].mean(axis=1)
-    for end in ends
+    h_btd[:, end] if pooling == "last" else h_btd[:, end - 2 : end + 1].mean(axis=1) for end in ends
   ]
   null_bd = np.broadcast_to(params["null_group"], (BATCH, WIDTH))
   s_bsd = np.stack([null_bd, *each], axis=1)
-  s_bsd = (s_bsd - s_bsd.mean(-1, keepdims=True)) / np.sqrt(
-    s_bsd.var(-1, keepdims=True) + 1e-5
-  )
+  s_bsd = (s_bsd - s_bsd.mean(-1, keepdims=True)) / np.sqrt(s_bsd.var(-1, keepdims=True) + 1e-5)
   norm = jax.tree.map(np.asarray, params["middle_norm"])
   s_bsd = blocks(hourglass.middle, "middle", s_bsd * norm["scale"] + norm["bias"])
   which = [sum(end <= t for end in ends) for t in range(LENGTH)]
@@ -115,11 +119,7 @@ def results(model, params, tokens=TOKENS, **options):
 
 
 def assert_close(got, expected, atol=2e-5):
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), got, expected
-  )
-
-
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), got, expected)
 
 
 def slow(*values):
@@ -228,9 +228,7 @@ def test_causal_by_gradient_and_by_perturbation(kind):
   for place in (0, 4, LENGTH - 1):
     changed = apply(params, x_btd.at[:, place].add(3.0))
     before = slice(0, place)
-    np.testing.assert_array_equal(
-      changed.boundaries[:, before], whole.boundaries[:, before]
-    )
+    np.testing.assert_array_equal(changed.boundaries[:, before], whole.boundaries[:, before])
     assert_close(changed.hidden[:, before], whole.hidden[:, before])
     assert np.abs(changed.hidden[:, place:] - whole.hidden[:, place:]).max() > 1e-2
 
@@ -294,12 +292,13 @@ def test_boundaries_that_are_given_take_the_place_of_its_own():
 
 
 def test_the_biases_of_the_positions_are_those_of_all_layers():
-  shapes = jax.eval_shape(
-    make("unigram").init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
-  )["params"]
+  shapes = jax.eval_shape(make("unigram").init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))[
+    "params"
+  ]
   shared = shapes["hourglass"].pop("relative_positions")
   assert {name: leaf.shape for name, leaf in shared.items()} == {
-    "content_bias": (2, 3), "position_bias": (2, 3)
+    "content_bias": (2, 3),
+    "position_bias": (2, 3),
   }
   names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
   assert not [name for name in names if "content_bias" in name]
@@ -317,8 +316,7 @@ def test_bfloat16():
   error = np.linalg.norm(logits.astype(jnp.float32) - expected)
   assert error < 0.03 * np.linalg.norm(expected)
   long, short = (
-    np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
-    for tree in (expected_grads, grads)
+    np.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (expected_grads, grads)
   )
   assert np.linalg.norm(long - short) < 0.1 * np.linalg.norm(long)
 
@@ -346,9 +344,7 @@ def test_a_model_without_pooling_takes_no_boundaries():
   config.update(vocab_size=VOCAB, width=WIDTH, num_layers=1)
   model = dpjax.build_model(config)
   with pytest.raises(ValueError, match="boundaries: expected none for a model without"):
-    jax.eval_shape(
-      lambda: model.init(jax.random.key(0), jnp.asarray(TOKENS), boundaries=GIVEN)
-    )
+    jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.asarray(TOKENS), boundaries=GIVEN))
 
 
 def test_an_alphabet_without_a_space_is_refused():

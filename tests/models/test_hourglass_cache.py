@@ -28,38 +28,73 @@ NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.fl
 # Sizes of chunks, and of each row how many tokens are real. Prompts of different lengths,
 # rows that have none for a while, a row that begins with a step or with a later chunk.
 LATE_BY_A_STEP = [
-  (9, (9, 4, 0)), (1, (1, 1, 0)), (1, (1, 0, 0)), (1, (0, 1, 1)), (9, (3, 9, 9)),
-  (9, (0, 8, 2)), (1, (1, 0, 1)), (9, (8, 0, 9)), (1, (0, 0, 1)),
+  (9, (9, 4, 0)),
+  (1, (1, 1, 0)),
+  (1, (1, 0, 0)),
+  (1, (0, 1, 1)),
+  (9, (3, 9, 9)),
+  (9, (0, 8, 2)),
+  (1, (1, 0, 1)),
+  (9, (8, 0, 9)),
+  (1, (0, 0, 1)),
 ]
 LATE_BY_A_CHUNK = [
-  (1, (1, 0, 0)), (17, (0, 11, 0)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)),
+  (1, (1, 0, 0)),
+  (17, (0, 11, 0)),
+  (17, (17, 3, 8)),
+  (1, (0, 1, 1)),
+  (1, (1, 1, 1)),
   (17, (4, 7, 13)),
 ]
 CASES = {
   "fixed": (LATE_BY_A_CHUNK, dict(shortening_factor=3)),
   "fixed, offset 0": (
     LATE_BY_A_STEP,
-    dict(boundaries="fixed", shortening_factor=3, boundary_offset=0, pooling="last",
-         first_mixer="dispatcher", mixer="we", last_mixer="attention",
-         positions="sinusoidal"),
+    dict(
+      boundaries="fixed",
+      shortening_factor=3,
+      boundary_offset=0,
+      pooling="last",
+      first_mixer="dispatcher",
+      mixer="we",
+      last_mixer="attention",
+      positions="sinusoidal",
+    ),
   ),
   "whitespace": (
     LATE_BY_A_CHUNK,
-    dict(first_mixer="attention", mixer="dispatcher", last_mixer="relative_attention",
-         space_ids=(SPACE,)),
+    dict(
+      first_mixer="attention",
+      mixer="dispatcher",
+      last_mixer="relative_attention",
+      space_ids=(SPACE,),
+    ),
   ),
   "spacebyte": (
-    LATE_BY_A_STEP, dict(mixer="dispatcher", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
+    LATE_BY_A_STEP,
+    dict(mixer="dispatcher", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
   ),
   "unigram": (
     LATE_BY_A_STEP,
-    dict(first_mixer="dispatcher_multihead", mixer="he", last_mixer="me",
-         positions="learned", norm="pre", scan_layers=False),
+    dict(
+      first_mixer="dispatcher_multihead",
+      mixer="he",
+      last_mixer="me",
+      positions="learned",
+      norm="pre",
+      scan_layers=False,
+    ),
   ),
   "entropy": (
     LATE_BY_A_STEP,
-    dict(first_mixer="she", mixer="relative_attention", last_mixer="dispatcher",
-         first_layers=2, last_layers=2, pooling="last"),
+    dict(
+      first_mixer="she",
+      mixer="relative_attention",
+      last_mixer="dispatcher",
+      first_layers=2,
+      last_layers=2,
+      pooling="last",
+    ),
   ),
   "gumbel": (LATE_BY_A_STEP, dict(space_ids=(SPACE,), num_capacities=1)),
 }
@@ -68,13 +103,21 @@ BY_LAYER = ("fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 def make(boundaries, **settings):
   usual = dict(
-    boundaries=boundaries, vocab_size=VOCAB, width=WIDTH, feed_forward_width=10,
-    num_layers=2, first_layers=1, last_layers=1, max_length=MAX_LENGTH, positions="none",
-    mixer="relative_attention", activation="gelu", num_capacities=3, num_heads=2,
+    boundaries=boundaries,
+    vocab_size=VOCAB,
+    width=WIDTH,
+    feed_forward_width=10,
+    num_layers=2,
+    first_layers=1,
+    last_layers=1,
+    max_length=MAX_LENGTH,
+    positions="none",
+    mixer="relative_attention",
+    activation="gelu",
+    num_capacities=3,
+    num_heads=2,
   )
-  return dpjax.build_model(
-    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
-  )
+  return dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
 
 
 def balance(params, output):
@@ -152,9 +195,7 @@ def by_chunks(step, cache, tokens, schedule, **given):
 
 
 def assert_close(found, expected):
-  expected = {
-    key: x for key, x in expected._asdict().items() if x is not None and key != "cache"
-  }
+  expected = {key: x for key, x in expected._asdict().items() if x is not None and key != "cache"}
   assert found.keys() == expected.keys()
   for key, x in expected.items():
     np.testing.assert_allclose(found[key], x, atol=1e-5, rtol=1e-5, err_msg=key)
@@ -216,9 +257,7 @@ def test_boundaries_may_be_given_chunk_by_chunk():
   step = partial(make_step(model), *step.args)
   given = np.asarray(SPACES)[:, ::-1].copy()
   given[2, 0] = 1
-  found = by_chunks(
-    step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundaries=given
-  )
+  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundaries=given)
   expected = whole(TOKENS, boundaries=given)
   assert_close(found, expected)
   np.testing.assert_array_equal(expected.boundaries, given)
@@ -227,9 +266,7 @@ def test_boundaries_may_be_given_chunk_by_chunk():
 def test_boundaries_may_be_drawn_chunk_by_chunk():
   model, whole, step = prepare("gumbel")
   step = partial(make_step(model), *step.args)
-  found = by_chunks(
-    step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundary_noise=NOISE
-  )
+  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundary_noise=NOISE)
   expected = whole(TOKENS, boundary_noise=NOISE)
   logits = np.asarray(expected.boundary_logits)
   assert_sure(logits + np.log(NOISE / (1 - NOISE)))
@@ -250,8 +287,15 @@ def lengthen(params, model):
 
 # Of chunks no longer than the window.
 SHORT_CHUNKS = [
-  (5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (5, (3, 5, 5)),
-  (1, (1, 0, 0)), (5, (5, 5, 4)), (5, (0, 5, 5)), (5, (3, 1, 3)),
+  (5, (5, 3, 0)),
+  (1, (1, 1, 0)),
+  (1, (0, 1, 1)),
+  (5, (5, 2, 5)),
+  (5, (3, 5, 5)),
+  (1, (1, 0, 0)),
+  (5, (5, 5, 4)),
+  (5, (0, 5, 5)),
+  (5, (3, 1, 3)),
 ]
 BEYOND = {
   "dispatchers": dict(num_levels=3, last_mixer="dispatcher_multihead"),
@@ -263,9 +307,7 @@ BEYOND = {
   "mixers, is_online",
   [("dispatchers", False), ("extractors", False), ("extractors", True)],
 )
-def test_beyond_the_window_it_goes_on_as_a_longer_one_would(
-  mixers, is_online, monkeypatch
-):
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, monkeypatch):
   if is_online:
     monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
     few = partial(ops.init_online_convolution_cache, block=4)
@@ -287,9 +329,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(
 
 
 def test_where_attention_is_absolute_it_cannot_go_on_and_says_so():
-  model = make(
-    "fixed", mixer="attention", positions="sinusoidal", max_length=8, num_layers=1
-  )
+  model = make("fixed", mixer="attention", positions="sinusoidal", max_length=8, num_layers=1)
   step = partial(make_step(model), helpers.draw_params(model, 3, 1 / 2))
   cache, is_nan = model.init_cache(BATCH), []
   for place in range(11):
@@ -311,7 +351,8 @@ def test_a_cache_of_bfloat16_stays_what_it_is(case):
   for size in (1, 9):
     output = jax.eval_shape(
       lambda params, tokens: model.apply({"params": params}, tokens, cache=cache),
-      params, TOKENS[:, :size],
+      params,
+      TOKENS[:, :size],
     )
     assert output.logits.dtype == jnp.bfloat16
     assert kinds(output.cache) == kinds(cache)

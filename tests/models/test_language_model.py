@@ -14,11 +14,15 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
 def make(**settings):
-  usual = dict(vocab_size=VOCAB, num_layers=LAYERS, width=WIDTH, num_heads=2,
-               feed_forward_width=10, max_length=11)
-  return dpjax.build_model(
-    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  usual = dict(
+    vocab_size=VOCAB,
+    num_layers=LAYERS,
+    width=WIDTH,
+    num_heads=2,
+    feed_forward_width=10,
+    max_length=11,
   )
+  return dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
 
 
 def draw_params(model):
@@ -58,9 +62,7 @@ def test_scan_and_remat_change_nothing(mixer):
   for scan_layers, remat in ((True, True), (False, False)):
     model = make(mixer=mixer, scan_layers=scan_layers, remat=remat, **settings)
     got = loss_and_grads(model, params)
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
 
 
 def test_scan_and_remat_are_what_is_compiled():
@@ -149,8 +151,7 @@ def test_bfloat16(mixer):
   np.testing.assert_allclose(logits, expected, rtol=0, atol=0.03)
   assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
   long, short = (
-    np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
-    for tree in (expected_grads, grads)
+    np.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (expected_grads, grads)
   )
   assert np.linalg.norm(long - short) < 0.03 * np.linalg.norm(long)
 
@@ -225,11 +226,7 @@ def test_a_batch_on_a_mesh_with_explicit_axes(settings):
   expected = run(params, tokens)
   mesh = jax.make_mesh((8,), ("rows",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
-  rows, whole = (
-    jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ())
-  )
+  rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ()))
   got = run(jax.device_put(params, whole), jax.device_put(tokens, rows))
   assert jax.typeof(got[0][1]).sharding.spec == jax.P("rows", None, None)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, expected
-  )
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, expected)

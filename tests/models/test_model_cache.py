@@ -22,11 +22,16 @@ WAYS = (
 
 
 def make(mixer, **settings):
-  usual = dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12,
-               feed_forward_width=20, num_heads=3, max_length=MAX_LENGTH)
-  return build_model(
-    helpers.set_model(config_lib.default_model(), **{**usual, **settings})
+  usual = dict(
+    mixer=mixer,
+    vocab_size=VOCAB,
+    num_layers=3,
+    width=12,
+    feed_forward_width=20,
+    num_heads=3,
+    max_length=MAX_LENGTH,
   )
+  return build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
 
 
 def make_step(model, params):
@@ -75,7 +80,12 @@ def by_chunks(step, cache, schedule):
 # A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
 # is the longer one.
 CHUNKS = [
-  (7, (7, 4)), (1, (1, 1)), (1, (1, 0)), (7, (3, 7)), (1, (0, 1)), (7, (7, 6)),
+  (7, (7, 4)),
+  (1, (1, 1)),
+  (1, (1, 0)),
+  (7, (3, 7)),
+  (1, (0, 1)),
+  (7, (7, 6)),
 ]
 
 
@@ -174,8 +184,16 @@ def test_online_chunks_are_the_whole(monkeypatch):
   monkeypatch.setattr(ops, "init_online_convolution_cache", few)
   cache = model.init_cache(2)
   assert isinstance(cache.layers[0], ops.OnlineConvolutionCache)
-  schedule = [(7, (3, 1)), *[(1, (1, 1))] * 5, (1, (0, 1)), *[(1, (1, 1))] * 4,
-              (7, (7, 5)), (1, (0, 1)), (1, (0, 1)), (1, (0, 1))]
+  schedule = [
+    (7, (3, 1)),
+    *[(1, (1, 1))] * 5,
+    (1, (0, 1)),
+    *[(1, (1, 1))] * 4,
+    (7, (7, 5)),
+    (1, (0, 1)),
+    (1, (0, 1)),
+    (1, (0, 1)),
+  ]
   step = make_step(model, whole.args[0]["params"])
   found = by_chunks(step, cache, schedule)
   np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)
@@ -184,6 +202,4 @@ def test_online_chunks_are_the_whole(monkeypatch):
 def test_a_cache_is_not_for_training():
   model = make("dispatcher")
   with pytest.raises(ValueError, match="deterministic: expected True with a cache"):
-    jax.eval_shape(
-      lambda: model.apply({}, TOKENS, cache=model.init_cache(2), deterministic=False)
-    )
+    jax.eval_shape(lambda: model.apply({}, TOKENS, cache=model.init_cache(2), deterministic=False))

@@ -19,9 +19,18 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 def make(**settings):
   config = config_lib.default_model()
   helpers.set_model(
-    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
-    feed_forward_width=10, num_layers=2, first_layers=1, last_layers=1, max_length=29,
-    positions="none", activation="gelu",
+    config,
+    mixer="relative_attention",
+    vocab_size=VOCAB,
+    width=WIDTH,
+    num_heads=2,
+    feed_forward_width=10,
+    num_layers=2,
+    first_layers=1,
+    last_layers=1,
+    max_length=29,
+    positions="none",
+    activation="gelu",
   )
   config.boundaries = config_lib.boundaries("routing", num_capacities=3, **settings)
   return config, dpjax.build_model(config)
@@ -63,8 +72,7 @@ def test_is_what_its_parts_are(model_and_params):
 def test_it_begins_with_cosines_and_without_a_residual():
   _, model = make()
   params = model.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]["hourglass"]
-  assert params.keys() == {"first", "middle", "last", "boundary_predictor",
-                           "relative_positions"}
+  assert params.keys() == {"first", "middle", "last", "boundary_predictor", "relative_positions"}
   routing = params["boundary_predictor"]
   for name in ("query", "key"):
     np.testing.assert_array_equal(routing[name], np.eye(WIDTH))
@@ -77,9 +85,7 @@ def test_causal(model_and_params):
     other = TOKENS.copy()
     other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
     logits = model.apply({"params": params}, other).logits
-    np.testing.assert_allclose(
-      logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5
-    )
+    np.testing.assert_allclose(logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5)
 
 
 def test_no_capacity_changes_anything(model_and_params):
@@ -118,9 +124,11 @@ def test_its_loss_is_the_ratios(model_and_params):
 
 @pytest.mark.parametrize(
   ("settings", "message"),
-  [(dict(factor=1.0), "factor: expected above 1, got 1.0"),
-   (dict(weight=-0.1), "weight: expected at least 0"),
-   (dict(num_capacities=0), "num_capacities: expected at least 1")],
+  [
+    (dict(factor=1.0), "factor: expected above 1, got 1.0"),
+    (dict(weight=-0.1), "weight: expected at least 0"),
+    (dict(num_capacities=0), "num_capacities: expected at least 1"),
+  ],
 )
 def test_refusals(settings, message):
   config = config_lib.default()

@@ -24,8 +24,16 @@ KINDS = {
 def settings(outer, inner, width=INNER, **changes):
   config = config_lib.default_model()
   helpers.set_model(
-    config, mixer="relative_attention", vocab_size=VOCAB, width=WIDTH, num_heads=2,
-    feed_forward_width=14, num_layers=2, max_length=29, positions="none", activation="gelu",
+    config,
+    mixer="relative_attention",
+    vocab_size=VOCAB,
+    width=WIDTH,
+    num_heads=2,
+    feed_forward_width=14,
+    num_layers=2,
+    max_length=29,
+    positions="none",
+    activation="gelu",
     **changes,
   )
   config.boundaries = config_lib.boundaries(**outer)
@@ -36,9 +44,10 @@ def settings(outer, inner, width=INNER, **changes):
   return config
 
 
-@pytest.fixture(scope="module", params=[
-  "routing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gumbel", "fixed"))
-])
+@pytest.fixture(
+  scope="module",
+  params=["routing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gumbel", "fixed"))],
+)
 def case(request):
   config = settings(*KINDS[request.param])
   model = dpjax.build_model(config)
@@ -74,9 +83,7 @@ def test_causal(case):
     other = TOKENS.copy()
     other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
     logits = apply({"params": params}, other).logits
-    np.testing.assert_allclose(
-      logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5
-    )
+    np.testing.assert_allclose(logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5)
     assert abs(logits - whole.logits).max() > 1e-2
 
 
@@ -136,8 +143,11 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own():
   inner = output.inner
   is_segment = np.arange(inner.boundaries.shape[1]) < segments[:, None]
   expected = sum(
-    float(ops.ratio_loss(stage.boundaries, stage.boundary_probabilities, factor,
-                         weights=jnp.asarray(w, jnp.float32)))
+    float(
+      ops.ratio_loss(
+        stage.boundaries, stage.boundary_probabilities, factor, weights=jnp.asarray(w, jnp.float32)
+      )
+    )
     for stage, factor, w in ((output, 4.5, weights), (inner, 2.0, is_segment))
   )
   assert float(sums["boundary_nats"]) == pytest.approx(0.03 * expected * weights.sum())
@@ -165,16 +175,19 @@ def test_a_middle_of_its_own_width():
   plain = dpjax.build_model(narrow)
   own = helpers.draw_params(plain, 3, 1 / 2)
   hourglass = plain.make_hourglass(parent=None)
-  same = hourglass.clone(
-    middle_width=WIDTH, make_middle_positions=hourglass.make_positions
-  )
+  same = hourglass.clone(middle_width=WIDTH, make_middle_positions=hourglass.make_positions)
   eye = jnp.eye(WIDTH)
-  more = dict(own["hourglass"], middle_in=eye, middle_out=eye,
-              middle_positions=own["hourglass"]["relative_positions"])
+  more = dict(
+    own["hourglass"],
+    middle_in=eye,
+    middle_out=eye,
+    middle_positions=own["hourglass"]["relative_positions"],
+  )
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")
   np.testing.assert_allclose(
     same.apply({"params": more}, x, TOKENS).hidden,
-    hourglass.apply({"params": own["hourglass"]}, x, TOKENS).hidden, atol=1e-5,
+    hourglass.apply({"params": own["hourglass"]}, x, TOKENS).hidden,
+    atol=1e-5,
   )
 
 
@@ -203,12 +216,18 @@ def test_it_trains_and_writes(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"middle.boundaries": dict(name="whitespace")},
-     "middle.boundaries: expected one of none, fixed, gumbel, routing"),
-    ({"middle.boundaries": dict(name="gumbel", sample=True)},
-     "middle.boundaries: expected .* draws in evaluation, got gumbel"),
-    ({"middle.boundaries": dict(name="routing", factor=1.0)},
-     "middle.boundaries.factor: expected above 1"),
+    (
+      {"middle.boundaries": dict(name="whitespace")},
+      "middle.boundaries: expected one of none, fixed, gumbel, routing",
+    ),
+    (
+      {"middle.boundaries": dict(name="gumbel", sample=True)},
+      "middle.boundaries: expected .* draws in evaluation, got gumbel",
+    ),
+    (
+      {"middle.boundaries": dict(name="routing", factor=1.0)},
+      "middle.boundaries.factor: expected above 1",
+    ),
     ({"middle.width": 9}, "m.*num_heads: expected a divisor of model.middle.width = 9"),
     ({"middle.width": -1}, "middle.width: expected at least 0"),
     ({"boundaries": dict(name="none")}, "first.num_layers: expected 2"),

@@ -87,9 +87,7 @@ def test_bfloat16(name):
   expected = jax.jit(whole(name, length))(exact, weights.astype(jnp.float32))
   for x, y in zip(found, expected, strict=True):
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
-    np.testing.assert_allclose(
-      x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max()
-    )
+    np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -122,9 +120,7 @@ def weights_of(name, length, block_size, rate, key):
   """[B, T, H, S]: values of which position s has feature s alone."""
   arguments, _ = draw(name, length, features=length)
   arguments[2] = jnp.broadcast_to(jnp.eye(length)[None, :, None], arguments[2].shape)
-  return ATTENTIONS[name](
-    *arguments, dropout_rate=rate, dropout_key=key, block_size=block_size
-  )
+  return ATTENTIONS[name](*arguments, dropout_rate=rate, dropout_key=key, block_size=block_size)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -164,19 +160,15 @@ def test_dropout_is_of_the_weights(name):
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_the_gradient_drops_what_the_result_dropped(name):
-  length, settings = 19, dict(
-    dropout_rate=0.3, dropout_key=jax.random.key(2), block_size=BLOCK
-  )
+  length, settings = 19, dict(dropout_rate=0.3, dropout_key=jax.random.key(2), block_size=BLOCK)
   arguments, weights = draw(name, length)
   kept = jax.jit(functools.partial(weights_of, name, length, BLOCK, 0.3))
   factors_bths = np.float32(kept(jax.random.key(2)) != 0) / 0.7
 
   def expected(*arguments):
     # The same mask over weights that are built at once.
-    values = jnp.broadcast_to(jnp.eye(length)[None, :, None],
-                              (BATCH, length, HEADS, length))
-    lead = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - FEATURES)])
-            for x in arguments]
+    values = jnp.broadcast_to(jnp.eye(length)[None, :, None], (BATCH, length, HEADS, length))
+    lead = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - FEATURES)]) for x in arguments]
     scale = (length / FEATURES) ** 0.5
     lead[0] *= scale
     if name == "relative":
@@ -225,8 +217,9 @@ def test_rows_on_several_devices_meet_in_shared_gradients_alone(name):
   assert "all-gather" not in text and "all-to-all" not in text
   # Not at every tile: what XLA puts into a loop is as long as a tile.
   assert ("all-reduce(" in text) == (name == "relative")
-  assert all(f",{2 * BLOCK},{FEATURES}]" not in line
-             for line in text.splitlines() if " all-reduce(" in line)
+  assert all(
+    f",{2 * BLOCK},{FEATURES}]" not in line for line in text.splitlines() if " all-reduce(" in line
+  )
 
 
 def test_a_gradient_of_a_gradient():
@@ -237,8 +230,7 @@ def test_a_gradient_of_a_gradient():
     return sum(jnp.sum(x**2) for x in grads)
 
   found, expected = (
-    jax.jit(jax.grad(functools.partial(squares, block_size=size)))(arguments)
-    for size in (4, 11)
+    jax.jit(jax.grad(functools.partial(squares, block_size=size)))(arguments) for size in (4, 11)
   )
   assert_alike(found, expected, rtol=1e-4, atol=1e-3)
 
@@ -256,7 +248,9 @@ def test_in_layers_that_are_scanned_and_computed_again(layer, monkeypatch):
 
   def make(step):
     return nn.scan(
-      step, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
+      step,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
       length=layers,
     )()
 
@@ -271,8 +265,7 @@ def test_in_layers_that_are_scanned_and_computed_again(layer, monkeypatch):
   for model in (plain, again):
     assert "custom_vjp" in str(jax.make_jaxpr(functools.partial(run, model))(params))
   found, expected = (
-    jax.jit(jax.value_and_grad(functools.partial(run, model)))(params)
-    for model in (plain, again)
+    jax.jit(jax.value_and_grad(functools.partial(run, model)))(params) for model in (plain, again)
   )
   assert np.isfinite(found[0]) and found[0] > 0
   assert_alike(jax.tree.leaves(found), jax.tree.leaves(expected), **ROUNDING)

@@ -31,9 +31,7 @@ def attend(parts, distances, cache, lengths=None):
   """Relative where there are distances."""
   TRACES.append(parts[0].shape)
   if distances:
-    return attention_cache.relative_attention_cached(
-      *parts, *distances, cache, lengths=lengths
-    )
+    return attention_cache.relative_attention_cached(*parts, *distances, cache, lengths=lengths)
   return attention_cache.causal_attention_cached(*parts, cache, lengths=lengths)
 
 
@@ -46,17 +44,13 @@ whole_causal, whole_relative = map(jax.jit, (ops.causal_attention, ops.relative_
 def whole(is_relative, dtype=jnp.float32):
   """In float32, of numbers that are rounded to the dtype."""
   parts, distances = jax.tree.map(lambda x: x.astype(jnp.float32), draw(dtype))
-  return np.asarray(
-    whole_relative(*parts, *distances) if is_relative else whole_causal(*parts)
-  )
+  return np.asarray(whole_relative(*parts, *distances) if is_relative else whole_causal(*parts))
 
 
 def whole_of_a_ring():
   """Relative attention of every token to the last `RING`, in a pass for each token."""
   parts, distances = draw()
-  windows = [
-    jnp.concatenate([x[:, t - RING : t] for t in range(RING, LENGTH + 1)]) for x in parts
-  ]
+  windows = [jnp.concatenate([x[:, t - RING : t] for t in range(RING, LENGTH + 1)]) for x in parts]
   last = np.asarray(whole_relative(*windows, *distances))[:, -1]
   last = last.reshape(-1, BATCH, HEADS, FEATURES).swapaxes(0, 1)
   return np.concatenate([whole(True)[:, : RING - 1], last], axis=1)
@@ -163,15 +157,14 @@ def test_a_row_can_be_taken_back(is_relative):
   _, cache = feed(ragged(), is_relative)
   length = np.array([0, 5, 13], np.int32)
   cache = cache._replace(
-    keys=cache.keys.at[0].set(1e4), values=cache.values.at[0].set(1e4),
+    keys=cache.keys.at[0].set(1e4),
+    values=cache.values.at[0].set(1e4),
     length=jnp.asarray(length),
   )
   schedule = [[4, 4, 0], [4, 4, 0], [4, 0, 0], [1, 0, 0]]
   outputs, _ = feed(schedule, is_relative, cache)
   for b, begin in enumerate(length):
-    np.testing.assert_allclose(
-      outputs[b, begin:], whole(is_relative)[b, begin:], **ROUNDING
-    )
+    np.testing.assert_allclose(outputs[b, begin:], whole(is_relative)[b, begin:], **ROUNDING)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, RING])
@@ -388,21 +381,29 @@ def change_lengths(new):
   [
     (change_part(0, lambda x: x[0]), r"queries, keys, values: expected one shape \[B, C"),
     (change_part(1, lambda x: x[:, :3]), r"queries, .*\(3, 13, 2, 5\), \(3, 3, 2, 5\)"),
-    (change_part(2, lambda x: x.astype(jnp.bfloat16)),
-     "expected floats of one dtype, got float32, float32, bfloat16"),
+    (
+      change_part(2, lambda x: x.astype(jnp.bfloat16)),
+      "expected floats of one dtype, got float32, float32, bfloat16",
+    ),
     (change_cache(keys=lambda x: x[:, :, :5]), r"cache: expected keys.*got \(3, 2, 5, 5\)"),
-    (change_cache(keys=lambda x: x[:2], values=lambda x: x[:2]),
-     r"cache: expected keys and values \[B, H, M, E\] = \[3, 2, M, 5\], got \(2, 2, 13"),
+    (
+      change_cache(keys=lambda x: x[:2], values=lambda x: x[:2]),
+      r"cache: expected keys and values \[B, H, M, E\] = \[3, 2, M, 5\], got \(2, 2, 13",
+    ),
     (change_cache(length=lambda x: x[:2]), r"cache: expected length .*\(3,\).*int32 \(2,"),
     (change_cache(length=lambda x: x.astype(jnp.int16)), r"int32, got int16 \(3,\)"),
-    (change_cache(keys=lambda x: x[:, :, :11], values=lambda x: x[:, :, :11]),
-     "queries: expected a chunk of C = 1 .. 11 tokens, M of the cache, got 13"),
+    (
+      change_cache(keys=lambda x: x[:, :, :11], values=lambda x: x[:, :, :11]),
+      "queries: expected a chunk of C = 1 .. 11 tokens, M of the cache, got 13",
+    ),
     (change_lengths(np.array([1, 2])), r"lengths: expected integers .*got int64 \(2,\)"),
     (change_lengths(np.ones(3)), r"lengths: expected integers .*got float64 \(3,\)"),
     (change_lengths([1, -1, 3]), "lengths: expected 0 .. C = 13, got -1"),
     (change_lengths([1, 2, 14]), "lengths: expected 0 .. C = 13, got 14"),
-    (change_distance(0, lambda x: x[:12]),
-     r"positions: .*\[at least 13, 2, 5\], got the shape \(12, 2, 5\)"),
+    (
+      change_distance(0, lambda x: x[:12]),
+      r"positions: .*\[at least 13, 2, 5\], got the shape \(12, 2, 5\)",
+    ),
     (change_distance(0, lambda x: x[:, :1]), r"positions: .*got the shape \(17, 1, 5\)"),
     (change_distance(1, lambda x: x[0]), r"content_bias, position_bias: .*got \(5,\), \(2"),
     (change_distance(2, lambda x: x[:1]), r"content_bias, .*got \(2, 5\), \(1, 5\)"),

@@ -231,14 +231,10 @@ def test_samples_and_their_prior_equal_the_authors_code():
     logits, noise = file["out/boundary_logits"], file["in/noise_u"]
     hard, total = file["out/hard_boundaries"], file["out/loss_boundaries"]
     # Recorded with the gradient of the loss of the language model alone in it twice.
-    both, by_model = (
-      file[f"grad_act/hard_boundaries{x}"] for x in ("", "_lm_only")
-    )
+    both, by_model = (file[f"grad_act/hard_boundaries{x}"] for x in ("", "_lm_only"))
     by_bias = file["grad/boundary_predictor.boundary_predictor.2.bias"]
     last_ten = file["ext/loss_boundaries"]
-  result, pull = jax.vjp(
-    lambda x: gumbel_sigmoid(x, 0.5, noise=noise), jnp.asarray(logits)
-  )
+  result, pull = jax.vjp(lambda x: gumbel_sigmoid(x, 0.5, noise=noise), jnp.asarray(logits))
   np.testing.assert_array_equal(result, hard)
   value, gradient = with_gradient(
     lambda b: binomial_prior_loss(b, 0.2).mean(), result, jnp.ones(())
@@ -286,19 +282,23 @@ def test_spikes():
 
 
 def test_prior_and_its_gradient():
-  boundaries = np.array([[0] * 7, [1] * 7, [0, 1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1, 1],
-                         [1, 1, 0, 0, 1, 0, 1]])
+  boundaries = np.array(
+    [[0] * 7, [1] * 7, [0, 1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1, 1], [1, 1, 0, 0, 1, 0, 1]]
+  )
   weights = np.ones((5, 7))
   weights[3, :4], weights[4] = 0, 0  # The fifth row counts nowhere.
   value, gradient = with_gradient(
     lambda b: binomial_prior_loss(b, 0.75, weights=weights.astype(bool)),
-    boundaries.astype(np.float32), np.ones(5, np.float32),
+    boundaries.astype(np.float32),
+    np.ones(5, np.float32),
   )
   expected = reference.binomial_prior(boundaries, 0.75, weights)
   np.testing.assert_allclose(value, expected, **ROUNDING)
   step = 1e-5 * np.eye(1, 7, 6)  # All tokens that count are alike, as is the last.
-  slope = (reference.binomial_prior(boundaries + step, 0.75, weights)
-           - reference.binomial_prior(boundaries - step, 0.75, weights)) / 2e-5
+  slope = (
+    reference.binomial_prior(boundaries + step, 0.75, weights)
+    - reference.binomial_prior(boundaries - step, 0.75, weights)
+  ) / 2e-5
   np.testing.assert_allclose(gradient, slope[:, None] * weights, rtol=1e-4, atol=1e-5)
   assert slope[4] == 0 and np.abs(slope[:4]).min() > 0.01
   all_count = jax.jit(lambda b: binomial_prior_loss(b, 0.2))(boundaries)

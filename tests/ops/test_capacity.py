@@ -191,9 +191,7 @@ def test_within_a_scan_of_layers(wrap):
   needed = 6
   weights *= first_ones(needed)
   operator = functools.partial(run_at_capacity, mix, SIZES)
-  result, *gradients = run_layers(
-    inputs, others, weights, needed, operator=operator, wrap=wrap
-  )
+  result, *gradients = run_layers(inputs, others, weights, needed, operator=operator, wrap=wrap)
   expected, *expected_gradients = run_layers(
     inputs, others, weights, needed, operator=lambda needed, *x: mix(*x), wrap=no_wrap
   )
@@ -205,9 +203,7 @@ def test_layers_take_no_more_memory_than_those_of_the_whole_length():
   inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
 
   def temporary(operator):
-    lowered = run_layers.lower(
-      inputs, others, weights, 6, operator=operator, wrap=no_wrap
-    )
+    lowered = run_layers.lower(inputs, others, weights, 6, operator=operator, wrap=no_wrap)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
   padded = temporary(lambda needed, *x: mix(*x))

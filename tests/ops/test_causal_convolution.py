@@ -43,7 +43,8 @@ def run(inputs, filters, weights, implementation=None):
   """The result and its gradients by inputs and filters, one compilation."""
   result, pull = jax.vjp(
     functools.partial(causal_convolution, implementation=implementation),
-    inputs, filters,
+    inputs,
+    filters,
   )
   return result, *pull(weights)
 
@@ -79,9 +80,7 @@ def assert_close(actual, expected, tolerance=1e-5):
   ],
   ids=lambda size: str(size),
 )
-def test_equals_the_double_loop(
-  rank, implementation, batch, length, taps, width, written
-):
+def test_equals_the_double_loop(rank, implementation, batch, length, taps, width, written):
   arrays = draw(rank, batch, length, taps, width, written)
   assert_close(run(*arrays, implementation=implementation), expect(*arrays))
 
@@ -107,12 +106,9 @@ def test_the_gradients_of_the_double_loop_are_slopes(rank):
 
 @pytest.mark.parametrize(
   "name, adjustment, output_projection",
-  [*itertools.product(["she", "he", "we"], [True, False], [True, False]),
-   ("me", False, False)],
+  [*itertools.product(["she", "he", "we"], [True, False], [True, False]), ("me", False, False)],
 )
-def test_the_gradients_of_the_reference_layers_are_slopes(
-  name, adjustment, output_projection
-):
+def test_the_gradients_of_the_reference_layers_are_slopes(name, adjustment, output_projection):
   inputs, taps, weights = (
     np.array(x, np.float64)
     for x in draw({"she": 3, "he": 2, "we": 2, "me": 1}[name], 2, 4, 5, 3, 3)
@@ -124,8 +120,11 @@ def test_the_gradients_of_the_reference_layers_are_slopes(
     generator = np.random.default_rng(0)
     params |= {x: generator.standard_normal((3, 3)) for x in used if used[x]}
   by_inputs, by_params = reference.gradients(
-    inputs, params, weights,
-    adjustment=adjustment, output_projection=output_projection,
+    inputs,
+    params,
+    weights,
+    adjustment=adjustment,
+    output_projection=output_projection,
   )
   assert by_params.keys() == params.keys()
   layer = getattr(reference, name)
@@ -144,7 +143,7 @@ def test_one_tap_of_one_shifts(rank, implementation):
   inputs, filters, _ = draw(rank, written=3)
   one = {1: jnp.ones(()), 2: jnp.ones(3), 3: jnp.eye(3)}[rank]
   result = convolve(inputs, jnp.zeros_like(filters).at[lag].set(one), implementation)
-  shifted = jnp.pad(inputs, ((0, 0), (lag, 0), (0, 0)))[:, :inputs.shape[1]]
+  shifted = jnp.pad(inputs, ((0, 0), (lag, 0), (0, 0)))[:, : inputs.shape[1]]
   np.testing.assert_allclose(result, shifted, atol=2e-6)
 
 
@@ -153,8 +152,7 @@ def test_numbers_are_equal_columns_are_diagonal_matrices(implementation):
   vectors = jnp.tile(filters[:, None], (1, 3))
   matrices = vectors[:, :, None] * jnp.eye(3)[None]
   by_number, by_vector, by_matrix = (
-    run(inputs, x, weights, implementation=implementation)
-    for x in (filters, vectors, matrices)
+    run(inputs, x, weights, implementation=implementation) for x in (filters, vectors, matrices)
   )
   assert_close(by_vector[:2], by_number[:2])
   assert_close(by_matrix[:2], by_number[:2])
@@ -195,8 +193,9 @@ def test_any_length_is_the_beginning_of_the_longest(rank, implementation):
 def test_rows_of_a_batch_are_independent(rank, implementation):
   inputs, filters, weights = draw(rank)
   before = run(inputs, filters, weights, implementation=implementation)
-  after = run(inputs.at[1].multiply(-3), filters, weights.at[1].multiply(-3),
-              implementation=implementation)
+  after = run(
+    inputs.at[1].multiply(-3), filters, weights.at[1].multiply(-3), implementation=implementation
+  )
   for x, y in zip(before[:2], after[:2], strict=True):
     np.testing.assert_array_equal(x[0], y[0])
     assert np.abs(x[1] - y[1]).max() > 0.1
@@ -208,8 +207,7 @@ def test_low_dtypes_are_summed_in_float32(rank, implementation, dtype):
   arrays = draw(rank, length=37, taps=41, dtype=dtype)
   outputs = run(*arrays, implementation=implementation)
   assert [x.dtype for x in outputs] == [dtype] * 3
-  in_float32 = run(*(x.astype(jnp.float32) for x in arrays),
-                   implementation=implementation)
+  in_float32 = run(*(x.astype(jnp.float32) for x in arrays), implementation=implementation)
   for x, y in zip(outputs, in_float32, strict=True):
     # Rounded once, at the end: the same but where a sum is close to a tie.
     assert (x == y.astype(dtype)).mean() > 0.99
@@ -252,9 +250,9 @@ def test_transforms_of_bfloat16_are_in_float32(rank, name):
     assert product == 3 * ["f32"]
   length = 64
   inputs, filters, _ = draw(rank, 1, length, length, dtype=jnp.bfloat16)
-  changed = inputs.at[:, length // 2:].multiply(-3)
+  changed = inputs.at[:, length // 2 :].multiply(-3)
   before, after = (convolve(x, filters, name) for x in (inputs, changed))
-  before, after = (np.asarray(x[:, :length // 2], np.float32) for x in (before, after))
+  before, after = (np.asarray(x[:, : length // 2], np.float32) for x in (before, after))
   # A rounding of the result to bfloat16 that tips over, nothing else.
   np.testing.assert_allclose(before, after, rtol=2**-7, atol=1e-5)
   assert (before == after).mean() > 0.98
@@ -265,17 +263,13 @@ def test_takes_numpy_arrays_of_float64(implementation):
   wide = [np.asarray(x, np.float64) for x in arrays]
   result = causal_convolution(*wide, implementation=implementation)
   assert result.dtype == jnp.float32
-  np.testing.assert_allclose(
-    result, convolve(*arrays, implementation), rtol=1e-5, atol=1e-5
-  )
+  np.testing.assert_allclose(result, convolve(*arrays, implementation), rtol=1e-5, atol=1e-5)
 
 
 def test_a_long_dft_takes_steps_of_equal_size():
   # Multiplications for a position of one feature, against four thirds of the least.
   for length in (4096, 16384, 65536):
-    first, second = jax.eval_shape(
-      lambda length=length: _dft_matrices(length, jnp.float32)
-    )
+    first, second = jax.eval_shape(lambda length=length: _dft_matrices(length, jnp.float32))
     work = 2 * first.shape[2] + 4 * second.shape[4]
     assert work <= 1.34 * 2 * (8 * length) ** 0.5, length
 
@@ -284,7 +278,9 @@ def test_a_long_dft_takes_steps_of_equal_size():
 def test_dtypes_of_inputs_and_filters_may_differ(rank, implementation):
   inputs, filters, weights = draw(rank)
   result, by_inputs, by_filters = run(
-    inputs.astype(jnp.bfloat16), filters, weights.astype(jnp.bfloat16),
+    inputs.astype(jnp.bfloat16),
+    filters,
+    weights.astype(jnp.bfloat16),
     implementation=implementation,
   )
   assert result.dtype == by_inputs.dtype == jnp.bfloat16
@@ -313,7 +309,9 @@ def test_transforms_are_exact_at_4096(rank, name):
   expected = [
     np.fft.irfft(np.einsum(formula, *parts), axis=0)[:4096]
     for formula, parts in (
-      ("fd,fde->fe", (x, w)), ("fe,fde->fd", (g, w.conj())), ("fd,fe->fde", (x.conj(), g))
+      ("fd,fde->fe", (x, w)),
+      ("fe,fde->fd", (g, w.conj())),
+      ("fd,fe->fde", (x.conj(), g)),
     )
   ]
   expected = [expected[0][None], expected[1][None], expected[2]]
@@ -332,8 +330,7 @@ def compile_over_devices(rank, length, implementation):
   shapes = [(16, length, 3), (length, 3, 5)[:rank], (16, length, 5 if rank == 3 else 3)]
   arrays = [
     jax.ShapeDtypeStruct(x, jnp.float32, sharding=y)
-    for x, y in zip(shapes, [spread, NamedSharding(mesh, PartitionSpec()), spread],
-                    strict=True)
+    for x, y in zip(shapes, [spread, NamedSharding(mesh, PartitionSpec()), spread], strict=True)
   ]
   return run.lower(*arrays, implementation=implementation).compile()
 

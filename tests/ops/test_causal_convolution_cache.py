@@ -59,7 +59,7 @@ def by_chunks(inputs, taps, cache, sizes, lengths, garbage=np.nan):
   for size, real in zip(sizes, lengths, strict=True):
     chunk = np.full((len(inputs), size, WIDTH), garbage, np.float32)
     for b, count in enumerate(real):
-      chunk[b, :count] = inputs[b, done[b]:done[b] + count]
+      chunk[b, :count] = inputs[b, done[b] : done[b] + count]
     y, cache = decode(chunk, taps, cache, lengths=np.asarray(real, np.int32))
     assert np.isfinite(y).all()
     for b, count in enumerate(real):
@@ -113,7 +113,7 @@ def test_chunks_of_rows_of_different_lengths_are_one_pass(case):
   lengths[0], lengths[12], lengths[32] = [13, 0, 6], [37, 2, 31], [0, 13, 5]
   outputs, _ = by_chunks(inputs, taps, init(kind), sizes, lengths)
   for b, y in enumerate(outputs):
-    assert_close(y, whole(inputs[b:b + 1, :len(y)], taps)[0])
+    assert_close(y, whole(inputs[b : b + 1, : len(y)], taps)[0])
 
 
 def test_steps_are_one_pass_where_rows_pause(case):
@@ -131,7 +131,7 @@ def test_steps_are_one_pass_where_rows_pause(case):
   assert real.sum(axis=0).min() > TAPS
   for b, count in enumerate(cache.length):
     y = np.asarray(y_tbe)[real[:, b], b]
-    assert_close(y, whole(inputs[b:b + 1, :count], taps)[0])
+    assert_close(y, whole(inputs[b : b + 1, :count], taps)[0])
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -141,7 +141,7 @@ def test_online_is_plain_at_every_step(rank):
   (plain, _), (online, _) = (by_steps(given, taps, init(x), real) for x in KINDS)
   # Of a few: where a block gives too little or too much, few steps differ.
   for begin in range(0, STEPS, 16):
-    assert_close(online[begin:begin + 16], plain[begin:begin + 16])
+    assert_close(online[begin : begin + 16], plain[begin : begin + 16])
   assert_close(online.swapaxes(0, 1), whole(inputs, taps))
 
 
@@ -149,8 +149,10 @@ def test_padding_leaves_no_trace(case):
   kind, rank = case
   inputs, taps = draw(rank)
   sizes, lengths = [13, 1, 1], [[13, 0, 6], [1, 0, 1], [0, 1, 1]]
-  ends = [by_chunks(inputs, taps, init(kind), sizes, lengths, garbage)
-          for garbage in (0.0, np.nan, np.inf)]
+  ends = [
+    by_chunks(inputs, taps, init(kind), sizes, lengths, garbage)
+    for garbage in (0.0, np.nan, np.inf)
+  ]
   for x, y in zip(jax.tree.leaves(ends[0]) * 2, jax.tree.leaves(ends[1:]), strict=True):
     np.testing.assert_array_equal(x, y)
 
@@ -179,7 +181,7 @@ def test_steps_compile_once_and_in_place(kind):
   cache = init(kind)
   for t in range(9):
     old = cache
-    _, cache = step(inputs[:, t:t + 1], taps, cache)
+    _, cache = step(inputs[:, t : t + 1], taps, cache)
     assert all(x.is_deleted() for x in jax.tree.leaves(old))
   assert len(traced) == 1
   memory = step.lower(inputs[:, :1], taps, cache).compile().memory_analysis()
@@ -204,11 +206,11 @@ def test_shapes_and_dtypes_stay(case):
     for dtype in (jnp.float32, jnp.bfloat16):
       cache = init(kind, dtype=dtype)
       y, after = jax.eval_shape(
-        causal_convolution_cached, jnp.zeros((BATCH, size, WIDTH), dtype), taps, cache)
+        causal_convolution_cached, jnp.zeros((BATCH, size, WIDTH), dtype), taps, cache
+      )
       assert y.dtype == dtype
       assert y.shape == (BATCH, size, WRITTEN if rank == 3 else WIDTH)
-      same = jax.tree.map(
-        lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), after, cache)
+      same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), after, cache)
       assert jax.tree.all(same)
 
 
@@ -217,8 +219,7 @@ def test_bfloat16_is_summed_in_float32(kind):
   inputs, taps = draw(2)
   inputs, taps = jnp.asarray(inputs, jnp.bfloat16), jnp.asarray(taps, jnp.bfloat16)
   real = np.ones((STEPS, BATCH), np.int32)
-  y_tbd, _ = by_steps(
-    inputs.swapaxes(0, 1)[:, :, None], taps, init(kind, dtype=jnp.bfloat16), real)
+  y_tbd, _ = by_steps(inputs.swapaxes(0, 1)[:, :, None], taps, init(kind, dtype=jnp.bfloat16), real)
   expected = whole(*(np.asarray(x.astype(jnp.float32)) for x in (inputs, taps)))
   error = np.abs(y_tbd.swapaxes(0, 1).astype(jnp.float32) - expected)
   # That of rounding the sum: 8 bits, up to half of the last one.
@@ -239,8 +240,13 @@ def test_float64_stays_float64(kind):
 
 @pytest.mark.parametrize(
   "taps, block, sizes",
-  [(300, 64, [64, 128, 256, 300]), (256, 64, [64, 128, 256]), (29, 32, [29]),
-   (1, 1, [1]), (3, 1, [1, 2, 3])],
+  [
+    (300, 64, [64, 128, 256, 300]),
+    (256, 64, [64, 128, 256]),
+    (29, 32, [29]),
+    (1, 1, [1]),
+    (3, 1, [1, 2, 3]),
+  ],
 )
 def test_blocks_double_up_to_the_window(taps, block, sizes):
   cache = init_online_convolution_cache(2, taps, 3, jnp.bfloat16, block=block)

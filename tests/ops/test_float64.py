@@ -64,10 +64,16 @@ def cases():
   init = partial(ops.init_shift_and_sum_cache, 2, 3, 5, 4, jnp.float64)
   yield "shift_and_sum_cached", partial(in_chunks, ops.shift_and_sum_cached, init), GATED
   for block_size in (3, 7):
-    yield (f"causal_attention {block_size}",
-           partial(ops.causal_attention, block_size=block_size), QKV)
-    yield (f"relative_attention {block_size}",
-           partial(ops.relative_attention, block_size=block_size), (*QKV, *RELATIVE))
+    yield (
+      f"causal_attention {block_size}",
+      partial(ops.causal_attention, block_size=block_size),
+      QKV,
+    )
+    yield (
+      f"relative_attention {block_size}",
+      partial(ops.relative_attention, block_size=block_size),
+      (*QKV, *RELATIVE),
+    )
   init = partial(ops.init_attention_cache, 2, 7, 3, 5, jnp.float64)
   attend = partial(in_chunks, ops.causal_attention_cached, init)
   yield "causal_attention_cached", attend, QKV
@@ -78,8 +84,11 @@ def cases():
       yield f"causal_convolution {name} {taps.ndim}", operator, (INPUTS, taps)
   init = partial(ops.init_convolution_cache, 2, 7, 5, jnp.float64)
   for taps in (draw(7), draw(7, 5), draw(7, 5, 3)):
-    yield (f"causal_convolution_cached {taps.ndim}", partial(convolution_cached, init),
-           (INPUTS, taps))
+    yield (
+      f"causal_convolution_cached {taps.ndim}",
+      partial(convolution_cached, init),
+      (INPUTS, taps),
+    )
   init = partial(ops.init_online_convolution_cache, 2, 7, 5, jnp.float64, block=2)
   yield "online convolution", partial(convolution_cached, init), (INPUTS, draw(7, 5))
   for method in ("mean", "last"):
@@ -114,9 +123,7 @@ def test_shift_and_sum_keeps_what_float32_would_lose(implementation):
     values, gates = jnp.asarray([1.0, 1e-9]).reshape(1, 2, 1, 1), jnp.ones((1, 2, 1, 1))
     result = ops.shift_and_sum(values, gates, implementation=implementation)
     np.testing.assert_array_equal(result.ravel(), [1.0, 1.0 + 1e-9])
-    mixed = ops.shift_and_sum(
-      values.astype(jnp.float32), gates, implementation=implementation
-    )
+    mixed = ops.shift_and_sum(values.astype(jnp.float32), gates, implementation=implementation)
     assert mixed.dtype == jnp.float32
 
 
@@ -137,6 +144,4 @@ def test_caches_of_another_precision_are_refused():
     with pytest.raises(ValueError, match="cache: expected a ring of float64 .* float32"):
       ops.shift_and_sum_cached(*arrays, ops.init_shift_and_sum_cache(2, 3, 5, 4))
     with pytest.raises(ValueError, match="cache: expected a total of float64, got float32"):
-      ops.pool_segments_cached(
-        jnp.asarray(INPUTS), BOUNDARIES, ops.init_segment_cache(2, 5)
-      )
+      ops.pool_segments_cached(jnp.asarray(INPUTS), BOUNDARIES, ops.init_segment_cache(2, 5))

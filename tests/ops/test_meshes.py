@@ -107,23 +107,19 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "operator, by_rows, shared", parameters([*cases(), *cached_cases()])
-)
+@pytest.mark.parametrize("operator, by_rows, shared", parameters([*cases(), *cached_cases()]))
 def test_explicit_axes(operator, by_rows, shared):
   mesh = jax.make_mesh((8,), ("rows",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
   expected = jax.jit(with_gradients(operator))(*by_rows, *shared)
   placed = jax.device_put((*by_rows, *shared), NamedSharding(mesh, PartitionSpec()))
-  placed = (*jax.device_put(by_rows, NamedSharding(mesh, ROWS)), *placed[len(by_rows):])
+  placed = (*jax.device_put(by_rows, NamedSharding(mesh, ROWS)), *placed[len(by_rows) :])
   actual = jax.jit(with_gradients(operator))(*placed)
   assert_close(actual, expected)
   assert jax.typeof(actual[0]).sharding.spec[0] == "rows"
 
 
-OUTSIDE_OF_JIT = (
-  "shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1"
-)
+OUTSIDE_OF_JIT = ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +158,4 @@ def test_an_fft_of_rows_that_automatic_axes_spread(taps):
   mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
   convolve = jax.jit(partial(ops.causal_convolution, implementation="fft"))
   placed = jax.device_put(INPUTS, NamedSharding(mesh, ROWS))
-  np.testing.assert_allclose(
-    convolve(placed, taps), convolve(INPUTS, taps), rtol=1e-5, atol=1e-5
-  )
+  np.testing.assert_allclose(convolve(placed, taps), convolve(INPUTS, taps), rtol=1e-5, atol=1e-5)

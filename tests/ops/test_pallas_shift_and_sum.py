@@ -48,9 +48,7 @@ def draw(batch, length, heads, features, levels, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnums=0)
 def run(operator, values, gates, weights, level_keep=None):
   """The result and its gradients by values and gates."""
-  result, pull = jax.vjp(
-    lambda *x: operator(*x, level_keep=level_keep), values, gates
-  )
+  result, pull = jax.vjp(lambda *x: operator(*x, level_keep=level_keep), values, gates)
   return result, *pull(weights)
 
 
@@ -98,8 +96,7 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
   kept = run(small(), *arrays, keep)
   assert_close(kept, run(LOOP, *arrays, keep))
   np.testing.assert_array_equal(kept[2][..., ~np.asarray(keep)], 0)
-  not_a_number = run(small(), arrays[0], jnp.where(keep, arrays[1], jnp.nan), arrays[2],
-                     keep)
+  not_a_number = run(small(), arrays[0], jnp.where(keep, arrays[1], jnp.nan), arrays[2], keep)
   assert_close(not_a_number, kept)
 
 
@@ -156,7 +153,10 @@ def test_divides_by_shard_map():
   mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
   batch = jax.sharding.PartitionSpec("batch")
   divided = jax.shard_map(
-    functools.partial(run, small()), mesh=mesh, in_specs=batch, out_specs=batch,
+    functools.partial(run, small()),
+    mesh=mesh,
+    in_specs=batch,
+    out_specs=batch,
     check_vma=False,
   )
   outputs = jax.jit(divided)(*arrays)
@@ -188,16 +188,11 @@ def test_passes_cover_the_levels_once():
 
 def lower(platform, shape, dtype):
   """The text for a platform that need not be there: forward, and with gradients."""
-  arrays = [jax.ShapeDtypeStruct(s, dtype) for s in
-            (shape[:4], (*shape[:3], shape[4]), shape[:4])]
-  operator = functools.partial(
-    kernels, interpret=False, platform=platform, tile=8, backward_tile=4
-  )
+  arrays = [jax.ShapeDtypeStruct(s, dtype) for s in (shape[:4], (*shape[:3], shape[4]), shape[:4])]
+  operator = functools.partial(kernels, interpret=False, platform=platform, tile=8, backward_tile=4)
   platforms = {"gpu": ("cuda",), "tpu": ("tpu",)}[platform]
   # From JAX 0.11 on, Triton's lowering asks for the kind of GPU.
-  device = jax.sharding.AbstractDevice(
-    device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-  )
+  device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
     forward = jax.jit(operator).trace(*arrays[:2])

@@ -24,7 +24,8 @@ def sums_of_products(function, *arguments):
   jaxpr = jax.make_jaxpr(function)(*arguments)
   return [
     len(equation.params["dimension_numbers"][0][0])
-    for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "dot_general"
+    for equation in jaxpr.jaxpr.eqns
+    if equation.primitive.name == "dot_general"
   ]
 
 

@@ -45,8 +45,7 @@ def test_values_and_gradients(length):
   for name, found, exact in zip(NAMES, gradients, expected, strict=True):
     np.testing.assert_allclose(found, exact, **ROUNDING, err_msg=name)
   # One position attends to itself alone, whatever the scores.
-  assert all((np.abs(x).max() > 0.1) == (length > 1 or i == 2)
-             for i, x in enumerate(gradients))
+  assert all((np.abs(x).max() > 0.1) == (length > 1 or i == 2) for i, x in enumerate(gradients))
   np.testing.assert_array_equal(gradients[3][length:], 0)
 
 
@@ -113,8 +112,10 @@ def test_dropout_is_of_the_weights():
   rate = 0.4
   queries, keys, *_, positions, u, v = draw()
   # Values of which position s has feature s alone: the outputs are the weights.
-  arguments = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, LENGTH - FEATURES)])
-               for x in (queries, keys, positions, u, v)]
+  arguments = [
+    jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, LENGTH - FEATURES)])
+    for x in (queries, keys, positions, u, v)
+  ]
   values = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None], arguments[0].shape)
   arguments.insert(2, values)
   weights = attend(*arguments)

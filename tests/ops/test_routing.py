@@ -26,9 +26,9 @@ def forward(h, q, k, residual_weight, residual_bias, *, capacity):
   chunks = ops.pool_segments(h, boundaries, capacity, method="last")
   counts = jnp.arange(1, capacity + 1, dtype=jnp.float32)[None, :, None]
   middle = jnp.tanh(chunks + jnp.cumsum(chunks, axis=1) / counts)
-  p_of_segments = ops.pool_segments(
-    probabilities[..., None], boundaries, capacity, method="last"
-  )[..., 0]
+  p_of_segments = ops.pool_segments(probabilities[..., None], boundaries, capacity, method="last")[
+    ..., 0
+  ]
   smooth = ops.smooth_segments(middle, p_of_segments)
   null = jnp.full_like(smooth[:, :1], 1e6)  # no token reads it
   chosen = ops.upsample_segments(jnp.concatenate([null, smooth], axis=1), boundaries)
@@ -67,9 +67,7 @@ def test_the_authors_values_and_gradients(case, factor):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=name)
   np.testing.assert_allclose(value, data["out/total"], rtol=1e-5)
   for grad, name in zip(grads, names, strict=True):
-    np.testing.assert_allclose(
-      grad, data[f"grad/{name}"], atol=1e-4, rtol=1e-4, err_msg=name
-    )
+    np.testing.assert_allclose(grad, data[f"grad/{name}"], atol=1e-4, rtol=1e-4, err_msg=name)
 
 
 def test_equal_neighbours_are_joined_and_opposite_ones_cut():
@@ -89,13 +87,14 @@ def test_a_probability_looks_at_no_later_token():
 
 
 def test_rows_that_go_on_are_routed_as_whole_ones():
-  hidden, query, key = (normal(3, BATCH, LENGTH, WIDTH), normal(4, WIDTH, WIDTH),
-                        normal(5, WIDTH, WIDTH))
+  hidden, query, key = (
+    normal(3, BATCH, LENGTH, WIDTH),
+    normal(4, WIDTH, WIDTH),
+    normal(5, WIDTH, WIDTH),
+  )
   whole = ops.route(hidden, query, key)[0]
   first = ops.route(hidden[:, :4], query, key, start=jnp.zeros(BATCH, jnp.int32))[0]
-  rest = ops.route(
-    hidden[:, 4:], query, key, previous=hidden[:, 3], start=jnp.full(BATCH, 4)
-  )[0]
+  rest = ops.route(hidden[:, 4:], query, key, previous=hidden[:, 3], start=jnp.full(BATCH, 4))[0]
   np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, atol=1e-6)
 
 

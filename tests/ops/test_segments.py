@@ -170,9 +170,7 @@ def test_capacity_does_not_matter_to_the_segments_it_has_room_for():
 
 def test_nothing_can_be_pooled_into_nothing():
   assert pool_segments(zeros(7, 11, 5), BOUNDARIES, 0).shape == (7, 0, 5)
-  result, by_inputs, by_boundaries = pool(
-    zeros(2, 0, 5), zeros(2, 0), zeros(2, 3, 5), 3
-  )
+  result, by_inputs, by_boundaries = pool(zeros(2, 0, 5), zeros(2, 0), zeros(2, 3, 5), 3)
   np.testing.assert_array_equal(result, zeros(2, 3, 5))
   assert (by_inputs.shape, by_boundaries.shape) == ((2, 0, 5), (2, 0))
   assert upsample_segments(zeros(2, 3, 5), zeros(2, 0)).shape == (2, 0, 5)
@@ -183,8 +181,12 @@ def test_rows_of_a_batch_are_independent(capacity):
   inputs, weights = draw(capacity)
   before = pool(inputs, floats(), weights, capacity)
   after = pool(-2 * inputs, floats(BOUNDARIES[::-1]), weights, capacity)
-  mixed = pool(inputs.at[1::2].multiply(-2), floats(np.where(
-    np.arange(BATCH)[:, None] % 2, BOUNDARIES[::-1], BOUNDARIES)), weights, capacity)
+  mixed = pool(
+    inputs.at[1::2].multiply(-2),
+    floats(np.where(np.arange(BATCH)[:, None] % 2, BOUNDARIES[::-1], BOUNDARIES)),
+    weights,
+    capacity,
+  )
   for a, b, c in zip(before, after, mixed, strict=True):
     np.testing.assert_array_equal(c[::2], a[::2])
     np.testing.assert_array_equal(c[1::2], b[1::2])
@@ -214,20 +216,18 @@ def test_an_offset_of_the_activations_costs_no_digits():
 @pytest.mark.parametrize("case", ["mixed", "random", "none"])
 def test_equals_the_authors_code(case):
   with np.load(GOLDEN / f"E_shortening_{case}.npz") as file:
-    arrays = {
-      name: np.swapaxes(x, 0, 1) if x.ndim == 3 else x for name, x in file.items()
-    }
+    arrays = {name: np.swapaxes(x, 0, 1) if x.ndim == 3 else x for name, x in file.items()}
   boundaries = jnp.asarray(arrays["in/boundaries"])
   weights = arrays["in/cot_down"]
-  down = pool(jnp.asarray(arrays["in/hidden"]), boundaries, jnp.asarray(weights[:, 1:]),
-              weights.shape[1] - 1)
+  down = pool(
+    jnp.asarray(arrays["in/hidden"]), boundaries, jnp.asarray(weights[:, 1:]), weights.shape[1] - 1
+  )
   null = np.broadcast_to(arrays["in/null_group"], weights[:, :1].shape)
   pooled = np.concatenate([null, down[0]], axis=1)
   np.testing.assert_allclose(pooled, arrays["out/downsampled"], **ROUNDING)
   names = ("grad_down/hidden", "grad_down/boundaries")
   assert_close(down[1:], [arrays[name] for name in names], rtol=0, atol=1e-4)
-  up = upsample(jnp.asarray(arrays["in/shortened"]), boundaries,
-                jnp.asarray(arrays["in/cot_up"]))
+  up = upsample(jnp.asarray(arrays["in/shortened"]), boundaries, jnp.asarray(arrays["in/cot_up"]))
   np.testing.assert_array_equal(up[0], arrays["out/upsampled"])
   names = ("grad_up/shortened", "grad_up/boundaries")
   assert_close(up[1:], [arrays[name] for name in names], rtol=0, atol=1e-4)
@@ -262,9 +262,7 @@ def test_a_token_sees_the_last_closed_segment_and_nothing_later(method):
   @jax.jit
   @jax.jacrev
   def summed(inputs):  # Over rows, which are independent, and over features.
-    return round_trip(inputs, BOUNDARIES, jnp.zeros((1, 1, WIDTH)), LENGTH, method).sum(
-      axis=(0, 2)
-    )
+    return round_trip(inputs, BOUNDARIES, jnp.zeros((1, 1, WIDTH)), LENGTH, method).sum(axis=(0, 2))
 
   by_inputs = np.asarray(summed(inputs))[..., 0].transpose(1, 0, 2)  # [B,T,T]
   ids = reference.segment_ids(BOUNDARIES)
@@ -303,8 +301,11 @@ def test_a_batch_over_devices_stays_there():
   compiled = pool.lower(*placed, LARGE).compile()
   assert_close(compiled(*placed), expected)
   text = compiled.as_text()
-  assert not [name for name in ("all-gather", "all-reduce", "all-to-all",
-                                "collective-permute") if name in text]
+  assert not [
+    name
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    if name in text
+  ]
 
 
 def test_check_boundaries():
@@ -331,18 +332,26 @@ def zeros(*shape, dtype=jnp.float32):
     (lambda: segment_ids(zeros(7)), r"boundaries: expected \[B, T\], got .*\(7,\)"),
     (lambda: segment_ids(zeros(2, 3) + 2), "boundaries: .* got 2"),
     (lambda: pool_segments(zeros(2, 7), zeros(2, 7), 3), r"inputs: .*\(2, 7\)"),
-    (lambda: pool_segments(zeros(2, 7, 3, dtype=jnp.int32), zeros(2, 7), 3),
-     "inputs: expected floats .* got int32"),
-    (lambda: pool_segments(zeros(2, 7, 3), zeros(2, 5), 3),
-     r"boundaries: .*\(2, 7\), got float32 \(2, 5\)"),
+    (
+      lambda: pool_segments(zeros(2, 7, 3, dtype=jnp.int32), zeros(2, 7), 3),
+      "inputs: expected floats .* got int32",
+    ),
+    (
+      lambda: pool_segments(zeros(2, 7, 3), zeros(2, 5), 3),
+      r"boundaries: .*\(2, 7\), got float32 \(2, 5\)",
+    ),
     (lambda: pool_segments(zeros(2, 7, 3), zeros(2, 7), -1), "capacity: .* got -1"),
     (lambda: pool_segments(zeros(2, 7, 3), zeros(2, 7), 2.0), "capacity: .* got 2.0"),
-    (lambda: pool_segments(zeros(2, 7, 3), zeros(2, 7), 3, method="max"),
-     "method: expected one of .*'mean', 'last'.* got 'max'"),
+    (
+      lambda: pool_segments(zeros(2, 7, 3), zeros(2, 7), 3, method="max"),
+      "method: expected one of .*'mean', 'last'.* got 'max'",
+    ),
     (lambda: upsample_segments(zeros(2, 7), zeros(2, 7)), r"segments: .*\(2, 7\)"),
     (lambda: upsample_segments(zeros(2, 0, 3), zeros(2, 7)), "expected a null group"),
-    (lambda: upsample_segments(zeros(2, 7, 3), zeros(3, 7)),
-     r"boundaries: expected 2 rows .* got \(3, 7\)"),
+    (
+      lambda: upsample_segments(zeros(2, 7, 3), zeros(3, 7)),
+      r"boundaries: expected 2 rows .* got \(3, 7\)",
+    ),
   ],
 )
 def test_refuses_what_does_not_match(call, message):

@@ -19,8 +19,13 @@ BATCH = len(ROWS)
 INPUTS = np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH))
 # Sizes of chunks, and of each row how many tokens are real.
 CHUNKS = [
-  (7, (7, 3, 0, 5)), (1, (1, 0, 1, 1)), (1, (0, 1, 1, 0)), (7, (2, 7, 7, 6)),
-  (1, (1, 1, 0, 1)), (7, (7, 4, 6, 0)), (7, (1, 3, 4, 6)),
+  (7, (7, 3, 0, 5)),
+  (1, (1, 0, 1, 1)),
+  (1, (0, 1, 1, 0)),
+  (7, (2, 7, 7, 6)),
+  (1, (1, 1, 0, 1)),
+  (7, (7, 4, 6, 0)),
+  (7, (1, 3, 4, 6)),
 ]
 
 pool = jax.jit(pool_segments_cached, static_argnames="method")

@@ -42,9 +42,7 @@ def run(values, gates, weights, level_keep=None, implementation=None):
   """The result and its gradients by values and gates, one compilation."""
 
   def operator(values, gates):
-    return shift_and_sum(
-      values, gates, level_keep=level_keep, implementation=implementation
-    )
+    return shift_and_sum(values, gates, level_keep=level_keep, implementation=implementation)
 
   result, pull = jax.vjp(operator, values, gates)
   return result, *pull(weights)
@@ -106,8 +104,12 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep, implementation):
   is_kept = np.array(level_keep)
   kept = run(values, gates, weights, is_kept, implementation=implementation)
   assert_close(kept, expect(values, gates, weights, level_keep))
-  zeroed = run(values, gates * is_kept[None, None, None].astype(np.float32), weights,
-               implementation=implementation)
+  zeroed = run(
+    values,
+    gates * is_kept[None, None, None].astype(np.float32),
+    weights,
+    implementation=implementation,
+  )
   for a, b in zip(kept[:2], zeroed[:2], strict=True):  # A gate of 0 has a gradient.
     np.testing.assert_allclose(a, b, **ROUNDING)
   np.testing.assert_array_equal(kept[2][..., ~is_kept], 0)
@@ -116,9 +118,9 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep, implementation):
 def test_level_keep_need_not_be_traced(implementation):
   values, gates, weights = draw(2, 13, 3, 5, 4)
   level_keep = [False, True, True, False]
-  fixed = jax.jit(functools.partial(
-    shift_and_sum, level_keep=level_keep, implementation=implementation
-  ))
+  fixed = jax.jit(
+    functools.partial(shift_and_sum, level_keep=level_keep, implementation=implementation)
+  )
   expected = reference.shift_and_sum(values, gates, level_keep)
   np.testing.assert_allclose(fixed(values, gates), expected, **ROUNDING)
 
@@ -138,14 +140,12 @@ def test_bfloat16_is_summed_in_float32(implementation):
   arrays = draw(2, 13, 3, 5, 4, jnp.bfloat16)
   outputs = run(*arrays, implementation=implementation)
   assert [x.dtype for x in outputs] == [jnp.bfloat16] * 3
-  in_float32 = run(*(x.astype(jnp.float32) for x in arrays),
-                   implementation=implementation)
+  in_float32 = run(*(x.astype(jnp.float32) for x in arrays), implementation=implementation)
   if implementation in BY_LEVELS:
     np.testing.assert_array_equal(outputs[0], in_float32[0].astype(jnp.bfloat16))
   # The products of gates in its matrices are rounded, too.
   atol = 2**-6 if implementation in BY_LEVELS else 2**-5
-  assert_close(outputs, expect(*(np.asarray(x, np.float64) for x in arrays)),
-               rtol=2**-7, atol=atol)
+  assert_close(outputs, expect(*(np.asarray(x, np.float64) for x in arrays)), rtol=2**-7, atol=atol)
 
 
 def test_dtypes_of_values_and_gates_may_differ(implementation):
@@ -215,8 +215,11 @@ def test_a_batch_over_devices_stays_there(level_keep, implementation):
     assert x.sharding.is_equivalent_to(sharding, x.ndim)
     np.testing.assert_allclose(x, y, **ROUNDING)
   text = compiled.as_text()
-  assert not [name for name in ("all-gather", "all-reduce", "all-to-all",
-                                "collective-permute") if name in text]
+  assert not [
+    name
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    if name in text
+  ]
 
 
 def test_inside_vmap_and_scan(implementation):
@@ -231,16 +234,15 @@ def test_inside_vmap_and_scan(implementation):
 
 def test_matrix_form_keeps_nothing_of_the_levels():
   values, gates, _ = draw(2, 13, 3, 5, 4)
-  _, pull = jax.vjp(
-    functools.partial(shift_and_sum, implementation="matrix"), values, gates
-  )
+  _, pull = jax.vjp(functools.partial(shift_and_sum, implementation="matrix"), values, gates)
   kept = {x.shape for x in jax.tree.leaves(pull)}
   assert kept <= {values.shape, gates.shape}
 
 
 def temporary_bytes(length, implementation):
-  arrays = [jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32)
-            for size in (48, num_levels(length), 48)]
+  arrays = [
+    jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (48, num_levels(length), 48)
+  ]
   compiled = run.lower(*arrays, implementation=implementation).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
@@ -307,9 +309,9 @@ def test_num_levels():
 
 
 def test_needs_jax_alone():
-  code = ("import sys, dpjax.ops; print([x for x in "
-          "('flax', 'optax', 'orbax', 'chex', 'ml_collections') if x in sys.modules])")
-  printed = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  code = (
+    "import sys, dpjax.ops; print([x for x in "
+    "('flax', 'optax', 'orbax', 'chex', 'ml_collections') if x in sys.modules])"
   )
+  printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert printed.stdout.strip() == "[]"

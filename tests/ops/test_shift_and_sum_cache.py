@@ -34,9 +34,7 @@ def draw(levels=LEVELS, dtype="float32"):
 
 @functools.cache
 def whole(levels=LEVELS, dtype="float32"):
-  result = jax.jit(functools.partial(shift_and_sum, implementation="loop"))(
-    *draw(levels, dtype)
-  )
+  result = jax.jit(functools.partial(shift_and_sum, implementation="loop"))(*draw(levels, dtype))
   assert result.dtype == dtype
   return np.asarray(result, np.float32)
 
@@ -70,8 +68,8 @@ def feed(chunks, values, gates, cache):
     v = np.full((len(values), size, *values.shape[2:]), np.nan, values.dtype)
     g = np.full((len(values), size, *gates.shape[2:]), np.nan, gates.dtype)
     for b, length in enumerate(lengths):
-      v[b, :length] = values[b, start_b[b]:start_b[b] + length]
-      g[b, :length] = gates[b, start_b[b]:start_b[b] + length]
+      v[b, :length] = values[b, start_b[b] : start_b[b] + length]
+      g[b, :length] = gates[b, start_b[b] : start_b[b] + length]
     y, cache = cached(v, g, cache, lengths=np.asarray(lengths, np.int32))
     assert y.dtype == values.dtype
     assert cache.ring.dtype == jnp.float32
@@ -239,13 +237,14 @@ def test_a_batch_over_devices_stays_there():
   compiled = cached.lower(*placed, lengths=lengths).compile()
   outputs, cache = compiled(*placed, lengths=lengths)
   for b in range(16):
-    np.testing.assert_allclose(
-      outputs[b, :b % 8], whole()[b % BATCH, :b % 8], **ROUNDING
-    )
+    np.testing.assert_allclose(outputs[b, : b % 8], whole()[b % BATCH, : b % 8], **ROUNDING)
   assert cache.ring.sharding.is_equivalent_to(sharding, 4)
   text = compiled.as_text()
-  assert not [name for name in ("all-gather", "all-reduce", "all-to-all",
-                                "collective-permute") if name in text]
+  assert not [
+    name
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    if name in text
+  ]
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -300,6 +299,7 @@ def test_refuses_a_cache_of_nothing(sizes, message):
 def test_a_cache_is_a_plain_pytree():
   leaves, structure = jax.tree.flatten(CACHE)
   assert [(x.shape, x.dtype) for x in leaves] == [
-    ((BATCH, 15, HEADS, FEATURES), jnp.float32), ((BATCH,), jnp.int32)
+    ((BATCH, 15, HEADS, FEATURES), jnp.float32),
+    ((BATCH,), jnp.int32),
   ]
   assert isinstance(jax.tree.unflatten(structure, leaves), ShiftAndSumCache)

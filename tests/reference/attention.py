@@ -51,9 +51,8 @@ def _exact(*arrays):
 def _weights(q, k, v, r, u, w):
   """The weights of s = 0 .. t, for every row, position and head."""
   for b, t, h in np.ndindex(q.shape[:3]):
-    scores = np.array([
-      (q[b, t, h] + u[h]) @ k[b, s, h] + (q[b, t, h] + w[h]) @ r[t - s, h]
-      for s in range(t + 1)
-    ])
+    scores = np.array(
+      [(q[b, t, h] + u[h]) @ k[b, s, h] + (q[b, t, h] + w[h]) @ r[t - s, h] for s in range(t + 1)]
+    )
     weights = np.exp((scores - scores.max()) / np.sqrt(q.shape[3]))
     yield b, t, h, weights / weights.sum()

@@ -38,9 +38,7 @@ def causal_convolution_gradients(inputs, filters, weights):
   Returns:
     The gradients by `inputs` and by `filters`, float64, of their shapes.
   """
-  inputs, filters, weights = (
-    np.asarray(x, np.float64) for x in (inputs, filters, weights)
-  )
+  inputs, filters, weights = (np.asarray(x, np.float64) for x in (inputs, filters, weights))
   by_inputs, by_filters = np.zeros_like(inputs), np.zeros_like(filters)
   for t in range(inputs.shape[1]):
     for s in range(t + 1):
@@ -113,9 +111,7 @@ def gradients(inputs, params, weights, *, adjustment=True, output_projection=Tru
   if adjustment:
     by["adjustment"] = np.einsum("btd,bte->de", x, by_a * extraction)
     by_x += (by_a * extraction) @ params["adjustment"].T
-  by_values, by["taps"] = causal_convolution_gradients(
-    values, params["taps"], by_a * factor
-  )
+  by_values, by["taps"] = causal_convolution_gradients(values, params["taps"], by_a * factor)
   if "values" in params:
     by["values"] = np.einsum("btd,bte->de", x, by_values)
     by_values = by_values @ params["values"].T

@@ -107,10 +107,12 @@ def entropy(logits):
 
 def spikes(entropies, left):
   """Eq. 6: above all of the `left` entropies before, where they exist."""
-  return np.array([
-    [int(all(row[t] > x for x in row[max(t - left, 0) : t])) for t in range(len(row))]
-    for row in entropies
-  ])
+  return np.array(
+    [
+      [int(all(row[t] > x for x in row[max(t - left, 0) : t])) for t in range(len(row))]
+      for row in entropies
+    ]
+  )
 
 
 def binomial_prior(boundaries, alpha, weights):

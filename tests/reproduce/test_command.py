@@ -12,8 +12,13 @@ from tests import helpers
 
 def started(*arguments, cwd=helpers.ROOT):
   return subprocess.run(
-    [sys.executable, "-m", "reproduce", *map(str, arguments)], cwd=cwd,
-    env=helpers.environment(), capture_output=True, text=True, timeout=600, check=False,
+    [sys.executable, "-m", "reproduce", *map(str, arguments)],
+    cwd=cwd,
+    env=helpers.environment(),
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
   )
 
 
@@ -28,8 +33,11 @@ def test_a_table_that_is_counted_is_written_and_printed(tmp_path):
 def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
   (tmp_path / "texts").mkdir()
   done = started(
-    "extractors-table7,extractors-fig7", "--scale=cpu", f"--out={tmp_path / 'out'}",
-    f"--data={tmp_path / 'texts'}", f"--runs={tmp_path / 'runs'}",
+    "extractors-table7,extractors-fig7",
+    "--scale=cpu",
+    f"--out={tmp_path / 'out'}",
+    f"--data={tmp_path / 'texts'}",
+    f"--runs={tmp_path / 'runs'}",
   )
   assert done.returncode == 1 and "Traceback" not in done.stderr
   count = len(papers.TABLES["extractors-fig7"].rows)
@@ -38,12 +46,15 @@ def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
   assert len(list((tmp_path / "out").glob("*_reduced_cpu.json"))) == 2
 
 
-@pytest.mark.parametrize("arguments, message", [
-  ((), "TABLE: expected a name, all or report as the first word, got none"),
-  (("extractors-tabel7",), "the nearest is extractors-table7"),
-  (("all", "--scale=large"), "scale: expected one of tiny, cpu, paper, got large"),
-  (("all", "--scal=tiny"), "Unknown command line flag 'scal'"),
-])
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ((), "TABLE: expected a name, all or report as the first word, got none"),
+    (("extractors-tabel7",), "the nearest is extractors-table7"),
+    (("all", "--scale=large"), "scale: expected one of tiny, cpu, paper, got large"),
+    (("all", "--scal=tiny"), "Unknown command line flag 'scal'"),
+  ],
+)
 def test_wrong_input_ends_with_a_message(tmp_path, arguments, message):
   done = started(*arguments, *[f"--out={tmp_path}"] * bool(arguments))
   assert done.returncode == 1 and message in done.stderr
@@ -76,8 +87,12 @@ def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
   )
   done = subprocess.run(
     [sys.executable, "-c", code, "extractors-table7", "--scale=tiny", f"--out={tmp_path}"],
-    cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True,
-    timeout=600, check=False,
+    cwd=helpers.ROOT,
+    env=helpers.environment(),
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
   )
   assert done.returncode == 143, done.stderr
   assert "The reports are in" in done.stdout and done.stdout.endswith(

@@ -169,16 +169,19 @@ def test_tables_that_share_an_experiment_share_its_folder():
   assert one.parts[:2] == ("a", "cpu") and one.name == "seed_2"
   assert one.parent.name.startswith("msa_ptb_")
   # What is made otherwise, or of another text, lies elsewhere.
-  others = {experiment.folder("a", "paper", "configs/msa_ptb.py", 2).parent.name,
-            experiment.folder("a", "cpu", "configs/msa_ptb.py", 2, "ptb").parent.name}
+  others = {
+    experiment.folder("a", "paper", "configs/msa_ptb.py", 2).parent.name,
+    experiment.folder("a", "cpu", "configs/msa_ptb.py", 2, "ptb").parent.name,
+  }
   assert len(others | {one.parent.name}) == 3
 
 
 def test_the_committed_records_are_of_what_would_be_run_now():
   known = functools.cache(experiment.changes)
   contents = report.read(helpers.ROOT / "results/reproduce", "cpu")
-  records = [record for content in contents for row in content.get("rows", ())
-             for record in row["runs"]]
+  records = [
+    record for content in contents for row in content.get("rows", ()) for record in row["runs"]
+  ]
   assert len(records) > 100
   for record in records:
     assert record["changes"] == known(record["config"], "cpu"), record["row"]

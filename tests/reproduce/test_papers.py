@@ -11,9 +11,7 @@ from dpjax import complexity
 from dpjax import config as config_lib
 from reproduce import papers
 
-ROWS = {
-  (table.name, row.name): row for table in papers.TABLES.values() for row in table.rows
-}
+ROWS = {(table.name, row.name): row for table in papers.TABLES.values() for row in table.rows}
 
 
 def load(row):
@@ -52,9 +50,17 @@ def test_the_numbers_of_a_row_stand_in_its_configuration_too():
 
 @pytest.mark.parametrize(
   "table, count, groups",
-  [("dispatcher-table1", 13, 5), ("pooling-table1", 48, 6), ("pooling-table2", 6, 1),
-   ("pooling-fig3", 15, 1), ("pooling-fig4", 35, 1), ("extractors-fig7", 8, 1),
-   ("extractors-fig8", 6, 1), ("extractors-fig10", 24, 1), ("extractors-fig11", 24, 1)],
+  [
+    ("dispatcher-table1", 13, 5),
+    ("pooling-table1", 48, 6),
+    ("pooling-table2", 6, 1),
+    ("pooling-fig3", 15, 1),
+    ("pooling-fig4", 35, 1),
+    ("extractors-fig7", 8, 1),
+    ("extractors-fig8", 6, 1),
+    ("extractors-fig10", 24, 1),
+    ("extractors-fig11", 24, 1),
+  ],
 )
 def test_no_row_is_missing(table, count, groups):
   rows = papers.TABLES[table].rows
@@ -68,17 +74,15 @@ def test_what_is_tested_has_all_baselines_in_its_group():
   (table,) = tested
   groups = {row.group for row in table.rows if row.paper}
   for baseline in table.baselines:
-    assert groups == {
-      row.group for row in table.rows if row.name.rpartition("/")[2] == baseline
-    }
+    assert groups == {row.group for row in table.rows if row.name.rpartition("/")[2] == baseline}
 
 
 def test_stars_are_where_the_paper_beats_its_baselines():
   for row in papers.TABLES["pooling-table1"].rows:
     rivals = [
-      other.paper[papers.BITS] for other in papers.TABLES["pooling-table1"].rows
-      if other.group == row.group and other.name.rpartition("/")[2].startswith(
-        ("none", "fixed"))
+      other.paper[papers.BITS]
+      for other in papers.TABLES["pooling-table1"].rows
+      if other.group == row.group and other.name.rpartition("/")[2].startswith(("none", "fixed"))
     ]
     if row.is_starred:
       assert row.paper[papers.BITS] < min(rivals)

@@ -15,7 +15,10 @@ from reproduce import pages, papers, report
 
 BITS, FACTOR = papers.BITS, papers.FACTOR
 SMALL = papers.Table(
-  "small", "A small table", "Nobody, Table 9", (BITS, FACTOR),
+  "small",
+  "A small table",
+  "Nobody, Table 9",
+  (BITS, FACTOR),
   (
     papers.Row("x/none", "vanilla", "a.py:none", "X", {BITS: 1.5}),
     papers.Row("x/short", "short", "a.py:short", "X", {BITS: 1.25}, is_starred=True),
@@ -31,19 +34,29 @@ SMALL = papers.Table(
 def record(config, seed=0, status="done", bits=None, **rest):
   """A run of 7 steps; what ended before has 5."""
   there = {
-    "row": "of/another table", "config": config, "seed": seed, "status": status,
-    "reason": "" if status == "done" else f"it is {status}", "text": "text8",
-    "tokens": {"train": 9001, "valid": 311, "test": 313}, "vocab_size": 29,
-    "parameters": 1234, "step": 7 if status == "done" else 5, "num_steps": 7,
-    "best_step": 3, "scores": {} if bits is None else {BITS: bits},
+    "row": "of/another table",
+    "config": config,
+    "seed": seed,
+    "status": status,
+    "reason": "" if status == "done" else f"it is {status}",
+    "text": "text8",
+    "tokens": {"train": 9001, "valid": 311, "test": 313},
+    "vocab_size": 29,
+    "parameters": 1234,
+    "step": 7 if status == "done" else 5,
+    "num_steps": 7,
+    "best_step": 3,
+    "scores": {} if bits is None else {BITS: bits},
     "validation": [
       {"step": 2, "nats_per_token": 6.0, "perplexity": 403.0, BITS: 9.0},
       {"step": 5, "nats_per_token": 3.5, "perplexity": 33.0, BITS: 5.21},
     ],
-    "costs": {"every": 2, "medians": [6.0, 5.0, 4.5]}, "minutes": 1.5,
+    "costs": {"every": 2, "medians": [6.0, 5.0, 4.5]},
+    "minutes": 1.5,
     "changes": {"model.width": [512, 64]},
     "machine": {"device": "cpu", "processor": "Abacus", "cores": 2},
-    "versions": {"dpjax": "0.1"}, "command": "python -m reproduce small",
+    "versions": {"dpjax": "0.1"},
+    "command": "python -m reproduce small",
     "date": f"2026-11-0{seed + 1}",
   }
   return there | rest
@@ -63,13 +76,28 @@ def points(table):
   ):
     of_base = {"ratio": 0.625, "memory_ratio": 0.375} if base else {}
     yield {
-      "model": model, "baseline": base, "dtype": dtype, "place": place,
-      "seconds": 0.011 * place, "temporary_mib": 3.0 * place, "ratio": None,
-      "memory_ratio": None, "left_out": "", "settings": {"batch": 3, "width": 1100},
-      "machine": {"device": "gpu"}, "date": "2026-11-05",
+      "model": model,
+      "baseline": base,
+      "dtype": dtype,
+      "place": place,
+      "seconds": 0.011 * place,
+      "temporary_mib": 3.0 * place,
+      "ratio": None,
+      "memory_ratio": None,
+      "left_out": "",
+      "settings": {"batch": 3, "width": 1100},
+      "machine": {"device": "gpu"},
+      "date": "2026-11-05",
     } | of_base
-  yield {"model": "theirs", "baseline": None, "dtype": "float32", "place": 16,
-         "seconds": None, "ratio": None, "left_out": "no memory"}
+  yield {
+    "model": "theirs",
+    "baseline": None,
+    "dtype": "float32",
+    "place": 16,
+    "seconds": None,
+    "ratio": None,
+    "left_out": "no memory",
+  }
 
 
 def make(name, scale="cpu", seeds=(0,)):
@@ -112,9 +140,13 @@ def test_runs_are_found_by_their_configurations():
 
 
 def test_of_two_records_of_a_seed_the_one_that_came_further_counts():
-  ran = [record("a.py:none", 0, "partial"), record("a.py:none", 0, bits=1.25),
-         record("a.py:none", 0, "left_out"), record("a.py:none", 1, "partial", step=3),
-         record("a.py:none", 1, "partial", step=4)]
+  ran = [
+    record("a.py:none", 0, "partial"),
+    record("a.py:none", 0, bits=1.25),
+    record("a.py:none", 0, "left_out"),
+    record("a.py:none", 1, "partial", step=3),
+    record("a.py:none", 1, "partial", step=4),
+  ]
   for order in (ran, ran[::-1]):
     runs = named(report.summarise(SMALL, "cpu", order), "x/none")["runs"]
     assert [(run["status"], run["step"]) for run in runs] == [("done", 7), ("partial", 4)]
@@ -132,12 +164,18 @@ def test_means_and_tests_are_those_of_significance():
   assert row["mean"][BITS] == statistics.fmean(ours.values())
   assert row["deviation"][BITS] == statistics.stdev(ours.values())
   common = (1, 2, 5)
-  scores = {"base": {seed: base[seed] for seed in common},
-            "ours": {seed: ours[seed] for seed in common}}
+  scores = {
+    "base": {seed: base[seed] for seed in common},
+    "ours": {seed: ours[seed] for seed in common},
+  }
   expected = significance.compare(scores, "base")[1]
   assert row["test"] == {
-    "difference": expected.difference, "p_value": expected.p_value,
-    "verdict": expected.verdict, "score": BITS, "baseline": "x/none", "seeds": 3,
+    "difference": expected.difference,
+    "p_value": expected.p_value,
+    "verdict": expected.verdict,
+    "score": BITS,
+    "baseline": "x/none",
+    "seeds": 3,
   }
   assert named(content, "x/long")["deviation"] == {BITS: None}
   for name in ("x/long", "x/none", "y/same"):
@@ -150,8 +188,11 @@ def test_means_and_tests_are_those_of_significance():
 
 
 def test_a_test_is_against_the_baseline_of_the_own_group():
-  ran = [record(row.config, seed, bits=2.0 + i + seed * (1 + 0.25 * i))
-         for i, row in enumerate(SMALL.rows) for seed in (3, 5)]
+  ran = [
+    record(row.config, seed, bits=2.0 + i + seed * (1 + 0.25 * i))
+    for i, row in enumerate(SMALL.rows)
+    for seed in (3, 5)
+  ]
   tests = {row["name"]: row["test"] for row in report.summarise(SMALL, "cpu", ran)["rows"]}
   assert tests["x/none"] is None is tests["y/none"]
   bases = {name: test["baseline"] for name, test in tests.items() if test}
@@ -170,8 +211,11 @@ def test_a_verdict_is_shown():
 @pytest.mark.parametrize("status", ["partial", "diverged", "left_out"])
 def test_what_is_not_done_is_in_no_mean(status):
   scores = {"scores": {BITS: 100.0, FACTOR: 100.0}}
-  ran = [record("a.py:none", 0, bits=1.5), record("a.py:none", 1, status, **scores),
-         record("a.py:short", 1, status, **scores)]
+  ran = [
+    record("a.py:none", 0, bits=1.5),
+    record("a.py:none", 1, status, **scores),
+    record("a.py:short", 1, status, **scores),
+  ]
   content = report.summarise(SMALL, "cpu", ran)
   assert named(content, "x/none")["mean"] == {BITS: 1.5}
   assert named(content, "x/none")["seeds"] == 1
@@ -184,9 +228,12 @@ def test_what_is_not_done_is_in_no_mean(status):
 
 
 def test_scores_that_are_not_finite_or_missing_are_left_out():
-  ran = [record("a.py:none", 0, scores={BITS: math.inf, FACTOR: 2.5}),
-         record("a.py:none", 1, scores={BITS: None, FACTOR: math.nan}),
-         record("a.py:none", 2, scores={BITS: 1.5}), record("a.py:none", 3, scores=None)]
+  ran = [
+    record("a.py:none", 0, scores={BITS: math.inf, FACTOR: 2.5}),
+    record("a.py:none", 1, scores={BITS: None, FACTOR: math.nan}),
+    record("a.py:none", 2, scores={BITS: 1.5}),
+    record("a.py:none", 3, scores=None),
+  ]
   row = named(report.summarise(SMALL, "cpu", ran), "x/none")
   assert row["mean"] == {BITS: 1.5, FACTOR: 2.5} and row["seeds"] == 4
 
@@ -200,9 +247,11 @@ def test_a_partial_run_has_no_score_and_its_last_validation():
 
 
 def test_rows_without_a_result_are_named_with_their_reason_once():
-  ran = [record("a.py:none", 0, "left_out", reason="no text"),
-         record("a.py:short", 0, "left_out", reason="no text"),
-         record("a.py:long", 0, "left_out", reason="no text")]
+  ran = [
+    record("a.py:none", 0, "left_out", reason="no text"),
+    record("a.py:short", 0, "left_out", reason="no text"),
+    record("a.py:long", 0, "left_out", reason="no text"),
+  ]
   text = pages.markdown(report.summarise(SMALL, "cpu", ran))
   assert "- Without a result: X: left out, no text.\n" in text
   assert "- Without a result: Y: not run.\n" in text
@@ -215,8 +264,7 @@ def test_rows_without_a_result_are_named_with_their_reason_once():
 
 def test_order_is_counted_within_groups_where_the_papers_numbers_differ():
   # The paper: short < none < long. Here none < short < long, so 2 of 3; Y has a tie.
-  bits = {"a.py:none": 1.0, "a.py:short": 1.5, "a.py:long": 2.0, "b.py:none": 0.5,
-          "b.py:same": 3.0}
+  bits = {"a.py:none": 1.0, "a.py:short": 1.5, "a.py:long": 2.0, "b.py:none": 0.5, "b.py:same": 3.0}
   ran = [record(config, bits=x) for config, x in bits.items()]
   content = report.summarise(SMALL, "cpu", ran)
   assert content["order"] == {"score": BITS, "same": 2, "pairs": 3, "paper_pairs": 3}
@@ -281,8 +329,10 @@ def test_counts_are_those_of_table_7():
 
 def test_settings_of_all_rows_are_said_once_and_others_of_whom():
   width, length = {"model.width": [512, 64]}, {"model.max_length": [2048, 256]}
-  ran = [record(row.config, changes=width | (length if "a.py" in row.config else {}))
-         for row in SMALL.rows]
+  ran = [
+    record(row.config, changes=width | (length if "a.py" in row.config else {}))
+    for row in SMALL.rows
+  ]
   ran[-1]["changes"] = width | {"data.name": ["", None], "train.learning_rate": [1, 0.01]}
   text = pages.markdown(report.summarise(SMALL, "cpu", ran))
   assert text.count("model.width") == 1 and "- `model.width` 512 -> 64\n" in text
@@ -292,14 +342,22 @@ def test_settings_of_all_rows_are_said_once_and_others_of_whom():
 
 
 def test_texts_machines_and_times_are_said():
-  ran = [record("a.py:none", 0, bits=1.5), record("b.py:none", 0, bits=1.5, text="part"),
-         record("b.py:none", 2, bits=1.75, text="part", minutes=2.25)]
+  ran = [
+    record("a.py:none", 0, bits=1.5),
+    record("b.py:none", 0, bits=1.5, text="part"),
+    record("b.py:none", 2, bits=1.75, text="part", minutes=2.25),
+  ]
   text = pages.markdown(report.summarise(SMALL, "cpu", ran))
   sizes = "9,001 / 311 / 313 tokens of 29 kinds (train / valid / test)"
   assert f"- Text: `text8`: {sizes}.\n" in text
   assert f"- Text: `part`: {sizes}, in the place of Y.\n" in text
-  for words in ("cpu, Abacus, 2 cores", "dpjax 0.1", "2026-11-01 to 2026-11-03",
-                "`python -m reproduce small`", "5.2 minutes"):
+  for words in (
+    "cpu, Abacus, 2 cores",
+    "dpjax 0.1",
+    "2026-11-01 to 2026-11-03",
+    "`python -m reproduce small`",
+    "5.2 minutes",
+  ):
     assert text.count(words) == 1
   assert line(text, "X | vanilla")[2:4] == ["1,234", "7 of 7"]
 
@@ -307,12 +365,11 @@ def test_texts_machines_and_times_are_said():
 def test_step_times_stand_by_place_and_model():
   text = pages.markdown(make("dispatcher-fig2"))
   lines = [x for x in text.splitlines() if x.startswith("| ")]
-  assert lines[0] == ("| tokens | ours, float32 | theirs, float32 | ours, bfloat16 "
-                      "| theirs, bfloat16 |")
+  assert lines[0] == (
+    "| tokens | ours, float32 | theirs, float32 | ours, bfloat16 | theirs, bfloat16 |"
+  )
   assert column(text, "tokens") == ["2", "4", "8", "16"]
-  assert line(text, "4")[1:3] == [
-    "0.044 s, 12 MiB (time 0.62, memory 0.38)", "0.044 s, 12 MiB"
-  ]
+  assert line(text, "4")[1:3] == ["0.044 s, 12 MiB (time 0.62, memory 0.38)", "0.044 s, 12 MiB"]
   assert line(text, "16")[1:] == ["-"] * 4
   assert "no memory: theirs, float32 at 16" in text
   assert text.count("batch 3, width 1,100") == 1
@@ -367,8 +424,9 @@ def test_a_broken_file_is_named(tmp_path, content):
 
 def axes(figure):
   """The points of each line, by its label, of each set of axes."""
-  return [{x.get_label(): x.get_xydata().tolist() for x in each.get_lines()}
-          for each in figure.axes]
+  return [
+    {x.get_label(): x.get_xydata().tolist() for x in each.get_lines()} for each in figure.axes
+  ]
 
 
 def test_rows_with_places_are_drawn_over_them():
@@ -376,8 +434,7 @@ def test_rows_with_places_are_drawn_over_them():
   content = make("extractors-fig10")
   for label, drawn in lines.items():
     assert drawn == [
-      [row["place"], row["mean"]["median_cost"]] for row in content["rows"]
-      if row["label"] == label
+      [row["place"], row["mean"]["median_cost"]] for row in content["rows"] if row["label"] == label
     ]
   assert len(lines) == 6 and all(len(drawn) == 4 for drawn in lines.values())
 
@@ -437,8 +494,9 @@ def test_step_times_are_drawn():
 def test_where_nothing_was_run_nothing_is_drawn(name, tmp_path):
   table = papers.TABLES[name]
   if table.kind == "runs":
-    empty = report.summarise(table, "cpu", [record(table.rows[0].config, 0, "left_out",
-                                                   costs=None)])
+    empty = report.summarise(
+      table, "cpu", [record(table.rows[0].config, 0, "left_out", costs=None)]
+    )
   else:
     empty = report.step_times(table, "cpu", [], 5)
   assert report.draw(empty) is None
@@ -485,17 +543,23 @@ def test_the_page_has_an_overview_and_links_that_lead_somewhere():
   images = re.findall(r"\]\((.*\.png)\)", text)
   assert images == [
     f"../results/reproduce/{pages.file_name(x['table'], 'cpu')}.png"
-    for x in contents if x["kind"] != "counts"
+    for x in contents
+    if x["kind"] != "counts"
   ]
   for content in contents:
     assert pages.markdown(content) in text
 
 
 def test_the_headline_has_what_both_have():
-  ran = [record("configs/msa_ptb.py", scores={"perplexity": 101.5}, changes={
-           "model.num_layers": [6, 2], "model.width": [512, 128]}),
-         record("configs/dispatcher_ptb.py", 0, "partial"),
-         record("configs/msa_lm1b.py", scores={"perplexity": 7.0})]
+  ran = [
+    record(
+      "configs/msa_ptb.py",
+      scores={"perplexity": 101.5},
+      changes={"model.num_layers": [6, 2], "model.width": [512, 128]},
+    ),
+    record("configs/dispatcher_ptb.py", 0, "partial"),
+    record("configs/msa_lm1b.py", scores={"perplexity": 7.0}),
+  ]
   table = papers.TABLES["dispatcher-table1"]
   cpu, tiny = (report.summarise(table, scale, ran) for scale in ("cpu", "tiny"))
   lines = pages.headline([tiny, cpu]).splitlines()[2:]
@@ -505,8 +569,10 @@ def test_the_headline_has_what_both_have():
   ]
   assert pages.headline([tiny]) == "" == pages.headline([])
   # The paper's scale comes first, and where it has no result the other stays.
-  ran = [record("configs/dispatcher_ptb.py", seed, scores={"perplexity": 36.0 + seed},
-                changes={}) for seed in (0, 1)]
+  ran = [
+    record("configs/dispatcher_ptb.py", seed, scores={"perplexity": 36.0 + seed}, changes={})
+    for seed in (0, 1)
+  ]
   whole = report.summarise(table, "paper", ran)
   assert pages.headline([cpu, whole]).splitlines()[2:] == [
     "| PTB, perplexity: masked self-attention / plain Dispatcher | 40.58 / 35.40 "
@@ -514,8 +580,12 @@ def test_the_headline_has_what_both_have():
   ]
   empty = report.summarise(table, "paper", [])
   assert pages.headline([empty, cpu]) == pages.headline([cpu])
-  pooled = record("configs/pooling_text8.py:fixed2", text="text8_prefix", scores={
-    BITS: 2.25, FACTOR: 2.0}, changes={"model.num_layers": [8, 3]})
+  pooled = record(
+    "configs/pooling_text8.py:fixed2",
+    text="text8_prefix",
+    scores={BITS: 2.25, FACTOR: 2.0},
+    changes={"model.num_layers": [8, 3]},
+  )
   content = report.summarise(papers.TABLES["pooling-table1"], "cpu", [pooled])
   assert pages.headline([content, make("extractors-table7")]).splitlines()[2:] == [
     "| text8, bits per character: fixed, 2 | 1.149 | 2.250 | reduced (cpu): 3 middle "
@@ -534,11 +604,9 @@ def test_ours_has_a_star_where_it_is_below_all_baselines():
   # Below "none" by the same in every seed; of "long" and of itself that holds for one each.
   table = dataclasses.replace(SMALL, baselines=("none", "long"))
   scores = {"a.py:none": (1.5, 1.75, 1.625), "a.py:long": (1.25, 1.5, 1.375)}
-  runs = [record(config, i, bits=x) for config, by in scores.items()
-          for i, x in enumerate(by)]
+  runs = [record(config, i, bits=x) for config, by in scores.items() for i, x in enumerate(by)]
   for less, is_better in ((0.125, True), (-0.0625, False)):
-    ours = [record("a.py:short", i, bits=x - less) for i, x in
-            enumerate(scores["a.py:long"])]
+    ours = [record("a.py:short", i, bits=x - less) for i, x in enumerate(scores["a.py:long"])]
     content = report.summarise(table, "paper", runs + ours)
     row = named(content, "x/short")
     assert (row["test"]["baseline"], row["test"]["verdict"]) == ("x/none", "lower")

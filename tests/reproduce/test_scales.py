@@ -29,22 +29,31 @@ def test_what_a_table_compares_stays_different(table, scale):
     made.setdefault(str(settings), []).append(name)
   for names in made.values():
     texts = {name.partition(":")[0].rpartition("_")[2] for name in names}
-    is_alike = any("unigram" in name for name in names) or len(texts) > 1 or all(
-      "wiki40b" in name or "finetuned" in name for name in names
+    is_alike = (
+      any("unigram" in name for name in names)
+      or len(texts) > 1
+      or all("wiki40b" in name or "finetuned" in name for name in names)
     )
     assert len(names) == 1 or scale == "tiny" and is_alike, names
 
 
-@pytest.mark.parametrize("name, kept", [
-  ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
-  ("extractors_childrens_books.py:me,fig11_8", {"max_length": 32, "num_layers": 8}),
-  ("extractors_childrens_books.py:attention_64", {"mixer.num_heads": 64}),
-  ("pooling_text8.py:entropy,middle_14",
-   {"num_layers": 14, "first.num_layers": 2, "boundaries.name": "entropy"}),
-  ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries.name": "none"}),
-  ("pooling_text8.py:fixed3,subsampling",
-   {"boundaries.shortening_factor": 3, "boundaries.pooling": "last"}),
-])
+@pytest.mark.parametrize(
+  "name, kept",
+  [
+    ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
+    ("extractors_childrens_books.py:me,fig11_8", {"max_length": 32, "num_layers": 8}),
+    ("extractors_childrens_books.py:attention_64", {"mixer.num_heads": 64}),
+    (
+      "pooling_text8.py:entropy,middle_14",
+      {"num_layers": 14, "first.num_layers": 2, "boundaries.name": "entropy"},
+    ),
+    ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries.name": "none"}),
+    (
+      "pooling_text8.py:fixed3,subsampling",
+      {"boundaries.shortening_factor": 3, "boundaries.pooling": "last"},
+    ),
+  ],
+)
 @pytest.mark.parametrize("scale", ["tiny", "cpu"])
 def test_what_a_figure_varies_stays_as_it_is(name, kept, scale):
   config = scales.configure(f"configs/{name}", scale)
@@ -67,15 +76,21 @@ def test_changes_are_those_that_change_numbers():
   assert scales.changes(paper, ours) == {}
   ours.model.width, ours.data.max_characters = 8, (0, 3, 4)
   assert scales.changes(paper, ours) == {
-    "model.width": [512, 8], "data.max_characters": [(0, 0, 0), (0, 3, 4)]
+    "model.width": [512, 8],
+    "data.max_characters": [(0, 0, 0), (0, 3, 4)],
   }
 
 
 def test_texts_are_found_by_name(tmp_path):
   for name in ("wikitext2", "wikitext2_raw", "penn_treebank"):
     (tmp_path / name).mkdir()
-  for name in ("text8_prefix.txt", "wiki40b_fi_books.txt", "wiki40b_he.txt",
-               "wiki40b_he_less.txt", "cc100.bin"):
+  for name in (
+    "text8_prefix.txt",
+    "wiki40b_fi_books.txt",
+    "wiki40b_he.txt",
+    "wiki40b_he_less.txt",
+    "cc100.bin",
+  ):
     (tmp_path / name).write_text("a text\n")
 
   def found(*name):

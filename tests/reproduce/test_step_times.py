@@ -92,8 +92,11 @@ def test_all_points_are_there_with_all_that_a_report_needs(name, count):
     assert (point["ratio"] is None) == (point["memory_ratio"] is None) == (not baseline)
     if baseline:
       place = 1 if baseline == VANILLA else point["place"]
-      other, = (x for x in points if x["model"] == baseline and x["place"] == place
-                and x["dtype"] == point["dtype"])
+      (other,) = (
+        x
+        for x in points
+        if x["model"] == baseline and x["place"] == place and x["dtype"] == point["dtype"]
+      )
       quotient = point["temporary_mib"] / other["temporary_mib"]
       assert point["memory_ratio"] == pytest.approx(quotient)
       assert point["ratio"] > 0
@@ -116,8 +119,7 @@ def test_the_models_differ_in_what_the_figure_is_about_alone(scale):
     assert model["dropout"] == model["hidden_dropout"] == 0.2
     assert dispatcher.level_dropout == attention.dropout == 0.2
     assert model["dtype"] == ours.dtype
-  vanilla, *pooled = (x for x in step_times.places(NAMES[1], scale) if
-                      x.dtype == "float32")
+  vanilla, *pooled = (x for x in step_times.places(NAMES[1], scale) if x.dtype == "float32")
   assert vanilla.config.model.boundaries.name == "none" and vanilla.place == 1
   for place in pooled:
     assert place.settings == vanilla.settings
@@ -131,15 +133,27 @@ def test_the_papers_sizes():
   assert len(found) == 2 * 2 * 8
   assert [x.place for x in found[:16:2]] == [512 * 2**i for i in range(8)]
   assert dict(found[0].settings) == dict(
-    batch=1, tokens=512, layers=6, width=512, feed_forward_width=512, vocab_size=20_044,
-    dropout=0.2, repetitions=7,
+    batch=1,
+    tokens=512,
+    layers=6,
+    width=512,
+    feed_forward_width=512,
+    vocab_size=20_044,
+    dropout=0.2,
+    repetitions=7,
   )
   found = step_times.places(NAMES[1], "paper")
   assert len(found) == 2 * 6 and {x.dtype for x in found} == {"float32", "bfloat16"}
   assert [x.place for x in found[:6]] == [1, 2, 3, 4, 6, 8]
   assert dict(found[0].settings) == dict(
-    batch=8, tokens=2048, layers=12, width=512, feed_forward_width=2048, vocab_size=27,
-    dropout=0.1, repetitions=7,
+    batch=8,
+    tokens=2048,
+    layers=12,
+    width=512,
+    feed_forward_width=2048,
+    vocab_size=27,
+    dropout=0.1,
+    repetitions=7,
   )
   for place in found:
     assert place.config.train.batch_size == 8
@@ -154,9 +168,7 @@ def test_a_step_is_the_update_of_training():
   state = step_lib.init_state(model, optimizer, 0)
   step = jax.jit(functools.partial(step_lib.train_step, model, optimizer, 1))
   assert taken.batch["tokens"].shape == (1, 16)
-  np.testing.assert_array_equal(
-    taken.batch["tokens"][:, 1:], taken.batch["targets"][:, :-1]
-  )
+  np.testing.assert_array_equal(taken.batch["tokens"][:, 1:], taken.batch["targets"][:, :-1])
   np.testing.assert_array_equal(taken.batch["weights"], jnp.ones((1, 16)))
   batch = jax.tree.map(np.asarray, taken.batch)
   for i in range(2):
@@ -192,8 +204,10 @@ def test_a_ratio_is_the_median_of_paired_ratios():
 
 
 def test_ratios_of_points_are_paired(fake):
-  turns = {"dispatcher": itertools.cycle([99.0, 99.0, 4.0, 10.0, 1.0]),
-           "attention": itertools.cycle([77.0, 77.0, 2.0, 20.0, 3.0])}
+  turns = {
+    "dispatcher": itertools.cycle([99.0, 99.0, 4.0, 10.0, 1.0]),
+    "attention": itertools.cycle([77.0, 77.0, 2.0, 20.0, 3.0]),
+  }
   fake.seconds = staticmethod(lambda config: next(turns[config.model.mixer.name]))
   points = measure(NAMES[0])
   assert of(points, DISPATCHER, "ratio") == [0.5] * 4
@@ -332,8 +346,11 @@ def test_no_pooling_is_timed_by_all_of_its_turns(fake):
 def test_steps_that_would_take_minutes_are_not_tried(fake, mixer, model, growth):
   for first, places in ((59.0 / growth, 2), (61.0 / growth, 1)):
     fake.seconds = staticmethod(
-      lambda config, first=first: 1.0 if config.model.mixer.name != mixer
-      else first * (growth if config.model.max_length > 512 else 1.0)
+      lambda config, first=first: (
+        1.0
+        if config.model.mixer.name != mixer
+        else first * (growth if config.model.max_length > 512 else 1.0)
+      )
     )
     points = measure(NAMES[0], "cpu")
     out = of(points, model, "left_out")

@@ -10,7 +10,10 @@ from dpjax.errors import Interrupted, UserError
 from reproduce import experiment, pages, papers, work
 
 TABLE = papers.Table(
-  "pooling-table2", "A table", "A paper", (papers.BITS,),
+  "pooling-table2",
+  "A table",
+  "A paper",
+  (papers.BITS,),
   rows=(
     papers.Row("second", "after", "configs/dispatcher_finetuned.py:ptb", after="first"),
     papers.Row("alone", "alone", "configs/msa_ptb.py", paper={papers.BITS: 1.5}),
@@ -18,7 +21,9 @@ TABLE = papers.Table(
   ),
 )
 OTHER = dataclasses.replace(
-  TABLE, name="pooling-fig3", rows=(
+  TABLE,
+  name="pooling-fig3",
+  rows=(
     papers.Row("again", "the same", "configs/msa_ptb.py"),
     papers.Row("more", "more", "configs/dispatcher_ptb.py"),
   ),
@@ -50,10 +55,20 @@ def done(monkeypatch, clock):
     if seconds:
       result = {"status": "partial", "reason": "Stopped"}
     record = {
-      "row": row.name, "config": row.config, "seed": seed, "reason": "", "step": 5,
-      "num_steps": 7, "minutes": 1.25, "scores": {}, "validation": [],
-      "changes": experiment.changes(row.config, scale), "resumed": is_known,
-      "text": experiment.text(row.config, scale, data), **ABOUT, **result,
+      "row": row.name,
+      "config": row.config,
+      "seed": seed,
+      "reason": "",
+      "step": 5,
+      "num_steps": 7,
+      "minutes": 1.25,
+      "scores": {},
+      "validation": [],
+      "changes": experiment.changes(row.config, scale),
+      "resumed": is_known,
+      "text": experiment.text(row.config, scale, data),
+      **ABOUT,
+      **result,
     }
     if record["status"] == "done":
       record["scores"] = {papers.BITS: 1.25 + seed}
@@ -66,9 +81,7 @@ def done(monkeypatch, clock):
 
 
 def settings(folder, **changes):
-  return work.Settings(
-    "tiny", runs=str(folder / "runs"), out=str(folder / "out"), **changes
-  )
+  return work.Settings("tiny", runs=str(folder / "runs"), out=str(folder / "out"), **changes)
 
 
 def run(tables, folder, **changes):
@@ -141,9 +154,9 @@ def test_of_two_reports_of_a_run_the_later_one_counts(done, tmp_path):
   assert kept(tmp_path, OTHER)["again"][0]["status"] == "done"
 
 
-@pytest.mark.parametrize("status, is_again", [
-  ("done", False), ("diverged", False), ("partial", True), ("left_out", True)
-])
+@pytest.mark.parametrize(
+  "status, is_again", [("done", False), ("diverged", False), ("partial", True), ("left_out", True)]
+)
 def test_what_is_tried_again(done, tmp_path, status, is_again):
   done.results["alone"] = {"status": status, "reason": "Why."}
   job = run([TABLE], tmp_path)
@@ -157,13 +170,16 @@ def test_what_is_tried_again(done, tmp_path, status, is_again):
   assert minutes == (2.5 if status == "partial" else 1.25)
 
 
-@pytest.mark.parametrize("reached, later, kept_step", [
-  (dict(status="partial", step=4), dict(status="left_out", step=0), 4),
-  (dict(status="partial", step=4), dict(status="partial", step=3), 4),
-  (dict(status="partial", step=4), dict(status="partial", step=6), 6),
-  (dict(status="partial", step=4), dict(status="diverged", step=5), 5),
-  (dict(status="left_out", step=0), dict(status="partial", step=2), 2),
-])
+@pytest.mark.parametrize(
+  "reached, later, kept_step",
+  [
+    (dict(status="partial", step=4), dict(status="left_out", step=0), 4),
+    (dict(status="partial", step=4), dict(status="partial", step=3), 4),
+    (dict(status="partial", step=4), dict(status="partial", step=6), 6),
+    (dict(status="partial", step=4), dict(status="diverged", step=5), 5),
+    (dict(status="left_out", step=0), dict(status="partial", step=2), 2),
+  ],
+)
 def test_what_was_reached_is_not_lost(done, tmp_path, reached, later, kept_step):
   done.results["alone"] = reached | {"reason": "First."}
   run([TABLE], tmp_path)
@@ -190,6 +206,7 @@ def test_a_run_on_another_text_does_not_count(done, tmp_path, monkeypatch):
   monkeypatch.setattr(experiment, "text", lambda config, scale, data: "the whole text")
   run([TABLE], tmp_path)
   assert len(done.calls) == 6
+
   # Where the text is missing, there is nothing better to be had.
   def missing(config, scale, data):
     raise UserError("data: expected a folder")
@@ -245,9 +262,7 @@ def test_the_time_limits(done, tmp_path, capsys):
   run([TABLE, OTHER], tmp_path, minutes=2, minutes_each=1)
   # 61 seconds of the first one, 40 of the next; then the time is over within the third.
   assert names(done) == [("alone", 0), ("first", 0), ("second", 0)]
-  assert [runs[0]["status"] for runs in kept(tmp_path).values()] == [
-    "partial", "partial", "done"
-  ]
+  assert [runs[0]["status"] for runs in kept(tmp_path).values()] == ["partial", "partial", "done"]
   printed = capsys.readouterr().out
   assert "[2 of 4] first, seed 0, about 1 minutes left" in printed
   assert "The time is over; 1 of 4 were not begun." in printed
@@ -267,10 +282,16 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
 
   def measure(name, scale, known, *, put, should_stop):
     asked.append((name, scale, [point["place"] for point in known]))
-    put({"model": "Dispatcher", "dtype": "float32", "place": 8, "seconds": 0.5,
-         "left_out": ""})
-    put({"model": "Dispatcher", "dtype": "float32", "place": 16, "seconds": None,
-         "left_out": "no room"})
+    put({"model": "Dispatcher", "dtype": "float32", "place": 8, "seconds": 0.5, "left_out": ""})
+    put(
+      {
+        "model": "Dispatcher",
+        "dtype": "float32",
+        "place": 16,
+        "seconds": None,
+        "left_out": "no room",
+      }
+    )
     raise RuntimeError("broken")
 
   monkeypatch.setattr(work.step_times, "measure", measure)
@@ -290,17 +311,21 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
   # An error that nobody expected ends neither the queue nor what was written.
   assert "RuntimeError: broken" in capsys.readouterr().err
   assert job.without_result() == [
-    "dispatcher-fig2: RuntimeError: broken", "dispatcher-fig2, Dispatcher at 16: no room"
+    "dispatcher-fig2: RuntimeError: broken",
+    "dispatcher-fig2, Dispatcher at 16: no room",
   ]
 
 
-@pytest.mark.parametrize("changes, message", [
-  (dict(scale="huge"), "scale: expected one of tiny, cpu, paper, got huge"),
-  (dict(seeds=0), "seeds: expected at least 1, got 0"),
-  (dict(minutes=-1.0), "minutes: expected at least 0, got -1"),
-  (dict(minutes_each=float("nan")), "minutes_each: expected at least 0, got nan"),
-  (dict(data="nowhere"), "data: expected a folder of texts, got nowhere"),
-])
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(scale="huge"), "scale: expected one of tiny, cpu, paper, got huge"),
+    (dict(seeds=0), "seeds: expected at least 1, got 0"),
+    (dict(minutes=-1.0), "minutes: expected at least 0, got -1"),
+    (dict(minutes_each=float("nan")), "minutes_each: expected at least 0, got nan"),
+    (dict(data="nowhere"), "data: expected a folder of texts, got nowhere"),
+  ],
+)
 def test_settings_that_cannot_be_followed(tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     work.Work([TABLE], dataclasses.replace(settings(tmp_path), **changes))

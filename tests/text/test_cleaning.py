@@ -21,9 +21,13 @@ DEPARTURES = {
   # 1/2 in one character is two digits.
   1: [("loppu kuusi", "loppu kuusi yksi kaksi")],
   # Without points, words are whole: the digits, and the first word after _NEWLINE_.
-  2: [("א ח ד ת ש ע ה א פ ס ת ש ע ה", "אחד תשעה אפס תשעה"),
-      ("ש ל ש ה א ר ב ע ה", "שלשה ארבעה"), ("ש לו ם", "שלום"),
-      ("א פ ס ש ב ע ה", "אפס שבעה"), ("ש נ י ם ח מ ש ה", "שנים חמשה")],
+  2: [
+    ("א ח ד ת ש ע ה א פ ס ת ש ע ה", "אחד תשעה אפס תשעה"),
+    ("ש ל ש ה א ר ב ע ה", "שלשה ארבעה"),
+    ("ש לו ם", "שלום"),
+    ("א פ ס ש ב ע ה", "אפס שבעה"),
+    ("ש נ י ם ח מ ש ה", "שנים חמשה"),
+  ],
   # The input has two words in decomposed form.
   3: [("tie ng vie t", "tiếng việt")],
   # A mark at the text's begin. The full-width I is an i, 1 and 0 are digits, so is the
@@ -47,8 +51,7 @@ def slow_clean(text, name):
   language = LANGUAGES[name]
   for mark in ("ARTICLE", "SECTION", "PARAGRAPH"):
     text = text.replace(f"_START_{mark}_", "\n")
-  text = unicodedata.normalize("NFC" if name == "he" else "NFKC",
-                               text.replace("_NEWLINE_", "\n"))
+  text = unicodedata.normalize("NFC" if name == "he" else "NFKC", text.replace("_NEWLINE_", "\n"))
   found = ""
   for character in text:
     if character in language.diacritics:
@@ -78,23 +81,25 @@ def test_golden_has_items_of_all_languages():
   assert {item["lang"] for item in ITEMS} == set(LANGUAGES)
 
 
-@pytest.mark.parametrize("language, text, expected", [
-  ("en", "Built in 1907, the \"Mill\".", "built in one nine zero seven the mill"),
-  ("en", "Don't say 3.5\u00a0km!", "don t say three five km"),
-  ("en", "a\r\nb\rc\td \n \n e\n", "a\nb c d\ne"),
-  ("en", "The 10th", "the one zero th"),
-  ("en", "\uff29t \U0001d400nd the o\ufb03ce №\u00a0\u2460", "it and the office no one"),
-  ("fi", "Äiti söi 20 leipää; Åbo.", "äiti söi kaksi nolla leipää åbo"),
-  ("fi", "A\u0308iti \u04d3iti \u0430\u043b\u0435", "äiti äiti a e"),
-  ("he", "בַּיִת 38, ירושלים?", "בית שלשה שמונה ירושלים"),
-  ("he", "\ufb2a\ufb4b \u05e9\u034f\u05c1\u05b8\ufb1eם מה־זה׃", "שו שם מה־זה"),
-  ("he", "46 57 120 AB аб ＡＢ", "ארבעה ששה חמשה שבעה אחד שנים אפס"),
-  ("vi", "Năm 2045: PHỞ, Đà Nẵng.", "năm hai không bốn năm phở đà nẵng"),
-  ("vi", unicodedata.normalize("NFD", "Tiếng Việt, 1367: ưỡn"),
-   "tiếng việt một ba sáu bảy ưỡn"),
-  ("vi", "fjord quiz web", "ord qui eb"),
-  ("vi", "\xd0à Nẵng", "đà nẵng"),  # an eth for a D with stroke
-])
+@pytest.mark.parametrize(
+  "language, text, expected",
+  [
+    ("en", 'Built in 1907, the "Mill".', "built in one nine zero seven the mill"),
+    ("en", "Don't say 3.5\u00a0km!", "don t say three five km"),
+    ("en", "a\r\nb\rc\td \n \n e\n", "a\nb c d\ne"),
+    ("en", "The 10th", "the one zero th"),
+    ("en", "\uff29t \U0001d400nd the o\ufb03ce №\u00a0\u2460", "it and the office no one"),
+    ("fi", "Äiti söi 20 leipää; Åbo.", "äiti söi kaksi nolla leipää åbo"),
+    ("fi", "A\u0308iti \u04d3iti \u0430\u043b\u0435", "äiti äiti a e"),
+    ("he", "בַּיִת 38, ירושלים?", "בית שלשה שמונה ירושלים"),
+    ("he", "\ufb2a\ufb4b \u05e9\u034f\u05c1\u05b8\ufb1eם מה־זה׃", "שו שם מה־זה"),
+    ("he", "46 57 120 AB аб ＡＢ", "ארבעה ששה חמשה שבעה אחד שנים אפס"),
+    ("vi", "Năm 2045: PHỞ, Đà Nẵng.", "năm hai không bốn năm phở đà nẵng"),
+    ("vi", unicodedata.normalize("NFD", "Tiếng Việt, 1367: ưỡn"), "tiếng việt một ba sáu bảy ưỡn"),
+    ("vi", "fjord quiz web", "ord qui eb"),
+    ("vi", "\xd0à Nẵng", "đà nẵng"),  # an eth for a D with stroke
+  ],
+)
 def test_by_example(language, text, expected):
   assert clean(text, language) == expected
 
@@ -109,7 +114,7 @@ def test_look_alikes():
   # No letter of the alphabet becomes another, and none of ASCII becomes any.
   for language in LANGUAGES.values():
     assert clean(language.alphabet, language) == language.alphabet
-    for letter in map(chr, range(0x21, 0x7f)):
+    for letter in map(chr, range(0x21, 0x7F)):
       if not letter.isdigit():
         kept = letter.lower() if letter.lower() in language.alphabet else ""
         assert clean(letter, language) == kept
@@ -121,12 +126,10 @@ def test_look_alikes_stay_apart_on_demand():
 
 
 def test_any_language():
-  digits = ("нуль", "адзін", "два", "тры", "чатыры", "пяць", "шэсць", "сем", "восем",
-            "дзевяць")
+  digits = ("нуль", "адзін", "два", "тры", "чатыры", "пяць", "шэсць", "сем", "восем", "дзевяць")
   language = Language("абвгдеёжзійклмнопрстуўфхцчшыьэюя'", list(digits))
   hash(language)
-  assert clean("Мова 27, Сям\u2019я Cям'я \u0415\u0308", language) == (
-    "мова два сем сям я сям'я ё")
+  assert clean("Мова 27, Сям\u2019я Cям'я \u0415\u0308", language) == ("мова два сем сям я сям'я ё")
   assert clean("0123456789", language) == " ".join(digits)
 
 
@@ -158,8 +161,7 @@ def test_relations(name):
   documents = [TRICKY, letters, "17"]
   parts = [clean(document, name) for document in documents]
   for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-    assert clean("\n".join(documents[i] for i in order), name) == "\n".join(
-      parts[i] for i in order)
+    assert clean("\n".join(documents[i] for i in order), name) == "\n".join(parts[i] for i in order)
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -171,7 +173,7 @@ def test_any_cut_gives_the_same(name, monkeypatch):
     assert "".join(found) == expected
     assert len(found) > 4 and all(found)
     for place in range(len(TRICKY)):
-      chunks = [TRICKY[:place], "", TRICKY[place:place + 7], TRICKY[place + 7:]]
+      chunks = [TRICKY[:place], "", TRICKY[place : place + 7], TRICKY[place + 7 :]]
       assert "".join(clean_chunks(chunks, name)) == expected, place
 
 
@@ -213,35 +215,53 @@ def test_nothing():
   assert list(clean_chunks([], "he")) == []
 
 
-@pytest.mark.parametrize("language, message", [
-  ("fin", "data.language: expected one of en, fi, he, vi, got fin; the nearest is fi"),
-  ("", "data.language: expected one of en, fi, he, vi, got "),
-])
+@pytest.mark.parametrize(
+  "language, message",
+  [
+    ("fin", "data.language: expected one of en, fi, he, vi, got fin; the nearest is fi"),
+    ("", "data.language: expected one of en, fi, he, vi, got "),
+  ],
+)
 def test_unknown_language(language, message):
   for call in (clean, clean_chunks):  # the second before anything is taken of it
     with pytest.raises(ValueError, match=f"^{message}"):
       call("text", language)
 
 
-@pytest.mark.parametrize("setting, value, message", [
-  ("alphabet", "", "alphabet: expected at least one letter, got ''"),
-  ("alphabet", ENGLISH.alphabet + "QÄ", "alphabet: expected lower case, got 'Q', 'Ä'"),
-  ("alphabet", ENGLISH.alphabet + " \n",
-   r"alphabet: expected neither spaces nor digits, got ' ', '\\n'"),
-  ("alphabet", ENGLISH.alphabet + "0", "alphabet: expected neither spaces nor digits, "),
-  ("alphabet", "e" + ENGLISH.alphabet + "q",
-   "alphabet: expected every letter once, got 'e', 'q'"),
-  ("alphabet", ENGLISH.alphabet + "\ufb01",
-   "alphabet: expected letters that Unicode NFKC leaves as they are, got '\ufb01'"),
-  ("alphabet", ENGLISH.alphabet.replace("z", ""),
-   "digits: expected names of letters of the alphabet [a-y]*, got 'zero'"),
-  ("digits", ENGLISH.digits[:9], "digits: expected the ten names of 0 to 9, got 9: zero"),
-  ("digits", ENGLISH.digits + ("ten",), "digits: expected the ten names .* got 11: "),
-  ("digits", ("", *ENGLISH.digits[1:]), "digits: expected names of letters .* got ''"),
-  ("digits", (*ENGLISH.digits[:9], "Nine"), "digits: expected names .* got 'Nine'"),
-  ("diacritics", "\u0301a", "diacritics: expected neither letters .* got 'a'"),
-  ("diacritics", " 4", "diacritics: expected neither letters .* got ' ', '4'"),
-])
+@pytest.mark.parametrize(
+  "setting, value, message",
+  [
+    ("alphabet", "", "alphabet: expected at least one letter, got ''"),
+    ("alphabet", ENGLISH.alphabet + "QÄ", "alphabet: expected lower case, got 'Q', 'Ä'"),
+    (
+      "alphabet",
+      ENGLISH.alphabet + " \n",
+      r"alphabet: expected neither spaces nor digits, got ' ', '\\n'",
+    ),
+    ("alphabet", ENGLISH.alphabet + "0", "alphabet: expected neither spaces nor digits, "),
+    (
+      "alphabet",
+      "e" + ENGLISH.alphabet + "q",
+      "alphabet: expected every letter once, got 'e', 'q'",
+    ),
+    (
+      "alphabet",
+      ENGLISH.alphabet + "\ufb01",
+      "alphabet: expected letters that Unicode NFKC leaves as they are, got '\ufb01'",
+    ),
+    (
+      "alphabet",
+      ENGLISH.alphabet.replace("z", ""),
+      "digits: expected names of letters of the alphabet [a-y]*, got 'zero'",
+    ),
+    ("digits", ENGLISH.digits[:9], "digits: expected the ten names of 0 to 9, got 9: zero"),
+    ("digits", ENGLISH.digits + ("ten",), "digits: expected the ten names .* got 11: "),
+    ("digits", ("", *ENGLISH.digits[1:]), "digits: expected names of letters .* got ''"),
+    ("digits", (*ENGLISH.digits[:9], "Nine"), "digits: expected names .* got 'Nine'"),
+    ("diacritics", "\u0301a", "diacritics: expected neither letters .* got 'a'"),
+    ("diacritics", " 4", "diacritics: expected neither letters .* got ' ', '4'"),
+  ],
+)
 def test_wrong_languages(setting, value, message):
   settings = {"alphabet": ENGLISH.alphabet, "digits": ENGLISH.digits, setting: value}
   with pytest.raises(ValueError, match=f"^{message}"):

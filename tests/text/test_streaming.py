@@ -13,10 +13,13 @@ from dpjax.text.subwords import BytePairs
 from dpjax.text.tokens import KINDS, train_tokenizer
 from tests.text.test_subwords import FAMILIES, family
 
-LINES = ["the cat sat, on the  mat.\n", "\n", "  don't \u00e9\u6f22 \N{GRINNING FACE}!\n",
-         "the cat's mats   \u2581 (two) \n\n"] * 5
-SIZES = {"sentencepiece_unigram": 283, "sentencepiece_bpe": 283, "wordpiece": 67,
-         "bpe": 283}
+LINES = [
+  "the cat sat, on the  mat.\n",
+  "\n",
+  "  don't \u00e9\u6f22 \N{GRINNING FACE}!\n",
+  "the cat's mats   \u2581 (two) \n\n",
+] * 5
+SIZES = {"sentencepiece_unigram": 283, "sentencepiece_bpe": 283, "wordpiece": 67, "bpe": 283}
 # Models of others: white space lost or kept in front of lines that end sentences.
 FOREIGN = {"lost": True, "kept": False}
 NAMES = [*KINDS, *FOREIGN, "across characters"]
@@ -31,9 +34,15 @@ def foreign_sentencepiece(folder, *, lost: bool):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(["the cat sat on the mat", "the  dog sat"] * 7),
-    model_writer=model, vocab_size=283, hard_vocab_limit=False, byte_fallback=True,
-    remove_extra_whitespaces=lost, allow_whitespace_only_pieces=not lost,
-    control_symbols=["<a>", "<b>"], minloglevel=2)
+    model_writer=model,
+    vocab_size=283,
+    hard_vocab_limit=False,
+    byte_fallback=True,
+    remove_extra_whitespaces=lost,
+    allow_whitespace_only_pieces=not lost,
+    control_symbols=["<a>", "<b>"],
+    minloglevel=2,
+  )
   file = folder / "foreign.model"
   file.write_bytes(model.getvalue())
   return train_tokenizer("sentencepiece_unigram", [], file=str(file))
@@ -44,9 +53,12 @@ def bpe_across_characters(folder):
   alphabet = library.pre_tokenizers.ByteLevel.alphabet()
   middle = "\u00bc\u012b\u00e6"  # the bytes BC A2 | E6 of two U+6F22 (E6 BC A2)
   pieces = [*sorted(alphabet), middle[:2], middle]
-  raw = library.Tokenizer(library.models.BPE(
-    {piece: i for i, piece in enumerate(pieces)},
-    [(middle[0], middle[1]), (middle[:2], middle[2])]))
+  raw = library.Tokenizer(
+    library.models.BPE(
+      {piece: i for i, piece in enumerate(pieces)},
+      [(middle[0], middle[1]), (middle[:2], middle[2])],
+    )
+  )
   raw.decoder = library.decoders.ByteLevel()
   raw.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
   raw.add_special_tokens(["<|endoftext|>"])
@@ -58,10 +70,8 @@ def bpe_across_characters(folder):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
   folder = tmp_path_factory.mktemp("models")
-  found = {kind: train_tokenizer(kind, LINES, vocab_size=SIZES.get(kind, 0))
-           for kind in KINDS}
-  found |= {name: foreign_sentencepiece(folder, lost=lost)
-            for name, lost in FOREIGN.items()}
+  found = {kind: train_tokenizer(kind, LINES, vocab_size=SIZES.get(kind, 0)) for kind in KINDS}
+  found |= {name: foreign_sentencepiece(folder, lost=lost) for name, lost in FOREIGN.items()}
   found["across characters"] = bpe_across_characters(folder)
   return found
 
@@ -90,8 +100,7 @@ def test_the_parts_are_the_decoded_text(tokenizers, name):
   for ids in rows(tokenizer):
     text = tokenizer.decode(ids)
     assert streamed(tokenizer, ids[:, None]) == text
-    assert streamed(tokenizer, np.split(ids, np.sort(rng.integers(len(ids), size=9)))) \
-      == text
+    assert streamed(tokenizer, np.split(ids, np.sort(rng.integers(len(ids), size=9)))) == text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +128,7 @@ def test_text_comes_with_its_tokens(tokenizers, name):
     # All that is not half a character, at once.
     decoded = tokenizer.decode(ids[:n])
     assert decoded.startswith(given)
-    assert not decoded[len(given):].strip("\ufffd") and len(decoded) - len(given) <= 3
+    assert not decoded[len(given) :].strip("\ufffd") and len(decoded) - len(given) <= 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,7 +144,13 @@ def test_nothing_and_empty_pushes(tokenizers, name):
 def test_half_a_character_waits(tokenizers):
   stream = TextStream(tokenizers["bytes"])
   assert [stream.push([i]) for i in "\u00e9\u6f22.".encode()] == [
-    "", "\u00e9", "", "", "\u6f22", "."]
+    "",
+    "\u00e9",
+    "",
+    "",
+    "\u6f22",
+    ".",
+  ]
   assert stream.push([0xE6, 0xBC]) == ""
   assert stream.push([ord("x")]) == "\ufffdx"  # what was half a character stays one
   assert stream.push([0xE6, 0xBC]) == "" and stream.finish() == "\ufffd"
@@ -164,8 +179,7 @@ def test_work_does_not_grow_with_the_text(tokenizers, name, monkeypatch):
   decode = tokenizer.decode
   random = np.random.default_rng(3).integers(tokenizer.vocab_size, size=499)
   ids = [*tokenizer.encode("  \u6f22" + 199 * "\u6f22"), *random, *499 * [random[0]]]
-  monkeypatch.setattr(
-    tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+  monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
   for i in ids:
     stream.push([i])
   assert max(decoded) < 99
@@ -195,7 +209,8 @@ def test_long_rows_of_spaces_and_marks(tokenizers, name, monkeypatch):
     expected, lengths = decode(ids), []
     with monkeypatch.context() as patch:
       patch.setattr(
-        tokenizer, "decode", lambda ids, seen=lengths: seen.append(len(ids)) or decode(ids))
+        tokenizer, "decode", lambda ids, seen=lengths: seen.append(len(ids)) or decode(ids)
+      )
       assert streamed(tokenizer, [[i] for i in ids]) == expected
     assert max(lengths) < 99
 
@@ -216,8 +231,9 @@ def test_files_of_other_families(name):
   rng = np.random.default_rng(7)
   texts = [text.replace("\ufffd", "") for text in TEXTS]
   ids = [raw.encode(text, add_special_tokens=False).ids for text in texts]
-  ids += [rng.choice([*ids[0], *rng.integers(tokenizer.vocab_size, size=41)], 149)
-          for _ in range(19)]
+  ids += [
+    rng.choice([*ids[0], *rng.integers(tokenizer.vocab_size, size=41)], 149) for _ in range(19)
+  ]
   for row in map(np.asarray, ids):
     expected = raw.decode(row.tolist(), skip_special_tokens=False)
     assert streamed(tokenizer, row[:, None]) == tokenizer.decode(row) == expected

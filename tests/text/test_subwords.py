@@ -48,7 +48,8 @@ def foreign_model(tmp_path):
   """A model with SentencePiece's own settings: no line end, and white space is lost."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(LINES), model_writer=model, vocab_size=17, minloglevel=2)
+    sentence_iterator=iter(LINES), model_writer=model, vocab_size=17, minloglevel=2
+  )
   file = tmp_path / "foreign.model"
   file.write_bytes(model.getvalue())
   return file
@@ -145,31 +146,40 @@ def _byte_level(rule=None, normalizer=None, **options):
   """Byte-level BPE whose words are cut by a regular expression, None: by nothing."""
   raw = library.Tokenizer(library.models.BPE())
   raw.pre_tokenizer = pre_tokenizers.ByteLevel(
-    **{"add_prefix_space": False, "use_regex": False, **options})
+    **{"add_prefix_space": False, "use_regex": False, **options}
+  )
   if rule:
-    raw.pre_tokenizer = pre_tokenizers.Sequence([
-      pre_tokenizers.Split(library.Regex(rule), "isolated"), raw.pre_tokenizer])
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+      [pre_tokenizers.Split(library.Regex(rule), "isolated"), raw.pre_tokenizer]
+    )
   if normalizer:
     raw.normalizer = normalizer
   raw.decoder = decoders.ByteLevel()
-  raw.train_from_iterator(FAMILY_LINES, library.trainers.BpeTrainer(
-    vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    special_tokens=["<|mark|>"], show_progress=False))
+  raw.train_from_iterator(
+    FAMILY_LINES,
+    library.trainers.BpeTrainer(
+      vocab_size=330,
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      special_tokens=["<|mark|>"],
+      show_progress=False,
+    ),
+  )
   return raw
 
 
 def _byte_fallback(normalizer, *stripped):
   """BPE over characters and marks for spaces, with bytes for those it has not."""
-  raw = library.Tokenizer(library.models.BPE(
-    unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+  raw = library.Tokenizer(library.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
   raw.normalizer = normalizer
-  raw.decoder = decoders.Sequence([
-    decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+  raw.decoder = decoders.Sequence(
+    [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+  )
   marks = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
   words = [f" {word}" for line in FAMILY_LINES for word in line.split()]
   words += 9 * ["\n\n", "\n\n\n"]
-  raw.train_from_iterator(words, library.trainers.BpeTrainer(
-    vocab_size=310, special_tokens=marks, show_progress=False))
+  raw.train_from_iterator(
+    words, library.trainers.BpeTrainer(vocab_size=310, special_tokens=marks, show_progress=False)
+  )
   content = json.loads(raw.to_str())
   del content["added_tokens"][3:]
   return library.Tokenizer.from_str(json.dumps(content))
@@ -194,8 +204,9 @@ def _train(name):
     return _byte_level(_RULE, normalizers.NFC())
   if name == "starcoder":
     raw = _byte_level(use_regex=True)
-    raw.pre_tokenizer = pre_tokenizers.Sequence([
-      pre_tokenizers.Digits(individual_digits=True), raw.pre_tokenizer])
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+      [pre_tokenizers.Digits(individual_digits=True), raw.pre_tokenizer]
+    )
     return raw
   if name == "space in front":
     return _byte_level(use_regex=True, add_prefix_space=True)
@@ -204,13 +215,20 @@ def _train(name):
   space = normalizers.Replace(" ", "\u2581")
   if name == "gemma":
     return _byte_fallback(space)
-  return _byte_fallback(normalizers.Sequence([normalizers.Prepend("\u2581"), space]),
-                        decoders.Strip(" ", 1, 0))
+  return _byte_fallback(
+    normalizers.Sequence([normalizers.Prepend("\u2581"), space]), decoders.Strip(" ", 1, 0)
+  )
 
 
 FAMILIES = {  # whether a text without a normalisation comes back whole
-  "llama 3": True, "gpt-4o": True, "qwen": True, "starcoder": True,
-  "space in front": False, "no rule": True, "gemma": True, "llama 2": True,
+  "llama 3": True,
+  "gpt-4o": True,
+  "qwen": True,
+  "starcoder": True,
+  "space in front": False,
+  "no rule": True,
+  "gemma": True,
+  "llama 2": True,
 }
 
 
@@ -224,11 +242,40 @@ def of_family(request, tmp_path_factory):
 
 
 def _texts():
-  yield from ("One.\nTwo", "one\ntwo", "\none\n", " \n two \n ", "\r\n", "a", "",
-              "7\n/7)\n/", "\n<|mark|> \none<|mark|>\n\n")
+  yield from (
+    "One.\nTwo",
+    "one\ntwo",
+    "\none\n",
+    " \n two \n ",
+    "\r\n",
+    "a",
+    "",
+    "7\n/7)\n/",
+    "\n<|mark|> \none<|mark|>\n\n",
+  )
   rng = np.random.default_rng(5)
-  parts = ["\n", "\n", "\n\n", "\r\n", " ", "  ", "\t", ".", ")", "/", "7", "12", "'s",
-           "One", "two", " the", "\u00e9", "\u6f22", "};\n", "\u2003"]
+  parts = [
+    "\n",
+    "\n",
+    "\n\n",
+    "\r\n",
+    " ",
+    "  ",
+    "\t",
+    ".",
+    ")",
+    "/",
+    "7",
+    "12",
+    "'s",
+    "One",
+    "two",
+    " the",
+    "\u00e9",
+    "\u6f22",
+    "};\n",
+    "\u2003",
+  ]
   for _ in range(60):
     yield "".join(rng.choice(parts, 41))
 
@@ -251,7 +298,7 @@ def test_families_are_cut_where_no_id_changes(of_family, monkeypatch):
   name, raw, tokenizer = of_family
   num_parts = 0
   for text in _texts():
-    chunks = [text[begin:begin + 11] for begin in range(0, len(text), 11)]
+    chunks = [text[begin : begin + 11] for begin in range(0, len(text), 11)]
     parts = list(tokenizer.parts(chunks))
     assert "".join(parts) == text
     found = [i for part in parts for i in tokenizer.encode(part).tolist()]
@@ -289,10 +336,18 @@ def test_normalised_text_is_lost(tmp_path):
   """A model that normalises is not lossless, though it keeps all white space."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(LINES), model_writer=model, vocab_size=283,
-    byte_fallback=True, hard_vocab_limit=False, remove_extra_whitespaces=False,
-    add_dummy_prefix=False, allow_whitespace_only_pieces=True,
-    normalization_rule_name="nfkc", user_defined_symbols=["\n"], minloglevel=2)
+    sentence_iterator=iter(LINES),
+    model_writer=model,
+    vocab_size=283,
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    allow_whitespace_only_pieces=True,
+    normalization_rule_name="nfkc",
+    user_defined_symbols=["\n"],
+    minloglevel=2,
+  )
   (tmp_path / "nfkc.model").write_bytes(model.getvalue())
   file = str(tmp_path / "nfkc.model")
   tokenizer = train_tokenizer("sentencepiece_unigram", [], file=file)

@@ -10,14 +10,12 @@ def test_cut_lines_keeps_every_character():
     parts = list(tokenizer.cut_lines(text, longest))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= longest + 1  # + 1: of a line's end
-  assert parts == ["one\r\n", "\n", "two three  four\u2028five\n", f"  {23 * 'x'}\n",
-                   "\tend"]
+  assert parts == ["one\r\n", "\n", "two three  four\u2028five\n", f"  {23 * 'x'}\n", "\tend"]
 
 
 def test_cut_lines_cuts_before_spaces():
   assert list(tokenizer.cut_lines("one two three\n", 7)) == ["one two", " three\n"]
-  assert list(tokenizer.cut_lines("one\ntwo three\n", 6)) == ["one\n", "two", " three",
-                                                              "\n"]
+  assert list(tokenizer.cut_lines("one\ntwo three\n", 6)) == ["one\n", "two", " three", "\n"]
 
 
 @pytest.mark.parametrize("ids", [[3, 7], [-1], np.array([2, 9], np.uint16)])

@@ -16,23 +16,27 @@ from dpjax.text.tokens import (
 
 # Lines of every length, blank ones, and white space that tokenizers like to lose.
 LINES = [
-  "  leading and trailing  \n", "\n", "\n", "tabs\t\there\t\n", "carriage\r\n", "\r\n",
+  "  leading and trailing  \n",
+  "\n",
+  "\n",
+  "tabs\t\there\t\n",
+  "carriage\r\n",
+  "\r\n",
   "emoji \N{GRINNING FACE}\N{ZERO WIDTH JOINER}\N{BROKEN HEART}, e\u0301 and \u00e9\n",
   "marks \u2581\u2581 \u2581x, \u2585, \u2047, <s> </s> <unk> <eos> <0x0A>\n",
   "a line separator\u2028a no-break\u00a0space\ufeff and a \x7f delete\n",
-  "    " + 300 * "the quick brown fox jumps over the lazy dog " + "\n", 97 * " " + "\n",
+  "    " + 300 * "the quick brown fox jumps over the lazy dog " + "\n",
+  97 * " " + "\n",
   "no line end at the end ",
 ]
 TEXT = "".join(LINES)
-SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101,
-            "bpe": 293}
+SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101, "bpe": 293}
 LOSSLESS = [kind for kind in KINDS if kind != "wordpiece"]
 
 
 @pytest.fixture(scope="module")
 def tokenizers():
-  return {kind: train_tokenizer(kind, LINES, vocab_size=SUBWORDS.get(kind, 0))
-          for kind in KINDS}
+  return {kind: train_tokenizer(kind, LINES, vocab_size=SUBWORDS.get(kind, 0)) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,8 +72,7 @@ def test_parts_that_end_with_lines_give_the_same_ids(tokenizers, kind):
   tokenizer = tokenizers[kind]
   lines = [line for line in LINES if not line.isspace()]  # BPE may join blank lines
   parts = [tokenizer.encode(line) for line in lines]
-  np.testing.assert_array_equal(np.concatenate(parts),
-                                tokenizer.encode("".join(lines)))
+  np.testing.assert_array_equal(np.concatenate(parts), tokenizer.encode("".join(lines)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,8 +105,9 @@ def test_training_twice_gives_the_same(tokenizers, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lone_surrogate_is_no_text(tokenizers, kind):
   for text, place in (("\ud800", 0), ("the\n\udfff cat", 4)):
-    with pytest.raises(UserError, match="^text: expected Unicode text, got a lone "
-                                        f"surrogate at place {place}$"):
+    with pytest.raises(
+      UserError, match=f"^text: expected Unicode text, got a lone surrogate at place {place}$"
+    ):
       tokenizers[kind].encode(text)
 
 
@@ -120,8 +124,9 @@ def test_which_ids_hold_their_text(tokenizers, kind):
 @pytest.mark.parametrize("kind", SUBWORDS)
 def test_size_beyond_what_can_be_learned(kind):
   for size in (2**24 + 1, 2**31, 2**63, 10**30):
-    with pytest.raises(UserError, match="^data.tokenizer_size: expected at most "
-                                        f"16,777,216, got {size}"):
+    with pytest.raises(
+      UserError, match=f"^data.tokenizer_size: expected at most 16,777,216, got {size}"
+    ):
       train_tokenizer(kind, LINES, vocab_size=size)
 
 
@@ -166,12 +171,14 @@ def test_spaces_are_the_space_and_the_line_end(tokenizers):
 def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
   tokenizer = tokenizers[kind]
   if kind not in CHARACTER_KINDS:
-    with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
-                                         f"with Unigram boundaries, got {kind}"):
+    with pytest.raises(
+      ValueError,
+      match=f"^data.tokenizer: expected characters or bytes with Unigram boundaries, got {kind}",
+    ):
       tokenizer.character_ends(TEXT)
     return
   assert tokenizer.character_ends("").tolist() == []
-  expected = [len(tokenizer.encode(TEXT[:end + 1])) - 1 for end in range(200)]
+  expected = [len(tokenizer.encode(TEXT[: end + 1])) - 1 for end in range(200)]
   assert tokenizer.character_ends(TEXT[:200]).tolist() == expected
   ends = {"characters": [0, 1, 2, 3], "bytes": [0, 2, 6, 7]}
   found = tokenizer.character_ends("b\u00e9\N{GRINNING FACE} ")
@@ -195,10 +202,18 @@ def test_characters_take_no_file():
 
 
 @pytest.mark.parametrize("kind", SUBWORDS)
-@pytest.mark.parametrize("content", [
-  None, b"", b"\xff\xfe\0 not a vocabulary", b"[]", b"[" * 10**5, b'{"model":' * 10**5,
-  b'{"model": {"type": ["BPE"], "vocab": {}, "merges": []}}',
-])
+@pytest.mark.parametrize(
+  "content",
+  [
+    None,
+    b"",
+    b"\xff\xfe\0 not a vocabulary",
+    b"[]",
+    b"[" * 10**5,
+    b'{"model":' * 10**5,
+    b'{"model": {"type": ["BPE"], "vocab": {}, "merges": []}}',
+  ],
+)
 def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   file = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
   if content is not None:
@@ -208,22 +223,25 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("text, reason", [
-  ("{", "damaged JSON"),
-  ("[]", "without a format number"),
-  ('{"kind": "bytes"}', "without a format number"),
-  ('{"format": 2, "kind": "bytes"}', "a format up to 1, got 2"),
-  ('{"format": 1, "kind": "runes"}', "the kind 'runes'"),
-  ('{"format": 1, "kind": ["bytes"]}', r"the kind \['bytes'\]"),
-  ("[" * 10**5, "damaged JSON .*nested too deeply"),
-  ('{"format": 1, "kind": "characters", "characters": ["a", "b"]}', "a damaged charact"),
-  ('{"format": 1, "kind": "characters"}', "a damaged characters"),
-  ('{"format": 1, "kind": "characters", "characters": "ba"}', "a damaged characters"),
-  ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "a damaged sentencep"),
-  ('{"format": 1, "kind": "sentencepiece_bpe", "model": "AAAA"}', "a damaged sentencep"),
-  ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "a damaged bpe"),
-  ('{"format": 1, "kind": "wordpiece", "tokenizer": null}', "a damaged wordpiece"),
-])
+@pytest.mark.parametrize(
+  "text, reason",
+  [
+    ("{", "damaged JSON"),
+    ("[]", "without a format number"),
+    ('{"kind": "bytes"}', "without a format number"),
+    ('{"format": 2, "kind": "bytes"}', "a format up to 1, got 2"),
+    ('{"format": 1, "kind": "runes"}', "the kind 'runes'"),
+    ('{"format": 1, "kind": ["bytes"]}', r"the kind \['bytes'\]"),
+    ("[" * 10**5, "damaged JSON .*nested too deeply"),
+    ('{"format": 1, "kind": "characters", "characters": ["a", "b"]}', "a damaged charact"),
+    ('{"format": 1, "kind": "characters"}', "a damaged characters"),
+    ('{"format": 1, "kind": "characters", "characters": "ba"}', "a damaged characters"),
+    ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "a damaged sentencep"),
+    ('{"format": 1, "kind": "sentencepiece_bpe", "model": "AAAA"}', "a damaged sentencep"),
+    ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "a damaged bpe"),
+    ('{"format": 1, "kind": "wordpiece", "tokenizer": null}', "a damaged wordpiece"),
+  ],
+)
 def test_damaged_json(text, reason):
   with pytest.raises(ValueError, match=f"^tokenizer.json: expected.* {reason}"):
     tokenizer_from_json(text)

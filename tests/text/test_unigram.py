@@ -14,11 +14,19 @@ from dpjax.text.unigram import (
 )
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
-VERBS = " ".join(stem + end for stem in ("walk", "talk", "work", "look", "play", "jump")
-                 for end in ("", "s", "ed", "ing", "er", "able", "ative"))
-LINES = (VERBS, "on 1 11 1789 11 1789", "unwalkable untalked  workings", "tab\tbed end\r",
-         "\u00e9t\u00e9 \ufb01ne caf\u00e9\u0434\u043e do \u0434\u043e",
-         "x\u0434 " * 11)
+VERBS = " ".join(
+  stem + end
+  for stem in ("walk", "talk", "work", "look", "play", "jump")
+  for end in ("", "s", "ed", "ing", "er", "able", "ative")
+)
+LINES = (
+  VERBS,
+  "on 1 11 1789 11 1789",
+  "unwalkable untalked  workings",
+  "tab\tbed end\r",
+  "\u00e9t\u00e9 \ufb01ne caf\u00e9\u0434\u043e do \u0434\u043e",
+  "x\u0434 " * 11,
+)
 TEXT = "\n".join(LINES) + "\n"
 
 
@@ -60,8 +68,7 @@ def test_by_example(model):
 @pytest.mark.parametrize("group", ["plain", "edge"])
 def test_boundaries_are_the_authors(model, group, size):
   golden = json.loads(GOLDEN.read_text())["groups"][group]
-  recorded = zip(golden["texts"], golden["pieces"][size], golden["positions"][size],
-                 strict=True)
+  recorded = zip(golden["texts"], golden["pieces"][size], golden["positions"][size], strict=True)
   for text, pieces, positions in recorded:
     found = cut_as(model, dict(zip(text.split(" "), pieces, strict=True)))(text)
     # Theirs stand one character late within the first word.
@@ -94,20 +101,23 @@ def test_a_line_end_is_a_space_and_words_stand_alone(unigram):
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("chunks, expected", [
-  (["ab c", "d", "e\nf", "g"], ["ab ", "cde\n", "fg"]),
-  (["ab", " c"], ["ab ", "c"]),
-  (["ab ", "", "c\n"], ["ab ", "c\n"]),
-  (["", "ab", "cd"], ["abcd"]),
-  ([], []),
-])
+@pytest.mark.parametrize(
+  "chunks, expected",
+  [
+    (["ab c", "d", "e\nf", "g"], ["ab ", "cde\n", "fg"]),
+    (["ab", " c"], ["ab ", "c"]),
+    (["ab ", "", "c\n"], ["ab ", "c\n"]),
+    (["", "ab", "cd"], ["abcd"]),
+    ([], []),
+  ],
+)
 def test_parts_with_whole_words(chunks, expected):
   assert list(whole_words(chunks)) == expected
 
 
 def test_parts_of_whole_words_have_the_boundaries_of_the_text(unigram):
   for cut in (1, 5, 17):
-    chunks = [TEXT[begin:begin + cut] for begin in range(0, len(TEXT), cut)]
+    chunks = [TEXT[begin : begin + cut] for begin in range(0, len(TEXT), cut)]
     parts = list(whole_words(chunks))
     assert len(parts) > 4 and "".join(parts) == TEXT
     found = np.concatenate([unigram(part) for part in parts])
@@ -124,8 +134,12 @@ def test_a_full_memory_is_emptied(model, monkeypatch):
 
 
 def test_words_that_change_in_length_are_one_piece(model):
-  pieces = {"caf\u00e9": ["\u2581ca", "f", "<0xC3>", "<0xA9>"],
-            "\ufb01ne": ["\u2581f", "in", "e"], "\u2581": [], "The": ["\u2581th", "e"]}
+  pieces = {
+    "caf\u00e9": ["\u2581ca", "f", "<0xC3>", "<0xA9>"],
+    "\ufb01ne": ["\u2581f", "in", "e"],
+    "\u2581": [],
+    "The": ["\u2581th", "e"],
+  }
   found = cut_as(model, pieces)("caf\u00e9 \ufb01ne \u2581 The")
   assert "".join(map(str, found)) == "0000" + "1" + "000" + "1" + "0" + "1" + "010"
 
@@ -143,19 +157,21 @@ def test_tokens_of_characters(unigram):
   characters = train_tokenizer("characters", [TEXT])
   np.testing.assert_array_equal(unigram.of_tokens(text, characters), found)
   sizes = [len(character.encode()) for character in text]
-  expected = [b for one, size in zip(found, sizes, strict=True)
-              for b in [0] * (size - 1) + [int(one)]]
+  expected = [
+    b for one, size in zip(found, sizes, strict=True) for b in [0] * (size - 1) + [int(one)]
+  ]
   in_bytes = unigram.of_tokens(text, train_tokenizer("bytes", []))
   assert in_bytes.dtype == np.uint8 and in_bytes.tolist() == expected
   assert unigram.of_tokens("", train_tokenizer("bytes", [])).shape == (0,)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in
-                                  ("characters", "bytes")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("characters", "bytes")])
 def test_subwords_have_no_boundaries(unigram, kind):
   tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
-  with pytest.raises(ValueError, match="^data.tokenizer: expected characters or bytes "
-                                       f"with Unigram boundaries, got {kind}"):
+  with pytest.raises(
+    ValueError,
+    match=f"^data.tokenizer: expected characters or bytes with Unigram boundaries, got {kind}",
+  ):
     unigram.of_tokens("walks", tokenizer)
 
 
@@ -165,8 +181,9 @@ def test_settings_of_the_pieces(unigram):
   assert processor.vocab_size() == 53
   assert pieces >= set("".join(TEXT.split()))  # every character, as it stands
   assert max(map(len, pieces)) > 3
-  assert not any(re.search(r"\d\d|[a-z]\d|\d[a-z]|[a-z\u00e9][\u0430-\u044f]", piece)
-                 for piece in pieces)
+  assert not any(
+    re.search(r"\d\d|[a-z]\d|\d[a-z]|[a-z\u00e9][\u0430-\u044f]", piece) for piece in pieces
+  )
 
 
 def test_pieces_have_up_to_16_characters():
@@ -186,15 +203,17 @@ def test_lines_may_be_long():
 
 
 def test_words_that_chunks_cut_are_learned_whole():
-  chunks = [TEXT[begin:begin + 7] for begin in range(0, len(TEXT), 7)]
+  chunks = [TEXT[begin : begin + 7] for begin in range(0, len(TEXT), 7)]
   assert train_unigram(chunks, 53) == train_unigram(list(whole_words(chunks)), 53)
 
 
 def test_sizes_that_the_text_does_not_admit():
-  for size, expected in [(4001, r"at most \d+ for this text, got 4001"),
-                         (7, r"at least \d+ for this text, got 7"),
-                         (0, "at least 4, got 0"),
-                             (2**31, "at most 16,777,216, got 2147483648")]:
+  for size, expected in [
+    (4001, r"at most \d+ for this text, got 4001"),
+    (7, r"at least \d+ for this text, got 7"),
+    (0, "at least 4, got 0"),
+    (2**31, "at most 16,777,216, got 2147483648"),
+  ]:
     with pytest.raises(ValueError, match=f"^model.boundaries.size: expected {expected}"):
       train_unigram([TEXT], size)
   assert train_unigram([TEXT], limit("least", TEXT, 7))
@@ -216,16 +235,18 @@ def test_text_without_words():
 def test_model_from_a_file(tmp_path, model):
   (tmp_path / "unigram.model").write_bytes(model)
   assert load_unigram(tmp_path / "unigram.model") == model
-  with pytest.raises(ValueError, match="^model.boundaries.file: expected a readable file, "
-                                       "got .*none.model"):
+  with pytest.raises(
+    ValueError, match="^model.boundaries.file: expected a readable file, got .*none.model"
+  ):
     load_unigram(tmp_path / "none.model")
   with pytest.raises(ValueError, match="^model.boundaries.file: expected a readable file"):
     load_unigram(tmp_path)
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
     expected = "SentencePiece model, got something else:" if content else "vocabulary, got"
-    with pytest.raises(ValueError, match=f"^model.boundaries.file: expected a {expected} "
-                                         ".*other.model"):
+    with pytest.raises(
+      ValueError, match=f"^model.boundaries.file: expected a {expected} .*other.model"
+    ):
       load_unigram(tmp_path / "other.model")
 
 
@@ -234,6 +255,8 @@ def test_only_models_of_the_type_unigram(tmp_path):
     tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
     (tmp_path / f"{kind}.model").write_bytes(tokenizer._model)
   assert load_unigram(tmp_path / "sentencepiece_unigram.model")
-  with pytest.raises(ValueError, match="^model.boundaries.file: .* type unigram, got one "
-                                       "of the type bpe: .*_bpe.model"):
+  with pytest.raises(
+    ValueError,
+    match="^model.boundaries.file: .* type unigram, got one of the type bpe: .*_bpe.model",
+  ):
     load_unigram(tmp_path / "sentencepiece_bpe.model")

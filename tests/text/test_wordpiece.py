@@ -5,8 +5,26 @@ import pytest
 
 from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
 
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "The", "the", "cat", "Cat",
-              "##s", "sat", "<", ">", "un", "##k", ".", "un", "never"]
+VOCABULARY = [
+  "[PAD]",
+  "[UNK]",
+  "[CLS]",
+  "[SEP]",
+  "[MASK]",
+  "The",
+  "the",
+  "cat",
+  "Cat",
+  "##s",
+  "sat",
+  "<",
+  ">",
+  "un",
+  "##k",
+  ".",
+  "un",
+  "never",
+]
 LINES = [" \n", "The cats sat .\n", "the Cat sat <unk>.\n", "\n", "the the cat \u6f22\n"]
 
 
@@ -19,8 +37,7 @@ def file(tmp_path):
 
 def test_restricted_vocabulary_is_in_the_authors_order(file):
   # Cased pieces of each raw line, then lower-cased: "Cat" and "cat" become one.
-  tokenizer = train_tokenizer("wordpiece", LINES, file=file, lower_pieces=True,
-                              restrict=True)
+  tokenizer = train_tokenizer("wordpiece", LINES, file=file, lower_pieces=True, restrict=True)
   pieces = ("the cat ##s sat . the cat sat < un ##k > . the the cat [UNK]").split()
   counts = Counter(pieces)
   order = sorted(counts, key=lambda piece: (-counts[piece], piece))
@@ -28,12 +45,14 @@ def test_restricted_vocabulary_is_in_the_authors_order(file):
   expected = ["<unk>", "<pad>", "<sos>", "<eos>", *order]
   assert tokenizer.vocab_size == len(expected) == 14
   assert [tokenizer.decode([i]) for i in range(4, 14)] == [
-    piece.removeprefix("##") for piece in order]
+    piece.removeprefix("##") for piece in order
+  ]
   ids = {piece: i for i, piece in enumerate(expected)}
   assert tokenizer.encode("".join(LINES)).tolist() == [
-    ids[piece] for piece in
-    ("<eos> the cat ##s sat . <eos> the cat sat < un ##k > . <eos> <eos> "
-     "the the cat [UNK] <eos>").split()
+    ids[piece]
+    for piece in (
+      "<eos> the cat ##s sat . <eos> the cat sat < un ##k > . <eos> <eos> the the cat [UNK] <eos>"
+    ).split()
   ]
   assert tokenizer.encode("never").tolist() == [ids["<unk>"]]  # not of the train split
   assert tokenizer.start_id == ids["<eos>"] and not tokenizer.lossless
@@ -94,8 +113,7 @@ def test_learned_vocabulary():
 
 def test_learned_and_restricted():
   chunks = ["the cats sat\n", "The cat's mats\n"] * 5
-  tokenizer = train_tokenizer("wordpiece", chunks, vocab_size=29, lower_pieces=True,
-                              restrict=True)
+  tokenizer = train_tokenizer("wordpiece", chunks, vocab_size=29, lower_pieces=True, restrict=True)
   again = tokenizer_from_json(tokenizer.to_json())
   ids = again.encode("".join(chunks))
   assert set(ids.tolist()) == set(range(3, tokenizer.vocab_size))

@@ -81,14 +81,14 @@ def test_parameters_are_read_without_the_moments_and_onto_any_devices(tmp_path):
   places = sharding.state_sharding(params, sharding.make_mesh(), "sharded")
   target = jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    params, places,
+    params,
+    places,
   )
   with Checkpoints(tmp_path) as saved:
     found = saved.restore_step(target).params
   chex.assert_trees_all_equal(found, params)
   shapes = {
-    name: {shard.data.shape for shard in leaf.addressable_shards}
-    for name, leaf in found.items()
+    name: {shard.data.shape for shard in leaf.addressable_shards} for name, leaf in found.items()
   }
   assert shapes == {"w": {(700, 11)}, "b": {(13,)}, "u": {(3,)}}
   # Another optimiser's checkpoint has the same parameters.
@@ -132,9 +132,17 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, damage,
     assert saved.restore(abstract()).meta["note"] == "again"
 
 
-@pytest.mark.parametrize("name", [
-  "meta/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d", "state", "meta",
-])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "meta/metadata",
+    "state/_METADATA",
+    "state/manifest.ocdbt",
+    "state/d",
+    "state",
+    "meta",
+  ],
+)
 @pytest.mark.parametrize("damage", [cut, Path.unlink, put_a_folder])
 def test_damage_of_every_file_is_noticed(tmp_path, name, damage):
   save(tmp_path, [5, 7])
@@ -156,7 +164,7 @@ def of_the_system(number):
 
 
 def of_tensorstore(code, number):
-  text = f"{code}: Error opening \"zarr\" driver: Failed to open: {os.strerror(number)} [x]"
+  text = f'{code}: Error opening "zarr" driver: Failed to open: {os.strerror(number)} [x]'
   return lambda: ValueError(text)
 
 
@@ -172,12 +180,15 @@ def of_orbax(code, number):
   return make
 
 
-@pytest.mark.parametrize("make, number", [
-  (of_the_system(errno.ESTALE), errno.ESTALE),
-  (of_the_system(errno.EACCES), errno.EACCES),
-  (of_tensorstore("RESOURCE_EXHAUSTED", errno.EMFILE), errno.EMFILE),
-  (of_orbax("UNKNOWN", errno.EIO), errno.EIO),
-])
+@pytest.mark.parametrize(
+  "make, number",
+  [
+    (of_the_system(errno.ESTALE), errno.ESTALE),
+    (of_the_system(errno.EACCES), errno.EACCES),
+    (of_tensorstore("RESOURCE_EXHAUSTED", errno.EMFILE), errno.EMFILE),
+    (of_orbax("UNKNOWN", errno.EIO), errno.EIO),
+  ],
+)
 def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch, make, number):
   save(tmp_path, [5, 7])
   read = ocp.PyTreeCheckpointHandler.restore
@@ -189,8 +200,7 @@ def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch, make, n
 
   with monkeypatch.context() as patch, Checkpoints(tmp_path, keep=2) as saved:
     patch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
-    for call in (lambda: saved.restore(abstract()),
-                 lambda: saved.restore_step(abstract().params)):
+    for call in (lambda: saved.restore(abstract()), lambda: saved.restore_step(abstract().params)):
       with pytest.raises(OSError, match=os.strerror(number)) as caught:
         call()
       assert caught.value.errno == number and "/7" in caught.value.filename
@@ -220,14 +230,23 @@ def changed(**changes) -> TrainState:
   return state.replace(params=params)
 
 
-@pytest.mark.parametrize("changes, message", [
-  (dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
-   r"in \S+/last/7: params.v is missing; params.w is not the model's$"),
-  (dict(w=jax.ShapeDtypeStruct((700, 13), jnp.float32)),
-   r"in \S+: params.w is float32 \[700, 11\] and not float32 \[700, 13\]$"),
-  (dict(b=jax.ShapeDtypeStruct((13,), jnp.bfloat16)),
-   r"params.b is float32 \[13\] and not bfloat16 \[13\]$"),
-])
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (
+      dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
+      r"in \S+/last/7: params.v is missing; params.w is not the model's$",
+    ),
+    (
+      dict(w=jax.ShapeDtypeStruct((700, 13), jnp.float32)),
+      r"in \S+: params.w is float32 \[700, 11\] and not float32 \[700, 13\]$",
+    ),
+    (
+      dict(b=jax.ShapeDtypeStruct((13,), jnp.bfloat16)),
+      r"params.b is float32 \[13\] and not bfloat16 \[13\]$",
+    ),
+  ],
+)
 def test_the_checkpoint_of_another_model_is_told_as_such(tmp_path, changes, message):
   save(tmp_path, [5, 7])
   with Checkpoints(tmp_path, keep=2) as saved:

@@ -79,10 +79,13 @@ class Clock:
     self.now += 70
 
 
-@pytest.mark.parametrize("changes", [
-  dict(eval_every_steps=3, checkpoint_every_steps=5),
-  dict(eval_every_steps=1, checkpoint_every_steps=100),
-])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(eval_every_steps=3, checkpoint_every_steps=5),
+    dict(eval_every_steps=1, checkpoint_every_steps=100),
+  ],
+)
 def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
   clock, capacities = Clock(), [5, 5, 5, 5, 9, 5, 5, 9, 9, 5, 5, 9]
   monkeypatch.setattr(loop.step_lib, "jit_train_step", lambda *_, **__: clock.step)
@@ -92,9 +95,7 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
   trainer = loop.Trainer(
     Model(), optax.sgd(0.5), capacity=lambda batch: capacities[batch["tokens"][0, 0]]
   )
-  durations = loop.Durations(
-    num_steps=12, log_every_steps=1, median_every_steps=50, **changes
-  )
+  durations = loop.Durations(num_steps=12, log_every_steps=1, median_every_steps=50, **changes)
   loop.fit(trainer, Batches(), clock.evaluate, durations, workdir=tmp_path)
   lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
   speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]

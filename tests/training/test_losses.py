@@ -50,9 +50,7 @@ def test_targets_without_weight_do_not_matter():
 def test_parts_add_up_to_the_whole():
   inputs = draw()
   parts = [losses.cross_entropy(*(x[row : row + 1] for x in inputs)) for row in range(2)]
-  np.testing.assert_allclose(
-    np.sum(parts, axis=0), losses.cross_entropy(*inputs), rtol=1e-6
-  )
+  np.testing.assert_allclose(np.sum(parts, axis=0), losses.cross_entropy(*inputs), rtol=1e-6)
 
 
 def test_equal_logits_cost_ln_v():
@@ -84,9 +82,9 @@ def test_a_token_that_cannot_be_has_no_gradient():
   logits, targets, weights = draw()
   impossible = np.arange(VOCAB) == (np.asarray(targets)[..., None] + 3) % VOCAB
   logits = jnp.where(impossible, -jnp.inf, logits)
-  nats, grad = jax.jit(
-    jax.value_and_grad(lambda x: losses.cross_entropy(x, targets, weights)[0])
-  )(logits)
+  nats, grad = jax.jit(jax.value_and_grad(lambda x: losses.cross_entropy(x, targets, weights)[0]))(
+    logits
+  )
   expected = exact(jnp.where(impossible, -1e3, logits), targets, weights)
   np.testing.assert_allclose(nats, expected[0], rtol=1e-5)
   np.testing.assert_allclose(grad, expected[1], rtol=1e-5, atol=1e-6)
@@ -259,8 +257,13 @@ def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   of_rows = [b[0, :9].sum(), b[1].sum()]
   assert b[0, 9:].any() and b[2].sum() > max(of_rows)
   expected = dict(
-    boundary_nats=0, boundaries=(b * COUNTED).sum(), segments=sum(of_rows),
-    segments_max=max(of_rows), rows=2, positions=11, slots=max(of_rows) + 1,
+    boundary_nats=0,
+    boundaries=(b * COUNTED).sum(),
+    segments=sum(of_rows),
+    segments_max=max(of_rows),
+    rows=2,
+    positions=11,
+    slots=max(of_rows) + 1,
   )
   assert {name: float(sums[name]) for name in expected} == expected
   assert sums.keys() == expected.keys() | {"nats", "count"}

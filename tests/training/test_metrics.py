@@ -29,15 +29,14 @@ def test_text_scores_by_hand():
 
 def test_a_text_that_was_lost_has_no_bits():
   scores = metrics.text_scores(20 * math.log(2), {"tokens": 5, "words": 4})
-  assert scores == pytest.approx({
-    "nats_per_token": 4 * math.log(2), "perplexity": 16.0, "perplexity_per_word": 32.0})
+  assert scores == pytest.approx(
+    {"nats_per_token": 4 * math.log(2), "perplexity": 16.0, "perplexity_per_word": 32.0}
+  )
 
 
 def test_a_run_whose_tokenizer_loses_text_reports_no_bits(tmp_path, capsys):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97), num_steps=2)
-  helpers.set_model(
-    config.model, num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0
-  )
+  helpers.set_model(config.model, num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0)
   config.data.update(dict(tokenizer="wordpiece", tokenizer_size=43, lower_text=True))
   with jax.numpy_dtype_promotion("standard"):
     run, scores = dpjax.train(config, tmp_path / "run")
@@ -71,8 +70,15 @@ def test_a_perplexity_beyond_floats_is_infinite():
 
 
 SUMS = dict(
-  nats=30.0, count=40.0, boundary_nats=10.0, boundaries=8.0, segments=18.0,
-  segments_max=7.0, rows=4.0, positions=26.0, slots=16.0,
+  nats=30.0,
+  count=40.0,
+  boundary_nats=10.0,
+  boundaries=8.0,
+  segments=18.0,
+  segments_max=7.0,
+  rows=4.0,
+  positions=26.0,
+  slots=16.0,
 )
 TARGETS = dict(targets=5.0, hits=4.0, agreements=35.0)
 

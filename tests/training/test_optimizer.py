@@ -98,9 +98,7 @@ def test_updates_are_those_of_the_papers(name, clip_norm):
       grad = scale * np.float64(grads[key])
       mean = b1 * mean + (1 - b1) * grad
       square = b2 * square + (1 - b2) * grad**2
-      direction = mean / (1 - b1 ** (step + 1)) / (
-        np.sqrt(square / (1 - b2 ** (step + 1))) + eps
-      )
+      direction = mean / (1 - b1 ** (step + 1)) / (np.sqrt(square / (1 - b2 ** (step + 1))) + eps)
       direction += decay * x if name == "adamw" else 0
       x = x - rate(step) * direction
     np.testing.assert_allclose(got[key], x, rtol=1e-5)
@@ -149,18 +147,27 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
   alone = jax.tree.map(lambda x: x[:1], params["layers"])
   one, _ = update.update(
     jax.tree.map(lambda x: x**2 - 0.5, {"layers": alone}),
-    update.init({"layers": alone}), {"layers": alone},
+    update.init({"layers": alone}),
+    {"layers": alone},
   )
   np.testing.assert_allclose(
-    one["layers"]["mixer"]["out"]["kernel"][0], got["layers"]["mixer"]["out"]["kernel"][0],
-    rtol=1e-5, atol=1e-6,
+    one["layers"]["mixer"]["out"]["kernel"][0],
+    got["layers"]["mixer"]["out"]["kernel"][0],
+    rtol=1e-5,
+    atol=1e-6,
   )
 
 
-@pytest.mark.parametrize("settings", [
-  dict(name="adamw", weight_decay=0.3), dict(name="muon", weight_decay=0.3),
-  dict(name="sgd", momentum=0.9), dict(name="lion"),
-], ids=lambda settings: settings["name"])
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(name="adamw", weight_decay=0.3),
+    dict(name="muon", weight_decay=0.3),
+    dict(name="sgd", momentum=0.9),
+    dict(name="lion"),
+  ],
+  ids=lambda settings: settings["name"],
+)
 def test_what_is_frozen_stays_and_has_no_part_in_the_others(settings):
   update = optimizer.make_optimizer(rate=0.1, clip_norm=0.5, **settings)
   trained = stacked_params()

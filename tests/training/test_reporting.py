@@ -154,10 +154,17 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", [
-  b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"step": 2, "a": "\xff"}',
-  bytes(5),
-])
+@pytest.mark.parametrize(
+  "damage",
+  [
+    b"not JSON",
+    b'{"split": "train"}',
+    b"[2]",
+    b'{"step": "2"}',
+    b'{"step": 2, "a": "\xff"}',
+    bytes(5),
+  ],
+)
 def test_damaged_lines_are_set_aside_with_a_warning(tmp_path, caplog, damage):
   write(tmp_path, [2, 3])
   path = tmp_path / "metrics.jsonl"

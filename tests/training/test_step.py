@@ -23,8 +23,9 @@ def standard_promotion():
 
 def make_model(**settings):
   config = config_lib.default_model()
-  usual = dict(vocab_size=VOCAB, num_layers=2, width=WIDTH, num_heads=3,
-               feed_forward_width=20, max_length=11)
+  usual = dict(
+    vocab_size=VOCAB, num_layers=2, width=WIDTH, num_heads=3, feed_forward_width=20, max_length=11
+  )
   helpers.set_model(config, **{**usual, **settings})
   return dpjax.build_model(config)
 
@@ -73,9 +74,9 @@ def test_is_the_gradient_of_the_mean_over_the_targets_that_count(plain_update):
   @jax.value_and_grad
   def mean_loss(params):
     logits = model.apply({"params": params}, batch["tokens"]).logits
-    picked = jnp.take_along_axis(
-      jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1
-    )[..., 0]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[
+      ..., 0
+    ]
     return -jnp.sum(picked * batch["weights"]) / batch["weights"].sum()
 
   loss, grads = mean_loss(before.params)
@@ -111,9 +112,7 @@ def test_the_norm_is_that_before_clipping(plain_update):
   update = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
   state = before.replace(opt_state=update.init(before.params))
   after, clipped_metrics = jit_update(model, update)(state, draw_batch())
-  np.testing.assert_allclose(
-    clipped_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-5
-  )
+  np.testing.assert_allclose(clipped_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-5)
   moved = jax.tree.map(jnp.subtract, after.params, before.params)
   np.testing.assert_allclose(optax.tree.norm(moved), 1e-3, rtol=1e-2)
 
@@ -248,16 +247,18 @@ def draw_pooled_batch():
 
 
 def update_pooled(state, model, accumulate_steps=1, **settings):
-  run = partial(step.train_step, model, optax.sgd(0.1), accumulate_steps,
-                objective=UNIGRAM, **settings)
+  run = partial(
+    step.train_step, model, optax.sgd(0.1), accumulate_steps, objective=UNIGRAM, **settings
+  )
   return jax.jit(run)(state, draw_pooled_batch())
 
 
 @pytest.fixture(scope="module")
 def pooled_update():
   """A model with token pooling, a state, and the state and metrics after one step."""
-  model = make_model(boundaries="unigram", num_layers=1, first_layers=1, last_layers=1,
-                     num_capacities=2)
+  model = make_model(
+    boundaries="unigram", num_layers=1, first_layers=1, last_layers=1, num_capacities=2
+  )
   with jax.numpy_dtype_promotion("standard"):
     state = draw_state(model, optax.sgd(0.1))
     return model, state, *update_pooled(state, model)
@@ -265,9 +266,7 @@ def pooled_update():
 
 def assert_same_update(got, expected):
   for one, other in zip(got, expected, strict=True):
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, other
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, other)
 
 
 def test_the_loss_of_the_boundaries_is_minimised_with_that_of_the_tokens(pooled_update):

@@ -43,9 +43,18 @@ def from_spaces(batch):
 def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   config = config_lib.default_model()
   usual = dict(
-    vocab_size=VOCAB, num_layers=1, width=12, num_heads=3, feed_forward_width=20,
-    max_length=11, dropout=0.1, hidden_dropout=0.0, mixer_dropout=0.0,
-    boundaries=boundaries, num_capacities=2, space_ids=(SPACE,),
+    vocab_size=VOCAB,
+    num_layers=1,
+    width=12,
+    num_heads=3,
+    feed_forward_width=20,
+    max_length=11,
+    dropout=0.1,
+    hidden_dropout=0.0,
+    mixer_dropout=0.0,
+    boundaries=boundaries,
+    num_capacities=2,
+    space_ids=(SPACE,),
   )
   if boundaries != "none":
     usual |= dict(first_layers=1, last_layers=1)
@@ -72,13 +81,9 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
     dict(),
     dict(boundaries="whitespace", capacity=from_spaces),
     dict(boundaries="gumbel"),
-    pytest.param(
-      dict(boundaries="entropy", mixer="relative_attention"), marks=pytest.mark.slow
-    ),
+    pytest.param(dict(boundaries="entropy", mixer="relative_attention"), marks=pytest.mark.slow),
     *(
-      pytest.param(
-        dict(num_heads=1, mixer=mixer, implementation=name), marks=pytest.mark.slow
-      )
+      pytest.param(dict(num_heads=1, mixer=mixer, implementation=name), marks=pytest.mark.slow)
       for mixer, name in (("we", "fft"), ("she", "dft"), ("me", "toeplitz"))
     ),
   ],

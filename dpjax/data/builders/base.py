@@ -32,8 +32,7 @@ RECORD_BYTES = 2**20
 SHARD_BYTES = 2**28
 OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 CONTENTS = "text.json"  # bytes and SHA-256 of each split's text
-PLAIN_STEMS = {"train": ("train",), "validation": ("valid", "validation"),
-               "test": ("test",)}
+PLAIN_STEMS = {"train": ("train",), "validation": ("valid", "validation"), "test": ("test",)}
 
 
 class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -86,8 +85,10 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     if missing := [PLAIN_STEMS[split][0] for split in PLAIN_STEMS if split not in found]:
       if not found:
         return {}
-      raise UserError(f"data.manual_dir: expected train.txt, valid.txt and test.txt, got "
-                      f"{folder} without {', '.join(f'{stem}.txt' for stem in missing)}")
+      raise UserError(
+        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got "
+        f"{folder} without {', '.join(f'{stem}.txt' for stem in missing)}"
+      )
     return found
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -199,7 +200,7 @@ def _cut(text: str, begin: int, end: int) -> int:
   """Between two lines of text[begin:end], else before its last space, else `end`."""
   last = place = text.rfind("\n", begin, end) + 1
   while place:
-    if is_clean_cut(text[max(begin, place - 2):place], text[place:place + 2]):
+    if is_clean_cut(text[max(begin, place - 2) : place], text[place : place + 2]):
       return place
     place = text.rfind("\n", begin, place - 1) + 1
   return last or max(text.rfind(" ", begin + 1, end), 0) or end

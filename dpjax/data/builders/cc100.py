@@ -86,5 +86,6 @@ def read_documents(path: Path) -> Iterator[str]:
   except EOFError:  # only the beginning; what is left in `rest` is no whole document
     return
   except (lzma.LZMAError, UnicodeDecodeError) as error:
-    raise UserError(f"{path}: expected UTF-8 text packed by xz, or the beginning of "
-                    f"such a file, got {error}") from error
+    raise UserError(
+      f"{path}: expected UTF-8 text packed by xz, or the beginning of such a file, got {error}"
+    ) from error

@@ -16,11 +16,13 @@ SEPARATOR = "<|endofbook|>\n"
 
 _START = re.compile(
   r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG E-?(?:BOOK|TEXT)[^*]*\*{3}.*\n|"
-  r"^\*END[* ]THE SMALL PRINT.*\*END\*.*\n", re.M  # the latter until about 2003
+  r"^\*END[* ]THE SMALL PRINT.*\*END\*.*\n",
+  re.M,  # the latter until about 2003
 )
 _END = re.compile(
   r"^(?:\*{3} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
-  r"End of (?:the |this )?Project Gutenberg)", re.M | re.I
+  r"End of (?:the |this )?Project Gutenberg)",
+  re.M | re.I,
 )
 _CREDIT = re.compile(
   r"note: project gutenberg|"
@@ -84,7 +86,7 @@ def read_book(path: Path) -> str:
       f"EBOOK ... *** and *** END OF ..., got none of the "
       f"{'second' if starts else 'first'}"
     )
-  text = _drop_blank(text[starts[-1].end():end.start()])
+  text = _drop_blank(text[starts[-1].end() : end.start()])
   while _CREDIT.match(text):
     text = _drop_blank(text.partition("\n\n")[2])
   return text.rstrip() + "\n"

@@ -32,9 +32,7 @@ class HubBuilder(TextBuilder, skip_registration=True):
 
   REPOSITORY = ""
 
-  def parquet_paths(
-    self, get: Callable[[File], Path], folder: str, split: str
-  ) -> Iterator[Path]:
+  def parquet_paths(self, get: Callable[[File], Path], folder: str, split: str) -> Iterator[Path]:
     """The files of a split in their order, each downloaded when it is its turn.
 
     Args:
@@ -59,8 +57,10 @@ class HubBuilder(TextBuilder, skip_registration=True):
     if names and not known.keys() >= set(names):
       source, listed = (source, listed) if listed else self._get_list(get, folder)
     if not names or listed and not listed.keys() >= set(names):
-      raise UserError(f"{source}: expected all of {split}-00000-of-NNNNN.parquet and "
-                      f"so on, got {', '.join(sorted(listed or known)) or 'nothing'}")
+      raise UserError(
+        f"{source}: expected all of {split}-00000-of-NNNNN.parquet and "
+        f"so on, got {', '.join(sorted(listed or known)) or 'nothing'}"
+      )
     for name in names:
       if known is not listed and name in known:
         yield local / name
@@ -89,8 +89,9 @@ def read_texts(path: Path) -> Iterator[str]:
         for batch in file.iter_batches(64, row_groups=[i], columns=["text"]):
           yield from (text or "" for text in batch.column(0).to_pylist())
   except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
-    raise UserError(f"{path}: expected a Parquet file with a column of strings named "
-                    f"text, got {error}") from error
+    raise UserError(
+      f"{path}: expected a Parquet file with a column of strings named text, got {error}"
+    ) from error
 
 
 def _read_list(path: Path) -> dict[str, dict]:
@@ -104,5 +105,7 @@ def _read_list(path: Path) -> dict[str, dict]:
       for entry in json.loads(path.read_bytes())
     }
   except (ValueError, KeyError, TypeError) as error:
-    raise UserError(f"{path}: expected huggingface.co's list of a folder, JSON with "
-                    f"path, size and lfs.oid, got {error!r}") from error
+    raise UserError(
+      f"{path}: expected huggingface.co's list of a folder, JSON with "
+      f"path, size and lfs.oid, got {error!r}"
+    ) from error

@@ -32,8 +32,7 @@ class Lm1b(TextBuilder, skip_registration=True):
       "http://www.statmt.org/lm-benchmark/"
       "1-billion-word-language-modeling-benchmark-r13output.tar.gz",
       # tensorflow_datasets/datasets/lm1b/checksums.tsv of github.com/tensorflow/datasets.
-      checksum="sha256:"
-      "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+      checksum="sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
       size=1_792_209_805,
     ),
   )
@@ -78,11 +77,8 @@ def read_tar(path: Path, pattern: str, *, members: int = 1) -> Iterator[str]:
           seen += 1
           if seen == members:
             return
-  except (
-    gzip.BadGzipFile, tarfile.TarError, zlib.error, EOFError, UnicodeDecodeError
-  ) as error:
+  except (gzip.BadGzipFile, tarfile.TarError, zlib.error, EOFError, UnicodeDecodeError) as error:
     raise UserError(
-      f"{path}: expected a tar.gz archive with {members} members {pattern} in UTF-8, got "
-      f"{error}"
+      f"{path}: expected a tar.gz archive with {members} members {pattern} in UTF-8, got {error}"
     ) from error
   raise UserError(f"{path}: expected {members} members {pattern}, got {seen}")

@@ -32,9 +32,7 @@ class OpenWebText(HubBuilder, skip_registration=True):
   def texts(self, get):
     """See `TextBuilder`."""
     find = functools.cache(get)  # three passes, but each file is found and checked once
-    return {
-      split: self._documents(find, split) for split in ("train", "validation", "test")
-    }
+    return {split: self._documents(find, split) for split in ("train", "validation", "test")}
 
   def _documents(self, get, split: str) -> Iterator[str]:
     i = 0

@@ -9,7 +9,9 @@ from dpjax.errors import UserError
 
 ARCHIVE = "simple-examples.tgz"
 NAMES = {
-  "train": "ptb.train.txt", "validation": "ptb.valid.txt", "test": "ptb.test.txt",
+  "train": "ptb.train.txt",
+  "validation": "ptb.valid.txt",
+  "test": "ptb.test.txt",
 }
 
 

@@ -30,8 +30,7 @@ class Text8(TextBuilder, skip_registration=True):
     File(
       "http://mattmahoney.net/dc/text8.zip",
       # Setup.hs of github.com/d61h6k4/tensorflow-text8-input-data.
-      checksum="sha256:"
-      "a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+      checksum="sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
       # scripts/datasets/url_checksums/language_model.txt of github.com/dmlc/gluon-nlp.
       size=31_344_016,
     ),
@@ -67,6 +66,4 @@ def _read(path: Path, begin: int, end: int) -> Iterator[str]:
       for at in range(begin, end, PIECE_BYTES):
         yield file.read(min(PIECE_BYTES, end - at)).decode("ascii")
   except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
-    raise UserError(
-      f"{path}: expected text8, whole and in ASCII, got {error}"
-    ) from error
+    raise UserError(f"{path}: expected text8, whole and in ASCII, got {error}") from error

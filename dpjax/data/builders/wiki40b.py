@@ -82,5 +82,7 @@ def _plain(text: str, path: Path) -> str:
   try:
     return ast.literal_eval(text).decode()
   except (SyntaxError, ValueError) as error:
-    raise UserError(f"{path}: expected articles, as text or as Python prints their "
-                    f"bytes, got {text[:40]!r} ... ({error})") from error
+    raise UserError(
+      f"{path}: expected articles, as text or as Python prints their "
+      f"bytes, got {text[:40]!r} ... ({error})"
+    ) from error

@@ -32,8 +32,7 @@ class WikiText2(TextBuilder, skip_registration=True):
   FILES = (
     File(
       f"{ADDRESS}/wikitext-2-v1.zip",
-      checksum="sha256:"
-      "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+      checksum="sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
       size=4_475_746,
     ),
   )
@@ -43,9 +42,7 @@ class WikiText2(TextBuilder, skip_registration=True):
     """The three members of the archive, line by line."""
     path = get(self.FILES[0])
     stems = {"train": "train", "validation": "valid", "test": "test"}
-    return {
-      split: _read(path, self.MEMBER.format(stem)) for split, stem in stems.items()
-    }
+    return {split: _read(path, self.MEMBER.format(stem)) for split, stem in stems.items()}
 
 
 class WikiText103(WikiText2, skip_registration=True):
@@ -58,8 +55,7 @@ class WikiText103(WikiText2, skip_registration=True):
   FILES = (
     File(
       f"{ADDRESS}/wikitext-103-v1.zip",
-      checksum="sha256:"
-      "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+      checksum="sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
       size=190_229_076,
     ),
   )
@@ -73,8 +69,7 @@ class WikiText2Raw(WikiText2, skip_registration=True):
   FILES = (
     File(
       f"{ADDRESS}/wikitext-2-raw-v1.zip",
-      checksum="sha256:"
-      "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+      checksum="sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
       size=4_721_645,
     ),
   )
@@ -88,8 +83,7 @@ class WikiText103Raw(WikiText2, skip_registration=True):
   FILES = (
     File(
       f"{ADDRESS}/wikitext-103-raw-v1.zip",
-      checksum="sha256:"
-      "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+      checksum="sha256:91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
       size=191_984_949,
     ),
   )
@@ -101,9 +95,7 @@ def _read(path: Path, member: str) -> Iterator[str]:
   try:
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
       yield from io.TextIOWrapper(file, encoding="utf-8", newline="\n")
-  except (
-    zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError
-  ) as error:
+  except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError) as error:
     raise UserError(
       f"{path}: expected a zip archive with {member} in UTF-8, got {error}"
     ) from error

@@ -92,8 +92,9 @@ def shift_and_sum(
     raise ValueError("interpret: expected True or None on a cpu, got False")
   for name, dtype in (("values", values.dtype), ("gates", gates.dtype)):
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-      raise ValueError(f"{name}: expected floats of at most 32 bits for the Pallas "
-                       f"kernels, got {dtype}")
+      raise ValueError(
+        f"{name}: expected floats of at most 32 bits for the Pallas kernels, got {dtype}"
+      )
   for name, rows in (("tile", tile), ("backward_tile", backward_tile)):
     if rows < 2 or rows & (rows - 1):
       raise ValueError(f"{name}: expected a power of 2, at least 2, got {rows}")
@@ -185,7 +186,7 @@ def _cut(x_bthe, length, options):
 
 def _join(x, shape):
   """The inverse of `_cut`."""
-  return x.reshape(*x.shape[:3], -1)[:, :shape[1], :, :shape[3]]
+  return x.reshape(*x.shape[:3], -1)[:, : shape[1], :, : shape[3]]
 
 
 def _pad(x, axis, size):
@@ -247,14 +248,15 @@ class _Plan:
   def gates(self, gates, sides):
     """Those that hold gates, a halo's in a line: [B, G, N / halo, 1, halo * J]."""
     one, line = self.one, self.halo * self.one.levels
-    gates = gates[..., one.first:one.first + one.levels]
+    gates = gates[..., one.first : one.first + one.levels]
     gates = jnp.moveaxis(gates.reshape(*self.shape[:3], one.levels), 1, 2)
     gates = gates.reshape(*gates.shape[:2], -1, 1, line)
 
     def spec(side):
       size, index = self._place(side)
       return pl.BlockSpec(
-        (None, None, size // self.halo, 1, line), lambda e, g, i, b: (b, g, index(i), 0, 0),
+        (None, None, size // self.halo, 1, line),
+        lambda e, g, i, b: (b, g, index(i), 0, 0),
         memory_space=pltpu.SMEM if self.options.is_tpu else None,
       )
 
@@ -310,7 +312,8 @@ def _next_level(v, gate, k, is_whole):
   shift = 2**k
   return {
     t: row + gate(t, k) * v[t - shift] if t - shift in v else row
-    for t, row in v.items() if is_whole or t - shift in v
+    for t, row in v.items()
+    if is_whole or t - shift in v
   }
 
 
@@ -387,7 +390,8 @@ def _backward_kernel(plan, *refs, sides):
         dc_ref[t, k] = jnp.zeros(dc_ref.shape[2:], jnp.float32)
     g = {
       t: row + gate(t + shift, k) * g[t + shift] if t + shift in g else row
-      for t, row in g.items() if is_whole or t + shift in g
+      for t, row in g.items()
+      if is_whole or t + shift in g
     }
   for t in range(plan.one.rows):
     dx_ref[t] = g[t].astype(dx_ref.dtype)
