@@ -1,56 +1,6 @@
-"""Scores a run: python evaluate.py --workdir=runs/quickstart [--split=test] [--step=N].
+"""Scores a run: the same as `dpjax evaluate`; `--help` lists the flags."""
 
-A file of the authors' PyTorch code, on the data and with the tokenizer of a configuration:
-python evaluate.py --torch_checkpoint=FILE.pt --config=configs/dispatcher_wikitext2.py
-"""
-
-import tempfile
-
-from absl import flags
-
-from dpjax import command_line
-from dpjax.errors import UserError
-
-flags.adopt_module_key_flags(command_line)
-_CONFIG = command_line.define_config()
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
-_SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
-_WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees; 0: eval.window")
-_STRIDE = flags.DEFINE_integer("stride", 0, "new tokens a window; 0: eval.stride")
-_TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' code")
-
-
-def main(_) -> None:
-  """Prints a table, and writes JSON into the run's folder."""
-  import jax
-
-  from dpjax import run as run_lib
-
-  if bool(_TORCH.value) == bool(_WORKDIR.value):
-    raise UserError(
-      "--workdir, --torch_checkpoint: expected one of them, got "
-      f"{'both' if _WORKDIR.value else 'none'}"
-    )
-  if bool(_TORCH.value) != (_CONFIG.value is not None):
-    raise UserError(
-      "--config: expected it with --torch_checkpoint, to name data and tokenizer, and "
-      "not with --workdir, which has its own"
-    )
-  if _TORCH.value and _STEP.value is not None:
-    raise UserError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
-  with tempfile.TemporaryDirectory() as scratch:
-    if _TORCH.value:
-      run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
-    else:
-      run = run_lib.load(_WORKDIR.value, _STEP.value)
-    size = dict(window=_WINDOW.value, stride=_STRIDE.value)
-    scores = run.score_split(_SPLIT.value, progress=True, **size)
-  if jax.process_index() == 0:
-    print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}:")
-    print(run_lib.table(scores))
-  run.write_scores(_SPLIT.value, scores, **size)
-
+from dpjax.__main__ import main
 
 if __name__ == "__main__":
-  command_line.start(main)
+  main("evaluate")

@@ -1,66 +1,6 @@
-"""Trains a model: python train.py --config=configs/quickstart.py --workdir=runs/quickstart.
+"""Trains a model: the same as `dpjax train`; `--help` lists the flags."""
 
-Called again, it goes on where the folder's run stopped; --workdir alone is enough then.
-"""
-
-import sys
-from pathlib import Path
-
-from absl import flags
-
-from dpjax import command_line
-from dpjax.errors import UserError
-
-flags.adopt_module_key_flags(command_line)
-_CONFIG = command_line.define_config()
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
-_PREPARE_ONLY = flags.DEFINE_bool(
-  "prepare_only", False, "make the tokens that the run needs, and stop"
-)
-
-
-def main(_) -> None:
-  """Trains, then scores the test split and shows a sample."""
-  import jax
-
-  from dpjax import run as run_lib
-  from dpjax import workdir as workdir_lib
-  from dpjax.training import loop
-
-  if not _WORKDIR.value:
-    raise UserError("--workdir: expected a folder, got none")
-  config = _CONFIG.value
-  if config is None:
-    if not (Path(_WORKDIR.value) / "config.json").exists():
-      raise UserError(
-        "--config: expected a file of configs/, or a --workdir with a run to "
-        f"go on with, got none, and {_WORKDIR.value}"
-      )
-    config = workdir_lib.read_config(Path(_WORKDIR.value))
-  if _PREPARE_ONLY.value:
-    data = run_lib.prepare(config, _WORKDIR.value)
-    for split, counts in data.counts.items():
-      print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
-    return
-  try:
-    run, scores = run_lib.train(config, _WORKDIR.value)
-  except loop.NonFiniteError as error:
-    sys.exit(str(error))
-  is_first = jax.process_index() == 0
-  if is_first:
-    print(f"\nThe test split, by step {run.step} (best by validation):")
-    print(run_lib.table(scores), flush=True)
-  prompt = run.config.sample.prompt
-  if prompt:
-    # In every process: each may hold a part of the parameters alone.
-    try:
-      text = prompt + run.generate(prompt, seed=run.config.seed)[0]
-    # Another text than the configuration's may have other characters than its prompt.
-    except UserError as error:
-      text = f"(none: sample.{error})"
-    if is_first:
-      print(f"\nA sample:\n{text}")
-
+from dpjax.__main__ import main
 
 if __name__ == "__main__":
-  command_line.start(main)
+  main("train")

@@ -45,8 +45,9 @@ from matplotlib import pyplot as plt
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import plots, segmentation, workdir
 from dpjax import run as run_lib
+from dpjax.analysis import plots, segmentation
+from dpjax.run import build, workdir
 from dpjax.training import optimizer, sharding, step
 
 # Bits per character, shortening factor.
@@ -220,15 +221,15 @@ def make_step(run: run_lib.Run, num_batches: int) -> Callable[[], jax.Array]:
   """A call of it is one update at the rate 0, by the next of the run's first batches."""
   mesh, config = sharding.make_mesh(), run.config.copy_and_resolve_references()
   assert run.data is not None
-  batches = run_lib._train_batches(config, run.data)
+  batches = build.train_batches(config, run.data)
   config.train.learning_rate = 0.0  # The boundaries stay where they are.
   update = optimizer.build_optimizer(config.train, 2**31)
   state = step.jit_init(run.model, update, config.seed, mesh)
   places = jax.tree.map(lambda leaf: leaf.sharding, state)
   params = jax.tree.map(jax.numpy.copy, run.params)  # A step uses up what it is given.
   state = dataclasses.replace(state, params=params)
-  train = step.jit_train_step(run.model, update, places, mesh, objective=run_lib._objective(config))
-  capacity, done = run_lib._capacity(config), 0
+  train = step.jit_train_step(run.model, update, places, mesh, objective=build.objective(config))
+  capacity, done = build.capacity(config), 0
 
   def call() -> jax.Array:
     nonlocal state, done

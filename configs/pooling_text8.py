@@ -2,7 +2,7 @@ r"""Dynamic token pooling on text8 (pooling paper, Tables 1 and 2, Figs. 3 and 4
 
   python train.py --config=configs/pooling_text8.py:unigram --workdir=runs/unigram
   python train.py --config=configs/pooling_text8.py:gumbel,tiny --workdir=runs/tiny
-  python -m dpjax.significance train --config=configs/pooling_text8.py:whitespace \
+  dpjax significance train --config=configs/pooling_text8.py:whitespace \
     --seeds=0,1,2 --workdir=runs/whitespace
 
 After the colon, separated by commas:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-  from dpjax import complexity as complexity
+  from dpjax import analysis as analysis
   from dpjax import config as config
   from dpjax import data as data
-  from dpjax import decoding as decoding
   from dpjax import generation as generation
   from dpjax import interop as interop
   from dpjax import layers as layers
   from dpjax import models as models
   from dpjax import ops as ops
-  from dpjax import plots as plots
-  from dpjax import segmentation as segmentation
-  from dpjax import significance as significance
   from dpjax import testing as testing
   from dpjax import text as text
   from dpjax import training as training
+  from dpjax.analysis import complexity as complexity
+  from dpjax.analysis import plots as plots
+  from dpjax.analysis import segmentation as segmentation
+  from dpjax.analysis import significance as significance
   from dpjax.errors import UserError as UserError
   from dpjax.models.build import build_model as build_model
   from dpjax.registry import register_boundaries as register_boundaries

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from dpjax import command_line
+from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 from reproduce import papers
 

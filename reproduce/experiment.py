@@ -31,8 +31,8 @@ from typing import Any
 
 import jax
 
-from dpjax import plots
 from dpjax import run as run_lib
+from dpjax.analysis import plots
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
 from dpjax.data.encoding import num_cores

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpjax import plots
+from dpjax.analysis import plots
 from reproduce import papers
 
 if TYPE_CHECKING:

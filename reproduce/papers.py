@@ -317,7 +317,7 @@ def _extractors(name, title, source, words, places=(None,), axis="", claims=(_OR
 
 
 COUNTS = ("multiplications", "additions", "divisions", "exponentiations", "parameters")
-# Table 7, by the names of `dpjax.complexity.table`: `COUNTS`.
+# Table 7, by the names of `dpjax.analysis.complexity.table`: `COUNTS`.
 TABLE_7 = {
   "attention, 1 head": (10_502_144, 10_420_096, 16_512, 8_256, 65_536),
   "attention, 32 heads": (10_502_144, 10_416_128, 528_384, 264_192, 65_536),

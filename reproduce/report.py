@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpjax import complexity, plots, significance
+from dpjax.analysis import complexity, plots, significance
 from dpjax.errors import UserError
 from reproduce import pages, papers
 from reproduce.figures import draw
@@ -30,7 +30,7 @@ def summarise(
 
   A record is a row's where their configurations are one, so that several tables may share
   a run. Means, sample deviations and tests are over runs that are done, and over scores
-  that are finite; a test is `dpjax.significance.compare`'s, of the seeds that the row and
+  that are finite; a test is `dpjax.analysis.significance.compare`'s, of the seeds that the row and
   the first baseline of its group have in common, at least 2. "is_better" says that it is
   lower than all of them by such a test, p < 0.05.
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
-from dpjax import old_settings, registry
+from dpjax import registry
+from dpjax.config import old as old_settings
 from dpjax.training import losses
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ import collections, json, sys
 import jax
 from jax import monitoring
 from absl import flags
-from dpjax import command_line
+from dpjax.commands import flags as command_line
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 events = collections.Counter()

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpjax import complexity, ops
-from dpjax.complexity import Counts, fft_training_counts, inference_counts, training_counts
+from dpjax import ops
+from dpjax.analysis import complexity
+from dpjax.analysis.complexity import Counts, fft_training_counts, inference_counts, training_counts
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import SelfAttention
 from tests import helpers
@@ -415,7 +416,7 @@ def test_the_command_ends_with_a_message(flags, message, capsys):
 
 def test_the_module_runs_as_a_command():
   done = subprocess.run(
-    [sys.executable, "-m", "dpjax.complexity", "--length=nine"],
+    [sys.executable, "-m", "dpjax", "complexity", "--length=nine"],
     cwd=helpers.ROOT,
     capture_output=True,
     text=True,

@@ -64,7 +64,7 @@ def test_it_is_a_value_error_and_public():
 @pytest.mark.parametrize("error, has_traceback", [("UserError", False), ("ValueError", True)])
 def test_a_script_shows_a_traceback_only_of_what_is_not_the_users(error, has_traceback):
   code = (
-    "import dpjax; from dpjax import command_line\n"
+    "import dpjax; from dpjax.commands import flags as command_line\n"
     "UserError = dpjax.UserError\n"
     f"def main(_): raise {error}('width: expected 8')\n"
     "command_line.start(main)"

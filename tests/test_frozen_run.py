@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import calibrate
 from dpjax import config as config_lib
 from dpjax import run as run_lib
+from dpjax.analysis import calibrate
 from dpjax.errors import Interrupted
 from dpjax.models.language_model import with_frozen
 from tests import helpers

@@ -21,8 +21,8 @@ import jax
 import pytest
 from absl import flags
 
-from dpjax import command_line  # noqa: F401  (its flags are those of all scripts)
 from dpjax import run as run_lib
+from dpjax.commands import flags as shared_flags  # noqa: F401  (its flags are those of all scripts)
 from tests import helpers
 
 pytestmark = pytest.mark.slow
@@ -271,65 +271,69 @@ COMMANDS = [
     "--num_processes",
   ),
   # The modules.
-  ("dpjax/plots.py {run}", "--out"),
-  ("dpjax/plots.py --out=x.png", "run_folder"),
-  ("dpjax/plots.py {run} --out={new}.txt", "--out: expected a file that ends in"),
-  ("dpjax/plots.py {run} --out={text}/x.png", "--out: expected a file that can be"),
-  ("dpjax/plots.py {run} --out={new}.png --json={folder}", "--json: expected a file that"),
-  ("dpjax/plots.py {run} --out={new}.png --every=13", "--every: expected .* 12 .* got 13"),
-  ("dpjax/plots.py {run} --out={new}.png --every=0", "--every: expected .* got 0"),
-  ("dpjax/plots.py {run} --out={new}.png --every=a", "--every"),
-  ("dpjax/plots.py {run} --out={new}.png --labels=a,b", "--labels: expected one for each"),
-  ("dpjax/plots.py {run} --out={new}.png --figure=pie", "--figure"),
-  ("dpjax/plots.py {nothing} --out={new}.png", "workdir: expected the folder of a run"),
-  ("dpjax/plots.py {folder} --out={new}.png", "workdir: expected to read .*losses.f32"),
-  ("dpjax/plots.py {damaged} --out={new}.png", "workdir: expected JSON in .*config.json"),
-  ("dpjax/plots.py {nested} --out={new}.png", "workdir: expected JSON in .*config.json"),
-  ("dpjax/plots.py {of_list} --out={new}.png", "workdir: expected the settings of a run"),
-  ("dpjax/plots.py {of_text} --out={new}.png", "train.median_every_steps: expected"),
-  ("dpjax/plots.py {odd} --out={new}.png", "workdir: expected 4 bytes an update"),
-  ("dpjax/plots.py {none_yet} --out={new}.png", "workdir: expected a run with updates"),
-  ("dpjax/complexity.py --length=0", "--length: expected an integer of at least 1, got 0"),
-  ("dpjax/complexity.py --width=7", "--num_heads: expected a divisor of the width 7"),
-  ("dpjax/complexity.py --inference=129", "--inference: expected .* got 129"),
-  ("dpjax/complexity.py --length=1%s" % ("0" * 2000), "--length: expected"),
-  ("dpjax/complexity.py --width=a", "--width"),
-  ("dpjax/segmentation.py", "run_folder"),
-  ("dpjax/segmentation.py {nothing}", "workdir: expected the folder of a run"),
-  ("dpjax/segmentation.py {run} --length=20", "--length: expected 1 to .* 19, got 20"),
-  ("dpjax/segmentation.py {run} --text=", "--text: expected 1 to 19 tokens"),
-  ("dpjax/segmentation.py {run} --text=a --out={new}.txt", "--out: expected a file"),
-  ("dpjax/segmentation.py {run} --text=a --out={text}/x.png", "--out: expected a file"),
-  ("dpjax/significance.py", "command"),
-  ("dpjax/significance.py compare {seeds}", "--baseline"),
-  ("dpjax/significance.py compare {run} --baseline={run}", "expected runs seed_<n>"),
-  ("dpjax/significance.py compare {seeds} --baseline={nothing}", "expected runs seed_<n>"),
-  ("dpjax/significance.py compare {seeds} --baseline={seeds} --alpha=2", "--alpha: expect"),
+  ("dpjax/analysis/plots.py {run}", "--out"),
+  ("dpjax/analysis/plots.py --out=x.png", "run_folder"),
+  ("dpjax/analysis/plots.py {run} --out={new}.txt", "--out: expected a file that ends in"),
+  ("dpjax/analysis/plots.py {run} --out={text}/x.png", "--out: expected a file that can be"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --json={folder}", "--json: expected a file that"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --every=13", "--every: expected .* 12 .* got 13"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --every=0", "--every: expected .* got 0"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --every=a", "--every"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --labels=a,b", "--labels: expected one for each"),
+  ("dpjax/analysis/plots.py {run} --out={new}.png --figure=pie", "--figure"),
+  ("dpjax/analysis/plots.py {nothing} --out={new}.png", "workdir: expected the folder of a run"),
+  ("dpjax/analysis/plots.py {folder} --out={new}.png", "workdir: expected to read .*losses.f32"),
+  ("dpjax/analysis/plots.py {damaged} --out={new}.png", "workdir: expected JSON in .*config.json"),
+  ("dpjax/analysis/plots.py {nested} --out={new}.png", "workdir: expected JSON in .*config.json"),
+  ("dpjax/analysis/plots.py {of_list} --out={new}.png", "workdir: expected the settings of a run"),
+  ("dpjax/analysis/plots.py {of_text} --out={new}.png", "train.median_every_steps: expected"),
+  ("dpjax/analysis/plots.py {odd} --out={new}.png", "workdir: expected 4 bytes an update"),
+  ("dpjax/analysis/plots.py {none_yet} --out={new}.png", "workdir: expected a run with updates"),
+  ("dpjax/analysis/complexity.py --length=0", "--length: expected an integer of at least 1, got 0"),
+  ("dpjax/analysis/complexity.py --width=7", "--num_heads: expected a divisor of the width 7"),
+  ("dpjax/analysis/complexity.py --inference=129", "--inference: expected .* got 129"),
+  ("dpjax/analysis/complexity.py --length=1%s" % ("0" * 2000), "--length: expected"),
+  ("dpjax/analysis/complexity.py --width=a", "--width"),
+  ("dpjax/analysis/segmentation.py", "run_folder"),
+  ("dpjax/analysis/segmentation.py {nothing}", "workdir: expected the folder of a run"),
+  ("dpjax/analysis/segmentation.py {run} --length=20", "--length: expected 1 to .* 19, got 20"),
+  ("dpjax/analysis/segmentation.py {run} --text=", "--text: expected 1 to 19 tokens"),
+  ("dpjax/analysis/segmentation.py {run} --text=a --out={new}.txt", "--out: expected a file"),
+  ("dpjax/analysis/segmentation.py {run} --text=a --out={text}/x.png", "--out: expected a file"),
+  ("dpjax/analysis/significance.py", "command"),
+  ("dpjax/analysis/significance.py compare {seeds}", "--baseline"),
+  ("dpjax/analysis/significance.py compare {run} --baseline={run}", "expected runs seed_<n>"),
+  ("dpjax/analysis/significance.py compare {seeds} --baseline={nothing}", "expected runs seed_<n>"),
   (
-    "dpjax/significance.py compare {seeds} --baseline={seeds} --split=valid",
+    "dpjax/analysis/significance.py compare {seeds} --baseline={seeds} --alpha=2",
+    "--alpha: expect",
+  ),
+  (
+    "dpjax/analysis/significance.py compare {seeds} --baseline={seeds} --split=valid",
     "--split: expected scores_valid",
   ),
   (
-    "dpjax/significance.py compare {seeds} --baseline={seeds} --score=beauty",
+    "dpjax/analysis/significance.py compare {seeds} --baseline={seeds} --score=beauty",
     "--score: expected one of .* got beauty",
   ),
   *(
     (
-      f"dpjax/significance.py compare {{seeds}} --baseline={{seeds}} --score={name}",
+      f"dpjax/analysis/significance.py compare {{seeds}} --baseline={{seeds}} --score={name}",
       f"--score: .*got {name}",
     )
     for name in ("text", "truth", "endless", "huge", "list")
   ),
   (
-    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=0,a",
+    "dpjax/analysis/significance.py train --config={quickstart} --workdir={new} --seeds=0,a",
     "seeds: expected whole numbers",
   ),
   (
-    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=1,1",
+    "dpjax/analysis/significance.py train --config={quickstart} --workdir={new} --seeds=1,1",
     "seeds: expected whole numbers",
   ),
   (
-    "dpjax/significance.py train --config={quickstart} --workdir={new} --seeds=%s" % ("9" * 5000),
+    "dpjax/analysis/significance.py train --config={quickstart} --workdir={new} --seeds=%s"
+    % ("9" * 5000),
     "seeds: expected whole numbers",
   ),
   ("reproduce/__main__.py", "TABLE: expected a name"),
@@ -354,7 +358,7 @@ COMMANDS = [
 PROCESSES = [
   (dict(JAX_PLATFORMS="cuda"), "generate.py --workdir={run}", "JAX_PLATFORMS: expected"),
   (dict(JAX_PLATFORMS="foo"), "evaluate.py --workdir={run}", "JAX_PLATFORMS: .*'foo'"),
-  (dict(JAX_PLATFORMS="foo"), "dpjax/segmentation.py {run}", "JAX_PLATFORMS: .*'foo'"),
+  (dict(JAX_PLATFORMS="foo"), "dpjax/analysis/segmentation.py {run}", "JAX_PLATFORMS: .*'foo'"),
   ({}, "generate.py --workdir={run} --distributed", "--distributed: expected"),
   ({}, "generate.py --workdir={run} --prompt_file=- < /dev/zero", "prompt_file: .* most"),
   ({}, "generate.py --workdir={run} --prompt_file=- < /dev/null", "prompt_file: .*a text"),

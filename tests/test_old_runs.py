@@ -13,7 +13,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import workdir as workdir_lib
+from dpjax.run import workdir as workdir_lib
 from tests import helpers
 
 
@@ -64,7 +64,7 @@ def test_every_setting_is_found_again(folder):
 GO_ON = """
 from pathlib import Path
 import dpjax
-from dpjax import workdir
+from dpjax.run import workdir
 config = workdir.read_config(Path("pooled"))
 config.train.num_steps = 10
 dpjax.train(config, "pooled")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import plots
+from dpjax.analysis import plots
 from tests import helpers
 
 NAN = float("nan")
@@ -452,7 +452,7 @@ def test_an_unknown_figure(folder):
 def test_the_module_runs_as_a_command(folder, tmp_path):
   run = folder("a", [4, 3])
   done = subprocess.run(
-    [sys.executable, "-m", "dpjax.plots", run, "--out=x.png", "--every=3"],
+    [sys.executable, "-m", "dpjax", "plots", run, "--out=x.png", "--every=3"],
     env=helpers.environment(),
     cwd=tmp_path,
     capture_output=True,

@@ -15,8 +15,9 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax import workdir as workdir_lib
 from dpjax.data import batches, prepared
+from dpjax.run import build
+from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Bytes
 from dpjax.text.unigram import train_unigram
 from dpjax.training import loop
@@ -146,7 +147,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
     config.seed = seed
     helpers.set_model(config.model, **model)
     config.train.update(batches="random_windows", batch_size=6, window=9)
-    return run_lib._train_batches(config, data).batch(3)
+    return build.train_batches(config, data).batch(3)
 
   expected = batches.RandomWindows(tokens, 6, 9, seed=5).batch(3)
   for mixer in ("she", "attention"):
@@ -460,7 +461,7 @@ def spaced(text, tmp_path_factory):
 def untrained(config, folder):
   """A run with drawn parameters in the place of trained ones."""
   data = workdir_lib.prepare_data(config, folder / "data")
-  config = run_lib._with_vocabulary(config, data.tokenizer)
+  config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
   draw = np.random.default_rng(6)
@@ -521,7 +522,7 @@ def test_samples_of_a_model_that_draws_its_boundaries(text, tmp_path):
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  capacity = run_lib._capacity(spaced.config)
+  capacity = build.capacity(spaced.config)
   space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
@@ -529,7 +530,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = config_lib.boundaries("gumbel")
-  assert run_lib._capacity(other)({"tokens": tokens}) is None
+  assert build.capacity(other)({"tokens": tokens}) is None
 
 
 @pytest.mark.slow
@@ -538,7 +539,7 @@ def test_training_on_words_reports_where_they_end(text, tmp_path):
   assert workdir_lib.read_config(tmp_path).model.boundaries.space_ids == ()
   written = json.loads((tmp_path / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores and "shortening_factor" in scores
-  of_batches = run_lib._train_batches(run.config, run.data)
+  of_batches = build.train_batches(run.config, run.data)
   for line in reports(tmp_path, "train"):
     if "loss" in line:  # Of two steps each.
       steps = range(line["step"] - 2, line["step"])
@@ -691,9 +692,9 @@ def test_ids_of_spaces_may_be_given(text):
   """To a vocabulary that does not tell them, for one."""
   config = helpers.pooled_config(text, "whitespace")
   config.model.boundaries.space_ids = (3, 7)
-  filled = run_lib._with_vocabulary(config, Bytes())
+  filled = build.with_vocabulary(config, Bytes())
   assert filled.model.boundaries.space_ids == (3, 7) and filled.model.vocab_size == 256
-  plain = run_lib._with_vocabulary(helpers.small_config(text), Bytes())
+  plain = build.with_vocabulary(helpers.small_config(text), Bytes())
   assert plain.model.boundaries == config_lib.boundaries("none")
 
 

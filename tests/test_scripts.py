@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from absl import flags
 
-from dpjax import command_line, registry
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax import run as run_lib
+from dpjax.commands import flags as command_line
 from dpjax.errors import Interrupted
 from tests import helpers
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dpjax import run as run_lib
-from dpjax import segmentation
+from dpjax.analysis import segmentation
+from dpjax.analysis.segmentation import Segmentation, draw, render, segment
 from dpjax.models.language_model import LanguageModelOutput
-from dpjax.segmentation import Segmentation, draw, render, segment
 from dpjax.text.tokens import train_tokenizer
 
 TEXT = "to be|\nor"

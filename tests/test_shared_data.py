@@ -10,8 +10,8 @@ import pytest
 
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax import workdir as workdir_lib
 from dpjax.data import prepared
+from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 

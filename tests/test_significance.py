@@ -12,8 +12,9 @@ import pytest
 from absl import flags
 from scipy import stats
 
-from dpjax import command_line, significance
 from dpjax import run as run_lib
+from dpjax.analysis import significance
+from dpjax.commands import flags as command_line
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import loop
 from tests import helpers
@@ -277,7 +278,7 @@ def test_the_module_runs_as_a_command(tmp_path):
     [
       sys.executable,
       "-m",
-      "dpjax.significance",
+      "dpjax.analysis.significance",
       "train",
       "--workdir=a",
       "b",

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import workdir as workdir_lib
 from dpjax.errors import UserError
+from dpjax.run import workdir as workdir_lib
 from tests import helpers
 
 HOLD = """
 import pathlib, sys, time
-from dpjax import workdir
+from dpjax.run import workdir
 with workdir.hold(pathlib.Path(sys.argv[1])):
   print("locked", flush=True)
   time.sleep(600)

@@ -596,7 +596,7 @@ class EntropyThreshold(Boundaries):
   Attributes:
     run: the folder of its run, which has this one's vocabulary.
     rule: "global", "monotonic" or "combined": of `dpjax.ops.entropy_threshold`.
-    theta: nats; `python -m dpjax.calibrate` finds it for a length of segments.
+    theta: nats; `dpjax calibrate` finds it for a length of segments.
     theta_add: nats, of "combined".
     pooling: as in `Fixed`.
     num_capacities: lengths that the middle is compiled for.
@@ -622,7 +622,7 @@ class EntropyThreshold(Boundaries):
       raise ValueError("run: expected the folder of a run, got ''")
     check_rule(self.rule, self.theta_add)
     if self.theta is None:
-      raise ValueError("theta: expected a number, which python -m dpjax.calibrate finds, got None")
+      raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
     for name in ("theta", "theta_add"):
       if not math.isfinite(getattr(self, name)):
         raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
-from dpjax.ops.shift_and_sum_matrix import matrix_form
 
 
 def num_levels(max_length: int) -> int:
@@ -67,7 +67,7 @@ def shift_and_sum(
   keeps as little but skips no work of a dropped level, rounds bfloat16 between
   the two, and lets the past see a later inf or nan; "pallas", kernels for a
   GPU and a TPU that read and write the values a few times instead of at every
-  level (`dpjax.ops.pallas.shift_and_sum`), of which the same is true, and which
+  level (`dpjax.ops.experimental.shift_and_sum_pallas`), of which the same is true, and which
   compute a batch that `jax.jit` spreads over devices on each of them (unless
   within `jax.shard_map`). The last three have reverse-mode derivatives only.
 
@@ -288,7 +288,7 @@ _recompute.defvjp(_recompute_forward, _recompute_backward)
 
 
 def _pallas(values, gates, level_keep):
-  from dpjax.ops.pallas import shift_and_sum as kernels
+  from dpjax.ops.experimental import shift_and_sum_pallas as kernels
 
   return kernels.shift_and_sum(values, gates, level_keep)
 

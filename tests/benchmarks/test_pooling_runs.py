@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import workdir
+from dpjax.run import workdir
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import workdir
 from dpjax.data import corpora, encoding, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.errors import UserError
-from dpjax.run import Run
+from dpjax.run import Run, workdir
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
 from tests import helpers
 from tests.text.test_subwords import family

@@ -7,7 +7,8 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import generation, ops, registry
+from dpjax import ops, registry
+from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import with_frozen
@@ -186,7 +187,7 @@ def test_a_model_has_to_fit():
   ("settings", "message"),
   [
     (dict(run=""), "run: expected the folder of a run, got ''"),
-    (dict(theta=None), "theta: expected a number, which python -m dpjax.calibrate"),
+    (dict(theta=None), "theta: expected a number, which dpjax calibrate"),
     (
       dict(rule="globl"),
       "rule: expected one of global, monotonic, combined, got globl; did you mean global",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.pallas import shift_and_sum as pallas
+from dpjax.ops.experimental import shift_and_sum_pallas as pallas
 from dpjax.ops.shift_and_sum import num_levels, shift_and_sum
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from dpjax import complexity
 from dpjax import config as config_lib
+from dpjax.analysis import complexity
 from reproduce import papers
 
 ROWS = {(table.name, row.name): row for table in papers.TABLES.values() for row in table.rows}

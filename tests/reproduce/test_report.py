@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dpjax import significance
+from dpjax.analysis import significance
 from reproduce import pages, papers, report
 
 BITS, FACTOR = papers.BITS, papers.FACTOR

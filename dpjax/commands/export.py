@@ -1,6 +1,6 @@
-"""A trained run as a small folder that others load: python -m dpjax.export RUN OUT.
+"""A trained run as a small folder that others load: dpjax export RUN OUT.
 
-`dpjax.exported` says what the folder has.
+`dpjax.run.export` says what the folder has.
 """
 
 import argparse
@@ -13,19 +13,20 @@ from dpjax.errors import exit_on_user_error
 def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run that the command line names."""
   about = "A trained run as a small folder that others load."
-  parser = argparse.ArgumentParser(prog="python -m dpjax.export", description=about)
+  parser = argparse.ArgumentParser(prog="dpjax export", description=about)
   parser.add_argument("run", metavar="RUN", help="its folder, of train.py")
   parser.add_argument("out", metavar="OUT", help="a new folder")
   parser.add_argument("--step", type=int, help="of the checkpoint; the best by validation")
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):
-    from dpjax import command_line, exported
     from dpjax import run as run_lib
+    from dpjax.commands import flags as command_line
+    from dpjax.run import export
 
     command_line.check_platform()
     run_lib.load(given.run, given.step).save(given.out, dtype=given.dtype)
-    size = (Path(given.out) / exported.FILE).stat().st_size
+    size = (Path(given.out) / export.FILE).stat().st_size
     print(f"{given.out}: {size / 2**20:,.1f} MiB")
 
 

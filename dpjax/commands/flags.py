@@ -6,12 +6,10 @@ import importlib.util
 import logging as std_logging
 import os
 import re
-import runpy
 import socket
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,13 +44,13 @@ _CACHE_BYTES = 2**31
 
 
 def define_config(required: bool = False) -> flags.FlagHolder:
-  """The flag --config=FILE[:VARIANT], after which --config.KEY=VALUE changes a setting.
+  """The flag --config=NAME[:VARIANT], or FILE; --config.KEY=VALUE changes a setting.
 
   A section that is a component is chosen by its name, and then has that component's
   settings: --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
   holder = flags.DEFINE_string(
-    "config", None, "a file of configs/, with :variant where it has some"
+    "config", None, "an experiment's name or file, with :variant where it has some"
   )
   if required:
     flags.mark_flag_as_required("config")
@@ -90,7 +88,7 @@ def _with_config(argv: list[str]) -> list[str]:
   others, files = _take(argv, "config")
   if not files:
     return argv
-  config = load_config(files[-1])
+  config = config_lib.load(files[-1])
   others = _choose_components(config, others)
   known = config_lib.flatten(config)
   for argument in others:
@@ -139,39 +137,6 @@ def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
     else:
       others.append(argument)
   return others, values
-
-
-def load_config(file: str) -> config_lib.ConfigDict:
-  """What `get_config` of the file gives; after a colon stands its argument.
-
-  Raises:
-    UserError: it is no such file, or raises an error.
-  """
-  path, _, variant = file.partition(":")
-  if Path(path).exists() and not Path(path).is_file():
-    raise UserError(f"--config: expected a Python file, got {path or 'none'}")
-  try:
-    module = runpy.run_path(path, run_name="config")
-    if "get_config" not in module:
-      raise AttributeError("it has no attribute 'get_config'")
-    config = module["get_config"](*[variant] * bool(variant))
-    if not isinstance(config, config_lib.ConfigDict):
-      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
-    return config
-  # The file is a program of the user's, with errors of any type.
-  except Exception as error:
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    message = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    where = f" ({path}, line {lines[-1]})" if lines else ""
-    if isinstance(error, UserError):
-      raise UserError(f"--config: {message}{where}") from error
-    raise UserError(
-      "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-      f"{type(error).__name__}: {message}{where}"
-    ) from error
 
 
 def _import_plugin(module: str) -> None:

@@ -1,6 +1,6 @@
 r"""The theta with which `entropy_threshold` boundaries make segments of a wanted length.
 
-  python -m dpjax.calibrate runs/bytes --factor=4.5
+  dpjax calibrate runs/bytes --factor=4.5
 
 reads the run's valid split with its model, and prints theta, how long segments are there,
 and the flags for train.py:
@@ -60,7 +60,7 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints theta for the run and the length that the command line names."""
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
-  parser = argparse.ArgumentParser(prog="python -m dpjax.calibrate", description=about)
+  parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
   parser.add_argument("run", metavar="RUN", help="its folder, of train.py")
   about = "wanted length of segments: characters, bytes, or tokens of other tokenizers"
   parser.add_argument("--factor", type=float, required=True, help=about)
@@ -73,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--length", type=int, help="tokens of the text to read; else all")
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):
-    from dpjax import command_line, ops
+    from dpjax import ops
     from dpjax import run as run_lib
+    from dpjax.commands import flags as command_line
     from dpjax.ops.boundaries import check_rule
 
     rule = given.rule, given.theta_add

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.decoding.sampling import sample
+from dpjax.generation.sampling import sample
 
 compiled = jax.jit(sample, static_argnames="top_k")
 

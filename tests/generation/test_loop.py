@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.decoding.generate import advance, begin, init_window, sliding_window
+from dpjax.generation.loop import advance, begin, init_window, sliding_window
 
 VOCAB = 13
 

@@ -1,6 +1,6 @@
 """Pictures of training costs, from run folders.
 
-  python -m dpjax.plots runs/she runs/attention --out=costs.png --every=2000
+  dpjax plots runs/she runs/attention --out=costs.png --every=2000
 
 A run folder has config.json, the settings, and losses.f32, the loss of every update in
 nats per token (the mean over a batch): little-endian float32, update 1 first, NaN where
@@ -354,7 +354,7 @@ def write(figure: "Figure", path: str | Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table and draws the figure that the command line asks for."""
   parser = argparse.ArgumentParser(
-    prog="python -m dpjax.plots", description="Training costs of runs, from their folders."
+    prog="dpjax plots", description="Training costs of runs, from their folders."
   )
   parser.add_argument("run_folder", nargs="+", help="with config.json and losses.f32")
   parser.add_argument("--out", required=True, help=f"a file: {', '.join(SUFFIXES)}")

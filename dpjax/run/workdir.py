@@ -29,11 +29,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import exported, registry
+from dpjax import registry
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
 from dpjax.data.download import locked
 from dpjax.errors import UserError
+from dpjax.run import export
 from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
 from dpjax.text.unigram import load_unigram
 
@@ -89,7 +90,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
     ValueError: it holds a run of another configuration.
   """
   path = workdir / "config.json"
-  if (workdir / exported.FILE).exists():
+  if (workdir / export.FILE).exists():
     raise UserError(
       f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
       "train on, take a new workdir and it as train.initial_run"
@@ -120,7 +121,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
 
 def is_run(folder: Path) -> bool:
   """Whether a folder has, or is to have, parameters: of a run, or of an exported one."""
-  return (folder / "checkpoints").is_dir() or (folder / exported.FILE).exists()
+  return (folder / "checkpoints").is_dir() or (folder / export.FILE).exists()
 
 
 def has_saved(workdir: Path) -> bool:

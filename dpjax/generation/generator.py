@@ -2,7 +2,7 @@
 
 `Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py are this.
 Each new token costs one step with a cache, or a pass over the window where a mixer has no
-`init_cache`; `dpjax.decoding` has the loop.
+`init_cache`; `dpjax.generation` has the loop.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ import numpy as np
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.decoding import generate as decoding
 from dpjax.errors import UserError
+from dpjax.generation import loop
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
 from dpjax.text.streaming import TextStream
@@ -197,19 +197,19 @@ class Generator:
         found |= ids
     return found
 
-  def _slide(self, rows: Sequence[Sequence[int]]) -> decoding.State:
+  def _slide(self, rows: Sequence[Sequence[int]]) -> loop.State:
     """The state of rows from which only their last windows are known."""
     known = [row[-self._window : -1] for row in rows]
     tokens, _ = _filled(known, self._window, self._pad_id, self._window)
     counts = np.array([*map(len, known)], np.int32)
     lengths = np.array([*map(len, rows)], np.int32)
-    cache = decoding.WindowCache(
+    cache = loop.WindowCache(
       jnp.asarray(tokens), jnp.asarray(counts), jnp.asarray(lengths - 1 - counts)
     )
     last = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return decoding.State(last, jnp.asarray(lengths), cache)
+    return loop.State(last, jnp.asarray(lengths), cache)
 
-  def _step(self, params, keys, is_cached: bool) -> decoding.Step:
+  def _step(self, params, keys, is_cached: bool) -> loop.Step:
     def apply(tokens, start, **inputs) -> Any:
       if self._draws_boundaries:
         # The same for a place whenever it is read, so that the past keeps its segments.
@@ -222,17 +222,17 @@ class Generator:
 
     if is_cached:
       return step
-    return decoding.sliding_window(lambda tokens, start: apply(tokens, start).logits)
+    return loop.sliding_window(lambda tokens, start: apply(tokens, start).logits)
 
   def _begin_rows(self, params, prompt, lengths, keys):
     cache = self._model.init_cache(len(prompt))
     step = self._step(params, keys, True)
-    return decoding.begin(step, cache, prompt, lengths, chunk=self._window)
+    return loop.begin(step, cache, prompt, lengths, chunk=self._window)
 
   def _advance_rows(self, params, state, keys, draw, *, is_cached: bool):
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
-    return decoding.advance(step, state, keys, num_tokens=num_tokens, **draw)
+    return loop.advance(step, state, keys, num_tokens=num_tokens, **draw)
 
 
 def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:

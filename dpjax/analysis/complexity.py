@@ -1,7 +1,7 @@
 """What one token mixer costs: operations and parameters, exact.
 
-  python -m dpjax.complexity --length=128 --width=128 --num_heads=32
-  python -m dpjax.complexity --inference=64
+  dpjax complexity --length=128 --width=128 --num_heads=32
+  dpjax complexity --inference=64
 
 l context window, t tokens so far with the new one, d width, n heads, K levels.
 
@@ -281,7 +281,7 @@ def format_table(rows: dict[str, Counts]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table that the command line asks for."""
   parser = argparse.ArgumentParser(
-    prog="python -m dpjax.complexity",
+    prog="dpjax complexity",
     description="Operations and parameters of one sublayer, for each token mixer.",
   )
   parser.add_argument("--length", type=int, default=128, help="l, the context window")

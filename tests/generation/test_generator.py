@@ -12,7 +12,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.generation import Generator, _noise, pad_id, tokens_per_second
+from dpjax.generation.generator import Generator, _noise, pad_id, tokens_per_second
 from dpjax.models.build import build_model
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers

@@ -1,6 +1,6 @@
 r"""Where a model ends its segments in a text, beside how unsure of each next token it is.
 
-  python -m dpjax.segmentation runs/gumbel --text="the quick brown fox" --out=segments.png
+  dpjax segmentation runs/gumbel --text="the quick brown fox" --out=segments.png
 
 The text is printed with a mark where a segment ends, and drawn with --out. Without --text
 it is the beginning of the run's test split.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dpjax import plots
+from dpjax.analysis import plots
 from dpjax.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def draw(segmentation: Segmentation) -> "Figure":
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints and draws the segmentation that the command line asks for."""
   about = "The segments of a text and the conditional entropies, by a run's model."
-  parser = argparse.ArgumentParser(prog="python -m dpjax.segmentation", description=about)
+  parser = argparse.ArgumentParser(prog="dpjax segmentation", description=about)
   parser.add_argument("run_folder", help="of train.py")
   parser.add_argument("--text", help="else the beginning of the test split")
   about = "tokens to show; else all of --text, or up to 120 of the split"
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", help=f"a file: {', '.join(plots.SUFFIXES)}")
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):
-    from dpjax import command_line
     from dpjax import run as run_lib
+    from dpjax.commands import flags as command_line
 
     if given.out:
       plots.check_suffix(given.out)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpjax.decoding import sampling
+from dpjax.generation import sampling
 
 Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
@@ -101,7 +101,7 @@ def advance(
     state: of `begin`, or what the call before gave.
     keys: [B], random keys, the same at every call.
     num_tokens: how many, at least 1.
-    temperature: of `dpjax.decoding.sampling.sample`, as the following.
+    temperature: of `dpjax.generation.sampling.sample`, as the following.
     top_k: likewise.
     top_p: likewise.
 

@@ -1,9 +1,9 @@
 """The corpora that have a name, from the command line.
 
-  python -m dpjax.data list
-  python -m dpjax.data prepare wikitext2
-  python -m dpjax.data prepare wiki40b --language=fi --head
-  python -m dpjax.data clean --language=fi raw.txt clean.txt
+  dpjax data list
+  dpjax data prepare wikitext2
+  dpjax data prepare wiki40b --language=fi --head
+  dpjax data clean --language=fi raw.txt clean.txt
 
 `prepare` downloads a corpus and makes it ready; training does that by itself, too. `clean`
 makes a text as text8 is; "-" stands for the standard input and output.
@@ -26,7 +26,7 @@ PART = 2**20  # characters
 def main(arguments: Sequence[str] | None = None) -> None:
   """Does what the first word of the command line says."""
   parser = argparse.ArgumentParser(
-    prog="python -m dpjax.data",
+    prog="dpjax data",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )

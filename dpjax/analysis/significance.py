@@ -1,8 +1,8 @@
 r"""Whether one configuration is better than another, over several seeds of each.
 
-  python -m dpjax.significance train --config=configs/quickstart.py --seeds=0,1,2 \
+  dpjax significance train --config=configs/quickstart.py --seeds=0,1,2 \
     --workdir=runs/a
-  python -m dpjax.significance compare runs/a runs/b --baseline=runs/none
+  dpjax significance compare runs/a runs/b --baseline=runs/none
 
 The first trains a run a seed as train.py does, in runs/a/seed_0 and so on, and goes on with
 what is there. The second tests the scores of each folder's runs against the baseline's.
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   arguments = sys.argv[1:] if arguments is None else arguments
   if arguments[:1] == ["train"]:
     return _start_training(arguments[1:])
-  parser = argparse.ArgumentParser(prog="python -m dpjax.significance")
+  parser = argparse.ArgumentParser(prog="dpjax significance")
   parser.add_argument("command", choices=("train", "compare"), help="train --help is more")
   parser.add_argument("folder", nargs="+", help="with the runs seed_<n>")
   parser.add_argument("--baseline", required=True, help="the folder to compare with")
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _start_training(arguments: Sequence[str]) -> None:
   from absl import flags
 
-  from dpjax import command_line
+  from dpjax.commands import flags as command_line
 
   # Defined here alone, since absl's flags are those of the whole process.
   flags.adopt_module_key_flags(command_line)

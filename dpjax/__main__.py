@@ -1,0 +1,41 @@
+"""The `dpjax` command.
+
+dpjax train --config=quickstart --workdir=runs/quickstart
+dpjax evaluate --workdir=runs/quickstart
+"""
+
+import runpy
+import sys
+
+COMMANDS = {
+  "train": ("dpjax.commands.train", "train an experiment, or go on with a run"),
+  "evaluate": ("dpjax.commands.evaluate", "score a split with a run"),
+  "generate": ("dpjax.commands.generate", "continue a prompt"),
+  "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
+  "data": ("dpjax.commands.data", "list, prepare and clean corpora"),
+  "plots": ("dpjax.analysis.plots", "plot the training costs of runs"),
+  "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
+  "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),
+  "complexity": ("dpjax.analysis.complexity", "count a mixer's operations and parameters"),
+  "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
+}
+
+
+def main(command: str | None = None) -> None:
+  """Runs a command with the arguments that follow; without `command`, their first names it."""
+  if command is None:
+    command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+  if command in COMMANDS:
+    runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+    return
+  lines = [f"  {name:14}{about}" for name, (_, about) in COMMANDS.items()]
+  usage = "\n".join(["usage: dpjax COMMAND ...", "", *lines, "", "dpjax COMMAND --help tells more"])
+  if command in ("-h", "--help"):
+    print(usage)
+    return
+  got = command or "none"
+  sys.exit(f"{usage}\n\ncommand: expected one of {', '.join(COMMANDS)}, got {got}")
+
+
+if __name__ == "__main__":
+  main()

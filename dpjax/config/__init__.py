@@ -1,0 +1,42 @@
+"""The settings of a run, and of each component."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from dpjax.config.checks import CHOICES as CHOICES
+  from dpjax.config.checks import LARGEST as LARGEST
+  from dpjax.config.checks import check as check
+  from dpjax.config.checks import check_model as check_model
+  from dpjax.config.checks import check_sampling as check_sampling
+  from dpjax.config.checks import check_seed as check_seed
+  from dpjax.config.checks import steps_in as steps_in
+  from dpjax.config.experiments import load as load
+  from dpjax.config.saved import FREE_KEYS as FREE_KEYS
+  from dpjax.config.saved import FREE_NAMES as FREE_NAMES
+  from dpjax.config.saved import LENGTH_KEYS as LENGTH_KEYS
+  from dpjax.config.saved import differences as differences
+  from dpjax.config.saved import from_dict as from_dict
+  from dpjax.config.sections import COMPONENTS as COMPONENTS
+  from dpjax.config.sections import OPTIONAL as OPTIONAL
+  from dpjax.config.sections import apply_variant as apply_variant
+  from dpjax.config.sections import boundaries as boundaries
+  from dpjax.config.sections import component_keys as component_keys
+  from dpjax.config.sections import default as default
+  from dpjax.config.sections import default_model as default_model
+  from dpjax.config.sections import flatten as flatten
+  from dpjax.config.sections import get as get
+  from dpjax.config.sections import is_pooled as is_pooled
+  from dpjax.config.sections import known_keys as known_keys
+  from dpjax.config.sections import middle as middle
+  from dpjax.config.sections import mixer as mixer
+  from dpjax.config.sections import mixers_in as mixers_in
+  from dpjax.config.sections import optimizer as optimizer
+  from dpjax.config.sections import place as place
+  from dpjax.config.sections import schedule as schedule
+  from dpjax.config.sections import stages_in as stages_in
+  from dpjax.config.sections import unknown_key as unknown_key
+  from dpjax.registry import ConfigDict as ConfigDict
+else:
+  from dpjax import lazy
+
+  __getattr__, __dir__, __all__ = lazy.public_names(__name__)

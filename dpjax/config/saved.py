@@ -1,0 +1,87 @@
+"""Configurations that JSON files hold: of a run's folder, of this version or an earlier one."""
+
+from collections.abc import Mapping
+
+from dpjax import registry
+from dpjax.config.checks import check
+from dpjax.config.old import to_sections
+from dpjax.config.sections import (
+  COMPONENTS,
+  check_type,
+  default,
+  flatten,
+  middle,
+  place,
+  unknown_key,
+)
+from dpjax.registry import ConfigDict
+
+# Settings that may change on resume: they change the order of sums and the random numbers
+# of dropout at most (in bfloat16 an implementation also rounds in other places), and which
+# checkpoint is the best. The length may change only where the schedule does not depend on
+# it.
+LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
+FREE_KEYS = (
+  "data.data_dir",
+  "data.manual_dir",
+  "model.remat",
+  "model.scan_layers",
+  "train.accumulate_steps",
+  "train.checkpoint_every_steps",
+  "train.eval_every_",
+  "train.keep_checkpoints",
+  "train.log_every_steps",
+  "train.median_every_steps",
+  "train.parameters",
+  "eval.",
+  "sample.",
+)
+FREE_NAMES = ("implementation", "num_capacities")  # of components
+
+
+def from_dict(settings: Mapping) -> ConfigDict:
+  """A configuration from what JSON made of it, of this version or an earlier one.
+
+  Settings that were added since it was written take their defaults.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  config = default()
+  _fill(config, to_sections(settings), "")
+  check(config, limits=False)
+  return config
+
+
+def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
+  for name, value in settings.items():
+    key = f"{prefix}{name}"
+    if name not in config:
+      raise unknown_key(key, flatten(default()))
+    if place(key) == "model.middle" and isinstance(value, Mapping):
+      config[name] = middle()
+    if place(key) in COMPONENTS and isinstance(value, Mapping):
+      config[name] = COMPONENTS[place(key)].from_dict(value, key)
+    elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
+      _fill(config[name], value, f"{key}.")
+    else:
+      value = registry.as_tuple(value)
+      check_type(key, value, config[name], limits=False)
+      config[name] = value
+
+
+def differences(old: Mapping, new: Mapping) -> list[str]:
+  """What keeps `new` from continuing a run of `old`: lines `key: old there, new here`.
+
+  A setting that was added since `old` was written has its default there.
+  """
+  there, here = flatten(from_dict(old)), flatten(new)
+  is_endless = here.get("train.schedule.name") == "constant"
+  free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
+  return [
+    f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
+    for key in sorted(there.keys() | here.keys())
+    if there.get(key) != here.get(key)
+    and not key.startswith(free)
+    and key.rpartition(".")[2] not in FREE_NAMES
+  ]

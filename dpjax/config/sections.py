@@ -1,0 +1,321 @@
+"""The settings of a run: every key with its default.
+
+A file of `configs/` starts from `default()` and changes what its experiment needs.
+Durations carry their unit in the key; of two units of one duration, one is set.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dpjax import registry
+from dpjax.errors import UserError
+from dpjax.registry import ConfigDict
+
+# The sections that are a component, with its settings.
+COMPONENTS = {
+  "model.mixer": registry.mixers,
+  "model.first.mixer": registry.mixers,
+  "model.last.mixer": registry.mixers,
+  "model.boundaries": registry.boundaries,
+  "train.optimizer": registry.optimizers,
+  "train.schedule": registry.schedules,
+}
+# Sections that may be None: mixers that are the model's, and no middle of its own.
+OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
+
+
+def mixer(name: str, **settings) -> ConfigDict:
+  """The section of a token mixer: its name, and all of its settings.
+
+    config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
+
+  Raises:
+    UserError: the name or a setting is unknown, or a value is of a wrong type.
+  """
+  return registry.mixers.section(name, **settings)
+
+
+def boundaries(name: str, **settings) -> ConfigDict:
+  """The section of a kind of boundaries, as `mixer`; "none" is a model without pooling."""
+  return registry.boundaries.section(name, **settings)
+
+
+def optimizer(name: str, **settings) -> ConfigDict:
+  """The section of an optimizer, as `mixer`."""
+  return registry.optimizers.section(name, **settings)
+
+
+def schedule(name: str, **settings) -> ConfigDict:
+  """The section of a learning rate schedule, as `mixer`."""
+  return registry.schedules.section(name, **settings)
+
+
+def middle(kind: Any = "none", *, width: int = 0, **settings) -> ConfigDict:
+  """The section of a middle with a width of its own, or that pools segments again.
+
+    config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)
+    config.model.middle = dpjax.config.middle(
+      dpjax.config.boundaries("routing", factor=2.0), width=512
+    )
+
+  `model.mixer` and `model.num_layers` are those of the innermost blocks.
+
+  Args:
+    kind: a section of `boundaries`, or a name; "none": it does not pool.
+    width: D; 0: that of the tokens, and so the other settings.
+    **settings: `feed_forward_width`, of all its blocks, and another `middle`.
+
+  Raises:
+    UserError: a setting is unknown, or of a wrong type.
+  """
+  section = ConfigDict({"width": 0, "feed_forward_width": 0})
+  _add_pooling(section)
+  if isinstance(kind, str):
+    kind = boundaries(kind)
+  given = {"boundaries": kind, "width": width, **settings}
+  check_keys({**section, **given}, section, "model.middle.")
+  for name, value in given.items():
+    section[name] = value
+  return section
+
+
+def _add_pooling(section: ConfigDict) -> None:
+  section.boundaries = boundaries("none")
+  for name in ("first", "last"):
+    stack = section[name] = ConfigDict()
+    stack.num_layers = 2
+    stack.mixer = None  # None: model.mixer
+  section.middle = None  # None: num_layers blocks of the tokens' width; or `middle`
+
+
+def default_model() -> ConfigDict:
+  """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
+  model = ConfigDict()
+  model.mixer = mixer("dispatcher")
+  model.vocab_size = 0  # V; 0: the tokenizer's
+  model.num_layers = 6
+  model.width = 512  # D
+  model.feed_forward_width = 512
+  model.max_length = 512  # longest T, tokens; l of the Extractors
+  model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
+  model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
+  model.activation = "relu"  # or "gelu" (by erf)
+  model.dropout = 0.0  # of embeddings and of each branch
+  model.hidden_dropout = 0.0  # within the feed-forward network
+  model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
+  model.norm_init_std = 0.0  # gains of the norms ~ N(1, norm_init_std**2)
+  model.scan_layers = True  # compile one layer and loop, or compile each
+  model.remat = False  # recompute each layer in the gradient: less memory
+  model.dtype = "float32"  # of the computation; parameters are float32
+  # Token pooling: num_layers blocks on segments, between blocks on tokens.
+  _add_pooling(model)
+  return model
+
+
+def default() -> ConfigDict:
+  """Every setting of a run, with the values of the Dispatcher paper where it has any."""
+  config = ConfigDict()
+  config.seed = 0
+  config.model = default_model()
+
+  data = config.data = ConfigDict()
+  data.name = "python_manual"  # a corpus by its name: `dpjax data list`
+  data.language = ""  # of a corpus that has several, and of `clean`
+  data.data_dir = "data"  # where corpora that have a name are kept, and their tokens
+  data.manual_dir = ""  # files downloaded by hand; "": data_dir/manual
+  data.clean = False  # as text8: the language's letters in lower case, digits spelt out
+  data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
+  data.path = ""  # or a text file, or a folder with train/valid/test.txt; wins over name
+  data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
+  data.tokenizer = "characters"
+  # A vocabulary to load, or "bert_base_cased", "gpt2"; "": train one on the train split.
+  data.tokenizer_file = ""
+  data.tokenizer_size = 8000  # entries of a vocabulary that is trained
+  data.lower_text = False  # WordPiece: lower-case the text first
+  data.lower_pieces = False  # WordPiece: lower-case the pieces
+  data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
+
+  train = config.train = ConfigDict()
+  # In order; or "random_windows", at any offset; or "shuffled_windows", of rolled rows.
+  train.batches = "contiguous"
+  train.batch_size = 20  # rows of all devices together
+  train.window = 0  # tokens a row; 0: model.max_length
+  train.initial_run = ""  # the folder of a run whose best parameters to begin with
+  train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
+  train.num_steps = 0
+  train.num_epochs = 60.0
+  train.optimizer = optimizer("adam")
+  train.learning_rate = 1e-4  # the peak of the schedule
+  train.schedule = schedule("constant")
+  train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
+  train.log_every_steps = 20
+  train.median_every_steps = 2000  # between reports of the median loss of as many
+  train.eval_every_steps = 0
+  train.eval_every_epochs = 1.0
+  train.checkpoint_every_steps = 500
+  train.keep_checkpoints = 2  # of the last; the best is kept beside them
+  train.parameters = "replicated"  # or "sharded" over the devices
+
+  config.eval = ConfigDict()
+  config.eval.window = 0  # tokens; 0: model.max_length
+  config.eval.stride = 0  # new tokens a window; 0: the window, so without context
+  config.eval.batch_size = 10
+
+  sample = config.sample = ConfigDict()
+  sample.prompt = ""  # shown, continued, at the end of a run; "": nothing is
+  sample.length = 300  # new tokens
+  sample.temperature = 1.0
+  sample.top_k = 0  # 0: all
+  sample.top_p = 1.0
+  sample.beyond_window = "slide"  # or "continue", "refuse": `dpjax.generation` has what
+  return config
+
+
+def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
+  """Makes an experiment's `tiny` variant, a minute's work on a CPU; "" leaves it whole.
+
+  Args:
+    config: changed in place.
+    variant: what stood after the colon in --config=FILE:VARIANT.
+
+  Returns:
+    `config`.
+
+  Raises:
+    ValueError: the variant is neither "tiny" nor "".
+  """
+  if variant not in ("", "tiny"):
+    raise UserError(f"expected the variant tiny, or none, got {variant}")
+  if variant:
+    config.model.update(dict(num_layers=2, width=32, feed_forward_width=64, max_length=64))
+    config.train.update(
+      dict(
+        batch_size=8,
+        num_steps=50,
+        num_epochs=0.0,
+        eval_every_steps=25,
+        eval_every_epochs=0.0,
+        learning_rate=1e-3,
+      )
+    )
+    if "warmup_steps" in config.train.schedule:
+      config.train.schedule.warmup_steps = 5
+    config.sample.length = 20
+  return config
+
+
+def is_pooled(model: Mapping) -> bool:
+  """Whether a model pools its tokens."""
+  return model["boundaries"]["name"] != "none"
+
+
+def stages_in(model: Mapping) -> dict[str, Mapping]:
+  """The settings of a model, and as it were of each "middle" within, by their names.
+
+  What a middle does not set is as around it.
+  """
+  stages, key = {"model": model}, "model"
+  while stages[key]["middle"] is not None:
+    own = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
+    stages[f"{key}.middle"] = {**stages[key], **own}
+    key += ".middle"
+  return stages
+
+
+def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
+  """The mixers of a model, by the name of their section: one, or also first and last."""
+  sections = {"model.mixer": model["mixer"]}
+  for key, stage in stages_in(model).items():
+    if is_pooled(stage):
+      sections |= {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last")}
+  return {key: section for key, section in sections.items() if section is not None}
+
+
+def known_keys() -> list[str]:
+  """Every setting by its full name, `model.width` for one."""
+  return sorted(flatten(default()))
+
+
+def flatten(config: Mapping, prefix: str = "") -> dict:
+  """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, (Mapping, ConfigDict)):
+      flat.update(flatten(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = registry.as_tuple(value)
+  return flat
+
+
+def get(config, key: str) -> Any:
+  """The setting of a full name, `model.mixer.num_heads` for one."""
+  for part in key.split("."):
+    config = config[part]
+  return config
+
+
+def place(key: str) -> str:
+  """The name of a setting of the model, also for one of a middle: they have the same."""
+  return key.replace("middle.", "")
+
+
+def component_keys(config: ConfigDict) -> list[str]:
+  """The names of all sections that are, or may be, a component, those of middles too."""
+  keys = list(COMPONENTS)
+  is_known = "middle" in config.get("model", {})  # A file may give any settings.
+  for stage in stages_in(config.model) if is_known else ():
+    keys += [
+      f"{stage}.{key.removeprefix('model.')}"
+      for key in COMPONENTS
+      if stage != "model" and key.startswith("model.") and key != "model.mixer"
+    ]
+  return keys
+
+
+def check_keys(config, known, prefix: str, limits: bool = True) -> None:
+  """Refuses unknown and missing settings, and values of another type than the default's.
+
+  Args:
+    config: a section.
+    known: it, with defaults.
+    prefix: of its keys.
+    limits: as `dpjax.config.check` takes it.
+
+  Raises:
+    UserError: as there.
+  """
+  for name, value in config.items():
+    key = f"{prefix}{name}"
+    if name not in known:
+      raise unknown_key(key, flatten(known, prefix))
+    is_middle = place(key) == "model.middle" and value is not None
+    usual = middle() if is_middle else known[name]
+    check_type(key, value, usual, limits)
+    if place(key) in COMPONENTS and value is not None:
+      COMPONENTS[place(key)].check(value, key)
+    elif isinstance(usual, ConfigDict):
+      check_keys(value, usual, f"{key}.", limits)
+  missing = sorted(f"{prefix}{name}" for name in known if name not in config)
+  if missing:
+    raise UserError(f"{', '.join(missing)}: expected a value, got none")
+
+
+def check_type(key: str, value, usual, limits: bool) -> None:
+  """Refuses a value of another type than the default `usual`'s."""
+  if value is None and place(key) in OPTIONAL:
+    return
+  if type(usual) is float and value == math.inf and not limits:
+    return
+  if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
+    registry.check_value(key, value, registry.Setting(type(usual), usual, False))
+  elif not isinstance(value, ConfigDict):
+    raise UserError(f"{key}: expected a section of settings, got {value!r}")
+
+
+def unknown_key(key: str, known: Iterable[str]) -> UserError:
+  """The error for a key that does not exist, with the nearest one that does."""
+  near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+  hint = f"; the nearest known is {near[0]}" if near else ""
+  return UserError(f"{key}: expected a known setting, got an unknown one{hint}")

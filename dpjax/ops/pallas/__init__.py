@@ -1,1 +1,0 @@
-"""Pallas kernels behind the functions of `dpjax.ops`; each is imported where it is used."""

@@ -1,0 +1,130 @@
+"""What the sections of a run's configuration describe, built."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from dpjax import config as config_lib
+from dpjax import ops, registry
+from dpjax.data import batches, prepared
+from dpjax.errors import UserError
+from dpjax.generation import generator
+from dpjax.models.build import build_boundaries, build_model
+from dpjax.models.language_model import LanguageModel
+from dpjax.registry import ConfigDict
+from dpjax.run import workdir as workdir_lib
+from dpjax.text.tokens import Tokenizer
+from dpjax.training import loop, losses
+
+
+def with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
+  """A copy of the configuration with what its tokenizer says."""
+  size = config.model.vocab_size
+  if size not in (0, tokenizer.vocab_size):
+    raise UserError(
+      f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
+    )
+  config = config.copy_and_resolve_references()
+  config.model.vocab_size = tokenizer.vocab_size
+  for kind in build_boundaries(config.model)[:1]:
+    config.model.boundaries.update(kind.settings_for(tokenizer))
+  config_lib.check_model(config.model)
+  return config
+
+
+def model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module:
+  """The model of a configuration, or the one that is given in its place."""
+  if model is None:
+    return build_model(config.model, frozen)
+  built = model if isinstance(model, nn.Module) else model(config.model)
+  if not isinstance(built, nn.Module):
+    raise UserError(
+      "model: expected a flax.linen.Module, or a function of config.model "
+      f"that gives one, got {built!r}"
+    )
+  pools = isinstance(built, LanguageModel) and built.make_hourglass is not None
+  if pools != config_lib.is_pooled(config.model):
+    raise UserError(
+      f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "
+      f"is given, which pools {'tokens' if pools else 'none'}, got "
+      f"{config.model.boundaries.name}"
+    )
+  return built
+
+
+def durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
+  """The durations of `config.train`, in updates."""
+  num_steps, eval_every_steps = (
+    config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
+    for name in ("num", "eval_every")
+  )
+  return loop.Durations(
+    num_steps,
+    eval_every_steps,
+    settings.log_every_steps,
+    settings.median_every_steps,
+    settings.checkpoint_every_steps,
+  )
+
+
+def objective(config: ConfigDict) -> losses.Objective:
+  """The loss of a model of `config.model`."""
+  return losses.Objective(build_boundaries(config.model))
+
+
+def capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
+  """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
+  kinds = build_boundaries(config.model)
+  # Several processes would have to agree on it.
+  if not kinds or jax.process_count() > 1:
+    return lambda batch: None
+  boundaries = kinds[0]
+
+  def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
+    tokens = batch["tokens"]
+    counts = boundaries.count_in(tokens)
+    if counts is None:
+      return None
+    sizes = ops.capacities(tokens.shape[1] + 1, boundaries.lengths_compiled)
+    return next(size for size in sizes if size > counts.max())
+
+  return from_tokens
+
+
+def train_batches(config: ConfigDict, data: prepared.Prepared):
+  """The batches of `config.train`, by its rule."""
+  settings, tokens = config.train, data.splits["train"]
+  boundaries = None if data.boundaries is None else data.boundaries["train"]
+  size = settings.batch_size, settings.window or config.model.max_length
+  if settings.batches == "random_windows":
+    return batches.RandomWindows(tokens, *size, config.seed, boundaries=boundaries)
+  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=generator.pad_id(config))
+  if settings.batches == "shuffled_windows":
+    return batches.ShuffledWindows(tokens, *size, config.seed, **options)
+  return batches.ContiguousRows(tokens, *size, **options)
+
+
+def needs_run(config: ConfigDict) -> bool:
+  """Whether the boundaries read with the model of another run."""
+  return registry.boundaries.component(config.model.boundaries.name).needs_run
+
+
+def origin(data: prepared.Prepared) -> dict[str, str]:
+  """What has to stay the same while a run goes on, and is in no setting."""
+  origin = {
+    "tokenizer": data.tokenizer.to_json(),
+    "training text": data.counts["train"]["sha256"],
+  }
+  if data.unigram is not None:
+    origin["unigram model"] = hashlib.sha256(data.unigram.model).hexdigest()
+  return origin
+
+
+def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
+  """The model that the boundaries of a saved run read with, where they do."""
+  return build_model(workdir_lib.read_frozen(workdir)) if needs_run(config) else None

@@ -1,0 +1,305 @@
+"""A trained model with all that belongs to it, read by `load`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import linen as nn
+
+from dpjax.data import batches, prepared
+from dpjax.errors import UserError
+from dpjax.generation import generator
+from dpjax.models.language_model import LanguageModel
+from dpjax.registry import ConfigDict
+from dpjax.run import build, export
+from dpjax.run import workdir as workdir_lib
+from dpjax.text.tokens import Tokenizer
+from dpjax.training import checkpoints, evaluation, metrics, sharding
+from dpjax.training import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A trained model with all that is needed to use it.
+
+  Attributes:
+    config: its settings; `config.model.vocab_size` is filled in.
+    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
+    params: its parameters.
+    tokenizer: `encode` and `decode`.
+    step: updates made.
+    data: the prepared corpus, or None where there is only a model.
+    workdir: the run's folder, or None.
+  """
+
+  config: ConfigDict
+  model: nn.Module
+  params: dict
+  tokenizer: Tokenizer
+  step: int
+  data: prepared.Prepared | None = None
+  workdir: Path | None = None
+
+  def __repr__(self) -> str:
+    size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+    return (
+      f"Run({self.name}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
+    )
+
+  @property
+  def name(self) -> str:
+    """The mixer's, or that of the class of a model made in Python."""
+    is_own = not isinstance(self.model, LanguageModel)
+    return type(self.model).__name__ if is_own else self.config.model.mixer.name
+
+  def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
+    """Scores a text, its first token included.
+
+    Args:
+      text: not empty.
+      window: tokens the model sees at once; 0 is the configuration's.
+      stride: tokens it scores of them, the others being context; 0 is likewise.
+
+    Returns:
+      "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
+      some of the text, "bits_per_character" and "bits_per_byte"
+      (`dpjax.training.metrics.text_scores`); with token pooling also
+      those of `dpjax.training.metrics.boundary_scores`.
+
+    Raises:
+      ValueError: the text is empty, or the window is longer than the model's.
+    """
+    tokens = self.tokenizer.encode(text)
+    if not len(tokens):
+      raise UserError(f"text: expected at least one token, got none in {text!r}")
+    counts = {"tokens": len(tokens), **prepared.count_text([text])}
+    boundaries = None
+    if self.data is not None and self.data.unigram is not None:
+      boundaries = self.data.segment(text)
+    return self._score(self.params, tokens, counts, window, stride, boundaries=boundaries)
+
+  def score_split(
+    self, split: str = "test", *, window: int = 0, stride: int = 0, progress: bool = False
+  ) -> dict[str, float]:
+    """Scores a split of the run's corpus, each of its tokens once.
+
+    Args:
+      split: "train", "valid" or "test".
+      window: as in `score`.
+      stride: as in `score`.
+      progress: show a bar.
+
+    Returns:
+      As `score`.
+
+    Raises:
+      ValueError: there is no such split, its tokens have changed since they were
+        prepared, or the window is longer than the model's.
+    """
+    if self.data is None or split not in self.data.splits:
+      known = ", ".join(self.data.splits) if self.data else "none"
+      raise UserError(f"split: expected one of {known}, got {split}")
+    self.data.check(split)
+    return self._score_split(self.params, split, window, stride, progress)
+
+  def write_scores(
+    self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
+  ) -> None:
+    """Writes what `score_split` gave into the run's folder, as JSON."""
+    if self.workdir is None or self.data is None or jax.process_index() != 0:
+      return
+    used = window, stride = self._window_and_stride(window, stride)
+    name = f"scores_{split}_{self.step}"
+    if used != self._window_and_stride(0, 0):
+      name += f"_window{window}_stride{stride}"
+    content = {
+      "split": split,
+      "step": self.step,
+      "window": window,
+      "stride": stride,
+      "scores": metrics.for_json(scores),
+      "counts": dict(self.data.counts[split]),
+    }
+    workdir_lib.write_json(self.workdir / f"{name}.json", content)
+
+  def generate(self, prompt: str | Sequence[str], **settings) -> list[str] | list[list[str]]:
+    """Continues a prompt, or several at once.
+
+    Args:
+      prompt: a text, or texts of any lengths; "" starts a text.
+      **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
+        beyond_window of `dpjax.generation.Generator.stream`; by default as in the run's
+        configuration, `config.sample`.
+
+    Returns:
+      The continuations, without the prompt, one for each sample; of several prompts, a
+      list of them for each.
+
+    Raises:
+      ValueError: as there.
+    """
+    prompts = _as_texts(prompt)
+    rows = zip(*self.stream(prompts, **settings), strict=True)
+    texts = ["".join(piece.text for piece in row) for row in rows]
+    if isinstance(prompt, str):
+      return texts
+    count = len(texts) // len(prompts)
+    return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+
+  def stream(self, prompt: str | Sequence[str], **settings) -> Iterator[list[generator.Piece]]:
+    """Continues a prompt, or several at once, and gives out the text as it comes.
+
+    Args:
+      prompt: as in `generate`.
+      **settings: likewise.
+
+    Returns:
+      As `dpjax.generation.Generator.stream`, to which this goes.
+
+    Raises:
+      ValueError: as there.
+    """
+    prompts = _as_texts(prompt)
+    return self._generator.stream(self.params, prompts, **settings)
+
+  def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
+    """Writes what is needed to load the run elsewhere: `dpjax.run.export.save`."""
+    export.save(self, folder, dtype)
+
+  @cached_property
+  def _generator(self) -> generator.Generator:
+    model: Any = self.model
+    return generator.Generator(self.config, model, self.tokenizer)
+
+  @cached_property
+  def _mesh(self):
+    return sharding.make_mesh()
+
+  @cached_property
+  def _eval_step(self):
+    return step_lib.jit_eval_step(self.model, self._mesh, build.objective(self.config))
+
+  def _window_and_stride(self, window: int, stride: int) -> tuple[int, int]:
+    settings, longest = self.config.eval, self.config.model.max_length
+    window = window or settings.window or longest
+    if not 1 <= window <= longest:
+      raise UserError(f"eval.window: expected 1 to model.max_length = {longest}, got {window}")
+    return window, stride or min(settings.stride, window) or window
+
+  def _score_split(self, params, split: str, window=0, stride=0, progress=False):
+    data = self.data
+    if data is None:
+      raise UserError("split: expected a run with data, got one without")
+    boundaries = None if data.boundaries is None else data.boundaries[split]
+    tokens, counts = data.splits[split], data.counts[split]
+    return self._score(params, tokens, counts, window, stride, progress, boundaries)
+
+  def _score(self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None):
+    if not self.tokenizer.keeps_text(tokens):
+      counts = {unit: counts[unit] for unit in ("tokens", "words")}
+    # Whole rows for every device; rows without text count nothing.
+    num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
+    window, stride = self._window_and_stride(window, stride)
+    start_id = self.tokenizer.start_id
+    rows = batches.EvaluationWindows(
+      tokens,
+      window,
+      stride,
+      num_rows,
+      start_id,
+      boundaries=boundaries,
+      start_boundary=int(start_id in self.tokenizer.space_ids),
+      pad_id=generator.pad_id(self.config),
+    )
+    return evaluation.evaluate(
+      self._eval_step,
+      params,
+      rows,
+      counts,
+      self._mesh,
+      progress=progress,
+      capacity=build.capacity(self.config),
+    )
+
+
+def load(
+  workdir: str | Path,
+  step: int | None = None,
+  *,
+  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
+) -> Run:
+  """Reads a run from its folder.
+
+  Args:
+    workdir: of `train`, or of `Run.save`.
+    step: of the checkpoint; None is the best by validation.
+    model: that was given to `train`, if one was.
+
+  Returns:
+    The run, its parameters replicated or sharded as in training. A checkpoint that is
+    damaged is named in a warning, and the one before it is read, unless `step` asks for
+    it.
+
+  Raises:
+    ValueError: there is no run, no such step, or no checkpoint that is whole.
+    OSError: a file cannot be read.
+  """
+  workdir = Path(workdir)
+  config = workdir_lib.read_config(workdir)
+  data = prepared.open_prepared(workdir / "data")
+  config = build.with_vocabulary(config, data.tokenizer)
+  built = build.model(config, model, build.saved_frozen(config, workdir))
+  # Of a checkpoint, the parameters alone are read.
+  abstract = step_lib.abstract_state(
+    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
+  )
+  if (workdir / export.FILE).exists():
+    params, at = export.restore(workdir, abstract.params, step)
+  else:
+    with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
+      origin = {"tokenizer": data.tokenizer.to_json()}
+      at, params, _ = saved.restore_step(abstract.params, step, origin)
+  return Run(config, built, params, data.tokenizer, at, data, workdir)
+
+
+def generate(
+  run: Run | str | Path, prompt: str | Sequence[str], **settings
+) -> list[str] | list[list[str]]:
+  """Continues a prompt, or several: `Run.generate` of a run, or of a run's folder.
+
+    dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
+
+  Args:
+    run: of `load`, or its folder.
+    prompt: a text, or texts of any lengths; "" starts a text.
+    **settings: as `Run.generate` takes them.
+
+  Returns:
+    As `Run.generate`.
+
+  Raises:
+    ValueError: as there, or there is no such run.
+  """
+  run = run if isinstance(run, Run) else load(run)
+  return run.generate(prompt, **settings)
+
+
+def table(scores: Mapping[str, float]) -> str:
+  """Scores for people, a line each."""
+  lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
+  if "bits_per_character" not in scores:
+    lines.append("  (no bits per character: the tokens do not hold the whole text)")
+  return "\n".join(lines)
+
+
+def _as_texts(prompt: str | Sequence[str]) -> list[str]:
+  if isinstance(prompt, str):
+    return [prompt]
+  if not isinstance(prompt, Sequence):
+    raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
+  return list(prompt)

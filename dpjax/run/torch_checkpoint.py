@@ -1,0 +1,75 @@
+"""Checkpoints of the authors' PyTorch code as runs."""
+
+from pathlib import Path
+
+from dpjax import config as config_lib
+from dpjax.errors import UserError
+from dpjax.interop.torch_checkpoints import from_torch
+from dpjax.models.build import build_model
+from dpjax.registry import ConfigDict
+from dpjax.run import build
+from dpjax.run import workdir as workdir_lib
+from dpjax.run.run import Run
+
+
+def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
+  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
+
+  Their files hold no vocabulary: `config.data` has to make the one they trained with,
+  as configs/dispatcher_wikitext2.py does. That of the pooling paper's authors numbers
+  characters by how often a text has them, which nothing here does: their files are for
+  `dpjax.interop.from_torch`, with tokens numbered as theirs.
+
+  Args:
+    file: as their scripts save it.
+    config: names mixer, heads, longest input, data and tokenizer.
+    folder: where the tokens are prepared, unless they are there.
+
+  Returns:
+    The run, without a folder.
+
+  Raises:
+    ValueError: PyTorch is missing, or the file is not of this configuration.
+  """
+  try:
+    import torch  # pyright: ignore[reportMissingImports]  (optional)
+  except ImportError as error:
+    raise UserError(
+      "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    ) from error
+  try:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+  except (MemoryError, OSError):
+    raise
+  # A damaged file shows as any of several types.
+  except Exception as error:
+    raise UserError(
+      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    ) from error
+  config_lib.check(config)
+  settings = config.model
+  if settings.mixer.name == "relative_attention":
+    raise UserError(
+      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
+      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
+      "characters are in no file"
+    )
+  model_config, params = from_torch(
+    content,
+    num_heads=settings.mixer.get("num_heads"),
+    variant="multihead" if settings.mixer.name == "dispatcher_multihead" else "paper",
+    max_length=settings.max_length,
+  )
+  if model_config.mixer.name != settings.mixer.name:
+    raise UserError(
+      f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
+    )
+  data = workdir_lib.prepare_data(config, Path(folder) / "data")
+  for key in ("dtype", "remat", "scan_layers"):
+    model_config[key] = settings[key]
+  if "implementation" in model_config.mixer:
+    model_config.mixer.implementation = settings.mixer.implementation
+  config = config.copy_and_resolve_references()
+  config.model = model_config
+  config = build.with_vocabulary(config, data.tokenizer)
+  return Run(config, build_model(model_config), params, data.tokenizer, 0, data)

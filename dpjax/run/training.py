@@ -1,0 +1,236 @@
+"""Training of what a configuration describes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from dpjax import config as config_lib
+from dpjax.data import prepared
+from dpjax.errors import UserError
+from dpjax.generation import generator
+from dpjax.models.build import build_boundaries, check_memory
+from dpjax.models.language_model import with_frozen
+from dpjax.registry import ConfigDict
+from dpjax.run import build
+from dpjax.run import workdir as workdir_lib
+from dpjax.run.run import Run, load
+from dpjax.text.tokens import Tokenizer
+from dpjax.training import loop, sharding
+from dpjax.training import optimizer as optimizers
+
+
+def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
+  """Makes the tokens that a run needs, as `train` does first.
+
+  Args:
+    config: of `dpjax.config`.
+    workdir: the run's folder; made where there is none.
+
+  Returns:
+    The tokens.
+
+  Raises:
+    ValueError: `setting: expected ..., got ...`.
+  """
+  config_lib.check(config)
+  with workdir_lib.hold(Path(workdir)):
+    data = _prepare(config, Path(workdir))
+    workdir_lib.claim(Path(workdir), config)
+  return data
+
+
+def train(
+  config: ConfigDict,
+  workdir: str | Path,
+  *,
+  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
+  optimizer: optax.GradientTransformation | None = None,
+  callbacks: Sequence[loop.Callback] = (),
+  should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[Run, dict[str, float]]:
+  """Trains what a configuration describes, or goes on where the folder's run stopped.
+
+    dpjax.train(config, "runs/mine", model=lambda settings: Mine(settings.vocab_size))
+    dpjax.load("runs/mine", model=lambda settings: Mine(settings.vocab_size))
+
+  Args:
+    config: of `dpjax.config`.
+    workdir: the run's folder; made where there is none.
+    model: in the place of the one that `config.model` describes: a module, or a function
+      of `config.model`, with its `vocab_size`, that gives one. Its
+      `apply({"params": params}, tokens, deterministic=..., rngs=...)` returns something
+      with `logits`, [B, T, V]. To go on, or to load the run, takes the same one again.
+    optimizer: in the place of the one that `config.train` describes, with its schedule and
+      clipping.
+    callbacks: told of each report; one that returns True ends the training.
+    should_stop: asked after every update, beside signals.
+
+  Returns:
+    The run with the parameters that were best by validation, and their test scores.
+
+  Raises:
+    ValueError: `setting: expected ..., got ...`.
+    dpjax.training.loop.NonFiniteError: the training diverged.
+    dpjax.errors.Interrupted: a signal or `should_stop` did; it has saved.
+  """
+  config_lib.check(config)
+  with workdir_lib.hold(Path(workdir)):
+    return _train(config, Path(workdir), model, optimizer, callbacks, should_stop)
+
+
+def _train(
+  config, workdir: Path, model, optimizer, callbacks, should_stop
+) -> tuple[Run, dict[str, float]]:
+  data = _prepare(config, workdir)
+  given, config = config, build.with_vocabulary(config, data.tokenizer)
+  frozen = _frozen_run(config, workdir, data.tokenizer)
+  reader: Any = frozen.model if frozen else build.saved_frozen(config, workdir)
+  settings, built = config.train, build.model(config, model, reader)
+  train_batches = build.train_batches(config, data)
+  durations = build.durations(settings, train_batches.steps_per_epoch)
+  trainer = loop.Trainer(
+    built,
+    optimizers.build_optimizer(settings, durations.num_steps)
+    if optimizer is None
+    else optimizers.without_frozen(optimizer),
+    build.objective(config),
+    settings.accumulate_steps,
+    settings.parameters,
+    build.capacity(config),
+    config.seed,
+  )
+  run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
+  sharding.check_rows(settings.batch_size, settings.accumulate_steps)
+  generator.check_prompt(
+    config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
+  )
+  shapes = jax.eval_shape(
+    lambda: built.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True)
+  )
+  check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
+  workdir_lib.claim(workdir, given, frozen and frozen.config.model)
+  if jax.process_index() == 0:
+    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    print(
+      f"{run.name}, {size:,} parameters; {data.name}, "
+      f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
+      f"{config.model.vocab_size:,}; {durations.num_steps:,} steps on "
+      f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
+    )
+  loop.fit(
+    trainer,
+    train_batches,
+    lambda params: run._score_split(params, "valid"),
+    durations,
+    workdir=workdir,
+    keep_checkpoints=settings.keep_checkpoints,
+    initial=_initial(config, shapes["params"], data, frozen, model),
+    meta={
+      "config": config.to_dict(),
+      "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0), strict=True)),
+    },
+    origin=build.origin(data),
+    callbacks=callbacks,
+    should_stop=should_stop,
+  )
+  best = load(workdir, model=model)
+  # What validation was compiled for: the same model, with other parameters.
+  best.__dict__["_eval_step"] = run._eval_step
+  scores = best.score_split("test", progress=True)
+  best.write_scores("test", scores)
+  return best, scores
+
+
+def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
+  """The tokens of a run, made unless it goes on; before that, what can be refused."""
+  goes_on = workdir_lib.check(workdir, config)
+  others = {"train.initial_run": config.train.initial_run}
+  if build.needs_run(config):
+    others["model.boundaries.run"] = config.model.boundaries.run
+  for key, folder in others.items():
+    if folder and not goes_on and not workdir_lib.is_run(Path(folder)):
+      raise UserError(f"{key}: expected the folder of a run, got {folder}")
+  return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
+
+
+def _initial(
+  config: ConfigDict, shapes, data: prepared.Prepared, frozen: Run | None, model
+) -> Callable[[dict], dict] | None:
+  """What reads the parameters to begin with, where they are not those that are drawn."""
+  if frozen is None and not config.train.initial_run:
+    return None
+
+  def read(drawn: dict) -> dict:
+    params = drawn
+    if config.train.initial_run:
+      params = _initial_params(config, shapes, data, model)
+    return params if frozen is None else with_frozen(params, frozen.params)
+
+  return read
+
+
+def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared, model) -> dict:
+  """The parameters of another run, if they fit this one."""
+  folder = config.train.initial_run
+  other = _load_other(folder, "train.initial_run", data.tokenizer, model)
+  expected, found = (
+    {
+      jax.tree_util.keystr(path): tuple(leaf.shape)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for params in (shapes, other.params)
+  )
+  wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
+  if wrong:
+    raise UserError(
+      f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
+      f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
+    )
+  return other.params
+
+
+def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
+  """The run that a setting names, if it has this one's vocabulary."""
+  try:
+    other = load(folder, model=model)
+  except UserError as error:
+    raise UserError(f"{key}: expected a run that can be read, got {folder} ({error})") from error
+  if other.tokenizer.to_json() != tokenizer.to_json():
+    raise UserError(
+      f"{key}: expected a run with the vocabulary of this one, got {folder} "
+      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
+    )
+  return other
+
+
+def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
+  """The run whose model the boundaries read with; None: none, or the folder has it."""
+  if not build.needs_run(config) or workdir_lib.has_saved(workdir):
+    return None
+  key = "model.boundaries.run"
+  other = _load_other(config.model.boundaries.run, key, tokenizer)
+  check_frozen(other, key)
+  return other
+
+
+def check_frozen(run: Run, key: str = "run") -> None:
+  """Refuses a run whose model the boundaries of another cannot read with.
+
+  Args:
+    run: of `load`.
+    key: of the setting that names it.
+
+  Raises:
+    ValueError: its boundaries are drawn, or read with a model themselves.
+  """
+  kinds = build_boundaries(run.config.model)
+  if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
+    raise UserError(
+      f"{key}: expected a run whose boundaries are neither drawn in evaluation nor of "
+      f"another run, got {run.config.model.boundaries.name} in {run.workdir}"
+    )
