@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import export
+from dpjax.commands import export
 from tests import helpers
 
 
