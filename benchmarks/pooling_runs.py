@@ -228,8 +228,10 @@ def make_step(run: run_lib.Run, num_batches: int) -> Callable[[], jax.Array]:
   places = jax.tree.map(lambda leaf: leaf.sharding, state)
   params = jax.tree.map(jax.numpy.copy, run.params)  # A step uses up what it is given.
   state = dataclasses.replace(state, params=params)
-  train = step.jit_train_step(run.model, update, places, mesh, objective=build.objective(config))
-  capacity, done = build.capacity(config), 0
+  train = step.jit_train_step(
+    run.model, update, places, mesh, objective=build.objective(config.model)
+  )
+  capacity, done = build.capacity(config.model), 0
 
   def call() -> jax.Array:
     nonlocal state, done

@@ -45,7 +45,7 @@ def authors_perplexity(run, split: str) -> float:
   text = batches.ContiguousRows(run.data.splits[split], rows, window)
   nats = count = 0.0
   for step in range(text.steps_per_epoch):
-    sums = run._eval_step(run.params, text.batch(step), step)
+    sums = run._scorer.step(run.params, text.batch(step), step)
     nats, count = nats + float(sums["nats"]), count + float(sums["count"])
   return math.exp(nats / count)
 

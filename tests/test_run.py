@@ -522,7 +522,7 @@ def test_samples_of_a_model_that_draws_its_boundaries(text, tmp_path):
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  capacity = build.capacity(spaced.config)
+  capacity = build.capacity(spaced.config.model)
   space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
@@ -530,7 +530,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = config_lib.boundaries("gumbel")
-  assert build.capacity(other)({"tokens": tokens}) is None
+  assert build.capacity(other.model)({"tokens": tokens}) is None
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.errors import UserError
 from dpjax.generation import loop
-from dpjax.models.build import build_boundaries
+from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel
+from dpjax.registry import ConfigDict
 from dpjax.text.streaming import TextStream
 from dpjax.text.tokenizer import Tokenizer
 
@@ -43,12 +44,15 @@ class Piece(NamedTuple):
 class Generator:
   """Writes with a model; compiled once for each number of rows and size of prompts."""
 
-  def __init__(self, config: config_lib.ConfigDict, model: LanguageModel, tokenizer: Tokenizer):
-    """Takes the settings of a run, its model and its tokenizer."""
-    self._config, self._model, self._tokenizer = config, model, tokenizer
-    self._window = config.model.max_length
-    self._pad_id = pad_id(config)
-    kinds = build_boundaries(config.model)
+  def __init__(
+    self, settings: ConfigDict, sample: ConfigDict, model: LanguageModel, tokenizer: Tokenizer
+  ):
+    """Takes `config.model` and `config.sample` of a run, its model and its tokenizer."""
+    self._settings, self._sample = settings, sample
+    self._model, self._tokenizer = model, tokenizer
+    self._window = settings.max_length
+    self._pad_id = pad_id(settings)
+    kinds = build_boundaries(settings)
     self._draws_boundaries = any(kind.draws_in_evaluation for kind in kinds)
     # A model made in Python may have none.
     self._has_cache = getattr(model, "has_cache", False)
@@ -113,7 +117,7 @@ class Generator:
       top_p=top_p,
       beyond_window=beyond_window,
     )
-    usual = self._config.sample
+    usual = self._sample
     settings = {name: usual[name] if value is None else value for name, value in given.items()}
     config_lib.check_sampling(settings)
     config_lib.check_seed(seed)
@@ -125,7 +129,7 @@ class Generator:
       if not isinstance(prompt, str):
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_known(self._tokenizer, prompt)
-      check_prompt(self._config, self._tokenizer, prompt, "prompt", settings)
+      check_prompt(self._settings, self._tokenizer, prompt, "prompt", settings)
     if settings["beyond_window"] == "continue" and not self._has_cache:
       raise UserError(
         "beyond_window: expected slide or refuse with a mixer that has no cache, got continue"
@@ -256,7 +260,7 @@ def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | 
 
 
 def check_prompt(
-  config: config_lib.ConfigDict,
+  model: ConfigDict,
   tokenizer: Tokenizer,
   prompt: str,
   name: str,
@@ -265,7 +269,7 @@ def check_prompt(
   """Refuses a prompt, or a length after it, for which a model has no room.
 
   Args:
-    config: of the model.
+    model: `config.model`.
     tokenizer: of the model.
     prompt: the text.
     name: of the prompt, for the message.
@@ -275,7 +279,7 @@ def check_prompt(
     ValueError: see there.
   """
   ids = tokenizer.encode(prompt)
-  window, beyond = config.model.max_length, settings["beyond_window"]
+  window, beyond = model.max_length, settings["beyond_window"]
   if beyond != "continue":
     if len(ids) > window:
       raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}")
@@ -286,14 +290,14 @@ def check_prompt(
         f"model's window has {window}), got {settings['length']}; or another beyond_window"
       )
     return
-  names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(config.model).values())
+  names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
   ends = [
     name for name in names if not getattr(registry.mixers.component(name), "is_endless", True)
   ]
-  kind = config.model.boundaries.name
+  kind = model.boundaries.name
   if not registry.boundaries.component(kind).is_endless:
     ends.append(f"{kind} boundaries")
-  if config.model.positions == "learned":
+  if model.positions == "learned":
     ends.append("learned positions")
   if ends and max(1, len(ids)) + settings["length"] - 1 > window:
     raise UserError(
@@ -310,12 +314,6 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
   found = dict.fromkeys(part for part in parts if unknown in tokenizer.encode(part))
   shown = " ".join(map(repr, found)) or repr(prompt)
   raise UserError(f"prompt: expected what the vocabulary has, got {shown}")
-
-
-def pad_id(config: config_lib.ConfigDict) -> int:
-  """A token that ends no word, if any: else what fills up windows needs more segments."""
-  known = config.model.boundaries.get("space_ids", ())
-  return next((i for i in range(config.model.vocab_size) if i not in known), 0)
 
 
 def _filled(

@@ -16,6 +16,7 @@ from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass, Inner
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
+from dpjax.registry import ConfigDict
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
@@ -201,3 +202,9 @@ def _make_positions(stacks: Sequence[Stack]) -> partial | None:
         "that can share their positions, got other settings"
       )
   return made[0] if made else None
+
+
+def pad_id(settings: ConfigDict) -> int:
+  """A token that ends no word, if any: else what fills up windows needs more segments."""
+  known = settings.boundaries.get("space_ids", ())
+  return next((i for i in range(settings.vocab_size) if i not in known), 0)

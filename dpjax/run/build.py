@@ -13,13 +13,13 @@ from dpjax import config as config_lib
 from dpjax import ops, registry
 from dpjax.data import batches, prepared
 from dpjax.errors import UserError
-from dpjax.generation import generator
-from dpjax.models.build import build_boundaries, build_model
+from dpjax.generation import Generator
+from dpjax.models.build import build_boundaries, build_model, pad_id
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import loop, losses
+from dpjax.training import evaluation, loop, losses
 
 
 def with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
@@ -72,14 +72,35 @@ def durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
   )
 
 
-def objective(config: ConfigDict) -> losses.Objective:
+def objective(settings: ConfigDict) -> losses.Objective:
   """The loss of a model of `config.model`."""
-  return losses.Objective(build_boundaries(config.model))
+  return losses.Objective(build_boundaries(settings))
 
 
-def capacity(config: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
+def scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
+  """What scores texts as `config.eval` says."""
+  settings = config.eval
+  return evaluation.Scorer(
+    model,
+    objective(config.model),
+    tokenizer,
+    config.model.max_length,
+    settings.window,
+    settings.stride,
+    settings.batch_size,
+    pad_id(config.model),
+    capacity(config.model),
+  )
+
+
+def generator(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> Generator:
+  """What writes texts, by default as `config.sample` says."""
+  return Generator(config.model, config.sample, model, tokenizer)
+
+
+def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
-  kinds = build_boundaries(config.model)
+  kinds = build_boundaries(settings)
   # Several processes would have to agree on it.
   if not kinds or jax.process_count() > 1:
     return lambda batch: None
@@ -103,7 +124,7 @@ def train_batches(config: ConfigDict, data: prepared.Prepared):
   size = settings.batch_size, settings.window or config.model.max_length
   if settings.batches == "random_windows":
     return batches.RandomWindows(tokens, *size, config.seed, boundaries=boundaries)
-  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=generator.pad_id(config))
+  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=pad_id(config.model))
   if settings.batches == "shuffled_windows":
     return batches.ShuffledWindows(tokens, *size, config.seed, **options)
   return batches.ContiguousRows(tokens, *size, **options)

@@ -10,7 +10,7 @@ import jax
 import optax
 from flax import linen as nn
 
-from dpjax.data import batches, prepared
+from dpjax.data import prepared
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.models.language_model import LanguageModel
@@ -81,7 +81,9 @@ class Run:
     boundaries = None
     if self.data is not None and self.data.unigram is not None:
       boundaries = self.data.segment(text)
-    return self._score(self.params, tokens, counts, window, stride, boundaries=boundaries)
+    return self._scorer.score(
+      self.params, tokens, counts, boundaries=boundaries, window=window, stride=stride
+    )
 
   def score_split(
     self, split: str = "test", *, window: int = 0, stride: int = 0, progress: bool = False
@@ -105,7 +107,8 @@ class Run:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
     self.data.check(split)
-    return self._score_split(self.params, split, window, stride, progress)
+    size: Any = dict(window=window, stride=stride, progress=progress)
+    return self._score_split(self.params, split, **size)
 
   def write_scores(
     self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
@@ -113,9 +116,9 @@ class Run:
     """Writes what `score_split` gave into the run's folder, as JSON."""
     if self.workdir is None or self.data is None or jax.process_index() != 0:
       return
-    used = window, stride = self._window_and_stride(window, stride)
+    used = window, stride = self._scorer.sizes(window, stride)
     name = f"scores_{split}_{self.step}"
-    if used != self._window_and_stride(0, 0):
+    if used != self._scorer.sizes():
       name += f"_window{window}_stride{stride}"
     content = {
       "split": split,
@@ -174,57 +177,17 @@ class Run:
   @cached_property
   def _generator(self) -> generator.Generator:
     model: Any = self.model
-    return generator.Generator(self.config, model, self.tokenizer)
+    return build.generator(self.config, model, self.tokenizer)
 
-  @cached_property
-  def _mesh(self):
-    return sharding.make_mesh()
-
-  @cached_property
-  def _eval_step(self):
-    return step_lib.jit_eval_step(self.model, self._mesh, build.objective(self.config))
-
-  def _window_and_stride(self, window: int, stride: int) -> tuple[int, int]:
-    settings, longest = self.config.eval, self.config.model.max_length
-    window = window or settings.window or longest
-    if not 1 <= window <= longest:
-      raise UserError(f"eval.window: expected 1 to model.max_length = {longest}, got {window}")
-    return window, stride or min(settings.stride, window) or window
-
-  def _score_split(self, params, split: str, window=0, stride=0, progress=False):
-    data = self.data
-    if data is None:
-      raise UserError("split: expected a run with data, got one without")
+  def _score_split(self, params, split: str, **size) -> dict[str, float]:
+    data: Any = self.data
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
-    return self._score(params, tokens, counts, window, stride, progress, boundaries)
+    return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)
 
-  def _score(self, params, tokens, counts, window=0, stride=0, progress=False, boundaries=None):
-    if not self.tokenizer.keeps_text(tokens):
-      counts = {unit: counts[unit] for unit in ("tokens", "words")}
-    # Whole rows for every device; rows without text count nothing.
-    num_rows = -(-self.config.eval.batch_size // self._mesh.size) * self._mesh.size
-    window, stride = self._window_and_stride(window, stride)
-    start_id = self.tokenizer.start_id
-    rows = batches.EvaluationWindows(
-      tokens,
-      window,
-      stride,
-      num_rows,
-      start_id,
-      boundaries=boundaries,
-      start_boundary=int(start_id in self.tokenizer.space_ids),
-      pad_id=generator.pad_id(self.config),
-    )
-    return evaluation.evaluate(
-      self._eval_step,
-      params,
-      rows,
-      counts,
-      self._mesh,
-      progress=progress,
-      capacity=build.capacity(self.config),
-    )
+  @cached_property
+  def _scorer(self) -> evaluation.Scorer:
+    return build.scorer(self.config, self.model, self.tokenizer)
 
 
 def load(

@@ -98,16 +98,16 @@ def _train(
     optimizers.build_optimizer(settings, durations.num_steps)
     if optimizer is None
     else optimizers.without_frozen(optimizer),
-    build.objective(config),
+    build.objective(config.model),
     settings.accumulate_steps,
     settings.parameters,
-    build.capacity(config),
+    build.capacity(config.model),
     config.seed,
   )
   run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
   generator.check_prompt(
-    config, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
+    config.model, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
   shapes = jax.eval_shape(
     lambda: built.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True)
@@ -132,7 +132,7 @@ def _train(
     initial=_initial(config, shapes["params"], data, frozen, model),
     meta={
       "config": config.to_dict(),
-      "validation": dict(zip(("window", "stride"), run._window_and_stride(0, 0), strict=True)),
+      "validation": dict(zip(("window", "stride"), run._scorer.sizes(), strict=True)),
     },
     origin=build.origin(data),
     callbacks=callbacks,
@@ -140,7 +140,7 @@ def _train(
   )
   best = load(workdir, model=model)
   # What validation was compiled for: the same model, with other parameters.
-  best.__dict__["_eval_step"] = run._eval_step
+  best.__dict__["_scorer"] = run._scorer
   scores = best.score_split("test", progress=True)
   best.write_scores("test", scores)
   return best, scores

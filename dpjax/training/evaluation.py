@@ -1,14 +1,21 @@
-"""A whole split, each of its tokens counted once."""
+"""Scores of whole texts, each of their tokens counted once."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax import linen as nn
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from dpjax.training import metrics, sharding
+from dpjax.data import batches
+from dpjax.errors import UserError
+from dpjax.text.tokenizer import Tokenizer
+from dpjax.training import losses, metrics, sharding
+from dpjax.training.step import jit_eval_step
 
 
 class EvalStep(Protocol):
@@ -42,7 +49,7 @@ class EvaluationBatches(Protocol):
 def evaluate(
   eval_step: EvalStep,
   params,
-  batches: EvaluationBatches,
+  windows: EvaluationBatches,
   counts: Mapping[str, int],
   mesh: Mesh,
   *,
@@ -54,7 +61,7 @@ def evaluate(
   Args:
     eval_step: of `dpjax.training.step.jit_eval_step`.
     params: the model's.
-    batches: the text, each token weighted once.
+    windows: the text, each token weighted once.
     counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
     mesh: the devices.
     progress: show a bar.
@@ -63,11 +70,11 @@ def evaluate(
   Returns:
     The scores of `text_scores`, and those of `dpjax.training.metrics.boundary_scores`.
   """
-  rows = sharding.process_rows(batches.batch_size)
+  rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
   hidden = None if progress else True  # None: hidden where there is no terminal
-  for index in tqdm(range(len(batches)), "evaluating", leave=False, disable=hidden):
-    batch = batches.batch(index, rows)
+  for index in tqdm(range(len(windows)), "evaluating", leave=False, disable=hidden):
+    batch = windows.batch(index, rows)
     size = capacity(batch)
     # One is read while the next is computed; in float64, so that the sums stay exact.
     measured = eval_step(params, sharding.put_batch(batch, mesh), index, capacity=size)
@@ -75,3 +82,95 @@ def evaluate(
     sums = metrics.add(sums, done)
   sums = metrics.add(sums, pending)
   return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+  """Scores texts with one model, compiled once.
+
+  Attributes:
+    model: `apply({"params": params}, tokens)` has `logits`.
+    objective: what it was trained for.
+    tokenizer: of the texts.
+    longest: the model's window, tokens.
+    window: tokens it sees at once; 0 is all that it can.
+    stride: tokens it scores of them, the others being context; 0 is the window.
+    batch_size: rows at once.
+    pad_id: the token that fills rows up.
+    capacity: as `evaluate` takes it.
+  """
+
+  model: nn.Module
+  objective: losses.Objective
+  tokenizer: Tokenizer
+  longest: int
+  window: int
+  stride: int
+  batch_size: int
+  pad_id: int
+  capacity: Callable[[Mapping[str, np.ndarray]], int | None]
+
+  def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
+    """The window and the stride in tokens; 0 is the scorer's own.
+
+    Raises:
+      ValueError: the window is longer than the model's.
+    """
+    window = window or self.window or self.longest
+    if not 1 <= window <= self.longest:
+      raise UserError(f"eval.window: expected 1 to model.max_length = {self.longest}, got {window}")
+    return window, stride or min(self.stride, window) or window
+
+  def score(
+    self,
+    params,
+    tokens: np.ndarray,
+    counts: Mapping[str, Any],
+    *,
+    boundaries: np.ndarray | None = None,
+    window: int = 0,
+    stride: int = 0,
+    progress: bool = False,
+  ) -> dict[str, float]:
+    """Scores a text, its first token included.
+
+    Args:
+      params: the model's.
+      tokens: of the text, [N].
+      counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
+      boundaries: those of a Unigram model, [N], where the model needs them.
+      window: as `sizes` takes it.
+      stride: likewise.
+      progress: show a bar.
+
+    Returns:
+      As `evaluate`, without bits where the tokens do not hold the whole text.
+
+    Raises:
+      ValueError: as `sizes`.
+    """
+    if not self.tokenizer.keeps_text(tokens):
+      counts = {unit: counts[unit] for unit in ("tokens", "words")}
+    start_id = self.tokenizer.start_id
+    rows = batches.EvaluationWindows(
+      tokens,
+      *self.sizes(window, stride),
+      # Whole rows for every device; rows without text count nothing.
+      -(-self.batch_size // self._mesh.size) * self._mesh.size,
+      start_id,
+      boundaries=boundaries,
+      start_boundary=int(start_id in self.tokenizer.space_ids),
+      pad_id=self.pad_id,
+    )
+    return evaluate(
+      self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
+    )
+
+  @cached_property
+  def step(self) -> EvalStep:
+    """The compiled step."""
+    return jit_eval_step(self.model, self._mesh, self.objective)
+
+  @cached_property
+  def _mesh(self) -> Mesh:
+    return sharding.make_mesh()

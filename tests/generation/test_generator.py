@@ -12,8 +12,8 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.generation.generator import Generator, _noise, pad_id, tokens_per_second
-from dpjax.models.build import build_model
+from dpjax.generation.generator import Generator, _noise, tokens_per_second
+from dpjax.models.build import build_model, pad_id
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers
 
@@ -37,7 +37,9 @@ def make(tokenizer=None, seed=2, scale=6, **settings):
   helpers.set_model(config.model, **{**usual, **settings})
   model = build_model(config.model)
   params = model.init(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
-  return Generator(config, model, tokenizer), jax.tree.map(lambda x: scale * x, params)
+  return Generator(config.model, config.sample, model, tokenizer), jax.tree.map(
+    lambda x: scale * x, params
+  )
 
 
 def write(maker, prompts, **settings) -> list[str]:
@@ -344,7 +346,7 @@ def without_cache():
   model = model.clone(layers=dataclasses.replace(model.layers, make_block=block))
   params = model.init(jax.random.key(3), jnp.zeros((1, 3), jnp.int32))["params"]
   params = jax.tree.map(lambda x: 6 * x, params)
-  return Generator(generator._config, model, generator._tokenizer), params
+  return Generator(generator._settings, generator._sample, model, generator._tokenizer), params
 
 
 def test_a_mixer_without_a_cache_writes_by_full_passes():
@@ -360,7 +362,7 @@ def test_padding_is_a_token_of_the_vocabulary():
   """One that ends no segment, if there is one: another id would make logits of nan."""
   config = config_lib.default()
   config.model.vocab_size = 3
-  assert pad_id(config) == 0
+  assert pad_id(config.model) == 0
   for ids, expected in ({(0, 2): 1, (0, 1, 2): 0}).items():
     config.model.boundaries = config_lib.boundaries("spacebyte", space_ids=ids)
-    assert pad_id(config) == expected
+    assert pad_id(config.model) == expected

@@ -155,7 +155,7 @@ def test_text_beyond_the_window_cannot_go_on_from_the_cache():
 
   def check(length, beyond="continue"):
     settings = dict(length=length, beyond_window=beyond)
-    generation.check_prompt(config, tokenizer, "ab", "prompt", settings)
+    generation.check_prompt(config.model, tokenizer, "ab", "prompt", settings)
 
   check(28)
   check(29, "slide")
