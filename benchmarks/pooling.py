@@ -221,7 +221,7 @@ def make_middle(max_length, sizes, num_layers, num_heads, hidden_width):
 
     @nn.compact
     def __call__(self, inputs, needed):
-      return stack.apply(
+      return stack(
         inputs,
         name="middle",
         deterministic=True,

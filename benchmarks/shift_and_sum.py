@@ -178,7 +178,7 @@ def compare_stacks(batch, length, width, num_layers, repetitions):
         return x
       block = functools.partial(blocks.Block, make_mixer=mixer, hidden_width=width)
       stack = Stack(num_layers, block, remat=self.kind == "blocks, remat")
-      return stack.apply(x, name="layers", deterministic=True)
+      return stack(x, name="layers", deterministic=True)
 
   x = make_arrays(batch, length, width)[0][:, :, 0]
 

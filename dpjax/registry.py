@@ -317,11 +317,11 @@ boundaries = Registry(
     "fixed": "dpjax.layers.boundaries:Fixed",
     "whitespace": "dpjax.layers.boundaries:Whitespace",
     "spacebyte": "dpjax.layers.boundaries:SpaceByte",
-    "unigram": "dpjax.layers.boundaries:Unigram",
-    "entropy": "dpjax.layers.boundaries:EntropySpikes",
-    "gumbel": "dpjax.layers.boundaries:Gumbel",
-    "routing": "dpjax.layers.boundaries:Routing",
-    "entropy_threshold": "dpjax.layers.boundaries:EntropyThreshold",
+    "unigram": "dpjax.layers.learned_boundaries:Unigram",
+    "entropy": "dpjax.layers.learned_boundaries:EntropySpikes",
+    "gumbel": "dpjax.layers.learned_boundaries:Gumbel",
+    "routing": "dpjax.layers.learned_boundaries:Routing",
+    "entropy_threshold": "dpjax.layers.learned_boundaries:EntropyThreshold",
   },
 )
 optimizers = Registry(

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dpjax import ops
     from dpjax import run as run_lib
     from dpjax.commands import flags as command_line
-    from dpjax.ops.boundaries import check_rule
+    from dpjax.ops.entropies import check_rule
 
     rule = given.rule, given.theta_add
     check_rule(*rule)  # before anything is read

@@ -79,7 +79,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _STYLES = ("-", "--", ":", "-.")
 
 
-class Run(NamedTuple):
+class Costs(NamedTuple):
   """What is drawn of a run: its folder as given, settings, losses [N] and label."""
 
   folder: str
@@ -129,7 +129,7 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
   return config
 
 
-def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Run]:
+def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Costs]:
   """Reads run folders.
 
   Args:
@@ -148,7 +148,7 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
   for i, workdir in enumerate(workdirs):
     losses, config = read_losses(workdir), read_config(workdir)
     text = label(config) if labels is None else labels[i]
-    runs.append(Run(str(workdir), config, losses, text))
+    runs.append(Costs(str(workdir), config, losses, text))
   return runs
 
 
@@ -234,7 +234,7 @@ def last_median(losses: np.ndarray, every: int) -> float:
   return _median(losses[-every:])
 
 
-def table(runs: Sequence[Run], every: int, figure: str = "curves") -> dict[str, Any]:
+def table(runs: Sequence[Costs], every: int, figure: str = "curves") -> dict[str, Any]:
   """Gathers the medians of runs, and what makes them hard to compare.
 
   Args:
@@ -298,7 +298,7 @@ def format_table(content: Mapping[str, Any]) -> str:
   return "\n".join([title, "", *lines, *notes])
 
 
-def draw(runs: Sequence[Run], *, figure: str = "curves", every: int = 2000) -> "Figure":
+def draw(runs: Sequence[Costs], *, figure: str = "curves", every: int = 2000) -> "Figure":
   """Draws a figure of the paper.
 
   Args:
@@ -391,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(figure, given.out)
 
 
-def _draw_places(axes: "Axes", runs: Sequence[Run], every: int, key: str, name: str) -> None:
+def _draw_places(axes: "Axes", runs: Sequence[Costs], every: int, key: str, name: str) -> None:
   lines: dict[str, dict[int, list[float]]] = {}
   for run in runs:
     place = _setting(run.config, key)
@@ -425,7 +425,7 @@ def style(i: int) -> dict[str, Any]:
   }
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[Costs]) -> list[str]:
   """The labels, with the folder where several runs share one."""
   labels = [run.label for run in runs]
   return [
@@ -433,7 +433,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
   ]
 
 
-def _notes(runs: Sequence[Run], figure: str) -> list[str]:
+def _notes(runs: Sequence[Costs], figure: str) -> list[str]:
   """What differs between the runs beside the mixer, and losses that are missing."""
   free = tuple(f"{key}." for key in (*_FREE, *_PLACES.get(figure, ())[:1]))
   configs = [*map(_flat, _of_one_version([run.config for run in runs]))]
@@ -512,7 +512,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
   return value
 
 
-def _reported(runs: Sequence[Run]) -> list[int]:
+def _reported(runs: Sequence[Costs]) -> list[int]:
   """The updates of which each run reports the median."""
   known = []
   for run in runs:

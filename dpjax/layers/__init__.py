@@ -8,13 +8,9 @@ if TYPE_CHECKING:
   from dpjax.layers.blocks import Block as Block
   from dpjax.layers.blocks import FeedForward as FeedForward
   from dpjax.layers.boundaries import Boundaries as Boundaries
-  from dpjax.layers.boundaries import EntropySpikes as EntropySpikes
   from dpjax.layers.boundaries import Fixed as Fixed
   from dpjax.layers.boundaries import Found as Found
-  from dpjax.layers.boundaries import Gumbel as Gumbel
-  from dpjax.layers.boundaries import Routing as Routing
   from dpjax.layers.boundaries import SpaceByte as SpaceByte
-  from dpjax.layers.boundaries import Unigram as Unigram
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
   from dpjax.layers.dispatcher import MultiHeadDispatcher as MultiHeadDispatcher
@@ -23,6 +19,10 @@ if TYPE_CHECKING:
   from dpjax.layers.extractors import ME as ME
   from dpjax.layers.extractors import SHE as SHE
   from dpjax.layers.extractors import WE as WE
+  from dpjax.layers.learned_boundaries import EntropySpikes as EntropySpikes
+  from dpjax.layers.learned_boundaries import Gumbel as Gumbel
+  from dpjax.layers.learned_boundaries import Routing as Routing
+  from dpjax.layers.learned_boundaries import Unigram as Unigram
   from dpjax.layers.mixer import Mixer as Mixer
 else:
   from dpjax import lazy

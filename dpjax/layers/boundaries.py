@@ -9,21 +9,16 @@ subclasses `Boundaries`, and `dpjax.register_boundaries` gives it a name.
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
-import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 
 from dpjax import ops
 from dpjax.errors import UserError
-from dpjax.layers import blocks
-from dpjax.ops.boundaries import check_rule
 from dpjax.ops.segments import METHODS
 
 
@@ -191,13 +186,13 @@ class Fixed(Boundaries):
 
   def __post_init__(self):
     """Refuses settings that no segments can have."""
-    _at_least_one("shortening_factor", self.shortening_factor)
+    at_least_one("shortening_factor", self.shortening_factor)
     if self.offset is not None and not 0 <= self.offset < self.shortening_factor:
       raise ValueError(
         f"offset: expected None or 0 to shortening_factor - 1 = "
         f"{self.shortening_factor - 1}, got {self.offset}"
       )
-    _check_pooling(self.pooling)
+    check_pooling(self.pooling)
     super().__post_init__()
 
   @property
@@ -232,9 +227,9 @@ class Whitespace(Boundaries):
 
   def __post_init__(self):
     """Refuses settings out of their ranges."""
-    _check_ids(self.space_ids)
-    _check_pooling(self.pooling)
-    _at_least_one("num_capacities", self.num_capacities)
+    check_ids(self.space_ids)
+    check_pooling(self.pooling)
+    at_least_one("num_capacities", self.num_capacities)
     super().__post_init__()
 
   def __call__(
@@ -278,10 +273,10 @@ class SpaceByte(Boundaries):
 
   def __post_init__(self):
     """Refuses settings out of their ranges."""
-    _check_ids(self.space_ids)
-    _check_ids(self.end_ids, "end_ids")
-    _check_pooling(self.pooling)
-    _at_least_one("num_capacities", self.num_capacities)
+    check_ids(self.space_ids)
+    check_ids(self.end_ids, "end_ids")
+    check_pooling(self.pooling)
+    at_least_one("num_capacities", self.num_capacities)
     super().__post_init__()
 
   def __call__(
@@ -293,7 +288,7 @@ class SpaceByte(Boundaries):
     if state is None:
       return Found(found)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
-    return Found(found, state=_newest(state, ends, lengths))
+    return Found(found, state=newest(state, ends, lengths))
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""
@@ -314,364 +309,7 @@ class SpaceByte(Boundaries):
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
 
 
-class _Predicted(Boundaries):
-  """A predictor, Linear, GELU, Linear, of the first stack's vectors: b = [p > 0.5]."""
-
-  predictor_width: int
-  init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
-
-  def setup(self):
-    """Makes the predictor, whose parameters are this module's."""
-    self._predictor = blocks.FeedForward(
-      self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
-    )
-    nn.share_scope(self, self._predictor)
-
-  def _logits(self, hidden: jax.Array) -> jax.Array:
-    return self._predictor(hidden)[..., 0]
-
-  def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
-  ):
-    """See `Boundaries`."""
-    del tokens, deterministic, noise, start, state, lengths
-    logits = self._logits(hidden)
-    return Found((logits > 0).astype(jnp.int32), logits)
-
-
-class Unigram(_Predicted):
-  """A predictor that is taught where the pieces of a Unigram tokenizer end.
-
-  Its loss is the mean binary cross-entropy.
-
-  Attributes:
-    file: a SentencePiece `.model`; "": one is trained on the train split.
-    size: its pieces, where it is trained.
-    double_sigmoid: the probabilities take the place of the logits in the loss, as in the
-      authors' code.
-    pooling: as in `Fixed`.
-    num_capacities: lengths that the middle is compiled for.
-    predictor_width: of the predictor's hidden layer.
-    init_std: of its weights; as `dpjax.layers.blocks.FeedForward`.
-    dtype: of the computation.
-  """
-
-  needs_text: ClassVar[bool] = True
-
-  file: str = ""
-  size: int = 10_000
-  double_sigmoid: bool = False
-  pooling: str = "mean"
-  num_capacities: int = 8
-
-  def __post_init__(self):
-    """Refuses settings out of their ranges."""
-    _at_least_one("size", self.size)
-    _at_least_one("num_capacities", self.num_capacities)
-    _check_pooling(self.pooling)
-    super().__post_init__()
-
-  def loss(self, output, batch):
-    """See `Boundaries`."""
-    targets = batch["boundaries"]
-    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
-
-
-class EntropySpikes(_Predicted):
-  """A predictor that is taught the spikes of the model's own conditional entropy (Eq. 6).
-
-  No gradient passes through the spikes. Only tokens whose target counts have a part, and a
-  spike is sought among them alone, so that the first of them is one.
-
-  Attributes:
-    left: k of Eq. 6: places before that a spike exceeds.
-    double_sigmoid: as in `Unigram`, as the following.
-    pooling: likewise.
-    num_capacities: likewise.
-    predictor_width: likewise.
-    init_std: likewise.
-    dtype: likewise.
-  """
-
-  left: int = 2
-  double_sigmoid: bool = False
-  pooling: str = "mean"
-  num_capacities: int = 8
-
-  def __post_init__(self):
-    """Refuses settings out of their ranges."""
-    _at_least_one("left", self.left)
-    _at_least_one("num_capacities", self.num_capacities)
-    _check_pooling(self.pooling)
-    super().__post_init__()
-
-  def loss(self, output, batch):
-    """See `Boundaries`."""
-    entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
-    entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
-    targets = ops.entropy_spikes(entropies, self.left)
-    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
-
-
-class Gumbel(_Predicted):
-  """A predictor that learns by itself: boundaries drawn from a Gumbel-sigmoid (Eq. 5).
-
-  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7).
-
-  Attributes:
-    temperature: tau.
-    prior: alpha, boundaries a token, in (0, 1).
-    sample: draw in evaluation, too, as the authors' code does; else round (Sec. 3.1).
-    space_ids: tokens that the boundaries are compared with in the scores; (): the
-      tokenizer's.
-    num_capacities: as in `Unigram`, as the following.
-    predictor_width: likewise.
-    init_std: likewise.
-    dtype: likewise.
-  """
-
-  suits_segments: ClassVar[bool] = True
-  takes_noise: ClassVar[bool] = True
-
-  temperature: float = 0.5
-  prior: float = 0.2
-  sample: bool = False
-  space_ids: tuple[int, ...] = ()
-  num_capacities: int = 8
-
-  def __post_init__(self):
-    """Refuses settings out of their ranges."""
-    if not self.temperature > 0:
-      raise ValueError(f"temperature: expected above 0, got {self.temperature}")
-    if not 0 < self.prior < 1:
-      raise ValueError(f"prior: expected a number in (0, 1), got {self.prior}")
-    _check_ids(self.space_ids)
-    _at_least_one("num_capacities", self.num_capacities)
-    super().__post_init__()
-
-  @property
-  def draws_in_evaluation(self) -> bool:
-    """See `Boundaries`."""
-    return self.sample
-
-  def settings_for(self, tokenizer):
-    """See `Boundaries`."""
-    return {"space_ids": self.space_ids or tokenizer.space_ids}
-
-  def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
-  ):
-    """See `Boundaries`."""
-    del tokens, start, state, lengths
-    logits = self._logits(hidden)
-    if deterministic and not self.sample and noise is None:
-      return Found((logits > 0).astype(jnp.int32), logits)  # p > 0.5
-    key = self.make_rng("dropout") if noise is None else None
-    return Found(ops.gumbel_sigmoid(logits, self.temperature, key=key, noise=noise), logits)
-
-  def loss(self, output, batch):
-    """See `Boundaries`."""
-    weights, targets = batch["weights"], None
-    boundaries = output.boundaries.astype(jnp.float32)
-    nats_b = ops.binomial_prior_loss(boundaries, self.prior, weights=weights)
-    if self.space_ids and "tokens" in batch:
-      targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
-    return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
-
-
-class Routing(Boundaries):
-  """H-Net's routing: a segment ends where the next vector points away (`dpjax.ops.route`).
-
-    y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last segment that has ended
-
-  with e the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. A
-  segment's vector is its last token's. Its loss is `weight` times `dpjax.ops.ratio_loss`.
-
-  Attributes:
-    factor: N, the tokens a segment that are aimed at, above 1.
-    weight: of the ratio loss.
-    num_capacities: lengths that the middle is compiled for.
-    width: D.
-    dtype: of the projections of the router; the rest is float32.
-
-  Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
-  """
-
-  suits_segments: ClassVar[bool] = True
-  has_null_group: ClassVar[bool] = False
-
-  width: int
-  factor: float = 4.5
-  weight: float = 0.03
-  num_capacities: int = 8
-  dtype: jnp.dtype = jnp.float32
-
-  def __post_init__(self):
-    """Refuses settings out of their ranges."""
-    if not self.factor > 1:
-      raise ValueError(f"factor: expected above 1, got {self.factor}")
-    if not self.weight >= 0:
-      raise ValueError(f"weight: expected at least 0, got {self.weight}")
-    _at_least_one("num_capacities", self.num_capacities)
-    super().__post_init__()
-
-  def setup(self):
-    """Begins with the cosine of neighbouring vectors, and without a residual."""
-    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)  # noqa: E731
-    shape = (self.width, self.width)
-    self._query = self.param("query", identity, shape, jnp.float32)
-    self._key = self.param("key", identity, shape, jnp.float32)
-    self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
-
-  @property
-  def pooling_method(self) -> str:
-    """See `Boundaries`."""
-    return "last"
-
-  def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
-  ):
-    """See `Boundaries`."""
-    del tokens, deterministic, noise
-    probabilities, boundaries = ops.route(
-      hidden,
-      self._query.astype(self.dtype),
-      self._key.astype(self.dtype),
-      previous=state,
-      start=start,
-    )
-    if state is None:
-      return Found(boundaries, probabilities=probabilities)
-    state = _newest(state, hidden, lengths)
-    return Found(boundaries, probabilities=probabilities, state=state)
-
-  def init_state(self, batch: int, width: int) -> jax.Array:
-    """[B, D], the last vector of each row."""
-    return jnp.zeros((batch, width), self.dtype)
-
-  def blend(self, segments, probabilities, previous):
-    """See `Boundaries`."""
-    assert probabilities is not None
-    return ops.smooth_segments(segments, probabilities, previous=previous)
-
-  def join(self, read, hidden, found):
-    """See `Boundaries`."""
-    assert found.probabilities is not None
-    chosen = ops.straight_through(found.probabilities, found.boundaries)[..., None]
-    sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
-    return sums.astype(hidden.dtype)
-
-  def loss(self, output, batch):
-    """See `Boundaries`."""
-    weights = batch["weights"]
-    ratio = ops.ratio_loss(
-      output.boundaries, output.boundary_probabilities, self.factor, weights=weights
-    )
-    return self.weight * ratio * jnp.sum(weights), None
-
-
-class EntropyState(NamedTuple):
-  """What `EntropyThreshold` knows of the tokens so far.
-
-  Attributes:
-    cache: of the frozen model.
-    entropy: [B], nats, after the last token.
-    boundary: [B], whether a segment ended with it.
-  """
-
-  cache: Any
-  entropy: jax.Array
-  boundary: jax.Array
-
-
-class EntropyThreshold(Boundaries):
-  """A segment ends where a small, trained model is unsure of the next token, as in BLT.
-
-  That model reads the same tokens, in the same windows, and is not trained any further: no
-  gradient reaches it, and `dpjax.training.optimizer` leaves it alone. `model.init` draws
-  its parameters; `dpjax.models.language_model.with_frozen` puts in the trained ones, as
-  `dpjax.train` does. Where it has no cache, the whole model has none.
-
-  Attributes:
-    run: the folder of its run, which has this one's vocabulary.
-    rule: "global", "monotonic" or "combined": of `dpjax.ops.entropy_threshold`.
-    theta: nats; `dpjax calibrate` finds it for a length of segments.
-    theta_add: nats, of "combined".
-    pooling: as in `Fixed`.
-    num_capacities: lengths that the middle is compiled for.
-    frozen: the model, whose `max_length` is at least this one's.
-
-  Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
-  """
-
-  needs_run: ClassVar[bool] = True
-  is_endless: ClassVar[bool] = False
-
-  run: str = ""
-  rule: str = "global"
-  theta: float | None = None
-  theta_add: float = 0.0
-  pooling: str = "mean"
-  num_capacities: int = 8
-  frozen: Any = None
-
-  def __post_init__(self):
-    """Refuses settings out of their ranges."""
-    if not self.run:
-      raise ValueError("run: expected the folder of a run, got ''")
-    check_rule(self.rule, self.theta_add)
-    if self.theta is None:
-      raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
-    for name in ("theta", "theta_add"):
-      if not math.isfinite(getattr(self, name)):
-        raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")
-    _check_pooling(self.pooling)
-    _at_least_one("num_capacities", self.num_capacities)
-    super().__post_init__()
-
-  @property
-  def has_cache(self) -> bool:
-    """See `Boundaries`."""
-    return self.frozen.has_cache
-
-  def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
-  ):
-    """See `Boundaries`."""
-    del hidden, deterministic, noise, start
-    assert self.theta is not None
-    decide = partial(
-      ops.entropy_threshold, rule=self.rule, theta=self.theta, theta_add=self.theta_add
-    )
-    if state is None:
-      return Found(decide(ops.conditional_entropy(self.frozen(tokens).logits)))
-    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
-    entropies = ops.conditional_entropy(output.logits)
-    found = decide(entropies, previous=(state.entropy, state.boundary))
-    state = EntropyState(
-      output.cache,
-      _newest(state.entropy, entropies, lengths),
-      _newest(state.boundary, found, lengths),
-    )
-    return Found(found, state=state)
-
-  def init_state(self, batch: int, width: int) -> EntropyState:
-    """Of rows that have not begun: the first entropy is above the one before it."""
-    del width
-    none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
-    return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
-
-
-def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:
-  logits_bt = output.boundary_logits.astype(jnp.float32)
-  if double_sigmoid:
-    logits_bt = jax.nn.sigmoid(logits_bt)
-  nats_bt = optax.sigmoid_binary_cross_entropy(logits_bt, targets.astype(jnp.float32))
-  return jnp.sum(nats_bt * weights)
-
-
-def _newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:
   """[B, ...], of each row's last real token in `now`, [B, T, ...], or what was before."""
   if lengths is None:
     return now[:, -1]
@@ -683,17 +321,20 @@ def _is_spacelike(byte: int) -> bool:
   return not (chr(byte).isascii() and chr(byte).isalnum() or 0x80 <= byte < 0xC0)
 
 
-def _at_least_one(name: str, value: int) -> None:
+def at_least_one(name: str, value: int) -> None:
+  """Refuses a setting below 1."""
   if value < 1:
     raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
-def _check_pooling(pooling: str) -> None:
+def check_pooling(pooling: str) -> None:
+  """Refuses a way of pooling that `dpjax.ops.pool_segments` does not know."""
   if pooling not in METHODS:
     known = ", ".join(METHODS)
     raise ValueError(f"pooling: expected one of {known}, got {pooling}")
 
 
-def _check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
+def check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
+  """Refuses what are no token ids."""
   if not all(type(i) is int and i >= 0 for i in ids):
     raise ValueError(f"{name}: expected token ids, got {ids}")

@@ -18,10 +18,9 @@ Where this differs from the authors' code:
 - gumbel rounds p in evaluation (Sec. 3.1), there it samples (`sample_boundaries`).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,118 +30,7 @@ from dpjax import ops
 from dpjax.layers import blocks, initializers
 from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.models.stack import Stack
-
-
-class HourglassCache(NamedTuple):
-  """What the hourglass knows of the tokens so far.
-
-  Attributes:
-    first: of the first stack's layers.
-    middle: of those of the middle stack, which have seen the null group and the segments
-      that have ended.
-    last: of those of the last stack.
-    segment: the open segment's vectors.
-    latest: [B, D], what the middle stack made of the last segment that has ended: what
-      tokens read until the next one has.
-    boundaries: of `dpjax.layers.boundaries.Boundaries.init_state`.
-  """
-
-  first: tuple
-  middle: tuple
-  last: tuple
-  segment: ops.SegmentCache
-  latest: jax.Array
-  boundaries: Any
-
-
-class Stage(NamedTuple):
-  """Where a second pooling, of segments, has its boundaries: S segments of the one outside.
-
-  Attributes:
-    boundaries: [B, S], as those of `HourglassOutput`, as the following.
-    boundary_logits: likewise.
-    boundary_probabilities: likewise.
-    inner: of a pooling within this one, or None.
-  """
-
-  boundaries: jax.Array
-  boundary_logits: jax.Array | None
-  boundary_probabilities: jax.Array | None
-  inner: "Stage | None" = None
-
-
-class HourglassOutput(NamedTuple):
-  """What the hourglass returns.
-
-  Attributes:
-    hidden: [B, T, D].
-    boundaries: [B, T], 0 or 1. Integers, but where gumbel draws them: floats through
-      which a gradient passes.
-    boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
-    cache: after these tokens, where one was given.
-    boundary_probabilities: [B, T], where the kind of boundaries gives them.
-    inner: the boundaries of a pooling in the middle; None without one, or with a cache.
-  """
-
-  hidden: jax.Array
-  boundaries: jax.Array
-  boundary_logits: jax.Array | None
-  cache: HourglassCache | None = None
-  boundary_probabilities: jax.Array | None = None
-  inner: Stage | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Inner:
-  """An hourglass in the place of a middle stack: its tokens are segments.
-
-  Its methods are those of `dpjax.models.stack.Stack`; a cache is the number of segments
-  so far, [B], and the hourglass's own.
-
-  Attributes:
-    make_hourglass: called with `name`, gives an `Hourglass` whose boundaries suit segments.
-  """
-
-  make_hourglass: Callable[..., "Hourglass"]
-
-  def apply(self, x_bsd, *, name: str, lengths: jax.Array, **options):
-    """As that of a stack, and the `Stage`; `lengths`, [B], is how many are segments."""
-    del options["positions"]
-    output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
-    return output.hidden, Stage(*output[1:3], *output[4:])
-
-  def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
-    """As that of a stack."""
-    del width, positions
-    hourglass = self.make_hourglass(name=name)
-    params, free = hourglass.variables["params"], hourglass.clone(parent=None)
-
-    def function(x_bsd, caches, lengths=None):
-      start, cache = caches
-      output: Any = free.apply(
-        {"params": params}, x_bsd, None, cache=cache, start=start, lengths=lengths
-      )
-      new = x_bsd.shape[1] if lengths is None else lengths
-      return output.hidden, (start + new, output.cache)
-
-    return function
-
-  def unstack(self, params: Mapping) -> dict:
-    """As that of a stack."""
-    return self._hourglass.unstack(params)
-
-  @property
-  def has_cache(self) -> bool:
-    """As that of a stack."""
-    return self._hourglass.has_cache
-
-  def init_caches(self, batch: int, width: int) -> tuple:
-    """As those of a stack."""
-    return jnp.zeros(batch, jnp.int32), self._hourglass.init_cache(batch, width)
-
-  @property
-  def _hourglass(self) -> "Hourglass":
-    return self.make_hourglass(parent=None)
+from dpjax.models.stages import HourglassCache, HourglassOutput, Inner
 
 
 class Hourglass(nn.Module):
@@ -206,7 +94,7 @@ class Hourglass(nn.Module):
       cache: None, or of `init_cache`, or of the output before.
       start: [B], int32, with a cache: how many tokens of each row came before.
       lengths: [B], int32: how many of each row's T are real; None: all.
-      sizes: of the outer stacks, as `dpjax.models.stack.Stack.apply` takes them.
+      sizes: of the outer stacks, as `dpjax.models.stack.Stack` takes them.
       needed: likewise.
 
     Returns:
@@ -235,7 +123,7 @@ class Hourglass(nn.Module):
     )
     steps: dict[str, Any] = {}
     if cache is None:
-      h_btd = self.first.apply(inputs, name="first", **common)
+      h_btd = self.first(inputs, name="first", **common)
     else:
       for name in ("first", "last"):
         steps[name] = getattr(self, name).with_caches(width, name=name, positions=positions)
@@ -313,15 +201,15 @@ class Hourglass(nn.Module):
     of_middle |= dict(name="middle", positions=middle_positions, deterministic=deterministic)
     inner = None
     if isinstance(self.middle, Inner):
-      s_bsd, inner = self.middle.apply(s_bsd, lengths=segments_b, **of_middle)
+      s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
     else:
-      s_bsd = self.middle.apply(s_bsd, **of_middle)
+      s_bsd = self.middle(s_bsd, **of_middle)
     s_bsd = narrow(s_bsd)
     if not kind.has_null_group:
       s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries)
-    y_btd = self.last.apply(kind.join(u_btd, h_btd, found), name="last", **common)
+    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **common)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
   def _projections(self, width: int) -> tuple[Callable, Callable]:

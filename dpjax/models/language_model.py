@@ -166,7 +166,7 @@ class LanguageModel(nn.Module):
         positions = self.make_positions(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
-        x_btd = self.layers.apply(x_btd, deterministic=deterministic, **named)
+        x_btd = self.layers(x_btd, deterministic=deterministic, **named)
       else:
         step = self.layers.with_caches(self.width, **named)
         x_btd, layers = step(x_btd, cache.layers, lengths)

@@ -33,7 +33,7 @@ class Stack:
   scan_layers: bool = True
   remat: bool = False
 
-  def apply(
+  def __call__(
     self,
     x_btd: jax.Array,
     *,

@@ -9,10 +9,6 @@ from dpjax.ops.attention_cache import (
 )
 from dpjax.ops.boundaries import (
   binomial_prior_loss,
-  conditional_entropy,
-  entropy_spikes,
-  entropy_theta,
-  entropy_threshold,
   fixed_boundaries,
   gumbel_sigmoid,
   spacelike_boundaries,
@@ -29,6 +25,12 @@ from dpjax.ops.causal_convolution_cache import (
   init_online_convolution_cache,
 )
 from dpjax.ops.dropout import dropout
+from dpjax.ops.entropies import (
+  conditional_entropy,
+  entropy_spikes,
+  entropy_theta,
+  entropy_threshold,
+)
 from dpjax.ops.products import dot_general
 from dpjax.ops.routing import ratio_loss, route, smooth_segments, straight_through
 from dpjax.ops.segments import (

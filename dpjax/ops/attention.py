@@ -8,14 +8,11 @@ Long inputs are attended to in tiles, after Dao et al. 2022, arXiv:2205.14135, A
 backward pass computes the weights again.
 """
 
-import functools
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
@@ -78,7 +75,7 @@ def causal_attention(
   _check_key(dropout_rate, dropout_key)
   size = _block_size(block_size, queries)
   if size:
-    return _tiled(queries, keys, values, None, dropout_rate, dropout_key, size)
+    return tiled(queries, keys, values, None, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
@@ -152,7 +149,7 @@ def relative_attention(
   size = _block_size(block_size, queries)
   if size:
     relative = positions[:length], content_bias, position_bias
-    return _tiled(queries, keys, values, relative, dropout_rate, dropout_key, size)
+    return tiled(queries, keys, values, relative, dropout_rate, dropout_key, size)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],
@@ -230,220 +227,3 @@ def _attend(scores_bhts, values_bshe, dropout_rate: float, dropout_key):
   if dropout_rate:
     weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)
   return jnp.einsum("bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe)
-
-
-class _Inputs(NamedTuple):
-  """What a tile is cut from; T is a multiple of the block.
-
-  Attributes:
-    queries: [H, B, T, E]. With heads first, what all rows share, the positions, meets
-      them in one product a head.
-    keys: as `queries`.
-    values: as `queries`.
-    relative: None, or ([H, T + S, E], [H, E], [H, E]): positions, the farthest first and
-      S of the future behind them, and the two biases.
-  """
-
-  queries: jax.Array
-  keys: jax.Array
-  values: jax.Array
-  relative: tuple[jax.Array, jax.Array, jax.Array] | None
-
-
-def _tiled(queries, keys, values, relative: tuple | None, dropout_rate, dropout_key, size: int):
-  """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases."""
-  length = queries.shape[1]
-  missing = -length % size
-  # Keys that fill the last block up are in the future of all queries.
-  padding = (0, 0), (0, 0), (0, missing), (0, 0)
-  q, k, v = (jnp.pad(x.transpose(2, 0, 1, 3), padding) for x in (queries, keys, values))
-  if relative is not None:
-    farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
-    positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = positions_hre, relative[1], relative[2]
-  # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
-  zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
-  zero = sum(zeros, jnp.float32(0))
-  inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
-  y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, dropout_key)
-  return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(dropout_rate, size, inputs: _Inputs, key) -> jax.Array:
-  """[H, B, T, E]."""
-  return _attend_tiles_forward(dropout_rate, size, inputs, key)[0]
-
-
-def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, key):
-  """Also what the backward pass needs: the logarithm of every softmax's sum, [H, B, T]."""
-  values_hbte = inputs.values
-
-  def tile(state, i_j):
-    i, j = i_j
-    old_hbq, sum_hbq, y_hbqe = (_block(x, i, size) for x in state)
-    scores_hbqs, _ = _tile_scores(inputs, i, j, size)
-    top_hbq = jnp.maximum(old_hbq, scores_hbqs.max(axis=-1))
-    weights_hbqs = jnp.exp(scores_hbqs - top_hbq[..., None])
-    shrink_hbq = jnp.exp(old_hbq - top_hbq)
-    sum_hbq = sum_hbq * shrink_hbq + weights_hbqs.sum(axis=-1)
-    if dropout_rate:
-      weights_hbqs = dropout(weights_hbqs, dropout_rate, _tile_key(key, i, j))
-    weights_hbqs = weights_hbqs.astype(values_hbte.dtype)
-    more_hbqe = _product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
-    y_hbqe = y_hbqe * shrink_hbq[..., None] + more_hbqe
-    new = top_hbq, sum_hbq, y_hbqe
-    return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True)), None
-
-  zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(inputs)))
-  zeros_hbt = zeros_hbte[..., 0]
-  state = zeros_hbt - jnp.inf, zeros_hbt, zeros_hbte
-  (top_hbt, sum_hbt, y_hbte), _ = lax.scan(tile, state, _tiles(values_hbte, size))
-  y_hbte = (y_hbte / sum_hbt[..., None]).astype(values_hbte.dtype)
-  return y_hbte, (inputs, key, y_hbte, top_hbt + jnp.log(sum_hbt))
-
-
-def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
-  inputs, key, y_hbte, log_sum_hbt = residuals
-  scale = y_hbte.shape[3] ** -0.5
-  # Of weights, the mean gradient: that of the output along it, dropout or not.
-  dtype = log_sum_hbt.dtype
-  mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
-
-  def tile(grads, i_j):
-    i, j = i_j
-    scores_hbqs, parts = _tile_scores(inputs, i, j, size)
-    g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
-    weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
-    by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
-    kept_hbqs = weights_hbqs
-    if dropout_rate:
-      ones = jnp.ones_like(weights_hbqs)
-      factors_hbqs = dropout(ones, dropout_rate, _tile_key(key, i, j))
-      kept_hbqs, by_weights_hbqs = (x * factors_hbqs for x in (kept_hbqs, by_weights_hbqs))
-    by_values_hbse = _product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
-    by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
-    by_scores_hbqs = by_scores_hbqs.astype(inputs.queries.dtype)
-    by_queries_hbqe = _product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
-    by_keys_hbse = _product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
-    by_relative = grads.relative
-    if inputs.relative is not None:
-      by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = _product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
-      more_hbre = _product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
-      by_positions, by_content, by_position = grads.relative
-      start = _first_distance(inputs.relative[0], i, j, size)
-      more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
-      by_relative = (
-        lax.dynamic_update_slice_in_dim(by_positions, more_hbre, start, 2),
-        by_content + by_queries_hbqe.sum(axis=2),
-        by_position + more_hbqe.sum(axis=2),
-      )
-      by_queries_hbqe += more_hbqe
-    grads = _Inputs(
-      _put(grads.queries, _block(grads.queries, i, size) + by_queries_hbqe, i, size),
-      _put(grads.keys, _block(grads.keys, j, size) + by_keys_hbse, j, size),
-      _put(grads.values, _block(grads.values, j, size) + by_values_hbse, j, size),
-      by_relative,
-    )
-    return grads, None
-
-  # What the rows share is summed over them at the end: they may lie on several devices.
-  batch = y_hbte.shape[1]
-  grads = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), inputs)
-  per_row = jax.tree.map(
-    lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])),
-    inputs.relative,
-  )
-  grads = grads._replace(relative=per_row)
-  grads, _ = lax.scan(tile, grads, _tiles(y_hbte, size))
-  relative = jax.tree.map(lambda x: x.sum(axis=1), grads.relative)
-  grads = grads._replace(relative=relative)
-  return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None
-
-
-_attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
-
-
-class _Parts(NamedTuple):
-  """What a tile's scores are the products of; the last two are None without positions."""
-
-  content_queries: jax.Array
-  keys: jax.Array
-  position_queries: Any = None
-  positions: Any = None
-
-
-def _tile_scores(inputs: _Inputs, i, j, size: int) -> tuple[jax.Array, _Parts]:
-  """[H, B, Q, S], -inf where the key is ahead, of block i of queries and j of keys."""
-  queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
-  if inputs.relative is None:
-    parts = _Parts(queries_hbqe, keys_hbse)
-  else:
-    positions, content_bias, position_bias = inputs.relative
-    start = _first_distance(positions, i, j, size)
-    content, position = (
-      queries_hbqe + x_he[:, None, None] for x_he in (content_bias, position_bias)
-    )
-    positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
-    parts = _Parts(content, keys_hbse, position, positions_hre)
-  scores_hbqs = _product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
-  if inputs.relative is not None:
-    by_distance_hbqr = _product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
-    scores_hbqs += _align_tile(by_distance_hbqr)
-  place = jnp.arange(size, dtype=jnp.int32)
-  is_past_qs = place[:, None] + (i - j) * size >= place[None]
-  scores_hbqs *= queries_hbqe.shape[3] ** -0.5
-  return jnp.where(is_past_qs[None, None], scores_hbqs, -jnp.inf), parts
-
-
-def _product(spec: str, x, y) -> jax.Array:
-  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
-
-
-def _tiles(x_hbte, size: int) -> tuple[jax.Array, jax.Array]:
-  """The blocks of queries and of keys of every tile that is not of the future alone."""
-  i, j = np.tril_indices(x_hbte.shape[2] // size)
-  return jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
-
-
-def _tile_key(key, i, j):
-  return jax.random.fold_in(jax.random.fold_in(key, i), j)
-
-
-def _block(x, i, size: int) -> jax.Array:
-  """Block i of the positions, axis 2."""
-  return lax.dynamic_slice_in_dim(x, i * size, size, 2)
-
-
-def _put(x, part, i, size: int) -> jax.Array:
-  return lax.dynamic_update_slice_in_dim(x, part, i * size, 2)
-
-
-def _first_distance(positions_hre, i, j, size: int):
-  """Where the 2 S positions begin that a tile meets: the farthest first."""
-  return positions_hre.shape[1] - (2 + i - j) * size
-
-
-def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
-  """As `_align`, of a tile: row q of [Q, 2 Q] moves to the left by Q - 1 - q.
-
-  Rows [a b c d], [e f g h]  ->  [b c], [e f].
-  """
-  *lead, size, width = by_distance_hbqr.shape
-  # With one column less, a row of the flat array begins one place later each time.
-  flat = by_distance_hbqr.reshape(*lead, -1)[..., size - 1 : -1]
-  return flat.reshape(*lead, size, width - 1)[..., :size]
-
-
-def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
-  """What `_align_tile` moved goes back, and 0 to where nothing came from.
-
-  Rows [b c], [e f]  ->  [. b c .], [e f . .].
-  """
-  *lead, size, _ = by_scores_hbqs.shape
-  padding = [(0, 0)] * len(lead) + [(1, 1), (0, size - 1)]
-  # Once for the two products that read it, or XLA:CPU may compute it in each.
-  rows = lax.optimization_barrier(jnp.pad(by_scores_hbqs, padding))
-  flat = rows.reshape(*lead, -1)[..., size : size + 2 * size**2]
-  return flat.reshape(*lead, size, 2 * size)

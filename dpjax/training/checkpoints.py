@@ -1,28 +1,27 @@
 """What a run can be taken up from: written whole or not at all, and checked when read."""
 
-import contextlib
 import dataclasses
-import errno
-import gc
 import logging
-import os
-import sys
 import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from dpjax.errors import UserError
+from dpjax.training.checkpoint_files import (
+  FORMAT,
+  DamagedError,
+  as_dict,
+  fingerprints,
+  gather,
+  raise_together,
+  read,
+)
 from dpjax.training.step import TrainState
-
-FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class Checkpoints:
   def _save(self, manager, step: int, state: TrainState, meta: dict) -> None:
     if step not in manager.all_steps():
       items = ocp.args.Composite(
-        state=ocp.args.StandardSave(_as_dict(state)), meta=ocp.args.JsonSave(meta)
+        state=ocp.args.StandardSave(as_dict(state)), meta=ocp.args.JsonSave(meta)
       )
       manager.save(step, args=items, force=True)
 
@@ -152,7 +151,7 @@ class Checkpoints:
       (step, manager) for manager in (self._last, self._best) for step in manager.all_steps()
     ]
     tries.sort(key=lambda step_and_manager: step_and_manager[0], reverse=True)
-    found, damaged = self._first_readable(tries, _as_dict(abstract), origin or {})
+    found, damaged = self._first_readable(tries, as_dict(abstract), origin or {})
     if found is None:
       if damaged:
         raise UserError(
@@ -225,7 +224,7 @@ class Checkpoints:
 
   def _check_alike(self) -> None:
     steps = [[*self._last.all_steps()], [*self._best.all_steps()]]
-    if len({*_gather(zlib.crc32(repr(steps).encode()))}) > 1:
+    if len({*gather(zlib.crc32(repr(steps).encode()))}) > 1:
       raise UserError(
         f"workdir: expected all processes to see the same checkpoints in {self._root}, "
         f"got others than those of the steps {self.steps()} in some"
@@ -235,9 +234,9 @@ class Checkpoints:
     damaged = []
     for step, manager in tries:
       try:
-        tree, meta = _read(Path(manager.directory) / str(step), target, origin)
+        tree, meta = read(Path(manager.directory) / str(step), target, origin)
         return (step, tree, meta), damaged
-      except _DamagedError as error:
+      except DamagedError as error:
         damaged.append((step, manager))
         _log.warning(
           "The checkpoint of step %d is damaged (%s); trying the one before.", step, error
@@ -253,214 +252,8 @@ class Checkpoints:
         source.rename(folder / f"{source.parent.name}_{step}_{time.time_ns()}")
       except OSError as caught:
         error = caught
-    _raise_together(error, source)
+    raise_together(error, source)
     manager.reload()
-
-
-def fingerprints(state: TrainState) -> list[int]:
-  """One number for each array: the sum of its 32-bit words, each times its place.
-
-    sum over i of words[i] * (2 i + 1)  mod 2**32
-
-  Integers add up the same in any order, so it is the same on any devices.
-  """
-  return _fingerprints_of(_as_dict(state))
-
-
-def _fingerprints_of(tree) -> list[int]:
-  return [int(number) for number in jax.device_get(_fingerprints(tree))]
-
-
-@jax.jit
-def _fingerprints(tree) -> list[jax.Array]:
-  def of_array(array: jax.Array) -> jax.Array:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      array = jax.random.key_data(array)
-    bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
-    places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-    return jnp.sum(words * places, dtype=jnp.uint32)
-
-  return [of_array(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-@contextlib.contextmanager
-def _silent_coroutines():
-  """Orbax abandons coroutines where a file is damaged, each with a page of its state."""
-  hook = sys.unraisablehook
-  sys.unraisablehook = lambda _: None
-  try:
-    yield
-    gc.collect()
-  finally:
-    sys.unraisablehook = hook
-
-
-class _RefusedError(UserError):
-  """The checkpoint is whole, and not to be used."""
-
-
-class _DamagedError(Exception):
-  """The checkpoint is proven to be damaged."""
-
-
-def _read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
-  """Reads the parts of a state that `target` has, and the meta, in all processes alike.
-
-  Raises:
-    _DamagedError: it is damaged for at least one process.
-    Exception: at least one process could not read it for another reason.
-  """
-  found, error = None, None
-  with _silent_coroutines():
-    try:
-      found = _read_files(folder, target, origin)
-    except Exception as caught:
-      error = _damage_or_cause(caught, folder)
-  _raise_together(error, folder)
-  assert found is not None
-  tree, meta, expected = found
-  if _fingerprints_of(tree) != expected:
-    error = _DamagedError("its arrays are not those that were saved")
-  _raise_together(error, folder)
-  return tree, meta
-
-
-def _read_files(
-  folder: Any, target: dict, origin: Mapping[str, str]
-) -> tuple[dict, dict, list[int]]:
-  """What `_read` gives, and the fingerprints saved for it; waits for no other process."""
-  # Without the manager, whose `restore` ends with a barrier that an error would skip.
-  meta = dict(ocp.JsonCheckpointHandler().restore(folder / "meta"))
-  if meta["format"] > FORMAT:
-    raise _RefusedError(
-      f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
-      "later version of dpjax wrote"
-    )
-  for name, value in origin.items():
-    if meta["origin"].get(name) != value:
-      raise _RefusedError(
-        f"workdir: expected the {name} that its checkpoints were made with, got another; "
-        "was the folder data/ changed?"
-      )
-  handler = ocp.PyTreeCheckpointHandler()
-  saved: Any = jax.tree.leaves(handler.metadata(folder / "state").tree)
-  is_wanted = [leaf.name.partition(".")[0] in target for leaf in saved]
-  expected = [
-    number for number, is_part in zip(meta["fingerprints"], is_wanted, strict=True) if is_part
-  ]
-  _check_arrays(
-    {
-      leaf.name: (leaf.shape, leaf.dtype)
-      for leaf, is_part in zip(saved, is_wanted, strict=True)
-      if is_part
-    },
-    target,
-    folder,
-  )
-  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-  state_args = ocp.args.PyTreeRestore(
-    target,
-    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-    partial_restore=True,
-  )
-  return handler.restore(folder / "state", args=state_args), meta, expected
-
-
-def _check_arrays(saved: Mapping[str, tuple], target: dict, folder: Path) -> None:
-  """Refuses arrays of other names, shapes or dtypes than the model's."""
-  wanted = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.eval_shape(jax.random.key_data, leaf)
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    wanted[name] = tuple(leaf.shape), leaf.dtype
-
-  def text(found: tuple) -> str:
-    return f"{np.dtype(found[1])} {list(found[0])}"
-
-  wrong = [f"{name} is missing" for name in wanted.keys() - saved.keys()]
-  wrong += [f"{name} is not the model's" for name in saved.keys() - wanted.keys()]
-  wrong += [
-    f"{name} is {text(saved[name])} and not {text(wanted[name])}"
-    for name in wanted.keys() & saved.keys()
-    if text(saved[name]) != text(wanted[name])
-  ]
-  if wrong:
-    # Moments have the names of their parameters.
-    wrong.sort(key=lambda line: (not line.startswith("params."), line))
-    more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-    raise _RefusedError(
-      f"workdir: expected a checkpoint of this model, got another in {folder}: "
-      f"{'; '.join(wrong[:8])}{more}"
-    )
-
-
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# What parsers raise; Orbax also wraps errors of TensorStore in a bare Exception.
-_UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
-
-
-def _damage_or_cause(error: Exception, folder: Path) -> Exception:
-  """What an error of reading means: a `_DamagedError` where it proves damage."""
-  if isinstance(error, (_RefusedError, MemoryError, jax.errors.JaxRuntimeError)):
-    return error
-  each: BaseException | None = error
-  while each is not None:
-    if isinstance(each, OSError) and not isinstance(each, _GONE):
-      if each.errno is None or each.filename is not None:
-        return each
-      return OSError(each.errno, each.strerror, str(folder))
-    # TensorStore, which is not of Python, tells errors of the system in its text.
-    for number in errno.errorcode.keys() - {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}:
-      if os.strerror(number) in str(each):
-        return OSError(number, os.strerror(number), str(folder))
-    each = each.__cause__ or each.__context__
-  if type(error) is not Exception and not isinstance(error, (*_GONE, *_UNPARSABLE)):
-    return error
-  try:
-    _read_all(folder)
-  except OSError as failure:
-    return OSError(failure.errno, failure.strerror, failure.filename or str(folder))
-  return _DamagedError(f"{type(error).__name__}: {error}".split("\n")[0][:200])
-
-
-def _read_all(folder: Path) -> None:
-  """Reads every file, for the errors of the file system alone."""
-
-  def fail(error: OSError) -> None:
-    # A folder that is missing is damage, as a file is.
-    if not isinstance(error, _GONE):
-      raise error
-
-  for root, _, names in os.walk(folder, onerror=fail):
-    for name in names:
-      with open(os.path.join(root, name), "rb") as file:
-        while file.read(2**24):
-          pass
-
-
-def _raise_together(error: Exception | None, folder: Path) -> None:
-  """Raises in all processes if one has an error, damage being the least of them."""
-  own = 0 if error is None else 1 if isinstance(error, _DamagedError) else 2
-  worst = max(every := _gather(own))
-  if worst == 0:
-    return
-  if error is not None and own == worst:
-    raise error
-  message = f"Process {every.index(worst)} could not read or move {folder}, and says why."
-  raise _DamagedError(message) if worst == 1 else RuntimeError(message)
-
-
-def _gather(number: int) -> list[int]:
-  """The number of every process; all have to ask."""
-  if jax.process_count() == 1:
-    return [number]
-  return multihost_utils.process_allgather(np.uint32(number)).tolist()
-
-
-def _as_dict(state: TrainState) -> dict:
-  return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
 def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:

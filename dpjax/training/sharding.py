@@ -24,7 +24,7 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
     state: a pytree of arrays or of their shapes.
     mesh: of `make_mesh`.
     parameters: "replicated", every device holds all; or "sharded", an array is cut
-      along its longest axis that the number of devices divides, and stays whole
+      along its longest axis that the number of devices divides, and is replicated
       where there is none.
 
   Returns:
@@ -34,9 +34,9 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   def place(leaf) -> NamedSharding:
     spec = PartitionSpec()
     if parameters == "sharded":
-      whole = [size for size in leaf.shape if size >= mesh.size and size % mesh.size == 0]
-      if whole:
-        axis = leaf.shape.index(max(whole))
+      divisible = [size for size in leaf.shape if size >= mesh.size and size % mesh.size == 0]
+      if divisible:
+        axis = leaf.shape.index(max(divisible))
         spec = PartitionSpec(*[None] * axis, AXIS)
     return NamedSharding(mesh, spec)
 

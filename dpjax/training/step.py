@@ -143,12 +143,12 @@ def jit_train_step(
       capacity=capacity,
     )
 
-  whole = NamedSharding(mesh, PartitionSpec())
+  replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(
     step,
     donate_argnums=0,
     static_argnames="capacity",
-    out_shardings=(state_shardings, whole),
+    out_shardings=(state_shardings, replicated),
   )
 
 
@@ -174,8 +174,8 @@ def jit_eval_step(
     )
     return objective.sums(output, batch)
 
-  whole = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(step, static_argnames="capacity", out_shardings=whole)
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(step, static_argnames="capacity", out_shardings=replicated)
 
 
 def abstract_state(

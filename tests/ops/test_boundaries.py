@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.boundaries import (
-  RULES,
+from dpjax.ops import (
   binomial_prior_loss,
   conditional_entropy,
   entropy_spikes,
@@ -20,6 +19,7 @@ from dpjax.ops.boundaries import (
   spacelike_boundaries,
   whitespace_boundaries,
 )
+from dpjax.ops.entropies import RULES
 from tests.reference import pooling as reference
 
 GOLDEN = Path(__file__).parents[1] / "golden"

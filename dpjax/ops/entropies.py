@@ -1,0 +1,205 @@
+"""Boundaries where a model is unsure of the next token.
+
+Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
+"""
+
+import difflib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from dpjax.errors import UserError
+from dpjax.ops.products import sum_dtype
+
+RULES = ("global", "monotonic", "combined")  # of `entropy_threshold`
+
+
+def conditional_entropy(logits: jax.Array) -> jax.Array:
+  """Entropy of the distribution predicted at every position.
+
+    H_t = -sum over v of p_tv ln p_tv,   p_t = softmax(logits_t)
+
+  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing.
+
+  Args:
+    logits: [B, T, V], floats; at least one of every V is finite.
+
+  Returns:
+    [B, T], nats, float32, or float64 as the logits.
+
+  Source: the pooling paper, Sec. 3 (entropy).
+  """
+  logits = logits.astype(sum_dtype(logits))
+  # Large numbers that all share would cost the differences their digits.
+  logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+  log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0. (A `where` on p would have
+  # XLA keep log p and p.)
+  log_p_btv = jnp.maximum(log_p_btv, -200)
+  return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
+
+
+def entropy_spikes(entropies: jax.Array, left: int = 2) -> jax.Array:
+  """Ends a segment where the entropy is above that of the few tokens before.
+
+    b_t = 1 where H_t > H_i for all i in t - left .. t - 1
+
+  Where fewer than `left` tokens come before, those that do count, so token 0 is
+  always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
+
+  Args:
+    entropies: [B, T], floats, nats; no nan.
+    left: how many tokens to look back to, at least 1.
+
+  Returns:
+    [B, T], int32, with no gradient.
+
+  Raises:
+    ValueError: `left` is below 1, or the entropies are not floats [B, T].
+
+  Source: the pooling paper, Eq. 6.
+  """
+  if left < 1:
+    raise ValueError(f"left: expected at least 1, got {left}")
+  _check_entropies(entropies)
+  h_bt = lax.stop_gradient(entropies)
+  # Window t of the padded row holds H_i for i in t - left .. t - 1.
+  before_bt = lax.reduce_window(
+    h_bt, jnp.asarray(-jnp.inf, h_bt.dtype), lax.max, (1, left), (1, 1), ((0, 0), (left, 0))
+  )[:, : h_bt.shape[1]]
+  return (h_bt > before_bt).astype(jnp.int32)
+
+
+def entropy_threshold(
+  entropies: jax.Array,
+  rule: str,
+  theta: float,
+  theta_add: float = 0.0,
+  *,
+  previous: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+  """Ends a segment where the next token is hard to predict.
+
+    "global":     b_t = 1 where H_t > theta
+    "monotonic":  b_t = 1 where H_t - H_{t-1} > theta
+    "combined":   b_t = 1 where H_t > theta and H_t - H_{t-1} > theta_add and b_{t-1} = 0
+
+  with H_{-1} = -inf and b_{-1} = 0: the first token always exceeds the one before it.
+  With theta 1, [[2, 3, 0, 2]] -> global [[1, 1, 0, 1]], monotonic [[1, 0, 0, 1]]; with
+  theta_add 0, too, combined [[1, 0, 0, 1]].
+
+  Args:
+    entropies: H, [B, T], floats, nats: how unsure a model that has read tokens 0 .. t is
+      of token t + 1.
+    rule: a name of `RULES`.
+    theta: see above.
+    theta_add: likewise; 0 unless the rule is "combined".
+    previous: H_{-1} and b_{-1}, each [B], where rows go on; None: they begin.
+
+  Returns:
+    [B, T], int32, with no gradient.
+
+  Raises:
+    ValueError: the rule is unknown, `theta_add` is not for it, or the entropies are not
+      floats [B, T].
+
+  Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
+  bytelatent/data/patcher.py. Its "combined" asks for b_{t-1} = 0 at t = 1 alone, and its
+  first token is always a boundary.
+  """
+  check_rule(rule, theta_add)
+  _check_entropies(entropies)
+  h_bt = lax.stop_gradient(entropies)
+  if previous is None:
+    rows = len(h_bt)
+    previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
+  before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
+  if rule == "global":
+    return (h_bt > theta).astype(jnp.int32)
+  if rule == "monotonic":
+    return (h_bt - before_bt > theta).astype(jnp.int32)
+  may_bt = (h_bt > theta) & (h_bt - before_bt > theta_add)
+  # Of tokens in a row that may be one, every other is: the first, the third, ...
+  place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
+  taken_b1 = previous[1][:, None].astype(jnp.int32)
+  last_bt = lax.cummax(jnp.where(may_bt, -1 - taken_b1, place_t), axis=1)
+  return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
+
+
+def entropy_theta(
+  entropies: ArrayLike, factor: float, rule: str = "global", theta_add: float = 0.0
+) -> float:
+  """The theta with which `entropy_threshold` makes segments of a mean length.
+
+    share of boundaries = 1 / factor, as nearly as ties allow
+
+  It is the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic").
+  "combined" keeps `theta_add` as it is: the number of boundaries never grows with theta,
+  and bisection finds it. It lies between two entropies, so that rounding changes nothing.
+  With [[1, 2, 3, 4]] and factor 2, 2.5.
+
+  Args:
+    entropies: [B, T], floats, nats, of a text in B windows.
+    factor: tokens a segment, at least 1.
+    rule: as in `entropy_threshold`.
+    theta_add: likewise.
+
+  Returns:
+    theta, of float32.
+
+  Raises:
+    ValueError: as `entropy_threshold`; or the factor is below what the rule can reach.
+  """
+  check_rule(rule, theta_add)
+  h_bt = jnp.asarray(entropies)
+  _check_entropies(h_bt)
+  if not 1 <= factor < math.inf:
+    raise UserError(f"factor: expected at least 1, and finite, got {factor}")
+  if not h_bt.size:
+    raise ValueError(f"entropies: expected at least one, got {h_bt.shape}")
+  values = np.asarray(h_bt, np.float32)
+  if rule == "monotonic":
+    values = np.diff(values, axis=1)
+  values = np.unique(values)
+  ends = (values[:1] - 1, values[:-1] + np.diff(values) / 2, values[-1:])
+  thetas = np.concatenate(ends) if values.size else np.zeros(1, np.float32)
+  wanted = h_bt.size / factor
+
+  def count(place: int) -> int:
+    return int(entropy_threshold(h_bt, rule, float(thetas[place]), theta_add).sum())
+
+  most = count(0)
+  if most < math.floor(wanted):
+    raise UserError(
+      f"factor: expected at least {h_bt.size / most:.4g}, which theta_add = {theta_add} "
+      f"leaves, got {factor}"
+    )
+  low, high = 0, len(thetas) - 1
+  while low + 1 < high:  # count(low) >= wanted > count(high), but at the ends
+    middle = (low + high) // 2
+    low, high = (middle, high) if count(middle) >= wanted else (low, middle)
+  place = min((low, high), key=lambda place: abs(count(place) - wanted))
+  return float(thetas[place])
+
+
+def check_rule(rule: str, theta_add: float = 0.0) -> None:
+  """Refuses a rule that `entropy_threshold` has not, or a `theta_add` that it ignores.
+
+  Raises:
+    ValueError: see above.
+  """
+  if rule not in RULES:
+    near = difflib.get_close_matches(str(rule), RULES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
+  if rule != "combined" and theta_add != 0:
+    raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
+
+
+def _check_entropies(entropies) -> None:
+  if entropies.ndim != 2 or not jnp.issubdtype(entropies.dtype, jnp.floating):
+    raise ValueError(f"entropies: expected floats [B, T], got {entropies.dtype} {entropies.shape}")
