@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command_line.check_platform()
     run = run_lib.load(given.run)
     run_lib.check_frozen(run)
-    longest = run.config.model.max_length
+    longest = run.window
     window = longest if given.window is None else given.window
     if not 1 <= window <= longest:
       raise UserError(f"window: expected 1 to model.max_length = {longest}, got {window}")

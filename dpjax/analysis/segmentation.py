@@ -66,7 +66,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
   tokens = run.tokenizer.encode(text) if isinstance(text, str) else text
   tokens = np.asarray(tokens, np.int32)
-  longest = run.config.model.max_length
+  longest = run.window
   if not 1 <= len(tokens) <= longest:
     expected = f"1 to {longest} tokens (the model's window)"
     raise UserError(f"text: expected {expected}, got {len(tokens)}")
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
   """The tokens that the flags ask for; a run that was loaded has data."""
-  longest = run.config.model.max_length
+  longest = run.window
   if length is not None and not 1 <= length <= longest:
     raise UserError(f"length: expected 1 to model.max_length = {longest}, got {length}")
   if text is not None:

@@ -57,6 +57,11 @@ class Run:
     is_own = not isinstance(self.model, LanguageModel)
     return type(self.model).__name__ if is_own else self.config.model.mixer.name
 
+  @property
+  def window(self) -> int:
+    """The most tokens that the model sees at once, `config.model.max_length`."""
+    return self.config.model.max_length
+
   def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
     """Scores a text, its first token included.
 

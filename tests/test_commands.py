@@ -1,0 +1,83 @@
+"""The `dpjax` command, and experiments by name."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpjax
+from dpjax import __main__ as command
+from dpjax import config as config_lib
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(*arguments, cwd=ROOT, **variables):
+  return subprocess.run(
+    [sys.executable, "-m", "dpjax", *map(str, arguments)],
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+    env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+  )
+
+
+def test_help_names_every_command_and_wrong_ones_are_refused(capsys, monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["dpjax", "--help"])
+  command.main()
+  shown = capsys.readouterr().out
+  assert all(f"  {name} " in shown for name in command.COMMANDS)
+  for arguments, got in ((["trian"], "trian"), ([], "none")):
+    monkeypatch.setattr(sys, "argv", ["dpjax", *arguments])
+    with pytest.raises(SystemExit, match=f"command: expected one of train, .*, got {got}"):
+      command.main()
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_shows_its_own_help(name):
+  done = start(name, "--help")
+  # absl ends with status 1.
+  assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+  assert "--" in done.stdout
+
+
+def test_an_experiment_has_one_configuration_by_name_and_by_file():
+  for name in ("quickstart", "quickstart:tiny", "dispatcher_ptb:tiny"):
+    by_name, (stem, _, variant) = config_lib.load(name), name.partition(":")
+    assert by_name == config_lib.load(f"{ROOT}/configs/{stem}.py:{variant}")
+    assert by_name == config_lib.load(f"configs/{stem}.py:{variant}")
+  with pytest.raises(dpjax.UserError, match="one of dispatcher_.*quickstart, got quickstrat"):
+    config_lib.load("quickstrat")
+
+
+def test_a_file_comes_before_a_name_and_may_begin_with_an_experiment(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  Path("quickstart").write_text(
+    "from configs import quickstart\n"
+    "def get_config():\n"
+    "  config = quickstart.get_config('tiny')\n"
+    "  config.seed = 17\n"
+    "  return config\n"
+  )
+  assert config_lib.load("quickstart").seed == 17
+
+
+@pytest.mark.parametrize("place", ["dpjax/configs", "configs"])
+def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, place):
+  # The layouts that the two leave behind, without an installation.
+  ignored = shutil.ignore_patterns("__pycache__")
+  shutil.copytree(ROOT / "dpjax", tmp_path / "dpjax", ignore=ignored)
+  shutil.copytree(ROOT / "configs", tmp_path / place, ignore=ignored)
+  (tmp_path / "elsewhere").mkdir()
+  code = "from dpjax import config; print(config.load('msa_ptb:tiny').model.mixer.name)"
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=tmp_path / "elsewhere",
+    capture_output=True,
+    text=True,
+    env={**os.environ, "PYTHONPATH": str(tmp_path)},
+  )
+  assert done.stdout == "attention\n", done.stderr
