@@ -373,10 +373,7 @@ def test_has_the_papers_settings(name):
       learning_rate=2e-4 if name == "dispatcher_wikitext103" else 1e-4,
     ),
     "train.optimizer": dict(
-      name="adam",
-      b1=0.9,
-      b2=0.999,
-      eps=1e-10 if name == "dispatcher_wikitext103" else 1e-8,
+      name="adam", b1=0.9, b2=0.999, eps=1e-10 if name == "dispatcher_wikitext103" else 1e-8
     ),
     "train.schedule": dict(name="constant", warmup_steps=0),
     "eval": dict(window=0, stride=0, batch_size=10),

@@ -242,8 +242,7 @@ def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):
   write(dispatcher, ["abcde"], length=5)
   before = generator._begin._cache_size(), generator._advance[True]._cache_size()
   for prompt, settings in itertools.product(
-    ["abcdef", "abcdefg "],
-    [dict(temperature=0.0), dict(top_k=3), dict(top_p=0.6), dict(length=2)],
+    ["abcdef", "abcdefg "], [dict(temperature=0.0), dict(top_k=3), dict(top_p=0.6), dict(length=2)]
   ):
     write(dispatcher, [prompt], **dict(length=3, seed=8) | settings)
   after = generator._begin._cache_size(), generator._advance[True]._cache_size()

@@ -43,11 +43,7 @@ def test_an_old_run_says_what_it_said(folder, name):
 def test_every_setting_is_found_again(folder):
   plain, pooled = (workdir_lib.read_config(folder / name) for name in ("plain", "pooled"))
   assert plain.model.mixer == config_lib.mixer(
-    "dispatcher_multihead",
-    num_heads=2,
-    num_levels=3,
-    level_dropout=0.1,
-    implementation="unrolled",
+    "dispatcher_multihead", num_heads=2, num_levels=3, level_dropout=0.1, implementation="unrolled"
   )
   assert plain.train.optimizer == config_lib.optimizer("adamw", b2=0.99, weight_decay=0.02)
   assert plain.train.schedule == config_lib.schedule("cosine", warmup_steps=2)

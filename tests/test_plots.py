@@ -127,13 +127,7 @@ def test_labels(mixer, expected):
 
 
 @pytest.mark.parametrize(
-  "config",
-  [
-    {},
-    {"model": {}},
-    {"model": {"mixer": 3}},
-    {"model": {"mixer": {}}},
-  ],
+  "config", [{}, {"model": {}}, {"model": {"mixer": 3}}, {"model": {"mixer": {}}}]
 )
 def test_a_run_without_a_mixer_has_no_label(config):
   with pytest.raises(ValueError, match="model.mixer: expected the name of a token mixer"):
@@ -205,10 +199,7 @@ def test_runs_of_one_label_are_named_by_their_folders_too(folder):
 
 def test_table(folder):
   runs = plots.read_runs(
-    [
-      folder("a", COSTS),
-      folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7),
-    ]
+    [folder("a", COSTS), folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7)]
   )
   found = plots.table(runs, 3)
   notes = found.pop("notes")

@@ -77,12 +77,7 @@ def test_p_values_are_scipys(num_seeds):
 
 
 @pytest.mark.parametrize(
-  "shift, p_value, verdict",
-  [
-    (0.0, 1.0, ""),
-    (0.25, 0.0, "higher"),
-    (-0.5, 0.0, "lower"),
-  ],
+  "shift, p_value, verdict", [(0.0, 1.0, ""), (0.25, 0.0, "higher"), (-0.5, 0.0, "lower")]
 )
 def test_differences_without_spread(shift, p_value, verdict):
   shifted = {seed: score + shift for seed, score in SCORES["none"].items()}

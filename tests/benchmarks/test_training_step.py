@@ -151,9 +151,7 @@ def test_initial_values_are_those_of_dpjax():
     }
     expected = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     for (path, x), y in zip(
-      jax.tree.leaves_with_path(to_params(arrays)),
-      jax.tree.leaves(expected["params"]),
-      strict=True,
+      jax.tree.leaves_with_path(to_params(arrays)), jax.tree.leaves(expected["params"]), strict=True
     ):
       what = f"{name}{jax.tree_util.keystr(path)}"
       x, y = np.asarray(x, float), np.asarray(y, float)

@@ -7,12 +7,7 @@ import pytest
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import SpaceByte
 from dpjax.ops import spacelike_boundaries
-from dpjax.text.tokens import (
-  CHARACTER_KINDS,
-  KINDS,
-  tokenizer_from_json,
-  train_tokenizer,
-)
+from dpjax.text.tokens import CHARACTER_KINDS, KINDS, tokenizer_from_json, train_tokenizer
 
 # Lines of every length, blank ones, and white space that tokenizers like to lose.
 LINES = [

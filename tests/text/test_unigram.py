@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from dpjax.text.tokens import KINDS, train_tokenizer
-from dpjax.text.unigram import (
-  UnigramBoundaries,
-  load_unigram,
-  train_unigram,
-  whole_words,
-)
+from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram, whole_words
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
 VERBS = " ".join(

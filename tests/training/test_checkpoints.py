@@ -27,15 +27,13 @@ def make_state(step: int) -> TrainState:
 
 def abstract():
   return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-    make_state(0),
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), make_state(0)
   )
 
 
 def assert_equal(one: TrainState, other: TrainState):
   chex.assert_trees_all_equal(
-    one.replace(key=jax.random.key_data(one.key)),
-    other.replace(key=jax.random.key_data(other.key)),
+    one.replace(key=jax.random.key_data(one.key)), other.replace(key=jax.random.key_data(other.key))
   )
 
 
@@ -80,9 +78,7 @@ def test_parameters_are_read_without_the_moments_and_onto_any_devices(tmp_path):
     saved.save(make_state(5).replace(params=params, opt_state=opt_state), {})
   places = sharding.state_sharding(params, sharding.make_mesh(), "sharded")
   target = jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    params,
-    places,
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, places
   )
   with Checkpoints(tmp_path) as saved:
     found = saved.restore_step(target).params
@@ -133,15 +129,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, damage,
 
 
 @pytest.mark.parametrize(
-  "name",
-  [
-    "meta/metadata",
-    "state/_METADATA",
-    "state/manifest.ocdbt",
-    "state/d",
-    "state",
-    "meta",
-  ],
+  "name", ["meta/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d", "state", "meta"]
 )
 @pytest.mark.parametrize("damage", [cut, Path.unlink, put_a_folder])
 def test_damage_of_every_file_is_noticed(tmp_path, name, damage):

@@ -43,10 +43,7 @@ def test_is_the_authors_from_the_second_update():
   golden = json.loads((GOLDEN / "H_lr_schedule.json").read_text())
   settings = golden["config"]
   rate = optimizer.learning_rate(
-    "cosine",
-    settings["lr"],
-    warmup_steps=settings["warmup_step"],
-    num_steps=settings["max_step"],
+    "cosine", settings["lr"], warmup_steps=settings["warmup_step"], num_steps=settings["max_step"]
   )
   # Their first update is at the full rate, and past the end their cosine rises again.
   last = settings["max_step"] + 1

@@ -134,10 +134,7 @@ def test_each_part_and_each_step_drops_out_anew():
   def loss_of_part(index):
     key = jax.random.split(jax.random.fold_in(state.key, 0), 2)[index]
     output = model.apply(
-      {"params": state.params},
-      half["tokens"],
-      deterministic=False,
-      rngs={"dropout": key},
+      {"params": state.params}, half["tokens"], deterministic=False, rngs={"dropout": key}
     )
     nats, count = losses.cross_entropy(output.logits, half["targets"], half["weights"])
     return nats / count
@@ -181,9 +178,7 @@ def test_eight_devices_train_as_one(runs, name):
   # Sums over the batch are rounded in another order: 1.2e-7 was measured, of parameters
   # of size 1 that 20 steps of Adam have moved by up to 0.02.
   jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6),
-    last.params,
-    expected.params,
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), last.params, expected.params
   )
   np.testing.assert_allclose(seen, expected_seen, rtol=1e-5)
   assert last.step == 20 and seen[-1] < seen[0]
