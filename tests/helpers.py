@@ -1,5 +1,7 @@
 """What several tests need: a small text, a small configuration, a quick compilation."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 from dpjax import config as config_lib
 from dpjax import old_settings, registry
@@ -161,6 +164,36 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
     timeout=900,
     check=False,
   )
+
+
+@contextlib.contextmanager
+def arguments(*argv):
+  """As a script begins that gets them; of its flags nothing is left."""
+  before, kept = {*flags.FLAGS}, sys.argv
+  sys.argv = [*map(str, argv)]
+  try:
+    yield
+  finally:
+    sys.argv = kept
+    for name in {*flags.FLAGS} - before:
+      delattr(flags.FLAGS, name)
+    for name in flags.FLAGS:
+      flags.FLAGS[name].unparse()
+    flags.FLAGS.unparse_flags()
+
+
+def cases(table: str) -> list[tuple[str, ...]]:
+  """One case a line, its cells between " | "; a line that begins with # says what follow."""
+  lines = [line.strip() for line in table.strip().splitlines()]
+  rows = [line for line in lines if line and not line.startswith("#")]
+  return [tuple(cell.strip() for cell in row.split(" | ")) for row in rows]
+
+
+def reports(workdir: Path, split: str) -> list[dict]:
+  """What a run reported of a split; of training without the lines of medians."""
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  is_train = split == "train"
+  return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
 
 
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
