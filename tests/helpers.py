@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import old_settings, registry
@@ -113,6 +115,26 @@ def pooled_config(text: Path, boundaries: str, **train):
   if boundaries == "unigram":
     config.model.boundaries.size = 31
   return config
+
+
+class Output(NamedTuple):
+  logits: jax.Array
+
+
+class Bigrams(nn.Module):
+  """Somebody's own language model, compiled at once: each token tells the next one."""
+
+  vocab_size: int
+
+  @nn.compact
+  def __call__(self, tokens, *, deterministic):
+    x = nn.Embed(self.vocab_size, 9)(tokens)
+    return Output(nn.Dense(self.vocab_size)(nn.Dropout(0.1)(x, deterministic)))
+
+
+def bigrams(settings) -> Bigrams:
+  """For `dpjax.train` of what is no matter of the model."""
+  return Bigrams(settings.vocab_size)
 
 
 def draw_params(model, seed: int, spread: float) -> dict:
