@@ -13,11 +13,7 @@ from dpjax.training import optimizer
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-  # optax raises floats to integer powers, which strict promotion refuses.
-  with jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def rates(schedule, steps, **settings):
