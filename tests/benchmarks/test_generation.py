@@ -198,7 +198,7 @@ def make_report():
   ]
   pooling = [
     dict(
-      *(dict(batch=batch, over_vanilla=ratio, shortening_factor=5.9, middle_steps=0.17),),
+      dict(batch=batch, over_vanilla=ratio, shortening_factor=5.9, middle_steps=0.17),
       vanilla=made_up(1e4),
       whitespace=made_up(1e4 * ratio),
     )
