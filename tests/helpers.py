@@ -70,30 +70,12 @@ def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
   config.data.path = str(text)
-  set_model(
-    config.model,
-    num_layers=2,
-    width=12,
-    feed_forward_width=20,
-    num_heads=3,
-    max_length=19,
-    dropout=0.1,
-    hidden_dropout=0.1,
-    mixer_dropout=0.1,
-  )
-  config.train.update(
-    dict(
-      batch_size=8,
-      num_steps=12,
-      num_epochs=0.0,
-      learning_rate=3e-3,
-      eval_every_steps=6,
-      eval_every_epochs=0.0,
-      log_every_steps=2,
-      median_every_steps=5,
-      checkpoint_every_steps=4,
-    )
-  )
+  rates = dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1)
+  sizes = dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
+  set_model(config.model, **sizes, **rates)
+  steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
+  steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
+  config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
   config.train.update(train)
   config.eval.batch_size = 8
   return config
@@ -102,16 +84,9 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  set_model(
-    config.model,
-    boundaries=boundaries,
-    num_layers=1,
-    first_layers=1,
-    last_layers=1,
-    hidden_dropout=0.0,
-    mixer_dropout=0.0,
-    num_capacities=2,
-  )
+  layers = dict(num_layers=1, first_layers=1, last_layers=1, num_capacities=2)
+  rates = dict(hidden_dropout=0.0, mixer_dropout=0.0)
+  set_model(config.model, boundaries=boundaries, **layers, **rates)
   if boundaries == "unigram":
     config.model.boundaries.size = 31
   return config
@@ -221,16 +196,12 @@ def reports(workdir: Path, split: str) -> list[dict]:
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
 SCHEDULES = {
   "steps": [
-    (9, (9, 4, 0)),
-    (1, (1, 1, 0)),
-    (1, (0, 1, 1)),
-    (9, (3, 9, 9)),
-    (9, (0, 8, 2)),
-    (1, (1, 0, 1)),
-    (9, (9, 0, 9)),
-    (1, (0, 0, 1)),
+    *((9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9))),
+    *((9, (0, 8, 2)), (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))),
   ],
-  "chunks": [(17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))],
+  "chunks": [
+    *((17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))),
+  ],
 }
 
 

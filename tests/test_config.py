@@ -356,26 +356,10 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
 
 # Of version 0.1, in which components had no sections.
 FLAT = {
-  "model": dict(
-    mixer="he",
-    num_heads=1,
-    num_levels=0,
-    mixer_dropout=0.0,
-    adjustment=False,
-    attention_bias=True,
-    output_projection=True,
-    implementation="",
-  ),
-  "train": dict(
-    optimizer="adamw",
-    b1=0.8,
-    b2=0.98,
-    eps=1e-7,
-    weight_decay=0.02,
-    schedule="cosine",
-    warmup_steps=50,
-    batch_size=30,
-  ),
+  "model": dict(mixer="he", num_heads=1, num_levels=0, mixer_dropout=0.0, adjustment=False)
+  | dict(attention_bias=True, output_projection=True, implementation=""),
+  "train": dict(optimizer="adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02, batch_size=30)
+  | dict(schedule="cosine", warmup_steps=50),
 }
 
 
@@ -400,14 +384,9 @@ def test_a_run_from_before_token_pooling_is_read():
   assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
   assert config.model.boundaries.name == "none"
   assert config_lib.differences(old, config) == []
-  pooled = changed(
-    {
-      "train.batch_size": 30,
-      "model.mixer": "he",
-      "model.boundaries": "whitespace",
-      "model.boundaries.space_ids": (0, 7),
-    }
-  )
+  section = config_lib.boundaries("whitespace", space_ids=(0, 7))
+  pooled = {"train.batch_size": 30, "model.mixer": "he", "model.boundaries": section}
+  pooled = changed(pooled)
   assert config_lib.differences(old, pooled) == [
     "model.boundaries.name: 'none' there, 'whitespace' here",
     "model.boundaries.pooling: None there, 'mean' here",
@@ -427,22 +406,11 @@ def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
 
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
-  free = changed(
-    {
-      "train.num_steps": 7,
-      "train.num_epochs": 0.0,
-      "train.log_every_steps": 3,
-      "train.checkpoint_every_steps": 9,
-      "train.keep_checkpoints": 5,
-      "train.parameters": "sharded",
-      "train.accumulate_steps": 4,
-      "model.remat": True,
-      "model.mixer.implementation": "loop",
-      "eval.stride": 17,
-      "sample.prompt": "A",
-      "sample.top_k": 3,
-    }
-  )
+  run = {"num_steps": 7, "num_epochs": 0.0, "log_every_steps": 3, "checkpoint_every_steps": 9}
+  run |= {"keep_checkpoints": 5, "parameters": "sharded", "accumulate_steps": 4}
+  others = {"model.remat": True, "model.mixer.implementation": "loop", "eval.stride": 17}
+  others |= {"sample.prompt": "A", "sample.top_k": 3}
+  free = changed({**{f"train.{key}": value for key, value in run.items()}, **others})
   assert config_lib.differences(config, free) == []
   other = changed({"seed": 5, "model.width": 7, "train.clip_norm": 0.25, "data.path": "a.txt"})
   assert config_lib.differences(config, other) == [

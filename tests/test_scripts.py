@@ -59,7 +59,7 @@ def test_a_workdir_alone_goes_on(text, finished, tmp_path, capsys):
 def test_a_longer_schedule_is_another_run(text, tmp_path):
   config = helpers.small_config(text, num_steps=4)
   config.train.schedule = config_lib.schedule("cosine")
-  run_lib.train(config, tmp_path)
+  run_lib.train(config, tmp_path, model=helpers.bigrams)
   config.train.num_steps = 6
   with pytest.raises(ValueError, match="4 there, 6 here .*train.initial_run = .*"):
     run_lib.train(config, tmp_path)
@@ -172,32 +172,31 @@ def test_an_end_from_outside_shows_no_traceback(workdir, end):
   assert (process.returncode, complaint) == expected
 
 
-# Of files of configurations, in this order: the program, and what is said of it.
-PROGRAMS = [
-  (
-    "from dpjax import config\n\ndef get_config():\n  config.mixer('he', adjust=True)\n",
-    "--config: mixer.adjust: expected a setting of he, .* is mixer.adjustment {at}4)",
+# Of files of configurations: the program, and what is said of it.
+PROGRAMS = {
+  "from dpjax import config\n\ndef get_config():\n  config.mixer('he', adjust=True)\n": (
+    "mixer.adjust: expected a setting of he, .* is mixer.adjustment {at}4)"
   ),
-  (
-    "\ndef get_config():\n  return int('a b\\nc')\n",
-    "--config: expected a Python file whose .*, got ValueError: .* 'a b.nc' {at}3)",
+  "\ndef get_config():\n  return int('a b\\nc')\n": (
+    "expected a Python file whose .*, got ValueError: .* 'a b.nc' {at}3)"
   ),
-  (
-    "from dpjax import errors\n\ndef get_config():\n  check()\n\n\ndef check():\n"
-    "  raise errors.UserError('expected\\none line')\n",
-    "--config: expected one line {at}8)",
-  ),
-  ("def get_config(:\n", "--config: .* SyntaxError: .*invalid syntax .*config.py, line 1)"),
-  ("x = 3\n", "--config: .* got AttributeError: it has no attribute 'get_config'"),
-]
+  "import dpjax\n\ndef get_config():\n  check()\n\n\ndef check():\n"
+  "  raise dpjax.UserError('expected\\none line')\n": "expected one line {at}8)",
+  "def get_config(:\n": ".* SyntaxError: .*invalid syntax .*config.py, line 1)",
+  "x = 3\n": ".* got AttributeError: it has no attribute 'get_config'",
+}
 
 
-@pytest.mark.parametrize(("program", "message"), PROGRAMS)
-def test_errors_of_a_configuration_name_its_line(program, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_errors_of_a_configuration_name_its_line(program, tmp_path, monkeypatch):
   file = tmp_path / "config.py"
   file.write_text(program)
   found = call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
-  message = message.format(at=f"({file}, line ").replace("(", r"\(").replace(")", r"\)")
+  message = (
+    f"--config: {PROGRAMS[program]}".format(at=f"({file}, line ")
+    .replace("(", r"\(")
+    .replace(")", r"\)")
+  )
   assert re.fullmatch(message, found) and "\n" not in found
   monkeypatch.setenv("DPJAX_TRACEBACK", "1")
   with pytest.raises((ValueError, AttributeError, SyntaxError)):
@@ -258,20 +257,17 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
 
 
-@pytest.mark.parametrize(
-  "allocate",
-  [
+def test_too_little_memory_ends_with_the_settings_that_need_less():
+  message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
+  for allocate in (
     lambda: np.zeros(2**60, np.uint8),
     lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
     lambda: [0] * 2**59,
-  ],
-)
-def test_too_little_memory_ends_with_the_settings_that_need_less(allocate):
-  message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
-  with pytest.raises(SystemExit, match=message) as end:
-    with command_line.exit_out_of_memory():
-      allocate()
-  assert "\n" not in end.value.code
+  ):
+    with pytest.raises(SystemExit, match=message) as end:
+      with command_line.exit_out_of_memory():
+        allocate()
+    assert "\n" not in end.value.code
 
 
 def test_other_errors_of_jax_are_raised():

@@ -153,12 +153,7 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
 
 @pytest.mark.parametrize(
   "settings",
-  [
-    dict(name="adamw", weight_decay=0.3),
-    dict(name="muon", weight_decay=0.3),
-    dict(name="sgd", momentum=0.9),
-    dict(name="lion"),
-  ],
+  [dict(name="adamw", weight_decay=0.3), dict(name="muon", weight_decay=0.3), dict(name="lion")],
   ids=lambda settings: settings["name"],
 )
 def test_what_is_frozen_stays_and_has_no_part_in_the_others(settings):
