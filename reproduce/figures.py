@@ -134,5 +134,5 @@ def _costs(rows: Sequence[Content]) -> "Figure | None":
     # Losses that have these medians: dpjax draws the same curve of them.
     losses = np.repeat(np.array(run["costs"]["medians"], np.float32), every)
     name = label + " (partial)" * (run["status"] == "partial")
-    runs.append(plots.Run(f"seed {run['seed']}", {}, losses, name))
+    runs.append(plots.Costs(f"seed {run['seed']}", {}, losses, name))
   return plots.draw(runs, every=every)

@@ -36,3 +36,34 @@ def forget_what_was_compiled():
   """A process that keeps all programs of all tests becomes slow."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def standard_promotion():
+  """For modules that train: Optax raises floats to the power of its integer count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+  """A file of 400 lines of few words, whose folder is its own."""
+  from tests import helpers
+
+  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def finished(text, tmp_path_factory):
+  """The folder of a run of 12 steps on `text`, the run, and its test scores.
+
+  Many modules read it: only copies may change.
+  """
+  import dpjax
+  from tests import helpers
+
+  workdir = tmp_path_factory.mktemp("finished") / "run"
+  config = helpers.small_config(text)
+  config.sample.prompt, config.sample.length = "the cat", 9
+  with jax.numpy_dtype_promotion("standard"):
+    return workdir, *dpjax.train(config, workdir)

@@ -1,13 +1,18 @@
 """What several tests need: a small text, a small configuration, a quick compilation."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
+from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import registry
@@ -66,30 +71,12 @@ def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
   config.data.path = str(text)
-  set_model(
-    config.model,
-    num_layers=2,
-    width=12,
-    feed_forward_width=20,
-    num_heads=3,
-    max_length=19,
-    dropout=0.1,
-    hidden_dropout=0.1,
-    mixer_dropout=0.1,
-  )
-  config.train.update(
-    dict(
-      batch_size=8,
-      num_steps=12,
-      num_epochs=0.0,
-      learning_rate=3e-3,
-      eval_every_steps=6,
-      eval_every_epochs=0.0,
-      log_every_steps=2,
-      median_every_steps=5,
-      checkpoint_every_steps=4,
-    )
-  )
+  rates = dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1)
+  sizes = dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
+  set_model(config.model, **sizes, **rates)
+  steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
+  steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
+  config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
   config.train.update(train)
   config.eval.batch_size = 8
   return config
@@ -98,19 +85,32 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  set_model(
-    config.model,
-    boundaries=boundaries,
-    num_layers=1,
-    first_layers=1,
-    last_layers=1,
-    hidden_dropout=0.0,
-    mixer_dropout=0.0,
-    num_capacities=2,
-  )
+  layers = dict(num_layers=1, first_layers=1, last_layers=1, num_capacities=2)
+  rates = dict(hidden_dropout=0.0, mixer_dropout=0.0)
+  set_model(config.model, boundaries=boundaries, **layers, **rates)
   if boundaries == "unigram":
     config.model.boundaries.size = 31
   return config
+
+
+class Output(NamedTuple):
+  logits: jax.Array
+
+
+class Bigrams(nn.Module):
+  """Somebody's own language model, compiled at once: each token tells the next one."""
+
+  vocab_size: int
+
+  @nn.compact
+  def __call__(self, tokens, *, deterministic):
+    x = nn.Embed(self.vocab_size, 9)(tokens)
+    return Output(nn.Dense(self.vocab_size)(nn.Dropout(0.1)(x, deterministic)))
+
+
+def bigrams(settings) -> Bigrams:
+  """For `dpjax.train` of what is no matter of the model."""
+  return Bigrams(settings.vocab_size)
 
 
 def draw_params(model, seed: int, spread: float) -> dict:
@@ -164,24 +164,44 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
   )
 
 
+@contextlib.contextmanager
+def arguments(*argv):
+  """As a script begins that gets them; of its flags nothing is left."""
+  before, kept = {*flags.FLAGS}, sys.argv
+  sys.argv = [*map(str, argv)]
+  try:
+    yield
+  finally:
+    sys.argv = kept
+    for name in {*flags.FLAGS} - before:
+      delattr(flags.FLAGS, name)
+    for name in flags.FLAGS:
+      flags.FLAGS[name].unparse()
+    flags.FLAGS.unparse_flags()
+
+
+def cases(table: str) -> list[tuple[str, ...]]:
+  """One case a line, its cells between " | "; a line that begins with # says what follow."""
+  lines = [line.strip() for line in table.strip().splitlines()]
+  rows = [line for line in lines if line and not line.startswith("#")]
+  return [tuple(cell.strip() for cell in row.split(" | ")) for row in rows]
+
+
+def reports(workdir: Path, split: str) -> list[dict]:
+  """What a run reported of a split; of training without the lines of medians."""
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  is_train = split == "train"
+  return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
+
+
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
 SCHEDULES = {
   "steps": [
-    (9, (9, 4, 0)),
-    (1, (1, 1, 0)),
-    (1, (0, 1, 1)),
-    (9, (3, 9, 9)),
-    (9, (0, 8, 2)),
-    (1, (1, 0, 1)),
-    (9, (9, 0, 9)),
-    (1, (0, 0, 1)),
+    *((9, (9, 4, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (9, (3, 9, 9))),
+    *((9, (0, 8, 2)), (1, (1, 0, 1)), (9, (9, 0, 9)), (1, (0, 0, 1))),
   ],
   "chunks": [
-    (17, (0, 11, 4)),
-    (17, (17, 3, 8)),
-    (1, (0, 1, 1)),
-    (1, (1, 1, 1)),
-    (17, (5, 7, 9)),
+    *((17, (0, 11, 4)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1)), (17, (5, 7, 9))),
   ],
 }
 

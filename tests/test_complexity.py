@@ -2,8 +2,6 @@
 
 import collections
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from dpjax.analysis import complexity
 from dpjax.analysis.complexity import Counts, fft_training_counts, inference_counts, training_counts
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import SelfAttention
-from tests import helpers
 
 BARE = dict(adjustment=False, output_projection=False)
 # Table 7: multiplications, additions, divisions, exponentiations, parameters, operations.
@@ -36,42 +33,6 @@ def test_table_7(row):
   assert counts.operations == operations
 
 
-def table_3_and_4(mixer, length, d, n):
-  """As simplified there; where they have a half, of the whole sum."""
-  l = length  # noqa: E741
-  return {
-    "attention": (
-      l**2 * d + 4 * l * d**2 + l * d,
-      l**2 * d + 4 * l * d**2 - 4 * l * d - l * n,
-      n * l**2 + n * l,
-      (n * l**2 + n * l) // 2,
-      4 * d**2,
-    ),
-    "she": (
-      (l**2 * d**2 + 5 * l * d**2 + 2 * l * d) // 2,
-      (l**2 * d**2 + 5 * l * d**2 - 6 * l * d) // 2,
-      0,
-      0,
-      l * d**2 + 2 * d**2,
-    ),
-    "he": (
-      (l**2 * d + 3 * l * d + 6 * l * d**2) // 2,
-      (6 * l * d**2 + l**2 * d - 7 * l * d) // 2,
-      0,
-      0,
-      l * d + 3 * d**2,
-    ),
-    "we": (
-      (l**2 * d + 3 * l * d + 4 * l * d**2) // 2,
-      (4 * l * d**2 + l**2 * d - 5 * l * d) // 2,
-      0,
-      0,
-      l * d + 2 * d**2,
-    ),
-    "me": ((l**2 * d + l * d) // 2, (l**2 * d - l * d) // 2, 0, 0, l),
-  }[mixer]
-
-
 def table_5_and_6(mixer, t, d, n):
   """As simplified there, but for the additions of attention, which are wrong there."""
   linear = 2 * d**2
@@ -84,26 +45,18 @@ def table_5_and_6(mixer, t, d, n):
   }[mixer]
 
 
-PAPER = [
-  ("attention", 1),
-  ("attention", 3),
-  ("attention", 12),
-  ("she", 1),
-  ("he", 1),
-  ("we", 1),
-  ("me", 1),
-]
+PAPER = [("attention", heads) for heads in (1, 3, 12)]
+PAPER += [(mixer, 1) for mixer in complexity.EXTRACTORS]
 
 
 @pytest.mark.parametrize("mixer, heads", PAPER)
-@pytest.mark.parametrize("length, width", [(1, 12), (7, 12), (19, 24)])
-def test_tables_3_to_6(mixer, heads, length, width):
-  counts = training_counts(mixer, length=length, width=width, num_heads=heads)
-  assert counts == Counts(*table_3_and_4(mixer, length, width, heads))
+@pytest.mark.parametrize("length, width", [(1, 12), (19, 24)])
+def test_tables_5_and_6(mixer, heads, length, width):
+  sizes = dict(length=length, width=width, num_heads=heads)
   for position in range(1, length + 1):
-    one = inference_counts(mixer, position=position, length=length, width=width, num_heads=heads)
-    expected = Counts(*table_5_and_6(mixer, position, width, heads), counts.parameters)
-    assert one == expected
+    one = inference_counts(mixer, position=position, **sizes)
+    parameters = training_counts(mixer, **sizes).parameters
+    assert one == Counts(*table_5_and_6(mixer, position, width, heads), parameters)
 
 
 def test_what_table_5_simplifies_to_is_not_its_sum_for_several_heads():
@@ -243,17 +196,10 @@ def extract(x, mixer, adjustment=True, output_projection=True):
 @pytest.mark.parametrize(
   "mixer, heads, switches",
   [
-    ("attention", 1, {}),
-    ("attention", 3, {}),
-    ("dispatcher", 1, {}),
-    ("dispatcher", 3, {}),
+    *(("attention", 1, {}), ("attention", 3, {}), ("dispatcher", 1, {}), ("dispatcher", 3, {})),
     ("dispatcher_multihead", 3, {}),
-    ("she", 1, {}),
-    ("he", 1, {}),
-    ("we", 1, {}),
-    ("me", 1, {}),
-    ("he", 1, BARE),
-    ("she", 1, dict(adjustment=False)),
+    *((mixer, 1, {}) for mixer in complexity.EXTRACTORS),
+    *(("he", 1, BARE), ("she", 1, dict(adjustment=False))),
     ("we", 1, dict(output_projection=False)),
   ],
 )
@@ -271,21 +217,18 @@ def test_is_what_a_mixer_of_numbers_does(mixer, heads, switches):
   assert sum(Number.tally.values()) == counts.operations
 
 
-@pytest.mark.parametrize(
-  "mixer, heads, layer",
-  [
-    ("attention", 3, functools.partial(SelfAttention, num_heads=3, use_bias=False)),
-    ("dispatcher", 3, functools.partial(dispatcher.Dispatcher, num_heads=3)),
-    ("dispatcher_multihead", 3, functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3)),
-    ("she", 1, extractors.SHE),
-    ("he", 1, extractors.HE),
-    ("we", 1, extractors.WE),
-    ("me", 1, extractors.ME),
-  ],
-)
+LAYERS = {
+  "attention": functools.partial(SelfAttention, num_heads=3, use_bias=False),
+  "dispatcher": functools.partial(dispatcher.Dispatcher, num_heads=3),
+  "dispatcher_multihead": functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3),
+} | {mixer: getattr(extractors, mixer.upper()) for mixer in complexity.EXTRACTORS}
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
 @pytest.mark.parametrize("length", [1, 11, 16])
-def test_the_parameters_are_those_of_the_layer(mixer, heads, layer, length):
-  module = layer(max_length=length)
+def test_the_parameters_are_those_of_the_layer(mixer, length):
+  heads = 1 if mixer in complexity.EXTRACTORS else 3
+  module = LAYERS[mixer](max_length=length)
   shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, length, 12)))
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   counts = training_counts(mixer, length=length, width=12, num_heads=heads)
@@ -356,12 +299,9 @@ def test_wrong_input(settings, message):
     training_counts(**settings)
   with pytest.raises(ValueError, match=f"^{message}"):
     inference_counts(position=1, **settings)
-
-
-@pytest.mark.parametrize("position", [0, 8, 1.0])
-def test_wrong_position(position):
-  with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
-    inference_counts("me", position=position, length=7, width=12)
+  for position in (0, 8, 1.0):
+    with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
+      inference_counts("me", position=position, length=7, width=12)
 
 
 def test_the_fft_is_of_extractors_alone():
@@ -385,8 +325,7 @@ def test_the_command_prints_table_7(capsys):
     name = mixer.upper() if mixer in complexity.EXTRACTORS else name
     assert cells(printed, name) == [*counts, operations, parameters]
   counts = fft_training_counts("she", length=128, width=128)
-  assert cells(printed, "SHE, by FFT")[4] == counts.operations
-  assert "Taps known" in printed
+  assert cells(printed, "SHE, by FFT")[4] == counts.operations and "Taps known" in printed
 
 
 def test_the_command_prints_one_token(capsys):
@@ -398,29 +337,3 @@ def test_the_command_prints_one_token(capsys):
   he = inference_counts("he", **BARE, **sizes)
   assert cells(printed, "HE, extraction alone")[:2] == [he.multiplications, he.additions]
   assert "FFT" not in printed
-
-
-@pytest.mark.parametrize(
-  "flags, message",
-  [
-    (["--num_heads=3"], "--num_heads: expected a divisor of the width 128, got 3"),
-    (["--inference=129"], "--inference: expected an integer from 1 to the length 128"),
-  ],
-)
-def test_the_command_ends_with_a_message(flags, message, capsys):
-  with pytest.raises(SystemExit) as end:
-    complexity.main(flags)
-  assert str(end.value.code).startswith(message)
-  assert capsys.readouterr().out == ""
-
-
-def test_the_module_runs_as_a_command():
-  done = subprocess.run(
-    [sys.executable, "-m", "dpjax", "complexity", "--length=nine"],
-    cwd=helpers.ROOT,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode and "Traceback" not in done.stderr
-  assert "argument --length: invalid int value: 'nine'" in done.stderr

@@ -15,6 +15,7 @@ from tests import helpers
 
 
 def test_a_user_error_exits_with_its_message():
+  assert dpjax.UserError is UserError and issubclass(UserError, ValueError)
   with pytest.raises(SystemExit, match=r"^model\.width: expected 8, got 7$"):
     with exit_on_user_error():
       raise UserError("model.width: expected 8, got 7")
@@ -57,10 +58,7 @@ def test_the_environment_asks_for_the_traceback(monkeypatch):
       raise UserError("width")
 
 
-def test_it_is_a_value_error_and_public():
-  assert dpjax.UserError is UserError and issubclass(UserError, ValueError)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("error, has_traceback", [("UserError", False), ("ValueError", True)])
 def test_a_script_shows_a_traceback_only_of_what_is_not_the_users(error, has_traceback):
   code = (

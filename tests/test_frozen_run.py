@@ -15,21 +15,14 @@ from dpjax.errors import Interrupted
 from dpjax.models.language_model import with_frozen
 from tests import helpers
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def promotion():
-  """Optax raises floats to the power of its integer count."""
-  with jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
+def first(text, tmp_path_factory):
   """A text, two runs of small models, "a" and "b", and a theta of the first."""
   folder = tmp_path_factory.mktemp("first")
-  text = helpers.write_text(folder / "text.txt")
+  text = shutil.copy(text, folder / "text.txt")
   for name, seed in (("a", 0), ("b", 5)):
     config = helpers.small_config(text, num_steps=8, learning_rate=0.03)
     config.seed, config.model.num_layers, config.model.max_length = seed, 1, 23
@@ -186,42 +179,28 @@ def test_a_command_finds_theta(first, capsys):
     f"--config.model.boundaries.theta={theta:.6g}"
   )
   (folder / "other.txt").write_text("the cat sat on a mat\n" * 7)
-  calibrate.main(
-    [
-      str(folder / "a"),
-      "--factor=5",
-      "--rule=combined",
-      "--theta_add=-0.1",
-      "--length=60",
-      f"--text={folder / 'other.txt'}",
-    ]
-  )
+  options = "--factor=5 --rule=combined --theta_add=-0.1 --length=60".split()
+  calibrate.main([str(folder / "a"), *options, f"--text={folder / 'other.txt'}"])
   said, flags = capsys.readouterr().out.splitlines()
   assert "of 46 characters in windows of 23" in said  # The tail is left out.
   assert flags.endswith("--config.model.boundaries.theta_add=-0.1")
 
 
-@pytest.mark.parametrize(
-  "flags, message",
-  [
-    (["--factor=0.2"], "--factor: expected at least 1, and finite, got 0.2"),
-    (
-      ["--rule=globl"],
-      "--rule: expected one of global, monotonic, combined, got globl; did you mean global?",
-    ),
-    (["--theta_add=1"], "--theta_add: expected 0 with the rule global, got 1.0"),
-    (["--split=dev"], "--split: expected one of train, valid, test, got dev"),
-    (["--window=24"], "--window: expected 1 to model.max_length = 23, got 24"),
-    (["--length=0"], "--length: expected at least 1, got 0"),
-    (
-      ["--text=no_such.txt"],
-      "no_such.txt: expected to read or write it, got: No such file or directory",
-    ),
-  ],
-)
-def test_wrong_flags(first, flags, message):
+WRONG = """
+  --factor=0.2 | --factor: expected at least 1, and finite, got 0.2
+  --rule=a | --rule: expected one of global, monotonic, combined, got a
+  --theta_add=1 | --theta_add: expected 0 with the rule global, got 1.0
+  --split=dev | --split: expected one of train, valid, test, got dev
+  --window=24 | --window: expected 1 to model.max_length = 23, got 24
+  --length=0 | --length: expected at least 1, got 0
+  --text=none | none: expected to read or write it, got: No such file or directory
+"""
+
+
+@pytest.mark.parametrize("flag, message", helpers.cases(WRONG))
+def test_wrong_flags(first, flag, message):
   with pytest.raises(SystemExit) as end:
-    calibrate.main([str(first[0] / "a"), "--factor=3", *flags])
+    calibrate.main([str(first[0] / "a"), "--factor=3", flag])
   assert end.value.code == message
 
 

@@ -49,16 +49,7 @@ def leaves_padding(module, call, x, **options):
 
 
 def learns_a_row_for_each_position(module, call, x, **options):
-  table = module.param("table", nn.initializers.ones, x.shape[1:])
-  return call(x * table[None], **options)
-
-
-def divides_by_the_distances(module, call, x, **options):
-  return call(x, **options) / (module.max_length - 1)
-
-
-def cuts_what_is_too_long(module, call, x, **options):
-  return call(x[:, : module.max_length], **options)
+  return call(x * module.param("table", nn.initializers.ones, x.shape[1:])[None], **options)
 
 
 def refuses_without_a_reason(module, call, x, **options):
@@ -67,16 +58,8 @@ def refuses_without_a_reason(module, call, x, **options):
   return call(x, **options)
 
 
-def returns_float32(module, call, x, **options):
-  return call(x, **options).astype(jnp.float32)
-
-
 def loses_digits(module, call, x, **options):
   return (call(x, **options) + jnp.asarray(64, x.dtype)) - jnp.asarray(64, x.dtype)
-
-
-def drops_nothing(module, call, x, **options):
-  return call(x, **options)
 
 
 def drops_by_one_key(module, call, x, *, deterministic, **options):
@@ -100,18 +83,12 @@ def has_an_unused_parameter(module, call, x, **options):
   return call(x, **options)
 
 
-def forgets(module, call, x, *, cache=None, **options):
-  output = call(x, cache=cache, **options)
-  return output if cache is None else (output[0], cache)
+def changes_the_cache(change):
+  def broken(module, call, x, *, cache=None, **options):
+    output = call(x, cache=cache, **options)
+    return output if cache is None else (output[0], change(cache, output[1]))
 
-
-def remembers_padding(module, call, x, *, lengths=None, **options):
-  return call(x, **options)
-
-
-def caches_in_another_dtype(module, call, x, *, cache=None, **options):
-  output = call(x, cache=cache, **options)
-  return output if cache is None else (output[0], output[1].astype(jnp.bfloat16))
+  return broken
 
 
 def grows(module, call, x, *, cache=None, **options):
@@ -121,6 +98,7 @@ def grows(module, call, x, *, cache=None, **options):
   return output, jnp.concatenate([after, cache])
 
 
+forgets = changes_the_cache(lambda before, after: before)
 BROKEN = [
   ("causality", peeks_ahead, "an output depends on later inputs"),
   ("causality", sees_two, "output t .row. depends on input s"),
@@ -129,19 +107,39 @@ BROKEN = [
   ("lengths", divides_by_the_length, "T = 1"),
   ("lengths", leaves_padding, r"expected the shape \(2, 1, 6\), got \(2, 4, 6\)"),
   ("parameters", learns_a_row_for_each_position, "expected the same"),
-  ("single_position", divides_by_the_distances, "an output is not finite"),
-  ("refusals", cuts_what_is_too_long, r"an input of shape \(2, 14, 6\) is taken"),
+  (
+    "single_position",
+    lambda module, call, x, **options: call(x, **options) / (module.max_length - 1),
+    "an output is not finite",
+  ),
+  (
+    "refusals",
+    lambda module, call, x, **options: call(x[:, : module.max_length], **options),
+    r"an input of shape \(2, 14, 6\) is taken",
+  ),
   ("refusals", refuses_without_a_reason, "expected max_length, 13, 14 in the message"),
-  ("bfloat16", returns_float32, "expected outputs of bfloat16, got float32"),
+  (
+    "bfloat16",
+    lambda module, call, x, **options: call(x, **options).astype(jnp.float32),
+    "expected outputs of bfloat16, got float32",
+  ),
   ("bfloat16", loses_digits, r"\['output'\]"),
-  ("dropout", drops_nothing, "drops nothing"),
+  ("dropout", lambda module, call, x, **options: call(x, **options), "drops nothing"),
   ("dropout", drops_by_one_key, "ignores the key"),
   ("dropout", drops_in_evaluation, "outside of training"),
   ("no_key", always_draws_a_key, "InvalidRngError"),
   ("gradients", has_an_unused_parameter, "'unused'"),
   ("chunks", forgets, "row 0 from position 4 on"),
-  ("chunks", remembers_padding, "row 1 from position 2 on"),
-  ("chunks", caches_in_another_dtype, "expected a cache"),
+  (
+    "chunks",
+    lambda module, call, x, *, lengths=None, **options: call(x, **options),
+    "row 1 from position 2 on",
+  ),
+  (
+    "chunks",
+    changes_the_cache(lambda before, after: after.astype(jnp.bfloat16)),
+    "expected a cache",
+  ),
   ("tokens", forgets, "all tokens"),
   ("tokens", grows, "expected one program for all tokens, got 11"),
 ]
@@ -200,23 +198,10 @@ def installed(tmp_path_factory):
   folder = tmp_path_factory.mktemp("my_mixer")
   ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
   shutil.copytree(EXAMPLE, folder / "source", ignore=ignored)
-  done = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "pip",
-      "install",
-      "--quiet",
-      "--no-deps",
-      "--no-index",
-      "--no-build-isolation",
-      "--target",
-      str(folder / "site"),
-      str(folder / "source"),
-    ],
-    capture_output=True,
-    text=True,
-  )
+  options = "--quiet --no-deps --no-index --no-build-isolation --target".split()
+  pip = [sys.executable, "-m", "pip", "install", *options]
+  command = [*pip, str(folder / "site"), str(folder / "source")]
+  done = subprocess.run(command, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   return folder
 

@@ -5,7 +5,6 @@ import json
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,6 +17,8 @@ from dpjax import registry
 from dpjax.layers.boundaries import Boundaries, Found
 from dpjax.registry import Registry, Setting
 from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Decay(nn.Module):
@@ -64,25 +65,22 @@ def test_settings_of_functions_are_their_arguments():
   assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
 
 
-def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, tmp_path):
+def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, text, tmp_path):
   dpjax.register_mixer("decay", Decay)
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=3)
+  config = helpers.small_config(text, num_steps=3)
   config.model.mixer = config_lib.mixer("decay", rate=0.8)
-  with jax.numpy_dtype_promotion("standard"):
-    run, scores = dpjax.train(config, tmp_path / "run")
+  run, scores = dpjax.train(config, tmp_path / "run")
   layer = run.model.layers.make_mixer()
   assert type(layer) is Decay and (layer.rate, layer.max_length) == (0.8, 19)
   assert scores["perplexity"] > 1 and "lock" in {x.name for x in run.workdir.iterdir()}
   # It has no cache: every token comes from a pass over the window.
   assert len(dpjax.load(tmp_path / "run").generate("the ", length=21)[0]) == 21
   # In the middle of an hourglass, with another one's blocks around it.
-  helpers.set_model(
-    config.model, boundaries="whitespace", first_layers=1, last_layers=1, num_capacities=2
-  )
+  helpers.set_model(config.model, boundaries="whitespace", first_layers=1, last_layers=1)
+  config.model.vocab_size, config.model.boundaries.space_ids = 18, (0,)
   config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
-  with jax.numpy_dtype_promotion("standard"):
-    pooled, _ = dpjax.train(config, tmp_path / "pooled")
-  assert type(pooled.model.make_hourglass(parent=None).last.make_mixer()) is Decay
+  pooled = dpjax.build_model(config.model)
+  assert type(pooled.make_hourglass(parent=None).last.make_mixer()) is Decay
 
 
 class Vowels(Boundaries):
@@ -99,14 +97,13 @@ class Vowels(Boundaries):
     return 3.0 * jnp.sum(batch["weights"]), None
 
 
-def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, tmp_path):
+def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, text, tmp_path):
   monkeypatch.setattr(registry.boundaries, "_components", dict(registry.boundaries._components))
   dpjax.register_boundaries("vowels", Vowels)
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
+  config = helpers.small_config(text, num_steps=2)
   config.model.boundaries = dpjax.config.boundaries("vowels", pooling="mean")
   config.model.first.num_layers = config.model.last.num_layers = 1
-  with jax.numpy_dtype_promotion("standard"):
-    run, scores = dpjax.train(config, tmp_path / "run")
+  run, scores = dpjax.train(config, tmp_path / "run")
   tokens = np.asarray(run.data.splits["test"])[:-1]
   assert scores["boundary_loss"] == pytest.approx(3)
   assert scores["shortening_factor"] == pytest.approx(

@@ -18,11 +18,6 @@ from tests import helpers
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
 def start(
   config, workdir, *arguments, script=helpers.ROOT / "train.py", **changes
 ) -> subprocess.Popen:
@@ -134,11 +129,14 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   chex.assert_trees_all_equal(one.params, other.params)
 
 
+def endless(text):
+  steps = ("num_steps", "eval_every_steps", "checkpoint_every_steps")
+  return helpers.small_config(text, **dict.fromkeys(steps, 100_000))
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status):
-  config = helpers.small_config(
-    text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
-  )
+  config = endless(text)
   process = start(config, tmp_path)
   wait_until(lambda: last_step(tmp_path) >= 3, [process])
   process.send_signal(number)
@@ -149,15 +147,8 @@ def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status
 
 
 def test_a_killed_run_that_draws_boundaries_ends_as_one_that_never_was(text, tmp_path):
-  config = helpers.pooled_config(
-    text,
-    "gumbel",
-    num_steps=20,
-    eval_every_steps=10,
-    checkpoint_every_steps=3,
-    log_every_steps=1,
-    batches="shuffled_windows",
-  )
+  config = helpers.pooled_config(text, "gumbel", num_steps=20, eval_every_steps=10)
+  config.train.update(checkpoint_every_steps=3, log_every_steps=1, batches="shuffled_windows")
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
   assert "shortening factor" in printed, printed
@@ -172,16 +163,9 @@ def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
+  place = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
   return [
-    start(
-      config,
-      workdir,
-      f"--coordinator=127.0.0.1:{port}",
-      "--num_processes=2",
-      f"--process_id={number}",
-      NPROC="4",
-      **changes,
-    )
+    start(config, workdir, *place, f"--process_id={number}", NPROC="4", **changes)
     for number in range(2)
   ]
 
@@ -194,18 +178,23 @@ def finish_all(processes: list[subprocess.Popen]) -> list[str]:
       process.kill()
 
 
-@pytest.mark.parametrize("boundaries", ["none", "whitespace"])
-def test_two_processes_train_as_one(text, tmp_path, boundaries):
+@pytest.mark.parametrize("kind", ["plain", "sharded", "whitespace"])
+def test_two_processes_train_as_one(text, tmp_path, kind):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
-  if boundaries == "whitespace":
+  if kind == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
-    config = helpers.pooled_config(text, boundaries, num_steps=10, eval_every_steps=5)
+    config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
+  elif kind == "sharded":
+    config.train.parameters = kind
+    config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
+  if kind == "sharded":
+    assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
-  assert "The test split" in printed
+  assert printed.count("The test split") == 1
   chex.assert_trees_all_close(
     params_of(tmp_path / "two", 10), params_of(tmp_path / "one", 10), atol=1e-5
   )
@@ -215,9 +204,7 @@ def test_two_processes_train_as_one(text, tmp_path, boundaries):
 
 
 def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
-  config = helpers.small_config(
-    text, num_steps=100000, eval_every_steps=100000, checkpoint_every_steps=100000
-  )
+  config = endless(text)
   processes = start_two(config, tmp_path / "run")
   wait_until(lambda: last_step(tmp_path / "run") >= 3, processes)
   processes[1].send_signal(signal.SIGTERM)
@@ -230,19 +217,6 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [1, 1], printed
   assert all("data.path: " in text and "Traceback" not in text for text in printed), printed
-
-
-def test_two_processes_share_the_parameters(text, tmp_path):
-  config = helpers.small_config(text, num_steps=10, eval_every_steps=5, parameters="sharded")
-  config.sample.update(dict(prompt="the cat", length=9))
-  processes = start_two(config, tmp_path / "two")
-  printed = finish_all(processes)
-  assert [process.returncode for process in processes] == [0, 0], printed
-  assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
-  assert finish(start(config, tmp_path / "one")).count("The test split") == 1
-  chex.assert_trees_all_close(
-    params_of(tmp_path / "two", 10), params_of(tmp_path / "one", 10), atol=1e-5
-  )
 
 
 def test_an_error_of_one_process_stops_both_and_moves_nothing(text, tmp_path):

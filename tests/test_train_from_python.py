@@ -1,125 +1,80 @@
-"""`dpjax.train` with a model, an optimizer or callbacks that are made in Python."""
+"""`dpjax.train` with what is made in Python, and from the parameters of another run."""
 
 import contextlib
 import json
-from typing import NamedTuple
+import shutil
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 
 import dpjax
 from dpjax.errors import Interrupted
 from tests import helpers
 
-
-class Output(NamedTuple):
-  logits: jax.Array
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-class Bigrams(nn.Module):
-  """Somebody's own language model: each token tells the next one."""
-
-  vocab_size: int
-
-  @nn.compact
-  def __call__(self, tokens, *, deterministic):
-    x = nn.Embed(self.vocab_size, 9)(tokens)
-    return Output(nn.Dense(self.vocab_size)(nn.Dropout(0.1)(x, deterministic)))
+def train(config, workdir, **settings):
+  """With a model that is there at once."""
+  return dpjax.train(config, workdir, model=helpers.bigrams, **settings)
 
 
-def make(settings):
-  return Bigrams(settings.vocab_size)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-  # optax raises floats to integer powers, which strict promotion refuses.
-  with jax.numpy_dtype_promotion("standard"):
-    yield
+def load(workdir, step=None):
+  return dpjax.load(workdir, step, model=helpers.Bigrams(18))
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-  return helpers.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+def whole(text, tmp_path_factory):
+  """A configuration of 12 steps, the run of `Bigrams` it makes, its scores, what was told."""
+  told, config = [], helpers.small_config(text)
+
+  def watch(step, metrics, state):
+    told.append((step, dict(metrics), int(state.step), float(optax.tree.norm(state.params))))
+
+  return config, *train(config, tmp_path_factory.mktemp("whole"), callbacks=[watch]), told
 
 
-def test_a_model_takes_the_place_of_the_named_one(text, tmp_path):
-  config = helpers.small_config(text)
-  whole, scores = dpjax.train(config, tmp_path / "whole", model=make)
-  assert repr(whole).startswith("Run(Bigrams, ")
-  assert set(whole.params) == {"Embed_0", "Dense_0"}
-  loaded = dpjax.load(tmp_path / "whole", model=make(whole.config.model))
+def test_a_model_takes_the_place_of_the_named_one(whole, tmp_path):
+  config, run, scores, _ = whole
+  assert repr(run).startswith("Run(Bigrams, ") and set(run.params) == {"Embed_0", "Dense_0"}
+  loaded = load(run.workdir)
   assert loaded.score_split("test") == pytest.approx(scores)
   text = loaded.generate("the cat", length=23, temperature=0)[0]  # beyond the window
   tokens = [*loaded.tokenizer.encode("the cat")]
+  variables = {"params": loaded.params}
   for _ in range(23):
-    logits = loaded.model.apply(
-      {"params": loaded.params}, np.array([tokens]), deterministic=True
-    ).logits
-    tokens.append(int(logits[0, -1].argmax()))
+    output = loaded.model.apply(variables, np.array([tokens[-1:]]), deterministic=True)
+    tokens.append(int(output.logits[0, -1].argmax()))
   assert text == loaded.tokenizer.decode(tokens[7:])
-
-  # Stopped and taken up, it ends the same.
-  with pytest.raises(Interrupted):
-    asked = iter(range(99))
-    dpjax.train(config, tmp_path / "parts", model=make, should_stop=lambda: next(asked) > 6)
-  parts, _ = dpjax.train(config, tmp_path / "parts", model=make)
-  jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
-
   with pytest.raises(dpjax.UserError, match="Embed_0|embedding"):
-    dpjax.load(tmp_path / "whole")
+    dpjax.load(run.workdir)
   with pytest.raises(dpjax.UserError, match="^model: expected a flax.linen.Module"):
-    dpjax.train(config, tmp_path / "parts", model=lambda settings: 7)
+    dpjax.train(config, tmp_path / "none", model=lambda settings: 7)
 
 
-def test_an_optimizer_takes_the_place_of_the_named_one(text, tmp_path):
-  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
-  frozen, _ = dpjax.train(config, tmp_path / "a", optimizer=optax.set_to_zero())
-  config.train.optimizer = dpjax.config.optimizer("sgd")
-  config.train.learning_rate = 0.0
-  still, _ = dpjax.train(config, tmp_path / "b")
-  jax.tree.map(np.testing.assert_array_equal, frozen.params, still.params)
-  dpjax.train(config, tmp_path / "c", optimizer=optax.sgd(0.5))
-  moved = dpjax.load(tmp_path / "c")  # Needs no optimizer.
-  assert abs(moved.params["logits"]["kernel"] - still.params["logits"]["kernel"]).max() > 0
+def test_callbacks_see_what_is_reported(whole):
+  _, run, _, told = whole
+  lines = [json.loads(x) for x in (run.workdir / "metrics.jsonl").read_text().splitlines()]
+  for (step, metrics, of_state, _), line in zip(told, lines, strict=True):
+    assert step == line.pop("step") <= of_state + 1 <= step + 2
+    split = line.pop("split")
+    finite = {name: x for name, x in metrics.items() if np.isfinite(x)}
+    written = {f"{split}/{name}": x for name, x in line.items() if name != "time"}
+    assert finite == pytest.approx({name: x for name, x in written.items() if x is not None})
+  assert any("valid/nats_per_token" in metrics for _, metrics, *_ in told)
+  assert len({norm for *_, norm in told}) > 4
 
 
-def test_callbacks_see_what_is_reported(text, tmp_path):
-  seen, config = [], helpers.small_config(text)
-
-  def watch(step, metrics, state):
-    norm = float(optax.tree.norm(state.params))
-    seen.append((step, dict(metrics), int(state.step), norm))
-
-  dpjax.train(config, tmp_path, callbacks=[watch])
-  lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-  assert [x[:2] for x in seen] == [
-    (
-      line["step"],
-      {
-        f"{line['split']}/{name}": pytest.approx(value, nan_ok=True)
-        for name, value in line.items()
-        if name not in ("step", "split", "time") and value is not None
-      }
-      | {name: x for name, x in seen[i][1].items() if not np.isfinite(x)},
-    )
-    for i, line in enumerate(lines)
-  ]
-  assert any("valid/nats_per_token" in metrics for _, metrics, _, _ in seen)
-  assert all(step <= of_state <= step + 1 for step, _, of_state, _ in seen)
-  assert len({norm for *_, norm in seen}) > 4
-
-
-def test_callbacks_miss_no_report_where_the_run_is_stopped(text, tmp_path):
-  config, told = helpers.small_config(text), []
+def test_a_stopped_run_ends_the_same_and_its_callbacks_miss_no_report(whole, tmp_path):
+  config, run, _, _ = whole
+  told = []
   for stop_at in (5, 99):
     asked = iter(range(99))
     with contextlib.suppress(Interrupted):
-      dpjax.train(
+      parts, _ = train(
         config,
         tmp_path,
         should_stop=lambda: next(asked) == stop_at,  # noqa: B023
@@ -127,12 +82,47 @@ def test_callbacks_miss_no_report_where_the_run_is_stopped(text, tmp_path):
       )
   steps = [step for step, names in told if "train/loss" in names]
   assert steps == [2, 4, 6, 8, 10, 12] and told[-1][0] == 12
+  chex.assert_trees_all_equal(parts.params, run.params)
+
+
+def test_a_callback_ends_the_training_early(whole, tmp_path):
+  """It is scored and saved there."""
+  config, run, _, _ = whole
+  told = []
+
+  def after_one_evaluation(step, metrics, state):
+    told.append(step)
+    return "valid/nats_per_token" in metrics and step < 12
+
+  part, scores = train(config, tmp_path / "run", callbacks=[after_one_evaluation])
+  assert part.step == 6 == max(told) and scores["perplexity"] > 1
+  assert load(tmp_path / "run", 6).step == 6
+  # It is over, but for more steps, or without callbacks.
+  again, scores_again = train(config, tmp_path / "run", callbacks=[after_one_evaluation])
+  assert max(told) == 6 == again.step and scores_again == scores
+  train(config, tmp_path / "run")
+  chex.assert_trees_all_equal(*(load(x, 12).params for x in (tmp_path / "run", run.workdir)))
+  # Between two evaluations, there is one more.
+  run, _ = train(config, tmp_path / "between", callbacks=[lambda step, metrics, state: step == 2])
+  assert run.step == 3 and jnp.isfinite(run.score("the cat")["nats_per_token"])
+
+
+def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
+  config.train.initial_run = str(whole[1].workdir)
+  # It begins with the best parameters of a run of the same model.
+  frozen, _ = train(config, tmp_path / "a", optimizer=optax.set_to_zero())
+  chex.assert_trees_all_equal(frozen.params, load(whole[1].workdir).params)
+  train(config, tmp_path / "c", optimizer=optax.sgd(0.5))
+  moved = load(tmp_path / "c")  # Needs no optimizer.
+  kernels = (x.params["Dense_0"]["kernel"] for x in (moved, frozen))
+  assert not np.allclose(*kernels)
 
 
 def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
   config = helpers.pooled_config(text, "fixed")
   with pytest.raises(dpjax.UserError, match="^model.boundaries: .* none .* got fixed"):
-    dpjax.train(config, tmp_path, model=make)
+    train(config, tmp_path)
   pooled = config.model.copy_and_resolve_references()
   pooled.vocab_size = 18
   plain = helpers.small_config(text)
@@ -141,37 +131,41 @@ def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
   assert not (tmp_path / "config.json").exists()
 
 
-def test_it_begins_with_a_run_of_the_same_model(text, tmp_path):
-  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
-  first, _ = dpjax.train(config, tmp_path / "a", model=make)
-  config.train.initial_run = str(tmp_path / "a")
-  second, _ = dpjax.train(config, tmp_path / "b", model=make, optimizer=optax.set_to_zero())
-  jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+def test_an_initial_run_matters_until_the_first_checkpoint(whole, text, tmp_path):
+  shutil.copytree(whole[1].workdir, tmp_path / "other")
+  settings = dict(initial_run=str(tmp_path / "other"), num_steps=8, eval_every_steps=4)
+  config = helpers.small_config(text, **settings)
+  expected, _ = train(config, tmp_path / "whole")
+  config.train.num_steps = 4
+  train(config, tmp_path / "part")
+  # The other run may be gone by then, but not another in its place.
+  shutil.rmtree(tmp_path / "other")
+  config.train.num_steps = 8
+  wrong = config.copy_and_resolve_references()
+  wrong.train.initial_run = str(whole[1].workdir)
+  with pytest.raises(ValueError, match="workdir: .*train.initial_run"):
+    train(wrong, tmp_path / "part")
+  found, _ = train(config, tmp_path / "part")
+  chex.assert_trees_all_equal(found.params, expected.params)
 
 
-def test_a_callback_ends_the_training_early(text, tmp_path):
-  """It is scored and saved there."""
-  config = helpers.small_config(text)
-  told = []
+@pytest.mark.parametrize("change", [dict(width=18), dict(num_layers=3)])
+def test_an_initial_run_of_other_sizes_is_refused(finished, text, tmp_path, change):
+  config = helpers.small_config(text, initial_run=str(finished[0]))
+  config.model.update(change)
+  message = "train.initial_run: expected parameters of this model, .* got "
+  with pytest.raises(ValueError, match=message):
+    dpjax.train(config, tmp_path / "run")
 
-  def after_one_evaluation(step, metrics, state):
-    told.append(step)
-    return "valid/nats_per_token" in metrics and step < 12
 
-  run, scores = dpjax.train(config, tmp_path / "run", callbacks=[after_one_evaluation])
-  assert run.step == 6 == max(told) and scores["perplexity"] > 1
-  assert dpjax.load(tmp_path / "run", 6).step == 6
-  # It is over, but for more steps, or without callbacks.
-  again, scores_again = dpjax.train(config, tmp_path / "run", callbacks=[after_one_evaluation])
-  assert max(told) == 6 == again.step and scores_again == scores
-  run, _ = dpjax.train(config, tmp_path / "run")
-  whole, _ = dpjax.train(config, tmp_path / "whole")
-  last = dpjax.load(tmp_path / "run", 12).params
-  jax.tree.map(np.testing.assert_array_equal, last, dpjax.load(whole.workdir, 12).params)
-
-  # Between two evaluations, there is one more.
-  run, _ = dpjax.train(
-    config, tmp_path / "between", callbacks=[lambda step, metrics, state: step == 2]
-  )
-  assert run.step == 3
-  assert jnp.isfinite(run.score("the cat")["nats_per_token"])
+def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, text, tmp_path):
+  other = tmp_path / "text.txt"
+  other.write_text(text.read_text().replace("cat", "zoo"))
+  config = helpers.small_config(other, initial_run=str(finished[0]))
+  with pytest.raises(ValueError, match="train.initial_run: .* the vocabulary of this one"):
+    dpjax.train(config, tmp_path / "run")
+  config = helpers.small_config(other, initial_run=str(tmp_path / "none"))
+  with pytest.raises(ValueError, match="^train.initial_run: expected the folder of a run"):
+    dpjax.train(config, tmp_path / "other")
+  # Before the data is prepared.
+  assert not (tmp_path / "other" / "data").exists()

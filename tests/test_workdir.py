@@ -39,7 +39,7 @@ def owner(tmp_path):
     process.kill()
 
 
-def test_a_second_process_is_told_who_trains(owner, tmp_path):
+def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(owner, tmp_path):
   message = (
     f"workdir: expected a folder in which no other process trains, got {tmp_path}, in "
     f"which process {owner.pid} on {socket.gethostname()} does"
@@ -52,9 +52,6 @@ def test_a_second_process_is_told_who_trains(owner, tmp_path):
   with pytest.raises(UserError, match=f"process {owner.pid} on"):
     with workdir_lib.hold(tmp_path):
       pass
-
-
-def test_the_lock_ends_with_its_process_however_that_ends(owner, tmp_path):
   owner.kill()
   owner.wait()
   for _ in range(2):  # and with the block

@@ -41,6 +41,7 @@ def run(monkeypatch, path, *flags):
   return json.loads(path.with_suffix(".json").read_text())
 
 
+@pytest.mark.slow
 def test_the_report(small, monkeypatch, tmp_path):
   report = run(monkeypatch, tmp_path / "report")
   (case,), (low,), (swept,) = (report[x] for x in ("cases", "cases_bfloat16", "sweep"))

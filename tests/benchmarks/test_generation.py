@@ -15,20 +15,9 @@ sys.path.insert(0, str(helpers.ROOT / "benchmarks"))  # As for a script that lie
 from benchmarks import generation  # noqa: E402
 
 LENGTHS = 16, 64
-TINY: dict[str, Any] = dict(
-  num_layers=1,
-  width=6,
-  feed_forward_width=5,
-  num_heads=2,
-  vocab_size=11,
-  model_tokens=3,
-  model_repetitions=4,
-  pooled_layers=(1, 1, 1),
-  pooled_length=8,
-  batches=(2,),
-  pooled_repetitions=2,
-  lengths=LENGTHS,
-)
+TINY: dict[str, Any] = dict(num_layers=1, width=6, feed_forward_width=5, num_heads=2)
+TINY |= dict(vocab_size=11, model_tokens=3, model_repetitions=4, lengths=LENGTHS)
+TINY |= dict(pooled_layers=(1, 1, 1), pooled_length=8, batches=(2,), pooled_repetitions=2)
 
 
 def outputs_of(program):
@@ -143,19 +132,12 @@ def test_reads_text(tmp_path, suffix):
   path.write_bytes((lzma.compress if suffix else bytes)(b" ab z\n"))
   text = generation.read_text(path)
   np.testing.assert_array_equal(text, [1, 2, 0, 26])
-  assert generation.describe_text(path, text) == {
-    "name": path.name,
-    "characters": 4,
-    "shortening_factor": 4.0,
-  }
-
-
-@pytest.mark.parametrize("data", [b"a B", b" "])
-def test_refuses_other_text(tmp_path, data):
-  path = tmp_path / "text"
-  path.write_bytes(data)
-  with pytest.raises(ValueError, match="expected letters a to z"):
-    generation.read_text(path)
+  expected = {"name": path.name, "characters": 4, "shortening_factor": 4.0}
+  assert generation.describe_text(path, text) == expected
+  for data in (b"a B", b" "):
+    path.with_suffix("").write_bytes(data)
+    with pytest.raises(ValueError, match="expected letters a to z"):
+      generation.read_text(path.with_suffix(""))
 
 
 def test_made_up_words_are_as_long_as_those_of_text8():
@@ -174,13 +156,14 @@ def test_picks_the_rows_that_are_most_like_the_text():
     generation.pick_rows(text, 4, 5)
 
 
-@pytest.mark.parametrize(
-  "ratios, start",
-  [({2: 1.5, 4: 0.9, 8: 0.5}, 4), ({2: 0.9, 4: 1.0, 8: 0.5}, 8), ({2: 0.5, 4: 1.2}, None)],
-)
-def test_says_from_where_on_blocks_pay(ratios, start):
-  sweep = [{"length": x, "online_over_plain": y} for x, y in ratios.items()]
-  assert generation.pays_from(sweep) == start
+def test_says_from_where_on_blocks_pay():
+  for ratios, start in (
+    ({2: 1.5, 4: 0.9, 8: 0.5}, 4),
+    ({2: 0.9, 4: 1.0, 8: 0.5}, 8),
+    ({2: 0.5, 4: 1.2}, None),
+  ):
+    sweep = [{"length": x, "online_over_plain": y} for x, y in ratios.items()]
+    assert generation.pays_from(sweep) == start
 
 
 def made_up(microseconds):
@@ -192,62 +175,30 @@ def made_up(microseconds):
   }
 
 
+def made(microseconds, recomputing=None, **more):
+  again = {"recomputing": made_up(recomputing)} if recomputing else {}
+  return {**more, **made_up(microseconds), **again}
+
+
 def make_report():
+  ring = dict(name="dispatcher", cache="ring", width=6, over_attention=0.01)
+  we = dict(name="we", width=7, length=32, times_faster=12.5)
   operators = [
-    dict(
-      name="dispatcher",
-      cache="ring",
-      width=6,
-      length=length,
-      times_faster=faster,
-      over_attention=0.01,
-      over_shortest=shortest,
-      recomputing=made_up(4e3),
-      **made_up(5.0),
-    )
-    for length, faster, shortest in ((16, 99.0, 1.0), (64, 1234.0, 3.5))
+    made(5.0, 4e3, length=16, times_faster=99.0, over_shortest=1.0, **ring),
+    made(5.0, 4e3, length=64, times_faster=1234.0, over_shortest=3.5, **ring),
+    made(80.0, 70.0, cache="plain", **we),
+    made(80.0, 70.0, cache="online", over_plain=0.08, **we),
   ]
-  operators += [
-    dict(
-      name="we",
-      cache=cache,
-      width=7,
-      length=32,
-      times_faster=12.5,
-      recomputing=made_up(70.0),
-      **made_up(80.0),
-      **more,
-    )
-    for cache, more in (("plain", {}), ("online", {"over_plain": 0.08}))
-  ]
-  sweep = [
-    dict(
-      length=length,
-      width=9,
-      plain_microseconds=30.0,
-      online_microseconds=33.0,
-      online_over_plain=ratio,
-    )
-    for length, ratio in ((16, 1.1), (32, 0.7))
-  ]
+  micros = dict(width=9, plain_microseconds=30.0, online_microseconds=33.0)
+  sweep = [dict(micros, length=x, online_over_plain=y) for x, y in ((16, 1.1), (32, 0.7))]
   models = [
-    dict(
-      name=name,
-      length=length,
-      times_faster=50.0,
-      over_attention=0.5,
-      recomputing=made_up(6e6),
-      **made_up(2e4),
-    )
+    made(2e4, 6e6, name=name, length=length, times_faster=50.0, over_attention=0.5)
     for length in LENGTHS
     for name in generation.MODELS
   ]
   pooling = [
     dict(
-      batch=batch,
-      over_vanilla=ratio,
-      shortening_factor=5.9,
-      middle_steps=0.17,
+      dict(batch=batch, over_vanilla=ratio, shortening_factor=5.9, middle_steps=0.17),
       vanilla=made_up(1e4),
       whitespace=made_up(1e4 * ratio),
     )
@@ -273,7 +224,9 @@ def test_bars_are_those_of_their_rows():
   ]
 
 
-def test_prints_tables():
+def test_prints_tables_and_draws(tmp_path):
+  generation.draw_figure(make_report(), tmp_path / "figure.png")
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
   lines = generation.make_tables(make_report()).splitlines()
   for line in (
     "| Dispatcher, ring | 64 | 6 | 5.00 | 4,000 | 1,234 | 0.0100 | - | 3.00 | 0.250 |",
@@ -292,12 +245,6 @@ def test_prints_tables():
     heads = line.count("|") if not heads else heads
     assert line.count("|") in (0, heads)
     heads = heads if line else 0
-
-
-def test_draws(tmp_path):
-  path = tmp_path / "figure.png"
-  generation.draw_figure(make_report(), path)
-  assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_settings_of_the_small_run_are_those_of_the_whole():

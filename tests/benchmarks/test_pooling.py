@@ -98,6 +98,7 @@ def main(monkeypatch, *options):
   pooling.main()
 
 
+@pytest.mark.slow
 def test_quick_run(monkeypatch, tmp_path, capsys):
   kinds = {"pool": ("backward", "gradient_boundaries"), "upsample": ("forward",)}
   monkeypatch.setattr(pooling, "KINDS", kinds)

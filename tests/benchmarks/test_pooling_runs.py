@@ -18,9 +18,8 @@ KINDS = ("none", "whitespace", "routing")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(text, tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs")
-  text = helpers.write_text(folder / "text.txt")
   with jax.numpy_dtype_promotion("standard"):
     for kind in KINDS:
       if kind == "none":
@@ -91,23 +90,17 @@ def test_places():
   assert found["first letter"]["found"] == 0.25
 
 
-@pytest.mark.parametrize(
-  "share, within, since",
-  [
-    ([0.3, 0.3, 0.3], 3, 5),
-    ([0.21, 0.39, 0.3], 3, 5),
-    ([0.19, 0.3, 0.3], 2, 10),
-    ([0.3, 0.41, 0.3], 2, 15),
-    ([0.3, 0.3, 0.5], 2, None),
-  ],
-)
+SHARES = [
+  *(([0.3, 0.3, 0.3], 3, 5), ([0.21, 0.39, 0.3], 3, 5), ([0.19, 0.3, 0.3], 2, 10)),
+  *(([0.3, 0.41, 0.3], 2, 15), ([0.3, 0.3, 0.5], 2, None)),
+]
+
+
+@pytest.mark.parametrize("share, within, since", SHARES)
 def test_a_share_beside_its_aim(share, within, since):
   steps = [*zip((5, 10, 15), share, strict=True)]
-  assert pooling_runs.follow(steps, 0.3) == {
-    "reports": 3,
-    "within_a_third": within,
-    "since_step": since,
-  }
+  expected = {"reports": 3, "within_a_third": within, "since_step": since}
+  assert pooling_runs.follow(steps, 0.3) == expected
 
 
 def test_sentences_are_whole_words():
@@ -117,8 +110,7 @@ def test_sentences_are_whole_words():
 
 
 @pytest.mark.slow
-def test_runs_that_differ_elsewhere_are_refused(folders, tmp_path):
-  text = folders[0].parent / "text.txt"
+def test_runs_that_differ_elsewhere_are_refused(folders, text, tmp_path):
   workdir.claim(tmp_path, helpers.pooled_config(text, "fixed", batch_size=16))
   with pytest.raises(SystemExit, match=r"train\.batch_size"):
     pooling_runs.main([str(folders[0]), str(tmp_path), "--out=x.json"])

@@ -76,17 +76,17 @@ def test_golden(number):
   assert (expected != item["output"]) == (number in DEPARTURES)
 
 
-def test_golden_has_items_of_all_languages():
-  assert len(ITEMS) == 9
-  assert {item["lang"] for item in ITEMS} == set(LANGUAGES)
-
-
 @pytest.mark.parametrize(
   "language, text, expected",
   [
     ("en", 'Built in 1907, the "Mill".', "built in one nine zero seven the mill"),
     ("en", "Don't say 3.5\u00a0km!", "don t say three five km"),
     ("en", "a\r\nb\rc\td \n \n e\n", "a\nb c d\ne"),
+    (
+      "en",
+      " anarchism originated as one nine eight four",
+      "anarchism originated as one nine eight four",
+    ),
     ("en", "The 10th", "the one zero th"),
     ("en", "\uff29t \U0001d400nd the o\ufb03ce №\u00a0\u2460", "it and the office no one"),
     ("fi", "Äiti söi 20 leipää; Åbo.", "äiti söi kaksi nolla leipää åbo"),
@@ -141,11 +141,6 @@ def test_languages(name):
   assert len(set(language.digits)) == 10
   assert clean("9876543210", name) == " ".join(language.digits[::-1])
   assert all(clean(digit, name) == digit for digit in language.digits)
-
-
-def test_text8_is_left_as_it_is():
-  text = " anarchism originated as a term of abuse one nine eight four"
-  assert clean(text, "en") == text[1:]
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -215,54 +210,36 @@ def test_nothing():
   assert list(clean_chunks([], "he")) == []
 
 
-@pytest.mark.parametrize(
-  "language, message",
-  [
-    ("fin", "data.language: expected one of en, fi, he, vi, got fin; the nearest is fi"),
-    ("", "data.language: expected one of en, fi, he, vi, got "),
-  ],
-)
-def test_unknown_language(language, message):
-  for call in (clean, clean_chunks):  # the second before anything is taken of it
-    with pytest.raises(ValueError, match=f"^{message}"):
-      call("text", language)
+def test_unknown_language():
+  message = "^data.language: expected one of en, fi, he, vi, got "
+  for language, rest in (("fin", "fin; the nearest is fi"), ("", "")):
+    for call in (clean, clean_chunks):  # the second before anything is taken of it
+      with pytest.raises(ValueError, match=message + rest):
+        call("text", language)
 
 
 @pytest.mark.parametrize(
   "setting, value, message",
   [
-    ("alphabet", "", "alphabet: expected at least one letter, got ''"),
-    ("alphabet", ENGLISH.alphabet + "QÄ", "alphabet: expected lower case, got 'Q', 'Ä'"),
-    (
-      "alphabet",
-      ENGLISH.alphabet + " \n",
-      r"alphabet: expected neither spaces nor digits, got ' ', '\\n'",
-    ),
-    ("alphabet", ENGLISH.alphabet + "0", "alphabet: expected neither spaces nor digits, "),
-    (
-      "alphabet",
-      "e" + ENGLISH.alphabet + "q",
-      "alphabet: expected every letter once, got 'e', 'q'",
-    ),
+    ("alphabet", "", "expected at least one letter, got ''"),
+    ("alphabet", ENGLISH.alphabet + "QÄ", "expected lower case, got 'Q', 'Ä'"),
+    ("alphabet", ENGLISH.alphabet + " \n", r"expected neither spaces nor digits, got ' ', '\\n'"),
+    ("alphabet", ENGLISH.alphabet + "0", "expected neither spaces nor digits, "),
+    ("alphabet", "e" + ENGLISH.alphabet + "q", "expected every letter once, got 'e', 'q'"),
     (
       "alphabet",
       ENGLISH.alphabet + "\ufb01",
-      "alphabet: expected letters that Unicode NFKC leaves as they are, got '\ufb01'",
+      "expected letters .* NFKC leaves .* got '\ufb01'",
     ),
-    (
-      "alphabet",
-      ENGLISH.alphabet.replace("z", ""),
-      "digits: expected names of letters of the alphabet [a-y]*, got 'zero'",
-    ),
-    ("digits", ENGLISH.digits[:9], "digits: expected the ten names of 0 to 9, got 9: zero"),
-    ("digits", ENGLISH.digits + ("ten",), "digits: expected the ten names .* got 11: "),
-    ("digits", ("", *ENGLISH.digits[1:]), "digits: expected names of letters .* got ''"),
-    ("digits", (*ENGLISH.digits[:9], "Nine"), "digits: expected names .* got 'Nine'"),
-    ("diacritics", "\u0301a", "diacritics: expected neither letters .* got 'a'"),
-    ("diacritics", " 4", "diacritics: expected neither letters .* got ' ', '4'"),
+    ("digits", ENGLISH.digits[:9], "expected the ten names of 0 to 9, got 9: zero"),
+    ("digits", ENGLISH.digits + ("ten",), "expected the ten names .* got 11: "),
+    ("digits", ("", *ENGLISH.digits[1:]), "expected names of letters .* got ''"),
+    ("digits", (*ENGLISH.digits[:9], "Nine"), "expected names .* got 'Nine'"),
+    ("diacritics", "\u0301a", "expected neither letters .* got 'a'"),
+    ("diacritics", " 4", "expected neither letters .* got ' ', '4'"),
   ],
 )
 def test_wrong_languages(setting, value, message):
   settings = {"alphabet": ENGLISH.alphabet, "digits": ENGLISH.digits, setting: value}
-  with pytest.raises(ValueError, match=f"^{message}"):
+  with pytest.raises(ValueError, match=f"^{setting}: {message}"):
     Language(**settings)

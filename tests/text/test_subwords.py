@@ -15,11 +15,26 @@ LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
-def test_size_the_text_does_not_admit(kind):
-  with pytest.raises(ValueError, match=r"^data.tokenizer_size: expected at most \d+ "):
-    train_tokenizer(kind, LINES, vocab_size=5000)
-  with pytest.raises(ValueError, match=r"^data.tokenizer_size: expected at least \d+ "):
-    train_tokenizer(kind, LINES, vocab_size=67)
+def test_texts_of_sentencepiece(kind):
+  for size, message in ((5000, r"expected at most \d+ "), (67, r"expected at least \d+ ")):
+    with pytest.raises(ValueError, match=f"^data.tokenizer_size: {message}"):
+      train_tokenizer(kind, LINES, vocab_size=size)
+  with pytest.raises(ValueError, match="^data.tokenizer: expected a text"):
+    train_tokenizer(kind, ["\n", "\n\n"], vocab_size=300)
+  # One long line is learned from: SentencePiece itself drops lines above its limit.
+  text = 1000 * "the cat sat on the mat and the dog on the log "
+  tokenizer = train_tokenizer(kind, [text], vocab_size=275)
+  ids = tokenizer.encode(text)
+  assert len(ids) < len(text) and tokenizer.decode(ids) == text
+
+
+def train_sentencepiece(path, lines=LINES, **settings):
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **settings
+  )
+  path.write_bytes(model.getvalue())
+  return str(path)
 
 
 def test_bpe_has_at_least_the_bytes():
@@ -27,37 +42,11 @@ def test_bpe_has_at_least_the_bytes():
     train_tokenizer("bpe", LINES, vocab_size=67)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
-def test_text_without_characters(kind):
-  with pytest.raises(ValueError, match="^data.tokenizer: expected a text"):
-    train_tokenizer(kind, ["\n", "\n\n"], vocab_size=300)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
-def test_one_long_line_is_learned_from(kind):
-  # SentencePiece itself drops lines above its limit.
-  text = 1000 * "the cat sat on the mat and the dog on the log "
-  tokenizer = train_tokenizer(kind, [text], vocab_size=275)
-  ids = tokenizer.encode(text)
-  assert len(ids) < len(text)
-  assert tokenizer.decode(ids) == text
-
-
-@pytest.fixture
-def foreign_model(tmp_path):
-  """A model with SentencePiece's own settings: no line end, and white space is lost."""
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(LINES), model_writer=model, vocab_size=17, minloglevel=2
-  )
-  file = tmp_path / "foreign.model"
-  file.write_bytes(model.getvalue())
-  return file
-
-
-def test_loaded_sentencepiece_ends_lines_with_its_end_of_sentence(foreign_model):
-  processor = sentencepiece.SentencePieceProcessor(model_file=str(foreign_model))
-  tokenizer = train_tokenizer("sentencepiece_unigram", [], file=str(foreign_model))
+def test_loaded_sentencepiece_ends_lines_with_its_end_of_sentence(tmp_path):
+  """With SentencePiece's own settings: no line end, and white space is lost."""
+  file = train_sentencepiece(tmp_path / "foreign.model", vocab_size=17)
+  processor = sentencepiece.SentencePieceProcessor(model_file=file)
+  tokenizer = train_tokenizer("sentencepiece_unigram", [], file=file)
   ids = tokenizer.encode("the  cat\n\nsat on")
   expected = [*processor.encode("the cat"), 2, 2, *processor.encode("sat on")]
   assert processor.eos_id() == tokenizer.start_id == 2
@@ -94,17 +83,11 @@ def test_bpe_files_that_lack_one_another(gpt2):
   with pytest.raises(ValueError, match="data.tokenizer_file: .*got /.*/vocab.json"):
     train_tokenizer("bpe", [], file=str(folder))
   (folder / "small-vocab.json").write_text("{")
-  with pytest.raises(ValueError, match="data.tokenizer_file: expected a tokenizer.json"):
-    train_tokenizer("bpe", [], file=str(folder / "small-merges.txt"))
-  with pytest.raises(ValueError, match="data.tokenizer_file: expected a tokenizer.json"):
-    train_tokenizer("bpe", [], file=str(folder / "vocabulary.txt"))
-
-
-def test_bpe_refuses_another_model(tmp_path):
   model = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))
-  (tmp_path / "tokenizer.json").write_text(model.to_str())
-  with pytest.raises(ValueError, match="data.tokenizer_file: expected a tokenizer.json"):
-    train_tokenizer("bpe", [], file=str(tmp_path / "tokenizer.json"))
+  (folder / "tokenizer.json").write_text(model.to_str())
+  for name in ("small-merges.txt", "vocabulary.txt", "tokenizer.json"):
+    with pytest.raises(ValueError, match="data.tokenizer_file: expected a tokenizer.json"):
+      train_tokenizer("bpe", [], file=str(folder / name))
 
 
 def test_bpe_keeps_a_literal_mark():
@@ -220,16 +203,9 @@ def _train(name):
   )
 
 
-FAMILIES = {  # whether a text without a normalisation comes back whole
-  "llama 3": True,
-  "gpt-4o": True,
-  "qwen": True,
-  "starcoder": True,
-  "space in front": False,
-  "no rule": True,
-  "gemma": True,
-  "llama 2": True,
-}
+# Whether a text without a normalisation comes back whole.
+FAMILIES = dict.fromkeys(("llama 3", "gpt-4o", "qwen", "starcoder"), True)
+FAMILIES |= {"space in front": False, "no rule": True, "gemma": True, "llama 2": True}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -242,40 +218,11 @@ def of_family(request, tmp_path_factory):
 
 
 def _texts():
-  yield from (
-    "One.\nTwo",
-    "one\ntwo",
-    "\none\n",
-    " \n two \n ",
-    "\r\n",
-    "a",
-    "",
-    "7\n/7)\n/",
-    "\n<|mark|> \none<|mark|>\n\n",
-  )
+  yield from ("One.\nTwo", "one\ntwo", "\none\n", " \n two \n ", "\r\n", "a", "", "7\n/7)\n/")
+  yield "\n<|mark|> \none<|mark|>\n\n"
   rng = np.random.default_rng(5)
-  parts = [
-    "\n",
-    "\n",
-    "\n\n",
-    "\r\n",
-    " ",
-    "  ",
-    "\t",
-    ".",
-    ")",
-    "/",
-    "7",
-    "12",
-    "'s",
-    "One",
-    "two",
-    " the",
-    "\u00e9",
-    "\u6f22",
-    "};\n",
-    "\u2003",
-  ]
+  parts = ["\n", "\n", "\n\n", "\r\n", " ", "  ", "\t", ".", ")", "/", "7", "12", "'s", "One"]
+  parts += ["two", " the", "\u00e9", "\u6f22", "};\n", "\u2003"]
   for _ in range(60):
     yield "".join(rng.choice(parts, 41))
 
@@ -334,22 +281,10 @@ def test_ids_with_gaps(tmp_path):
 
 def test_normalised_text_is_lost(tmp_path):
   """A model that normalises is not lossless, though it keeps all white space."""
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(LINES),
-    model_writer=model,
-    vocab_size=283,
-    byte_fallback=True,
-    hard_vocab_limit=False,
-    remove_extra_whitespaces=False,
-    add_dummy_prefix=False,
-    allow_whitespace_only_pieces=True,
-    normalization_rule_name="nfkc",
-    user_defined_symbols=["\n"],
-    minloglevel=2,
-  )
-  (tmp_path / "nfkc.model").write_bytes(model.getvalue())
-  file = str(tmp_path / "nfkc.model")
+  whole = dict(remove_extra_whitespaces=False, add_dummy_prefix=False, byte_fallback=True)
+  whole |= dict(allow_whitespace_only_pieces=True, user_defined_symbols=["\n"])
+  sizes = dict(vocab_size=283, hard_vocab_limit=False, normalization_rule_name="nfkc")
+  file = train_sentencepiece(tmp_path / "nfkc.model", **sizes, **whole)
   tokenizer = train_tokenizer("sentencepiece_unigram", [], file=file)
   assert tokenizer.decode(tokenizer.encode("  a  b\n\u00e9")) == "  a  b\n\u00e9"
   assert not tokenizer.lossless and not tokenizer.keeps_text(tokenizer.encode("a"))

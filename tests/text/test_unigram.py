@@ -5,13 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from dpjax.text.tokens import KINDS, train_tokenizer
-from dpjax.text.unigram import (
-  UnigramBoundaries,
-  load_unigram,
-  train_unigram,
-  whole_words,
-)
+from dpjax.text.tokens import train_tokenizer
+from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram, whole_words
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
 VERBS = " ".join(
@@ -101,18 +96,15 @@ def test_a_line_end_is_a_space_and_words_stand_alone(unigram):
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-  "chunks, expected",
-  [
+def test_parts_with_whole_words():
+  for chunks, expected in (
     (["ab c", "d", "e\nf", "g"], ["ab ", "cde\n", "fg"]),
     (["ab", " c"], ["ab ", "c"]),
     (["ab ", "", "c\n"], ["ab ", "c\n"]),
     (["", "ab", "cd"], ["abcd"]),
     ([], []),
-  ],
-)
-def test_parts_with_whole_words(chunks, expected):
-  assert list(whole_words(chunks)) == expected
+  ):
+    assert list(whole_words(chunks)) == expected
 
 
 def test_parts_of_whole_words_have_the_boundaries_of_the_text(unigram):
@@ -165,16 +157,6 @@ def test_tokens_of_characters(unigram):
   assert unigram.of_tokens("", train_tokenizer("bytes", [])).shape == (0,)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("characters", "bytes")])
-def test_subwords_have_no_boundaries(unigram, kind):
-  tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
-  with pytest.raises(
-    ValueError,
-    match=f"^data.tokenizer: expected characters or bytes with Unigram boundaries, got {kind}",
-  ):
-    unigram.of_tokens("walks", tokenizer)
-
-
 def test_settings_of_the_pieces(unigram):
   processor = unigram._processor
   pieces = {processor.id_to_piece(i).removeprefix("\u2581") for i in range(3, 53)}
@@ -200,9 +182,7 @@ def test_lines_may_be_long():
   processor = UnigramBoundaries(train_unigram([text], 12))._processor
   pieces = [processor.id_to_piece(i) for i in range(12)]
   assert {"s", "\u00e9"} <= set(pieces)
-
-
-def test_words_that_chunks_cut_are_learned_whole():
+  # Words that chunks cut are learned whole.
   chunks = [TEXT[begin : begin + 7] for begin in range(0, len(TEXT), 7)]
   assert train_unigram(chunks, 53) == train_unigram(list(whole_words(chunks)), 53)
 

@@ -19,17 +19,9 @@ class Numbers:
 
 
 def sums_of(number):
-  return dict(
-    nats=2.0 * number,
-    count=8.0,
-    boundary_nats=0.5 * number,
-    boundaries=1.0 * number,
-    segments=2.0 * number,
-    segments_max=(3.0, 7.0, 5.0)[number - 1],
-    rows=8.0,
-    positions=5.0,
-    slots=1.0 + number,
-  )
+  sums = dict(nats=2.0 * number, count=8.0, boundary_nats=0.5 * number, boundaries=1.0 * number)
+  sums |= dict(segments=2.0 * number, segments_max=(3.0, 7.0, 5.0)[number - 1], rows=8.0)
+  return sums | dict(positions=5.0, slots=1.0 + number)
 
 
 @pytest.mark.parametrize("capacity", [None, 4])
@@ -48,17 +40,8 @@ def test_sums_and_capacities_of_all_batches(capacity):
   )
   sizes = [None] * 3 if capacity is None else [5, 6, 7]
   assert seen == [("params", i + 1, i, sizes[i]) for i in range(3)]
-  sums = dict(
-    nats=12.0,
-    count=24.0,
-    boundary_nats=3.0,
-    boundaries=6.0,
-    segments=12.0,
-    segments_max=7.0,
-    rows=24.0,
-    positions=15.0,
-    slots=9.0,
-  )
+  sums = dict(nats=12.0, count=24.0, boundary_nats=3.0, boundaries=6.0, segments=12.0)
+  sums |= dict(segments_max=7.0, rows=24.0, positions=15.0, slots=9.0)
   assert scores == metrics.text_scores(12.0, COUNTS) | metrics.boundary_scores(sums)
 
 

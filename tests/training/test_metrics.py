@@ -10,55 +10,37 @@ from dpjax import run as run_lib
 from dpjax.training import metrics
 from tests import helpers
 
+BY_HAND = {
+  "nats_per_token": 4 * math.log(2),
+  "perplexity": 16.0,
+  "perplexity_per_word": 32.0,
+}
+
 
 def test_text_scores_by_hand():
   # "no no\nyes\n": 5 tokens; "no", "no", "yes" and two line ends; 10 characters, of which
   # one stands here for two bytes.
-  counts = {"tokens": 5, "words": 4, "characters": 10, "bytes": 11}
-  scores = metrics.text_scores(20 * math.log(2), counts)
-  assert scores == pytest.approx(
-    {
-      "nats_per_token": 4 * math.log(2),
-      "perplexity": 16.0,
-      "perplexity_per_word": 32.0,
-      "bits_per_character": 2.0,
-      "bits_per_byte": 20 / 11,
-    }
-  )
+  counts, nats = {"tokens": 5, "words": 4}, 20 * math.log(2)
+  assert metrics.text_scores(nats, counts) == pytest.approx(BY_HAND)  # of a text that was lost
+  scores = metrics.text_scores(nats, counts | {"characters": 10, "bytes": 11})
+  assert scores == pytest.approx(BY_HAND | {"bits_per_character": 2.0, "bits_per_byte": 20 / 11})
 
 
-def test_a_text_that_was_lost_has_no_bits():
-  scores = metrics.text_scores(20 * math.log(2), {"tokens": 5, "words": 4})
-  assert scores == pytest.approx(
-    {"nats_per_token": 4 * math.log(2), "perplexity": 16.0, "perplexity_per_word": 32.0}
-  )
-
-
-def test_a_run_whose_tokenizer_loses_text_reports_no_bits(tmp_path, capsys):
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97), num_steps=2)
-  helpers.set_model(config.model, num_layers=1, dropout=0.0, hidden_dropout=0.0, mixer_dropout=0.0)
+def test_a_run_whose_tokenizer_loses_text_reports_no_bits(text, tmp_path, capsys):
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
   config.data.update(dict(tokenizer="wordpiece", tokenizer_size=43, lower_text=True))
   with jax.numpy_dtype_promotion("standard"):
-    run, scores = dpjax.train(config, tmp_path / "run")
-    scored = run.score("The cat\nsat")
+    run, scores = dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   known = {"nats_per_token", "perplexity", "perplexity_per_word"}
-  assert scores.keys() == scored.keys() == known
+  assert scores.keys() == run.score("The cat\nsat").keys() == known
   written = json.loads((tmp_path / "run" / "scores_test_2.json").read_text())
   assert written["scores"] == scores and written["counts"]["characters"]
-  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  [valid] = [line for line in map(json.loads, lines) if line["split"] == "valid"]
+  [valid] = helpers.reports(tmp_path / "run", "valid")
   assert known <= valid.keys() and "bits" not in " ".join(valid)
   said = capsys.readouterr().out
   assert "perplexity" in said and "bits" not in said
   why = "(no bits per character: the tokens do not hold the whole text)"
   assert run_lib.table(scores).endswith(why)
-
-
-def test_a_uniform_guess_among_n_has_perplexity_n():
-  counts = {"tokens": 13, "words": 13, "characters": 13, "bytes": 13}
-  scores = metrics.text_scores(13 * math.log(27), counts)
-  assert scores["perplexity"] == pytest.approx(27)
-  assert scores["bits_per_character"] == pytest.approx(math.log2(27))
 
 
 def test_a_perplexity_beyond_floats_is_infinite():
@@ -69,17 +51,8 @@ def test_a_perplexity_beyond_floats_is_infinite():
   assert metrics.text_scores(math.nan, counts)["perplexity"] != scores["perplexity"]
 
 
-SUMS = dict(
-  nats=30.0,
-  count=40.0,
-  boundary_nats=10.0,
-  boundaries=8.0,
-  segments=18.0,
-  segments_max=7.0,
-  rows=4.0,
-  positions=26.0,
-  slots=16.0,
-)
+SUMS = dict(nats=30.0, count=40.0, boundary_nats=10.0, boundaries=8.0, segments=18.0)
+SUMS |= dict(segments_max=7.0, rows=4.0, positions=26.0, slots=16.0)
 TARGETS = dict(targets=5.0, hits=4.0, agreements=35.0)
 
 

@@ -39,13 +39,15 @@ def scalars(workdir) -> list[tuple[int, str, float]]:
   ]
 
 
-def test_every_report_is_a_line_and_a_scalar(tmp_path):
+def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
   with reporting.Reporter(tmp_path, 0, 7) as reporter:
     reporter.advance(3.5)
     reporter.report(2, "train", {"loss": 3.5, "grad_norm": 0.25})
     # It is on disk at once: a run may be killed.
     assert len(lines(tmp_path)) == 1
     reporter.report(2, "valid", {"nats_per_token": 2.5})
+    reporter.say("step 3: better")
+  assert "step 3: better\n" in capsys.readouterr().out
   written = lines(tmp_path)
   times = [line.pop("time") for line in written]
   assert times == sorted(times) and abs(times[0] - time.time()) < 60
@@ -77,12 +79,6 @@ def test_lines_after_the_step_it_goes_on_from_are_dropped(tmp_path):
   assert start.session_log.status == event_pb2.SessionLog.START
 
 
-def test_a_run_from_the_beginning_drops_all_lines(tmp_path):
-  write(tmp_path, [2, 3])
-  write(tmp_path, [1], begin=0)
-  assert [line["step"] for line in lines(tmp_path)] == [1]
-
-
 @pytest.mark.parametrize("cut", ["{", '{"step": 3', '{"step": 3, "split": "train", "lo'])
 def test_a_cut_last_line_is_dropped(tmp_path, cut):
   write(tmp_path, [2])
@@ -90,14 +86,13 @@ def test_a_cut_last_line_is_dropped(tmp_path, cut):
     file.write(cut)
   write(tmp_path, [5], begin=4)
   assert [line["step"] for line in lines(tmp_path)] == [2, 5]
-
-
-def test_a_line_without_its_end_is_completed(tmp_path):
-  write(tmp_path, [2])
+  # One without its end is completed.
   with (tmp_path / "metrics.jsonl").open("a") as file:
-    file.write('{"step": 3, "split": "train", "loss": 3.0}')
-  write(tmp_path, [5], begin=4)
-  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5]
+    file.write('{"step": 6, "split": "train", "loss": 3.0}')
+  write(tmp_path, [7], begin=6)
+  assert [line["step"] for line in lines(tmp_path)] == [2, 5, 6, 7]
+  write(tmp_path, [1], begin=0)  # from the beginning
+  assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 def losses(workdir) -> list[float]:
@@ -139,12 +134,6 @@ def test_losses_that_are_not_known_are_not_numbers(tmp_path):
   np.testing.assert_equal(losses(tmp_path), [5, 4, math.nan, math.nan, 9])
 
 
-def test_a_message_is_printed(tmp_path, capsys):
-  with reporting.Reporter(tmp_path, 0, 7) as reporter:
-    reporter.say("step 3: better")
-  assert "step 3: better\n" in capsys.readouterr().out
-
-
 def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(reporting.jax, "process_index", lambda: 1)
   with reporting.Reporter(tmp_path, 0, 7) as reporter:
@@ -154,17 +143,10 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-  "damage",
-  [
-    b"not JSON",
-    b'{"split": "train"}',
-    b"[2]",
-    b'{"step": "2"}',
-    b'{"step": 2, "a": "\xff"}',
-    bytes(5),
-  ],
-)
+DAMAGE = b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"a": "\xff"}', bytes(5)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_lines_are_set_aside_with_a_warning(tmp_path, caplog, damage):
   write(tmp_path, [2, 3])
   path = tmp_path / "metrics.jsonl"

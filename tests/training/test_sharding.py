@@ -13,22 +13,12 @@ def spec(shape, parameters):
   return sharding.state_sharding({"x": array}, mesh, parameters)["x"].spec
 
 
-@pytest.mark.parametrize(
-  "shape, axis",
-  [
-    ((16,), 0),
-    ((7, 24), 1),
-    ((16, 24, 3), 1),
-    ((24, 24), 0),
-    ((7, 9), None),
-    ((4,), None),
-    ((), None),
-  ],
-)
-def test_the_longest_axis_that_can_be_is_cut(shape, axis):
-  expected = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")
-  assert spec(shape, "sharded") == expected
-  assert spec(shape, "replicated") == PartitionSpec()
+def test_the_longest_axis_that_can_be_is_cut():
+  axes = {(16,): 0, (7, 24): 1, (16, 24, 3): 1, (24, 24): 0, (7, 9): None, (4,): None, (): None}
+  for shape, axis in axes.items():
+    expected = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")
+    assert spec(shape, "sharded") == expected
+    assert spec(shape, "replicated") == PartitionSpec()
 
 
 def test_a_batch_is_split_over_the_rows():
@@ -39,11 +29,8 @@ def test_a_batch_is_split_over_the_rows():
   assert {shard.data.shape for shard in array.addressable_shards} == {(2, 3)}
 
 
-def test_one_process_feeds_every_row():
+def test_processes_share_the_rows(monkeypatch):
   assert np.arange(16)[sharding.process_rows(16)].tolist() == list(range(16))
-
-
-def test_several_processes_share_the_rows(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 3)
   fed = []
   for number in range(3):
