@@ -13,91 +13,92 @@ Status 1: some of it has no result, and not for want of time. 128 + a signal's n
 signal ended it.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from dpjax import command_line
-from dpjax.errors import UserError
+from dpjax.errors import Interrupted, UserError
 from reproduce import papers
 
-PAGE = "docs/reproduce.md"
-_MOST_SEEDS = 1000
+PAGE = Path("docs/reproduce.md")
 
 flags.adopt_module_key_flags(command_line)
-_SCALE = flags.DEFINE_string(
+_FLAGS = flags.FLAGS
+flags.DEFINE_string(
   "scale", "paper", "paper; or cpu, small models; or tiny, seconds on Python's manual"
 )
-_SEEDS = flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ...")
-_DATA = flags.DEFINE_string(
+flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ...")
+flags.DEFINE_string(
   "data",
   "",
   "a folder of texts, each a folder or .txt file by its corpus's name (with "
   "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
   "in its folder vocabularies; empty: what is missing is downloaded into data/",
 )
-_RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
-_OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit")
-_MINUTES_EACH = flags.DEFINE_float(
+flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
+flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
+flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit")
+flags.DEFINE_float(
   "minutes_each", 0.0, "nor one of a run that took so many in this call; 0: no limit"
 )
+_NAMES = ("scale", "seeds", "data", "runs", "out", "minutes", "minutes_each")
 
 
 def main(names: str) -> None:
   """Does what is missing of the tables, and prints their reports."""
   # Loaded once the flags are known to be right, as JAX takes a while.
-  from reproduce import experiment, pages, report, work
+  import jax
 
+  from reproduce import pages, report, scales, work
+
+  given: dict[str, Any] = {name: _FLAGS[name].value for name in _NAMES}
   if names == "report":
-    contents = report.read(_OUT.value)
+    contents = report.read(given["out"])
     if not contents:
-      raise UserError(f"out: expected a folder with reports, got {_OUT.value} without")
-    path = Path(PAGE)
-    if not path.parent.is_dir():
+      raise UserError(f"out: expected a folder with reports, got {given['out']} without")
+    if not PAGE.parent.is_dir():
       raise UserError(
-        f"report: expected to be started in the repository of dpjax, where "
-        f"{path} is, got {Path.cwd()}"
+        f"report: expected to be started in the repository of dpjax, where {PAGE} is, got "
+        f"{Path.cwd()}"
       )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(pages.page(contents), encoding="utf-8")
-    os.replace(temporary, path)
-    print(f"{pages.headline(contents)}\n{path}")
+    report.replace(PAGE, pages.page(contents))
+    print(f"{pages.headline(contents)}\n{PAGE}")
     return
   tables = papers.find(names)
-  if _SEEDS.value > _MOST_SEEDS:
-    raise UserError(f"seeds: expected at most {_MOST_SEEDS:,}, got {_SEEDS.value}")
-  job = work.Work(
-    tables,
-    work.Settings(
-      _SCALE.value,
-      _SEEDS.value,
-      _DATA.value,
-      _RUNS.value,
-      _OUT.value,
-      _MINUTES.value,
-      _MINUTES_EACH.value,
-    ),
-  )
-  stopped = None
+  for name, is_right, expected in (
+    ("scale", given["scale"] in scales.SCALES, f"one of {', '.join(scales.SCALES)}"),
+    ("seeds", 1 <= given["seeds"] <= 1000, "at least 1 and at most 1,000"),
+    ("minutes", 0 <= given["minutes"] < math.inf, "at least 0"),
+    ("minutes_each", 0 <= given["minutes_each"] < math.inf, "at least 0"),
+    ("data", not given["data"] or Path(given["data"]).is_dir(), "a folder of texts"),
+  ):
+    if not is_right:
+      raise UserError(f"{name}: expected {expected}, got {given[name]}")
+  if jax.process_count() > 1:
+    raise UserError(f"num_processes: expected 1, got {jax.process_count()}")
+  job, stopped = work.Work(tables, **given), None
   try:
     job.run()
-  except experiment.Stopped as error:
+  except Interrupted as error:
     stopped = error
   for content in job.write():
     print(f"\n{pages.markdown(content)}")
-  print(f"\nThe reports are in {_OUT.value}.")
+  print(f"\nThe reports are in {given['out']}.")
   if stopped is not None:
     raise stopped
-  missing = job.without_result()
-  if missing:
+  if missing := job.without_result():
     sys.exit("\n".join([f"{len(missing)} without a result:", *missing]))
 
 
 def _start(arguments: Sequence[str]) -> None:
+  # A GPU is shared with the processes whose steps are timed.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   if not arguments or arguments[0].startswith("-"):
     if not {"--help", "--helpfull", "-h"} & {*arguments}:
       sys.exit("TABLE: expected a name, all or report as the first word, got none; --help has more")

@@ -1,19 +1,19 @@
 """The figure of a table, from its content alone; JAX is not loaded."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dpjax import plots
 from reproduce import papers
 
 if TYPE_CHECKING:
-  from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
 Content = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
+_FACTOR_AXIS = papers.FACTOR.replace("_", " ")
 
 
 def draw(content: Content) -> "Figure | None":
@@ -23,8 +23,7 @@ def draw(content: Content) -> "Figure | None":
     rows with places  the mean of the first score over the place, a line a label; where
                       the place is the shortening factor, over the one measured
     numbers printed   the paper's and ours side by side, a row of panels a group
-    else              median training costs over the batches; of partial runs, too,
-                      where no other is there
+    else              median training costs over the batches, by `dpjax.plots`
 
   Args:
     content: of `reproduce.report.summarise`, or of a file.
@@ -32,183 +31,112 @@ def draw(content: Content) -> "Figure | None":
   Returns:
     The figure, or None where there is nothing to draw.
   """
-  kind, rows = content.get("kind", "runs"), content.get("rows", ())
-  table = papers.TABLES.get(content.get("table", ""))
-  axis = content.get("axis") or (table.axis if table else "")
-  scores = content.get("scores") or (table.scores if table else ())
+  kind, axis, rows = content["kind"], content["axis"], content.get("rows", ())
+  if kind == "counts":
+    return None
   if kind == "step_times":
-    return _step_times(content, axis)
-  if kind != "runs" or not scores:
-    return None
-  score = scores[0]
-  if axis:
-    lines: Lines = {}
-    is_measured = axis == papers.FACTOR.replace("_", " ")
-    for row in rows:
-      place, value = row.get("place"), (row.get("mean") or {}).get(score)
-      if is_measured:
-        place = (row.get("mean") or {}).get(papers.FACTOR, place)
-      if place is not None and value is not None:
-        label = row["label"].partition(",")[0] if is_measured else row["label"]
-        lines.setdefault(label, []).append((place, value))
-    axis += ", measured" * is_measured
-    return _one(content, lines, axis, score.replace("_", " "))
-  if any(score in (row.get("paper") or {}) for row in rows):
-    return _beside(content, score)
-  return _one(content, _curves(rows), "batch", "median cost (nats per token)", marker=".")
+    keys = {"seconds": "seconds of a step"}
+    if axis == _FACTOR_AXIS:
+      keys = {"ratio": "time over no pooling", "memory_ratio": "memory over no pooling"}
+    figure = _lines({name: _points(content, key) for key, name in keys.items()}, axis)
+  elif axis:
+    figure = _lines({content["scores"][0].replace("_", " "): _places(content)}, axis)
+  elif any(row["paper"] for row in rows):
+    figure = _beside(rows, content["scores"][0])
+  else:
+    figure = _costs(rows)
+  if figure is not None:
+    reduced = "" if content["scale"] == "paper" else f", reduced ({content['scale']})"
+    figure.suptitle(content["table"] + reduced)
+  return figure
 
 
-def _curves(rows: Sequence[Content]) -> Lines:
-  """Means over seeds of the medians of every so many batches."""
-  lines: Lines = {}
-  for row in rows:
-    for status, mark in (("done", ""), ("partial", " (partial)")):
-      runs = [
-        run["costs"]
-        for run in row.get("runs", ())
-        if run.get("status") == status and (run.get("costs") or {}).get("medians")
-      ]
-      if runs:
-        columns = zip(*(run["medians"] for run in runs), strict=False)
-        known = [[x for x in column if _is_number(x)] for column in columns]
-        every = runs[0].get("every") or 1
-        lines[row["label"] + mark] = [
-          (every * (i + 1), statistics.fmean(x)) for i, x in enumerate(known) if x
-        ]
-        break
-  return lines
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+  """The second ones by the first.
+
+  >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+  {'a': [1, 3], 'b': [2]}
+  """
+  found: dict[Any, list[Any]] = {}
+  for key, x in pairs:
+    found.setdefault(key, []).append(x)
+  return found
 
 
-def _one(
-  content: Content, lines: Lines, xlabel: str, ylabel: str, marker: str = "o"
-) -> "Figure | None":
-  if not any(lines.values()):
-    return None
-  canvas, axes = _canvas(content)
-  _plot(axes, lines, marker)
-  _legend(axes)
-  axes.set(xlabel=xlabel, ylabel=ylabel)
-  if marker == "o" and len({x for points in lines.values() for x, _ in points}) > 1:
-    _doubling(axes, lines)
-  return canvas
+def _points(content: Content, key: str) -> Lines:
+  points = [x for x in content["points"] if x[key] is not None]
+  return grouped((f"{x['model']}, {x['dtype']}", (x["place"], x[key])) for x in points)
 
 
-def _step_times(content: Content, axis: str) -> "Figure | None":
-  def lines(key: str) -> Lines:
-    found: Lines = {}
-    for point in content.get("points", ()):
-      x, y = point.get("place"), point.get(key)
-      if not point.get("left_out") and _is_number(x) and _is_number(y):
-        label = f"{point.get('model')}, {point.get('dtype')}"
-        found.setdefault(label, []).append((x, y))
-    return found
+def _places(content: Content) -> Lines:
+  score, is_measured = content["scores"][0], content["axis"] == _FACTOR_AXIS
+  pairs = []
+  for row in content["rows"]:
+    mean, place, label = row["mean"], row["place"], row["label"]
+    if is_measured:
+      place, label = mean.get(papers.FACTOR, place), label.partition(",")[0]
+    if place is not None and score in mean:
+      pairs.append((label, (place, mean[score])))
+  return grouped(pairs)
 
-  if axis != papers.FACTOR.replace("_", " "):
-    seconds = lines("seconds")
-    canvas = _one(content, seconds, axis, "seconds of a step")
-    if canvas is not None:
-      canvas.axes[0].set_yscale("log")
-    return canvas
-  panels = {"time": lines("ratio"), "memory": lines("memory_ratio")}
-  panels = {name: found for name, found in panels.items() if found}
+
+def _lines(panels: Mapping[str, Lines], xlabel: str) -> "Figure | None":
+  """A panel for each name of what is drawn."""
+  panels = {name: lines for name, lines in panels.items() if lines}
   if not panels:
     return None
-  canvas, *all_axes = _canvas(content, columns=len(panels))
-  for axes, (name, found) in zip(all_axes, panels.items(), strict=True):
-    _plot(axes, found, "o")
-    axes.set(xlabel=axis, ylabel=f"{name} over that without pooling")
-    axes.set_ylim(bottom=0)
-  _legend(all_axes[-1])
+  from matplotlib.figure import Figure
+
+  canvas = Figure(figsize=(9, 5), layout="constrained")
+  all_axes = canvas.subplots(1, len(panels), squeeze=False)[0]
+  for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
+    for i, (label, points) in enumerate(lines.items()):
+      axes.plot(*zip(*sorted(points), strict=True), **plots.style(i), label=label, marker="o")
+    axes.set(xlabel=xlabel, ylabel=name)
+    axes.grid(True, color="0.85")
+    places = sorted({x for points in lines.values() for x, _ in points})
+    if len(places) > 1 and all(b >= 2 * a for a, b in zip(places, places[1:], strict=False)):
+      axes.set_xscale("log", base=2)
+      axes.set_xticks(places, [f"{x:,g}" for x in places])
+    if name.startswith("seconds"):
+      axes.set_yscale("log")
+  all_axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
   return canvas
 
 
-def _beside(content: Content, score: str) -> "Figure | None":
+def _beside(rows: Sequence[Content], score: str) -> "Figure | None":
   """A row of panels a group: the paper's numbers on the left and ours on the right."""
-  groups: dict[str, list[Content]] = {}
-  for row in content["rows"]:
-    if score in (row.get("paper") or {}):
-      groups.setdefault(row.get("group", ""), []).append(row)
-  groups = {
-    group: rows
-    for group, rows in groups.items()
-    if any(score in (row.get("mean") or {}) for row in rows)
-  }
+  groups = grouped((row["group"], row) for row in rows)
+  groups = {name: x for name, x in groups.items() if any(score in row["mean"] for row in x)}
   if not groups:
     return None
   from matplotlib.figure import Figure
 
-  height = 1.2 + sum(0.5 + 0.3 * len(rows) for rows in groups.values())
-  canvas = Figure(figsize=(9, height), layout="constrained")
-  canvas.suptitle(_title(content))
-  # At another scale the numbers of one side would lie in a heap.
-  share = "row" if content.get("scale") == "paper" else "none"
-  panels = canvas.subplots(
-    len(groups),
-    2,
-    sharey="row",
-    sharex=share,
-    squeeze=False,
-    height_ratios=[0.5 + 0.3 * len(rows) for rows in groups.values()],
-  )
-  for (group, rows), (left, right) in zip(groups.items(), panels, strict=True):
-    for axes, key, name in ((left, "paper", "the paper's"), (right, "mean", "ours")):
-      points = [(row[key][score], i) for i, row in enumerate(rows) if score in (row.get(key) or {})]
-      axes.scatter(*zip(*points, strict=True), color=plots.style(key == "mean")["color"])
-      axes.set_title(f"{group}, {name}" if group else name, fontsize="medium")
-      axes.locator_params(axis="x", nbins=5)
-      _grid(axes)
-    for i, row in enumerate(rows):
-      deviation = (row.get("deviation") or {}).get(score)
-      if deviation is not None:
-        colour = plots.style(1)["color"]
-        right.errorbar(row["mean"][score], i, xerr=deviation, color=colour)
-    left.set_yticks(range(len(rows)), [row["label"] for row in rows])
-    left.set_ylim(len(rows) - 0.5, -0.5)
-  for axes in panels[-1]:
-    axes.set_xlabel(score.replace("_", " "))
+  heights = [0.5 + 0.3 * len(rows) for rows in groups.values()]
+  canvas = Figure(figsize=(9, 1.2 + sum(heights)), layout="constrained")
+  panels = canvas.subplots(len(groups), 2, sharey="row", squeeze=False, height_ratios=heights)
+  for (group, rows), pair in zip(groups.items(), panels, strict=True):
+    for axes, key, name in zip(pair, ("paper", "mean"), ("the paper's", "ours"), strict=True):
+      values = [row[key].get(score, np.nan) for row in rows]
+      spread = [(row["deviation"].get(score) or 0) * (key == "mean") for row in rows]
+      axes.errorbar(values, range(len(rows)), xerr=spread, fmt="o")
+      axes.set(title=f"{group}, {name}", xlabel=score.replace("_", " "))
+      axes.grid(True, color="0.85")
+    pair[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
+    pair[0].set_ylim(len(rows) - 0.5, -0.5)
   return canvas
 
 
-def _canvas(content: Content, columns: int = 1) -> tuple[Any, ...]:
-  from matplotlib.figure import Figure
-
-  canvas = Figure(figsize=(9, 5), layout="constrained")
-  canvas.suptitle(_title(content))
-  return canvas, *canvas.subplots(1, columns, squeeze=False)[0]
-
-
-def _plot(axes: "Axes", lines: Lines, marker: str) -> None:
-  for i, (label, points) in enumerate(lines.items()):
-    if points:
-      x, y = zip(*sorted(points), strict=True)
-      axes.plot(x, y, **plots.style(i), label=label, marker=marker)
-  _grid(axes)
-
-
-def _legend(axes: "Axes") -> None:
-  axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def _doubling(axes: "Axes", lines: Lines) -> None:
-  """Places that double, as most do, lie at equal distances; far ones in decades."""
-  places = sorted({x for points in lines.values() for x, _ in points})
-  if places[0] > 0 and places[-1] > 50 * places[0]:
-    axes.set_xscale("log")
-  elif all(b >= 2 * a > 0 for a, b in zip(places, places[1:], strict=False)):
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [f"{x:,g}" for x in places])
-    axes.set_xticks([], minor=True)
-
-
-def _grid(axes: "Axes") -> None:
-  axes.grid(True, color="0.85")
-  axes.set_axisbelow(True)
-
-
-def _title(content: Content) -> str:
-  scale = content.get("scale")
-  return f"{content.get('table')}{'' if scale == 'paper' else f', reduced ({scale})'}"
-
-
-def _is_number(x: Any) -> bool:
-  return x is not None and math.isfinite(x)
+def _costs(rows: Sequence[Content]) -> "Figure | None":
+  """Median costs over the batches, of runs that are done or partial."""
+  pairs = [(row["label"], run) for row in rows for run in row["runs"] if run.get("costs")]
+  pairs = [(label, run) for label, run in pairs if run["costs"]["medians"]]
+  if not pairs:
+    return None
+  every, runs = pairs[0][1]["costs"]["every"], []
+  for label, run in pairs:
+    # Losses that have these medians: dpjax draws the same curve of them.
+    losses = np.repeat(np.array(run["costs"]["medians"], np.float32), every)
+    name = label + " (partial)" * (run["status"] == "partial")
+    runs.append(plots.Run(f"seed {run['seed']}", {}, losses, name))
+  return plots.draw(runs, every=every)

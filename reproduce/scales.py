@@ -9,7 +9,7 @@ reduced scales are not to be compared with a paper's.
 """
 
 import importlib
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,100 +20,56 @@ from dpjax.errors import UserError
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
-_FREE = (
-  "seed",
-  "data.path",
-  "data.data_dir",
-  "data.manual_dir",
-  "train.initial_run",
-  "train.log_every_steps",
-  "sample.",
-)
+_FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "sample.")
+_FREE += ("train.initial_run", "train.log_every_steps")
 
+
+def _steps(num_steps: int, eval_every: int, median_every: int) -> dict[str, Any]:
+  return dict(num_steps=num_steps, eval_every_steps=eval_every, median_every_steps=median_every)
+
+
+_ONE_EACH = dict(first=dict(num_layers=1), last=dict(num_layers=1))
 # By the scale and by what a configuration's file begins with; msa is as dispatcher.
-_CHANGES: dict[tuple[str, str], dict[str, Any]] = {
-  ("cpu", "dispatcher"): {
-    "model.num_layers": 2,
-    "model.width": 128,
-    "model.feed_forward_width": 128,
-    "model.max_length": 128,
-    "train.batch_size": 10,
-    "train.learning_rate": 1e-3,
-    "train.schedule.warmup_steps": 50,
-    "train.num_steps": 1_000,
-    "train.eval_every_steps": 250,
-    "train.median_every_steps": 100,
+_CHANGES: dict[str, dict[str, Any]] = {
+  "cpu": {
+    "all": {},
+    "dispatcher": dict(
+      model=dict(num_layers=2, width=128, feed_forward_width=128, max_length=128),
+      train=dict(batch_size=10, learning_rate=1e-3, schedule=dict(warmup_steps=50))
+      | _steps(1_000, 250, 100),
+    ),
+    "extractors": dict(
+      model=dict(num_layers=2, max_length=64), train=dict(batch_size=16) | _steps(800, 400, 200)
+    ),
+    "pooling": dict(
+      model=dict(num_layers=3, width=64, feed_forward_width=256, max_length=128)
+      | dict(mixer=dict(num_heads=4), boundaries=dict(num_capacities=1))
+      | _ONE_EACH,
+      train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200, 40),
+      eval=dict(stride=128),
+    ),
   },
-  ("cpu", "extractors"): {
-    "model.num_layers": 2,
-    "model.max_length": 64,
-    "train.batch_size": 16,
-    "train.num_steps": 800,
-    "train.eval_every_steps": 400,
-    "train.median_every_steps": 200,
-  },
-  ("cpu", "pooling"): {
-    "model.num_layers": 3,
-    "model.first.num_layers": 1,
-    "model.last.num_layers": 1,
-    "model.width": 64,
-    "model.feed_forward_width": 256,
-    "model.mixer.num_heads": 4,
-    "model.max_length": 128,
-    "model.boundaries.num_capacities": 1,
-    "train.learning_rate": 1e-3,
-    "train.schedule.warmup_steps": 20,
-    "train.num_steps": 200,
-    "train.eval_every_steps": 200,
-    "train.median_every_steps": 40,
-    "eval.stride": 128,
-  },
-  ("tiny", "dispatcher"): {
-    "model.num_layers": 2,
-    "model.width": 12,
-    "model.feed_forward_width": 20,
-    "model.max_length": 17,
-  },
-  # 128 is the least width that has 128 heads.
-  ("tiny", "extractors"): {
-    "model.num_layers": 2,
-    "model.feed_forward_width": 20,
-    "model.max_length": 17,
-  },
-  ("tiny", "pooling"): {
-    "model.num_layers": 2,
-    "model.first.num_layers": 1,
-    "model.last.num_layers": 1,
-    "model.width": 12,
-    "model.feed_forward_width": 20,
-    "model.mixer.num_heads": 3,
-    "model.max_length": 34,
-    "model.boundaries.num_capacities": 1,
-    "train.schedule.warmup_steps": 1,
-    "eval.stride": 17,
-    "model.boundaries.size": 150,
-  },
-}
-_OF_ALL: dict[str, dict[str, Any]] = {
-  "cpu": {"data.max_characters": (0, 60_000, 60_000)},
   "tiny": {
-    "data.name": catalog.ONE_MORE,
-    "data.language": "",
-    "data.clean": False,
-    "data.max_characters": (60_000, 3_000, 3_000),
-    "data.tokenizer_file": "",
-    "data.tokenizer_size": 300,
-    "train.batch_size": 8,
-    "train.num_steps": 4,
-    "train.eval_every_steps": 2,
-    "train.median_every_steps": 2,
-    "train.checkpoint_every_steps": 4,
+    "all": dict(
+      data=dict(name=catalog.ONE_MORE, language="", clean=False, tokenizer_file="")
+      | dict(tokenizer_size=300, max_characters=(60_000, 3_000, 3_000)),
+      train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2, 2),
+    ),
+    "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
+    # 128 is the least width that has 128 heads.
+    "extractors": dict(model=dict(num_layers=2, feed_forward_width=20, max_length=17)),
+    "pooling": dict(
+      model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=34)
+      | dict(mixer=dict(num_heads=3), boundaries=dict(num_capacities=1, size=150))
+      | _ONE_EACH,
+      train=dict(schedule=dict(warmup_steps=1)),
+      eval=dict(stride=17),
+    ),
   },
 }
-_OF_COMPONENTS = ("model.boundaries.num_capacities", "model.boundaries.size")
 # No sample, and of two units of a duration not the other one.
 _UNSET = {"sample.prompt": "", "train.num_epochs": 0.0, "train.eval_every_epochs": 0.0}
-# Many runs each: what these figures vary, and how long a run is then.
+# Many runs each: what these figures vary, and how many steps a run of "cpu" then has.
 _FIGURES = {
   "fig10_": (("model.num_layers", "model.max_length"), 400),
   "fig11_": (("model.num_layers", "model.max_length"), 400),
@@ -122,61 +78,30 @@ _FIGURES = {
 
 
 def load(name: str) -> ConfigDict:
-  """The configuration "FILE:VARIANT" of the repository.
-
-  Raises:
-    ValueError: configs/ is not there.
-  """
+  """The configuration "FILE:VARIANT" of the repository."""
   file, _, variant = name.partition(":")
-  root = str(Path(__file__).parents[1])
-  if root not in sys.path:
-    sys.path.append(root)
-  try:
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-  except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("configs"):
-      raise
-    raise UserError(
-      f"configs: expected dpjax to be installed from its repository (pip "
-      f"install -e .), where {file} is, got {root} without"
-    ) from error
+  module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
   return module.get_config(*[variant] * bool(variant))
 
 
 def configure(name: str, scale: str) -> ConfigDict:
-  """The configuration "FILE:VARIANT" at a scale.
-
-  Args:
-    name: of `load`.
-    scale: one of `SCALES`.
-
-  Returns:
-    A configuration that `dpjax.config.check` takes.
-
-  Raises:
-    ValueError: the scale is none of them, or as `load`.
-  """
-  if scale not in SCALES:
-    raise UserError(f"scale: expected one of {', '.join(SCALES)}, got {scale}")
+  """The configuration "FILE:VARIANT" at a scale of `SCALES`."""
   config = load(name)
   if scale == "paper":
     return config
   family = Path(name.partition(":")[0]).stem.partition("_")[0].replace("msa", "dispatcher")
-  changes = {**_UNSET, **_OF_ALL[scale], **_CHANGES[scale, family]}
+  changes = dict(_UNSET)
+  for part in ("all", family):
+    changes |= config_lib.flatten(_CHANGES[scale][part])
   for word, (varied, num_steps) in _FIGURES.items():
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        steps = {
-          "num_steps": num_steps,
-          "eval_every_steps": num_steps,
-          "median_every_steps": num_steps // 5,
-        }
-        changes |= {f"train.{key}": value for key, value in steps.items()}
+        steps = _steps(num_steps, num_steps, num_steps // 5)
+        changes |= config_lib.flatten({"train": steps})
   if scale == "cpu":
-    # Of a corpus that is large or has no splits of its own, the first part is taken.
-    _, *others = _OF_ALL["cpu"]["data.max_characters"]
-    changes["data.max_characters"] = (config.data.max_characters[0], *others)
+    # A corpus that is large, or has no splits of its own, keeps its first part.
+    changes["data.max_characters"] = (config.data.max_characters[0], 60_000, 60_000)
     if config.train.initial_run:
       changes["train.learning_rate"] /= 6  # as the paper's of the two
   is_vanilla = not config_lib.is_pooled(config.model)
@@ -185,58 +110,56 @@ def configure(name: str, scale: str) -> ConfigDict:
       changes["model.num_layers"] += changes.pop(f"model.{side}.num_layers")
   config.unlock()
   for key, value in changes.items():
-    parents, _, setting = key.rpartition(".")
-    section = config_lib.get(config, parents)
-    # A component may lack it.
-    if setting in section or key not in _OF_COMPONENTS:
+    parent, _, setting = key.rpartition(".")
+    section = config_lib.get(config, parent)
+    if parent != "model.boundaries" or setting in section:  # Not every kind has it.
       section[setting] = value
   return config
 
 
-def changes(paper: ConfigDict, ours: ConfigDict) -> dict[str, list]:
-  """What a run has otherwise than the paper's: {"model.width": [512, 128]}.
+def changes(name: str, scale: str) -> dict[str, list]:
+  """What a configuration has otherwise than the paper: {"model.width": [512, 128]}.
 
   What changes no number is left out: places, the seed, samples.
   """
-  there, here = config_lib.flatten(paper), config_lib.flatten(ours)
-  return {
+  there, here = map(config_lib.flatten, (load(name), configure(name, scale)))
+  found = {
     key: [there[key], here[key]]
     for key in there
     if there[key] != here[key] and not key.startswith(_FREE)
   }
+  return json.loads(json.dumps(found))
 
 
-def find_text(folder: str | Path, name: str, language: str = "") -> Path:
-  """The text of a corpus in a folder of texts.
+def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]:
+  """The name of an experiment's text, and its path in a folder of texts.
 
-  It is NAME or, of a corpus that has several languages, NAME_LANGUAGE: a folder with
-  {train,valid,test}.txt, or a file with the ending .txt. A stand-in for it, as part of the
-  text, has a name that goes on after that: text8_prefix.txt, wiki40b_fi_books.txt.
+  It is NAME or, of a corpus with several languages, NAME_LANGUAGE: a folder with
+  {train,valid,test}.txt, or a file with the ending .txt. The name of a stand-in, or of a
+  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. Without a
+  folder the text is downloaded, and there is no path.
 
   Raises:
-    ValueError: there is none, or there is more than one.
+    ValueError: the folder has none, or more than one.
   """
-  wanted = stem(name, language)
-  known = {
-    stem(other, tongue)
-    for other, entry in catalog.ENTRIES.items()
-    for tongue in entry.languages or ("",)
-  } - {wanted}
-
-  def is_it(path: Path) -> bool:
-    found = path.name.removesuffix(".txt")
+  wanted = _stem(config.data.name, config.data.language)
+  if not folder or config.data.name == catalog.ONE_MORE:
+    return wanted, None
+  known = {_stem(name, x) for name, e in catalog.ENTRIES.items() for x in e.languages or ("",)}
+  found = {}
+  for path in sorted(Path(folder).glob("*")):
+    stem = path.name.removesuffix(".txt")
     is_text = path.is_dir() or path.suffix == ".txt"
-    return is_text and found not in known and f"{found}_".startswith(f"{wanted}_")
-
-  paths = sorted(filter(is_it, Path(folder).glob("*")))
-  exact = [path for path in paths if path.name.removesuffix(".txt") == wanted]
-  if len(exact or paths) != 1:
-    got = ", ".join(path.name for path in exact or paths) or "none"
+    if is_text and f"{stem}_".startswith(f"{wanted}_") and stem not in known - {wanted}:
+      found[path] = stem
+  exact = {path: stem for path, stem in found.items() if stem == wanted}
+  if len(exact or found) != 1:
+    got = ", ".join(path.name for path in exact or found) or "none"
     raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got {got}")
-  return (exact or paths)[0]
+  ((path, stem),) = (exact or found).items()
+  return stem, path
 
 
-def stem(name: str, language: str = "") -> str:
-  """The name of a corpus with its language, where it has several."""
-  has_several = name in catalog.ENTRIES and bool(catalog.ENTRIES[name].languages)
+def _stem(name: str, language: str) -> str:
+  has_several = name in catalog.ENTRIES and catalog.ENTRIES[name].languages
   return f"{name}_{language}" if has_several else name

@@ -1,18 +1,15 @@
 """The command as it is started, in processes of its own."""
 
-import json
 import subprocess
 import sys
 
-import pytest
-
-from reproduce import papers
+from reproduce import papers, report
 from tests import helpers
 
 
-def started(*arguments, cwd=helpers.ROOT):
+def started(*arguments, cwd=helpers.ROOT, program=("-m", "reproduce")):
   return subprocess.run(
-    [sys.executable, "-m", "reproduce", *map(str, arguments)],
+    [sys.executable, *program, *map(str, arguments)],
     cwd=cwd,
     env=helpers.environment(),
     capture_output=True,
@@ -20,14 +17,6 @@ def started(*arguments, cwd=helpers.ROOT):
     timeout=600,
     check=False,
   )
-
-
-def test_a_table_that_is_counted_is_written_and_printed(tmp_path):
-  done = started("extractors-table7", "--scale=tiny", f"--out={tmp_path}")
-  assert done.returncode == 0, done.stderr
-  assert "139,476,992" in done.stdout and "agrees" in done.stdout
-  content = json.loads((tmp_path / "extractors-table7_reduced_tiny.json").read_text())
-  assert all(row["agrees"] for row in content["rows"])
 
 
 def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
@@ -46,25 +35,17 @@ def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
   assert len(list((tmp_path / "out").glob("*_reduced_cpu.json"))) == 2
 
 
-@pytest.mark.parametrize(
-  "arguments, message",
-  [
-    ((), "TABLE: expected a name, all or report as the first word, got none"),
-    (("extractors-tabel7",), "the nearest is extractors-table7"),
-    (("all", "--scale=large"), "scale: expected one of tiny, cpu, paper, got large"),
-    (("all", "--scal=tiny"), "Unknown command line flag 'scal'"),
-  ],
-)
-def test_wrong_input_ends_with_a_message(tmp_path, arguments, message):
-  done = started(*arguments, *[f"--out={tmp_path}"] * bool(arguments))
-  assert done.returncode == 1 and message in done.stderr
+def test_wrong_input_ends_with_a_message(tmp_path):
+  # tests/test_hostile.py has those that need no process of their own.
+  done = started("all", "--scal=tiny", f"--out={tmp_path}")
+  assert done.returncode == 1 and "Unknown command line flag 'scal'" in done.stderr
   assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_the_page_is_made_of_the_reports(tmp_path):
   (tmp_path / "docs").mkdir()
   out = tmp_path / "results/reproduce"
-  started("extractors-table7", "--scale=paper", f"--out={out}")
+  report.write(report.counts(papers.TABLES["extractors-table7"], "paper"), out)
   done = started("report", cwd=tmp_path)
   assert done.returncode == 0, done.stderr
   page = (tmp_path / "docs/reproduce.md").read_text()
@@ -79,23 +60,16 @@ def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
   code = (
     "import runpy\n"
     "from dpjax.errors import Interrupted\n"
-    "from reproduce import experiment, work\n"
+    "from reproduce import work\n"
     "def run(self):\n"
-    "  raise experiment.Stopped({}, Interrupted(3, 7, 15))\n"
+    "  raise Interrupted(3, 7, 15)\n"
     "work.Work.run = run\n"
     "runpy.run_module('reproduce', run_name='__main__', alter_sys=True)\n"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code, "extractors-table7", "--scale=tiny", f"--out={tmp_path}"],
-    cwd=helpers.ROOT,
-    env=helpers.environment(),
-    capture_output=True,
-    text=True,
-    timeout=600,
-    check=False,
-  )
+  done = started("extractors-table7", "--scale=tiny", f"--out={tmp_path}", program=("-c", code))
   assert done.returncode == 143, done.stderr
-  assert "The reports are in" in done.stdout and done.stdout.endswith(
+  assert "139,476,992" in done.stdout and "The reports are in" in done.stdout
+  assert done.stdout.endswith(
     "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
   )
   assert len([*tmp_path.iterdir()]) == 2

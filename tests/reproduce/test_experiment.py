@@ -25,10 +25,16 @@ def promotion():
     yield
 
 
+def do(runs, seed=3, row=ROW, scale="tiny", **settings):
+  record, signalled = experiment.do(row, seed, scale, str(runs), **settings)
+  assert signalled is None
+  return record
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   runs = tmp_path_factory.mktemp("runs")
-  return runs, experiment.do(ROW, 3, "tiny", runs=runs)
+  return runs, do(runs)
 
 
 def after(count):
@@ -46,7 +52,7 @@ def same(record):
 def test_the_record_of_a_run_that_is_done(finished):
   runs, record = finished
   json.dumps(record, allow_nan=False)
-  folder = experiment.folder(runs, "tiny", ROW.config, 3, "python_manual")
+  _, folder, _ = experiment.configure(ROW, 3, "tiny", runs)
   run = dpjax.load(folder)
   assert (record["status"], record["reason"], record["seed"]) == ("done", "", 3)
   assert (record["step"], record["num_steps"], record["best_step"]) == (4, 4, run.step)
@@ -68,7 +74,7 @@ def test_the_record_of_a_run_that_is_done(finished):
 
 def test_stopped_by_the_time_and_taken_up(finished, tmp_path):
   _, whole = finished
-  record = experiment.do(ROW, 3, "tiny", runs=tmp_path, should_stop=after(3))
+  record = do(tmp_path, should_stop=after(3))
   assert (record["status"], record["step"], record["num_steps"]) == ("partial", 3, 4)
   assert record["reason"] == "Stopped at step 3 of 4, which is saved."
   # Validation is scored where it stopped, too; the test split is not touched.
@@ -76,7 +82,7 @@ def test_stopped_by_the_time_and_taken_up(finished, tmp_path):
   assert (first, second["step"]) == (whole["validation"][0], 3)
   assert first["nats_per_token"] != second["nats_per_token"]
   assert record["scores"] == {} and record["parameters"] == whole["parameters"]
-  again = experiment.do(ROW, 3, "tiny", runs=tmp_path)
+  again = do(tmp_path)
   assert same(again) == same(whole)
   assert (whole["resumed"], record["resumed"], again["resumed"]) == (False, False, True)
 
@@ -91,21 +97,19 @@ def test_a_signal_ends_it_and_its_record_is_told(tmp_path, monkeypatch):
 
   monkeypatch.setattr(batches.RandomWindows, "batch", batch)
   # The time is over once the run has saved: what ended it is the signal all the same.
-  with pytest.raises(experiment.Stopped, match="Stopped at step 2 of 4") as stopped:
-    experiment.do(ROW, 3, "tiny", runs=tmp_path, should_stop=after(2))
-  assert stopped.value.signal == signal.SIGTERM
-  assert (stopped.value.record["status"], stopped.value.record["step"]) == ("partial", 2)
+  record, signalled = experiment.do(ROW, 3, "tiny", str(tmp_path), should_stop=after(2))
+  assert signalled is not None and signalled.signal == signal.SIGTERM
+  assert (record["status"], record["step"]) == ("partial", 2)
 
 
 def test_what_cannot_be_is_left_out(tmp_path):
   (tmp_path / "texts").mkdir()
-  settings = dict(runs=tmp_path / "runs", data=tmp_path / "texts")
-  record = experiment.do(ROW, 0, "cpu", **settings)
+  record = do(tmp_path / "runs", scale="cpu", data=str(tmp_path / "texts"))
   assert record["status"] == "left_out"
   assert record["reason"].startswith("data: expected a folder childrens_books or child")
   assert not (tmp_path / "runs").exists()
   row = next(row for row in papers.TABLES["dispatcher-table1"].rows if row.after)
-  record = experiment.do(row, 0, "tiny", runs=tmp_path, initial_run=tmp_path / "nowhere")
+  record = do(tmp_path, row=row, initial_run=tmp_path / "nowhere")
   assert record["reason"] == (
     f"train.initial_run: expected the folder of a run, got {tmp_path / 'nowhere'}"
   )
@@ -120,7 +124,7 @@ def test_what_diverges_says_so(tmp_path, monkeypatch):
     return config
 
   monkeypatch.setattr(scales, "configure", configure)
-  record = experiment.do(ROW, 0, "tiny", runs=tmp_path)
+  record = do(tmp_path, seed=0)
   assert record["status"] == "diverged" and "expected a finite" in record["reason"]
   assert record["changes"]["train.learning_rate"] == [1e-3, 1e30]
   # Adam's first update has the size of the rate: one loss was finite.
@@ -132,7 +136,7 @@ def test_an_error_that_nobody_expected_is_told_and_left_out(tmp_path, monkeypatc
     raise NotImplementedError("of this kind")
 
   monkeypatch.setattr(experiment.run_lib, "train", train)
-  record = experiment.do(ROW, 0, "tiny", runs=tmp_path)
+  record = do(tmp_path, seed=0)
   assert record["status"] == "left_out"
   assert record["reason"] == "NotImplementedError: of this kind"
   assert "Traceback" in capsys.readouterr().err
@@ -142,10 +146,13 @@ def test_texts_and_vocabularies_of_a_folder(tmp_path):
   (tmp_path / "penn_treebank").mkdir()
   (tmp_path / "wiki40b_fi_books.txt").write_text("kirja\n")
   rows = {row.name: row for table in papers.TABLES.values() for row in table.rows}
+  folders, texts = set(), []
 
-  def configured(name, scale="paper", data=tmp_path):
-    config = experiment.configure(rows[name], 5, scale, runs="runs", data=data)
+  def configured(name, scale="paper", data=str(tmp_path)):
+    config, folder, text = experiment.configure(rows[name], 5, scale, "runs", data)
     config_lib.check(config)
+    folders.add(folder)
+    texts.append(text)
     return config
 
   config = configured("ptb/msa")
@@ -159,25 +166,14 @@ def test_texts_and_vocabularies_of_a_folder(tmp_path):
   config = configured("ptb/msa", data="")
   assert (config.data.path, config.data.data_dir) == ("", "data")
   assert configured("ptb/msa", "tiny").data.path == ""
-
-
-def test_tables_that_share_an_experiment_share_its_folder():
-  configs = {row.config for table in papers.TABLES.values() for row in table.rows}
-  folders = {experiment.folder("runs", "cpu", config, 1) for config in configs}
-  assert len(folders) == len(configs)
-  one = experiment.folder("a", "cpu", "configs/msa_ptb.py", 2)
-  assert one.parts[:2] == ("a", "cpu") and one.name == "seed_2"
-  assert one.parent.name.startswith("msa_ptb_")
+  assert texts == ["penn_treebank", "wiki40b_fi_books", "penn_treebank", "python_manual"]
   # What is made otherwise, or of another text, lies elsewhere.
-  others = {
-    experiment.folder("a", "paper", "configs/msa_ptb.py", 2).parent.name,
-    experiment.folder("a", "cpu", "configs/msa_ptb.py", 2, "ptb").parent.name,
-  }
-  assert len(others | {one.parent.name}) == 3
+  assert configured("wiki40b_fi/none", "cpu", "").data.path == ""
+  assert len(folders) == 4
 
 
 def test_the_committed_records_are_of_what_would_be_run_now():
-  known = functools.cache(experiment.changes)
+  known = functools.cache(scales.changes)
   contents = report.read(helpers.ROOT / "results/reproduce", "cpu")
   records = [
     record for content in contents for row in content.get("rows", ()) for record in row["runs"]
@@ -185,14 +181,3 @@ def test_the_committed_records_are_of_what_would_be_run_now():
   assert len(records) > 100
   for record in records:
     assert record["changes"] == known(record["config"], "cpu"), record["row"]
-
-
-def test_what_a_text_is_called(tmp_path):
-  (tmp_path / "text8_prefix.txt").write_text("a text\n")
-  name = "configs/pooling_text8.py:none"
-  assert experiment.text(name, "paper", "") == "text8"
-  assert experiment.text(name, "paper", tmp_path) == "text8_prefix"
-  assert experiment.text(name, "tiny", tmp_path) == "python_manual"
-  assert experiment.text("configs/pooling_wiki40b.py:fi,none", "cpu", "") == "wiki40b_fi"
-  with pytest.raises(ValueError, match="data: expected a folder penn_treebank"):
-    experiment.text("configs/msa_ptb.py", "cpu", tmp_path)

@@ -1,15 +1,14 @@
 """Every number of the papers' tables, and a configuration for each."""
 
-import dataclasses
 import importlib
 import inspect
 import re
 
 import pytest
 
-from dpjax import complexity
 from dpjax import config as config_lib
 from reproduce import papers
+from tests.reproduce import tiny
 
 ROWS = {(table.name, row.name): row for table in papers.TABLES.values() for row in table.rows}
 
@@ -27,11 +26,12 @@ def test_every_row_has_a_configuration_that_is_valid(name):
   table = papers.TABLES[name]
   assert (table.kind == "runs") == bool(table.rows)
   names = [row.name for row in table.rows]
-  assert len({*names}) == len(names)
+  assert len({*names}) == len(names) == (tiny.NUM_ROWS[name] if table.kind == "runs" else 0)
   for config in {row.config: row for row in table.rows}.values():
     config_lib.check(load(config)[1])
   for row in table.rows:
     assert set(row.paper) <= set(table.scores)
+    assert row.place or name not in ("extractors-fig10", "extractors-fig11", "pooling-fig4")
     assert not row.after or row.after in names
 
 
@@ -48,35 +48,6 @@ def test_the_numbers_of_a_row_stand_in_its_configuration_too():
   assert checked == 12 + 48 + 6
 
 
-@pytest.mark.parametrize(
-  "table, count, groups",
-  [
-    ("dispatcher-table1", 13, 5),
-    ("pooling-table1", 48, 6),
-    ("pooling-table2", 6, 1),
-    ("pooling-fig3", 15, 1),
-    ("pooling-fig4", 35, 1),
-    ("extractors-fig7", 8, 1),
-    ("extractors-fig8", 6, 1),
-    ("extractors-fig10", 24, 1),
-    ("extractors-fig11", 24, 1),
-  ],
-)
-def test_no_row_is_missing(table, count, groups):
-  rows = papers.TABLES[table].rows
-  assert len(rows) == count
-  assert len({row.group for row in rows}) == groups
-
-
-def test_what_is_tested_has_all_baselines_in_its_group():
-  tested = [table for table in papers.TABLES.values() if table.baselines]
-  assert [table.name for table in tested] == ["pooling-table1"]
-  (table,) = tested
-  groups = {row.group for row in table.rows if row.paper}
-  for baseline in table.baselines:
-    assert groups == {row.group for row in table.rows if row.name.rpartition("/")[2] == baseline}
-
-
 def test_stars_are_where_the_paper_beats_its_baselines():
   for row in papers.TABLES["pooling-table1"].rows:
     rivals = [
@@ -86,20 +57,6 @@ def test_stars_are_where_the_paper_beats_its_baselines():
     ]
     if row.is_starred:
       assert row.paper[papers.BITS] < min(rivals)
-
-
-def test_rows_of_a_figure_have_places():
-  for name in ("extractors-fig10", "extractors-fig11", "pooling-fig4"):
-    table = papers.TABLES[name]
-    assert table.axis and all(row.place for row in table.rows)
-    of_a_label = [row.place for row in table.rows if row.label == table.rows[0].label]
-    assert of_a_label == sorted({*of_a_label})
-
-
-def test_table_7_is_what_we_count():
-  counted = complexity.table(length=128, width=128, num_heads=32)
-  for name, paper in papers.TABLE_7.items():
-    assert dataclasses.astuple(counted[name]) == paper, name
 
 
 def test_names_of_tables():

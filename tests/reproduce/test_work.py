@@ -7,13 +7,12 @@ import types
 import pytest
 
 from dpjax.errors import Interrupted, UserError
-from reproduce import experiment, pages, papers, work
+from reproduce import experiment, figures, papers, scales, work
 
 TABLE = papers.Table(
   "pooling-table2",
   "A table",
-  "A paper",
-  (papers.BITS,),
+  scores=(papers.BITS,),
   rows=(
     papers.Row("second", "after", "configs/dispatcher_finetuned.py:ptb", after="first"),
     papers.Row("alone", "alone", "configs/msa_ptb.py", paper={papers.BITS: 1.5}),
@@ -28,7 +27,6 @@ OTHER = dataclasses.replace(
     papers.Row("more", "more", "configs/dispatcher_ptb.py"),
   ),
 )
-ABOUT = {"command": "a command", "date": "2020-02-02", "machine": {}, "versions": {}}
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def done(monkeypatch, clock):
   """What was asked of `experiment.do`, which takes a minute, or as long as may be."""
   calls, results = [], {}
 
-  def do(row, seed, scale, *, runs, data, initial_run, should_stop):
+  def do(row, seed, scale, runs, data, initial_run, should_stop):
     is_known = any(call[:2] == (row.name, seed) for call in calls)
     calls.append((row.name, seed, str(initial_run)))
     result = dict(results.get(row.name, {"status": "done"}))
@@ -54,40 +52,32 @@ def done(monkeypatch, clock):
       clock.seconds += 1
     if seconds:
       result = {"status": "partial", "reason": "Stopped"}
-    record = {
-      "row": row.name,
-      "config": row.config,
-      "seed": seed,
-      "reason": "",
-      "step": 5,
-      "num_steps": 7,
-      "minutes": 1.25,
-      "scores": {},
-      "validation": [],
-      "changes": experiment.changes(row.config, scale),
-      "resumed": is_known,
-      "text": experiment.text(row.config, scale, data),
-      **ABOUT,
-      **result,
-    }
+    signalled = Interrupted(3, 7, 15) if result.pop("signal", False) else None
+    *_, text = experiment.configure(row, seed, scale, runs, data)
+    reached = {"status": "", "step": 5, "num_steps": 7, "minutes": 1.25, "validation": []}
+    reached |= {"resumed": is_known, "text": text}
+    record = experiment.left_out(row, seed, scale, "") | reached | result
     if record["status"] == "done":
       record["scores"] = {papers.BITS: 1.25 + seed}
-    if record.pop("signal", False):
-      raise experiment.Stopped(record, Interrupted(3, 7))
-    return record
+    return record, signalled
 
   monkeypatch.setattr(work.experiment, "do", do)
+  monkeypatch.setattr(figures, "draw", lambda content: None)  # Takes most of the time.
   return types.SimpleNamespace(calls=calls, results=results)
 
 
-def settings(folder, **changes):
-  return work.Settings("tiny", runs=str(folder / "runs"), out=str(folder / "out"), **changes)
+def make(tables, folder, **changes):
+  return work.Work(tables, "tiny", runs=str(folder / "runs"), out=str(folder / "out"), **changes)
 
 
 def run(tables, folder, **changes):
-  job = work.Work(tables, settings(folder, **changes))
+  job = make(tables, folder, **changes)
   job.run()
   return job
+
+
+def workdir(tmp_path, row, seed):
+  return experiment.configure(row, seed, "tiny", str(tmp_path / "runs"))[1]
 
 
 def names(done):
@@ -103,10 +93,7 @@ def test_every_run_once_and_those_that_others_begin_with_before_them(done, tmp_p
   run([TABLE, OTHER], tmp_path, seeds=2)
   first = ["alone", "first", "second", "more"]
   assert names(done) == [(name, seed) for seed in (0, 1) for name in first]
-  folder = experiment.folder(
-    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 1, "python_manual"
-  )
-  assert done.calls[-2] == ("second", 1, str(folder))
+  assert done.calls[-2] == ("second", 1, str(workdir(tmp_path, TABLE.rows[2], 1)))
   assert done.calls[0][2] == ""
   # Tables share a run, and each has it in its report.
   assert len(kept(tmp_path)["alone"]) == len(kept(tmp_path, OTHER)["again"]) == 2
@@ -150,7 +137,7 @@ def test_of_two_reports_of_a_run_the_later_one_counts(done, tmp_path):
   run([OTHER], tmp_path)
   assert len(done.calls) == 5
   assert kept(tmp_path, OTHER)["again"][0]["status"] == "partial"
-  work.Work([OTHER], settings(tmp_path)).write()
+  make([OTHER], tmp_path).write()
   assert kept(tmp_path, OTHER)["again"][0]["status"] == "done"
 
 
@@ -191,29 +178,23 @@ def test_what_was_reached_is_not_lost(done, tmp_path, reached, later, kept_step)
   assert first == (kept_step == reached["step"])
 
 
-def test_minutes_add_up_where_a_run_went_on(done, tmp_path):
-  found = []
-  for resumed in (False, True, False):
-    done.results["alone"] = {"status": "partial", "reason": "Stopped", "resumed": resumed}
-    run([TABLE], tmp_path)
-    found.append(kept(tmp_path)["alone"][0]["minutes"])
-  # The third one found no checkpoint: it began anew, and came as far.
-  assert found == [1.25, 2.5, 1.25]
-
-
-def test_a_run_on_another_text_does_not_count(done, tmp_path, monkeypatch):
+def test_a_run_on_another_text_or_of_other_settings_does_not_count(done, tmp_path, monkeypatch):
   run([TABLE], tmp_path)
-  monkeypatch.setattr(experiment, "text", lambda config, scale, data: "the whole text")
+  monkeypatch.setattr(scales, "find_text", lambda config, folder: ("the whole text", None))
   run([TABLE], tmp_path)
   assert len(done.calls) == 6
 
   # Where the text is missing, there is nothing better to be had.
-  def missing(config, scale, data):
+  def missing(config, folder):
     raise UserError("data: expected a folder")
 
-  monkeypatch.setattr(experiment, "text", missing)
-  run([TABLE], tmp_path)
+  with monkeypatch.context() as patch:
+    patch.setattr(scales, "find_text", missing)
+    run([TABLE], tmp_path)
   assert len(done.calls) == 6
+  monkeypatch.setattr(scales, "changes", lambda config, scale: {"seed": [0, 3]})
+  run([TABLE], tmp_path)
+  assert len(done.calls) == 9
 
 
 def test_parameters_that_are_gone_and_wanted_are_made_again(done, tmp_path):
@@ -221,10 +202,7 @@ def test_parameters_that_are_gone_and_wanted_are_made_again(done, tmp_path):
   run([TABLE], tmp_path)
   run([TABLE], tmp_path)
   assert names(done)[3:] == [("first", 0), ("second", 0)]
-  folder = experiment.folder(
-    tmp_path / "runs", "tiny", "configs/dispatcher_openwebtext.py", 0, "python_manual"
-  )
-  (folder / "checkpoints").mkdir(parents=True)
+  (workdir(tmp_path, TABLE.rows[2], 0) / "checkpoints").mkdir(parents=True)
   run([TABLE], tmp_path)
   assert names(done)[5:] == [("second", 0)]
 
@@ -237,25 +215,6 @@ def test_who_has_had_a_turn_comes_after_those_that_have_had_none(done, tmp_path)
   assert names(done)[1:] == [("first", 0), ("second", 0), ("alone", 0)]
 
 
-def test_reports_that_share_a_run_are_brought_up_to_date(done, tmp_path):
-  shared = dataclasses.replace(
-    papers.TABLES["dispatcher-table1"], rows=papers.TABLES["dispatcher-table1"].rows[:1]
-  )
-  done.results["ptb/msa"] = {"status": "partial", "reason": "Stopped", "step": 2}
-  run([shared], tmp_path)
-  run([TABLE], tmp_path)
-  (record,) = kept(tmp_path, shared)["ptb/msa"]
-  assert record["status"] == "done"
-
-
-def test_a_run_of_other_settings_does_not_count(done, tmp_path, monkeypatch):
-  run([TABLE], tmp_path)
-  done.calls.clear()
-  monkeypatch.setattr(experiment, "changes", lambda config, scale: {"seed": [0, 3]})
-  run([TABLE], tmp_path)
-  assert len(done.calls) == 3
-
-
 def test_the_time_limits(done, tmp_path, capsys):
   done.results["alone"] = {"seconds": 500}
   done.results["first"] = {"seconds": 40, "status": "done"}
@@ -264,47 +223,40 @@ def test_the_time_limits(done, tmp_path, capsys):
   assert names(done) == [("alone", 0), ("first", 0), ("second", 0)]
   assert [runs[0]["status"] for runs in kept(tmp_path).values()] == ["partial", "partial", "done"]
   printed = capsys.readouterr().out
-  assert "[2 of 4] first, seed 0, about 1 minutes left" in printed
+  assert "[2 of 4] first, seed 0\n" in printed
   assert "The time is over; 1 of 4 were not begun." in printed
 
 
 def test_a_signal_ends_it_and_what_there_is_is_kept(done, tmp_path):
   done.results["first"] = {"status": "partial", "reason": "Stopped", "signal": True}
-  with pytest.raises(experiment.Stopped):
+  with pytest.raises(Interrupted):
     run([TABLE], tmp_path)
   assert [len(runs) for runs in kept(tmp_path).values()] == [0, 1, 1]
   assert kept(tmp_path)["first"][0]["status"] == "partial"
 
 
 def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys):
-  table = papers.TABLES["dispatcher-fig2"]
-  asked = []
+  table, asked = papers.TABLES["dispatcher-fig2"], []
 
-  def measure(name, scale, known, *, put, should_stop):
-    asked.append((name, scale, [point["place"] for point in known]))
-    put({"model": "Dispatcher", "dtype": "float32", "place": 8, "seconds": 0.5, "left_out": ""})
-    put(
-      {
-        "model": "Dispatcher",
-        "dtype": "float32",
-        "place": 16,
-        "seconds": None,
-        "left_out": "no room",
-      }
-    )
+  def measure(name, scale, known, *, put, seconds):
+    asked.append((name, scale, known))
+    some = {"model": "Dispatcher", "baseline": None, "dtype": "float32", "settings": {}}
+    some |= dict.fromkeys(("seconds", "temporary_mib", "ratio", "memory_ratio"))
+    put(some | {"place": 8, "seconds": 0.5, "temporary_mib": 3.0, "left_out": ""})
+    put(some | {"place": 16, "left_out": "no room"})
     raise RuntimeError("broken")
 
   monkeypatch.setattr(work.step_times, "measure", measure)
-  machine = {"device": "one"}
-  monkeypatch.setattr(work.experiment, "about", lambda: ABOUT | {"machine": machine})
+  machine = dict(device="one", devices=1, processor="Abacus", cores=2)
+  about = experiment.about()
+  monkeypatch.setattr(work.experiment, "about", lambda: about | {"machine": machine})
   for _ in range(2):
-    job = run([table], tmp_path)
-  machine = {"device": "two"}
+    run([table], tmp_path)
+  machine = machine | {"device": "two"}
   job = run([table], tmp_path)
-  # What found no room is tried again, and so is all on another machine.
-  assert [known for _, _, known in asked] == [[], [8], []]
-  path = tmp_path / "out/dispatcher-fig2_reduced_tiny.json"
-  content = json.loads(path.read_text())
+  # On another machine all is measured again.
+  assert [known for *_, known in asked] == [set(), {8, 16}, set()]
+  content = json.loads((tmp_path / "out/dispatcher-fig2_reduced_tiny.json").read_text())
   assert [point["place"] for point in content["points"]] == [8, 16]
   assert {point["machine"]["device"] for point in content["points"]} == {"two"}
   assert content["planned"] == 8
@@ -314,21 +266,10 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
     "dispatcher-fig2: RuntimeError: broken",
     "dispatcher-fig2, Dispatcher at 16: no room",
   ]
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(scale="huge"), "scale: expected one of tiny, cpu, paper, got huge"),
-    (dict(seeds=0), "seeds: expected at least 1, got 0"),
-    (dict(minutes=-1.0), "minutes: expected at least 0, got -1"),
-    (dict(minutes_each=float("nan")), "minutes_each: expected at least 0, got nan"),
-    (dict(data="nowhere"), "data: expected a folder of texts, got nowhere"),
-  ],
-)
-def test_settings_that_cannot_be_followed(tmp_path, changes, message):
-  with pytest.raises(ValueError, match=message):
-    work.Work([TABLE], dataclasses.replace(settings(tmp_path), **changes))
+  # What has all of its points is not measured again.
+  monkeypatch.setattr(work.step_times, "planned", lambda name, scale: 2)
+  run([table], tmp_path)
+  assert len(asked) == 3
 
 
 def test_a_damaged_report_is_named(tmp_path):
@@ -336,13 +277,5 @@ def test_a_damaged_report_is_named(tmp_path):
   path = tmp_path / "out/pooling-table2_reduced_tiny.json"
   path.write_text("{")
   with pytest.raises(ValueError, match=str(path)):
-    work.Work([TABLE], settings(tmp_path))
+    make([TABLE], tmp_path)
   assert path.read_text() == "{"
-
-
-def test_a_report_has_what_the_run_was_missing(done, tmp_path):
-  done.results["alone"] = {"status": "left_out", "reason": "no text"}
-  job = run([TABLE], tmp_path)
-  (content,) = job.write()
-  assert content["rows"][1]["runs"][0]["reason"] == "no text"
-  assert "no text" in pages.markdown(content)
