@@ -29,25 +29,25 @@ from reproduce import papers
 PAGE = Path("docs/reproduce.md")
 
 flags.adopt_module_key_flags(command_line)
-_FLAGS = flags.FLAGS
-flags.DEFINE_string(
-  "scale", "paper", "paper; or cpu, small models; or tiny, seconds on Python's manual"
+_FLAGS = (
+  flags.DEFINE_string(
+    "scale", "paper", "paper; or cpu, small models; or tiny, seconds on Python's manual"
+  ),
+  flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ..."),
+  flags.DEFINE_string(
+    "data",
+    "",
+    "a folder of texts, each a folder or .txt file by its corpus's name (with "
+    "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
+    "in its folder vocabularies; empty: what is missing is downloaded into data/",
+  ),
+  flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made"),
+  flags.DEFINE_string("out", "results/reproduce", "where the reports are written"),
+  flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit"),
+  flags.DEFINE_float(
+    "minutes_each", 0.0, "nor one of a run that took so many in this call; 0: no limit"
+  ),
 )
-flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ...")
-flags.DEFINE_string(
-  "data",
-  "",
-  "a folder of texts, each a folder or .txt file by its corpus's name (with "
-  "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
-  "in its folder vocabularies; empty: what is missing is downloaded into data/",
-)
-flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
-flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
-flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit")
-flags.DEFINE_float(
-  "minutes_each", 0.0, "nor one of a run that took so many in this call; 0: no limit"
-)
-_NAMES = ("scale", "seeds", "data", "runs", "out", "minutes", "minutes_each")
 
 
 def main(names: str) -> None:
@@ -57,7 +57,7 @@ def main(names: str) -> None:
 
   from reproduce import pages, report, scales, work
 
-  given: dict[str, Any] = {name: _FLAGS[name].value for name in _NAMES}
+  given: dict[str, Any] = {flag.name: flag.value for flag in _FLAGS}
   if names == "report":
     contents = report.read(given["out"])
     if not contents:

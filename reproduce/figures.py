@@ -17,32 +17,30 @@ _FACTOR_AXIS = papers.FACTOR.replace("_", " ")
 
 
 def draw(content: Content) -> "Figure | None":
-  """Draws what there is of a table.
+  """Draws what there is of a table; None where there is nothing.
 
-    step times        seconds over the tokens; or time and memory over the factor
-    rows with places  the mean of the first score over the place, a line a label; where
-                      the place is the shortening factor, over the one measured
-    numbers printed   the paper's and ours side by side, a row of panels a group
-    else              median training costs over the batches, by `dpjax.plots`
-
-  Args:
-    content: of `reproduce.report.summarise`, or of a file.
-
-  Returns:
-    The figure, or None where there is nothing to draw.
+  step times        seconds over the tokens; or time and memory over the factor
+  rows with places  the mean of the first score over the place, a line a label; where
+                    the place is the shortening factor, over the one measured
+  numbers printed   ours over the paper's, a line a group: it rises where the order is one
+  else              median training costs over the batches, by `dpjax.plots`
   """
   kind, axis, rows = content["kind"], content["axis"], content.get("rows", ())
-  if kind == "counts":
-    return None
+  score = content.get("scores", [""])[0]
+  spaced = score.replace("_", " ")
   if kind == "step_times":
     keys = {"seconds": "seconds of a step"}
     if axis == _FACTOR_AXIS:
       keys = {"ratio": "time over no pooling", "memory_ratio": "memory over no pooling"}
     figure = _lines({name: _points(content, key) for key, name in keys.items()}, axis)
+  elif kind == "counts":
+    figure = None
   elif axis:
-    figure = _lines({content["scores"][0].replace("_", " "): _places(content)}, axis)
+    figure = _lines({spaced: _places(rows, score, axis == _FACTOR_AXIS)}, axis)
   elif any(row["paper"] for row in rows):
-    figure = _beside(rows, content["scores"][0])
+    known = [row for row in rows if score in row["paper"] and score in row["mean"]]
+    pairs = grouped((row["group"], (row["paper"][score], row["mean"][score])) for row in known)
+    figure = _lines({f"{spaced}, ours": pairs}, f"{spaced}, the paper's")
   else:
     figure = _costs(rows)
   if figure is not None:
@@ -68,15 +66,14 @@ def _points(content: Content, key: str) -> Lines:
   return grouped((f"{x['model']}, {x['dtype']}", (x["place"], x[key])) for x in points)
 
 
-def _places(content: Content) -> Lines:
-  score, is_measured = content["scores"][0], content["axis"] == _FACTOR_AXIS
+def _places(rows: Sequence[Content], score: str, is_measured: bool) -> Lines:
   pairs = []
-  for row in content["rows"]:
-    mean, place, label = row["mean"], row["place"], row["label"]
+  for row in (row for row in rows if score in row["mean"]):
+    place, label = row["place"], row["label"]
     if is_measured:
-      place, label = mean.get(papers.FACTOR, place), label.partition(",")[0]
-    if place is not None and score in mean:
-      pairs.append((label, (place, mean[score])))
+      place, label = row["mean"].get(papers.FACTOR, place), label.partition(",")[0]
+    if place is not None:
+      pairs.append((label, (place, row["mean"][score])))
   return grouped(pairs)
 
 
@@ -101,29 +98,6 @@ def _lines(panels: Mapping[str, Lines], xlabel: str) -> "Figure | None":
     if name.startswith("seconds"):
       axes.set_yscale("log")
   all_axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-  return canvas
-
-
-def _beside(rows: Sequence[Content], score: str) -> "Figure | None":
-  """A row of panels a group: the paper's numbers on the left and ours on the right."""
-  groups = grouped((row["group"], row) for row in rows)
-  groups = {name: x for name, x in groups.items() if any(score in row["mean"] for row in x)}
-  if not groups:
-    return None
-  from matplotlib.figure import Figure
-
-  heights = [0.5 + 0.3 * len(rows) for rows in groups.values()]
-  canvas = Figure(figsize=(9, 1.2 + sum(heights)), layout="constrained")
-  panels = canvas.subplots(len(groups), 2, sharey="row", squeeze=False, height_ratios=heights)
-  for (group, rows), pair in zip(groups.items(), panels, strict=True):
-    for axes, key, name in zip(pair, ("paper", "mean"), ("the paper's", "ours"), strict=True):
-      values = [row[key].get(score, np.nan) for row in rows]
-      spread = [(row["deviation"].get(score) or 0) * (key == "mean") for row in rows]
-      axes.errorbar(values, range(len(rows)), xerr=spread, fmt="o")
-      axes.set(title=f"{group}, {name}", xlabel=score.replace("_", " "))
-      axes.grid(True, color="0.85")
-    pair[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
-    pair[0].set_ylim(len(rows) - 0.5, -0.5)
   return canvas
 
 

@@ -42,12 +42,7 @@ def planned(name: str, scale: str) -> int:
 
 
 def measure(
-  name: str,
-  scale: str,
-  known: Collection[int],
-  *,
-  put: Callable[[dict], None],
-  seconds: Callable[[], float],
+  name: str, scale: str, known: Collection[int], *, put: Callable, seconds: Callable[[], float]
 ) -> None:
   """Measures the points of a figure.
 
@@ -81,11 +76,9 @@ def measure(
       return
     try:
       found = training_step.compare_hourglass(sizes | dict(factor=factor), run)["rows"]["quiet"]
+      rows = [row | row["sides"]["jax"] for row in found]
     except training_step.WorkerError as error:
       rows = [dict(name="fixed", dtype=x, left_out=str(error)) for x in dtypes.split(",")]
-      found = []
-    else:
-      rows = [row | row["sides"]["jax"] for row in found]
     none = {row["dtype"]: row for row in rows if row["name"] == "vanilla"}
     for row in rows:
       if row["name"] == "vanilla":
@@ -95,17 +88,15 @@ def measure(
         put(_point(sizes, row, factor, none.get(row["dtype"], {}), ratio))
 
 
-def _point(
-  sizes: Mapping[str, Any],
-  row: Mapping[str, Any],
-  place: int,
-  base: Mapping[str, Any] | None = None,
-  ratio: float | None = None,
-) -> dict[str, Any]:
+def _point(sizes: Mapping[str, Any], row: Mapping[str, Any], place: int, base=None, ratio=None):
   """A row of the benchmark as a point, beside its baseline's row."""
   model, times = sizes["model"], row.get("seconds", ())
   memory, other = row.get("temporary_mib"), (base or {}).get("temporary_mib")
   baseline = "no pooling" if "factors" in sizes else "masked self-attention"
+  settings = {"batch": sizes["batch"], "tokens": model.get("max_length", place)}
+  settings["layers"] = sum(sizes["layers"]) if "layers" in sizes else model["num_layers"]
+  settings |= {key: model[key] for key in ("width", "feed_forward_width", "vocab_size")}
+  settings["dropout"] = sizes.get("dropout", model.get("dropout"))
   return {
     "model": _NAMES.get(row["name"], "fixed segments"),
     "baseline": None if base is None else baseline,
@@ -116,13 +107,6 @@ def _point(
     "ratio": None if base is None else ratio,
     "memory_ratio": memory / other if memory and other else None,
     "left_out": row.get("left_out", ""),
-    "settings": {
-      "batch": sizes["batch"],
-      "tokens": model.get("max_length", place),
-      "layers": sum(sizes["layers"]) if "layers" in sizes else model["num_layers"],
-      **{key: model[key] for key in ("width", "feed_forward_width", "vocab_size")},
-      "dropout": sizes.get("dropout", model.get("dropout")),
-      "repetitions": sizes["repetitions"],
-    },
+    "settings": settings | {"repetitions": sizes["repetitions"]},
     "repetitions": len(times),
   }
