@@ -22,12 +22,12 @@ def draw(content: Content) -> "Figure | None":
   step times        seconds over the tokens; or time and memory over the factor
   rows with places  the mean of the first score over the place, a line a label; where
                     the place is the shortening factor, over the one measured
-  numbers printed   ours over the paper's, a line a group: it rises where the order is one
+  numbers printed   the paper's and ours side by side, a row of panels a group
   else              median training costs over the batches, by `dpjax.plots`
   """
   kind, axis, rows = content["kind"], content["axis"], content.get("rows", ())
   score = content.get("scores", [""])[0]
-  spaced = score.replace("_", " ")
+
   if kind == "step_times":
     keys = {"seconds": "seconds of a step"}
     if axis == _FACTOR_AXIS:
@@ -36,11 +36,9 @@ def draw(content: Content) -> "Figure | None":
   elif kind == "counts":
     figure = None
   elif axis:
-    figure = _lines({spaced: _places(rows, score, axis == _FACTOR_AXIS)}, axis)
+    figure = _lines({score.replace("_", " "): _places(rows, score, axis == _FACTOR_AXIS)}, axis)
   elif any(row["paper"] for row in rows):
-    known = [row for row in rows if score in row["paper"] and score in row["mean"]]
-    pairs = grouped((row["group"], (row["paper"][score], row["mean"][score])) for row in known)
-    figure = _lines({f"{spaced}, ours": pairs}, f"{spaced}, the paper's")
+    figure = _beside(rows, score)
   else:
     figure = _costs(rows)
   if figure is not None:
@@ -98,6 +96,30 @@ def _lines(panels: Mapping[str, Lines], xlabel: str) -> "Figure | None":
     if name.startswith("seconds"):
       axes.set_yscale("log")
   all_axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+  return canvas
+
+
+def _beside(rows: Sequence[Content], score: str) -> "Figure | None":
+  """A row of panels a group: the paper's numbers on the left and ours on the right."""
+  begun = {row["group"] for row in rows if score in row["mean"]}
+  groups = grouped((row["group"], row) for row in rows if row["group"] in begun)
+  if not groups:
+    return None
+  from matplotlib.figure import Figure
+
+  heights = [0.5 + 0.3 * len(rows) for rows in groups.values()]
+  canvas = Figure(figsize=(9, 1.2 + sum(heights)), layout="constrained")
+  panels = canvas.subplots(len(groups), 2, sharey="row", squeeze=False, height_ratios=heights)
+  for (group, rows), pair in zip(groups.items(), panels, strict=True):
+    for axes, key, name in zip(pair, ("paper", "mean"), ("the paper's", "ours"), strict=True):
+      values = [row[key].get(score, np.nan) for row in rows]
+      spread = [(row["deviation"].get(score) or 0) * (key == "mean") for row in rows]
+      style = dict(fmt="o", color=plots.style(key == "mean")["color"])
+      axes.errorbar(values, range(len(rows)), xerr=spread, **style)
+      axes.set(title=f"{group}, {name}", xlabel=score.replace("_", " "))
+      axes.grid(True, color="0.85")
+    pair[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
+    pair[0].set_ylim(len(rows) - 0.5, -0.5)
   return canvas
 
 

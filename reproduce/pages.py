@@ -40,11 +40,7 @@ with the paper's numbers.
 
 
 def file_name(table: str, scale: str) -> str:
-  """Of a table's files, without their endings: a reduced scale says so.
-
-  >>> file_name("pooling-fig3", "cpu"), file_name("pooling-fig3", "paper")
-  ('pooling-fig3_reduced_cpu', 'pooling-fig3')
-  """
+  """Of a table's files, without their endings: a reduced scale says so."""
   return table if scale == "paper" else f"{table}_reduced_{scale}"
 
 
@@ -142,7 +138,11 @@ def _trained(content: Content) -> list[str]:
     columns.append((f"{name}, the paper's", paper))
     columns.append((f"{name}, ours" if is_printed else name, ours))
   tests = [row["test"] for row in rows if row["test"]]
-  columns.append(("difference, p", [_tested(row["test"]) for row in rows]))
+  cells = [
+    x and (f"{_number(first, x['difference'], '+')}", f"{x['p_value']:.3f}", x["verdict"])
+    for x in (row["test"] for row in rows)
+  ]
+  columns.append(("difference, p", [_joined(x or ["-"]) for x in cells]))
   columns.append(("note", [_note(row, first) for row in rows]))
   below = _missing(rows)
   if order := content["order"]:
@@ -216,13 +216,6 @@ def _ours(row: Content, score: str) -> str:
   return cell if deviation is None else f"{cell} ± {_number(score, deviation)} ({row['seeds']})"
 
 
-def _tested(test: Content | None) -> str:
-  if test is None:
-    return "-"
-  difference = _number(test["score"], test["difference"], "+")
-  return _joined([difference, f"{test['p_value']:.3f}", test["verdict"]])
-
-
 def _steps(run: Content) -> str:
   steps = f"{run['step']:,} of {run.get('num_steps', 0):,}" if run["step"] else ""
   return _joined([steps, "" if run["status"] == "done" else _spaced(run["status"])])
@@ -230,13 +223,12 @@ def _steps(run: Content) -> str:
 
 def _note(row: Content, score: str) -> str:
   """The last validation of runs that are not done."""
+  ended = [run.get("validation") for run in row["runs"] if run["status"] != "done"]
   notes = []
-  for run in row["runs"]:
-    if run["status"] != "done" and run.get("validation"):
-      last = run["validation"][-1]
-      name = score if score in last else "nats_per_token"
-      value = f"{_number(name, last[name])} {_spaced(name)}"
-      notes.append(f"step {last['step']:,}; validation {value}")
+  for last in (points[-1] for points in ended if points):
+    name = score if score in last else "nats_per_token"
+    value = f"{_number(name, last[name])} {_spaced(name)}"
+    notes.append(f"step {last['step']:,}; validation {value}")
   return "; ".join(dict.fromkeys(notes)) or "-"
 
 

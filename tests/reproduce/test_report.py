@@ -141,20 +141,6 @@ def test_means_and_tests_are_those_of_significance():
   assert column(text, "difference, p") == ["-", cell, "-", "-", "-"]
 
 
-def test_a_test_is_against_the_baseline_of_the_own_group():
-  ran = [
-    record(row.config, seed, bits=2.0 + i + seed * (1 + 0.25 * i))
-    for i, row in enumerate(SMALL.rows)
-    for seed in (3, 5)
-  ]
-  tests = {row["name"]: row["test"] for row in report.summarise(SMALL, "cpu", ran)["rows"]}
-  assert tests["x/none"] is None is tests["y/none"]
-  bases = {name: test["baseline"] for name, test in tests.items() if test}
-  assert bases == {"x/short": "x/none", "x/long": "x/none", "y/same": "y/none"}
-  assert tests["y/same"]["difference"] == 1 + 0.25 * 4
-  assert tests["x/long"]["difference"] == 2 + 0.5 * 4
-
-
 @pytest.mark.parametrize("status", ["partial", "diverged", "left_out"])
 def test_what_is_not_done_is_in_no_mean(status):
   scores = {"scores": {BITS: 100.0, FACTOR: 100.0}}
@@ -310,32 +296,25 @@ def test_step_times_stand_by_place_and_model():
 
 
 def test_what_is_written_is_read(tmp_path):
-  folder = tmp_path / "new"
   contents = [make(name, seeds=(0, 2)) for name in papers.TABLES]
   contents[0]["rows"][0]["runs"][0]["scores"] = {BITS: math.nan}
-  for content in contents[::-1]:
-    report.write(content, folder)
-  report.write(make("pooling-fig3", "paper"), folder)
-  report.write(make("pooling-fig3", "tiny"), folder)
-  (folder / "notes.json").write_text("{")
-  read = report.read(folder)
+  for content in [*contents, make("pooling-fig3", "paper"), make("pooling-fig3", "tiny")]:
+    report.write(content, tmp_path / "new")
+  read = report.read(tmp_path / "new")
   contents[0]["rows"][0]["runs"][0]["scores"] = {BITS: None}
   assert [x for x in read if x["scale"] == "cpu"] == contents
-  three = [x["scale"] for x in read if x["table"] == "pooling-fig3"]
-  assert three == ["paper", "cpu", "tiny"]
-  assert [x["table"] for x in report.read(folder, "tiny")] == ["pooling-fig3"]
+  assert report.read(tmp_path / "new", "tiny") == [make("pooling-fig3", "tiny")]
   assert report.read(tmp_path / "none") == []
-  files = {path.name for path in folder.iterdir()} - {"notes.json"}
-  names = {pages.file_name(x["table"], x["scale"]) for x in read}
-  images = {name for name in names if "table7" not in name}
-  assert files == {f"{name}{end}" for name in names for end in (".json", ".md")} | {
-    f"{name}.png" for name in images
-  }
+  files = {path.name for path in (tmp_path / "new").iterdir()}
   for content in read:
-    name = pages.file_name(content["table"], content["scale"])
-    text = (folder / f"{name}.md").read_text(encoding="utf-8")
-    assert text.startswith(pages.markdown(content))
-    assert (f"]({name}.png)" in text) == (name in images)
+    name, has_image = (
+      pages.file_name(content["table"], content["scale"]),
+      content["kind"] != "counts",
+    )
+    files -= {f"{name}.json", f"{name}.md", f"{name}.png" if has_image else ""}
+    text = (tmp_path / f"new/{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(pages.markdown(content)) and (f"]({name}.png)" in text) == has_image
+  assert not files
 
 
 @pytest.mark.parametrize("content", ['{"table": ', "[1, 2]", "\ufeff"])
@@ -391,14 +370,18 @@ def test_costs_are_drawn_run_by_run():
   }
 
 
-def test_ours_is_drawn_over_the_papers():
+def test_ours_is_drawn_beside_the_papers():
   content = make("pooling-table1", seeds=(0, 1))
   for row in content["rows"][8:16]:
-    row["mean"] = {}  # A group that has not been run has no line.
-  (lines,) = axes(figures.draw(content))
-  assert len(lines) == 5
+    row["mean"] = {}  # A group that has not been run has no panel.
+  figure = figures.draw(content)
+  assert len(figure.axes) == 2 * 5
   rows = content["rows"][16:24]
-  assert lines["cc-100, English"] == sorted([row["paper"][BITS], row["mean"][BITS]] for row in rows)
+  left, right = figure.axes[2:4]
+  for panel, key in ((left, "paper"), (right, "mean")):
+    drawn = panel.get_lines()[0].get_xydata().tolist()
+    assert drawn == [[row[key][BITS], j] for j, row in enumerate(rows)]
+  assert [x.get_text() for x in left.get_yticklabels()] == [x["label"] for x in rows]
 
 
 def test_step_times_are_drawn():
@@ -436,44 +419,28 @@ def test_the_page_has_an_overview_and_links_that_lead_somewhere():
 
 
 def test_the_headline_has_what_both_have():
-  ran = [
-    record(
-      "configs/msa_ptb.py",
-      scores={"perplexity": 101.5},
-      changes={"model.num_layers": [6, 2], "model.width": [512, 128]},
-    ),
-    record("configs/dispatcher_ptb.py", 0, "partial"),
-    record("configs/msa_lm1b.py", scores={"perplexity": 7.0}),
-  ]
-  table = papers.TABLES["dispatcher-table1"]
+  table, small = papers.TABLES["dispatcher-table1"], {"model.num_layers": [6, 2]}
+  ran = [record("configs/msa_ptb.py", scores={"perplexity": 101.5}, changes=small)]
+  ran += [record("configs/dispatcher_ptb.py", 0, "partial")]
+  ran += [record("configs/msa_lm1b.py", scores={"perplexity": 7.0})]
   cpu, tiny = (report.summarise(table, scale, ran) for scale in ("cpu", "tiny"))
-  lines = pages.headline([tiny, cpu]).splitlines()[2:]
-  assert lines == [
-    "| PTB, perplexity: masked self-attention / plain Dispatcher | 40.58 / 35.40 "
-    "| 101.50 / - | reduced (cpu): 2 layers of width 128, 7 steps |"
-  ]
+  start = "| PTB, perplexity: masked self-attention / plain Dispatcher | 40.58 / 35.40 "
+  line = f"{start}| 101.50 / - | reduced (cpu): 2 layers, 7 steps |"
+  assert pages.headline([tiny, cpu]).splitlines()[2:] == [line]
   assert pages.headline([tiny]) == "" == pages.headline([])
   # The paper's scale comes first, and where it has no result the other stays.
-  ran = [
-    record("configs/dispatcher_ptb.py", seed, scores={"perplexity": 36.0 + seed}, changes={})
-    for seed in (0, 1)
-  ]
+  scores = [{"perplexity": 36.0}, {"perplexity": 37.0}]
+  ran = [record("configs/dispatcher_ptb.py", i, scores=scores[i], changes={}) for i in (0, 1)]
   whole = report.summarise(table, "paper", ran)
-  assert pages.headline([cpu, whole]).splitlines()[2:] == [
-    "| PTB, perplexity: masked self-attention / plain Dispatcher | 40.58 / 35.40 "
-    "| - / 36.50 | the paper's settings: 7 steps, 2 seeds |"
-  ]
+  line = f"{start}| - / 36.50 | the paper's settings: 7 steps, 2 seeds |"
+  assert pages.headline([cpu, whole]).splitlines()[2:] == [line]
   empty = report.summarise(table, "paper", [])
   assert pages.headline([empty, cpu]) == pages.headline([cpu])
-  pooled = record(
-    "configs/pooling_text8.py:fixed2",
-    text="text8_prefix",
-    scores={BITS: 2.25, FACTOR: 2.0},
-    changes={"model.num_layers": [8, 3]},
-  )
+  settings = dict(text="text8_prefix", scores={BITS: 2.25, FACTOR: 2.0}, changes=small)
+  pooled = record("configs/pooling_text8.py:fixed2", **settings)
   content = report.summarise(papers.TABLES["pooling-table1"], "cpu", [pooled])
   assert pages.headline([content, make("extractors-table7")]).splitlines()[2:] == [
-    "| text8, bits per character: fixed, 2 | 1.149 | 2.250 | reduced (cpu): 3 middle "
+    "| text8, bits per character: fixed, 2 | 1.149 | 2.250 | reduced (cpu): 2 middle "
     "layers, text8_prefix, 7 steps |",
     "| operations and parameters of 6 layers, d = l = 128 | 30 numbers | 30 of them agree "
     "| counted |",
