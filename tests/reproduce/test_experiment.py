@@ -142,7 +142,7 @@ def test_an_error_that_nobody_expected_is_told_and_left_out(tmp_path, monkeypatc
   assert "Traceback" in capsys.readouterr().err
 
 
-def test_texts_and_vocabularies_of_a_folder(tmp_path):
+def test_texts_and_vocabularies_of_a_folder(tmp_path, monkeypatch):
   (tmp_path / "penn_treebank").mkdir()
   (tmp_path / "wiki40b_fi_books.txt").write_text("kirja\n")
   rows = {row.name: row for table in papers.TABLES.values() for row in table.rows}
@@ -165,11 +165,15 @@ def test_texts_and_vocabularies_of_a_folder(tmp_path):
   # Without a folder, what is missing is downloaded to where train.py would.
   config = configured("ptb/msa", data="")
   assert (config.data.path, config.data.data_dir) == ("", "data")
-  assert configured("ptb/msa", "tiny").data.path == ""
+  config = configured("ptb/msa", "tiny")
+  assert (config.data.path, config.data.data_dir) == ("", "runs/data")
   assert texts == ["penn_treebank", "wiki40b_fi_books", "penn_treebank", "python_manual"]
   # What is made otherwise, or of another text, lies elsewhere.
   assert configured("wiki40b_fi/none", "cpu", "").data.path == ""
   assert len(folders) == 4
+  monkeypatch.setattr(scales, "changes", lambda name, scale: {"model.width": [512, 9]})
+  configured("ptb/msa")
+  assert len(folders) == 5
 
 
 def test_the_committed_records_are_of_what_would_be_run_now():

@@ -63,7 +63,7 @@ def test_what_a_figure_varies_stays_as_it_is(name, kept, scale):
 
 
 def test_texts_are_found_by_name(tmp_path):
-  for name in ("wikitext2", "wikitext2_raw", "penn_treebank"):
+  for name in ("wikitext2", "wikitext2_raw", "wikitext103_raw", "penn_treebank"):
     (tmp_path / name).mkdir()
   for name in (
     "text8_prefix.txt",
