@@ -1,4 +1,4 @@
-"""The figure of a table, from its content alone; JAX is not loaded."""
+"""The figure of a table, from its content alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

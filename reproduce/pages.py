@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpjax.data import catalog
-from reproduce import figures, papers
+from reproduce import figures, papers, scales
 
 Content = Mapping[str, Any]
 # The rows of `headline`: table, group, ends of the rows' names, score.
@@ -313,14 +312,8 @@ def _origin(records: Sequence[Content]) -> str:
 
 def _is_stand_in(run: Content) -> bool:
   """Whether the text is another than the paper's, or a part that has a name."""
-  if not run.get("text"):
-    return False
-  names = {
-    f"{name}_{language}".rstrip("_")
-    for name, entry in catalog.ENTRIES.items()
-    for language in ("", *entry.languages)
-  }
-  return run["text"] not in names or "data.name" in run["changes"]
+  is_other = run.get("text") not in scales.TEXTS or "data.name" in run["changes"]
+  return bool(run.get("text")) and is_other
 
 
 def _made(scale: str, rows: Sequence[Content]) -> str:

@@ -1,7 +1,7 @@
 """What the runs of a table gave beside the paper's numbers, as files.
 
 `summarise` turns records of runs into the content of a table, and `write` keeps it as JSON,
-Markdown and a figure. Nothing here trains, and JAX is not loaded.
+Markdown and a figure. Nothing here trains.
 """
 
 import dataclasses
@@ -16,9 +16,8 @@ from typing import Any
 
 from dpjax import complexity, plots, significance
 from dpjax.errors import UserError
-from reproduce import figures, pages, papers
+from reproduce import figures, pages, papers, scales
 
-SCALES = ("paper", "cpu", "tiny")
 # Of two records of one seed the later of these counts.
 STATUSES = ("left_out", "partial", "diverged", "done")
 
@@ -121,7 +120,9 @@ def read(folder: str | Path, scale: str | None = None) -> list[dict[str, Any]]:
     ValueError: a file cannot be read.
   """
   contents = []
-  for name, size in itertools.product(papers.TABLES, SCALES if scale is None else (scale,)):
+  for name, size in itertools.product(
+    papers.TABLES, scales.SCALES[::-1] if scale is None else (scale,)
+  ):
     path = Path(folder) / f"{pages.file_name(name, size)}.json"
     if path.exists():
       try:

@@ -131,6 +131,15 @@ def changes(name: str, scale: str) -> dict[str, list]:
   return json.loads(json.dumps(found))
 
 
+def _stem(name: str, language: str) -> str:
+  has_several = name in catalog.ENTRIES and catalog.ENTRIES[name].languages
+  return f"{name}_{language}" if has_several else name
+
+
+# The names of whole texts; a corpus with several languages has its language's at the end.
+TEXTS = {_stem(name, x) for name, e in catalog.ENTRIES.items() for x in e.languages or ("",)}
+
+
 def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]:
   """The name of an experiment's text, and its path in a folder of texts.
 
@@ -145,12 +154,11 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
   wanted = _stem(config.data.name, config.data.language)
   if not folder or config.data.name == catalog.ONE_MORE:
     return wanted, None
-  known = {_stem(name, x) for name, e in catalog.ENTRIES.items() for x in e.languages or ("",)}
   found = {}
   for path in sorted(Path(folder).glob("*")):
     stem = path.name.removesuffix(".txt")
     is_text = path.is_dir() or path.suffix == ".txt"
-    if is_text and f"{stem}_".startswith(f"{wanted}_") and stem not in known - {wanted}:
+    if is_text and f"{stem}_".startswith(f"{wanted}_") and stem not in TEXTS - {wanted}:
       found[path] = stem
   exact = {path: stem for path, stem in found.items() if stem == wanted}
   if len(exact or found) != 1:
@@ -158,8 +166,3 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
     raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got {got}")
   ((path, stem),) = (exact or found).items()
   return stem, path
-
-
-def _stem(name: str, language: str) -> str:
-  has_several = name in catalog.ENTRIES and catalog.ENTRIES[name].languages
-  return f"{name}_{language}" if has_several else name

@@ -62,18 +62,22 @@ def measure(
   )
   if "lengths" in sizes:
     limit = min(seconds(), 1800.0)
-    rows: Any = training_step.Lengths(sizes | dict(most_seconds=limit), run).measure()["rows"]
-    attention = {(x["dtype"], x["length"]): x for x in rows if x["name"] == "attention"}
-    for row in rows:
-      base = attention[row["dtype"], row["length"]]
-      has_base = row["name"] == "dispatcher"
-      put(_point(sizes, row, row["length"], base if has_base else None, row.get("over_attention")))
+    found: Any = training_step.Lengths(sizes | dict(most_seconds=limit), run).measure()["rows"]
+    for dtype in dtypes.split(","):
+      # What is left out at one length has no rows of the longer ones.
+      last: dict[str, Any] = {}
+      for length in sizes["lengths"]:
+        last |= {x["name"]: x for x in found if (x["dtype"], x["length"]) == (dtype, length)}
+        ours, base = last["dispatcher"], last["attention"]
+        put(_point(sizes, ours, length, base, ours.get("over_attention")))
+        put(_point(sizes, base, length))
     return
   for factor in sizes["factors"]:
     if factor in known:
       continue
     if seconds() <= 0:
       return
+    rows: Any
     try:
       found = training_step.compare_hourglass(sizes | dict(factor=factor), run)["rows"]["quiet"]
       rows = [row | row["sides"]["jax"] for row in found]

@@ -178,19 +178,20 @@ class Work:
           self._records[key] = record
 
   def _known(self, table: Table) -> list[dict[str, Any]]:
-    """A figure's points that were measured on this machine."""
-    machine = experiment.about()["machine"]
-    return [x for x in self._points.get(table.name, ()) if x["machine"] == machine]
+    """A figure's points that have numbers of this machine."""
+    machine, points = experiment.about()["machine"], self._points.get(table.name, ())
+    return [x for x in points if x["machine"] == machine and not x["left_out"]]
 
   def _measure(self, table: Table) -> None:
     points = self._points.setdefault(table.name, [])
     known = {point["place"] for point in self._known(table)}
 
     def put(point: dict[str, Any]) -> None:
-      same = ("model", "dtype", "place")
-      points[:] = [x for x in points if any(x[key] != point[key] for key in same)]
-      points.append(point | experiment.about())
-      self.write([table])
+      keys = ("model", "dtype", "place")
+      old = [x for x in points if all(x[key] == point[key] for key in keys)]
+      if not point["left_out"] or all(x["left_out"] for x in old):
+        points[:] = [x for x in points if x not in old] + [point | experiment.about()]
+        self.write([table])
 
     try:
       step_times.measure(table.name, self.scale, known, put=put, seconds=self._seconds_left)

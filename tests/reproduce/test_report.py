@@ -156,7 +156,8 @@ def test_what_is_not_done_is_in_no_mean(status):
   assert content["order"] is None
   text = pages.markdown(content)
   assert "100.0" not in text
-  assert f"`x/none`, seed 1: {status.replace('_', ' ')}, it is {status}." in text
+  said = f"`x/short`; `x/none`, seed 1: {status.replace('_', ' ')}, it is {status}."
+  assert f"- Without a result: {said}\n" in text
   assert status.replace("_", " ") in line(text, "X | short")[3]
 
 

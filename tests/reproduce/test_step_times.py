@@ -30,10 +30,11 @@ def asked(monkeypatch):
   def lengths(self):
     calls.append(self.sizes)
     rows = [row("dispatcher", [1.0, 3.0, 2.0], 6.0, length=x) for x in self.sizes["lengths"]]
-    rows += [row("attention", [4.0, 4.0, 5.0], 8.0, length=x) for x in self.sizes["lengths"][:-1]]
     rows[0]["over_attention"] = 0.5
-    out = dict(name="attention", dtype="float32", length=self.sizes["lengths"][-1])
-    return {"rows": [*rows, out | dict(left_out="no room")]}
+    first, second, *_ = self.sizes["lengths"]
+    rows.append(row("attention", [4.0, 4.0, 5.0], 8.0, length=first))
+    out = dict(name="attention", dtype="float32", length=second, left_out="no room")
+    return {"rows": [*rows, out]}
 
   def hourglass(sizes, run):
     calls.append(sizes)
@@ -51,21 +52,20 @@ def asked(monkeypatch):
 
 
 def test_lengths_become_points(asked):
-  points = measure(FIG2, seconds=lambda: 70.0)
-  assert len(points) == 4 and asked[0]["most_seconds"] == 70.0
-  first, last = points[0], points[-1]
+  points = measure(FIG2, "cpu", seconds=lambda: 70.0)
+  assert asked[0]["most_seconds"] == 70.0
+  assert [x["place"] for x in points] == [512, 512, 1024, 1024, 2048, 2048, 4096, 4096]
+  first, attention, second = points[:3]
   assert (first["model"], first["baseline"]) == ("Dispatcher", "masked self-attention")
-  assert (first["place"], first["seconds"], first["repetitions"]) == (16, 2.0, 3)
+  assert (first["seconds"], first["repetitions"], first["left_out"]) == (2.0, 3, "")
   assert (first["ratio"], first["memory_ratio"]) == (0.5, 0.75)
-  assert first["settings"]["tokens"] == 16
-  # Beside an attention without room there is no ratio.
-  assert points[1]["seconds"] == 2.0 and points[1]["ratio"] is points[1]["memory_ratio"] is None
-  assert (last["model"], last["left_out"], last["seconds"]) == (
-    "masked self-attention",
-    "no room",
-    None,
-  )
-  assert last["baseline"] is None and first["left_out"] == ""
+  assert first["settings"]["tokens"] == 512
+  assert (attention["model"], attention["baseline"]) == ("masked self-attention", None)
+  # Beside an attention without room there is no ratio; nor has it any further on.
+  assert second["seconds"] == 2.0 and second["ratio"] is second["memory_ratio"] is None
+  for point in points[3::2]:
+    assert (point["left_out"], point["seconds"]) == ("no room", None)
+    assert point["settings"]["tokens"] == point["place"]
 
 
 def test_factors_become_points_until_the_time_is_over(asked):

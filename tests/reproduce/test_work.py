@@ -244,6 +244,7 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
     some |= dict.fromkeys(("seconds", "temporary_mib", "ratio", "memory_ratio"))
     put(some | {"place": 8, "seconds": 0.5, "temporary_mib": 3.0, "left_out": ""})
     put(some | {"place": 16, "left_out": "no room"})
+    put(some | {"place": 8, "left_out": "no time"})  # What was reached is not lost.
     raise RuntimeError("broken")
 
   monkeypatch.setattr(work.step_times, "measure", measure)
@@ -254,8 +255,8 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
     run([table], tmp_path)
   machine = machine | {"device": "two"}
   job = run([table], tmp_path)
-  # On another machine all is measured again.
-  assert [known for *_, known in asked] == [set(), {8, 16}, set()]
+  # What found no room is tried again, and so is all on another machine.
+  assert [known for *_, known in asked] == [set(), {8}, set()]
   content = json.loads((tmp_path / "out/dispatcher-fig2_reduced_tiny.json").read_text())
   assert [point["place"] for point in content["points"]] == [8, 16]
   assert {point["machine"]["device"] for point in content["points"]} == {"two"}
@@ -267,7 +268,7 @@ def test_step_times_are_kept_point_by_point(done, tmp_path, monkeypatch, capsys)
     "dispatcher-fig2, Dispatcher at 16: no room",
   ]
   # What has all of its points is not measured again.
-  monkeypatch.setattr(work.step_times, "planned", lambda name, scale: 2)
+  monkeypatch.setattr(work.step_times, "planned", lambda name, scale: 1)
   run([table], tmp_path)
   assert len(asked) == 3
 
