@@ -219,3 +219,16 @@ def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, see
     after(cache, seen)
   assert (seen == tokens.shape[1]).all()
   assert step._cache_size() == len({size for size, _ in schedule})
+
+
+def over_devices(size: int = 8) -> tuple[jax.NamedSharding, jax.NamedSharding]:
+  """The first axis over the devices, and copies on all of them."""
+  mesh = jax.make_mesh((size,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.NamedSharding(mesh, jax.P("batch")), jax.NamedSharding(mesh, jax.P())
+
+
+def collectives(compiled) -> set[str]:
+  """What devices exchange in a compiled function."""
+  names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+  text = compiled.as_text()
+  return {name for name in names if f" {name}" in text}
