@@ -53,6 +53,15 @@ def set_model(model, **settings):
   return model
 
 
+def tiny_model(**changes):
+  """A model's settings: relative attention, and sizes that differ; see `set_model`."""
+  usual = dict(
+    mixer="relative_attention", vocab_size=11, width=6, num_heads=2, feed_forward_width=10
+  )
+  usual |= dict(num_layers=2, max_length=29, positions="none", activation="gelu")
+  return set_model(config_lib.default_model(), **{**usual, **changes})
+
+
 def objective(boundaries: str = "none", **settings) -> losses.Objective:
   """That of a kind of boundaries, by its name and settings."""
   if boundaries == "none":
@@ -123,6 +132,33 @@ def draw_params(model, seed: int, spread: float) -> dict:
     return jnp.asarray(mean + generator.standard_normal(x.shape) * spread, x.dtype)
 
   return jax.tree.map_with_path(draw, shapes)
+
+
+def lengthen(params, model):
+  """The parameters for a model with a longer window: its new taps are zero."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 2), jnp.int32))["params"]
+
+  def pad(x, y):
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, y.shape, strict=True)])
+
+  return jax.tree.map(pad, params, shapes)
+
+
+def balance(params, logits) -> None:
+  """Makes a predictor with these logits find a boundary at two tokens in five, and be sure."""
+  if logits is not None:
+    ranked = np.sort(np.asarray(logits), axis=None)
+    places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
+    place = places[np.argmax(ranked[places] - ranked[places - 1])]
+    middle, scale = (ranked[place - 1] + ranked[place]) / 2, 2 / ranked.std()
+    out = params["hourglass"]["boundary_predictor"]["out"]
+    out["bias"], out["kernel"] = (out["bias"] - middle) * scale, out["kernel"] * scale
+
+
+def assert_sure(logits) -> None:
+  """Rounding flips no boundary: |p - 0.5| > 0.001 everywhere."""
+  if logits is not None:
+    assert abs(jax.nn.sigmoid(np.asarray(logits)) - 0.5).min() > 1e-3
 
 
 def pointers(tree) -> set[int]:

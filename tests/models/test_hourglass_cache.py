@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.layers import extractors
 from tests import helpers
@@ -27,47 +26,22 @@ NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.fl
 
 # Sizes of chunks, and of each row how many tokens are real. Prompts of different lengths,
 # rows that have none for a while, a row that begins with a step or with a later chunk.
-LATE_BY_A_STEP = [
-  (9, (9, 4, 0)),
-  (1, (1, 1, 0)),
-  (1, (1, 0, 0)),
-  (1, (0, 1, 1)),
-  (9, (3, 9, 9)),
-  (9, (0, 8, 2)),
-  (1, (1, 0, 1)),
-  (9, (8, 0, 9)),
-  (1, (0, 0, 1)),
-]
-LATE_BY_A_CHUNK = [
-  (1, (1, 0, 0)),
-  (17, (0, 11, 0)),
-  (17, (17, 3, 8)),
-  (1, (0, 1, 1)),
-  (1, (1, 1, 1)),
-  (17, (4, 7, 13)),
-]
+LATE_BY_A_STEP = [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (1, 0, 0)), (1, (0, 1, 1)), (9, (3, 9, 9))]
+LATE_BY_A_STEP += [(9, (0, 8, 2)), (1, (1, 0, 1)), (9, (8, 0, 9)), (1, (0, 0, 1))]
+LATE_BY_A_CHUNK = [(1, (1, 0, 0)), (17, (0, 11, 0)), (17, (17, 3, 8))]
+LATE_BY_A_CHUNK += [(1, (0, 1, 1)), (1, (1, 1, 1)), (17, (4, 7, 13))]
+SPACES_ARE = dict(space_ids=(SPACE,))
 CASES = {
   "fixed": (LATE_BY_A_CHUNK, dict(shortening_factor=3)),
   "fixed, offset 0": (
     LATE_BY_A_STEP,
-    dict(
-      boundaries="fixed",
-      shortening_factor=3,
-      boundary_offset=0,
-      pooling="last",
-      first_mixer="dispatcher",
-      mixer="we",
-      last_mixer="attention",
-      positions="sinusoidal",
-    ),
+    dict(boundaries="fixed", shortening_factor=3, boundary_offset=0, pooling="last")
+    | dict(mixer="we", last_mixer="attention", positions="sinusoidal"),
   ),
   "whitespace": (
     LATE_BY_A_CHUNK,
     dict(
-      first_mixer="attention",
-      mixer="dispatcher",
-      last_mixer="relative_attention",
-      space_ids=(SPACE,),
+      first_mixer="attention", mixer="dispatcher", last_mixer="relative_attention", **SPACES_ARE
     ),
   ),
   "spacebyte": (
@@ -76,48 +50,21 @@ CASES = {
   ),
   "unigram": (
     LATE_BY_A_STEP,
-    dict(
-      first_mixer="dispatcher_multihead",
-      mixer="he",
-      last_mixer="me",
-      positions="learned",
-      norm="pre",
-      scan_layers=False,
-    ),
+    dict(first_mixer="dispatcher_multihead", mixer="he", last_mixer="me", norm="pre")
+    | dict(positions="learned", scan_layers=False),
   ),
   "entropy": (
     LATE_BY_A_STEP,
-    dict(
-      first_mixer="she",
-      mixer="relative_attention",
-      last_mixer="dispatcher",
-      first_layers=2,
-      last_layers=2,
-      pooling="last",
-    ),
+    dict(first_mixer="she", last_mixer="dispatcher", first_layers=2, last_layers=2, pooling="last"),
   ),
-  "gumbel": (LATE_BY_A_STEP, dict(space_ids=(SPACE,), num_capacities=1)),
+  "gumbel": (LATE_BY_A_STEP, dict(num_capacities=1, **SPACES_ARE)),
 }
 BY_LAYER = ("fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def make(boundaries, **settings):
-  usual = dict(
-    boundaries=boundaries,
-    vocab_size=VOCAB,
-    width=WIDTH,
-    feed_forward_width=10,
-    num_layers=2,
-    first_layers=1,
-    last_layers=1,
-    max_length=MAX_LENGTH,
-    positions="none",
-    mixer="relative_attention",
-    activation="gelu",
-    num_capacities=3,
-    num_heads=2,
-  )
-  return dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
+  usual = dict(boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2)
+  return dpjax.build_model(helpers.tiny_model(**{**usual, **settings}))
 
 
 def balance(params, output):
@@ -125,13 +72,7 @@ def balance(params, output):
   mean, out = output.logits.mean(axis=(0, 1)), params["logits"]
   scale = 1 / (output.logits - mean[None, None]).std()
   out["bias"], out["kernel"] = (out["bias"] - mean) * scale, out["kernel"] * scale
-  if output.boundary_logits is not None:
-    ranked = np.sort(np.asarray(output.boundary_logits), axis=None)
-    places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
-    place = places[np.argmax(ranked[places] - ranked[places - 1])]
-    middle, scale = (ranked[place - 1] + ranked[place]) / 2, 2 / ranked.std()
-    out = params["hourglass"]["boundary_predictor"]["out"]
-    out["bias"], out["kernel"] = (out["bias"] - middle) * scale, out["kernel"] * scale
+  helpers.balance(params, output.boundary_logits)
 
 
 def make_step(model):
@@ -201,17 +142,11 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found[key], x, atol=1e-5, rtol=1e-5, err_msg=key)
 
 
-def assert_sure(boundary_logits):
-  """Rounding flips no boundary: |p - 0.5| > 0.001 everywhere."""
-  if boundary_logits is not None:
-    assert abs(jax.nn.sigmoid(np.asarray(boundary_logits)) - 0.5).min() > 1e-3
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_are_the_whole(case):
   model, whole, step = prepare(case)
   expected = whole(TOKENS)
-  assert_sure(expected.boundary_logits)
+  helpers.assert_sure(expected.boundary_logits)
   counts = np.asarray(expected.boundaries).sum(axis=1)
   assert 0 < counts.sum() < 0.7 * TOKENS.size
   if case == "whitespace":
@@ -234,7 +169,7 @@ def test_greedy_text_is_that_of_whole_passes(case):
   for _ in range(LENGTH - ends.max()):
     expected = whole(text)
     if expected.boundary_logits is not None:
-      assert_sure(np.asarray(expected.boundary_logits)[np.arange(LENGTH) < ends[:, None]])
+      helpers.assert_sure(np.asarray(expected.boundary_logits)[np.arange(LENGTH) < ends[:, None]])
     by_whole = np.asarray(expected.logits)[rows, ends - 1]
     np.testing.assert_allclose(logits, by_whole, atol=1e-5, rtol=1e-5)
     ranked = np.sort(by_whole, axis=1)
@@ -252,51 +187,25 @@ def test_greedy_text_is_that_of_whole_passes(case):
   assert step.func._cache_size() == 2
 
 
-def test_boundaries_may_be_given_chunk_by_chunk():
-  model, whole, step = prepare("entropy")
+def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
+  model, whole, step = prepare("gumbel")
   step = partial(make_step(model), *step.args)
   given = np.asarray(SPACES)[:, ::-1].copy()
   given[2, 0] = 1
-  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundaries=given)
-  expected = whole(TOKENS, boundaries=given)
-  assert_close(found, expected)
-  np.testing.assert_array_equal(expected.boundaries, given)
-
-
-def test_boundaries_may_be_drawn_chunk_by_chunk():
-  model, whole, step = prepare("gumbel")
-  step = partial(make_step(model), *step.args)
-  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundary_noise=NOISE)
-  expected = whole(TOKENS, boundary_noise=NOISE)
+  for options in (dict(boundaries=given), dict(boundary_noise=NOISE)):
+    found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, **options)
+    expected = whole(TOKENS, **options)
+    assert_close(found, expected)
+    if "boundaries" in options:
+      np.testing.assert_array_equal(expected.boundaries, given)
   logits = np.asarray(expected.boundary_logits)
-  assert_sure(logits + np.log(NOISE / (1 - NOISE)))
+  helpers.assert_sure(logits + np.log(NOISE / (1 - NOISE)))
   assert (np.asarray(expected.boundaries) != (logits > 0)).any()
-  assert_close(found, expected)
-
-
-def lengthen(params, model):
-  """The parameters for a model with a longer window: its new taps are zero."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-
-  def pad(x, y):
-    pairs = zip(x.shape, y.shape, strict=True)
-    return jnp.pad(x, [(0, new - old) for old, new in pairs])
-
-  return jax.tree.map(pad, params, shapes)
 
 
 # Of chunks no longer than the window.
-SHORT_CHUNKS = [
-  (5, (5, 3, 0)),
-  (1, (1, 1, 0)),
-  (1, (0, 1, 1)),
-  (5, (5, 2, 5)),
-  (5, (3, 5, 5)),
-  (1, (1, 0, 0)),
-  (5, (5, 5, 4)),
-  (5, (0, 5, 5)),
-  (5, (3, 1, 3)),
-]
+SHORT_CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (5, (3, 5, 5))]
+SHORT_CHUNKS += [(1, (1, 0, 0)), (5, (5, 5, 4)), (5, (0, 5, 5)), (5, (3, 1, 3))]
 BEYOND = {
   "dispatchers": dict(num_levels=3, last_mixer="dispatcher_multihead"),
   "extractors": dict(first_mixer="me", mixer="he", last_mixer="we"),
@@ -323,7 +232,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, m
     assert [type(x) for x in layers] == [kind] * 4
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
-  expected = jax.jit(long.apply)({"params": lengthen(params, long)}, tokens)
+  expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
   step = partial(make_step(short), params)
   assert_close(by_chunks(step, caches, tokens, SHORT_CHUNKS), expected)
 
@@ -349,11 +258,8 @@ def test_a_cache_of_bfloat16_stays_what_it_is(case):
   cache = model.init_cache(BATCH)
   assert cache.layers.latest.dtype == jnp.bfloat16
   for size in (1, 9):
-    output = jax.eval_shape(
-      lambda params, tokens: model.apply({"params": params}, tokens, cache=cache),
-      params,
-      TOKENS[:, :size],
-    )
+    step = partial(model.apply, cache=cache)
+    output = jax.eval_shape(step, {"params": params}, TOKENS[:, :size])
     assert output.logits.dtype == jnp.bfloat16
     assert kinds(output.cache) == kinds(cache)
 

@@ -27,21 +27,8 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-def settings(outer, inner, width=INNER, **changes):
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer="relative_attention",
-    vocab_size=VOCAB,
-    width=WIDTH,
-    num_heads=2,
-    feed_forward_width=14,
-    num_layers=2,
-    max_length=29,
-    positions="none",
-    activation="gelu",
-    **changes,
-  )
+def settings(outer, inner, width=INNER):
+  config = helpers.tiny_model(feed_forward_width=14)
   config.boundaries = config_lib.boundaries(**outer)
   config.middle = config_lib.middle(config_lib.boundaries(**inner), width=width)
   for section in (config, config.middle):
