@@ -193,8 +193,9 @@ def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
   step, whole = partial(make_step(model), params), jax.jit(model.apply)
   given = np.asarray(SPACES)[:, ::-1].copy()
   given[2, 0] = 1
+  schedule = [(9, (9, 4, 0)), (9, (1, 1, 9)), (9, (4, 9, 5)), (9, (9, 9, 9))]
   for options in (dict(boundaries=given), dict(boundary_noise=NOISE)):
-    found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, **options)
+    found = by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
     expected = whole({"params": params}, TOKENS, **options)
     assert_close(found, expected)
     if "boundaries" in options:

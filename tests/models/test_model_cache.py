@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import config as config_lib
 from dpjax import ops, registry
 from dpjax.layers import extractors
 from dpjax.models.build import build_model
@@ -22,16 +21,9 @@ WAYS = (
 
 
 def make(mixer, **settings):
-  usual = dict(
-    mixer=mixer,
-    vocab_size=VOCAB,
-    num_layers=3,
-    width=12,
-    feed_forward_width=20,
-    num_heads=3,
-    max_length=MAX_LENGTH,
-  )
-  return build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
+  usual = dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12, feed_forward_width=20)
+  usual |= dict(num_heads=3, max_length=MAX_LENGTH, positions="sinusoidal", activation="relu")
+  return build_model(helpers.tiny_model(**{**usual, **settings}))
 
 
 def make_step(model, params):
@@ -79,14 +71,7 @@ def by_chunks(step, cache, schedule):
 
 # A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
 # is the longer one.
-CHUNKS = [
-  (7, (7, 4)),
-  (1, (1, 1)),
-  (1, (1, 0)),
-  (7, (3, 7)),
-  (1, (0, 1)),
-  (7, (7, 6)),
-]
+CHUNKS = [(7, (7, 4)), (1, (1, 1)), (1, (1, 0)), (7, (3, 7)), (1, (0, 1)), (7, (7, 6))]
 
 
 @pytest.mark.parametrize("mixer", registry.mixers.names())
@@ -121,25 +106,12 @@ def test_greedy_text_is_that_of_whole_passes(mixer):
   assert step.func._cache_size() == 2
 
 
-def lengthen(params, model):
-  """The parameters for a model with a longer window: its new taps are zero."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-
-  def pad(x, y):
-    pairs = zip(x.shape, y.shape, strict=True)
-    return jnp.pad(x, [(0, new - old) for old, new in pairs])
-
-  return jax.tree.map(pad, params, shapes)
-
-
-@pytest.mark.parametrize(
-  "mixer", [name for name in registry.mixers.names() if "attention" not in name]
-)
+@pytest.mark.parametrize("mixer", ["dispatcher_multihead", "we"])
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
   settings = dict(num_layers=2, num_levels=3)
   short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
   params = helpers.draw_params(short, 1, 1 / 3)
-  expected = jax.jit(long.apply)({"params": lengthen(params, long)}, TOKENS).logits
+  expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, TOKENS).logits
   step = make_step(short, params)
   found = by_chunks(step, short.init_cache(2), CHUNKS)
   np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
@@ -184,16 +156,8 @@ def test_online_chunks_are_the_whole(monkeypatch):
   monkeypatch.setattr(ops, "init_online_convolution_cache", few)
   cache = model.init_cache(2)
   assert isinstance(cache.layers[0], ops.OnlineConvolutionCache)
-  schedule = [
-    (7, (3, 1)),
-    *[(1, (1, 1))] * 5,
-    (1, (0, 1)),
-    *[(1, (1, 1))] * 4,
-    (7, (7, 5)),
-    (1, (0, 1)),
-    (1, (0, 1)),
-    (1, (0, 1)),
-  ]
+  both, second = (1, (1, 1)), (1, (0, 1))
+  schedule = [(7, (3, 1)), *[both] * 5, second, *[both] * 4, (7, (7, 5)), *[second] * 3]
   step = make_step(model, whole.args[0]["params"])
   found = by_chunks(step, cache, schedule)
   np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)
