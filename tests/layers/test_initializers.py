@@ -104,8 +104,10 @@ def check_normal(config, std, norm_std):
   for path, leaf in jax.tree.leaves_with_path(params):
     kind = path[-1].key
     seen.add(kind)
-    if kind == "scale":
-      is_normal(leaf - 1, norm_std) if norm_std else np.testing.assert_array_equal(leaf, 1)
+    if kind == "scale" and norm_std:
+      is_normal(leaf - 1, norm_std)
+    elif kind == "scale":
+      assert (leaf == 1).all()
     elif kind == "bias":
       assert not leaf.any()
     else:
