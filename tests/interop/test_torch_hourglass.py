@@ -1,6 +1,5 @@
 """Token pooling: the authors' checkpoints against what their code computed from them."""
 
-import pathlib
 from functools import partial
 
 import jax
@@ -12,8 +11,9 @@ import dpjax
 from dpjax.interop import from_torch, to_torch
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics, optimizer, step
+from tests import helpers
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+GOLDEN = helpers.ROOT / "tests/golden"
 FORWARD = dict(atol=1e-5, rtol=1e-5)
 GRADIENT = dict(atol=1e-6, rtol=1e-4)
 
@@ -48,6 +48,14 @@ def convert(arrays, case, **options):
 
 def state_of(case):
   return part(load(f"D_hourglass_{case}"), "param/")
+
+
+def assert_close(tree, expected, **tolerance):
+  assert jax.tree.structure(tree) == jax.tree.structure(expected)
+  for (path, got), want in zip(
+    jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
 def nats_of(logits, targets):
@@ -113,14 +121,10 @@ def test_the_model_its_loss_and_every_gradient(case):
 
   # The conversion is linear, so the authors' gradients go through it as well.
   _, expected = convert(part(golden, "grad/"), case)
-  assert jax.tree.structure(grads) == jax.tree.structure(expected)
-  jax.tree.map_with_path(
-    lambda path, got, want: np.testing.assert_allclose(
-      got, want, err_msg=jax.tree_util.keystr(path), **GRADIENT
-    ),
-    grads,
-    expected,
-  )
+  assert_close(grads, expected, **GRADIENT)
+  # The parameters go back to the authors' names.
+  names = {k: x for k, x in part(golden, "param/").items() if k != "pos_emb.inv_freq"}
+  assert_close(to_torch(config, params), names, rtol=0)
 
   # The same tokens, of which the last ten targets count.
   weights = jnp.asarray(np.arange(24) >= 14, jnp.float32)
@@ -161,7 +165,7 @@ def test_six_updates():
   np.testing.assert_allclose(grad_norm, golden["out/grad_norms"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["none", "fixed", "gumbel"])
+@pytest.mark.parametrize("case", ["none", "gumbel"])
 def test_configuration(case):
   config, params = convert(state_of(case), case)
   sizes = ("vocab_size", "width", "feed_forward_width", "max_length")
@@ -192,14 +196,10 @@ def test_settings():
   assert (config.boundaries.temperature, config.boundaries.sample) == (0.7, False)
   config, _ = convert(gumbel, "unigram")
   assert config.boundaries.name == "unigram" and "offset" not in config.boundaries
-
-
-def test_each_stack_has_its_depth():
-  state = state_of("fixed")
-  more = {f"layers.2.1.{name}": 2 * x for name, x in part(state, "layers.2.0.").items()}
-  config, params = convert({**state, **more}, "fixed")
-  depths = [config.first.num_layers, config.num_layers, config.last.num_layers]
-  assert depths == [1, 2, 2]
+  # Each stack has its depth.
+  more = {f"layers.2.1.{name}": 2 * x for name, x in part(fixed, "layers.2.0.").items()}
+  config, params = convert({**fixed, **more}, "fixed")
+  assert [config.first.num_layers, config.num_layers, config.last.num_layers] == [1, 2, 2]
   for leaf in jax.tree.leaves(params["hourglass"]["last"]):
     np.testing.assert_array_equal(leaf[1], 2 * leaf[0])
 
@@ -221,12 +221,6 @@ def test_whole_checkpoints():
   assert from_torch(checkpoint, max_length=24)[0].activation == "relu"
   with pytest.raises(ValueError, match="boundaries: expected entropy by .*, got gumbel"):
     from_torch(checkpoint, max_length=24, boundaries="gumbel")
-  checkpoint = {
-    "model_state": state_of("whitespaces"),
-    "model_config": {"boundaries_type": "whitespaces"},
-  }
-  config, _ = from_torch(checkpoint, max_length=24, space_ids=(0,))
-  assert config.boundaries.name == "whitespace"
 
 
 def test_refusals_name_what_is_wrong():
@@ -285,15 +279,6 @@ def test_a_file_without_pooling_has_no_boundaries():
   state = part(load("A_dispatcher_nhead1_L5"), "param/")
   with pytest.raises(ValueError, match="boundaries: expected none .*, got gumbel"):
     from_torch(state, max_length=5, boundaries="gumbel")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_parameters_go_back_to_the_authors_names(case):
-  names = state_of(case)
-  back = to_torch(*convert(names, case))
-  assert back.keys() == names.keys() - {"pos_emb.inv_freq"}
-  for name in back:
-    np.testing.assert_array_equal(back[name], names[name], err_msg=name)
 
 
 def test_other_boundaries_keep_their_names():
