@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -166,6 +167,25 @@ def pointers(tree) -> set[int]:
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
+def golden(name: str) -> dict[str, np.ndarray]:
+  """What the authors' code computed, by the names of its parts."""
+  with np.load(ROOT / "tests/golden" / f"{name}.npz") as arrays:
+    return dict(arrays)
+
+
+def part(arrays, prefix: str) -> dict:
+  """Those whose names begin so, without the beginning."""
+  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def assert_trees_close(tree, expected, **tolerance) -> None:
+  """Each leaf is close to that of its name."""
+  assert jax.tree.structure(tree) == jax.tree.structure(expected)
+  pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
+  for (path, got), want in pairs:
+    np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
@@ -199,62 +219,81 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
   )
 
 
-# Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
+# Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real: prompts of
+# different lengths, rows that rest, a row that begins late.
 SCHEDULES = {
-  "steps": [
-    (9, (9, 4, 0)),
-    (1, (1, 1, 0)),
-    (1, (0, 1, 1)),
-    (9, (3, 9, 9)),
-    (9, (0, 8, 2)),
-    (1, (1, 0, 1)),
-    (9, (9, 0, 9)),
-    (1, (0, 0, 1)),
-  ],
-  "chunks": [
-    (17, (0, 11, 4)),
-    (17, (17, 3, 8)),
-    (1, (0, 1, 1)),
-    (1, (1, 1, 1)),
-    (17, (5, 7, 9)),
-  ],
+  "steps": [(9, (9, 4, 0)), (1, (1, 1, 0)), (1, (1, 0, 0)), (1, (0, 1, 1)), (9, (3, 9, 9))]
+  + [(9, (0, 8, 2)), (1, (1, 0, 1)), (9, (8, 0, 9)), (1, (0, 0, 1))],
+  "chunks": [(1, (1, 0, 0)), (17, (0, 11, 0)), (17, (17, 3, 8)), (1, (0, 1, 1)), (1, (1, 1, 1))]
+  + [(17, (4, 7, 13))],
 }
 
 
-def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, seen: None):
-  """Chunks with a cache say what a pass over the whole rows says.
+def make_step(model, params):
+  """(cache, tokens, lengths, **what is given beside) -> output, jitted with its cache donated."""
+
+  def step(params, cache, tokens, lengths, given):
+    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths, **given)
+
+  return partial(jax.jit(step, donate_argnums=1), params)
+
+
+def by_chunks(step, cache, tokens, schedule, after=None, **given):
+  """What the steps say of every token, in whatever chunks they come.
 
   Args:
-    model: with token pooling.
-    params: of the model.
+    step: of `make_step`.
+    cache: that of the beginning.
     tokens: [B, T].
-    whole: output of the whole rows.
-    schedule: of `SCHEDULES`; what is not real is any token.
+    schedule: (size, how many tokens of each row are real); the others are any tokens.
     after: called with the cache and the tokens seen, [B], after each chunk.
+    **given: [B, T], for each token.
+
+  Returns:
+    Arrays by their names in the output.
   """
-  step = jax.jit(
-    lambda tokens, cache, lengths: model.apply(
-      {"params": params}, tokens, cache=cache, lengths=lengths
-    )
-  )
-  cache, seen = model.init_cache(len(tokens)), np.zeros(len(tokens), int)
-  garbage = np.random.default_rng(7)
+  batch, garbage, found = len(tokens), np.random.default_rng(7), {}
+  seen = np.zeros(batch, int)
+  kinds = jax.tree.map(jax.typeof, cache)
   for size, lengths in schedule:
-    chunk = garbage.integers(tokens.max() + 1, size=(len(tokens), size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = tokens[row, seen[row] : seen[row] + length]
-    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
+    rows = [(b, slice(n), slice(seen[b], seen[b] + n)) for b, n in enumerate(lengths)]
+    chunk = garbage.integers(tokens.max() + 1, size=(batch, size))
+    parts = {key: np.resize(x, (batch, size)) for key, x in given.items()}
+    for b, own, part in rows:
+      chunk[b, own] = tokens[b, part]
+      for key, array in given.items():
+        parts[key][b, own] = array[b, part]
+    places = pointers(cache)
+    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
     cache = output.cache
-    for row, length in enumerate(lengths):
-      places = slice(seen[row], seen[row] + length)
-      np.testing.assert_array_equal(output.boundaries[row, :length], whole.boundaries[row, places])
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
-      )
+    # It does not grow, and lies where it lay.
+    assert jax.tree.map(jax.typeof, cache) == kinds and pointers(cache) == places
+    for key in ("logits", "boundaries", "boundary_logits"):
+      values = getattr(output, key)
+      if values is not None:
+        shape = (*tokens.shape, *values.shape[2:])
+        array = found.setdefault(key, np.full(shape, np.nan, np.float32))
+        for b, own, part in rows:
+          array[b, part] = values[b, own]
     seen += lengths
-    after(cache, seen)
+    np.testing.assert_array_equal(cache.length, seen)
+    if after:
+      after(cache, seen)
   assert (seen == tokens.shape[1]).all()
-  assert step._cache_size() == len({size for size, _ in schedule})
+  return found
+
+
+def assert_found(found, expected):
+  """The output of a whole pass is what `by_chunks` found."""
+  for key, array in found.items():
+    np.testing.assert_allclose(array, getattr(expected, key), atol=1e-5, rtol=1e-5, err_msg=key)
+
+
+def check_chunks(model, params, tokens, whole, schedule, after=None):
+  """Chunks with a cache say what a pass over the whole rows says, in one program a size."""
+  step, cache = make_step(model, params), model.init_cache(len(tokens))
+  assert_found(by_chunks(step, cache, tokens, schedule, after), whole)
+  assert step.func._cache_size() == len({size for size, _ in schedule})
 
 
 def over_devices(size: int = 8) -> tuple[jax.NamedSharding, jax.NamedSharding]:

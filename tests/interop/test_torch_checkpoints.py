@@ -14,7 +14,6 @@ from dpjax.layers import dispatcher, embeddings
 from dpjax.training import losses, optimizer, step
 from tests import helpers
 
-GOLDEN = helpers.ROOT / "tests/golden"
 FORWARD = dict(atol=1e-5, rtol=1e-5)
 MODEL_GRADIENT = dict(atol=1e-6, rtol=1e-4)
 LAYER_GRADIENT = dict(atol=1e-4, rtol=0)
@@ -40,34 +39,17 @@ def highest_precision():
     yield
 
 
-def load(case):
-  with np.load(GOLDEN / f"{case}.npz") as arrays:
-    return dict(arrays)
-
-
-def part(arrays, prefix):
-  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-
-
 def state_dict(arrays):
-  return part(arrays, "param/") | part(arrays, "buf/")
+  return helpers.part(arrays, "param/") | helpers.part(arrays, "buf/")
 
 
 def batch_first(array):
   return np.swapaxes(array, 0, 1)
 
 
-def assert_close(tree, expected, **tolerance):
-  assert jax.tree.structure(tree) == jax.tree.structure(expected)
-  for (path, got), want in zip(
-    jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_every_gradient_and_back(case):
-  golden = load(case)
+  golden = helpers.golden(case)
   config, params = from_torch(state_dict(golden), **CASES[case])
   model = dpjax.build_model(config)
   tokens, targets = (batch_first(golden[f"in/{name}"]) for name in ("src", "targets"))
@@ -82,17 +64,17 @@ def test_logits_loss_every_gradient_and_back(case):
   np.testing.assert_allclose(logits, batch_first(golden["out/logits"]), **FORWARD)
   np.testing.assert_allclose(loss, golden["out/loss"], **FORWARD)
   # The conversion is linear, so the authors' gradients go through it as well.
-  _, expected = from_torch(part(golden, "grad/"), max_length=16, **CASES[case])
-  assert_close(grads, expected, **MODEL_GRADIENT)
+  _, expected = from_torch(helpers.part(golden, "grad/"), max_length=16, **CASES[case])
+  helpers.assert_trees_close(grads, expected, **MODEL_GRADIENT)
   # The parameters go back to the authors' names.
   back = to_torch(config, params)
-  assert_close(back, part(golden, "param/"), rtol=0)
+  helpers.assert_trees_close(back, helpers.part(golden, "param/"), rtol=0)
   assert all(array.flags["C_CONTIGUOUS"] for array in back.values())
 
 
 @pytest.mark.parametrize("case", [DISPATCHER, "C_msa_nhead4_L13"])
 def test_the_output_of_every_layer(case):
-  golden = load(case)
+  golden = helpers.golden(case)
   config, params = from_torch(state_dict(golden), **CASES[case])
   block = dpjax.build_model(config).layers.make_block()
   embedding = embeddings.TokenAndPosition(31, 16, 16)
@@ -114,7 +96,7 @@ def test_the_output_of_every_layer(case):
 @pytest.mark.parametrize("case", ["A_layer_nhead1_L16", "A_layer_leveldrop"])
 @pytest.mark.parametrize("implementation", ["loop", "unrolled", "recompute", "matrix"])
 def test_the_layer_alone_and_its_level_dropout(case, implementation):
-  golden = load(case)
+  golden = helpers.golden(case)
   layer = dispatcher.Dispatcher(1, 16, implementation=implementation)
   names = {
     "values": "linear_in.weight",
@@ -143,8 +125,8 @@ def test_the_layer_alone_and_its_level_dropout(case, implementation):
 
 
 def test_six_updates():
-  golden = load("J_train_dispatcher")
-  config, params = from_torch(part(golden, "param/"), max_length=16)
+  golden = helpers.golden("J_train_dispatcher")
+  config, params = from_torch(helpers.part(golden, "param/"), max_length=16)
   model = dpjax.build_model(config)
   rates = jnp.asarray(golden["out/lrs"])
   update = optimizer.make_optimizer(
@@ -166,12 +148,12 @@ def test_six_updates():
 
 @pytest.fixture
 def dispatcher_state():
-  return state_dict(load("A_dispatcher_nhead1_L5"))
+  return state_dict(helpers.golden("A_dispatcher_nhead1_L5"))
 
 
 @pytest.fixture
 def attention_state():
-  return state_dict(load("C_msa_nhead4_L13"))
+  return state_dict(helpers.golden("C_msa_nhead4_L13"))
 
 
 class Parameter(NamedTuple):
@@ -195,7 +177,7 @@ def test_tensors_and_whole_checkpoints(dispatcher_state):
   config, params = from_torch(checkpoint)
   expected_config, expected = from_torch(dispatcher_state)
   assert config == expected_config
-  assert_close(params, expected, rtol=0)
+  helpers.assert_trees_close(params, expected, rtol=0)
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 

@@ -13,7 +13,6 @@ from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics, optimizer, step
 from tests import helpers
 
-GOLDEN = helpers.ROOT / "tests/golden"
 FORWARD = dict(atol=1e-5, rtol=1e-5)
 GRADIENT = dict(atol=1e-6, rtol=1e-4)
 
@@ -33,29 +32,12 @@ def highest_precision():
     yield
 
 
-def load(case):
-  with np.load(GOLDEN / f"{case}.npz") as arrays:
-    return dict(arrays)
-
-
-def part(arrays, prefix):
-  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-
-
 def convert(arrays, case, **options):
   return from_torch(arrays, **{"max_length": 24, **CASES[case], **options})
 
 
 def state_of(case):
-  return part(load(f"D_hourglass_{case}"), "param/")
-
-
-def assert_close(tree, expected, **tolerance):
-  assert jax.tree.structure(tree) == jax.tree.structure(expected)
-  for (path, got), want in zip(
-    jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
+  return helpers.part(helpers.golden(f"D_hourglass_{case}"), "param/")
 
 
 def nats_of(logits, targets):
@@ -79,8 +61,8 @@ def check_scores(expected, sums):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_its_loss_and_every_gradient(case):
-  golden = load(f"D_hourglass_{case}")
-  config, params = convert(part(golden, "param/"), case)
+  golden = helpers.golden(f"D_hourglass_{case}")
+  config, params = convert(helpers.part(golden, "param/"), case)
   of_case = {
     "unigram": dict(double_sigmoid=True),
     "entropy": dict(double_sigmoid=True, left=2, num_capacities=3),
@@ -117,14 +99,14 @@ def test_the_model_its_loss_and_every_gradient(case):
     assert (got is None) == (name not in golden)
     if got is not None:
       np.testing.assert_allclose(got, golden[name], **FORWARD)
-  check_scores(part(golden, "out/stat_"), sums)
+  check_scores(helpers.part(golden, "out/stat_"), sums)
 
   # The conversion is linear, so the authors' gradients go through it as well.
-  _, expected = convert(part(golden, "grad/"), case)
-  assert_close(grads, expected, **GRADIENT)
+  _, expected = convert(helpers.part(golden, "grad/"), case)
+  helpers.assert_trees_close(grads, expected, **GRADIENT)
   # The parameters go back to the authors' names.
-  names = {k: x for k, x in part(golden, "param/").items() if k != "pos_emb.inv_freq"}
-  assert_close(to_torch(config, params), names, rtol=0)
+  names = {k: x for k, x in helpers.part(golden, "param/").items() if k != "pos_emb.inv_freq"}
+  helpers.assert_trees_close(to_torch(config, params), names, rtol=0)
 
   # The same tokens, of which the last ten targets count.
   weights = jnp.asarray(np.arange(24) >= 14, jnp.float32)
@@ -134,15 +116,15 @@ def test_the_model_its_loss_and_every_gradient(case):
   expected = golden["ext/loss_per_token"]
   np.testing.assert_allclose(sums["nats"] / 30, expected.mean(), **FORWARD)
   # There the boundaries of all tokens, here of those that count.
-  expected = part(golden, "ext/stat_")
+  expected = helpers.part(golden, "ext/stat_")
   if expected:
     np.testing.assert_allclose(expected.pop("p_ones"), output.boundaries.mean(), **FORWARD)
   check_scores(expected, sums)
 
 
 def test_six_updates():
-  golden = load("J_train_hourglass_fixed")
-  config, params = convert(part(golden, "param/"), "fixed")
+  golden = helpers.golden("J_train_hourglass_fixed")
+  config, params = convert(helpers.part(golden, "param/"), "fixed")
   rates = jnp.asarray(golden["out/lrs"])
   update = optimizer.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-8, clip_norm=0.25
@@ -197,7 +179,7 @@ def test_settings():
   config, _ = convert(gumbel, "unigram")
   assert config.boundaries.name == "unigram" and "offset" not in config.boundaries
   # Each stack has its depth.
-  more = {f"layers.2.1.{name}": 2 * x for name, x in part(fixed, "layers.2.0.").items()}
+  more = {f"layers.2.1.{name}": 2 * x for name, x in helpers.part(fixed, "layers.2.0.").items()}
   config, params = convert({**fixed, **more}, "fixed")
   assert [config.first.num_layers, config.num_layers, config.last.num_layers] == [1, 2, 2]
   for leaf in jax.tree.leaves(params["hourglass"]["last"]):
@@ -276,7 +258,7 @@ def test_refusals_name_what_is_wrong():
 
 
 def test_a_file_without_pooling_has_no_boundaries():
-  state = part(load("A_dispatcher_nhead1_L5"), "param/")
+  state = helpers.part(helpers.golden("A_dispatcher_nhead1_L5"), "param/")
   with pytest.raises(ValueError, match="boundaries: expected none .*, got gumbel"):
     from_torch(state, max_length=5, boundaries="gumbel")
 

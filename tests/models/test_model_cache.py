@@ -3,7 +3,6 @@
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,13 +25,6 @@ def make(mixer, **settings):
   return build_model(helpers.tiny_model(**{**usual, **settings}))
 
 
-def make_step(model, params):
-  def step(params, cache, tokens, lengths):
-    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
-
-  return partial(jax.jit(step, donate_argnums=1), params)
-
-
 @cache
 def prepare(mixer):
   """The model, the whole pass and a step. Each way with every other mixer."""
@@ -45,28 +37,7 @@ def prepare(mixer):
   params["logits"]["bias"] -= mean
   # A step takes its parameters in either form.
   of_step = model.unstack(params) if mixer in ("dispatcher", "attention", "he") else params
-  return model, partial(whole, {"params": params}), make_step(model, of_step)
-
-
-def by_chunks(step, cache, schedule):
-  """Logits of all tokens, in whatever chunks they come."""
-  seen, garbage = np.zeros(2, int), np.random.default_rng(7)
-  found = np.full((2, LENGTH, VOCAB), np.nan, np.float32)
-  for size, lengths in schedule:
-    chunk = garbage.integers(VOCAB, size=(2, size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    shapes, places = jax.tree.map(jnp.shape, cache), helpers.pointers(cache)
-    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32))
-    cache = output.cache
-    # It does not grow, and lies where it lay.
-    assert jax.tree.map(jnp.shape, cache) == shapes and helpers.pointers(cache) == places
-    for row, length in enumerate(lengths):
-      found[row, seen[row] : seen[row] + length] = output.logits[row, :length]
-    seen += lengths
-    np.testing.assert_array_equal(cache.length, seen)
-  assert (seen == LENGTH).all()
-  return found
+  return model, partial(whole, {"params": params}), of_step
 
 
 # A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
@@ -74,36 +45,17 @@ def by_chunks(step, cache, schedule):
 CHUNKS = [(7, (7, 4)), (1, (1, 1)), (1, (1, 0)), (7, (3, 7)), (1, (0, 1)), (7, (7, 6))]
 
 
+def logits_by_chunks(model, params, schedule=CHUNKS):
+  step = helpers.make_step(model, params)
+  return helpers.by_chunks(step, model.init_cache(2), TOKENS, schedule)["logits"]
+
+
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_chunks_are_the_whole(mixer):
-  model, whole, step = prepare(mixer)
-  expected = whole(TOKENS).logits
-  assert expected.std() > 0.5
-  found = by_chunks(step, model.init_cache(2), CHUNKS)
-  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
-  assert step.func._cache_size() == 2  # one program a size
-
-
-@pytest.mark.parametrize("mixer", registry.mixers.names())
-def test_greedy_text_is_that_of_whole_passes(mixer):
-  model, whole, step = prepare(mixer)
-  rows, ends = np.arange(2), np.array([6, 3])
-  text = np.where(np.arange(LENGTH) < ends[:, None], TOKENS, 0)
-  output = step(model.init_cache(2), text[:, :7], jnp.asarray(ends, jnp.int32))
-  logits = np.asarray(output.logits)[rows, ends - 1]
-  while ends.max() < LENGTH:
-    by_whole = np.asarray(whole(text).logits)[rows, ends - 1]
-    np.testing.assert_allclose(logits, by_whole, atol=1e-5, rtol=1e-5)
-    ranked = np.sort(by_whole, axis=1)
-    assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-3
-    new = logits.argmax(axis=1)
-    np.testing.assert_array_equal(new, by_whole.argmax(axis=1))
-    text[rows, ends] = new
-    ends += 1
-    output = step(output.cache, new[:, None], jnp.ones(2, jnp.int32))
-    logits = np.asarray(output.logits)[:, 0]
-  assert len(np.unique(text[:, 6:])) > 2
-  assert step.func._cache_size() == 2
+  model, whole, params = prepare(mixer)
+  expected = whole(TOKENS)
+  assert expected.logits.std() > 0.5
+  helpers.check_chunks(model, params, TOKENS, expected, CHUNKS)
 
 
 @pytest.mark.parametrize("mixer", ["dispatcher_multihead", "we"])
@@ -112,15 +64,14 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
   short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
   params = helpers.draw_params(short, 1, 1 / 3)
   expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, TOKENS).logits
-  step = make_step(short, params)
-  found = by_chunks(step, short.init_cache(2), CHUNKS)
+  found = logits_by_chunks(short, params)
   np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_beyond_the_window_relative_attention_sees_the_last_tokens():
   model = make("relative_attention", max_length=7, num_layers=1, positions="none")
   params = helpers.draw_params(model, 1, 1 / 3)
-  found = by_chunks(make_step(model, params), model.init_cache(2), CHUNKS)
+  found = logits_by_chunks(model, params)
   # Further layers would see a token that theirs did not: what it said of earlier ones.
   windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
   last = jax.jit(model.apply)({"params": params}, windows).logits[:, -1]
@@ -133,8 +84,7 @@ def test_beyond_the_window_relative_attention_sees_the_last_tokens():
 )
 def test_where_there_is_no_going_on_it_says_nan(mixer, positions):
   model = make(mixer, max_length=7, num_layers=1, positions=positions)
-  step = make_step(model, helpers.draw_params(model, 1, 1 / 3))
-  found = by_chunks(step, model.init_cache(2), CHUNKS)
+  found = logits_by_chunks(model, helpers.draw_params(model, 1, 1 / 3))
   assert np.isnan(found[:, 7:]).all() and np.isfinite(found[:, :7]).all()
 
 
@@ -154,12 +104,10 @@ def test_online_chunks_are_the_whole(monkeypatch):
   monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
   few = partial(ops.init_online_convolution_cache, block=2)
   monkeypatch.setattr(ops, "init_online_convolution_cache", few)
-  cache = model.init_cache(2)
-  assert isinstance(cache.layers[0], ops.OnlineConvolutionCache)
+  assert isinstance(model.init_cache(2).layers[0], ops.OnlineConvolutionCache)
   both, second = (1, (1, 1)), (1, (0, 1))
   schedule = [(7, (3, 1)), *[both] * 5, second, *[both] * 4, (7, (7, 5)), *[second] * 3]
-  step = make_step(model, whole.args[0]["params"])
-  found = by_chunks(step, cache, schedule)
+  found = logits_by_chunks(model, whole.args[0]["params"], schedule)
   np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
