@@ -28,7 +28,7 @@ def draw(*shape, seed=0):
     (extractors.SHE(WINDOW, **BARE), set()),
     (extractors.ME(WINDOW), set()),
   ],
-  ids=repr,
+  ids=["she", "he", "he unadjusted", "we", "we unprojected", "she bare", "me"],
 )
 def test_values_and_gradients(module, names):
   inputs, weights = draw(3, 8, WIDTH), draw(3, 8, WIDTH, seed=5)

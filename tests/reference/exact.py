@@ -10,6 +10,7 @@ def run(function, arguments, cotangent=None):
   with (
     jax.enable_x64(True),
     jax.numpy_rank_promotion("allow"),
+    jax.numpy_dtype_promotion("standard"),
     jax.default_matmul_precision("highest"),
   ):
     wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
