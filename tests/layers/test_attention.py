@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax.layers.attention import RelativeAttention, RelativePositions, SharedPositions
+from dpjax.layers.attention import RelativeAttention, SharedPositions
 from tests.reference import attention as reference
 from tests.reference import exact as float64
 
@@ -79,15 +79,6 @@ def test_alone_is_as_with_shared_positions():
   assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(by_positions))
 
 
-def test_with_shared_positions_there_are_no_biases_of_its_own():
-  layer, params = make()
-  table, bias = draw(LENGTH, WIDTH), draw(HEADS, WIDTH // HEADS)
-  shared = RelativePositions(table, bias, bias)
-  inputs = draw(1, LENGTH, WIDTH)
-  shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), inputs, positions=shared))
-  assert shapes["params"].keys() == params.keys() - {"positions"}
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def train(module, params, inputs):
   rngs = {"dropout": jax.random.key(3)}
@@ -138,10 +129,3 @@ def test_dropout_of_the_table():
   np.testing.assert_allclose(dropped.table[is_kept], 2 * table[is_kept], atol=1e-5)
   for name in ("content_bias", "position_bias"):
     np.testing.assert_array_equal(getattr(dropped, name), params[name])
-
-
-def test_refuses_too_few_shared_distances():
-  layer, params = make()
-  positions = SharedPositions(HEADS).apply({"params": params["positions"]}, LENGTH - 1, WIDTH)
-  with pytest.raises(ValueError, match=r"positions: expected .*\[at least 5, 3, 4\]"):
-    layer.apply({"params": params}, draw(BATCH, LENGTH, WIDTH), positions=positions)

@@ -106,13 +106,3 @@ def test_each_branch_drops_features_of_its_own_before_they_are_added():
   output = train({"params": params}, inputs, rngs=rngs)
   # Kept values grow by 1 / (1 - 0.5).
   assert {*np.unique(output)} == {0.0, 2.0, 200.0, 202.0}
-
-
-# Flax's LayerNorm mixes the two dtypes itself.
-@jax.numpy_dtype_promotion("standard")
-def test_bfloat16_keeps_float32_parameters():
-  block = blocks.Block(lambda name: Mixer(name=name), HIDDEN, dtype=jnp.bfloat16)
-  inputs = draw((BATCH, LENGTH, WIDTH)).astype(jnp.bfloat16)
-  output, variables = jax.eval_shape(block.init_with_output, jax.random.key(0), inputs)
-  assert output.dtype == jnp.bfloat16
-  assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}

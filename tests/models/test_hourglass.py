@@ -210,16 +210,6 @@ def test_boundaries_that_are_given_take_the_place_of_its_own():
   np.testing.assert_array_equal(other.boundaries, GIVEN)
 
 
-def test_the_biases_of_the_positions_are_those_of_all_layers():
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  shapes = jax.eval_shape(make("unigram").init, jax.random.key(0), tokens)["params"]
-  shared = shapes["hourglass"].pop("relative_positions")
-  names = ("content_bias", "position_bias")
-  assert jax.tree.map(jnp.shape, shared) == dict.fromkeys(names, (2, 3))
-  names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
-  assert not [name for name in names if "content_bias" in name]
-
-
 @pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_bfloat16():

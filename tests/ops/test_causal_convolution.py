@@ -84,15 +84,6 @@ def test_equals_the_sum_over_all_pairs(rank, implementation, sizes):
   assert_close(run(*draw(rank, *sizes), implementation=implementation), expect(rank, *sizes))
 
 
-def test_one_tap_of_one_shifts():
-  lag = 4
-  for rank, one in ((1, jnp.ones(())), (2, jnp.ones(3)), (3, jnp.eye(3))):
-    inputs, filters, _ = draw(rank, written=3)
-    result = convolve(inputs, jnp.zeros_like(filters).at[lag].set(one))
-    shifted = jnp.pad(inputs, ((0, 0), (lag, 0), (0, 0)))[:, : inputs.shape[1]]
-    np.testing.assert_allclose(result, shifted, atol=2e-6)
-
-
 def test_the_past_does_not_see_what_comes_later(rank, implementation):
   inputs, filters, _ = draw(rank)
   later = jnp.nan if implementation == "scan" else 17

@@ -32,7 +32,6 @@ def sums_of_products(function, *arguments):
 @pytest.mark.parametrize(
   "lhs, rhs, numbers",
   [
-    ((2, 3, 5), (5, 7), OVER_LAST),
     ((2, 3, 5), (5, 7, 4), OVER_LAST),  # DenseGeneral's
     ((2, 3, 4, 5), (5, 7), (((3,), (0,)), ((), ()))),
     ((2, 3, 5), (7, 5), (((2,), (1,)), ((), ()))),
