@@ -12,7 +12,8 @@ import numpy as np
 
 from dpjax import config as config_lib
 from dpjax import old_settings, registry
-from dpjax.training import losses
+from dpjax.models import build
+from dpjax.training import losses, optimizer, step
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
@@ -184,6 +185,30 @@ def assert_trees_close(tree, expected, **tolerance) -> None:
   pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
   for (path, got), want in pairs:
     np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> None:
+  """Losses and norms of gradients of the authors' first updates by Adam are ours."""
+  rates = jnp.asarray(arrays["out/lrs"])
+  update = optimizer.make_optimizer(
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, clip_norm=clip_norm
+  )
+  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
+  train = partial(step.train_step, build.build_model(config), update, 1)
+  train = jax.jit(partial(train, objective=losses.Objective(build.build_boundaries(config))))
+  seen = []
+  # optax raises floats to integer powers, which strict promotion refuses.
+  with jax.numpy_dtype_promotion("standard"):
+    for stream in arrays["in/stream"]:
+      tokens = stream.T
+      weights = np.ones((len(tokens), tokens.shape[1] - 1), np.float32)
+      state, found = train(
+        state, dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+      )
+      seen.append((found["loss"], found["grad_norm"]))
+  loss, grad_norm = np.asarray(seen).T
+  np.testing.assert_allclose(loss, arrays["out/losses"], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(grad_norm, arrays["out/grad_norms"], rtol=0, atol=1e-4)
 
 
 def overrides(config) -> list[str]:

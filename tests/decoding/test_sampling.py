@@ -25,15 +25,6 @@ def drawn(probabilities, **settings) -> set[int]:
     return set(draw(np.log(np.asarray(probabilities)), 2000, **settings).tolist())
 
 
-def test_temperature_zero_takes_the_first_of_the_largest():
-  logits = jnp.array([[-1.0, 2.5, 2.5, 0.0, -jnp.inf], [-7.0, -9.0, -8.0, -3.0, -5.0]])
-  for seed in range(3):
-    keys = jax.random.split(jax.random.key(seed), 2)
-    tokens = compiled(logits, keys, temperature=0.0, top_k=2, top_p=0.7)
-    assert tokens.dtype == jnp.int32 and tokens.tolist() == [1, 3]
-  assert sample(logits, keys, temperature=0.0).tolist() == [1, 3]
-
-
 @pytest.mark.parametrize(
   ("probabilities", "settings", "expected"),
   [

@@ -1,6 +1,5 @@
 """The authors' checkpoints against what the authors' code computed from them."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 import dpjax
 from dpjax.interop import from_torch, to_torch
 from dpjax.layers import dispatcher
-from dpjax.training import losses, optimizer, step
+from dpjax.training import losses
 from tests import helpers
 
 FORWARD = dict(atol=1e-5, rtol=1e-5)
@@ -105,23 +104,7 @@ def test_the_layer_alone_and_its_level_dropout(case, implementation):
 def test_six_updates():
   golden = helpers.golden("J_train_dispatcher")
   config, params = from_torch(helpers.part(golden, "param/"), max_length=16)
-  model = dpjax.build_model(config)
-  rates = jnp.asarray(golden["out/lrs"])
-  update = optimizer.make_optimizer(
-    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=1e-10, clip_norm=0.5
-  )
-  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
-  one_step = jax.jit(partial(step.train_step, model, update, 1))
-  weights = np.ones((2, 16), np.float32)
-  seen = []
-  for stream in golden["in/stream"]:
-    tokens = batch_first(stream)
-    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
-    state, metrics = one_step(state, batch)
-    seen.append((metrics["loss"], metrics["grad_norm"]))
-  loss, grad_norm = np.asarray(seen).T
-  np.testing.assert_allclose(loss, golden["out/losses"], rtol=0, atol=1e-4)
-  np.testing.assert_allclose(grad_norm, golden["out/grad_norms"], rtol=0, atol=1e-4)
+  helpers.check_updates(golden, config, params, eps=1e-10, clip_norm=0.5)
 
 
 @pytest.fixture

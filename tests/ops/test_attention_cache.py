@@ -121,20 +121,6 @@ def test_chunks_without_padding(is_relative):
   np.testing.assert_array_equal(cache.values[:, :, LENGTH:], 0)
 
 
-def test_a_row_can_be_taken_back(is_relative):
-  _, cache = feed(ragged(), is_relative)
-  length = np.array([0, 5, 13], np.int32)
-  cache = cache._replace(
-    keys=cache.keys.at[0].set(1e4),
-    values=cache.values.at[0].set(1e4),
-    length=jnp.asarray(length),
-  )
-  schedule = [[4, 4, 0], [4, 4, 0], [4, 0, 0], [1, 0, 0]]
-  outputs, _ = feed(schedule, is_relative, cache)
-  for b, begin in enumerate(length):
-    np.testing.assert_allclose(outputs[b, begin:], whole(is_relative)[b, begin:], **ROUNDING)
-
-
 @pytest.mark.parametrize("chunk", [1, 3, RING])
 def test_a_ring_goes_on_beyond_its_end(chunk):
   schedule = ragged(chunk)
@@ -145,20 +131,6 @@ def test_a_ring_goes_on_beyond_its_end(chunk):
   for found, new in zip(cache[:2], draw()[0][1:], strict=True):
     for token in range(LENGTH - RING, LENGTH):
       np.testing.assert_array_equal(found[:, :, token % RING], new[:, token])
-
-
-def test_a_full_chunk_that_begins_anywhere_in_a_ring():
-  # No padding; the second and the third go across the end and take every place.
-  parts, distances = draw()
-  cache, begin, outputs = new_cache(max_length=RING), 0, []
-  for size in (3, RING, RING):
-    chunk = [x[:, begin : begin + size] for x in parts]
-    found, cache = step(chunk, distances, cache)
-    outputs.append(found)
-    begin += size
-  expected = whole_of_a_ring()
-  np.testing.assert_allclose(np.concatenate(outputs, 1), expected, **ROUNDING)
-  np.testing.assert_array_equal(cache.length, [LENGTH] * BATCH)
 
 
 def test_a_ring_of_another_dtype():

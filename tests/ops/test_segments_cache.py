@@ -99,9 +99,7 @@ LENGTHS = np.array([3, 0])
     (dict(boundaries=B[:, :2]), r"boundaries: .*\(2, 3\).*\(2, 2\)"),
     (dict(boundaries=B + 2), "boundaries: .* got 2"),
     (dict(lengths=LENGTHS[:1]), r"lengths: .*\(2,\), got int64 \(1,\)"),
-    (dict(lengths=LENGTHS / 2), "lengths: .* float64"),
     (dict(lengths=LENGTHS + 1), "C = 3, got 4"),
-    (dict(lengths=LENGTHS - 1), "C = 3, got -1"),
   ],
 )
 def test_refuses_what_does_not_match(changes, message):

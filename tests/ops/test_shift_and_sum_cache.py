@@ -205,9 +205,7 @@ CACHE = empty()
     (dict(cache=CACHE._replace(ring=CACHE.ring.astype(jnp.bfloat16))), "cache: .*bfloat16"),
     (dict(cache=CACHE._replace(length=zeros(3))), "cache: .* length .* got float32"),
     (dict(lengths=zeros(2, dtype=jnp.int32)), r"lengths: .*= \(3,\), got int32 \(2,\)"),
-    (dict(lengths=zeros(3)), "lengths: .* got float32"),
     (dict(lengths=jnp.asarray([0, 8, 7])), r"lengths: expected 0 .. C = 7, got 8"),
-    (dict(lengths=jnp.asarray([0, -1, 7])), r"lengths: expected 0 .. C = 7, got -1"),
   ],
 )
 def test_refuses_what_does_not_match(changes, message):
