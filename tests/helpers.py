@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import old as old_settings
-from dpjax.training import losses
+from dpjax.models import build
+from dpjax.training import losses, optimizer, step
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
@@ -57,6 +59,15 @@ def set_model(model, **settings):
     model[place].update(stack)
   model.update(new)
   return model
+
+
+def tiny_model(**changes):
+  """A model's settings: relative attention, and sizes that differ; see `set_model`."""
+  usual = dict(
+    mixer="relative_attention", vocab_size=11, width=6, num_heads=2, feed_forward_width=10
+  )
+  usual |= dict(num_layers=2, max_length=29, positions="none", activation="gelu")
+  return set_model(config_lib.default_model(), **{**usual, **changes})
 
 
 def objective(boundaries: str = "none", **settings) -> losses.Objective:
@@ -126,9 +137,79 @@ def draw_params(model, seed: int, spread: float) -> dict:
   return jax.tree.map_with_path(draw, shapes)
 
 
+def lengthen(params, model):
+  """The parameters for a model with a longer window: its new taps are zero."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 2), jnp.int32))["params"]
+
+  def pad(x, y):
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, y.shape, strict=True)])
+
+  return jax.tree.map(pad, params, shapes)
+
+
+def balance(params, logits) -> None:
+  """Makes a predictor with these logits find a boundary at two tokens in five, and be sure."""
+  if logits is not None:
+    ranked = np.sort(np.asarray(logits), axis=None)
+    places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
+    place = places[np.argmax(ranked[places] - ranked[places - 1])]
+    middle, scale = (ranked[place - 1] + ranked[place]) / 2, 2 / ranked.std()
+    out = params["hourglass"]["boundary_predictor"]["out"]
+    out["bias"], out["kernel"] = (out["bias"] - middle) * scale, out["kernel"] * scale
+
+
+def assert_sure(logits) -> None:
+  """Rounding flips no boundary: |p - 0.5| > 0.001 everywhere."""
+  if logits is not None:
+    assert abs(jax.nn.sigmoid(np.asarray(logits)) - 0.5).min() > 1e-3
+
+
 def pointers(tree) -> set[int]:
   """Where its arrays lie in memory; numbers may move."""
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+  """What the authors' code computed, by the names of its parts."""
+  with np.load(ROOT / "tests/golden" / f"{name}.npz") as arrays:
+    return dict(arrays)
+
+
+def part(arrays, prefix: str) -> dict:
+  """Those whose names begin so, without the beginning."""
+  return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def assert_trees_close(tree, expected, **tolerance) -> None:
+  """Each leaf is close to that of its name."""
+  assert jax.tree.structure(tree) == jax.tree.structure(expected)
+  pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
+  for (path, got), want in pairs:
+    np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> None:
+  """Losses and norms of gradients of the authors' first updates by Adam are ours."""
+  rates = jnp.asarray(arrays["out/lrs"])
+  update = optimizer.make_optimizer(
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, clip_norm=clip_norm
+  )
+  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
+  train = partial(step.train_step, build.build_model(config), update, 1)
+  train = jax.jit(partial(train, objective=losses.Objective(build.build_boundaries(config))))
+  seen = []
+  # optax raises floats to integer powers, which strict promotion refuses.
+  with jax.numpy_dtype_promotion("standard"):
+    for stream in arrays["in/stream"]:
+      tokens = stream.T
+      weights = np.ones((len(tokens), tokens.shape[1] - 1), np.float32)
+      state, found = train(
+        state, dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+      )
+      seen.append((found["loss"], found["grad_norm"]))
+  loss, grad_norm = np.asarray(seen).T
+  np.testing.assert_allclose(loss, arrays["out/losses"], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(grad_norm, arrays["out/grad_norms"], rtol=0, atol=1e-4)
 
 
 def overrides(config) -> list[str]:
@@ -206,37 +287,81 @@ SCHEDULES = {
 }
 
 
-def check_chunks(model, params, tokens, whole, schedule, after=lambda cache, seen: None):
-  """Chunks with a cache say what a pass over the whole rows says.
+def make_step(model, params):
+  """(cache, tokens, lengths, **what is given beside) -> output, jitted with its cache donated."""
+
+  def step(params, cache, tokens, lengths, given):
+    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths, **given)
+
+  return partial(jax.jit(step, donate_argnums=1), params)
+
+
+def by_chunks(step, cache, tokens, schedule, after=None, **given):
+  """What the steps say of every token, in whatever chunks they come.
 
   Args:
-    model: with token pooling.
-    params: of the model.
+    step: of `make_step`.
+    cache: that of the beginning.
     tokens: [B, T].
-    whole: output of the whole rows.
-    schedule: of `SCHEDULES`; what is not real is any token.
+    schedule: (size, how many tokens of each row are real); the others are any tokens.
     after: called with the cache and the tokens seen, [B], after each chunk.
+    **given: [B, T], for each token.
+
+  Returns:
+    Arrays by their names in the output.
   """
-  step = jax.jit(
-    lambda tokens, cache, lengths: model.apply(
-      {"params": params}, tokens, cache=cache, lengths=lengths
-    )
-  )
-  cache, seen = model.init_cache(len(tokens)), np.zeros(len(tokens), int)
-  garbage = np.random.default_rng(7)
+  batch, garbage, found = len(tokens), np.random.default_rng(7), {}
+  seen = np.zeros(batch, int)
+  kinds = jax.tree.map(jax.typeof, cache)
   for size, lengths in schedule:
-    chunk = garbage.integers(tokens.max() + 1, size=(len(tokens), size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = tokens[row, seen[row] : seen[row] + length]
-    output = step(chunk, cache, jnp.array(lengths, jnp.int32))
+    rows = [(b, slice(n), slice(seen[b], seen[b] + n)) for b, n in enumerate(lengths)]
+    chunk = garbage.integers(tokens.max() + 1, size=(batch, size))
+    parts = {key: np.resize(x, (batch, size)) for key, x in given.items()}
+    for b, own, part in rows:
+      chunk[b, own] = tokens[b, part]
+      for key, array in given.items():
+        parts[key][b, own] = array[b, part]
+    places = pointers(cache)
+    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
     cache = output.cache
-    for row, length in enumerate(lengths):
-      places = slice(seen[row], seen[row] + length)
-      np.testing.assert_array_equal(output.boundaries[row, :length], whole.boundaries[row, places])
-      np.testing.assert_allclose(
-        output.logits[row, :length], whole.logits[row, places], atol=1e-5, rtol=1e-5
-      )
+    # It does not grow, and lies where it lay.
+    assert jax.tree.map(jax.typeof, cache) == kinds and pointers(cache) == places
+    for key in ("logits", "boundaries", "boundary_logits"):
+      values = getattr(output, key)
+      if values is not None:
+        shape = (*tokens.shape, *values.shape[2:])
+        array = found.setdefault(key, np.full(shape, np.nan, np.float32))
+        for b, own, part in rows:
+          array[b, part] = values[b, own]
     seen += lengths
-    after(cache, seen)
+    np.testing.assert_array_equal(cache.length, seen)
+    if after:
+      after(cache, seen)
   assert (seen == tokens.shape[1]).all()
-  assert step._cache_size() == len({size for size, _ in schedule})
+  return found
+
+
+def assert_found(found, expected):
+  """The output of a whole pass is what `by_chunks` found."""
+  for key, array in found.items():
+    np.testing.assert_allclose(array, getattr(expected, key), atol=1e-5, rtol=1e-5, err_msg=key)
+
+
+def check_chunks(model, params, tokens, whole, schedule, after=None):
+  """Chunks with a cache say what a pass over the whole rows says, in one program a size."""
+  step, cache = make_step(model, params), model.init_cache(len(tokens))
+  assert_found(by_chunks(step, cache, tokens, schedule, after), whole)
+  assert step.func._cache_size() == len({size for size, _ in schedule})
+
+
+def over_devices(size: int = 8) -> tuple[jax.NamedSharding, jax.NamedSharding]:
+  """The first axis over the devices, and copies on all of them."""
+  mesh = jax.make_mesh((size,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.NamedSharding(mesh, jax.P("batch")), jax.NamedSharding(mesh, jax.P())
+
+
+def collectives(compiled) -> set[str]:
+  """What devices exchange in a compiled function."""
+  names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+  text = compiled.as_text()
+  return {name for name in names if f" {name}" in text}

@@ -1,57 +1,49 @@
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dpjax.layers import embeddings
+from tests import helpers
 from tests.reference import transformer
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 VOCAB, WIDTH, MAX_LENGTH = 11, 6, 7
 TOKENS = np.array([[3, 10, 0, 3, 7], [5, 1, 2, 8, 4]])
 
 
 def apply(positions="sinusoidal", tokens=TOKENS, **settings):
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, MAX_LENGTH, positions, **settings)
-  output, variables = layer.init_with_output(jax.random.key(0), tokens)
+  output, variables = jax.jit(layer.init_with_output)(jax.random.key(0), tokens)
   return output, variables["params"]
 
 
-@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
-def test_sinusoidal_positions(length, width):
-  table = embeddings.sinusoidal_positions(length, width)
-  assert table.dtype == np.float32
-  np.testing.assert_allclose(table, transformer.positions(length, width), atol=1e-6)
-
-
 def test_sinusoidal_positions_are_the_authors():
-  with np.load(GOLDEN / "A_dispatcher_nhead1_L16.npz") as golden:
+  with np.load(helpers.ROOT / "tests/golden/A_dispatcher_nhead1_L16.npz") as golden:
     expected = golden["buf/pos_encoder.pe"][:, 0]
-  np.testing.assert_allclose(embeddings.sinusoidal_positions(16, 16), expected, rtol=0, atol=1e-6)
+  table = embeddings.sinusoidal_positions(16, 16)
+  assert table.dtype == np.float32
+  np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
+  # Of an odd width, too.
+  table = embeddings.sinusoidal_positions(13, 5)
+  np.testing.assert_allclose(table, transformer.positions(13, 5), atol=1e-6)
 
 
-def test_tokens_are_scaled_and_sinusoidal_positions_are_not():
-  output, params = apply()
-  table = params["tokens"]["embedding"]
-  expected = table[TOKENS] * np.sqrt(6) + transformer.positions(5, WIDTH)[None]
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
+def test_tokens_and_learned_positions_are_scaled_and_sinusoidal_ones_are_not(positions):
+  output, params = apply(positions)
+  expected = params["tokens"]["embedding"][TOKENS]
+  if positions == "sinusoidal":
+    expected = np.sqrt(6) * expected + transformer.positions(5, WIDTH)[None]
+  if positions == "learned":
+    places = params["positions"]
+    assert places.shape == (MAX_LENGTH, WIDTH) and places.dtype == jnp.float32
+    expected = np.sqrt(6) * (expected + places[:5][None])
   np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
-  assert params.keys() == {"tokens"}
-
-
-def test_tokens_and_learned_positions_are_both_scaled():
-  output, params = apply("learned")
-  table, places = params["tokens"]["embedding"], params["positions"]
-  assert places.shape == (MAX_LENGTH, WIDTH) and places.dtype == jnp.float32
-  expected = np.sqrt(6) * (table[TOKENS] + places[:5][None])
-  np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_without_positions_the_tokens_are_as_in_the_table():
-  output, params = apply("none")
-  np.testing.assert_array_equal(output, params["tokens"]["embedding"][TOKENS])
-  assert params.keys() == {"tokens"}
+  assert params.keys() == {"tokens", *(["positions"] if positions == "learned" else [])}
+  half, params = apply(positions, dtype=jnp.bfloat16)
+  assert half.dtype == jnp.bfloat16
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+  np.testing.assert_allclose(half.astype(jnp.float32), output, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
@@ -60,15 +52,6 @@ def test_refusals(positions):
     apply(positions, tokens=np.zeros((2, 8), np.int32))
   with pytest.raises(ValueError, match=r"expected \[B, T\].*\(3,\)"):
     apply(positions, tokens=np.zeros(3, np.int32))
-
-
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
-def test_bfloat16(positions):
-  expected, _ = apply(positions)
-  output, params = apply(positions, dtype=jnp.bfloat16)
-  assert output.dtype == jnp.bfloat16
-  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-  np.testing.assert_allclose(output.astype(jnp.float32), expected, rtol=0, atol=0.02)
 
 
 def test_dropout_is_of_the_sum():

@@ -6,23 +6,29 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.layers import (
   attention,
   blocks,
   dispatcher,
   embeddings,
   extractors,
-  initializers,
 )
 from tests import helpers
 
 WIDTH, HIDDEN = 102, 77
 
 
-def init(module, length=3):
-  inputs = jnp.zeros((2, length, WIDTH))
+def init(module):
+  inputs = jnp.zeros((2, 3, WIDTH))
   return jax.jit(module.init)(jax.random.key(0), inputs)["params"]
+
+
+def kernels(params):
+  """Shapes of the kernels, of which each is U(-1, 1) / sqrt(its inputs); there is nothing else."""
+  for leaves in params.values():
+    assert leaves.keys() == {"kernel"}
+    is_uniform(leaves["kernel"], len(leaves["kernel"]) ** -0.5)
+  return {name: leaves["kernel"].shape for name, leaves in params.items()}
 
 
 def is_uniform(x, bound):
@@ -37,23 +43,14 @@ def is_uniform(x, bound):
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_dispatcher(num_heads):
-  params = init(dispatcher.Dispatcher(num_heads, 512))
   size = WIDTH // num_heads
-  shapes = {name: params[name]["kernel"].shape for name in params}
-  assert shapes == {"values": (size, size), "gates": (size, 9), "out": (size, size)}
-  for name in params:
-    assert params[name].keys() == {"kernel"}
-    is_uniform(params[name]["kernel"], size**-0.5)
+  shapes = {"values": (size, size), "gates": (size, 9), "out": (size, size)}
+  assert kernels(init(dispatcher.Dispatcher(num_heads, 512))) == shapes
 
 
 def test_multi_head_dispatcher():
-  params = init(dispatcher.MultiHeadDispatcher(3, 512))
-  shapes = {name: params[name]["kernel"].shape for name in params}
-  square = (WIDTH, WIDTH)
-  assert shapes == {"values": square, "gates": (WIDTH, 27), "out": square}
-  for name in params:
-    assert params[name].keys() == {"kernel"}
-    is_uniform(params[name]["kernel"], WIDTH**-0.5)
+  shapes = {"values": (WIDTH, WIDTH), "gates": (WIDTH, 27), "out": (WIDTH, WIDTH)}
+  assert kernels(init(dispatcher.MultiHeadDispatcher(3, 512))) == shapes
 
 
 def test_attention():
@@ -84,15 +81,11 @@ def test_feed_forward():
   ],
 )
 def test_extractors(layer, shape, fan_in):
-  params = init(layer(shape[0]))
-  assert params["taps"].shape == shape
-  is_uniform(params["taps"], fan_in**-0.5)
-  matrices = {"values", "adjustment", "out"} if layer is extractors.HE else {"adjustment", "out"}
-  assert params.keys() - {"taps"} == (set() if layer is extractors.ME else matrices)
-  for name in params.keys() - {"taps"}:
-    assert params[name].keys() == {"kernel"}
-    assert params[name]["kernel"].shape == (WIDTH, WIDTH)
-    is_uniform(params[name]["kernel"], WIDTH**-0.5)
+  params = dict(init(layer(shape[0])))
+  taps = params.pop("taps")
+  assert taps.shape == shape
+  is_uniform(taps, fan_in**-0.5)
+  assert set(kernels(params).values()) <= {(WIDTH, WIDTH)}
 
 
 def is_normal(x, std):
@@ -103,36 +96,33 @@ def is_normal(x, std):
   assert abs(np.mean(abs(x) > 2) - 0.0455) < 6 * np.sqrt(0.0455 / x.size)
 
 
-@pytest.mark.parametrize("mixer", ["he", "me", "attention", "dispatcher"])
-def test_a_model_of_normal_weights(mixer):
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer=mixer,
-    init_std=0.03,
-    vocab_size=71,
-    width=WIDTH,
-    feed_forward_width=HIDDEN,
-    num_layers=3,
-    max_length=127,
-    norm="pre",
-    positions="learned",
-  )
+def check_normal(config, std, norm_std):
+  """Asserts how a model's parameters begin; gives them, and the kinds that there are."""
   model = dpjax.build_model(config)
-  tokens = jnp.zeros((2, 5), jnp.int32)
-  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
+  params = jax.jit(model.init)(jax.random.key(2), jnp.zeros((2, 5), jnp.int32))["params"]
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(params):
     kind = path[-1].key
     seen.add(kind)
-    if kind == "scale":
+    if kind == "scale" and norm_std:
+      is_normal(leaf - 1, norm_std)
+    elif kind == "scale":
       assert (leaf == 1).all()
     elif kind == "bias":
       assert not leaf.any()
     else:
-      is_normal(leaf, 0.03)
-  tables = {"kernel", "embedding", "positions", "scale", "bias"}
-  assert seen == tables | ({"taps"} if mixer in ("he", "me") else set())
+      is_normal(leaf, 1 if kind == "null_group" else std)
+    if leaf.ndim == 4 or norm_std and kind == "scale" and leaf.ndim == 2:
+      assert (leaf[0] != leaf[1]).mean() > 0.9, "the layers begin alike"
+  return params, seen - {"kernel", "embedding", "scale", "bias"}
+
+
+@pytest.mark.parametrize("mixer", ["he", "attention"])
+def test_a_model_of_normal_weights(mixer):
+  config = helpers.tiny_model(mixer=mixer, vocab_size=71, width=WIDTH, norm="pre", init_std=0.03)
+  helpers.set_model(config, feed_forward_width=HIDDEN, max_length=127, positions="learned")
+  _, seen = check_normal(config, 0.03, 0)
+  assert seen == {"positions", *(["taps"] if mixer == "he" else [])}
 
 
 def test_tables():
@@ -159,17 +149,6 @@ def test_relative_attention():
     assert not params["positions"][name].any()
 
 
-def test_gains_of_norms():
-  gains = initializers.norm_gains(0.3)(jax.random.key(1), (WIDTH, HIDDEN))
-  assert gains.dtype == jnp.float32
-  is_normal(gains - 1, 0.3)
-  still = initializers.norm_gains(0.0)(jax.random.key(1), (HIDDEN,))
-  np.testing.assert_array_equal(still, np.ones(HIDDEN, np.float32))
-  params = init(blocks.layer_norm(jnp.float32, "norm", 0.3))
-  is_normal(params["scale"] - 1, 0.3)
-  assert not params["bias"].any()
-
-
 def test_gains_of_a_block():
   block = blocks.Block(lambda name: extractors.ME(5, name=name), HIDDEN, norm_init_std=0.3)
   params = init(block)
@@ -180,48 +159,11 @@ def test_gains_of_a_block():
 
 # So the authors of the pooling paper begin, with 0.02 for both.
 def test_a_model_with_token_pooling():
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer="relative_attention",
-    boundaries="gumbel",
-    positions="none",
-    activation="gelu",
-    init_std=0.02,
-    norm_init_std=0.03,
-    vocab_size=71,
-    width=WIDTH,
-    num_heads=3,
-    feed_forward_width=HIDDEN,
-    first_layers=2,
-    num_layers=3,
-    last_layers=2,
-    max_length=7,
-    num_capacities=2,
-  )
-  model = dpjax.build_model(config)
-  tokens = jnp.zeros((2, 5), jnp.int32)
-  params = jax.jit(model.init)(jax.random.key(2), tokens)["params"]
-  seen = set()
-  for path, leaf in jax.tree.leaves_with_path(params):
-    kind = path[-1].key
-    seen.add(kind)
-    if kind == "scale":
-      is_normal(leaf - 1, 0.03)
-    elif kind == "bias":
-      assert not leaf.any()
-    else:
-      is_normal(leaf, 1 if kind == "null_group" else 0.02)
-    if leaf.ndim == 4 or kind == "scale" and leaf.ndim == 2:
-      assert (leaf[0] != leaf[1]).mean() > 0.9, "the layers begin alike"
-  assert seen == {
-    "kernel",
-    "embedding",
-    "scale",
-    "bias",
-    "null_group",
-    "content_bias",
-    "position_bias",
-  }
+  config = helpers.tiny_model(vocab_size=71, width=WIDTH, num_heads=3, max_length=7)
+  init = dict(init_std=0.02, norm_init_std=0.03)
+  stacks = dict(first_layers=2, last_layers=2, feed_forward_width=HIDDEN)
+  helpers.set_model(config, boundaries="gumbel", num_capacities=1, **init, **stacks)
+  params, seen = check_normal(config, 0.02, 0.03)
+  assert seen == {"null_group", "content_bias", "position_bias"}
   # The biases of the attention are there once, for the layers of all three stacks.
   assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)

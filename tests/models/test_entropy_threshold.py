@@ -13,7 +13,6 @@ from dpjax.layers import dispatcher
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import with_frozen
 from dpjax.text.tokens import train_tokenizer
-from dpjax.training import losses
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
@@ -21,54 +20,27 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
 FROZEN = {
   "plain": dict(mixer="attention", positions="sinusoidal"),
-  "pooled": dict(
-    mixer="he",
-    boundaries="whitespace",
-    space_ids=(2, 7),
-    first_layers=1,
-    last_layers=1,
-    num_capacities=2,
-  ),
+  "pooled": dict(mixer="he", boundaries="whitespace", space_ids=(2, 7), num_capacities=2)
+  | dict(first_layers=1, last_layers=1, positions="sinusoidal"),
 }
 
 
 def make_frozen(**settings):
-  usual = dict(
-    vocab_size=VOCAB, width=4, num_heads=2, feed_forward_width=7, num_layers=2, max_length=31
-  )
-  model = dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
+  usual = dict(width=4, feed_forward_width=7, max_length=31, mixer="dispatcher")
+  model = dpjax.build_model(helpers.tiny_model(**{**usual, **settings}))
   return model, helpers.draw_params(model, SEED, 1.0)
 
 
 def make(frozen, **settings):
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer="relative_attention",
-    vocab_size=VOCAB,
-    width=WIDTH,
-    num_heads=2,
-    feed_forward_width=10,
-    num_layers=1,
-    first_layers=1,
-    last_layers=1,
-    max_length=29,
-    positions="none",
-    activation="gelu",
-  )
-  settings = dict(run="a", theta=0.0, num_capacities=3) | settings
+  config = helpers.tiny_model(num_layers=1, first_layers=1, last_layers=1)
+  settings = dict(run="a", theta=0.0, num_capacities=2) | settings
   config.boundaries = config_lib.boundaries("entropy_threshold", **settings)
   return config, dpjax.build_model(config, frozen)
 
 
 @pytest.fixture(
   scope="module",
-  params=[
-    ("global", "plain"),
-    ("monotonic", "plain"),
-    ("combined", "plain"),
-    ("global", "pooled"),
-  ],
+  params=[("monotonic", "plain"), ("combined", "plain"), ("global", "pooled")],
   ids="-".join,
 )
 def parts(request):
@@ -120,15 +92,12 @@ def test_chunks_say_what_the_whole_says(parts):
 
 
 def test_no_gradient_reaches_the_frozen_model():
-  reader, _ = make_frozen()
-  _, model = make(reader, theta=1.5)
-  params = helpers.draw_params(model, 13, 1 / 2)
-  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.ones((BATCH, LENGTH)))
+  _, model = make(make_frozen()[0], theta=1.5, num_capacities=1)
 
   def loss(params):
-    return losses.Objective().sums(model.apply({"params": params}, TOKENS), batch)["nats"]
+    return jnp.sum(jnp.sin(model.apply({"params": params}, TOKENS).logits))
 
-  grads = jax.jit(jax.grad(loss))(params)
+  grads = jax.jit(jax.grad(loss))(helpers.draw_params(model, 13, 1 / 2))
   frozen = grads["hourglass"]["boundary_predictor"].pop("frozen")
   assert not any(leaf.any() for leaf in jax.tree.leaves(frozen))
   assert all(leaf.any() for leaf in jax.tree.leaves(grads["hourglass"]["middle"]["mixer"]))
@@ -141,8 +110,7 @@ def test_unstacked_parameters_are_those_of_each_layer():
 
 
 def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):
-  reader, _ = make_frozen(mixer="dispatcher")
-  _, model = make(reader)
+  _, model = make(make_frozen()[0])
   assert model.has_cache
   monkeypatch.delattr(dispatcher.Dispatcher, "init_cache")
   assert not model.has_cache
@@ -188,10 +156,7 @@ def test_a_model_has_to_fit():
   [
     (dict(run=""), "run: expected the folder of a run, got ''"),
     (dict(theta=None), "theta: expected a number, which dpjax calibrate"),
-    (
-      dict(rule="globl"),
-      "rule: expected one of global, monotonic, combined, got globl; did you mean global",
-    ),
+    (dict(rule="globl"), "rule: expected one of global, monotonic, .*; did you mean global"),
     (dict(theta_add=0.1), "theta_add: expected 0 with the rule global, got 0.1"),
     (dict(pooling="max"), "pooling: expected one of"),
     (dict(num_capacities=0), "num_capacities: expected at least 1"),
@@ -205,8 +170,7 @@ def test_refusals(settings, message):
     config_lib.check(config)
 
 
-@pytest.mark.parametrize("name", ["theta", "theta_add"])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(("name", "value"), [("theta", np.inf), ("theta_add", np.nan)])
 def test_thresholds_are_finite(name, value):
   settings = dict(run="a", rule="combined", theta=1.0) | {name: float(value)}
   with pytest.raises(dpjax.UserError, match=f"{name}: expected a number .* finite, got"):

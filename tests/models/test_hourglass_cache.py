@@ -1,6 +1,6 @@
 """Token pooling with a cache: whatever the chunks, what the parallel pass says."""
 
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.layers import extractors
 from tests import helpers
@@ -25,99 +24,40 @@ WORDS = np.random.default_rng(0).integers(SPACE + 1, VOCAB, (BATCH, LENGTH))
 TOKENS = np.where(SPACES, SPACE, WORDS)
 NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.float32)
 
-# Sizes of chunks, and of each row how many tokens are real. Prompts of different lengths,
-# rows that have none for a while, a row that begins with a step or with a later chunk.
-LATE_BY_A_STEP = [
-  (9, (9, 4, 0)),
-  (1, (1, 1, 0)),
-  (1, (1, 0, 0)),
-  (1, (0, 1, 1)),
-  (9, (3, 9, 9)),
-  (9, (0, 8, 2)),
-  (1, (1, 0, 1)),
-  (9, (8, 0, 9)),
-  (1, (0, 0, 1)),
-]
-LATE_BY_A_CHUNK = [
-  (1, (1, 0, 0)),
-  (17, (0, 11, 0)),
-  (17, (17, 3, 8)),
-  (1, (0, 1, 1)),
-  (1, (1, 1, 1)),
-  (17, (4, 7, 13)),
-]
+SPACES_ARE = dict(space_ids=(SPACE,))
 CASES = {
-  "fixed": (LATE_BY_A_CHUNK, dict(shortening_factor=3)),
+  "fixed": ("chunks", dict(shortening_factor=3)),
   "fixed, offset 0": (
-    LATE_BY_A_STEP,
-    dict(
-      boundaries="fixed",
-      shortening_factor=3,
-      boundary_offset=0,
-      pooling="last",
-      first_mixer="dispatcher",
-      mixer="we",
-      last_mixer="attention",
-      positions="sinusoidal",
-    ),
+    "steps",
+    dict(boundaries="fixed", shortening_factor=3, boundary_offset=0, pooling="last")
+    | dict(mixer="we", last_mixer="attention", positions="sinusoidal"),
   ),
   "whitespace": (
-    LATE_BY_A_CHUNK,
+    "chunks",
     dict(
-      first_mixer="attention",
-      mixer="dispatcher",
-      last_mixer="relative_attention",
-      space_ids=(SPACE,),
+      first_mixer="attention", mixer="dispatcher", last_mixer="relative_attention", **SPACES_ARE
     ),
   ),
   "spacebyte": (
-    LATE_BY_A_STEP,
+    "steps",
     dict(mixer="dispatcher", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
   ),
   "unigram": (
-    LATE_BY_A_STEP,
-    dict(
-      first_mixer="dispatcher_multihead",
-      mixer="he",
-      last_mixer="me",
-      positions="learned",
-      norm="pre",
-      scan_layers=False,
-    ),
+    "steps",
+    dict(first_mixer="dispatcher_multihead", mixer="he", last_mixer="me", norm="pre")
+    | dict(positions="learned", scan_layers=False),
   ),
   "entropy": (
-    LATE_BY_A_STEP,
-    dict(
-      first_mixer="she",
-      mixer="relative_attention",
-      last_mixer="dispatcher",
-      first_layers=2,
-      last_layers=2,
-      pooling="last",
-    ),
+    "steps",
+    dict(first_mixer="she", last_mixer="dispatcher", first_layers=2, last_layers=2, pooling="last"),
   ),
-  "gumbel": (LATE_BY_A_STEP, dict(space_ids=(SPACE,), num_capacities=1)),
+  "gumbel": ("steps", dict(num_capacities=1, **SPACES_ARE)),
 }
-BY_LAYER = ("fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def make(boundaries, **settings):
-  usual = dict(
-    boundaries=boundaries,
-    vocab_size=VOCAB,
-    width=WIDTH,
-    feed_forward_width=10,
-    num_layers=2,
-    first_layers=1,
-    last_layers=1,
-    max_length=MAX_LENGTH,
-    positions="none",
-    mixer="relative_attention",
-    activation="gelu",
-    num_capacities=3,
-    num_heads=2,
-  )
-  return dpjax.build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
+  usual = dict(boundaries=boundaries, first_layers=1, last_layers=1, num_capacities=2)
+  return dpjax.build_model(helpers.tiny_model(**{**usual, **settings}))
 
 
 def balance(params, output):
@@ -125,188 +65,62 @@ def balance(params, output):
   mean, out = output.logits.mean(axis=(0, 1)), params["logits"]
   scale = 1 / (output.logits - mean[None, None]).std()
   out["bias"], out["kernel"] = (out["bias"] - mean) * scale, out["kernel"] * scale
-  if output.boundary_logits is not None:
-    ranked = np.sort(np.asarray(output.boundary_logits), axis=None)
-    places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
-    place = places[np.argmax(ranked[places] - ranked[places - 1])]
-    middle, scale = (ranked[place - 1] + ranked[place]) / 2, 2 / ranked.std()
-    out = params["hourglass"]["boundary_predictor"]["out"]
-    out["bias"], out["kernel"] = (out["bias"] - middle) * scale, out["kernel"] * scale
+  helpers.balance(params, output.boundary_logits)
 
 
-def make_step(model):
-  """Jitted with its cache donated."""
-
-  def step(params, cache, tokens, lengths, given):
-    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths, **given)
-
-  return jax.jit(step, donate_argnums=1)
-
-
-@cache
-def prepare(case):
-  """The model, its parameters, the whole pass and a step, both compiled once."""
-  _, settings = CASES[case]
-  model = make(**{"boundaries": case, **settings})
-  # Draws of which nothing is nearly a tie, and whose text does not repeat one token.
-  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
-  whole = jax.jit(model.apply)
-  balance(params, whole({"params": params}, TOKENS))
-  of_step = model.unstack(params) if case in BY_LAYER else params
-  return model, partial(whole, {"params": params}), partial(make_step(model), of_step)
+BY_LAYER = ("fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def kinds(tree):
-  return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
-def by_chunks(step, cache, tokens, schedule, **given):
-  """What the steps say of every token, in whatever chunks they come."""
-  seen, garbage = np.zeros(BATCH, int), np.random.default_rng(7)
-  found = {}
-  for size, lengths in schedule:
-    # Padding is any tokens, spaces among them; so is what else is given.
-    chunk = garbage.integers(SPACE + 2, size=(BATCH, size))
-    parts = {key: chunk.astype(x.dtype) % 2 / 2 + 0.25 for key, x in given.items()}
-    if "boundaries" in given:
-      parts["boundaries"] = chunk % 2
-    for row, length in enumerate(lengths):
-      part = slice(seen[row], seen[row] + length)
-      chunk[row, :length] = tokens[row, part]
-      for key, array in given.items():
-        parts[key][row, :length] = array[row, part]
-    before, places = kinds(cache), helpers.pointers(cache)
-    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
-    cache = output.cache
-    # It does not grow, and lies where it lay.
-    assert kinds(cache) == before and helpers.pointers(cache) == places
-    for key in ("logits", "boundaries", "boundary_logits"):
-      values = getattr(output, key)
-      if values is not None:
-        values = np.asarray(values)
-        shape = (BATCH, tokens.shape[1], *values.shape[2:])
-        rows = found.setdefault(key, np.full(shape, np.nan, np.float32))
-        for row, length in enumerate(lengths):
-          rows[row, seen[row] : seen[row] + length] = values[row, :length]
-    seen += lengths
-    np.testing.assert_array_equal(cache.length, seen)
-  np.testing.assert_array_equal(seen, tokens.shape[1])
-  return found
-
-
-def assert_close(found, expected):
-  expected = {key: x for key, x in expected._asdict().items() if x is not None and key != "cache"}
-  assert found.keys() == expected.keys()
-  for key, x in expected.items():
-    np.testing.assert_allclose(found[key], x, atol=1e-5, rtol=1e-5, err_msg=key)
-
-
-def assert_sure(boundary_logits):
-  """Rounding flips no boundary: |p - 0.5| > 0.001 everywhere."""
-  if boundary_logits is not None:
-    assert abs(jax.nn.sigmoid(np.asarray(boundary_logits)) - 0.5).min() > 1e-3
+  return jax.tree.map(jax.typeof, tree)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_are_the_whole(case):
-  model, whole, step = prepare(case)
-  expected = whole(TOKENS)
-  assert_sure(expected.boundary_logits)
+  schedule, settings = CASES[case]
+  model = make(**{"boundaries": case, **settings})
+  # Draws of which nothing is nearly a tie.
+  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
+  whole = jax.jit(model.apply)
+  balance(params, whole({"params": params}, TOKENS))
+  expected = whole({"params": params}, TOKENS)
+  helpers.assert_sure(expected.boundary_logits)
   counts = np.asarray(expected.boundaries).sum(axis=1)
-  assert 0 < counts.sum() < 0.7 * TOKENS.size
+  assert 0 < counts.sum() < 0.7 * TOKENS.size and expected.logits.std() > 0.7
   if case == "whitespace":
     np.testing.assert_array_equal(expected.boundaries, SPACES)
-  assert expected.logits.std() > 0.7
-  found = by_chunks(step, model.init_cache(BATCH), TOKENS, CASES[case][0])
-  assert_close(found, expected)
-  assert step.func._cache_size() == 2  # one program a size
+  of_step = model.unstack(params) if case in BY_LAYER else params
+  helpers.check_chunks(model, of_step, TOKENS, expected, helpers.SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_is_that_of_whole_passes(case):
-  model, whole, step = prepare(case)
-  size, rows = max(CASES[case][0])[0], np.arange(BATCH)
-  ends = np.array([5, 2, 7])
-  text = np.where(np.arange(LENGTH) < ends[:, None], TOKENS, VOCAB - 1)
-  output = step(model.init_cache(BATCH), text[:, :size], jnp.asarray(ends, jnp.int32), {})
-  logits = np.asarray(output.logits)[rows, ends - 1]
-  num_boundaries = 0
-  for _ in range(LENGTH - ends.max()):
-    expected = whole(text)
-    if expected.boundary_logits is not None:
-      assert_sure(np.asarray(expected.boundary_logits)[np.arange(LENGTH) < ends[:, None]])
-    by_whole = np.asarray(expected.logits)[rows, ends - 1]
-    np.testing.assert_allclose(logits, by_whole, atol=1e-5, rtol=1e-5)
-    ranked = np.sort(by_whole, axis=1)
-    assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-3
-    new = logits.argmax(axis=1)
-    np.testing.assert_array_equal(new, by_whole.argmax(axis=1))
-    text[rows, ends] = new
-    ends += 1
-    output = step(output.cache, new[:, None], jnp.ones(BATCH, jnp.int32), {})
-    logits = np.asarray(output.logits)[:, 0]
-    num_boundaries += np.asarray(output.boundaries).sum()
-  # Of several tokens, and of segments that end.
-  assert 4 < num_boundaries < 0.8 * BATCH * (LENGTH - 7)
-  assert len(np.unique(text[:, 7:])) > 3
-  assert step.func._cache_size() == 2
-
-
-def test_boundaries_may_be_given_chunk_by_chunk():
-  model, whole, step = prepare("entropy")
-  step = partial(make_step(model), *step.args)
+def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
+  model = make("gumbel", mixer="dispatcher", num_layers=1, num_capacities=1)
+  params = helpers.draw_params(model, 2, 1 / 2)
+  step, whole = helpers.make_step(model, params), jax.jit(model.apply)
   given = np.asarray(SPACES)[:, ::-1].copy()
   given[2, 0] = 1
-  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundaries=given)
-  expected = whole(TOKENS, boundaries=given)
-  assert_close(found, expected)
-  np.testing.assert_array_equal(expected.boundaries, given)
-
-
-def test_boundaries_may_be_drawn_chunk_by_chunk():
-  model, whole, step = prepare("gumbel")
-  step = partial(make_step(model), *step.args)
-  found = by_chunks(step, model.init_cache(BATCH), TOKENS, LATE_BY_A_STEP, boundary_noise=NOISE)
-  expected = whole(TOKENS, boundary_noise=NOISE)
+  schedule = [(9, (9, 4, 0)), (9, (1, 1, 9)), (9, (4, 9, 5)), (9, (9, 9, 9))]
+  for options in (dict(boundaries=given), dict(boundary_noise=NOISE)):
+    found = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
+    expected = whole({"params": params}, TOKENS, **options)
+    helpers.assert_found(found, expected)
+    if "boundaries" in options:
+      np.testing.assert_array_equal(expected.boundaries, given)
   logits = np.asarray(expected.boundary_logits)
-  assert_sure(logits + np.log(NOISE / (1 - NOISE)))
+  helpers.assert_sure(logits + np.log(NOISE / (1 - NOISE)))
   assert (np.asarray(expected.boundaries) != (logits > 0)).any()
-  assert_close(found, expected)
-
-
-def lengthen(params, model):
-  """The parameters for a model with a longer window: its new taps are zero."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-
-  def pad(x, y):
-    pairs = zip(x.shape, y.shape, strict=True)
-    return jnp.pad(x, [(0, new - old) for old, new in pairs])
-
-  return jax.tree.map(pad, params, shapes)
 
 
 # Of chunks no longer than the window.
-SHORT_CHUNKS = [
-  (5, (5, 3, 0)),
-  (1, (1, 1, 0)),
-  (1, (0, 1, 1)),
-  (5, (5, 2, 5)),
-  (5, (3, 5, 5)),
-  (1, (1, 0, 0)),
-  (5, (5, 5, 4)),
-  (5, (0, 5, 5)),
-  (5, (3, 1, 3)),
-]
+SHORT_CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (5, (3, 5, 5))]
+SHORT_CHUNKS += [(1, (1, 0, 0)), (5, (5, 5, 4)), (5, (0, 5, 5)), (5, (3, 1, 3))]
 BEYOND = {
   "dispatchers": dict(num_levels=3, last_mixer="dispatcher_multihead"),
   "extractors": dict(first_mixer="me", mixer="he", last_mixer="we"),
 }
 
 
-@pytest.mark.parametrize(
-  "mixers, is_online",
-  [("dispatchers", False), ("extractors", False), ("extractors", True)],
-)
+@pytest.mark.parametrize("mixers, is_online", [("dispatchers", False), ("extractors", True)])
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, monkeypatch):
   if is_online:
     monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
@@ -323,14 +137,15 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, m
     assert [type(x) for x in layers] == [kind] * 4
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
-  expected = jax.jit(long.apply)({"params": lengthen(params, long)}, tokens)
-  step = partial(make_step(short), params)
-  assert_close(by_chunks(step, caches, tokens, SHORT_CHUNKS), expected)
+  expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
+  step = helpers.make_step(short, params)
+  found = helpers.by_chunks(step, caches, tokens, SHORT_CHUNKS)
+  helpers.assert_found(found, expected)
 
 
 def test_where_attention_is_absolute_it_cannot_go_on_and_says_so():
   model = make("fixed", mixer="attention", positions="sinusoidal", max_length=8, num_layers=1)
-  step = partial(make_step(model), helpers.draw_params(model, 3, 1 / 2))
+  step = helpers.make_step(model, helpers.draw_params(model, 3, 1 / 2))
   cache, is_nan = model.init_cache(BATCH), []
   for place in range(11):
     lengths = jnp.asarray([1, place % 2, 1], jnp.int32)
@@ -342,18 +157,14 @@ def test_where_attention_is_absolute_it_cannot_go_on_and_says_so():
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("case", ["fixed, offset 0", "entropy"])
-def test_a_cache_of_bfloat16_stays_what_it_is(case):
-  model = make(**{"boundaries": case, **CASES[case][1], "dtype": "bfloat16"})
+def test_a_cache_of_bfloat16_stays_what_it_is():
+  model = make(**CASES["fixed, offset 0"][1], dtype="bfloat16")
   params = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
   cache = model.init_cache(BATCH)
   assert cache.layers.latest.dtype == jnp.bfloat16
   for size in (1, 9):
-    output = jax.eval_shape(
-      lambda params, tokens: model.apply({"params": params}, tokens, cache=cache),
-      params,
-      TOKENS[:, :size],
-    )
+    step = partial(model.apply, cache=cache)
+    output = jax.eval_shape(step, {"params": params}, TOKENS[:, :size])
     assert output.logits.dtype == jnp.bfloat16
     assert kinds(output.cache) == kinds(cache)
 

@@ -3,11 +3,9 @@
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import config as config_lib
 from dpjax import ops, registry
 from dpjax.layers import extractors
 from dpjax.models.build import build_model
@@ -22,23 +20,9 @@ WAYS = (
 
 
 def make(mixer, **settings):
-  usual = dict(
-    mixer=mixer,
-    vocab_size=VOCAB,
-    num_layers=3,
-    width=12,
-    feed_forward_width=20,
-    num_heads=3,
-    max_length=MAX_LENGTH,
-  )
-  return build_model(helpers.set_model(config_lib.default_model(), **{**usual, **settings}))
-
-
-def make_step(model, params):
-  def step(params, cache, tokens, lengths):
-    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths)
-
-  return partial(jax.jit(step, donate_argnums=1), params)
+  usual = dict(mixer=mixer, vocab_size=VOCAB, num_layers=3, width=12, feed_forward_width=20)
+  usual |= dict(num_heads=3, max_length=MAX_LENGTH, positions="sinusoidal", activation="relu")
+  return build_model(helpers.tiny_model(**{**usual, **settings}))
 
 
 @cache
@@ -53,102 +37,41 @@ def prepare(mixer):
   params["logits"]["bias"] -= mean
   # A step takes its parameters in either form.
   of_step = model.unstack(params) if mixer in ("dispatcher", "attention", "he") else params
-  return model, partial(whole, {"params": params}), make_step(model, of_step)
-
-
-def by_chunks(step, cache, schedule):
-  """Logits of all tokens, in whatever chunks they come."""
-  seen, garbage = np.zeros(2, int), np.random.default_rng(7)
-  found = np.full((2, LENGTH, VOCAB), np.nan, np.float32)
-  for size, lengths in schedule:
-    chunk = garbage.integers(VOCAB, size=(2, size))
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = TOKENS[row, seen[row] : seen[row] + length]
-    shapes, places = jax.tree.map(jnp.shape, cache), helpers.pointers(cache)
-    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32))
-    cache = output.cache
-    # It does not grow, and lies where it lay.
-    assert jax.tree.map(jnp.shape, cache) == shapes and helpers.pointers(cache) == places
-    for row, length in enumerate(lengths):
-      found[row, seen[row] : seen[row] + length] = output.logits[row, :length]
-    seen += lengths
-    np.testing.assert_array_equal(cache.length, seen)
-  assert (seen == LENGTH).all()
-  return found
+  return model, partial(whole, {"params": params}), of_step
 
 
 # A prompt, tokens, longer chunks; the second row is behind the first, the prompt of which
 # is the longer one.
-CHUNKS = [
-  (7, (7, 4)),
-  (1, (1, 1)),
-  (1, (1, 0)),
-  (7, (3, 7)),
-  (1, (0, 1)),
-  (7, (7, 6)),
-]
+CHUNKS = [(7, (7, 4)), (1, (1, 1)), (1, (1, 0)), (7, (3, 7)), (1, (0, 1)), (7, (7, 6))]
+
+
+def logits_by_chunks(model, params, schedule=CHUNKS):
+  step = helpers.make_step(model, params)
+  return helpers.by_chunks(step, model.init_cache(2), TOKENS, schedule)["logits"]
 
 
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_chunks_are_the_whole(mixer):
-  model, whole, step = prepare(mixer)
-  expected = whole(TOKENS).logits
-  assert expected.std() > 0.5
-  found = by_chunks(step, model.init_cache(2), CHUNKS)
-  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
-  assert step.func._cache_size() == 2  # one program a size
+  model, whole, params = prepare(mixer)
+  expected = whole(TOKENS)
+  assert expected.logits.std() > 0.5
+  helpers.check_chunks(model, params, TOKENS, expected, CHUNKS)
 
 
-@pytest.mark.parametrize("mixer", registry.mixers.names())
-def test_greedy_text_is_that_of_whole_passes(mixer):
-  model, whole, step = prepare(mixer)
-  rows, ends = np.arange(2), np.array([6, 3])
-  text = np.where(np.arange(LENGTH) < ends[:, None], TOKENS, 0)
-  output = step(model.init_cache(2), text[:, :7], jnp.asarray(ends, jnp.int32))
-  logits = np.asarray(output.logits)[rows, ends - 1]
-  while ends.max() < LENGTH:
-    by_whole = np.asarray(whole(text).logits)[rows, ends - 1]
-    np.testing.assert_allclose(logits, by_whole, atol=1e-5, rtol=1e-5)
-    ranked = np.sort(by_whole, axis=1)
-    assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-3
-    new = logits.argmax(axis=1)
-    np.testing.assert_array_equal(new, by_whole.argmax(axis=1))
-    text[rows, ends] = new
-    ends += 1
-    output = step(output.cache, new[:, None], jnp.ones(2, jnp.int32))
-    logits = np.asarray(output.logits)[:, 0]
-  assert len(np.unique(text[:, 6:])) > 2
-  assert step.func._cache_size() == 2
-
-
-def lengthen(params, model):
-  """The parameters for a model with a longer window: its new taps are zero."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-
-  def pad(x, y):
-    pairs = zip(x.shape, y.shape, strict=True)
-    return jnp.pad(x, [(0, new - old) for old, new in pairs])
-
-  return jax.tree.map(pad, params, shapes)
-
-
-@pytest.mark.parametrize(
-  "mixer", [name for name in registry.mixers.names() if "attention" not in name]
-)
+@pytest.mark.parametrize("mixer", ["dispatcher_multihead", "we"])
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixer):
   settings = dict(num_layers=2, num_levels=3)
   short, long = (make(mixer, max_length=x, **settings) for x in (7, LENGTH))
   params = helpers.draw_params(short, 1, 1 / 3)
-  expected = jax.jit(long.apply)({"params": lengthen(params, long)}, TOKENS).logits
-  step = make_step(short, params)
-  found = by_chunks(step, short.init_cache(2), CHUNKS)
+  expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, TOKENS).logits
+  found = logits_by_chunks(short, params)
   np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_beyond_the_window_relative_attention_sees_the_last_tokens():
   model = make("relative_attention", max_length=7, num_layers=1, positions="none")
   params = helpers.draw_params(model, 1, 1 / 3)
-  found = by_chunks(make_step(model, params), model.init_cache(2), CHUNKS)
+  found = logits_by_chunks(model, params)
   # Further layers would see a token that theirs did not: what it said of earlier ones.
   windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
   last = jax.jit(model.apply)({"params": params}, windows).logits[:, -1]
@@ -161,8 +84,7 @@ def test_beyond_the_window_relative_attention_sees_the_last_tokens():
 )
 def test_where_there_is_no_going_on_it_says_nan(mixer, positions):
   model = make(mixer, max_length=7, num_layers=1, positions=positions)
-  step = make_step(model, helpers.draw_params(model, 1, 1 / 3))
-  found = by_chunks(step, model.init_cache(2), CHUNKS)
+  found = logits_by_chunks(model, helpers.draw_params(model, 1, 1 / 3))
   assert np.isnan(found[:, 7:]).all() and np.isfinite(found[:, :7]).all()
 
 
@@ -182,20 +104,10 @@ def test_online_chunks_are_the_whole(monkeypatch):
   monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
   few = partial(ops.init_online_convolution_cache, block=2)
   monkeypatch.setattr(ops, "init_online_convolution_cache", few)
-  cache = model.init_cache(2)
-  assert isinstance(cache.layers[0], ops.OnlineConvolutionCache)
-  schedule = [
-    (7, (3, 1)),
-    *[(1, (1, 1))] * 5,
-    (1, (0, 1)),
-    *[(1, (1, 1))] * 4,
-    (7, (7, 5)),
-    (1, (0, 1)),
-    (1, (0, 1)),
-    (1, (0, 1)),
-  ]
-  step = make_step(model, whole.args[0]["params"])
-  found = by_chunks(step, cache, schedule)
+  assert isinstance(model.init_cache(2).layers[0], ops.OnlineConvolutionCache)
+  both, second = (1, (1, 1)), (1, (0, 1))
+  schedule = [(7, (3, 1)), *[both] * 5, second, *[both] * 4, (7, (7, 5)), *[second] * 3]
+  found = logits_by_chunks(model, whole.args[0]["params"], schedule)
   np.testing.assert_allclose(found, whole(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 

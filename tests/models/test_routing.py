@@ -1,5 +1,7 @@
 """H-Net's routing in the hourglass: causal, the same in chunks as whole, and its loss."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,44 +19,32 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
 def make(**settings):
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer="relative_attention",
-    vocab_size=VOCAB,
-    width=WIDTH,
-    num_heads=2,
-    feed_forward_width=10,
-    num_layers=2,
-    first_layers=1,
-    last_layers=1,
-    max_length=29,
-    positions="none",
-    activation="gelu",
-  )
-  config.boundaries = config_lib.boundaries("routing", num_capacities=3, **settings)
+  config = helpers.tiny_model(first_layers=1, last_layers=1)
+  config.boundaries = config_lib.boundaries("routing", num_capacities=2, **settings)
   return config, dpjax.build_model(config)
 
 
 @pytest.fixture(scope="module")
-def model_and_params():
+def parts():
+  """The model, its parameters, a pass compiled, and its output."""
   _, model = make()
   params = helpers.draw_params(model, SEED, 1 / 2)
   # Without a direction that all vectors have in common.
   norms = params["hourglass"]["first"]
   for name in ("mixer_norm", "feed_forward_norm"):
     norms[name]["bias"] = jnp.zeros_like(norms[name]["bias"])
-  output = model.apply({"params": params}, TOKENS)
+  apply = partial(jax.jit(model.apply), {"params": params})
+  output = apply(TOKENS)
   p = np.asarray(output.boundary_probabilities)
   # Some of each, in every row, and rounding flips none.
   assert (output.boundaries.sum(1) > 2).all() and (output.boundaries.sum(1) < 20).all()
   assert abs(p - 0.5).min() > 1e-3 and (output.boundaries[:, 0] == 1).all()
-  return model, params, output
+  return model, params, apply, output
 
 
-def test_is_what_its_parts_are(model_and_params):
+def test_is_what_its_parts_are(parts):
   """The router, the middle and the way back, by the pure functions."""
-  model, params, output = model_and_params
+  model, params, *_ = parts
   h = np.random.default_rng(2).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
   kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
   variables = {"params": params["hourglass"]["boundary_predictor"]}
@@ -71,7 +61,7 @@ def test_is_what_its_parts_are(model_and_params):
 
 def test_it_begins_with_cosines_and_without_a_residual():
   _, model = make()
-  params = model.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]["hourglass"]
+  params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]["hourglass"]
   assert params.keys() == {"first", "middle", "last", "boundary_predictor", "relative_positions"}
   routing = params["boundary_predictor"]
   for name in ("query", "key"):
@@ -79,35 +69,31 @@ def test_it_begins_with_cosines_and_without_a_residual():
   assert not routing["residual"]["kernel"].any()
 
 
-def test_causal(model_and_params):
-  model, params, whole = model_and_params
+def test_causal_and_the_same_at_any_capacity(parts):
+  model, params, apply, whole = parts
   for place in (0, 7, 15):
     other = TOKENS.copy()
     other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
-    logits = model.apply({"params": params}, other).logits
+    logits = apply(other).logits
     np.testing.assert_allclose(logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5)
+  least = int(whole.boundaries.sum(1).max())
+  output = jax.jit(partial(model.apply, capacity=least))({"params": params}, TOKENS)
+  np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
 
 
-def test_no_capacity_changes_anything(model_and_params):
-  model, params, whole = model_and_params
-  for capacity in (int(whole.boundaries.sum(1).max()), LENGTH):
-    output = model.apply({"params": params}, TOKENS, capacity=capacity)
-    np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
+def test_chunks_say_what_the_whole_says(parts):
+  model, params, _, whole = parts
+  helpers.check_chunks(model, params, TOKENS, whole, helpers.SCHEDULES["chunks"])
 
 
-@pytest.mark.parametrize("schedule", helpers.SCHEDULES.values(), ids=helpers.SCHEDULES)
-def test_chunks_say_what_the_whole_says(model_and_params, schedule):
-  model, params, whole = model_and_params
-  helpers.check_chunks(model, params, TOKENS, whole, schedule)
-
-
-def test_its_loss_is_the_ratios(model_and_params):
+def test_its_loss_is_the_ratios(parts):
   config, model = make(factor=3.0, weight=0.7)
-  _, params, output = model_and_params
+  _, params, _, output = parts
   weights = np.ones((BATCH, LENGTH), np.float32)
   weights[1, 15:] = 0
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
-  sums = losses.Objective(build_boundaries(config)).sums(output, batch)
+  objective = losses.Objective(build_boundaries(config))
+  sums = objective.sums(output, batch)
   assert sums["slots"] == sums["segments_max"]  # no null group
   ratio = ops.ratio_loss(
     output.boundaries, output.boundary_probabilities, 3.0, weights=batch["weights"]
@@ -115,10 +101,9 @@ def test_its_loss_is_the_ratios(model_and_params):
   assert float(sums["boundary_nats"]) == pytest.approx(0.7 * float(ratio) * weights.sum())
 
   def boundary_nats(params):
-    output = model.apply({"params": params}, TOKENS)
-    return losses.Objective(build_boundaries(config)).sums(output, batch)["boundary_nats"]
+    return objective.sums(model.apply({"params": params}, TOKENS), batch)["boundary_nats"]
 
-  grads = jax.grad(boundary_nats)(params)["hourglass"]
+  grads = jax.jit(jax.grad(boundary_nats))(params)["hourglass"]
   assert all(x.any() for x in jax.tree.leaves(grads["boundary_predictor"]["query"]))
 
 

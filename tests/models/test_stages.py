@@ -1,5 +1,7 @@
 """Two stages of pooling, and a middle with a width of its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,28 +16,19 @@ from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, INNER = 3, 23, 11, 6, 10
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
+SMALL = dict(num_capacities=2)
 KINDS = {
-  "routing": (dict(name="routing"), dict(name="routing", factor=2.0)),
+  "routing": (dict(name="routing", **SMALL), dict(name="routing", factor=2.0, **SMALL)),
   "gumbel": (dict(name="fixed"), dict(name="gumbel", num_capacities=3)),
-  "fixed": (dict(name="gumbel"), dict(name="fixed", shortening_factor=3)),
+  "fixed": (dict(name="gumbel", **SMALL), dict(name="fixed", shortening_factor=3)),
 }
+every_kind = pytest.mark.parametrize(
+  "kind", ["routing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gumbel", "fixed"))]
+)
 
 
-def settings(outer, inner, width=INNER, **changes):
-  config = config_lib.default_model()
-  helpers.set_model(
-    config,
-    mixer="relative_attention",
-    vocab_size=VOCAB,
-    width=WIDTH,
-    num_heads=2,
-    feed_forward_width=14,
-    num_layers=2,
-    max_length=29,
-    positions="none",
-    activation="gelu",
-    **changes,
-  )
+def settings(outer, inner, width=INNER):
+  config = helpers.tiny_model(feed_forward_width=14)
   config.boundaries = config_lib.boundaries(**outer)
   config.middle = config_lib.middle(config_lib.boundaries(**inner), width=width)
   for section in (config, config.middle):
@@ -44,22 +37,21 @@ def settings(outer, inner, width=INNER, **changes):
   return config
 
 
-@pytest.fixture(
-  scope="module",
-  params=["routing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gumbel", "fixed"))],
-)
-def case(request):
-  config = settings(*KINDS[request.param])
+@functools.cache
+def prepare(kind):
+  """The configuration, the model, its parameters, a pass compiled, and its output."""
+  config = settings(*KINDS[kind])
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 6, 1 / 2)
-  for stage in (params["hourglass"], params["hourglass"]["middle"]):
+  stages = params["hourglass"], params["hourglass"]["middle"]
+  for stage in stages:
     for name in ("mixer_norm", "feed_forward_norm"):
       # Without a direction that all vectors have in common.
       stage["first"][name]["bias"] = jnp.zeros_like(stage["first"][name]["bias"])
   apply = jax.jit(model.apply)
-  for stage in (params["hourglass"], params["hourglass"]["middle"]):
+  for index, stage in enumerate(stages):
     output = apply({"params": params}, TOKENS)
-    found = output if stage is params["hourglass"] else output.inner
+    found = (output, output.inner)[index]
     if found.boundary_logits is not None:
       # Of the segments that there are, as many end one more as do not.
       logits = np.sort(np.asarray(found.boundary_logits)[:, :8], axis=None)
@@ -73,44 +65,42 @@ def case(request):
     for sure, middle in ((stage.boundary_probabilities, 0.5), (stage.boundary_logits, 0)):
       distance = abs(np.asarray(middle if sure is None else sure) - middle)
       assert (distance[distance > 0] > 1e-4).all()  # 0: no segment.
-  return config, model, params, output
+  return config, model, params, functools.partial(apply, {"params": params}), output
 
 
-def test_causal(case):
-  _, model, params, whole = case
-  apply = jax.jit(model.apply)
+@every_kind
+def test_causal_and_the_same_in_any_batch_at_any_capacity(kind):
+  config, model, params, apply, whole = prepare(kind)
   for place in (0, 7, 15):
     other = TOKENS.copy()
     other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
-    logits = apply({"params": params}, other).logits
+    logits = apply(other).logits
     np.testing.assert_allclose(logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5)
     assert abs(logits - whole.logits).max() > 1e-2
-
-
-def test_rows_and_capacities_change_nothing(case):
-  config, model, params, whole = case
+  others = np.roll(TOKENS, 5, axis=1)
+  others[1] = TOKENS[1]
+  np.testing.assert_allclose(apply(others).logits[1], whole.logits[1], atol=1e-5)
   # What is no segment has no boundary, for which the innermost blocks would make room.
   segments = np.asarray(whole.boundaries).sum(axis=1)
   segments += build_boundaries(config)[0].has_null_group
   inner = np.asarray(whole.inner.boundaries)
   assert not inner[np.arange(inner.shape[1]) >= segments[:, None]].any()
-  apply = jax.jit(model.apply, static_argnames="capacity")
-  alone = apply({"params": params}, TOKENS[1:2]).logits
-  np.testing.assert_allclose(alone[0], whole.logits[1], atol=1e-5)
-  for capacity in (int(whole.boundaries.sum(1).max()) + 1, LENGTH):
-    output = apply({"params": params}, TOKENS, capacity=capacity)
-    np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
+  least = int(whole.boundaries.sum(1).max()) + 1
+  at_least = jax.jit(functools.partial(model.apply, capacity=least))({"params": params}, TOKENS)
+  np.testing.assert_allclose(at_least.logits, whole.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", helpers.SCHEDULES.values(), ids=helpers.SCHEDULES)
-def test_chunks_say_what_the_whole_says(case, schedule):
-  _, model, params, whole = case
+@every_kind
+def test_chunks_say_what_the_whole_says(kind):
+  _, model, params, _, whole = prepare(kind)
+  schedule = helpers.SCHEDULES["chunks" if kind == "gumbel" else "steps"]
   helpers.check_chunks(model, model.unstack(params), TOKENS, whole, schedule)
 
 
 @pytest.mark.slow
-def test_every_parameter_has_a_gradient(case):
-  config, model, params, _ = case
+@every_kind
+def test_every_parameter_has_a_gradient(kind):
+  config, model, params, *_ = prepare(kind)
   objective = losses.Objective(build_boundaries(config))
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.ones(TOKENS.shape))
 
@@ -132,9 +122,7 @@ def test_every_parameter_has_a_gradient(case):
 
 
 def test_the_loss_of_each_stage_is_a_mean_over_its_own():
-  config = settings(*KINDS["routing"])
-  model = dpjax.build_model(config)
-  output = model.apply({"params": helpers.draw_params(model, 6, 1 / 2)}, TOKENS)
+  config, *_, output = prepare("routing")
   weights = np.ones((BATCH, LENGTH), np.float32)
   weights[1, 15:] = 0
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
@@ -184,11 +172,11 @@ def test_a_middle_of_its_own_width():
     middle_positions=own["hourglass"]["relative_positions"],
   )
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")
-  np.testing.assert_allclose(
-    same.apply({"params": more}, x, TOKENS).hidden,
-    hourglass.apply({"params": own["hourglass"]}, x, TOKENS).hidden,
-    atol=1e-5,
+  found, expected = (
+    jax.jit(module.apply)({"params": params}, x, TOKENS).hidden
+    for module, params in ((same, more), (hourglass, own["hourglass"]))
   )
+  np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -213,33 +201,26 @@ def test_it_trains_and_writes(tmp_path):
   assert text == loaded.tokenizer.decode(tokens[7:])
 
 
+INNER_KIND = "middle.boundaries"
+
+
 @pytest.mark.parametrize(
-  ("changes", "message"),
+  ("key", "value", "message"),
   [
-    (
-      {"middle.boundaries": dict(name="whitespace")},
-      "middle.boundaries: expected one of none, fixed, gumbel, routing",
-    ),
-    (
-      {"middle.boundaries": dict(name="gumbel", sample=True)},
-      "middle.boundaries: expected .* draws in evaluation, got gumbel",
-    ),
-    (
-      {"middle.boundaries": dict(name="routing", factor=1.0)},
-      "middle.boundaries.factor: expected above 1",
-    ),
-    ({"middle.width": 9}, "m.*num_heads: expected a divisor of model.middle.width = 9"),
-    ({"middle.width": -1}, "middle.width: expected at least 0"),
-    ({"boundaries": dict(name="none")}, "first.num_layers: expected 2"),
-    ({"middle.first.num_layers": 0}, "middle.first.num_layers: expected at least 1"),
+    (INNER_KIND, dict(name="whitespace"), f"{INNER_KIND}: .* none, fixed, gumbel, routing"),
+    (INNER_KIND, dict(name="gumbel", sample=True), f"{INNER_KIND}: .* in evaluation, got gumbel"),
+    (INNER_KIND, dict(name="routing", factor=1.0), f"{INNER_KIND}.factor: expected above 1"),
+    ("middle.width", 9, "m.*num_heads: expected a divisor of model.middle.width = 9"),
+    ("middle.width", -1, "middle.width: expected at least 0"),
+    ("boundaries", dict(name="none"), "first.num_layers: expected 2"),
+    ("middle.first.num_layers", 0, "middle.first.num_layers: expected at least 1"),
   ],
 )
-def test_refusals(changes, message):
+def test_refusals(key, value, message):
   config = settings(*KINDS["routing"])
-  for key, value in changes.items():
-    *parents, name = key.split(".")
-    section = config_lib.get(config, ".".join(parents)) if parents else config
-    section[name] = config_lib.boundaries(**value) if isinstance(value, dict) else value
+  *parents, name = key.split(".")
+  section = config_lib.get(config, ".".join(parents)) if parents else config
+  section[name] = config_lib.boundaries(**value) if isinstance(value, dict) else value
   with pytest.raises(dpjax.UserError, match=f"^model.{message}"):
     config_lib.check_model(config)
 

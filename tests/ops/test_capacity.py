@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax.ops.capacity import capacities, run_at_capacity
+from tests import helpers
 
 # A row a device.
 BATCH, LENGTH, WIDTH, OUT, LAYERS = 8, 11, 5, 7, 3
@@ -69,29 +69,17 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("needed", [0, 1, 4, 5, 8, 9, LENGTH])
 def test_values_and_gradients_are_those_of_the_whole(needed):
   inputs, others, weights = draw()
-  weights *= first_ones(needed)
-  result, *gradients = capped(inputs, others, weights, needed)
-  expected, *expected_gradients = whole(inputs, others, weights)
+  expected, *expected_gradients = whole(inputs, others, weights * first_ones(needed))
   capacity = min(size for size in SIZES if size >= needed)
+  # Nothing beyond the capacity gets in.
+  weights = (weights * first_ones(needed)).at[:, capacity:].set(jnp.nan)
+  spoilt = inputs.at[:, capacity:].set(jnp.nan)
+  result, *gradients = capped(spoilt, others, weights, needed)
   np.testing.assert_allclose(result[:, :capacity], expected[:, :capacity], **ROUNDING)
   np.testing.assert_array_equal(result[:, capacity:], 0)
   assert_close(gradients, expected_gradients)
   if needed:
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(gradients))
-
-
-@pytest.mark.parametrize("needed", [3, 8])
-def test_nothing_beyond_the_capacity_gets_in(needed):
-  inputs, others, weights = draw()
-  capacity = min(size for size in SIZES if size >= needed)
-  spoilt = [x.at[:, capacity:].set(jnp.nan) for x in (inputs, weights)]
-  result, *gradients = capped(spoilt[0], others, spoilt[1], needed)
-  clean = [x.at[:, capacity:].set(0) for x in (inputs, weights)]
-  expected, *expected_gradients = capped(clean[0], others, clean[1], needed)
-  assert np.isfinite(expected).all()
-  np.testing.assert_array_equal(result, expected)
-  jax.tree.map(np.testing.assert_array_equal, gradients, expected_gradients)
-  np.testing.assert_array_equal(gradients[0][:, capacity:], 0)
 
 
 def tanhs(lowered):
@@ -116,27 +104,17 @@ def test_each_branch_works_at_its_size_and_the_backward_pass_again():
 
 @pytest.mark.parametrize("sizes, needed", [((LENGTH,), 5), (SIZES, None)], ids=str)
 def test_no_switch_where_there_is_no_choice(sizes, needed):
-  inputs, others, _ = draw()
+  inputs, (params, row_ids, key), _ = draw()
 
   @jax.jit
-  def forward(inputs, others):
-    return run_at_capacity(mix, sizes, needed, inputs, *others)
+  def forward(inputs, params):
+    return run_at_capacity(mix, sizes, needed, inputs, params, row_ids, key)
 
-  lowered = forward.lower(inputs, others)
+  lowered = forward.lower(inputs, params)
   assert "stablehlo.case" not in lowered.as_text() and tanhs(lowered) == [LENGTH]
   # With JAX's own gradient: that of the operator itself has no forward mode.
-  arguments = (inputs, others), (inputs, tangents(others))
-  jax.jit(lambda: jax.jvp(forward, *arguments)).lower()
-
-
-def tangents(tree):
-  """The zeros that a forward mode wants of a pytree of floats and others."""
-
-  def zeros(x):
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros_like(x) if is_float else np.zeros(x.shape, jax.dtypes.float0)
-
-  return jax.tree.map(zeros, tree)
+  arguments = inputs, params
+  jax.eval_shape(lambda: jax.jvp(forward, arguments, arguments))
 
 
 def plain_switch(needed, inputs, *others):
@@ -166,7 +144,7 @@ def test_between_the_passes_the_arguments_alone_are_kept():
 
 
 @functools.partial(jax.jit, static_argnames=("operator", "wrap"))
-def run_layers(inputs, others, weights, needed, operator, wrap):
+def run_layers(inputs, others, weights, needed, operator, wrap=lambda function: function):
   """A scan over layers of stacked parameters, and its gradients."""
   params, row_ids, key = others
 
@@ -181,91 +159,68 @@ def run_layers(inputs, others, weights, needed, operator, wrap):
   return result, *pull(weights)
 
 
-def no_wrap(function):
-  return function
+def at_capacity(needed, *arguments):
+  return run_at_capacity(mix, SIZES, needed, *arguments)
 
 
-@pytest.mark.parametrize("wrap", [no_wrap, jax.checkpoint])
-def test_within_a_scan_of_layers(wrap):
+def at_full_length(needed, *arguments):
+  return mix(*arguments)
+
+
+def test_within_a_scan_of_layers():
   inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
   needed = 6
   weights *= first_ones(needed)
-  operator = functools.partial(run_at_capacity, mix, SIZES)
-  result, *gradients = run_layers(inputs, others, weights, needed, operator=operator, wrap=wrap)
-  expected, *expected_gradients = run_layers(
-    inputs, others, weights, needed, operator=lambda needed, *x: mix(*x), wrap=no_wrap
-  )
-  np.testing.assert_allclose(result[:, :needed], expected[:, :needed], **ROUNDING)
-  assert_close(gradients, expected_gradients)
+  expected, *gradients = run_layers(inputs, others, weights, needed, operator=at_full_length)
+  for settings in ({}, {"wrap": jax.checkpoint}):
+    found = run_layers(inputs, others, weights, needed, operator=at_capacity, **settings)
+    np.testing.assert_allclose(found[0][:, :needed], expected[:, :needed], **ROUNDING)
+    assert_close(found[1:], tuple(gradients))
 
 
 def test_layers_take_no_more_memory_than_those_of_the_whole_length():
   inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
 
   def temporary(operator):
-    lowered = run_layers.lower(inputs, others, weights, 6, operator=operator, wrap=no_wrap)
+    lowered = run_layers.lower(inputs, others, weights, 6, operator=operator)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
-  padded = temporary(lambda needed, *x: mix(*x))
-  assert temporary(functools.partial(run_at_capacity, mix, SIZES)) <= 1.1 * padded
-  assert temporary(plain_switch) > 1.1 * padded
+  padded = temporary(at_full_length)
+  assert temporary(at_capacity) <= 1.1 * padded < temporary(plain_switch)
 
 
 def test_a_batch_over_devices():
   inputs, others, weights = draw()
-  mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-  by_row, everywhere = (NamedSharding(mesh, PartitionSpec(*x)) for x in (["batch"], []))
+  by_rows, everywhere = helpers.over_devices()
   placed = jax.device_put(
     (inputs, others, weights, jnp.int32(5)),
-    (by_row, (everywhere, by_row, everywhere), by_row, everywhere),
+    (by_rows, (everywhere, by_rows, everywhere), by_rows, everywhere),
   )
   compiled = capped.lower(*placed).compile()
   result = compiled(*placed)
   assert_close(result, capped(inputs, others, weights, 5))
   for x in result[:2]:
-    assert x.sharding.is_equivalent_to(by_row, x.ndim)
+    assert x.sharding.is_equivalent_to(by_rows, x.ndim)
   # The parameters' gradients are summed; no row travels.
-  assert "all-gather" not in compiled.as_text()
+  assert helpers.collectives(compiled) == {"all-reduce"}
 
 
 @pytest.mark.parametrize(
   "sizes", [(), (4, 8), (4, 4, LENGTH), (8, 4, LENGTH), (0, LENGTH), (4, LENGTH + 1)]
 )
 def test_refuses_wrong_sizes(sizes):
-  inputs, others, _ = draw()
   with pytest.raises(ValueError, match=r"sizes: expected rising .*11.*, got \("):
-    run_at_capacity(mix, sizes, jnp.int32(3), inputs, *others)
+    run_at_capacity(mix, sizes, jnp.int32(3), *draw()[:2])
 
 
-def test_refuses_inputs_without_positions():
-  with pytest.raises(ValueError, match="sizes: expected rising"):
-    run_at_capacity(jnp.tanh, (3, LENGTH), jnp.int32(3), jnp.zeros(LENGTH))
-
-
-@pytest.mark.parametrize(
-  "longest, number, expected",
-  [
-    (9, 4, (3, 5, 7, 9)),
-    (LENGTH, 3, (4, 8, 11)),
-    (7, 1, (7,)),
-    (3, 5, (1, 2, 3)),
-    (1, 1, (1,)),
-  ],
-)
-def test_capacities(longest, number, expected):
-  assert capacities(longest, number) == expected
-
-
-@pytest.mark.parametrize("longest", [1, 2, 13, 2049])
-@pytest.mark.parametrize("number", [1, 2, 8])
-def test_capacities_rise_evenly_to_the_longest(longest, number):
-  sizes = capacities(longest, number)
-  assert sizes[-1] == longest and len(sizes) == min(number, longest)
-  steps = np.diff([0, *sizes])
-  assert steps.min() >= 1 and steps.max() - steps.min() <= 1
-
-
-def test_refuses_capacities_below_one():
+def test_capacities_rise_evenly_to_the_longest():
+  assert capacities(9, 4) == (3, 5, 7, 9) and capacities(3, 5) == (1, 2, 3)
+  for longest in (1, 2, 13, 2049):
+    for number in (1, 2, 8):
+      sizes = capacities(longest, number)
+      assert sizes[-1] == longest and len(sizes) == min(number, longest)
+      steps = np.diff([0, *sizes])
+      assert steps.min() >= 1 and steps.max() - steps.min() <= 1
   with pytest.raises(ValueError, match="longest: expected at least 1, got 0"):
     capacities(0, 3)
   with pytest.raises(ValueError, match="number: expected at least 1, got 0"):

@@ -10,8 +10,6 @@ import pytest
 
 from dpjax.ops import causal_convolution
 from dpjax.ops.causal_convolution_cache import (
-  ConvolutionCache,
-  OnlineConvolutionCache,
   causal_convolution_cached,
   init_convolution_cache,
   init_online_convolution_cache,
@@ -24,7 +22,7 @@ KINDS = {
   "online": functools.partial(init_online_convolution_cache, block=4),
 }
 CASES = [("plain", 1), ("plain", 2), ("plain", 3), ("online", 1), ("online", 2)]
-STEPS = 211
+STEPS = 107
 
 decode = jax.jit(causal_convolution_cached)
 
@@ -53,11 +51,11 @@ def whole(inputs, taps):
   return np.asarray(causal_convolution(inputs, taps, implementation="scan"))
 
 
-def by_chunks(inputs, taps, cache, sizes, lengths, garbage=np.nan):
+def by_chunks(inputs, taps, cache, sizes, lengths):
   """Outputs row by row, of chunks of which `lengths` [chunks, B] inputs are real."""
   outputs, done = [[] for _ in inputs], np.zeros(len(inputs), int)
   for size, real in zip(sizes, lengths, strict=True):
-    chunk = np.full((len(inputs), size, WIDTH), garbage, np.float32)
+    chunk = np.full((len(inputs), size, WIDTH), np.nan, np.float32)
     for b, count in enumerate(real):
       chunk[b, :count] = inputs[b, done[b] : done[b] + count]
     y, cache = decode(chunk, taps, cache, lengths=np.asarray(real, np.int32))
@@ -66,7 +64,7 @@ def by_chunks(inputs, taps, cache, sizes, lengths, garbage=np.nan):
       outputs[b].append(np.asarray(y)[b, :count])
     done += real
   np.testing.assert_array_equal(cache.length, done)
-  return [np.concatenate(x) for x in outputs], cache
+  return [np.concatenate(x) for x in outputs]
 
 
 @functools.partial(jax.jit, donate_argnums=2)
@@ -86,33 +84,15 @@ def assert_close(actual, expected):
   assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_values_of_the_docstring():
-  cache, taps = init_convolution_cache(1, 2, 1), jnp.asarray([2.0, 3.0])
-  first, cache = decode(jnp.asarray([[[1.0]]]), taps, cache)
-  then, cache = decode(jnp.asarray([[[10.0], [100.0]]]), taps, cache)
-  np.testing.assert_allclose(first.ravel(), [2], rtol=1e-6)
-  np.testing.assert_allclose(then.ravel(), [23, 230], rtol=1e-5)
-  np.testing.assert_array_equal(cache.length, [3])
-
-
-def test_one_chunk_is_one_pass(case):
-  kind, rank = case
-  inputs, taps = draw(rank, 13)
-  outputs, cache = decode(inputs, taps, init(kind))
-  assert_close(outputs, whole(inputs, taps))
-  assert outputs.dtype == jnp.float32 and isinstance(cache, type(init(kind)))
-
-
 def test_chunks_of_rows_of_different_lengths_are_one_pass(case):
   kind, rank = case
-  inputs, taps = draw(rank)
+  inputs, taps = draw(rank, 211)
   generator = np.random.default_rng(1)
   # A prompt, steps of a whole block and more, a chunk longer than the window, steps.
   sizes = [13, *[1] * 11, 37, *[1] * 19, 13, 13, 1, 1]
   lengths = [generator.integers(0, size + 1, BATCH) for size in sizes]
   lengths[0], lengths[12], lengths[32] = [13, 0, 6], [37, 2, 31], [0, 13, 5]
-  outputs, _ = by_chunks(inputs, taps, init(kind), sizes, lengths)
-  for b, y in enumerate(outputs):
+  for b, y in enumerate(by_chunks(inputs, taps, init(kind), sizes, lengths)):
     assert_close(y, whole(inputs[b : b + 1, : len(y)], taps)[0])
 
 
@@ -122,50 +102,34 @@ def test_steps_are_one_pass_where_rows_pause(case):
   generator = np.random.default_rng(2)
   real = generator.integers(0, 4, (STEPS, BATCH)) > [[0, 1, 2]]
   # A row that pauses for a whole round of blocks.
-  real[70:120, 1] = False
-  index = real.cumsum(axis=0) - 1
+  real[30:65, 1] = False
+  index = np.maximum(real.cumsum(axis=0) - 1, 0)
   given = np.stack([x[i] for x, i in zip(inputs, index.T, strict=True)], axis=1)
   given[~real] = np.nan
   y_tbe, cache = by_steps(given[:, :, None], taps, init(kind), real.astype(np.int32))
   np.testing.assert_array_equal(cache.length, real.sum(axis=0))
-  assert real.sum(axis=0).min() > TAPS
+  assert real[:, :2].sum(axis=0).min() > TAPS
   for b, count in enumerate(cache.length):
     y = np.asarray(y_tbe)[real[:, b], b]
     assert_close(y, whole(inputs[b : b + 1, :count], taps)[0])
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_online_is_plain_at_every_step(rank):
-  inputs, taps = draw(rank, seed=3)
-  given, real = inputs.swapaxes(0, 1)[:, :, None], np.ones((STEPS, BATCH), np.int32)
-  (plain, _), (online, _) = (by_steps(given, taps, init(x), real) for x in KINDS)
+def all_steps(rank, cache, length=STEPS, window=TAPS, seed=0):
+  """Outputs [B, T, .] of every step, and those of one pass."""
+  inputs, taps = draw(rank, length, seed)
+  real = np.ones((length, BATCH), np.int32)
+  y_tbd, _ = by_steps(inputs.swapaxes(0, 1)[:, :, None], taps[:window], cache, real)
+  return y_tbd.swapaxes(0, 1), whole(inputs, taps[:window])
+
+
+@pytest.mark.parametrize("window, block", [(TAPS, 4), (1, 1), (3, 1), (7, 8), (8, 4)])
+def test_online_is_one_pass_at_every_step(window, block):
+  length = STEPS if window == TAPS else 23
+  cache = init_online_convolution_cache(BATCH, window, WIDTH, block=block)
+  found, expected = all_steps(2, cache, length, window, seed=3)
   # Of a few: where a block gives too little or too much, few steps differ.
-  for begin in range(0, STEPS, 16):
-    assert_close(online[begin : begin + 16], plain[begin : begin + 16])
-  assert_close(online.swapaxes(0, 1), whole(inputs, taps))
-
-
-def test_padding_leaves_no_trace(case):
-  kind, rank = case
-  inputs, taps = draw(rank)
-  sizes, lengths = [13, 1, 1], [[13, 0, 6], [1, 0, 1], [0, 1, 1]]
-  ends = [
-    by_chunks(inputs, taps, init(kind), sizes, lengths, garbage)
-    for garbage in (0.0, np.nan, np.inf)
-  ]
-  for x, y in zip(jax.tree.leaves(ends[0]) * 2, jax.tree.leaves(ends[1:]), strict=True):
-    np.testing.assert_array_equal(x, y)
-
-
-def test_a_row_without_inputs_stays_as_it_is(case):
-  kind, rank = case
-  inputs, taps = draw(rank)
-  _, before = decode(inputs[:, :13], taps, init(kind))
-  for size in (1, 13):
-    _, after = decode(inputs[:, :size], taps, before, lengths=jnp.asarray([0, 1, 1]))
-    np.testing.assert_array_equal(after.inputs[0], before.inputs[0])
-    np.testing.assert_array_equal(after.length, [13, 14, 14])
-    assert not np.array_equal(after.inputs[1], before.inputs[1])
+  for begin in range(0, length, 16):
+    assert_close(found[:, begin : begin + 16], expected[:, begin : begin + 16])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,71 +163,16 @@ def test_a_step_neither_copies_the_cache_nor_transforms_ahead():
   assert not [x for x in transforms if " while(" in x]
 
 
-def test_shapes_and_dtypes_stay(case):
-  kind, rank = case
-  _, taps = draw(rank)
-  for size in (1, 2):
-    for dtype in (jnp.float32, jnp.bfloat16):
-      cache = init(kind, dtype=dtype)
-      y, after = jax.eval_shape(
-        causal_convolution_cached, jnp.zeros((BATCH, size, WIDTH), dtype), taps, cache
-      )
-      assert y.dtype == dtype
-      assert y.shape == (BATCH, size, WRITTEN if rank == 3 else WIDTH)
-      same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), after, cache)
-      assert jax.tree.all(same)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_summed_in_float32(kind):
-  inputs, taps = draw(2)
-  inputs, taps = jnp.asarray(inputs, jnp.bfloat16), jnp.asarray(taps, jnp.bfloat16)
+  inputs, taps = (jnp.asarray(x, jnp.bfloat16) for x in draw(2))
   real = np.ones((STEPS, BATCH), np.int32)
   y_tbd, _ = by_steps(inputs.swapaxes(0, 1)[:, :, None], taps, init(kind, dtype=jnp.bfloat16), real)
+  assert y_tbd.dtype == jnp.bfloat16
   expected = whole(*(np.asarray(x.astype(jnp.float32)) for x in (inputs, taps)))
   error = np.abs(y_tbd.swapaxes(0, 1).astype(jnp.float32) - expected)
   # That of rounding the sum: 8 bits, up to half of the last one.
   assert (error <= 2.0**-8 * 1.01 * np.abs(expected) + 1e-4).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_float64_stays_float64(kind):
-  with jax.enable_x64(True):
-    inputs, taps = (x.astype(np.float64) for x in draw(2))
-    cache = init(kind, dtype=jnp.float64)
-    real = np.ones((STEPS, BATCH), np.int32)
-    y_tbd, _ = by_steps(inputs.swapaxes(0, 1)[:, :, None], taps, cache, real)
-    expected = whole(inputs, taps)
-  assert y_tbd.dtype == expected.dtype == np.float64
-  assert np.abs(np.asarray(y_tbd).swapaxes(0, 1) - expected).max() < 1e-12
-
-
-@pytest.mark.parametrize(
-  "taps, block, sizes",
-  [
-    (300, 64, [64, 128, 256, 300]),
-    (256, 64, [64, 128, 256]),
-    (29, 32, [29]),
-    (1, 1, [1]),
-    (3, 1, [1, 2, 3]),
-  ],
-)
-def test_blocks_double_up_to_the_window(taps, block, sizes):
-  cache = init_online_convolution_cache(2, taps, 3, jnp.bfloat16, block=block)
-  assert [x.shape for x in cache.pending] == [(2, size, 3) for size in sizes]
-  assert {x.dtype for x in cache.pending} == {jnp.dtype(jnp.float32)}
-  assert cache.begun.shape == (2, len(sizes))
-  assert cache.inputs.shape == (2, taps, 3) and cache.inputs.dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("window, block", [(1, 1), (3, 1), (7, 8), (8, 4)])
-def test_windows_of_one_block_or_a_power_of_two(window, block):
-  inputs, taps = draw(2, 23)
-  taps = taps[:window]
-  cache = init_online_convolution_cache(BATCH, window, WIDTH, block=block)
-  real = np.ones((23, BATCH), np.int32)
-  y_tbd, _ = by_steps(inputs.swapaxes(0, 1)[:, :, None], taps, cache, real)
-  assert_close(y_tbd.swapaxes(0, 1), whole(inputs, taps))
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -277,9 +186,7 @@ PLAIN, ONLINE = init_convolution_cache(2, 11, 3), init_online_convolution_cache(
   "inputs, taps, cache, lengths, message",
   [
     (zeros(7, 3), zeros(11), PLAIN, None, r"inputs: expected floats .* got float32 \(7"),
-    (zeros(2, 1, 3, dtype=jnp.int32), zeros(11), PLAIN, None, "inputs: .* got int32"),
     (zeros(2, 0, 3), zeros(11), PLAIN, None, r"inputs: .* at least one .*\(2, 0, 3\)"),
-    (zeros(2, 1, 3), zeros(11, dtype=bool), PLAIN, None, "taps: .* got bool"),
     (zeros(2, 1, 3), zeros(), PLAIN, None, r"taps: expected floats .* got float32 \(\)"),
     (zeros(2, 1, 3), zeros(11, 5), PLAIN, None, r"taps: .* width of 3, .*\(11, 5\)"),
     (zeros(2, 1, 3), zeros(11, 3, 5), ONLINE, None, r"taps: expected \[L\] or .*3, 5"),
@@ -287,7 +194,6 @@ PLAIN, ONLINE = init_convolution_cache(2, 11, 3), init_online_convolution_cache(
     (zeros(5, 1, 3), zeros(11), ONLINE, None, r"cache: .* \(5, 11, 3\), got .*\(2, 11"),
     (zeros(2, 1, 3, dtype=jnp.bfloat16), zeros(11), PLAIN, None, "cache: .* of bfloat16"),
     (zeros(2, 1, 3), zeros(11), PLAIN[:2], None, "cache: expected a Conv.*got tuple"),
-    (zeros(2, 1, 3), zeros(11), PLAIN, zeros(2), "lengths: .* integers .*got float32"),
     (zeros(2, 1, 3), zeros(11), ONLINE, 1, r"lengths: .* = \(2,\), .*\(\)"),
     (zeros(2, 5, 3), zeros(11), ONLINE, [3, 6], "lengths: expected 0 .. C = 5, got 6"),
   ],
@@ -315,8 +221,3 @@ def test_refuses_caches_of_no_size(changed, message):
   if "block" not in sizes:
     with pytest.raises(ValueError, match=message):
       init_convolution_cache(**sizes)
-
-
-def test_caches_are_pytrees():
-  assert isinstance(jax.tree.map(lambda x: x, PLAIN), ConvolutionCache)
-  assert isinstance(jax.tree.map(lambda x: x, ONLINE), OnlineConvolutionCache)

@@ -8,9 +8,8 @@ import pytest
 from dpjax import ops
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.37])
-def test_rate_and_scale(rate):
-  shape = (7, 211, 333)
+def test_rate_and_scale():
+  rate, shape = 0.37, (7, 101, 113)
   inputs = jax.random.normal(jax.random.key(1), shape) + 3
   outputs = np.asarray(ops.dropout(inputs, rate, jax.random.key(2)))
   is_kept = outputs != 0
@@ -36,7 +35,7 @@ def test_thresholds(monkeypatch):
   kept_of = {0.1: 58982, 0.2: 52429, 0.5: 2**15, 1e-6: 2**16, 0.999999: 1}
   for rate, kept in kept_of.items():
     outputs = ops.dropout(jnp.ones(2**16), rate, jax.random.key(0))
-    assert int((outputs > 0).sum()) == kept
+    assert int((np.asarray(outputs) > 0).sum()) == kept
 
 
 def test_gradient_is_the_mask():
@@ -48,17 +47,17 @@ def test_gradient_is_the_mask():
   )
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0, 5)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "shape, dtype", [((), "float32"), ((2, 3), "bfloat16"), ((0, 5), "float32")]
+)
 def test_shapes_and_dtypes(shape, dtype):
-  inputs = jnp.ones(shape, dtype)
-  outputs = ops.dropout(inputs, 0.5, jax.random.key(5))
+  outputs = ops.dropout(jnp.ones(shape, dtype), 0.5, jax.random.key(5))
   assert outputs.shape == shape and outputs.dtype == dtype
   assert set(np.unique(np.asarray(outputs, np.float32))) <= {0.0, 2.0}
 
 
 def test_without_a_rate_nothing_changes():
-  inputs = jax.random.normal(jax.random.key(6), (2, 3))
+  inputs = jnp.ones((2, 3))
   assert ops.dropout(inputs, 0.0, jax.random.key(7)) is inputs
 
 

@@ -63,17 +63,10 @@ def cases():
   yield "dispatch_matrix", ops.dispatch_matrix, GATED[1:]
   init = partial(ops.init_shift_and_sum_cache, 2, 3, 5, 4, jnp.float64)
   yield "shift_and_sum_cached", partial(in_chunks, ops.shift_and_sum_cached, init), GATED
-  for block_size in (3, 7):
-    yield (
-      f"causal_attention {block_size}",
-      partial(ops.causal_attention, block_size=block_size),
-      QKV,
-    )
-    yield (
-      f"relative_attention {block_size}",
-      partial(ops.relative_attention, block_size=block_size),
-      (*QKV, *RELATIVE),
-    )
+  for size in (3, 7):
+    yield f"causal_attention {size}", partial(ops.causal_attention, block_size=size), QKV
+    attend = partial(ops.relative_attention, block_size=size)
+    yield f"relative_attention {size}", attend, (*QKV, *RELATIVE)
   init = partial(ops.init_attention_cache, 2, 7, 3, 5, jnp.float64)
   attend = partial(in_chunks, ops.causal_attention_cached, init)
   yield "causal_attention_cached", attend, QKV
@@ -84,11 +77,8 @@ def cases():
       yield f"causal_convolution {name} {taps.ndim}", operator, (INPUTS, taps)
   init = partial(ops.init_convolution_cache, 2, 7, 5, jnp.float64)
   for taps in (draw(7), draw(7, 5), draw(7, 5, 3)):
-    yield (
-      f"causal_convolution_cached {taps.ndim}",
-      partial(convolution_cached, init),
-      (INPUTS, taps),
-    )
+    convolve = partial(convolution_cached, init)
+    yield f"causal_convolution_cached {taps.ndim}", convolve, (INPUTS, taps)
   init = partial(ops.init_online_convolution_cache, 2, 7, 5, jnp.float64, block=2)
   yield "online convolution", partial(convolution_cached, init), (INPUTS, draw(7, 5))
   for method in ("mean", "last"):

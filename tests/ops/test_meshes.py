@@ -73,15 +73,10 @@ def cached_cases():
   attend = cached(ops.relative_attention_cached, init, RELATIVE)
   yield "relative_attention_cached", attend, QKV, ()
   for init in (ops.init_convolution_cache, ops.init_online_convolution_cache):
-    operator = cached(
-      ops.causal_convolution_cached, partial(init, BATCH, LENGTH, 5), (draw(LENGTH),)
-    )
-    yield f"causal_convolution_cached {init.__name__}", operator, (INPUTS,), ()
+    last, init = (draw(LENGTH),), partial(init, BATCH, LENGTH, 5)
+    operator = cached(ops.causal_convolution_cached, init, last)
+    yield f"causal_convolution_cached {init.func.__name__}", operator, (INPUTS,), ()
   yield "pool_segments_cached", pool_cached, (INPUTS, BOUNDARIES), ()
-
-
-def parameters(cases):
-  return [pytest.param(*case[1:], id=case[0]) for case in cases]
 
 
 def with_gradients(operator):
@@ -107,50 +102,35 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("operator, by_rows, shared", parameters([*cases(), *cached_cases()]))
-def test_explicit_axes(operator, by_rows, shared):
-  mesh = jax.make_mesh((8,), ("rows",))
-  assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
-  expected = jax.jit(with_gradients(operator))(*by_rows, *shared)
-  placed = jax.device_put((*by_rows, *shared), NamedSharding(mesh, PartitionSpec()))
-  placed = (*jax.device_put(by_rows, NamedSharding(mesh, ROWS)), *placed[len(by_rows) :])
-  actual = jax.jit(with_gradients(operator))(*placed)
-  assert_close(actual, expected)
-  assert jax.typeof(actual[0]).sharding.spec[0] == "rows"
-
-
+CASES = [*cases(), *cached_cases()]
 OUTSIDE_OF_JIT = ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1")
 
 
 @pytest.mark.parametrize(
-  "operator, by_rows, shared",
-  parameters(case for case in cases() if case[0] in OUTSIDE_OF_JIT),
+  "name, operator, by_rows, shared", CASES, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_explicit_axes_outside_of_jit(operator, by_rows, shared):
+def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
+  arrays, run = (*by_rows, *shared), with_gradients(operator)
+  expected = jax.jit(run)(*arrays)
   mesh = jax.make_mesh((8,), ("rows",))
-  expected = jax.jit(operator)(*by_rows, *shared)
-  placed = jax.device_put(by_rows, NamedSharding(mesh, ROWS))
-  results = [operator(*placed, *shared)]  # What is shared lies on one device.
-  with jax.set_mesh(mesh):
-    results.append(operator(*placed, *shared))
-  for result in results:
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-    assert jax.typeof(result).sharding.spec[0] == "rows"
-
-
-@pytest.mark.parametrize(
-  "operator, by_rows, shared",
-  parameters(case for case in cases() if "pallas" not in case[0]),
-)
-def test_shard_map(operator, by_rows, shared):
-  arrays = *by_rows, *shared
-  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
   specs = tuple(ROWS if i < len(by_rows) else PartitionSpec() for i in range(len(arrays)))
-  by_floats = [s for s, x in zip(specs, arrays, strict=True) if x.dtype == np.float32]
-  run = jax.shard_map(
-    with_gradients(operator), mesh=mesh, in_specs=specs, out_specs=(ROWS, *by_floats)
-  )
-  assert_close(jax.jit(run)(*arrays), jax.jit(with_gradients(operator))(*arrays))
+  placed = [jax.device_put(x, NamedSharding(mesh, y)) for x, y in zip(arrays, specs, strict=True)]
+  actual = jax.jit(run)(*placed)
+  assert_close(actual, expected)
+  results = [actual[0]]
+  if name in OUTSIDE_OF_JIT:
+    results.append(operator(*placed[: len(by_rows)], *shared))  # Shared: on one device.
+    with jax.set_mesh(mesh):
+      results.append(operator(*placed[: len(by_rows)], *shared))
+  for result in results:
+    np.testing.assert_allclose(result, expected[0], rtol=1e-5, atol=1e-5)
+    assert jax.typeof(result).sharding.spec[0] == "rows"
+  if "cached" not in name and "pallas" not in name:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_floats = [s for s, x in zip(specs, arrays, strict=True) if x.dtype == np.float32]
+    each = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(ROWS, *by_floats))
+    assert_close(jax.jit(each)(*arrays), expected)
 
 
 @pytest.mark.parametrize("taps", [draw(LENGTH), draw(LENGTH, 5)], ids=["1", "2"])

@@ -49,23 +49,24 @@ def test_the_authors_values_and_gradients(case, factor):
     ratio = ops.ratio_loss(known[1], known[0], factor)
     return jnp.sum(output * data["in/cotangent"]) + 0.7 * ratio, (output, ratio, *known)
 
-  (value, found), grads = jax.value_and_grad(total, tuple(range(5)), has_aux=True)(*inputs)
+  gradient = jax.jit(jax.value_and_grad(total, tuple(range(5)), has_aux=True))
+  (value, found), grads = gradient(*inputs)
   output, ratio, probabilities, boundaries, chunks, middle, chosen = found
   np.testing.assert_array_equal(boundaries, data["out/boundaries"])
-  is_real = data["out/chunk_is_real"][..., None].astype(jnp.float32)
+  is_real = data["out/chunk_is_real"].astype(bool)
   for ours, name in (
     (probabilities, "probability"),
-    (chunks * is_real, "chunks"),
-    (middle * is_real, "middle"),
+    (chunks, "chunks"),
+    (middle, "middle"),
     (chosen, "dechunked"),
     (output, "output"),
     (ratio, "ratio_loss"),
+    (value, "total"),
   ):
     theirs = data[f"out/{name}"]
     if name in ("chunks", "middle"):
-      theirs = theirs * is_real
+      ours, theirs = ours[is_real], theirs[is_real]
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=name)
-  np.testing.assert_allclose(value, data["out/total"], rtol=1e-5)
   for grad, name in zip(grads, names, strict=True):
     np.testing.assert_allclose(grad, data[f"grad/{name}"], atol=1e-4, rtol=1e-4, err_msg=name)
 
@@ -79,7 +80,7 @@ def test_equal_neighbours_are_joined_and_opposite_ones_cut():
 
 def test_a_probability_looks_at_no_later_token():
   hidden, query, key = normal(0, 1, LENGTH, WIDTH), normal(1, WIDTH, 7), normal(2, WIDTH, 7)
-  jacobian = jax.jacobian(lambda h: ops.route(h, query, key)[0])(hidden)[0, :, 0]
+  jacobian = jax.jit(jax.jacobian(lambda h: ops.route(h, query, key)[0]))(hidden)[0, :, 0]
   reached = np.abs(jacobian).sum(-1) > 0
   expected = np.eye(LENGTH, dtype=bool) | np.eye(LENGTH, k=-1, dtype=bool)
   expected[0] = False
@@ -87,34 +88,31 @@ def test_a_probability_looks_at_no_later_token():
 
 
 def test_rows_that_go_on_are_routed_as_whole_ones():
-  hidden, query, key = (
-    normal(3, BATCH, LENGTH, WIDTH),
-    normal(4, WIDTH, WIDTH),
-    normal(5, WIDTH, WIDTH),
-  )
-  whole = ops.route(hidden, query, key)[0]
-  first = ops.route(hidden[:, :4], query, key, start=jnp.zeros(BATCH, jnp.int32))[0]
-  rest = ops.route(hidden[:, 4:], query, key, previous=hidden[:, 3], start=jnp.full(BATCH, 4))[0]
-  np.testing.assert_allclose(jnp.concatenate([first, rest], 1), whole, atol=1e-6)
+  shapes = (BATCH, LENGTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
+  hidden, query, key = (normal(3 + i, *shape) for i, shape in enumerate(shapes))
+  route = jax.jit(lambda hidden, **state: ops.route(hidden, query, key, **state)[0])
+  first = route(hidden[:, :4], start=jnp.zeros(BATCH, jnp.int32))
+  rest = route(hidden[:, 4:], previous=hidden[:, 3], start=jnp.full(BATCH, 4))
+  np.testing.assert_allclose(jnp.concatenate([first, rest], 1), route(hidden), atol=1e-6)
 
 
 def test_vectors_of_zeros_have_finite_gradients():
-  hidden = jnp.zeros((2, 3, WIDTH))
-  grad = jax.grad(lambda h: ops.route(h, jnp.eye(WIDTH), jnp.eye(WIDTH))[0].sum())(hidden)
+  eye = jnp.eye(WIDTH)
+  grad = jax.jit(jax.grad(lambda h: ops.route(h, eye, eye)[0].sum()))(jnp.zeros((2, 3, WIDTH)))
   assert np.isfinite(grad).all()
 
 
 def test_smoothing_is_the_loop_and_goes_on():
-  segments, p = normal(6, BATCH, 7, WIDTH), jax.nn.sigmoid(normal(7, BATCH, 7))
+  segments, p = normal(6, BATCH, 7, WIDTH), np.asarray(jax.nn.sigmoid(normal(7, BATCH, 7)))
   e, rows = np.zeros((BATCH, WIDTH)), []
   for m in range(7):
-    e = np.asarray(p[:, m, None]) * segments[:, m] + (1 - np.asarray(p[:, m, None])) * e
+    e = p[:, m, None] * segments[:, m] + (1 - p[:, m, None]) * e
     rows.append(e)
-  expected = np.stack(rows, 1)
-  whole = ops.smooth_segments(segments, p)
-  np.testing.assert_allclose(whole, expected, atol=1e-6)
-  rest = ops.smooth_segments(segments[:, 3:], p[:, 3:], previous=whole[:, 2])
-  np.testing.assert_allclose(rest, expected[:, 3:], atol=1e-6)
+  smooth = jax.jit(ops.smooth_segments)
+  whole = smooth(segments, p)
+  np.testing.assert_allclose(whole, np.stack(rows, 1), atol=1e-6)
+  rest = smooth(segments[:, 3:], p[:, 3:], previous=whole[:, 2])
+  np.testing.assert_allclose(rest, whole[:, 3:], atol=1e-6)
 
 
 def test_a_sure_boundary_keeps_a_trace_of_what_was_before():

@@ -1,8 +1,13 @@
-"""The pooling paper (arXiv:2211.09761), Sec. 3, in float64 NumPy, token by token."""
+"""The pooling paper (arXiv:2211.09761), Sec. 3, in float64."""
 
 import math
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from tests.reference import exact
 
 
 def segment_ids(boundaries):
@@ -10,31 +15,23 @@ def segment_ids(boundaries):
   return np.array([[int(sum(row[:t])) for t in range(len(row))] for row in boundaries])
 
 
-def weight_matrix(boundaries, capacity, near=None):
-  """[B, capacity, T]: weight 1 + (id_l - m) of token l where it belongs to segment m.
-
-  Args:
-    boundaries: [B, T], not quite zeros and ones where the matrix is differentiated.
-    capacity: number of segments.
-    near: the zeros and ones that say which segment a token belongs to.
-  """
-  boundaries = np.asarray(boundaries, np.float64)
-  belongs = segment_ids(boundaries if near is None else near)
-  result = np.zeros((boundaries.shape[0], capacity, boundaries.shape[1]))
-  for b, row in enumerate(boundaries):
-    for t in range(len(row)):
-      m = belongs[b, t]
-      if m < capacity:
-        result[b, m, t] = 1 + sum(row[:t]) - m
-  return result
-
-
-def pool_mean(inputs, boundaries, capacity, near=None):
-  """[B, capacity, D] means of the segments, by the matrix of weights."""
-  weights = weight_matrix(boundaries, capacity, near)
-  sums = weights @ np.asarray(inputs, np.float64)
+def _pool_mean(inputs, boundaries, capacity):
+  """Means by the matrix with weight 1 + (id_t - m) for token t where it belongs to segment m."""
+  before = jnp.cumsum(boundaries, axis=1) - boundaries
+  belongs = jax.lax.stop_gradient(before)[:, None] == jnp.arange(capacity)[:, None]
+  weights = jnp.where(belongs, 1 + before[:, None] - jnp.arange(capacity)[:, None], 0)
   total = weights.sum(axis=2, keepdims=True)
-  return np.divide(sums, total, out=np.zeros_like(sums), where=total != 0)
+  return weights @ inputs / jnp.where(total == 0, 1, total)
+
+
+def pool_mean(inputs, boundaries, capacity):
+  """[B, capacity, D] means of the segments."""
+  return exact.run(partial(_pool_mean, capacity=capacity), (inputs, boundaries))
+
+
+def pool_mean_gradients(inputs, boundaries, capacity, weights):
+  """Gradients of sum(weights * pool_mean(...)) by the inputs and by the boundaries."""
+  return exact.run(partial(_pool_mean, capacity=capacity), (inputs, boundaries), weights)[1:]
 
 
 def pool_last(inputs, boundaries, capacity):
@@ -47,51 +44,20 @@ def pool_last(inputs, boundaries, capacity):
   return result
 
 
-def pool_mean_gradients(inputs, boundaries, capacity, weights):
-  """Gradients of sum(weights * pool_mean(inputs, boundaries, capacity)).
-
-  By the inputs it is linear; by the boundaries central differences are taken.
-
-  Returns:
-    The gradients by `inputs` and by `boundaries`, float64, of their shapes.
-  """
-  boundaries, weights = (np.asarray(x, np.float64) for x in (boundaries, weights))
-  matrix = weight_matrix(boundaries, capacity)
-  total = np.maximum(matrix.sum(axis=2, keepdims=True), 1)
-  by_inputs = np.swapaxes(matrix / total, 1, 2) @ weights
-  by_boundaries, step = np.zeros_like(boundaries), 1e-4
-  for index in np.ndindex(*boundaries.shape):
-    for sign in (1, -1):
-      moved = boundaries.copy()
-      moved[index] += sign * step
-      value = np.sum(weights * pool_mean(inputs, moved, capacity, near=boundaries))
-      by_boundaries[index] += sign * value / (2 * step)
-  return by_inputs, by_boundaries
+def _upsample(segments, boundaries):
+  index = np.cumsum(boundaries, axis=1).astype(int)[..., None]
+  return jnp.take_along_axis(segments, index, axis=1, mode="fill", fill_value=jnp.nan)
 
 
 def upsample(segments, boundaries):
   """u_t = segments[sum over i <= t of b_i], nan where there is no such segment."""
-  segments = np.asarray(segments, np.float64)
-  batch, length = np.shape(boundaries)
-  result = np.full((batch, length, segments.shape[2]), np.nan)
-  for b in range(batch):
-    for t in range(length):
-      index = int(sum(boundaries[b][: t + 1]))
-      if index < segments.shape[1]:
-        result[b, t] = segments[b, index]
-  return result
+  return exact.run(partial(_upsample, boundaries=boundaries), (segments,))
 
 
 def upsample_gradient(num_segments, boundaries, weights):
   """Gradient of sum(weights * upsample(segments, boundaries)) by the segments."""
-  weights = np.asarray(weights, np.float64)
-  result = np.zeros((weights.shape[0], num_segments, weights.shape[2]))
-  for b in range(weights.shape[0]):
-    for t in range(weights.shape[1]):
-      index = int(sum(boundaries[b][: t + 1]))
-      if index < num_segments:
-        result[b, index] += weights[b, t]
-  return result
+  segments = np.zeros((len(weights), num_segments, weights.shape[2]))
+  return exact.run(partial(_upsample, boundaries=boundaries), (segments,), weights)[1]
 
 
 def entropy(logits):
