@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpjax.analysis import plots
+from dpjax.analysis import costs, plots
 from reproduce import papers
 
 if TYPE_CHECKING:
@@ -134,5 +134,5 @@ def _costs(rows: Sequence[Content]) -> "Figure | None":
     # Losses that have these medians: dpjax draws the same curve of them.
     losses = np.repeat(np.array(run["costs"]["medians"], np.float32), every)
     name = label + " (partial)" * (run["status"] == "partial")
-    runs.append(plots.Costs(f"seed {run['seed']}", {}, losses, name))
+    runs.append(costs.Costs(f"seed {run['seed']}", {}, losses, name))
   return plots.draw(runs, every=every)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dpjax import config as config_lib
-from dpjax.analysis import plots
+from dpjax.analysis import costs, plots
 
 NAN = float("nan")
 COSTS = [5.0, 3.0, 4.0, 9.0, 2.0, NAN, 1.0, 7.0]
@@ -58,7 +58,7 @@ def lines(figure):
   return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
 
 
-@pytest.mark.parametrize("function", [plots.medians, plots.last_median])
+@pytest.mark.parametrize("function", [costs.medians, costs.last_median])
 def test_windows_longer_than_the_run(function):
   for every in (-1, 0, 9):
     with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
@@ -71,18 +71,18 @@ MEDIANS = {1: (COSTS, 7.0), 2: ([4.0, 6.5, 2.0, 4.0], 4.0), 3: ([4.0, 5.5], 4.0)
 
 @pytest.mark.parametrize("every", MEDIANS)
 def test_medians(folder, every):
-  losses, (expected, last) = plots.read_losses(folder("a", COSTS)), MEDIANS[every]
+  losses, (expected, last) = costs.read_losses(folder("a", COSTS)), MEDIANS[every]
   assert losses.dtype == np.float32
-  np.testing.assert_array_equal(plots.medians(losses, every), expected)
-  assert plots.last_median(losses, every) == last
+  np.testing.assert_array_equal(costs.medians(losses, every), expected)
+  assert costs.last_median(losses, every) == last
 
 
 def test_medians_of_nothing_known_and_in_double_precision():
-  found = plots.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
+  found = costs.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
   np.testing.assert_array_equal(found, [NAN, 3.0])
-  assert math.isnan(plots.last_median(np.array([3.0, NAN, NAN]), 2))
+  assert math.isnan(costs.last_median(np.array([3.0, NAN, NAN]), 2))
   large = np.array([16777214, 16777215], np.float32)
-  assert plots.medians(large, 2) == 16777214.5
+  assert costs.medians(large, 2) == 16777214.5
 
 
 LABELS = [
@@ -101,26 +101,26 @@ LABELS = [
 
 @pytest.mark.parametrize("mixer, expected", LABELS)
 def test_labels(mixer, expected):
-  assert plots.label({"model": {"mixer": mixer}}) == expected
+  assert costs.label({"model": {"mixer": mixer}}) == expected
   # As version 0.1 had it.
   model = {"mixer" if key == "name" else key: value for key, value in mixer.items()}
-  assert plots.label({"model": model}) == expected
+  assert costs.label({"model": model}) == expected
 
 
 @pytest.mark.parametrize("config", [{}, {"model": {}}, {"model": {"mixer": 3}}])
 def test_a_run_without_a_mixer_has_no_label(config):
   with pytest.raises(ValueError, match="model.mixer: expected the name of a token mixer"):
-    plots.label(config)
+    costs.label(config)
 
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
-  runs = plots.read_runs([folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))])
+  runs = costs.read_runs([folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))])
   figure = plots.draw(runs, figure="curves", every=2)
   assert lines(figure) == {"SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]}
   (axes,) = figure.axes
   assert axes.get_xlabel() == "batch"
   assert axes.get_ylabel() == "median cost of each 2 batches (nats per token)"
-  figure = plots.draw(plots.read_runs([folder("c", [3, 5, 4])]), figure="every_batch")
+  figure = plots.draw(costs.read_runs([folder("c", [3, 5, 4])]), figure="every_batch")
   assert lines(figure) == {"SHE": [[1, 3], [2, 5], [3, 4]]}
   assert figure.axes[0].get_ylabel() == "training cost (nats per token)"
 
@@ -134,7 +134,7 @@ def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
 )
 def test_lines_over_a_size_of_the_model(folder, figure, key, name):
   heads, head = (mixer("attention", num_heads=count) for count in (32, 1))
-  runs = plots.read_runs(
+  runs = costs.read_runs(
     [
       folder("long", [9, 9, 1, 3], **{key: 16}),
       folder("short", [9, 9, 9, 4, 6], **{key: 8}),
@@ -159,24 +159,24 @@ def test_lines_over_a_size_of_the_model(folder, figure, key, name):
 
 def test_lines_can_be_told_apart(folder):
   """Past the colours there are, the dash changes."""
-  runs = plots.read_runs([folder(f"r{i}", [4, 3]) for i in range(11)])
+  runs = costs.read_runs([folder(f"r{i}", [4, 3]) for i in range(11)])
   drawn = plots.draw(runs, every=1).axes[0].get_lines()
   assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 11
   assert len({line.get_color() for line in drawn}) == 7
 
 
 def test_runs_of_one_label_are_named_by_their_folders_too(folder):
-  runs = plots.read_runs(
+  runs = costs.read_runs(
     [folder("a", [4]), folder("b", [3]), folder("c", [2], model__mixer=mixer("me"))]
   )
   assert [*lines(plots.draw(runs, every=1))] == ["SHE (a)", "SHE (b)", "ME"]
 
 
 def test_table(folder):
-  runs = plots.read_runs(
+  runs = costs.read_runs(
     [folder("a", COSTS), folder("b", [2, 4, 6], model__mixer=mixer("he"), model__max_length=7)]
   )
-  found = plots.table(runs, 3)
+  found = costs.table(runs, 3)
   notes = found.pop("notes")
   common = {"num_layers": 2, "last": 4.0}
   she = {"name": "SHE", "folder": "a", "updates": 8, "unknown": 1, "max_length": 32}
@@ -219,8 +219,8 @@ def test_table(folder):
   ],
 )
 def test_what_differs_is_told(folder, figure, settings, key):
-  runs = plots.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
-  notes = plots.table(runs, 2, figure)["notes"]
+  runs = costs.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
+  notes = costs.table(runs, 2, figure)["notes"]
   assert [note.split(":")[0] for note in notes] == ([key] if key else [])
 
 
@@ -231,7 +231,7 @@ def old_run(folder, name, **settings):
 
 
 def test_runs_of_version_0_1_are_compared_with_one_another(folder):
-  runs = plots.read_runs(
+  runs = costs.read_runs(
     [
       old_run(folder, "a"),
       old_run(folder, "b", adjustment=False),
@@ -239,7 +239,7 @@ def test_runs_of_version_0_1_are_compared_with_one_another(folder):
     ]
   )
   names = ["WE", "WE, no adjustment", "attention, 8 heads"]
-  found = plots.table(runs, 1)
+  found = costs.table(runs, 1)
   assert [row["name"] for row in found["runs"]] == names
   assert found["notes"] == [f"model.dropout: null for {names[0]}; {names[1]} | 0.1 for {names[2]}"]
 
@@ -250,30 +250,30 @@ def test_a_run_of_version_0_1_is_compared_with_one_of_now(folder):
   now.model.num_layers, now.data.path = 2, "books.txt"
   now.train.batch_size = 64
   now = json.loads(json.dumps(now.to_dict()))
-  runs = plots.read_runs(
+  runs = costs.read_runs(
     [
       folder("a", [4, 3], **now | {"seed": 3}),
       old_run(folder, "b"),
       old_run(folder, "c", mixer="she", first_layers=2, boundaries="fixed", boundary_offset=1),
     ]
   )
-  assert plots.table(runs, 1)["notes"] == [
+  assert costs.table(runs, 1)["notes"] == [
     'model.boundaries.name: "none" for ME; WE | "fixed" for SHE',
     "model.boundaries.offset: null for ME; WE | 1 for SHE",
     'model.boundaries.pooling: null for ME; WE | "mean" for SHE',
     "model.boundaries.shortening_factor: null for ME; WE | 2 for SHE",
   ]
   # Another program's settings have no other names.
-  runs = plots.read_runs([folder("d", [4, 3]), old_run(folder, "e", mixer="rnn")])
-  found = plots.table(runs, 1)["notes"]
+  runs = costs.read_runs([folder("d", [4, 3]), old_run(folder, "e", mixer="rnn")])
+  found = costs.table(runs, 1)["notes"]
   assert found == ["model.max_length: 32 for SHE | null for rnn"]
 
 
 def test_of_many_runs_some_are_named(folder):
   losses = [[4, 3]] * 5 + [[2]]
-  runs = plots.read_runs([folder(f"r{i}", losses[i]) for i in range(6)])
+  runs = costs.read_runs([folder(f"r{i}", losses[i]) for i in range(6)])
   expected = "updates: 2 for SHE (r0); SHE (r1); 3 more | 1 for SHE (r5)"
-  assert plots.table(runs, 1)["notes"] == [expected]
+  assert costs.table(runs, 1)["notes"] == [expected]
 
 
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
@@ -305,7 +305,7 @@ def test_the_command_prints_and_writes(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
   "figure, suffix, begin",
   [
-    *((figure, "png", b"\x89PNG") for figure in plots.FIGURES),
+    *((figure, "png", b"\x89PNG") for figure in costs.FIGURES),
     ("curves", "pdf", b"%PDF"),
     # As many as the paper's longest runs have, up and down, where it is the hardest.
     pytest.param("every_batch", "pdf", b"%PDF", marks=pytest.mark.slow),
@@ -354,7 +354,7 @@ def test_wrong_flags_and_settings(folder, tmp_path):
 
 
 def test_an_unknown_figure(folder):
-  runs = plots.read_runs([folder("a", [4, 3])])
+  runs = costs.read_runs([folder("a", [4, 3])])
   with pytest.raises(ValueError, match="figure: expected one of curves, .*, got pie"):
     plots.draw(runs, figure="pie")
   with pytest.raises(ValueError, match="every: expected .* updates of a, got 2000"):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.analysis import calibrate as calibrate
   from dpjax.analysis import complexity as complexity
+  from dpjax.analysis import costs as costs
   from dpjax.analysis import plots as plots
   from dpjax.analysis import segmentation as segmentation
   from dpjax.analysis import significance as significance
