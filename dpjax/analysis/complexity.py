@@ -18,7 +18,8 @@ is the same for one head alone, and does not add up to Tables 3 and 7 for more.
 
 The counts for tokens t = 1 .. l add up to those of training, for every mixer here: they
 are one function of how many tokens come in and how many they read. The FFT, which needs
-the whole sequence, has no counts for one token.
+the whole sequence, has no counts for one token. (One file above 400 lines: the rules, their
+sums and the limits of sizes are read side by side.)
 """
 
 import argparse
