@@ -107,17 +107,16 @@ def effective(grads):
   return grads
 
 
-@pytest.mark.parametrize(
-  "name, num_heads, relation",
-  [
-    (name, num_heads, relation)
-    for name, num_heads in HEADS
-    for relation in testing.RELATIONS
-    if num_heads == (3 if relation == "causality" else 2)
-    or not MIXERS[name].has_heads
-    and (relation != "dropout" or MIXERS[name].dropout)
-  ],
-)
+CASES = [
+  (name, heads, relation)
+  for relation in testing.RELATIONS
+  for name, heads in HEADS
+  if heads == (3 if relation == "causality" else 2) or not MIXERS[name].has_heads
+  if relation != "dropout" or MIXERS[name].dropout
+]
+
+
+@pytest.mark.parametrize("name, num_heads, relation", CASES)
 def test_keeps_the_contract(name, num_heads, relation):
   mixer = MIXERS[name]
   settings_matter = relation in ("causality", "chunks")

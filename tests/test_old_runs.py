@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
   return folder
 
 
-@pytest.mark.parametrize("name", ["plain", "pooled"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("pooled", marks=pytest.mark.slow)])
 def test_an_old_run_says_what_it_said(folder, name):
   run = dpjax.load(folder / name)
   expected = json.loads((folder / f"{name}.json").read_text())

@@ -207,9 +207,9 @@ def stopped(text, tmp_path_factory):
 @pytest.mark.parametrize(
   ("key", "value"),
   [
-    ("model.mixer.implementation", "loop"),
+    pytest.param("model.mixer.implementation", "loop", marks=pytest.mark.slow),
     ("model.remat", True),
-    ("model.scan_layers", False),
+    pytest.param("model.scan_layers", False, marks=pytest.mark.slow),
     ("train.accumulate_steps", 2),
     ("eval.stride", 5),
   ],
@@ -493,6 +493,7 @@ def test_training_on_words_reports_where_they_end(text, tmp_path):
   assert dpjax.load(tmp_path).score_split("test") == scores
 
 
+@pytest.mark.slow
 def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   workdir, run, scores = taught
   names = {"precision", "recall", "f1", "accuracy"}
@@ -524,6 +525,7 @@ def test_a_run_taught_by_unigram_scores_any_text(text, taught):
   assert len(run.generate("", length=5)[0]) == 5
 
 
+@pytest.mark.slow
 def test_going_on_with_another_unigram_model_is_refused(text, taught, tmp_path, monkeypatch):
   workdir, _, _ = taught
   shutil.copytree(workdir, tmp_path / "run")
@@ -609,6 +611,7 @@ def test_ids_of_spaces_may_be_given(text):
   assert plain.model.boundaries == config_lib.boundaries("none")
 
 
+@pytest.mark.slow
 def test_other_boundaries_are_another_configuration(text, taught):
   workdir, _, _ = taught
   with pytest.raises(ValueError, match="boundaries.name: 'unigram' there, 'gumbel' here"):

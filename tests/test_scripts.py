@@ -193,11 +193,8 @@ def test_errors_of_a_configuration_name_its_line(program, tmp_path, monkeypatch)
   file = tmp_path / "config.py"
   file.write_text(program)
   found = call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
-  message = (
-    f"--config: {PROGRAMS[program]}".format(at=f"({file}, line ")
-    .replace("(", r"\(")
-    .replace(")", r"\)")
-  )
+  message = PROGRAMS[program].format(at=f"({file}, line ")
+  message = "--config: " + message.replace("(", r"\(").replace(")", r"\)")
   assert re.fullmatch(message, found) and "\n" not in found
   monkeypatch.setenv("DPJAX_TRACEBACK", "1")
   with pytest.raises((ValueError, AttributeError, SyntaxError)):

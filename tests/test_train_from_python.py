@@ -105,6 +105,7 @@ def test_a_callback_ends_the_training_early(whole, tmp_path):
   # Between two evaluations, there is one more.
   run, _ = train(config, tmp_path / "between", callbacks=[lambda step, metrics, state: step == 2])
   assert run.step == 3 and jnp.isfinite(run.score("the cat")["nats_per_token"])
+  assert helpers.reports(tmp_path / "between", "valid")[-1]["step"] == 3
 
 
 def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):

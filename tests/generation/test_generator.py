@@ -79,7 +79,7 @@ def pooled():
 PROMPTS = ["abc", "hij abc de", "", "d"]
 
 
-@pytest.mark.parametrize("name", ["dispatcher", "pooled"])
+@pytest.mark.parametrize("name", ["dispatcher", pytest.param("pooled", marks=pytest.mark.slow)])
 def test_greedy_text_is_that_of_full_passes(name, request):
   maker = request.getfixturevalue(name)
   # From within the window to far beyond it, rows leaving it one after the other.
@@ -125,6 +125,7 @@ def test_a_sample_is_of_its_seed_and_numbers_alone(dispatcher):
   assert write(dispatcher, ["abc"], top_k=10**12, **settings) == texts[:1]
 
 
+@pytest.mark.slow
 def test_boundaries_that_are_drawn_stay(dispatcher):
   """Those of the past are drawn anew in every pass, and have to come out the same."""
   maker = make(boundaries="gumbel", sample_boundaries=True, scale=4, seed=3, **POOLED)

@@ -69,7 +69,7 @@ def write(workdir, steps, begin=0):
 
 
 def test_lines_after_the_step_it_goes_on_from_are_dropped(tmp_path):
-  write(tmp_path, [2, 3, 5, 7])
+  write(tmp_path, [2, 3, 4, 7])
   write(tmp_path, [5, 11], begin=3)
   assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5, 11]
   assert not list(tmp_path.glob("*.tmp"))

@@ -196,10 +196,9 @@ def test_the_state_that_goes_in_is_used_up(runs):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last.params))
 
 
-@pytest.mark.parametrize("num_devices", [8])
-def test_evaluation_sums_the_nats_without_dropout(plain_update, num_devices):
+def test_evaluation_sums_the_nats_without_dropout(plain_update):
   _, state, _, metrics = plain_update
-  mesh = sharding.make_mesh(jax.devices()[:num_devices])
+  mesh = sharding.make_mesh()
   shardings = sharding.state_sharding(state.params, mesh)
   params = jax.device_put(state.params, shardings)
   batch = draw_batch()
@@ -280,6 +279,7 @@ def test_the_loss_of_the_boundaries_is_minimised_with_that_of_the_tokens(pooled_
   np.testing.assert_allclose(slope, squared, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_parts_of_a_pooled_batch_give_the_update_of_the_whole(pooled_update):
   model, before, after, metrics = pooled_update
   parts, of_parts = update_pooled(before, model, 2)
