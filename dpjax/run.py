@@ -117,9 +117,13 @@ class Run:
       ValueError: there is no such split, its tokens have changed since they were
         prepared, or the window is longer than the model's.
     """
-    if self.data is None or split not in self.data.splits:
+    if self.data is None or split not in [*self.data.splits]:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
+    if self.workdir is not None and not self.data.has_tokens:
+      data = workdir_lib.find_tokens(self.config, self.workdir / "data")
+      run = dataclasses.replace(self, data=data, workdir=None)
+      return run.score_split(split, window=window, stride=stride, progress=progress)
     self.data.check(split)
     return self._score_split(self.params, split, window, stride, progress)
 
@@ -389,7 +393,7 @@ def load(
   """
   workdir = Path(workdir)
   config = workdir_lib.read_config(workdir)
-  data = prepared.open_prepared(workdir / "data")
+  data = prepared.open_prepared(workdir / "data", config.data.data_dir)
   config = _with_vocabulary(config, data.tokenizer)
   built = _model(config, model, _saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.

@@ -2,9 +2,8 @@
 
 config.json      the settings, as they were given
 frozen.json      those of the model that boundaries read with, where they do
-data/            the tokens of each split, the vocabulary, how long the texts are; with
-                 unigram boundaries, these and the model that found them; of a corpus
-                 that has a name, the arrays are links into data_dir
+data/            the vocabulary, how long the texts are, and where in data_dir/tokens
+                 the tokens of each split lie; with unigram boundaries, their model
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
@@ -15,12 +14,11 @@ lock             locked by the process that trains; names its host and number
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,7 @@ from dpjax import config as config_lib
 from dpjax import exported, registry
 from dpjax.config import ConfigDict
 from dpjax.data import catalog, corpora, prepared
-from dpjax.data.download import locked
 from dpjax.errors import UserError
-from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
-from dpjax.text.unigram import load_unigram
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +149,8 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
 def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
   """Opens the corpus in `folder`, having made it first where it is missing.
 
-  The tokens of a corpus that has a name, or is cleaned, are made in
-  data_dir/tokens, for all runs that want the same, and `folder` refers to them.
+  The tokens are made in data_dir/tokens, for all runs that want the same, and `folder`
+  refers to them.
 
   Args:
     config: of which `config.data` says what to make.
@@ -171,83 +166,55 @@ def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> pre
   """
 
   def make() -> None:
-    if not folder.exists() or anew:
-      _make_data(config, folder)
-    elif prepared.has_broken_links(folder):
-      before = prepared.read_counts(folder)
-      _make_data(config, folder)
-      if prepared.read_counts(folder) != before:
-        raise UserError(
-          f"data: expected the text that the run in {folder.parent} began "
-          "with, as its tokens are gone, got another"
-        )
-    prepared.open_prepared(folder).check()
+    is_there = folder.exists() and not anew
+    if not is_there or not _open(config, folder).has_tokens:
+      made = _find_again(config, folder) if is_there else _make_tokens(config)
+      try:
+        prepared.write_reference(made.folder, folder)
+      except OSError as error:
+        raise _not_writable(folder, error) from error
+    _open(config, folder).check()
 
   _on_first_process(make)
-  return prepared.open_prepared(folder)
+  return _open(config, folder)
 
 
-def prepare_shared(config: ConfigDict) -> Path:
-  """Makes the tokens of a corpus that has a name, or is cleaned, for all runs.
-
-  Args:
-    config: of which `config.data` says what to make.
-
-  Returns:
-    The folder in data_dir/tokens, which says in its name and in data.json what it holds.
+def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  """Opens the corpus in `folder`; where its tokens are gone, makes them again in data_dir.
 
   Raises:
-    ValueError: as `prepare_data`.
+    ValueError: they cannot be made, or come out others.
   """
-  corpus = _load_corpus(config)
-  settings = _tokenizer_settings(config)
-  sizes = {split: len(text) for split, text in corpus.splits.items()}
-  content = {"corpus": corpus.about, "sizes": sizes, "made_of": _made_of(settings)}
-  digits = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-  tokens = Path(config.data.data_dir, "tokens")
-  target = tokens / f"{corpus.name}_{settings['kind']}_{digits}"
+  if _open(config, folder).has_tokens:
+    return _open(config, folder)
+  _on_first_process(lambda: _find_again(config, folder) and None)
+  return _make_tokens(config)
+
+
+def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  return prepared.open_prepared(folder, config.data.data_dir)
+
+
+def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  """The tokens that the run began with, made again."""
+  before = _open(config, folder)
+  gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
   try:
-    with locked(tokens / f"{target.name}.lock"):
-      if not (target / "data.json").exists():
-        prepared.prepare(corpus, target, **settings)
-  except OSError as error:
+    made = _make_tokens(config)
+  except UserError as error:
     raise UserError(
-      f"data.data_dir: expected a folder that can be written, got {target} ({error.strerror})"
+      f"{gone}; `train.py --workdir={folder.parent} --prepare_only` makes them again from "
+      f"the text, but: {error}"
     ) from error
-  return target
-
-
-def _made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """What the tokens depend on beside the text: vocabularies, not where they lie."""
-  made = {key: settings[key] for key in ("kind", "lower_text", "lower_pieces", "restrict")}
-  if settings["file"]:
-    whole = {key: value for key, value in settings.items() if key not in ("restrict", "unigram")}
-    made["vocabulary"] = _digest(train_tokenizer(chunks=(), **whole).to_json().encode())
-  elif settings["kind"] not in CHARACTER_KINDS:
-    made["vocab_size"] = settings["vocab_size"]
-  unigram = settings["unigram"]
-  if unigram is not None:
-    file = unigram["file"]
-    made["unigram"] = _digest(load_unigram(file)) if file else unigram["vocab_size"]
+  if made.counts != before.counts or made.tokenizer.to_json() != before.tokenizer.to_json():
+    raise UserError(f"{gone}, got another text or vocabulary with the run's settings")
   return made
 
 
-def _digest(content: bytes) -> str:
-  return hashlib.sha256(content).hexdigest()
-
-
-def _make_data(config: ConfigDict, folder: Path) -> None:
-  settings = config.data
-  is_shared = settings.clean or any(settings.max_characters)
-  if not settings.path and settings.name != catalog.ONE_MORE:
-    is_shared = True
-  try:
-    if is_shared:
-      prepared.link(prepare_shared(config), folder)
-    else:
-      prepared.prepare(_load_corpus(config), folder, **_tokenizer_settings(config))
-  except OSError as error:
-    raise _not_writable(folder, error) from error
+def _make_tokens(config: ConfigDict) -> prepared.Prepared:
+  """The tokens in data_dir, made unless they are there."""
+  tokens = Path(config.data.data_dir, "tokens")
+  return prepared.prepare(_load_corpus(config), tokens, shared=True, **_tokenizer_settings(config))
 
 
 def _load_corpus(config: ConfigDict) -> corpora.Corpus:
@@ -264,18 +231,11 @@ def _load_corpus(config: ConfigDict) -> corpora.Corpus:
   )
 
 
-def _tokenizer_file(config: ConfigDict) -> str:
-  settings = config.data
-  return catalog.find_vocabulary(
-    settings.tokenizer_file, Path(settings.data_dir), settings.manual_dir
-  )
-
-
 def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
   settings = config.data
   return dict(
     kind=settings.tokenizer,
-    file=_tokenizer_file(config),
+    file=catalog.find_vocabulary(settings.tokenizer_file, settings.data_dir, settings.manual_dir),
     vocab_size=settings.tokenizer_size,
     lower_text=settings.lower_text,
     lower_pieces=settings.lower_pieces,

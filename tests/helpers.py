@@ -65,6 +65,7 @@ def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
   config.data.path = str(text)
+  config.data.data_dir = str(text.parent / "data_dir")
   set_model(
     config.model,
     num_layers=2,
