@@ -122,6 +122,8 @@ def _fetch_from_hub(file: File, partial: Path, by_hand: str) -> None:
   """Downloads a file of huggingface.co by its own library, which resumes and retries."""
   import huggingface_hub
 
+  if (partial / file.name).exists():
+    return  # It was killed just before the file had its place.
   parts = file.url.removeprefix("hf://").split("/")
   kind = "dataset" if parts[0] == "datasets" else None
   owner, name, *path = parts[1:] if kind else parts
