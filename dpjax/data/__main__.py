@@ -3,7 +3,7 @@
   python -m dpjax.data list
   python -m dpjax.data prepare wikitext2
   python -m dpjax.data prepare wiki40b --language=fi --head
-  python -m dpjax.data prepare tfds:tiny_shakespeare
+  python -m dpjax.data prepare tfds:NAME
   python -m dpjax.data clean --language=fi raw.txt clean.txt
 
 `prepare` downloads a corpus and makes it ready; training does that by itself, too. `clean`

@@ -52,9 +52,10 @@ def source(name: str) -> Source:
     except Exception as error:
       if isinstance(error, OSError) and error.errno:
         raise
+      said = str(error).partition("\n")[0]  # It may go on with all names that there are.
       raise UserError(
         "data.name: expected a text corpus that TensorFlow Datasets can make here, got "
-        f"{name} ({type(error).__name__}: {error})"
+        f"{name} ({type(error).__name__}: {said})"
       ) from error
 
   return Source(name, read, "its own", "not known", "tensorflow.org/datasets")
