@@ -7,8 +7,8 @@ minute, 20 MB of text). The text is 1 GB of words at random, with frequencies by
 
 "alone" reads the text and encodes it with the library, all its threads, 1 MiB of whole
 lines a call, and throws the ids away. "prepare" is `dpjax.data.prepared.prepare`: it
-reads, counts, hashes and encodes the text in processes, and writes the tokens to disk;
-the vocabulary is given. "characters" has no library. Each is a process of its own; memory
+reads, counts, hashes and encodes the text, and writes the tokens to disk; the vocabulary is
+given. "characters" has no library. Each is a process of its own; memory
 is the most that it and its processes held at once, mapped files not counted.
 
 "read": the tokens as `prepare` maps them, summed up, beside the same bytes read by NumPy.

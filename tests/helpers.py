@@ -82,6 +82,7 @@ def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
   config = config_lib.default()
   config.data.path = str(text)
+  config.data.data_dir = str(text.parent / "data_dir")
   rates = dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1)
   sizes = dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
   set_model(config.model, **sizes, **rates)

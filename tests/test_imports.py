@@ -30,6 +30,10 @@ BASE = ["lazy", "errors", "registry", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
 ONLY_INSIDE_FUNCTIONS = {
+  "google",
+  "huggingface_hub",
+  "pyarrow",
+  "requests",
   "sentencepiece",
   "tensorboardX",
   "tensorflow_datasets",
@@ -97,11 +101,8 @@ def test_imports_go_down(path):
       assert rest.split(".")[0] in allowed, name
     if room == "ops" and top != "dpjax":
       assert top in ("jax", "numpy") or top in sys.stdlib_module_names, name
-  only_inside = ONLY_INSIDE_FUNCTIONS
-  if parts[:3] == ("dpjax", "data", "builders"):  # imported once a corpus is asked for
-    only_inside = only_inside - {"tensorflow_datasets"}
   for name in modules(tree.body):
-    assert name.partition(".")[0] not in only_inside, name
+    assert name.partition(".")[0] not in ONLY_INSIDE_FUNCTIONS, name
 
 
 @pytest.mark.parametrize(

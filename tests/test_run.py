@@ -17,6 +17,7 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import batches, prepared
 from dpjax.run import build
+from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Bytes
 from dpjax.text.unigram import train_unigram
@@ -401,7 +402,7 @@ def spaced(text, tmp_path_factory):
 
 def untrained(config, folder):
   """A run with drawn parameters in the place of trained ones."""
-  data = workdir_lib.prepare_data(config, folder / "data")
+  data = tokens_lib.prepare_data(config, folder / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))

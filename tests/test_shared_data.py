@@ -1,5 +1,6 @@
-"""Tokens of named and of cleaned corpora: made once in data_dir for all runs."""
+"""Tokens: made once in data_dir for all runs, found again, made again where they are gone."""
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -7,10 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import prepared
+from dpjax.data.download import File
+from dpjax.data.sources import text8
+from dpjax.errors import UserError
+from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
@@ -21,10 +27,7 @@ TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
 @pytest.fixture
 def config(tmp_path, monkeypatch):
   """Of text8, whose archive lies in the manual folder."""
-  from dpjax.data.builders import text8
-  from dpjax.data.download import File
-
-  monkeypatch.setattr(text8.Text8, "FILES", (File("http://127.0.0.1:1/text8.zip"),))
+  monkeypatch.setattr(text8, "ARCHIVE", File("http://127.0.0.1:1/text8.zip"))
   manual = tmp_path / "by_hand"
   manual.mkdir()
   with zipfile.ZipFile(manual / "text8.zip", "w") as archive:
@@ -39,21 +42,21 @@ def tokens_of(config):
 
 
 def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
-  first = workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  first = tokens_lib.prepare_data(config, tmp_path / "a" / "data")
   text = "".join(first.tokenizer.decode(tokens) for tokens in first.splits.values())
   assert text == TEXT8 and first.name == "text8"
   (made,) = tokens_of(config)
   assert made.parent.name.startswith("text8_characters_")
-  link = tmp_path / "a" / "data" / "train.bin"
-  assert link.is_symlink() and link.resolve() == made.parent / "train.bin"
-  monkeypatch.setattr(prepared, "prepare", lambda *_, **__: 1 / 0)
-  second = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
+  assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
+  monkeypatch.setattr(prepared, "encode_text", lambda *_, **__: 1 / 0)
+  second = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
-  workdir_lib.prepare_data(config, tmp_path / "a" / "data", anew=True)
+  tokens_lib.prepare_data(config, tmp_path / "a" / "data", anew=True)
   # What the tokens are of is in their folder.
   config.data.max_characters = (100, 20, 0)
   with pytest.raises(ZeroDivisionError):
-    workdir_lib.prepare_data(config, tmp_path / "c" / "data")
+    tokens_lib.prepare_data(config, tmp_path / "c" / "data")
   monkeypatch.undo()
 
 
@@ -67,50 +70,114 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   ],
 )
 def test_other_settings_have_their_own(config, tmp_path, change):
-  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
   if change.pop("unigram", False):
     config.model.boundaries = config_lib.boundaries("unigram", size=21)
   config.data.update(change)
-  data = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  data = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 2
   assert (data.boundaries is None) == (config.model.boundaries.name == "none")
   if config.data.max_characters[0]:
     assert [data.counts[x]["characters"] for x in data.splits] == [150, 20, 20]
-  # The archive is opened once.
-  assert len(list((tmp_path / "data" / "text8").glob("*/dataset_info.json"))) == 1
 
 
 def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
-  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
   config.model.boundaries = config_lib.boundaries("entropy", left=3)
   config.data.manual_dir = str(tmp_path)
   config.train.learning_rate = 3.0
-  workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 1
 
 
-def test_tokens_that_are_gone_are_made_again(config, tmp_path):
-  folder = tmp_path / "a" / "data"
-  first = workdir_lib.prepare_data(config, folder).splits["train"].tolist()
-  (made,) = tokens_of(config)
-  shutil.rmtree(made.parent)
-  with pytest.raises(ValueError, match="train.bin: expected .* a link to .* which is gone"):
-    prepared.open_prepared(folder).check()
-  assert workdir_lib.prepare_data(config, folder).splits["train"].tolist() == first
-  # Not from another text, with which the run did not begin.
-  shutil.rmtree(made.parent)
-  shutil.rmtree(tmp_path / "data" / "text8")
+def give_another_text(tmp_path):
+  shutil.rmtree(tmp_path / "data" / "texts")
   with zipfile.ZipFile(tmp_path / "by_hand" / "text8.zip", "w") as archive:
     archive.writestr("text8", TEXT8.replace("cat", "tac"))
-  with pytest.raises(ValueError, match="data: expected the text that the run in"):
-    workdir_lib.prepare_data(config, folder)
+
+
+@pytest.mark.parametrize("again", [tokens_lib.prepare_data, tokens_lib.find_tokens])
+def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
+  folder = tmp_path / "a" / "data"
+  first = tokens_lib.prepare_data(config, folder).splits["train"].tolist()
+  (made,) = tokens_of(config)
+  shutil.rmtree(made.parent)
+  with pytest.raises(UserError, match="train.bin: .* no such file; `train.py --workdir=RUN --prep"):
+    prepared.open_prepared(folder).check()
+  data = again(config, folder)
+  assert data.splits["train"].tolist() == first and data.folder == made.parent
+  # Not from another text, with which the run did not begin.
+  shutil.rmtree(made.parent)
+  give_another_text(tmp_path)
+  with pytest.raises(UserError, match=f"expected the tokens of {folder.parent}.*another text"):
+    again(config, folder)
+
+
+def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
+  (tmp_path / "old").mkdir()
+  config.data.data_dir = str(tmp_path / "old" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "old" / "run" / "data")
+  # Both together, and the run alone.
+  (tmp_path / "old").rename(tmp_path / "new")
+  data = prepared.open_prepared(tmp_path / "new" / "run" / "data")
+  data.check()
+  assert data.folder.parent == tmp_path / "new" / "data" / "tokens"
+  (tmp_path / "new" / "run").rename(tmp_path / "run")
+  assert not prepared.open_prepared(tmp_path / "run" / "data").has_tokens
+  prepared.open_prepared(tmp_path / "run" / "data", tmp_path / "new" / "data").check()
+
+
+@pytest.mark.parametrize("form", ["own", "links", "broken links"])
+def test_runs_of_earlier_versions_are_opened(config, tmp_path, form):
+  """Which had their tokens in their own folder, or symbolic links to them."""
+  folder = tmp_path / "a" / "data"
+  data = tokens_lib.prepare_data(config, folder)
+  expected = data.splits["test"].tolist()
+  elsewhere = tmp_path / "elsewhere"
+  data.folder.rename(elsewhere)
+  content = json.loads((folder / "data.json").read_text())
+  del content["tokens"]
+  (folder / "data.json").write_text(json.dumps(content))
+  for path in elsewhere.glob("*.bin"):
+    if form == "own":
+      path.rename(folder / path.name)
+    else:
+      (folder / path.name).symlink_to(path)
+  if form == "broken links":
+    shutil.rmtree(elsewhere)
+    assert not prepared.open_prepared(folder).has_tokens
+  else:
+    prepared.open_prepared(folder).check()
+  assert tokens_lib.prepare_data(config, folder).splits["test"].tolist() == expected
+  assert len(tokens_of(config)) == (form == "broken links")
+
+
+def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
+  """When a run is begun or taken up, and a split is scored; not when it is opened."""
+  folder = tmp_path / "run" / "data"
+  data = tokens_lib.prepare_data(config, folder)
+  path = data.folder / "train.bin"
+  changed = np.fromfile(path, np.uint16)
+  changed[[11, 13]] = changed[[13, 11]]
+  assert (changed != data.splits["train"]).sum() == 2
+  changed.tofile(path)
+  message = f"^{path}: expected what was prepared, .* remove {data.folder}, "
+  with pytest.raises(UserError, match=message):
+    tokens_lib.prepare_data(config, folder)
+  run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, prepared.open_prepared(folder))
+  with pytest.raises(UserError, match=message):
+    run.score_split("train")
+  shutil.rmtree(data.folder)
+  tokens_lib.prepare_data(config, folder).check()
 
 
 @jax.numpy_dtype_promotion("standard")  # for the optimizer
 def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
   config.data.update(clean=True, language="en", data_dir=str(tmp_path / "data"))
-  run, _ = run_lib.train(config, tmp_path / "run")
+  run, scores = run_lib.train(config, tmp_path / "run")
+  shutil.rmtree(tmp_path / "data")
+  assert run_lib.load(tmp_path / "run").score_split("test") == scores  # made again
   expected = run.generate("the ", length=9, temperature=0.0), run.score("a cat sat")
   shutil.rmtree(tmp_path / "data")
   (tmp_path / "text.txt").unlink()
@@ -118,16 +185,14 @@ def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   moved = run_lib.load(tmp_path / "moved")
   texts = moved.generate("the ", length=9, temperature=0.0)
   assert (texts, moved.score("a cat sat")) == expected
-  with pytest.raises(ValueError, match="test.bin: .* is gone .train.py --prepare_only"):
+  with pytest.raises(UserError, match="gone; `train.py --workdir=.* --prepare_only` .*text.txt"):
     moved.score_split("test")
 
 
 def test_another_text_of_that_name_has_its_own(config, tmp_path):
-  workdir_lib.prepare_data(config, tmp_path / "a" / "data")
-  shutil.rmtree(tmp_path / "data" / "text8")
-  with zipfile.ZipFile(tmp_path / "by_hand" / "text8.zip", "w") as archive:
-    archive.writestr("text8", TEXT8.replace("cat", "tac"))
-  data = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  give_another_text(tmp_path)
+  data = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   assert "tac" in data.tokenizer.decode(data.splits["train"])
   assert len(tokens_of(config)) == 2
 
@@ -141,25 +206,25 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
     tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
     tokenizer._raw.model.save(str(folder))
     config.data.tokenizer_file = str(folder)
-    data = workdir_lib.prepare_data(config, tmp_path / str(i) / "data")
+    data = tokens_lib.prepare_data(config, tmp_path / str(i) / "data")
     sizes.append(data.tokenizer.vocab_size)
   assert sizes == [270, 280] and len(tokens_of(config)) == 2
   # What a vocabulary of one's own would have is of no account.
   config.data.tokenizer_size = 999
-  workdir_lib.prepare_data(config, tmp_path / "again" / "data")
+  tokens_lib.prepare_data(config, tmp_path / "again" / "data")
   assert len(tokens_of(config)) == 2
   config.data.tokenizer_file = str(tmp_path / "none")
   with pytest.raises(ValueError, match="^data.tokenizer_file: .*none"):
-    workdir_lib.prepare_data(config, tmp_path / "c" / "data")
+    tokens_lib.prepare_data(config, tmp_path / "c" / "data")
 
 
 def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
   config = config_lib.default()
   text = helpers.write_text(tmp_path / "text.txt")
   config.data.update(path=str(text), clean=True, language="en", data_dir=str(tmp_path / "data"))
-  first = workdir_lib.prepare_data(config, tmp_path / "a" / "data")
+  first = tokens_lib.prepare_data(config, tmp_path / "a" / "data")
   text.write_text(text.read_text() + "one line more\n" * 99)
-  second = workdir_lib.prepare_data(config, tmp_path / "b" / "data")
+  second = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   counts = [sum(x["characters"] for x in data.counts.values()) for data in (first, second)]
   assert counts[1] > counts[0] + 99 * 13 - 9
 

@@ -3,6 +3,7 @@
   dpjax data list
   dpjax data prepare wikitext2
   dpjax data prepare wiki40b --language=fi --head
+  dpjax data prepare tfds:NAME
   dpjax data clean --language=fi raw.txt clean.txt
 
 `prepare` downloads a corpus and makes it ready; training does that by itself, too. `clean`
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dpjax.data import catalog
+from dpjax.data import catalog, corpora
 from dpjax.errors import UserError, exit_on_user_error
 
 PART = 2**20  # characters
@@ -63,7 +64,7 @@ def _list(given) -> None:
       f"{language}{' (head)' * head}".strip() or "yes"
       for language in entry.languages or ("",)
       for head in (False, True)[: 1 + bool(entry.head)]
-      if catalog.is_prepared(name, data_dir, language, head)
+      if corpora.is_made(name, data_dir, language, head)
     ]
     print(f"\n{name}: {entry.title}")
     if entry.languages:
@@ -75,11 +76,11 @@ def _list(given) -> None:
 
 
 def _prepare(given) -> None:
-  splits, _ = catalog.open_records(
-    given.name, given.language, Path(given.data_dir), given.manual_dir, only_head=given.head
+  corpus = corpora.open_named(
+    given.name, given.language, given.data_dir, given.manual_dir, is_head=given.head
   )
-  for split, records in splits.items():
-    print(f"{split:6}{len(records) / 1e6:12,.1f} MB")
+  for split, text in corpus.splits.items():
+    print(f"{split:6}{len(text) / 1e6:12,.1f} MB")
 
 
 def _clean(given) -> None:

@@ -123,7 +123,7 @@ def default() -> ConfigDict:
   data = config.data = ConfigDict()
   data.name = "python_manual"  # a corpus by its name: `dpjax data list`
   data.language = ""  # of a corpus that has several, and of `clean`
-  data.data_dir = "data"  # where corpora that have a name are kept, and their tokens
+  data.data_dir = "data"  # of downloads, texts and tokens, shared by all runs
   data.manual_dir = ""  # files downloaded by hand; "": data_dir/manual
   data.clean = False  # as text8: the language's letters in lower case, digits spelt out
   data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all

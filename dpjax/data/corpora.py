@@ -1,17 +1,31 @@
-"""Texts by name or by path, in three splits, read in parts so that any size streams."""
+"""Texts by name or by path, in three splits, read in parts so that any size streams.
 
+A text that has to be made first, as it has a name or is to be cleaned or cut, is kept in
+data_dir/texts/NAME as train.txt, valid.txt and test.txt.
+"""
+
+import contextlib
 import dataclasses
 import hashlib
+import itertools
+import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from dpjax.data import catalog, texts
-from dpjax.data.texts import SPLITS
+from tqdm import tqdm
+
+from dpjax.data import catalog, making
+from dpjax.data.download import Files
+from dpjax.data.sources import reading
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import is_clean_cut
 
+SPLITS = ("train", "valid", "test")
+CLEANING = 1  # to be raised when the same text comes out another
 CHUNK_BYTES = 2**20
 
 
@@ -128,21 +142,22 @@ def load_corpus(
     language: "en", "fi", ..., of a corpus that has several, and of `clean`.
     clean: as `dpjax.text.cleaning.clean` does.
     max_characters: of train, valid and test, from the beginning of each, once it is
-      clean; 0 is all. A corpus that is train alone is cut into the three in this order.
-    data_dir: where corpora that have a name, and cleaned ones, are kept once made.
+      clean; 0 is all. A corpus that is train alone is cut into the three in this order,
+      where all three are given.
+    data_dir: where texts are kept that have a name, or are cleaned.
     manual_dir: where files lie that were downloaded by hand; "" is data_dir/manual.
 
   Returns:
     The corpus.
 
   Raises:
-    ValueError: `data.<setting>: expected ..., got ...`: nothing there, an empty file or
+    UserError: `data.<setting>: expected ..., got ...`: nothing there, an empty file or
       split, a folder that lacks a split, no permission, an unknown name or language, a
       file that has to be given by hand, or a download that failed.
   """
   if path:
     corpus = _from_path(Path(path), split_fractions)
-  elif name == "python_manual":
+  elif name == catalog.ONE_MORE:
     content = _python_manual()
     about = {
       "name": name,
@@ -157,32 +172,186 @@ def load_corpus(
         f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
       )
     is_enough = [0 < most <= held for most, held in zip(max_characters, entry.head, strict=False)]
-    splits, about = catalog.open_records(
-      name,
-      language,
-      Path(data_dir),
-      manual_dir,
-      only_head=bool(is_enough) and all(is_enough),
-    )
-    corpus = Corpus("_".join(filter(None, (name, language))), splits, about)
+    is_head = bool(is_enough) and all(is_enough)
+    corpus = open_named(name, language, data_dir, manual_dir, is_head=is_head)
+    if not (set(corpus.splits) == {"train"} and all(max_characters)):
+      corpus = _cut_missing(corpus, split_fractions)
   if clean or any(max_characters):
-    folder = texts.make(
-      corpus.name,
-      corpus.splits,
-      corpus.about,
-      Path(data_dir, "texts"),
-      language if clean else "",
-      max_characters,
-    )
-    made = _from_path(folder, split_fractions)
-    return Corpus(corpus.name, made.splits, texts.read_about(folder))
-  missing = [split for split in SPLITS if split not in corpus.splits]
+    return _cleaned(corpus, language if clean else "", max_characters, Path(data_dir, "texts"))
+  return corpus
+
+
+def open_named(
+  name: str,
+  language: str,
+  data_dir: str | Path,
+  manual_dir: str | Path = "",
+  *,
+  is_head: bool = False,
+) -> Corpus:
+  """Opens a corpus that has a name, with the splits that it has, made first if need be.
+
+  Where the manual folder has a folder of its name (of a corpus with languages, wiki40b/fi)
+  with train.txt, valid.txt and test.txt, plain or packed, those are the splits.
+
+  Args:
+    name: as `dpjax.data.catalog.find` takes it.
+    language: where it has several.
+    data_dir: of texts and downloads.
+    manual_dir: as `load_corpus` takes it.
+    is_head: whether the first part is enough, where there is one.
+
+  Raises:
+    UserError: as `load_corpus`.
+  """
+  entry = catalog.find(name, language)
+  language = language if entry.languages else ""
+  # The whole text begins alike.
+  is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
+  about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
+  folder = _named_folder(name, data_dir, language, is_head)
+
+  def make(partial: Path) -> dict[str, Any]:
+    print(f"preparing {folder.name} in {folder.parent}", flush=True)
+    files = Files(data_dir, manual_dir)
+    settings: dict[str, Any] = {"language": language} if entry.languages else {}
+    settings |= {"is_head": is_head} if entry.head else {}
+    given = _given_by_hand(files.manual_dir / name / language)
+    return _write(partial, given or entry.read(files, **settings), name)
+
+  record = making.make_once(folder, about, make)
+  splits = {split: _open_split(folder, split) for split in SPLITS if split in record["texts"]}
+  about["texts"] = record["texts"]
+  return Corpus("_".join(filter(None, (_stem(name), language))), splits, about)
+
+
+def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
+  """Whether the text of a corpus is there."""
+  folder = _named_folder(name, data_dir, language, is_head)
+  return making.read_record(folder, {"version": catalog.find(name, language).version}) is not None
+
+
+def _named_folder(name: str, data_dir: str | Path, language: str, is_head: bool) -> Path:
+  stem = "_".join(filter(None, (_stem(name), language, "head" * is_head)))
+  return Path(data_dir, "texts", stem)
+
+
+def _stem(name: str) -> str:
+  return re.sub(r"[^\w.-]", "_", name)
+
+
+def _given_by_hand(folder: Path) -> Iterator[tuple[str, str]] | None:
+  """The pieces of the splits in a folder, None if there are none.
+
+  Raises:
+    UserError: not all three are there.
+  """
+  paths = {}
+  for split in SPLITS:
+    stems = (split, "validation") if split == "valid" else (split,)
+    names = [f"{stem}.txt{ending}" for stem in stems for ending in reading.OPENERS]
+    paths[split] = next((folder / x for x in names if (folder / x).exists()), None)
+  missing = [f"{split}.txt" for split, path in paths.items() if path is None]
+  if len(missing) == len(SPLITS):
+    return None
   if missing:
     raise UserError(
-      f"data.max_characters: expected a size of every split, as {corpus.name} has no "
-      f"{' and no '.join(missing)} of its own, got {tuple(max_characters)}"
+      f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder} without "
+      f"{', '.join(missing)}"
     )
-  return corpus
+  return ((split, piece) for split in SPLITS for piece in reading.text_file(paths[split]))
+
+
+def _write(folder: Path, pieces: Iterable[tuple[str, str]], name: str) -> dict[str, Any]:
+  """Writes pairs of split and piece into the files of a text, and counts them."""
+  for path in folder.glob("*.txt"):
+    path.unlink()
+  files, sums, texts = {}, {}, {}
+  with contextlib.ExitStack() as stack:
+    bar = stack.enter_context(
+      tqdm(desc=f"writing {name}", unit="B", unit_scale=True, disable=None, leave=False)
+    )
+    for split, piece in pieces:
+      if split not in files:
+        files[split] = stack.enter_context((folder / f"{split}.txt").open("wb"))
+        sums[split] = hashlib.sha256()
+        texts[split] = {"bytes": 0, "characters": 0}
+      content = piece.encode()
+      files[split].write(content)
+      sums[split].update(content)
+      texts[split]["bytes"] += len(content)
+      texts[split]["characters"] += len(piece)
+      bar.update(len(content))
+    for file in files.values():
+      file.flush()
+      os.fsync(file.fileno())
+  empty = [split for split in texts if not texts[split]["bytes"]]
+  if empty or "train" not in texts:
+    raise UserError(f"{name}: expected text in the split {(empty or SPLITS)[0]}, got none")
+  return {"texts": {x: {**texts[x], "sha256": sums[x].hexdigest()} for x in texts}}
+
+
+def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
+  """The splits that a corpus has, and those that it lacks from the end of its train split."""
+  missing = [split for split in SPLITS if split not in corpus.splits]
+  if not missing:
+    return corpus
+  train: Any = corpus.splits["train"]
+  given = dict(zip(SPLITS, fractions, strict=True))
+  wanted = [given[split] if split in missing else 0.0 for split in SPLITS]
+  cut = _cut_splits(train.content, wanted, train.source)
+  splits = {x: cut[x] if x in ("train", *missing) else corpus.splits[x] for x in SPLITS}
+  return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})
+
+
+def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], folder: Path) -> Corpus:
+  """A corpus cleaned, cut short or both, made once."""
+  about = {
+    **corpus.about,
+    "clean": language,
+    "max_characters": list(max_characters),
+    "cleaning": CLEANING if language else 0,
+  }
+  digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+  folder /= f"{corpus.name}_{digits}"
+  record = making.make_once(
+    folder,
+    {"made_of": about},
+    lambda partial: _write(partial, _clean_and_cut(corpus, language, max_characters), corpus.name),
+  )
+  splits = {split: _open_split(folder, split) for split in SPLITS}
+  return Corpus(corpus.name, splits, {**about, "texts": record["texts"]})
+
+
+def _clean_and_cut(
+  corpus: Corpus, language: str, max_characters: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+  """Pairs of split and part; splits that lack begin where the one before ends."""
+  from dpjax.text.cleaning import clean_chunks  # its table takes a moment to load
+
+  rest: Iterator[str] = iter(())
+  for split, most in zip(SPLITS, max_characters, strict=True):
+    if split in corpus.splits:
+      text = corpus.splits[split]
+      rest = iter(clean_chunks(text, language) if language else text)
+    size = 0
+    for part in rest:
+      taken = part[: most - size] if most else part
+      size += len(taken)
+      yield split, taken
+      if most and size == most:
+        rest = itertools.chain([part[len(taken) :]], rest)
+        break
+    if not size:
+      raise UserError(
+        f"data.max_characters: expected a text long enough for every split, got none left "
+        f"for the {split} split of {corpus.name}"
+      )
+    if size < most:
+      print(
+        f"{corpus.name}: the {split} split has {size:,} characters, fewer than the "
+        f"{most:,} of data.max_characters"
+      )
 
 
 def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
@@ -244,9 +413,11 @@ def _cut_splits(content, fractions: Sequence[float], source: str) -> dict[str, C
   size = len(content)
   valid, test = (int(size * fraction) for fraction in fractions[1:])
   first = _line_end(content, 0, size - valid - test)
-  second = _line_end(content, first, size - test)
+  second = _line_end(content, first, size - test) if valid else first
+  second = second if test else size
   stretches = {"train": (0, first), "valid": (first, second), "test": (second, size)}
-  if any(begin == end for begin, end in stretches.values()):
+  wanted = [split for split, share in zip(SPLITS, fractions, strict=True) if share]
+  if any(begin == end for begin, end in (stretches[split] for split in {"train", *wanted})):
     raise UserError(
       f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
     )

@@ -4,6 +4,9 @@ A folder holds {train,valid,test}.bin (uint16, or int32 where there are more tha
 ids), tokenizer.json, and data.json with what can be counted, and the checksums of the
 .bin files; with Unigram boundaries also {train,valid,test}.boundaries.bin (uint8, one a
 token) and unigram.model.
+
+Such folders lie in data_dir/tokens, for all runs. That of a run has the small files alone,
+and in its data.json "tokens", where the others are.
 """
 
 import dataclasses
@@ -11,13 +14,16 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dpjax.data import making
 from dpjax.data.corpora import SPLITS, Corpus
-from dpjax.data.encoding import Counter, Encoder, EncodingError, encode_text
+from dpjax.data.encoding import Counter, Encoder, encode_text
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import read_json
 from dpjax.text.tokens import (
@@ -33,7 +39,6 @@ from dpjax.text.unigram import (
 )
 
 FORMAT = 1  # with and without boundaries: who does not know of them reads the rest alike
-STATE = "preparing.json"  # of a folder that is not whole yet
 LEARN_BYTES = 2**30  # of text, that a vocabulary is learned on at most
 
 
@@ -64,6 +69,11 @@ class Prepared:
   folder: Path = Path()
   checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+  @property
+  def has_tokens(self) -> bool:
+    """Whether the arrays are there."""
+    return all((self.folder / f"{split}.bin").exists() for split in self.counts)
+
   def check(self, *splits: str) -> None:
     """Reads whole splits, and checks that they are what was written.
 
@@ -82,7 +92,7 @@ class Prepared:
         self.boundaries[split]  # noqa: B018  (raises what is wrong with the file)
       for name in (f"{split}.bin", f"{split}.boundaries.bin"):
         expected = self.checksums.get(name)
-        if expected is not None and _checksum(self.folder / name) != expected:
+        if expected is not None and making.checksum(self.folder / name) != expected:
           raise _changed(self.folder / name, "what was prepared", "a file that was changed")
       first, last = ids.min(), ids.max()
       if first < 0 or last >= self.tokenizer.vocab_size:
@@ -126,135 +136,132 @@ def prepare(
   folder: str | Path,
   kind: str,
   *,
-  unigram: Mapping | None = None,
-  processes: int | None = None,
+  shared: bool = False,
+  unigram: Mapping[str, Any] | None = None,
   **settings,
 ) -> Prepared:
-  """Makes a tokenizer on the train split, and writes the tokens of every split.
+  """Makes a tokenizer on the train split, and writes the tokens of every split, once.
 
-  The folder appears at the end, whole; one that an earlier call made is replaced. A call
-  that was killed has left `<folder>.partial`, from which the next one goes on, if it is
-  of the same text and settings. Memory does not grow with the text; a vocabulary that
-  is learned sees at most 1 GiB, spread evenly over the train split.
+  Tokens that are there, of the same text and settings, are opened; others are replaced. A
+  call that was killed has left `<folder>.partial`, from which the next one goes on: splits
+  that were complete are kept. Memory does not grow with the text; a vocabulary that is
+  learned sees at most 1 GiB, spread evenly over the train split.
 
   Args:
-    corpus: the text.
-    folder: where to write; beside it, `<folder>.partial` is used on the way.
+    corpus: the text. One whose `about` is empty is taken for another each time.
+    folder: where to write.
     kind: of the tokenizer.
+    shared: write not to `folder`, but within it to one whose name says what it holds.
     unigram: None, or, for boundaries, {"file": a SentencePiece `.model` to load, or ""
       to learn one on the train split, "vocab_size": how many pieces to learn}. With
       the kinds "characters" and "bytes" only.
-    processes: how many encode; None: as many as there are cores, if the text is large.
-      (A script that calls this needs `if __name__ == "__main__":` then.)
     **settings: of the tokenizer, as `dpjax.text.tokens.train_tokenizer` takes them.
 
   Returns:
-    `open_prepared(folder)`.
+    `open_prepared` of the folder.
 
   Raises:
-    ValueError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
+    UserError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
       the boundaries (`model.boundaries....`), or there is a folder that holds something
-      else.
-    dpjax.data.encoding.EncodingError: a process died; what is done stays.
-    OSError: the folder cannot be written; what is done stays in `<folder>.partial`.
+      else, or it cannot be written.
   """
-  folder = Path(folder)
-  _check_replaceable(folder)
   if unigram is not None and kind not in CHARACTER_KINDS:
     raise UserError(
       f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with Unigram boundaries, got {kind}"
     )
-  sizes = {split: len(text) for split, text in corpus.splits.items()}
   made = {
-    "corpus": dict(corpus.about),
-    "tokenizer": {"kind": kind, **settings},
-    "unigram": None if unigram is None else dict(unigram),
+    "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
+    "sizes": {split: len(text) for split, text in corpus.splits.items()},
+    **_made_of(kind, unigram, settings),
   }
-  partial = folder.with_name(folder.name + ".partial")
-  try:
-    encoder = _resume(partial, {"made": made, "sizes": sizes})
+  folder = Path(folder)
+  if shared:
+    digits = _digest(json.dumps(made, sort_keys=True).encode())[:8]
+    folder /= f"{corpus.name}_{kind}_{digits}"
+  _check_replaceable(folder)
+  made_of = {"format": FORMAT, "name": corpus.name, "unigram": unigram is not None, "made": made}
+
+  def make(partial: Path) -> dict[str, Any]:
+    encoder = _resume(partial, unigram is not None)
     if encoder is None:
       encoder = _make_encoder(corpus, kind, unigram, settings)
-      _begin(partial, {"made": made, "sizes": sizes}, encoder)
+      if encoder.unigram is not None:
+        (partial / "unigram.model").write_bytes(encoder.unigram.model)
+      (partial / "tokenizer.json").write_text(
+        encoder.tokenizer.to_json(), encoding="utf-8", newline="\n"
+      )
     counts = {}
     for split, text in corpus.splits.items():
-      counts[split] = encode_text(text, len(text), encoder, partial, split, processes)
+      counts[split] = encode_text(text, len(text), encoder, partial, split)
       for unit in ("tokens", "words"):
         if not counts[split][unit]:
           raise UserError(
             f"data.path: expected {unit} in every split, got none in the "
             f"{split} split of {corpus.name}"
           )
-    checksums = {path.name: _checksum(path) for path in sorted(partial.glob("*.bin"))}
-    content = {
-      "format": FORMAT,
-      "name": corpus.name,
-      "dtype": encoder.dtype.name,
-      "splits": counts,
-      "unigram": unigram is not None,
-      "made": made,
-      "checksums": checksums,
-    }
-    _write_text(partial / "data.json", json.dumps(content, indent=2))
-    for name in (STATE, *(f"{split}.json" for split in corpus.splits)):
-      (partial / name).unlink()
-    if (folder / "data.json").exists():
-      shutil.rmtree(folder)
-    os.replace(partial, folder)
-  except (OSError, MemoryError, EncodingError):
-    raise
-  except Exception:
-    shutil.rmtree(partial, ignore_errors=True)
-    raise
+    checksums = {path.name: making.checksum(path) for path in sorted(partial.glob("*.bin"))}
+    for split in corpus.splits:
+      (partial / f"{split}.json").unlink()
+    return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
+
+  making.make_once(folder, made_of, make)
   return open_prepared(folder)
 
 
-def link(source: str | Path, folder: str | Path) -> None:
-  """Makes a folder of prepared data that refers to another: arrays by symbolic links.
+def _made_of(kind: str, unigram: Mapping | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+  """What the tokens depend on beside the text: vocabularies, not where they lie."""
+  made = {"kind": kind} | {
+    key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")
+  }
+  if settings.get("file"):
+    whole = {key: value for key, value in settings.items() if key != "restrict"}
+    made["vocabulary"] = _digest(train_tokenizer(kind, (), **whole).to_json().encode())
+  elif kind not in CHARACTER_KINDS:
+    made["vocab_size"] = settings.get("vocab_size", 0)
+  if unigram is not None:
+    file = unigram.get("file")
+    made["unigram"] = _digest(load_unigram(file)) if file else unigram["vocab_size"]
+  return made
 
-  What is small, the tokenizer and the counts, is copied.
+
+def _digest(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()
+
+
+def write_reference(tokens: str | Path, folder: str | Path) -> None:
+  """Makes a folder of prepared data that has the small files, and says where the others are.
 
   Args:
-    source: what `prepare` wrote.
+    tokens: what `prepare` wrote.
     folder: to make; prepared data that is there is replaced.
 
   Raises:
-    ValueError: there is a folder that holds something else.
+    UserError: there is a folder that holds something else.
     OSError: it cannot be written.
   """
-  source, folder = Path(source), Path(folder)
+  tokens, folder = Path(tokens).resolve(), Path(folder).resolve()
   _check_replaceable(folder)
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
-  for path in sorted(source.iterdir()):
-    if path.suffix == ".bin":
-      (partial / path.name).symlink_to(path.resolve())
-    else:
-      shutil.copyfile(path, partial / path.name)
+  for name in ("tokenizer.json", "unigram.model"):
+    if (tokens / name).exists():
+      shutil.copyfile(tokens / name, partial / name)
+  content = making.read_json(tokens / "data.json")
+  making.write_json(partial / "data.json", {**content, "tokens": os.path.relpath(tokens, folder)})
   if folder.exists():
     shutil.rmtree(folder)
   os.replace(partial, folder)
 
 
-def has_broken_links(folder: str | Path) -> bool:
-  """Whether what a folder refers to is gone."""
-  paths = Path(folder).glob("*.bin")
-  return any(path.is_symlink() and not path.exists() for path in paths)
-
-
-def read_counts(folder: str | Path) -> dict:
-  """What data.json says of the splits; {} if there is none."""
-  try:
-    return read_json(_read_text(Path(folder) / "data.json"))["splits"]
-  except (ValueError, KeyError, TypeError):
-    return {}
-
-
-def open_prepared(folder: str | Path) -> Prepared:
-  """Opens what `prepare` wrote.
+def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
+  """Opens what `prepare` wrote, or `write_reference`.
 
   The tokens are not opened; `Prepared.check` does it, and `splits` where one is asked for.
+
+  Args:
+    folder: with data.json.
+    data_dir: "", or where to look for the tokens of a reference that has been moved.
 
   Raises:
     ValueError: a file is missing or damaged; the message names it.
@@ -271,6 +278,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     has_boundaries = bool(content.get("unigram", False))
     checksums = dict(content.get("checksums", {}))
+    tokens = _find_tokens(folder, content.get("tokens", ""), data_dir)
     if not isinstance(name, str) or dtype not in (np.uint16, np.int32):
       raise UserError(f"the name {name!r} and the type {dtype}")
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -281,11 +289,11 @@ def open_prepared(folder: str | Path) -> Prepared:
     raise UserError(
       f"{path}: expected a format up to {FORMAT}, got {version}: a later version of dpjax wrote it"
     )
-  splits = _Arrays(folder, ".bin", dtype, sizes)
+  splits = _Arrays(tokens, ".bin", dtype, sizes)
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
   if not has_boundaries:
-    return Prepared(name, tokenizer, splits, counts, folder=folder, checksums=checksums)
-  boundaries = _Arrays(folder, ".boundaries.bin", np.dtype(np.uint8), sizes)
+    return Prepared(name, tokenizer, splits, counts, folder=tokens, checksums=checksums)
+  boundaries = _Arrays(tokens, ".boundaries.bin", np.dtype(np.uint8), sizes)
   path = folder / "unigram.model"
   try:
     unigram = UnigramBoundaries(path.read_bytes())
@@ -293,7 +301,16 @@ def open_prepared(folder: str | Path) -> Prepared:
     raise UserError(
       f"{path}: expected the Unigram model of prepared data, got another file, or none ({error})"
     ) from error
-  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, folder, checksums)
+  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, tokens, checksums)
+
+
+def _find_tokens(folder: Path, tokens: str, data_dir: str | Path) -> Path:
+  """Where the arrays lie: beside data.json, as an earlier version had them, or elsewhere."""
+  places = [folder]
+  if tokens:
+    found = os.path.normpath(folder.resolve() / tokens)
+    places = [Path(found), Path(data_dir, "tokens", Path(tokens).name), folder]
+  return next((x for x in places if (x / "train.bin").exists()), places[0])
 
 
 def count_text(chunks: Iterable[str]) -> dict:
@@ -324,15 +341,11 @@ def _make_encoder(corpus: Corpus, kind: str, unigram: Mapping | None, settings: 
   except ValueError as error:
     # Libraries wrap what goes wrong within the text that they are given.
     raise sample.error or error from error
-  return Encoder(tokenizer, _dtype(tokenizer), segmentation)
+  return Encoder(tokenizer, segmentation)
 
 
 def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
   return UnigramBoundaries(load_unigram(file) if file else train_unigram(text, vocab_size))
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-  return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
 
 
 class _Sample:
@@ -356,29 +369,14 @@ class _Sample:
       raise
 
 
-def _begin(partial: Path, state: dict, encoder: Encoder) -> None:
-  """An empty folder but for what encodes, and what for."""
-  if partial.exists():
-    shutil.rmtree(partial)
-  partial.mkdir(parents=True)
-  _write_text(partial / "tokenizer.json", encoder.tokenizer.to_json())
-  if encoder.unigram is not None:
-    (partial / "unigram.model").write_bytes(encoder.unigram.model)
-  _write_text(partial / STATE, json.dumps(state))
-
-
-def _resume(partial: Path, state: dict) -> Encoder | None:
-  """What encoded in an earlier call, if it was for the same."""
+def _resume(partial: Path, has_boundaries: bool) -> Encoder | None:
+  """What encoded in an earlier call for the same, None: that did not come so far."""
   try:
-    if json.loads(_read_text(partial / STATE)) != json.loads(json.dumps(state)):
-      return None
     tokenizer = tokenizer_from_json(_read_text(partial / "tokenizer.json"))
-    unigram = None
-    if state["made"]["unigram"] is not None:
-      unigram = UnigramBoundaries((partial / "unigram.model").read_bytes())
+    model = (partial / "unigram.model").read_bytes() if has_boundaries else None
+    return Encoder(tokenizer, None if model is None else UnigramBoundaries(model))
   except (OSError, ValueError):
     return None
-  return Encoder(tokenizer, _dtype(tokenizer), unigram)
 
 
 def _check_counts(counts: Mapping) -> None:
@@ -387,11 +385,6 @@ def _check_counts(counts: Mapping) -> None:
       raise UserError(f"{counts[unit]!r} {unit}")
   if not isinstance(counts["sha256"], str):
     raise UserError(f"the checksum {counts['sha256']!r}")
-
-
-def _checksum(path: Path) -> str:
-  with path.open("rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _changed(path: Path, expected: str, got: str) -> UserError:
@@ -404,18 +397,12 @@ def _changed(path: Path, expected: str, got: str) -> UserError:
 def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   expected = size * dtype.itemsize
   found = path.stat().st_size if path.exists() else "no such file"
-  if path.is_symlink() and not path.exists():
-    found = (
-      f"a link to {path.readlink()}, which is gone (train.py --prepare_only with "
-      "the run's settings makes it again)"
-    )
   if found != expected:
-    raise UserError(f"{path}: expected {expected} bytes, got {found}")
+    raise UserError(
+      f"{path}: expected {expected} bytes, got {found}; `train.py --workdir=RUN "
+      "--prepare_only` makes the tokens of a run again"
+    )
   return np.memmap(path, dtype, "r")
-
-
-def _write_text(path: Path, text: str) -> None:
-  path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _read_text(path: Path) -> str:

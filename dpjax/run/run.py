@@ -16,6 +16,7 @@ from dpjax.generation import generator
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
 from dpjax.run import build, export
+from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import checkpoints, evaluation, metrics, sharding
@@ -108,9 +109,13 @@ class Run:
       ValueError: there is no such split, its tokens have changed since they were
         prepared, or the window is longer than the model's.
     """
-    if self.data is None or split not in self.data.splits:
+    if self.data is None or split not in [*self.data.splits]:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
+    if self.workdir is not None and not self.data.has_tokens:
+      data = tokens_lib.find_tokens(self.config, self.workdir / "data")
+      run = dataclasses.replace(self, data=data, workdir=None)
+      return run.score_split(split, window=window, stride=stride, progress=progress)
     self.data.check(split)
     size: Any = dict(window=window, stride=stride, progress=progress)
     return self._score_split(self.params, split, **size)
@@ -219,7 +224,7 @@ def load(
   """
   workdir = Path(workdir)
   config = workdir_lib.read_config(workdir)
-  data = prepared.open_prepared(workdir / "data")
+  data = prepared.open_prepared(workdir / "data", config.data.data_dir)
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.model(config, model, build.saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.

@@ -7,8 +7,7 @@ from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
 from dpjax.registry import ConfigDict
-from dpjax.run import build
-from dpjax.run import workdir as workdir_lib
+from dpjax.run import build, tokens
 from dpjax.run.run import Run
 
 
@@ -64,7 +63,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     raise UserError(
       f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
     )
-  data = workdir_lib.prepare_data(config, Path(folder) / "data")
+  data = tokens.prepare_data(config, Path(folder) / "data")
   for key in ("dtype", "remat", "scan_layers"):
     model_config[key] = settings[key]
   if "implementation" in model_config.mixer:

@@ -16,7 +16,7 @@ from dpjax.generation import generator
 from dpjax.models.build import build_boundaries, check_memory
 from dpjax.models.language_model import with_frozen
 from dpjax.registry import ConfigDict
-from dpjax.run import build
+from dpjax.run import build, tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load
 from dpjax.text.tokens import Tokenizer
@@ -155,7 +155,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   for key, folder in others.items():
     if folder and not goes_on and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
-  return workdir_lib.prepare_data(config, workdir / "data", anew=not goes_on)
+  return tokens.prepare_data(config, workdir / "data", anew=not goes_on)
 
 
 def _initial(

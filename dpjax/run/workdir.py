@@ -2,9 +2,8 @@
 
 config.json      the settings, as they were given
 frozen.json      those of the model that boundaries read with, where they do
-data/            the tokens of each split, the vocabulary, how long the texts are; with
-                 unigram boundaries, these and the model that found them; of a corpus
-                 that has a name, the arrays are links into data_dir
+data/            the vocabulary, how long the texts are, and where in data_dir/tokens
+                 the tokens of each split lie; with unigram boundaries, their model
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
@@ -15,28 +14,21 @@ lock             locked by the process that trains; names its host and number
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax.config import ConfigDict
-from dpjax.data import catalog, corpora, prepared
-from dpjax.data.download import locked
 from dpjax.errors import UserError
 from dpjax.run import export
-from dpjax.text.tokens import CHARACTER_KINDS, train_tokenizer
-from dpjax.text.unigram import load_unigram
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +44,7 @@ def hold(workdir: Path) -> Iterator[None]:
     UserError: another process trains in the folder, or it cannot be written.
   """
   with contextlib.ExitStack() as held:
-    _on_first_process(lambda: _lock(workdir, held))
+    on_first_process(lambda: _lock(workdir, held))
     yield
 
 
@@ -61,7 +53,7 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     file = held.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
-    raise _not_writable(workdir, error) from error
+    raise not_writable(workdir, error) from error
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError as error:
@@ -147,149 +139,9 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
         write_json(workdir / "frozen.json", frozen.to_dict())
       write_json(workdir / "config.json", config.to_dict())
     except OSError as error:
-      raise _not_writable(workdir, error) from error
+      raise not_writable(workdir, error) from error
 
-  _on_first_process(write)
-
-
-def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
-  """Opens the corpus in `folder`, having made it first where it is missing.
-
-  The tokens of a corpus that has a name, or is cleaned, are made in
-  data_dir/tokens, for all runs that want the same, and `folder` refers to them.
-
-  Args:
-    config: of which `config.data` says what to make.
-    folder: all processes of a run must see the same.
-    anew: make it even if there is one.
-
-  Returns:
-    The corpus as tokens.
-
-  Raises:
-    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
-      cannot be written.
-  """
-
-  def make() -> None:
-    if not folder.exists() or anew:
-      _make_data(config, folder)
-    elif prepared.has_broken_links(folder):
-      before = prepared.read_counts(folder)
-      _make_data(config, folder)
-      if prepared.read_counts(folder) != before:
-        raise UserError(
-          f"data: expected the text that the run in {folder.parent} began "
-          "with, as its tokens are gone, got another"
-        )
-    prepared.open_prepared(folder).check()
-
-  _on_first_process(make)
-  return prepared.open_prepared(folder)
-
-
-def prepare_shared(config: ConfigDict) -> Path:
-  """Makes the tokens of a corpus that has a name, or is cleaned, for all runs.
-
-  Args:
-    config: of which `config.data` says what to make.
-
-  Returns:
-    The folder in data_dir/tokens, which says in its name and in data.json what it holds.
-
-  Raises:
-    ValueError: as `prepare_data`.
-  """
-  corpus = _load_corpus(config)
-  settings = _tokenizer_settings(config)
-  sizes = {split: len(text) for split, text in corpus.splits.items()}
-  content = {"corpus": corpus.about, "sizes": sizes, "made_of": _made_of(settings)}
-  digits = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-  tokens = Path(config.data.data_dir, "tokens")
-  target = tokens / f"{corpus.name}_{settings['kind']}_{digits}"
-  try:
-    with locked(tokens / f"{target.name}.lock"):
-      if not (target / "data.json").exists():
-        prepared.prepare(corpus, target, **settings)
-  except OSError as error:
-    raise UserError(
-      f"data.data_dir: expected a folder that can be written, got {target} ({error.strerror})"
-    ) from error
-  return target
-
-
-def _made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """What the tokens depend on beside the text: vocabularies, not where they lie."""
-  made = {key: settings[key] for key in ("kind", "lower_text", "lower_pieces", "restrict")}
-  if settings["file"]:
-    whole = {key: value for key, value in settings.items() if key not in ("restrict", "unigram")}
-    made["vocabulary"] = _digest(train_tokenizer(chunks=(), **whole).to_json().encode())
-  elif settings["kind"] not in CHARACTER_KINDS:
-    made["vocab_size"] = settings["vocab_size"]
-  unigram = settings["unigram"]
-  if unigram is not None:
-    file = unigram["file"]
-    made["unigram"] = _digest(load_unigram(file)) if file else unigram["vocab_size"]
-  return made
-
-
-def _digest(content: bytes) -> str:
-  return hashlib.sha256(content).hexdigest()
-
-
-def _make_data(config: ConfigDict, folder: Path) -> None:
-  settings = config.data
-  is_shared = settings.clean or any(settings.max_characters)
-  if not settings.path and settings.name != catalog.ONE_MORE:
-    is_shared = True
-  try:
-    if is_shared:
-      prepared.link(prepare_shared(config), folder)
-    else:
-      prepared.prepare(_load_corpus(config), folder, **_tokenizer_settings(config))
-  except OSError as error:
-    raise _not_writable(folder, error) from error
-
-
-def _load_corpus(config: ConfigDict) -> corpora.Corpus:
-  settings = config.data
-  return corpora.load_corpus(
-    settings.name,
-    settings.path,
-    settings.split_fractions,
-    language=settings.language,
-    clean=settings.clean,
-    max_characters=settings.max_characters,
-    data_dir=settings.data_dir,
-    manual_dir=settings.manual_dir,
-  )
-
-
-def _tokenizer_file(config: ConfigDict) -> str:
-  settings = config.data
-  return catalog.find_vocabulary(
-    settings.tokenizer_file, Path(settings.data_dir), settings.manual_dir
-  )
-
-
-def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
-  settings = config.data
-  return dict(
-    kind=settings.tokenizer,
-    file=_tokenizer_file(config),
-    vocab_size=settings.tokenizer_size,
-    lower_text=settings.lower_text,
-    lower_pieces=settings.lower_pieces,
-    restrict=settings.restrict_vocabulary,
-    unigram=_unigram(config),
-  )
-
-
-def _unigram(config: ConfigDict) -> dict[str, Any] | None:
-  settings = config.model.boundaries
-  if not registry.boundaries.component(settings.name).needs_text:
-    return None
-  return dict(file=settings.file, vocab_size=settings.size)
+  on_first_process(write)
 
 
 def read_config(workdir: Path) -> ConfigDict:
@@ -331,7 +183,7 @@ def _read_json(path: Path) -> dict:
     raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 
-def _on_first_process(work: Callable[[], None]) -> None:
+def on_first_process(work: Callable[[], None]) -> None:
   """Does it once for all processes, which wait, and all raise what it raises."""
   if jax.process_count() > 1:
     # The first one to be sent has a short time limit, which long work would exceed.
@@ -355,7 +207,8 @@ def _on_first_process(work: Callable[[], None]) -> None:
     raise UserError(message)
 
 
-def _not_writable(folder: Path, error: OSError) -> UserError:
+def not_writable(folder: Path, error: OSError) -> UserError:
+  """What to raise where a run's folder cannot be written."""
   return UserError(
     f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
   )

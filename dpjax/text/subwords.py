@@ -95,6 +95,8 @@ _PLACES = tuple(
     (_LETTER, " "),
   )
 )
+_LINE = re.compile(r"(?=\n\S)")
+BLOCK = 2**12  # characters that the threads of BPE take at a time
 MOST_WHOLE = 2**24  # characters without a place to cut; encoding them takes 2 GB
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
@@ -309,7 +311,7 @@ class BytePairs(Tokenizer):
     return cls(raw)
 
   def _encode(self, text: str) -> np.ndarray:
-    return self._encode_parts(_cut_as_bpe(text) if self._is_like_gpt2 else [text])
+    return self._encode_parts(_cut_as_bpe(text, BLOCK) if self._is_like_gpt2 else [text])
 
   def _encode_parts(self, parts: list[str]) -> np.ndarray:
     found = self._raw.encode_batch_fast(parts, add_special_tokens=False)
@@ -370,9 +372,18 @@ def _is_lossless(tokenizer: Tokenizer, probe: str) -> bool:
   return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
-def _cut_as_bpe(text: str) -> list[str]:
-  r"""Cuts a text where GPT-2's rule cuts in any case: before a "\n" and a non-space."""
-  return re.split(r"(?=\n\S)", text)
+def _cut_as_bpe(text: str, least: int = 1) -> list[str]:
+  r"""Cuts a text where GPT-2's rule cuts in any case: before a "\n" and a non-space.
+
+  Each part but the last has at least so many characters.
+  """
+  parts, begin = [], 0
+  while begin < len(text):
+    cut = _LINE.search(text, begin + least)
+    end = cut.start() if cut else len(text)
+    parts.append(text[begin:end])
+    begin = end
+  return parts
 
 
 def _byte_level(model):

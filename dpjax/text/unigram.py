@@ -14,13 +14,14 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, read_file, size_error
 
-_UNIGRAM = 1  # of SentencePiece's model types, and the one that a model need not name
+_UNIGRAM = 1  # of SentencePiece's model types
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 _LONGEST_WORD = 2**14
@@ -62,7 +63,7 @@ class UnigramBoundaries:
         raise UserError("an empty one")
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
       found = _model_type(model)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError) as error:
       raise UserError("model: expected a SentencePiece model, got something else") from error
     if found != _UNIGRAM:
       raise UserError(
@@ -244,43 +245,16 @@ def _lengths(word: str, pieces: list[str]) -> list[int]:
 
 
 def _model_type(model: bytes) -> int:
-  """The type that a model says it has: field 3 of its field 2, the trainer's settings.
+  """The type that a model says it has.
 
   Raises:
-    ValueError: it is not in the wire format of protocol buffers.
-    IndexError: it ends too early.
+    ValueError: it is no message of SentencePiece's.
   """
-  found = _UNIGRAM
-  for number, settings in _fields(model):
-    if number == 2 and isinstance(settings, bytes):
-      for inner, value in _fields(settings):
-        if inner == 3 and isinstance(value, int):
-          found = value
-  return found
+  from google.protobuf.message import DecodeError
+  from sentencepiece import sentencepiece_model_pb2
 
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-  """The numbers and values of a message's fields, in the wire format."""
-  place = 0
-
-  def varint() -> int:
-    nonlocal place
-    value = shift = 0
-    while True:
-      byte = message[place]
-      value |= (byte & 0x7F) << shift
-      place, shift = place + 1, shift + 7
-      if byte < 0x80:
-        return value
-
-  while place < len(message):
-    number, wire_type = divmod(varint(), 8)
-    if wire_type == 0:
-      yield number, varint()
-      continue
-    sizes = {1: 8, 5: 4}
-    if wire_type != 2 and wire_type not in sizes:
-      raise UserError(f"wire type {wire_type}")
-    size = varint() if wire_type == 2 else sizes[wire_type]
-    yield number, message[place : place + size]
-    place += size
+  proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+  try:
+    return proto.ModelProto.FromString(model).trainer_spec.model_type
+  except DecodeError as error:
+    raise UserError(str(error)) from error

@@ -1,12 +1,16 @@
+"""Texts by path and by name, whole, cleaned or cut: what they hold, and that they are whole."""
+
 import builtins
 import os
 import sys
 
 import pytest
 
-from dpjax.data import corpora
+from dpjax.data import catalog, corpora
 from dpjax.data.corpora import load_corpus
+from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
+from dpjax.text.cleaning import clean
 
 SPLITS = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
 
@@ -170,3 +174,109 @@ def test_python_without_its_manual(monkeypatch):
   monkeypatch.setattr(builtins, "__import__", without)
   with pytest.raises(ValueError, match="libpython3-stdlib.*data.path"):
     load_corpus("python_manual")
+
+
+RAW = {
+  "train": "A Cat, 2 caf\u00e9s!\n\nThe end.\n" * 41,
+  "valid": "Bees: 13\r\n" * 17,
+  "test": "No \u0416 here...  \t ok\n" * 19,
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+  """Opens `folder`'s text, cleaned or cut."""
+
+  def load(folder=None, **settings):
+    if folder is None:
+      folder = tmp_path / "books"
+      folder.mkdir(exist_ok=True)
+      if not (folder / "test.txt").exists():
+        write(folder, RAW)
+    return load_corpus(path=folder, data_dir=tmp_path / "data", **settings)
+
+  return load
+
+
+def test_it_is_clean_and_cut(make, monkeypatch):
+  monkeypatch.setattr(corpora, "CHUNK_BYTES", 29)
+  sizes = (301, 0, 43)
+  corpus = make(clean=True, language="en", max_characters=sizes)
+  for (split, found), size in zip(joined(corpus).items(), sizes, strict=True):
+    expected = clean(RAW[split], "en")
+    assert found == (expected[:size] if size else expected) and len(found) > 40
+    assert corpus.about["texts"][split]["characters"] == len(found)
+  assert corpus.name == "books" and corpus.about["clean"] == "en"
+
+
+def test_it_is_cut_without_being_cleaned(make, capsys):
+  sizes = (100, 50, 10**6)
+  found = joined(make(max_characters=sizes))
+  assert found == {split: RAW[split][:size] for split, size in zip(RAW, sizes, strict=True)}
+  assert "books: the test split has" in capsys.readouterr().out
+
+
+def test_it_is_made_once(make, monkeypatch, tmp_path):
+  settings = dict(clean=True, language="en")
+  first = joined(make(**settings))
+  with monkeypatch.context() as patch:
+    patch.setattr(corpora, "_clean_and_cut", lambda *_: 1 / 0)
+    assert joined(make(**settings)) == first
+    with pytest.raises(ZeroDivisionError):  # another is made anew
+      make(clean=True, language="fi")
+  assert joined(make(clean=True, language="fi")) != first
+  # So is that of a text that has changed.
+  path = tmp_path / "books" / "train.txt"
+  path.write_bytes(path.read_bytes().replace(b"Cat", b"Tac"))
+  assert joined(make(**settings))["train"] == first["train"].replace("cat", "tac") != first["train"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, OSError])
+def test_what_is_not_whole_is_made_anew(make, monkeypatch, tmp_path, error):
+  def fail(*_):
+    yield "valid", "half"
+    yield "train", "half"
+    raise error(28, "No space left on device")
+
+  settings = dict(clean=True, language="en", max_characters=(99, 9, 9))
+  with monkeypatch.context() as patch:
+    patch.setattr(corpora, "_clean_and_cut", fail)
+    with pytest.raises((error, UserError), match="No space left"):
+      make(**settings)
+  assert not list((tmp_path / "data" / "texts").glob("*/data.json"))
+  expected = {split: clean(RAW[split], "en")[: 99 if split == "train" else 9] for split in RAW}
+  assert joined(make(**settings)) == expected
+
+
+def test_one_split_is_cut_into_three(monkeypatch, tmp_path):
+  parts = ["abc d", "efgh", "", "ij klmnop"]
+  whole = "".join(parts)
+  source = Source("", lambda files: (("train", part) for part in parts), "", "", "")
+  monkeypatch.setitem(catalog.ENTRIES, "one", source)
+  corpus = load_corpus("one", data_dir=tmp_path, max_characters=(7, 3, 4))
+  assert [*joined(corpus).values()] == [whole[:7], whole[7:10], whole[10:14]]
+  with pytest.raises(UserError, match="data.max_characters: .* none left .* test split"):
+    load_corpus("one", data_dir=tmp_path, max_characters=(7, 11, 4))
+
+
+def test_an_unknown_language_is_refused(make, tmp_path):
+  with pytest.raises(UserError, match="^data.language: .*"):
+    make(clean=True, language="xx")
+  assert not list((tmp_path / "data" / "texts").glob("*/data.json"))
+
+
+@pytest.mark.parametrize(
+  "sizes, head",
+  [
+    ((400_000_000, 2_000_000, 2_000_000), True),
+    ((1000, 0, 0), False),
+    ((1000, 10_000_000, 1000), False),
+    ((500_000_000, 1000, 1000), False),
+  ],
+)
+def test_the_first_part_is_taken_where_it_is_enough(monkeypatch, tmp_path, sizes, head):
+  asked = []
+  monkeypatch.setattr(corpora, "open_named", lambda *_, is_head: asked.append(is_head) or 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    load_corpus("wiki40b", language="fi", max_characters=sizes, data_dir=tmp_path)
+  assert asked == [head]

@@ -1,18 +1,14 @@
 import hashlib
 import json
-import shutil
 
 import numpy as np
 import pytest
-from flax import linen as nn
 
-from dpjax.data import corpora, encoding, prepared
+from dpjax.data import corpora, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.errors import UserError
-from dpjax.run import Run, workdir
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
-from tests import helpers
 from tests.text.test_subwords import family
 
 SPLITS = {
@@ -156,37 +152,40 @@ def test_a_folder_of_something_else_is_refused(tmp_path, corpus):
   assert (tmp_path / "data" / "mine.txt").read_text() == "not to be lost"
 
 
-def test_nothing_is_left_of_an_error(tmp_path, monkeypatch, corpus):
-  monkeypatch.setattr(prepared, "_write_text", lambda path, text: 1 / 0)
-  with pytest.raises(ZeroDivisionError):
-    prepare(corpus, tmp_path / "data", "bytes")
-  assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+def test_made_once(tmp_path, monkeypatch, corpus):
+  first = prepare(corpus, tmp_path / "tokens", "bytes", shared=True)
+  assert first.folder.parent == tmp_path / "tokens" and first.folder.name.startswith("texts_bytes_")
+  made = (first.folder / "train.bin").stat().st_mtime_ns
+  for _ in range(2):
+    again = prepare(corpus, tmp_path / "tokens", "bytes", shared=True)
+    assert again.folder == first.folder
+  assert (first.folder / "train.bin").stat().st_mtime_ns == made
+  # Of a text that does not say what it is, nothing is known.
+  nameless = corpora.Corpus("mine", {split: [text] for split, text in SPLITS.items()})
+  prepare(nameless, tmp_path / "data", "bytes")
+  nameless.splits["train"][0] = SPLITS["train"][::-1]
+  data = prepare(nameless, tmp_path / "data", "bytes")
+  assert data.tokenizer.decode(data.splits["train"]) == SPLITS["train"][::-1]
 
 
-def test_what_is_done_stays_when_the_disk_is_full(tmp_path, monkeypatch, corpus):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 29)
-  monkeypatch.setattr(encoding, "COMMIT_BYTES", 100)
-  written = encoding._write_note
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, UserError])
+def test_an_error_on_the_way(tmp_path, monkeypatch, corpus, error):
+  """As of a disk that is full: what is done stays, where the next call can go on."""
 
-  def full(note, files, parts, counter, result=None):
-    if parts > 17:
-      raise OSError(28, "No space left on device", str(note))
-    written(note, files, parts, counter, result)
+  def fail(path, content):
+    if path.name == "test.json":
+      raise error(28, "No space left on device")
+    written(path, content)
 
-  monkeypatch.setattr(encoding, "_write_note", full)
-  with pytest.raises(OSError, match="No space left"):
-    prepare(corpus, tmp_path / "data", "bytes")
+  written = prepared.making.write_json
+  with monkeypatch.context() as patch:
+    patch.setattr(prepared.making, "write_json", fail)
+    with pytest.raises((error, UserError), match="No space left"):
+      prepare(corpus, tmp_path / "data", "bytes")
   assert not (tmp_path / "data").exists()
-  monkeypatch.setattr(encoding, "_write_note", written)
-  calls = []
-  call = encoding.Encoder.__call__
-  monkeypatch.setattr(
-    encoding.Encoder, "__call__", lambda self, part: calls.append(part) or call(self, part)
-  )
+  assert (tmp_path / "data.partial").exists() == (error is not UserError)
   data = prepare(corpus, tmp_path / "data", "bytes")
   assert bytes(data.splits["train"].astype(np.uint8)) == SPLITS["train"].encode()
-  parts = [part for text in corpus.splits.values() for part in text]
-  assert len(parts) - 17 <= len(calls) < len(parts) - 10
   # Other settings begin anew.
   assert prepare(corpus, tmp_path / "data", "characters").tokenizer.kind == "characters"
 
@@ -224,7 +223,7 @@ def test_damage_is_named(tmp_path, corpus, name, damage):
   content = file.read_bytes()
   file.unlink()
   if damage == "short":
-    file.write_bytes(content[:-1])
+    file.write_bytes(content[:-3])
   with pytest.raises(ValueError, match=f"{name}: expected"):
     open_prepared(tmp_path / "data").check()
 
@@ -274,7 +273,6 @@ def test_counts_that_lack_one(tmp_path, corpus, key):
   del content["splits"]["valid"][key]
   for text in (json.dumps(content), "[" * 10**5, "[3]"):
     file.write_text(text)
-    assert prepared.read_counts(tmp_path / "data") == (content["splits"] if text[0] == "{" else {})
     with pytest.raises(UserError, match="data.json: expected the counts"):
       open_prepared(tmp_path / "data")
 
@@ -299,27 +297,6 @@ def test_a_changed_file_is_found_when_it_is_checked(tmp_path, corpus, name):
     content[place] ^= 1
   file.write_bytes(content)
   open_prepared(tmp_path / "data").check()
-
-
-def test_tokens_are_checked_before_they_are_used(tmp_path):
-  """When a run is begun or taken up, and a split is scored; not when it is opened."""
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt", 97))
-  folder = tmp_path / "run" / "data"
-  data = workdir.prepare_data(config, folder)
-  changed = np.fromfile(folder / "train.bin", np.uint16)
-  changed[[11, 12]] = changed[[12, 11]]
-  assert (changed != data.splits["train"]).sum() == 2
-  changed.tofile(folder / "train.bin")
-  with pytest.raises(UserError, match=f"^{folder}/train.bin: expected what was prepared"):
-    workdir.prepare_data(config, folder)
-  run = Run(config, nn.Dense(3), {}, data.tokenizer, 0, open_prepared(folder))
-  with pytest.raises(UserError, match=f"^{folder}/train.bin: expected what was prepared"):
-    run.score_split("train")
-  prepared.link(folder, tmp_path / "other")
-  with pytest.raises(UserError, match=f"^{tmp_path}/other/train.bin.* remove {folder}, "):
-    workdir.prepare_data(config, tmp_path / "other")
-  shutil.rmtree(folder)
-  workdir.prepare_data(config, folder).check()
 
 
 def test_data_of_an_earlier_version_have_no_checksums(tmp_path, corpus):

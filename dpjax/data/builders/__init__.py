@@ -1,1 +1,0 @@
-"""Corpora as builders of TensorFlow Datasets that need no TensorFlow."""

@@ -1,0 +1,170 @@
+"""How all that lies in data_dir is made: once, whole or not at all.
+
+Of a folder "text8", or of a file "text8.zip" beside its record, there are
+
+  text8/            whole: what was made, and its record data.json
+  text8.zip, text8.zip.json
+  text8.partial/    on the way, or what a process that was killed has left
+  text8.lock        locked by the process that makes it; stays, and is empty
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpjax.errors import UserError
+
+RECORD = "data.json"
+
+_log = logging.getLogger(__name__)
+
+
+class UnfinishedError(UserError):
+  """What was to be made is not whole, but the next call can go on with what is done."""
+
+
+def make_once(
+  target: Path,
+  made_of: Mapping[str, Any],
+  make: Callable[[Path], Mapping[str, Any]],
+  *,
+  is_file: bool = False,
+) -> dict[str, Any]:
+  """Makes a folder, or a file, unless it is there and made of the same.
+
+  Of several processes that ask for it, one makes it and the others wait.
+
+  Args:
+    target: the folder or the file; what is there and made of something else is replaced.
+    made_of: what it depends on, as JSON values.
+    make: fills the folder that it is given, and says what else to record. The folder has
+      what an earlier call for the same target has left if that was killed, or raised an
+      `UnfinishedError` or one that is not a `UserError`. Where a file is asked for, it makes
+      <folder>/<target's name>.
+    is_file: whether `target` is a file.
+
+  Returns:
+    The record: `made_of` and what `make` has said.
+
+  Raises:
+    UserError: as `make`; data_dir cannot be written, or its disk is full.
+  """
+  made_of = json.loads(json.dumps(made_of))
+  record = read_record(target, made_of, is_file=is_file)
+  if record is not None:
+    return record
+  partial = target.with_name(target.name + ".partial")
+  try:
+    with locked(target.with_name(target.name + ".lock")):
+      record = read_record(target, made_of, is_file=is_file)
+      if record is not None:
+        return record
+      note = partial / "made_of.json"
+      if partial.exists() and read_json(note) != made_of:
+        shutil.rmtree(partial)
+      partial.mkdir(exist_ok=True)
+      write_json(note, made_of)
+      record = {**made_of, **make(partial)}
+      if is_file:
+        # Without its file, a record is of no account.
+        target.unlink(missing_ok=True)
+        write_json(_record_path(target, is_file), record)
+        _replace(partial / target.name, target)
+        shutil.rmtree(partial)
+        return record
+      note.unlink()
+      write_json(partial / RECORD, record)
+      if target.exists():
+        shutil.rmtree(target)
+      _replace(partial, target)
+  except UserError as error:
+    if not isinstance(error, UnfinishedError):
+      shutil.rmtree(partial, ignore_errors=True)
+    raise
+  except OSError as error:
+    raise UserError(
+      f"data.data_dir: expected a folder that can be written, got {target.parent} "
+      f"({error.strerror or error}); what is done stays, and the next call goes on from it"
+    ) from error
+  return record
+
+
+def read_record(
+  target: Path, made_of: Mapping[str, Any] | None = None, *, is_file: bool = False
+) -> dict[str, Any] | None:
+  """The record of what is there; None: nothing is, or not what is made of this.
+
+  Args:
+    target: as `make_once` takes it.
+    made_of: likewise; None: of whatever.
+    is_file: likewise.
+  """
+  record = read_json(_record_path(target, is_file)) if target.exists() else {}
+  if not record or any(record.get(key) != value for key, value in (made_of or {}).items()):
+    return None
+  return None if is_file and record.get("size") != target.stat().st_size else record
+
+
+def _record_path(target: Path, is_file: bool) -> Path:
+  return target.with_name(target.name + ".json") if is_file else target / RECORD
+
+
+def _replace(source: Path, target: Path) -> None:
+  os.replace(source, target)
+  folder = os.open(target.parent, os.O_RDONLY)
+  try:
+    os.fsync(folder)
+  finally:
+    os.close(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+  """The JSON object in a file; {} where there is none."""
+  try:
+    content = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError, RecursionError):
+    return {}
+  return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+  """Writes a file whole or not at all."""
+  temporary = path.with_name(path.name + ".tmp")
+  with temporary.open("w", encoding="utf-8", newline="\n") as file:
+    file.write(json.dumps(content, indent=2) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+def checksum(path: Path, kind: str = "sha256") -> str:
+  """The checksum of a file, as hexadecimal digits."""
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+  """Waits until no other process has the file locked, and locks it.
+
+  Args:
+    path: an empty file, made if it is not there; it stays.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("a") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      _log.warning("%s: another process makes what is to be there; waiting for it", path)
+      fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+      yield
+    finally:
+      fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,98 @@
+"""106 English children's books of Project Gutenberg, 35 MB.
+
+Which: childrens_books.tsv beside this module, with id, split, title, author; it is ours, as
+are the splits, whole books: 100 train, 3 validation, 3 test. Source:
+https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from the mirror of Project
+Gutenberg's foundation. Public domain in the USA; elsewhere some of the later authors are
+still protected.
+
+The books stand in the order of the list, a line <|endofbook|> between two. Header, licence
+and footer are cut off (the lines `*** START OF ...` and `*** END OF ...`), and the credits at
+the beginning; line ends are LF. Nothing else is changed, so this text is not byte for byte
+the prepared one that was made of older copies (GITenberg): that has no [Illustration] and
+page marks, no transcribers' notes, no _ of italics, ASCII quotes and dashes, at most two
+blank lines in a row. Who has the prepared train.txt, valid.txt and test.txt puts them into
+the manual folder's childrens_books.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dpjax.data.download import File, Files
+from dpjax.data.sources.source import Source
+from dpjax.errors import UserError
+
+# Project Gutenberg asks programs to use its mirrors; the site itself blocks them.
+BASE_URL = "https://gutenberg.pglaf.org/cache/epub"
+BOOKS = Path(__file__).with_suffix(".tsv")
+SEPARATOR = "<|endofbook|>\n"
+
+_START = re.compile(
+  r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG E-?(?:BOOK|TEXT)[^*]*\*{3}.*\n|"
+  r"^\*END[* ]THE SMALL PRINT.*\*END\*.*\n",
+  re.M,  # the latter until about 2003
+)
+_END = re.compile(
+  r"^(?:\*{3} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
+  r"End of (?:the |this )?Project Gutenberg)",
+  re.M | re.I,
+)
+_CREDIT = re.compile(
+  r"note: project gutenberg|"
+  r"(?:this )?(?:e-?text|e-?book|file) (?:was )?(?:prepared|produced|made|scanned)\b|"
+  r"(?:produced|prepared|transcribed|scanned|digiti[sz]ed) (?:and \w+ )?(?:by|from)\b",
+  re.I,
+)
+
+
+def read(files: Files) -> Iterator[tuple[str, str]]:
+  """The books of the list, split by split."""
+  with BOOKS.open(encoding="utf-8") as table:
+    rows = [*csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)]
+  for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+    numbers = [row["id"] for row in rows if row["split"] == name]
+    for i, number in enumerate(numbers):
+      separator = SEPARATOR if i else ""
+      yield split, separator + read_book(files.get(File(f"{BASE_URL}/{number}/pg{number}.txt")))
+
+
+def read_book(path: Path) -> str:
+  """A book's own text, from one of Project Gutenberg's files.
+
+  Raises:
+    UserError: it is not UTF-8, or its first or last line of Project Gutenberg's is
+      missing.
+  """
+  try:
+    text = path.read_text(encoding="utf-8-sig")  # also makes line ends LF
+  except UnicodeDecodeError as error:
+    raise UserError(f"{path}: expected a book in UTF-8, got {error}") from error
+  starts = list(_START.finditer(text))
+  end = _END.search(text, starts[-1].end()) if starts else None
+  if end is None:
+    raise UserError(
+      f"{path}: expected a book between the lines *** START OF THE PROJECT GUTENBERG "
+      f"EBOOK ... *** and *** END OF ..., got none of the "
+      f"{'second' if starts else 'first'}"
+    )
+  text = _drop_blank(text[starts[-1].end() : end.start()])
+  while _CREDIT.match(text):
+    text = _drop_blank(text.partition("\n\n")[2])
+  return text.rstrip() + "\n"
+
+
+def _drop_blank(text: str) -> str:
+  return re.sub(r"\A(?:[^\S\n]*\n)+", "", text)
+
+
+SOURCES = {
+  "childrens_books": Source(
+    "106 children's books of Project Gutenberg",
+    read,
+    "public domain in the USA",
+    "35 MB",
+    "Project Gutenberg, gutenberg.org; the list is ours",
+  )
+}

@@ -1,0 +1,47 @@
+"""The One Billion Word benchmark: sentences of news, in English, tokenised and shuffled.
+
+A sentence a line, 0.8 billion words. Train is the 99 shards of the training part, in the
+order in which the archive has them, which is always the same. Of the 50 held-out shards the
+first (heldout-00000) is the test split, as in the literature (Jozefowicz et al. 2016,
+"Exploring the Limits of Language Modeling"), and the second (heldout-00001) is validation:
+no paper of ours names one, and what is chosen by it must not be the test split. The others
+are not used.
+
+Source: Chelba et al. 2013, arxiv.org/abs/1312.3005; statmt.org/lm-benchmark. Licence: none
+is stated; the sentences are of the news crawl of WMT 2011, given for research.
+"""
+
+from collections.abc import Iterator
+
+from dpjax.data.download import File, Files
+from dpjax.data.sources import reading
+from dpjax.data.sources.source import Source
+
+ARCHIVE = File(
+  "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz",
+  # tensorflow_datasets/datasets/lm1b/checksums.tsv of github.com/tensorflow/datasets.
+  checksum="sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+  size=1_792_209_805,
+)
+_HELDOUT = r"heldout-monolingual\.tokenized\.shuffled/news\.en\.heldout-{}-of-00050"
+MEMBERS = {
+  "train": (r"training-monolingual\.tokenized\.shuffled/news\.en-\d{5}-of-00100", 99),
+  "valid": (_HELDOUT.format("00001"), 1),
+  "test": (_HELDOUT.format("00000"), 1),
+}
+
+
+def read(files: Files) -> Iterator[tuple[str, str]]:
+  """The shards of the three splits."""
+  yield from reading.tar_members(files.get(ARCHIVE), MEMBERS)
+
+
+SOURCES = {
+  "lm1b": Source(
+    "One Billion Word Benchmark, sentences in a random order",
+    read,
+    "none stated",
+    "4.2 GB; download 1.8 GB",
+    "Chelba et al. 2013, arXiv:1312.3005",
+  )
+}

@@ -1,0 +1,205 @@
+"""Text out of archives and Parquet files, in pieces, nothing of them unpacked to disk."""
+
+import bz2
+import codecs
+import gzip
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from dpjax.data.download import File, Files
+from dpjax.errors import UserError
+
+PIECE = 2**20  # bytes
+OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_DAMAGES = (
+  zipfile.BadZipFile,
+  tarfile.TarError,
+  lzma.LZMAError,
+  zlib.error,
+  EOFError,
+  KeyError,
+  UnicodeDecodeError,
+  OSError,
+)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[str]:
+  """The text of a file, as it stands; one of an empty file is ""."""
+  decoder = codecs.getincrementaldecoder("utf-8")()
+  while block := file.read(PIECE):
+    yield decoder.decode(block)
+  yield decoder.decode(b"", final=True)
+
+
+def damage(path: Path, expected: str, error: Exception) -> UserError:
+  """The error of a file that cannot be read as what it should be."""
+  return UserError(f"{path}: expected {expected}, got {error}")
+
+
+def text_file(path: Path) -> Iterator[str]:
+  """A UTF-8 text, packed (.xz, .gz, .bz2) or not, as it stands.
+
+  Raises:
+    UserError: it is not UTF-8, or the archive is damaged.
+  """
+  try:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+      yield from _pieces(file)
+  except _DAMAGES as error:
+    raise damage(path, "a text in UTF-8", error) from error
+
+
+def zip_member(path: Path, member: str) -> Iterator[str]:
+  """A member of a zip archive, whose own checksum is compared at the end.
+
+  Raises:
+    UserError: the archive is damaged or lacks it, or has names that lead out of it, or the
+      text is not UTF-8.
+  """
+  try:
+    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+      _check_names(archive.namelist())
+      yield from _pieces(file)
+  except _DAMAGES as error:
+    raise damage(path, f"a zip archive with {member} in UTF-8", error) from error
+
+
+def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
+  """The text of some members of a tar.gz archive, which is gone through once.
+
+  Args:
+    path: the archive.
+    wanted: by split, a regular expression for the end of the members' paths (whole names
+      of a file and of the folders before it), and how many there are; the rest of the
+      archive after the last is not read.
+
+  Returns:
+    Pairs of split and piece, member after member in the order of the archive.
+
+  Raises:
+    UserError: the archive is cut off or damaged, has fewer such members, or names that lead
+      out of it, or their text is not UTF-8.
+  """
+  left = {split: count for split, (_, count) in wanted.items()}
+  try:
+    # The module gzip notices where an archive is cut off, tarfile by itself does not.
+    with gzip.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+      for member in archive:
+        _check_names([member.name])
+        for split, (pattern, _) in wanted.items():
+          content = None
+          if left[split] and re.fullmatch(f"(.*/)?{pattern}", member.name):
+            content = archive.extractfile(member)
+          if content is not None:
+            for piece in _pieces(content):
+              yield split, piece
+            left[split] -= 1
+        if not any(left.values()):
+          return
+  except _DAMAGES as error:
+    names = ", ".join(pattern for pattern, _ in wanted.values())
+    raise damage(path, f"a tar.gz archive with {names} in UTF-8", error) from error
+  for split, count in left.items():
+    if count:
+      pattern, expected = wanted[split]
+      raise UserError(f"{path}: expected {expected} members {pattern}, got {expected - count}")
+
+
+def _check_names(names: list[str]) -> None:
+  for name in names:
+    if name.startswith("/") or ".." in name.split("/"):
+      raise KeyError(f"the name {name}, which leads out of it")
+
+
+def parquet_texts(path: Path) -> Iterator[str]:
+  """The column `text` of a Parquet file, row by row; a row without is "".
+
+  Raises:
+    UserError: it is damaged, or has no such column.
+  """
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+  try:
+    with pq.ParquetFile(path) as file:
+      kind = file.schema_arrow.field("text").type
+      if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise TypeError(f"text of the type {kind}")
+      for i in range(file.num_row_groups):  # all at once, it keeps what it has read
+        for batch in file.iter_batches(64, row_groups=[i], columns=["text"]):
+          yield from (text or "" for text in batch.column(0).to_pylist())
+  except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
+    expected = "a Parquet file with a column of strings named text"
+    raise damage(path, expected, error) from error
+
+
+def hub_parquet(
+  files: Files, corpus: str, repository: str, folder: str, split: str
+) -> Iterator[Path]:
+  """The Parquet files of a split of a dataset at huggingface.co, each when it is its turn.
+
+  They are FOLDER/SPLIT-00000-of-00019.parquet and so on. A copy of the repository may lie
+  in the manual folder, by the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...);
+  what it lacks is downloaded, and compared with the sizes and checksums that the site
+  tells.
+
+  Args:
+    files: where they are from.
+    corpus: what to call them.
+    repository: OWNER/NAME.
+    folder: of the repository.
+    split: what the files' names begin with.
+
+  Raises:
+    UserError: no list, or not every file of the split is in it, or a file cannot be had.
+  """
+  local = files.manual_dir / corpus / folder
+  names = _in_order(split, [path.name for path in local.glob(f"{split}-*")])
+  listed = {}
+  if not names or not all((local / name).exists() for name in names):
+    listed = _list_hub(repository, folder)
+    names = _in_order(split, list(listed))
+    if not names or not listed.keys() >= set(names):
+      raise UserError(
+        f"hf://datasets/{repository}/{folder}: expected all of {split}-00000-of-NNNNN.parquet "
+        f"and so on, got {', '.join(sorted(listed)) or 'nothing'}"
+      )
+  for name in names:
+    given = local / name
+    if given.exists():
+      yield given
+      continue
+    size, checksum = listed[name]
+    url = f"hf://datasets/{repository}/{folder}/{name}"
+    yield files.get(File(url, f"{corpus}-{folder}-{name}", checksum, size))
+
+
+def _in_order(split: str, names: list[str]) -> list[str]:
+  """The names that a split of as many files has; []: it is not known how many."""
+  pattern = re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet")
+  counts = {found[1] for name in names if (found := pattern.fullmatch(name))}
+  count = counts.pop() if len(counts) == 1 else "0"
+  return [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
+
+
+def _list_hub(repository: str, folder: str) -> dict[str, tuple[int, str]]:
+  """By file name, the size and the checksum that the site tells."""
+  import huggingface_hub
+
+  try:
+    return {
+      Path(entry.path).name: (entry.size, f"sha256:{entry.lfs.sha256}" if entry.lfs else "")
+      for entry in huggingface_hub.HfApi().list_repo_tree(repository, folder, repo_type="dataset")
+      if isinstance(entry, huggingface_hub.RepoFile)
+    }
+  # Of several libraries, of what the site may answer.
+  except Exception as error:
+    raise UserError(
+      f"hf://datasets/{repository}/{folder}: expected a list of files, got {error!r}"
+    ) from error

@@ -1,0 +1,52 @@
+"""text8: the letters of Wikipedia.
+
+The first 10^8 characters of the text of the English Wikipedia of March 2006: letters a to z
+and single spaces alone, digits spelt out, one line without an end. Train is the first 90%,
+validation and test are the 5% each that follow, as in the literature (Mikolov et al. 2012,
+"Subword language modeling with neural networks"): 90M, 5M and 5M characters. (Of n
+characters, n // 20 each; train takes what rounding leaves.)
+"""
+
+import zipfile
+from collections.abc import Iterator
+
+from dpjax.data.download import File, Files
+from dpjax.data.sources import reading
+from dpjax.data.sources.source import Source
+
+ARCHIVE = File(
+  "http://mattmahoney.net/dc/text8.zip",
+  # Setup.hs of github.com/d61h6k4/tensorflow-text8-input-data.
+  checksum="sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+  # scripts/datasets/url_checksums/language_model.txt of github.com/dmlc/gluon-nlp.
+  size=31_344_016,
+)
+
+
+def read(files: Files) -> Iterator[tuple[str, str]]:
+  """The three stretches of the one text in the archive."""
+  path = files.get(ARCHIVE)
+  try:
+    with zipfile.ZipFile(path) as archive:
+      size = archive.getinfo("text8").file_size
+  except (zipfile.BadZipFile, KeyError) as error:
+    raise reading.damage(path, "a zip archive of text8", error) from error
+  ends = {"train": size - 2 * (size // 20), "valid": size - size // 20, "test": size}
+  at = 0
+  for piece in reading.zip_member(path, "text8"):
+    for split, end in ends.items():
+      taken = piece[: max(0, end - at)]
+      if taken:
+        yield split, taken
+      at, piece = at + len(taken), piece[len(taken) :]
+
+
+SOURCES = {
+  "text8": Source(
+    "text8, the first 100M cleaned characters of Wikipedia",
+    read,
+    "GFDL, CC BY-SA 3.0",
+    "100 MB; download 31 MB",
+    "Mahoney 2006, mattmahoney.net/dc/textdata.html",
+  )
+}

@@ -1,0 +1,61 @@
+"""Any text corpus of TensorFlow Datasets, as the name tfds:NAME or tfds:NAME/CONFIG.
+
+Its feature "text" is taken, example after example, each with a line end behind it where it
+has none; splits are its train, validation and test. Many of its builders need no TensorFlow
+(https://www.tensorflow.org/datasets/tfless_tfds); others say that they do.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dpjax.data.download import Files
+from dpjax.data.sources.source import Source
+from dpjax.errors import UserError
+
+PREFIX = "tfds:"
+SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "test": "test"}
+BATCH = 1024  # examples; one by one takes thirty times as long
+
+
+def source(name: str) -> Source:
+  """The corpus of a name that begins with `PREFIX`."""
+
+  def read(files: Files) -> Iterator[tuple[str, str]]:
+    import tensorflow_datasets as tfds
+
+    try:
+      builder: Any = tfds.builder(
+        name.removeprefix(PREFIX),
+        data_dir=str(files.folder / "tfds"),
+        # What needs no TensorFlow, and loses nothing.
+        file_format="array_record",
+      )
+      config = tfds.download.DownloadConfig(
+        manual_dir=str(files.manual_dir) if files.manual_dir.is_dir() else None,
+        try_download_gcs=False,
+      )
+      builder.download_and_prepare(
+        download_dir=str(files.folder / "tfds" / "downloads"), download_config=config
+      )
+      features = builder.info.features
+      if "text" not in features:
+        raise KeyError(f"the features {', '.join(features)}, and no text")
+      for split in builder.info.splits:
+        if split in SPLITS:
+          examples = builder.as_data_source(split)
+          for begin in range(0, len(examples), BATCH):
+            places = range(begin, min(begin + BATCH, len(examples)))
+            for example in examples.__getitems__(places):
+              text = example["text"].decode()
+              yield SPLITS[split], text if text.endswith("\n") else text + "\n"
+    # Whatever a builder of others raises; the disk is not its affair.
+    except Exception as error:
+      if isinstance(error, OSError) and error.errno:
+        raise
+      said = str(error).partition("\n")[0]  # It may go on with all names that there are.
+      raise UserError(
+        "data.name: expected a text corpus that TensorFlow Datasets can make here, got "
+        f"{name} ({type(error).__name__}: {said})"
+      ) from error
+
+  return Source(name, read, "its own", "not known", "tensorflow.org/datasets")

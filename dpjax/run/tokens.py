@@ -1,0 +1,115 @@
+"""The tokens that `config.data` asks for, shared by all runs."""
+
+from pathlib import Path
+from typing import Any
+
+from dpjax import registry
+from dpjax.data import catalog, corpora, prepared
+from dpjax.errors import UserError
+from dpjax.registry import ConfigDict
+from dpjax.run.workdir import not_writable, on_first_process
+
+
+def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
+  """Opens the corpus in `folder`, having made it first where it is missing.
+
+  The tokens are made in data_dir/tokens, for all runs that want the same, and `folder`
+  refers to them.
+
+  Args:
+    config: of which `config.data` says what to make.
+    folder: all processes of a run must see the same.
+    anew: make it even if there is one.
+
+  Returns:
+    The corpus as tokens.
+
+  Raises:
+    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
+      cannot be written.
+  """
+
+  def make() -> None:
+    is_there = folder.exists() and not anew
+    if not is_there or not _open(config, folder).has_tokens:
+      made = _find_again(config, folder) if is_there else _make_tokens(config)
+      try:
+        prepared.write_reference(made.folder, folder)
+      except OSError as error:
+        raise not_writable(folder, error) from error
+    _open(config, folder).check()
+
+  on_first_process(make)
+  return _open(config, folder)
+
+
+def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  """Opens the corpus in `folder`; where its tokens are gone, makes them again in data_dir.
+
+  Raises:
+    ValueError: they cannot be made, or come out others.
+  """
+  if _open(config, folder).has_tokens:
+    return _open(config, folder)
+  on_first_process(lambda: _find_again(config, folder) and None)
+  return _make_tokens(config)
+
+
+def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  return prepared.open_prepared(folder, config.data.data_dir)
+
+
+def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
+  """The tokens that the run began with, made again."""
+  before = _open(config, folder)
+  gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
+  try:
+    made = _make_tokens(config)
+  except UserError as error:
+    raise UserError(
+      f"{gone}; `train.py --workdir={folder.parent} --prepare_only` makes them again from "
+      f"the text, but: {error}"
+    ) from error
+  if made.counts != before.counts or made.tokenizer.to_json() != before.tokenizer.to_json():
+    raise UserError(f"{gone}, got another text or vocabulary with the run's settings")
+  return made
+
+
+def _make_tokens(config: ConfigDict) -> prepared.Prepared:
+  """The tokens in data_dir, made unless they are there."""
+  tokens = Path(config.data.data_dir, "tokens")
+  return prepared.prepare(_load_corpus(config), tokens, shared=True, **_tokenizer_settings(config))
+
+
+def _load_corpus(config: ConfigDict) -> corpora.Corpus:
+  settings = config.data
+  return corpora.load_corpus(
+    settings.name,
+    settings.path,
+    settings.split_fractions,
+    language=settings.language,
+    clean=settings.clean,
+    max_characters=settings.max_characters,
+    data_dir=settings.data_dir,
+    manual_dir=settings.manual_dir,
+  )
+
+
+def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
+  settings = config.data
+  return dict(
+    kind=settings.tokenizer,
+    file=catalog.find_vocabulary(settings.tokenizer_file, settings.data_dir, settings.manual_dir),
+    vocab_size=settings.tokenizer_size,
+    lower_text=settings.lower_text,
+    lower_pieces=settings.lower_pieces,
+    restrict=settings.restrict_vocabulary,
+    unigram=_unigram(config),
+  )
+
+
+def _unigram(config: ConfigDict) -> dict[str, Any] | None:
+  settings = config.model.boundaries
+  if not registry.boundaries.component(settings.name).needs_text:
+    return None
+  return dict(file=settings.file, vocab_size=settings.size)
