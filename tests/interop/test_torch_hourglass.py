@@ -1,6 +1,5 @@
 """Token pooling: the authors' checkpoints against what their code computed from them."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
