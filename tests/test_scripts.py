@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def call(name: str, *arguments: str):
-  """Runs a script here, as `python name arguments`; gives the message it exits with."""
+  """Runs `dpjax NAME ARGUMENTS` here; gives the message it exits with."""
   with helpers.arguments(name, *arguments):
-    main = runpy.run_path(str(helpers.ROOT / name), run_name="script")["main"]
+    main = runpy.run_module(f"dpjax.commands.{name}", run_name="script")["main"]
     try:
       command_line._run(main, command_line._parse(sys.argv))
       return None
@@ -51,7 +51,7 @@ def test_a_workdir_alone_goes_on(text, finished, tmp_path, capsys):
   asked = iter(range(99))
   with pytest.raises(Interrupted):
     run_lib.train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
-  assert call("train.py", f"--workdir={tmp_path / 'run'}") is None
+  assert call("train", f"--workdir={tmp_path / 'run'}") is None
   assert "Going on from the checkpoint of step 5" in capsys.readouterr().out
   last, whole = (run_lib.load(x, 12).params for x in (tmp_path / "run", finished[0]))
   chex.assert_trees_all_equal(last, whole)
@@ -78,7 +78,7 @@ def get_config():
   return config
 """)
   argv = (
-    "train.py",
+    "train",
     f"--config={tmp_path / 'config.py'}",
     *(
       f"--config.model.{setting}"
@@ -102,20 +102,20 @@ def get_config():
 
 
 def test_evaluate_prints_and_writes(workdir, capsys):
-  assert call("evaluate.py", f"--workdir={workdir}", "--split=valid", "--step=12") is None
+  assert call("evaluate", f"--workdir={workdir}", "--split=valid", "--step=12") is None
   printed = capsys.readouterr().out
   assert "The valid split, by step 12" in printed
   scores = json.loads((workdir / "scores_valid_12.json").read_text())["scores"]
   assert f"{scores['perplexity']:.6g}" in printed
-  assert call("evaluate.py", f"--workdir={workdir}", "--stride=5") is None
+  assert call("evaluate", f"--workdir={workdir}", "--stride=5") is None
   assert "The test split" in capsys.readouterr().out
 
 
 def test_generate_prints_samples(workdir, capsys):
   flags = "--num_samples=2 --length=11 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=4".split()
-  assert call("generate.py", f"--workdir={workdir}", "--prompt=on a", *flags) is None
+  assert call("generate", f"--workdir={workdir}", "--prompt=on a", *flags) is None
   assert "--- sample 2 ---\non a" in capsys.readouterr().out
-  assert call("generate.py", f"--workdir={workdir}") is None
+  assert call("generate", f"--workdir={workdir}") is None
   # What is not given is as the run's configuration has it.
   printed = capsys.readouterr()
   assert len(printed.out.removesuffix("\n")) == len("the cat") + 9
@@ -128,9 +128,9 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
   settings = [f"--workdir={workdir}", "--length=40", "--num_samples=2", "--seed=3"]
   file = f"--prompt_file={tmp_path / 'prompt'}"
-  assert call("generate.py", *settings, file) is None
+  assert call("generate", *settings, file) is None
   first, second = capsys.readouterr().out.split("--- sample 2 ---\n")
-  assert call("generate.py", *settings, file, "--json") is None
+  assert call("generate", *settings, file, "--json") is None
   found = json.loads(capsys.readouterr().out)
   samples = found["samples"]
   assert found["prompt"] == "on a mat" and found["length"] == 40
@@ -141,7 +141,7 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
   # From the standard input, and up to a token.
   content = io.TextIOWrapper(io.BytesIO(b"on a mat\n"))
   monkeypatch.setattr("sys.stdin", content)
-  assert call("generate.py", *settings, "--prompt_file=-", "--json", "--stop= ") is None
+  assert call("generate", *settings, "--prompt_file=-", "--json", "--stop= ") is None
   stopped = json.loads(capsys.readouterr().out)["samples"]
   for sample, whole in zip(stopped, samples, strict=True):
     assert sample["text"] == whole["text"].split(" ")[0]
@@ -192,13 +192,13 @@ PROGRAMS = {
 def test_errors_of_a_configuration_name_its_line(program, tmp_path, monkeypatch):
   file = tmp_path / "config.py"
   file.write_text(program)
-  found = call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+  found = call("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
   message = PROGRAMS[program].format(at=f"({file}, line ")
   message = "--config: " + message.replace("(", r"\(").replace(")", r"\)")
   assert re.fullmatch(message, found) and "\n" not in found
   monkeypatch.setenv("DPJAX_TRACEBACK", "1")
   with pytest.raises((ValueError, AttributeError, SyntaxError)):
-    call("train.py", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    call("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
 
 
 PLUGIN = """
@@ -231,11 +231,11 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
     "--config.model.mixer=copy",
     f"--workdir={tmp_path / 'run'}",
   ]
-  message = call("train.py", *flags_of_run)
+  message = call("train", *flags_of_run)
   assert message is not None and message.startswith("model.mixer: expected one of disp")
-  message = call("train.py", *flags_of_run, "--config.model.mixer.rate=1.5", "--plugin=a_plugin")
+  message = call("train", *flags_of_run, "--config.model.mixer.rate=1.5", "--plugin=a_plugin")
   assert message == "model.mixer.rate: expected at most 1, got 1.5"
-  message = call("train.py", *flags_of_run, "--plugin", "no_plugin")
+  message = call("train", *flags_of_run, "--plugin", "no_plugin")
   assert message is not None and message.startswith("--plugin: expected a module that")
 
 
@@ -251,7 +251,7 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
     seen = []
     monkeypatch.setattr(run_lib, "train", lambda found, _, seen=seen: seen.append(found))
     with contextlib.suppress(TypeError):  # of what train.py does with its result
-      call("train.py", *helpers.overrides(made), "--workdir=x")
+      call("train", *helpers.overrides(made), "--workdir=x")
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
 
 

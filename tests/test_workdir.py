@@ -96,5 +96,5 @@ def test_any_error_of_the_first_process_reaches_the_others(monkeypatch):
     raise OSError(errno.EIO, "Input/output error")
 
   with pytest.raises(OSError, match="Input/output error"):
-    workdir_lib._on_first_process(fail)
+    workdir_lib.on_first_process(fail)
   assert b"Input/output error" in sent[-1].tobytes()

@@ -129,7 +129,7 @@ def _train(
     durations,
     workdir=workdir,
     keep_checkpoints=settings.keep_checkpoints,
-    initial=_initial(config, shapes["params"], data, frozen, model),
+    initial=_initial(settings.initial_run, shapes["params"], data, frozen, model),
     meta={
       "config": config.to_dict(),
       "validation": dict(zip(("window", "stride"), run._scorer.sizes(), strict=True)),
@@ -159,24 +159,23 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
 
 
 def _initial(
-  config: ConfigDict, shapes, data: prepared.Prepared, frozen: Run | None, model
+  folder: str, shapes, data: prepared.Prepared, frozen: Run | None, model
 ) -> Callable[[dict], dict] | None:
   """What reads the parameters to begin with, where they are not those that are drawn."""
-  if frozen is None and not config.train.initial_run:
+  if frozen is None and not folder:
     return None
 
   def read(drawn: dict) -> dict:
     params = drawn
-    if config.train.initial_run:
-      params = _initial_params(config, shapes, data, model)
+    if folder:
+      params = _initial_params(folder, shapes, data, model)
     return params if frozen is None else with_frozen(params, frozen.params)
 
   return read
 
 
-def _initial_params(config: ConfigDict, shapes, data: prepared.Prepared, model) -> dict:
+def _initial_params(folder: str, shapes, data: prepared.Prepared, model) -> dict:
   """The parameters of another run, if they fit this one."""
-  folder = config.train.initial_run
   other = _load_other(folder, "train.initial_run", data.tokenizer, model)
   expected, found = (
     {

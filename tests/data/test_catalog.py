@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from dpjax.data import __main__ as command
+from dpjax.commands import data as command
 from dpjax.data import catalog, corpora
 from dpjax.data.corpora import load_corpus
 from dpjax.data.sources import text8
@@ -104,7 +104,7 @@ def test_the_command_that_cleans(tmp_path):
 
 
 def test_the_command_that_cleans_in_a_pipe():
-  code = "from dpjax.data.__main__ import main; main(['clean', '--language=fi', '-', '-'])"
+  code = "from dpjax.commands.data import main; main(['clean', '--language=fi', '-', '-'])"
   run = functools.partial(
     subprocess.run, [sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True
   )
