@@ -36,7 +36,7 @@ def assert_same_params(one, other):
   chex.assert_trees_all_equal(one.params, other.params)
 
 
-@pytest.mark.parametrize("kind", ["run", "unigram"])
+@pytest.mark.parametrize("kind", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
 def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys):
   run = request.getfixturevalue(kind)
   export.main([str(run.workdir), str(tmp_path / "out")])

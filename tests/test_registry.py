@@ -65,6 +65,7 @@ def test_settings_of_functions_are_their_arguments():
   assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
 
 
+@pytest.mark.slow
 def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, text, tmp_path):
   dpjax.register_mixer("decay", Decay)
   config = helpers.small_config(text, num_steps=3)

@@ -142,7 +142,7 @@ def stop_at(monkeypatch, step, kind=batches.ContiguousRows):
   monkeypatch.setattr(kind, "batch", batch)
 
 
-@pytest.mark.parametrize("step", [2, 8])
+@pytest.mark.parametrize("step", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   finished, tmp_path, monkeypatch, step
 ):
@@ -209,10 +209,10 @@ def stopped(text, tmp_path_factory):
   ("key", "value"),
   [
     pytest.param("model.mixer.implementation", "loop", marks=pytest.mark.slow),
-    ("model.remat", True),
+    pytest.param("model.remat", True, marks=pytest.mark.slow),
     pytest.param("model.scan_layers", False, marks=pytest.mark.slow),
     ("train.accumulate_steps", 2),
-    ("eval.stride", 5),
+    pytest.param("eval.stride", 5, marks=pytest.mark.slow),
   ],
 )
 def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(stopped, tmp_path, key, value):
@@ -228,7 +228,7 @@ def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(stopped, tmp
   chex.assert_trees_all_close(run.params, undisturbed.params, atol=2e-5)
 
 
-@pytest.mark.parametrize(("window", "best"), [(2, 12), (0, 6)])
+@pytest.mark.parametrize(("window", "best"), [(2, 12), pytest.param(0, 6, marks=pytest.mark.slow)])
 def test_another_protocol_of_validation_begins_a_best_of_its_own(
   text, tmp_path, monkeypatch, window, best
 ):

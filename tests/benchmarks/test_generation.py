@@ -53,6 +53,7 @@ def test_a_cache_is_filled_but_for_the_tokens_to_come():
   assert cache.keys.shape == (1, 2, 11, 3) and np.all(np.asarray(cache.keys) != 0)
 
 
+@pytest.mark.slow
 def test_a_row_of_token_pooling():
   text = generation.read_text(None)[:400]
   (row,) = generation.compare_pooling(TINY, text)

@@ -102,6 +102,7 @@ def test_what_goes_on_is_what_a_longer_model_says():
   assert texts[:1] != write(maker, prompts[:1], length=23, temperature=0.0)
 
 
+@pytest.mark.slow
 def test_words_go_on_beyond_the_window(pooled):
   together = write(pooled, PROMPTS, length=40, seed=3, beyond_window="continue")
   assert [len(text) for text in together] == [40] * 4

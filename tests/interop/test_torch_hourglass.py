@@ -57,7 +57,15 @@ def check_scores(expected, sums):
     np.testing.assert_allclose(got, value, err_msg=name, **FORWARD)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=pytest.mark.slow)
+    if case in ("whitespaces", "unigram", "entropy")
+    else case
+    for case in CASES
+  ],
+)
 def test_the_model_its_loss_and_every_gradient(case):
   golden = helpers.golden(f"D_hourglass_{case}")
   config, params = convert(helpers.part(golden, "param/"), case)

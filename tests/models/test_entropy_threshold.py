@@ -40,8 +40,12 @@ def make(frozen, **settings):
 
 @pytest.fixture(
   scope="module",
-  params=[("monotonic", "plain"), ("combined", "plain"), ("global", "pooled")],
-  ids="-".join,
+  params=[
+    pytest.param(("monotonic", "plain"), marks=pytest.mark.slow),
+    pytest.param(("combined", "plain"), marks=pytest.mark.slow),
+    ("global", "pooled"),
+  ],
+  ids=["monotonic-plain", "combined-plain", "global-pooled"],
 )
 def parts(request):
   """The model, its parameters, a pass compiled, the frozen entropies and the rule."""

@@ -75,7 +75,13 @@ def kinds(tree):
   return jax.tree.map(jax.typeof, tree)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    case if case in ("whitespace", "gumbel") else pytest.param(case, marks=pytest.mark.slow)
+    for case in CASES
+  ],
+)
 def test_chunks_are_the_whole(case):
   schedule, settings = CASES[case]
   model = make(**{"boundaries": case, **settings})

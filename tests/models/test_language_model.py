@@ -42,7 +42,7 @@ def loss_and_grads(model, params):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("mixer", ["dispatcher", "attention"])
+@pytest.mark.parametrize("mixer", ["dispatcher", pytest.param("attention", marks=pytest.mark.slow)])
 def test_scan_and_remat_change_nothing(mixer):
   settings = dict(mixer=mixer, num_layers=2, dropout=0.2, hidden_dropout=0.3, mixer_dropout=0.4)
   params = draw_params(make(**settings))

@@ -217,7 +217,9 @@ def test_a_gradient_of_a_gradient():
   assert_alike(found, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("mixer", ["attention", "relative_attention"])
+@pytest.mark.parametrize(
+  "mixer", [pytest.param("attention", marks=pytest.mark.slow), "relative_attention"]
+)
 def test_in_layers_that_are_scanned_and_computed_again(mixer, monkeypatch):
   monkeypatch.setattr(attention, "BLOCK_SIZE", 4)
   plain, again = (

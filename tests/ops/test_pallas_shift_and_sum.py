@@ -67,7 +67,7 @@ SHAPE = (2, 13, 3, 5, 4)
 @pytest.mark.parametrize(
   "shape, tile, backward_tile",
   [
-    ((2, 37, 1, 20, 6), 8, 4),  # Two passes of 3 levels, backward three of 2.
+    pytest.param((2, 37, 1, 20, 6), 8, 4, marks=SLOW),  # Two passes of 3 levels, backward three.
     ((2, 15, 3, 5, 4), 8, 8),  # The first pass has one level; T is padded.
     ((1, 8, 2, 40, 3), 8, 2),  # Two blocks of features; passes of one level.
     ((2, 29, 3, 5, 2), 4, 4),  # Halos alone: the levels do not reach across T.
@@ -85,7 +85,7 @@ def test_equals_the_algorithm(shape, tile, backward_tile):
   assert_close(run(operator, *arrays), run(LOOP, *arrays))
 
 
-@pytest.mark.parametrize("features", [2 * 8 * 128 - 3, pytest.param(5, marks=SLOW)])
+@pytest.mark.parametrize("features", [5, pytest.param(2 * 8 * 128 - 3, marks=SLOW)])
 def test_blocks_of_a_tpu_equal_the_algorithm(features):
   arrays = draw(2, 11, 3, features, 4)
   operator = small("tpu", 4, 2)

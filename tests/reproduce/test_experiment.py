@@ -72,6 +72,7 @@ def test_the_record_of_a_run_that_is_done(finished):
   assert record["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_stopped_by_the_time_and_taken_up(finished, tmp_path):
   _, whole = finished
   record = do(tmp_path, should_stop=after(3))
@@ -87,6 +88,7 @@ def test_stopped_by_the_time_and_taken_up(finished, tmp_path):
   assert (whole["resumed"], record["resumed"], again["resumed"]) == (False, False, True)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_its_record_is_told(tmp_path, monkeypatch):
   read = batches.RandomWindows.batch
 

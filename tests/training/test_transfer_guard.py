@@ -64,7 +64,10 @@ def fit(workdir, boundaries="none", capacity=lambda batch: None, **model):
   "settings",
   [
     dict(),
-    dict(boundaries="whitespace", capacity=from_spaces, mixer="me", num_heads=1),
+    pytest.param(
+      dict(boundaries="whitespace", capacity=from_spaces, mixer="me", num_heads=1),
+      marks=pytest.mark.slow,
+    ),
     pytest.param(dict(boundaries="gumbel"), marks=pytest.mark.slow),
     pytest.param(dict(boundaries="entropy", mixer="relative_attention"), marks=pytest.mark.slow),
     *(
