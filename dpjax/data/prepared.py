@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from dpjax.data import making
+from dpjax.data.chunks import Sample
 from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.data.encoding import Counter, Encoder, encode_text
 from dpjax.errors import UserError
@@ -39,7 +40,6 @@ from dpjax.text.unigram import (
 )
 
 FORMAT = 1  # with and without boundaries: who does not know of them reads the rest alike
-LEARN_BYTES = 2**30  # of text, that a vocabulary is learned on at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +333,7 @@ def _check_replaceable(folder: Path) -> None:
 
 def _make_encoder(corpus: Corpus, kind: str, unigram: Mapping | None, settings: Mapping) -> Encoder:
   text = corpus.splits["train"]
-  sample = _Sample(text)
+  sample = Sample(text)
   learns = kind not in CHARACTER_KINDS and not settings.get("file")
   try:
     tokenizer = train_tokenizer(kind, sample if learns else text, **settings)
@@ -346,27 +346,6 @@ def _make_encoder(corpus: Corpus, kind: str, unigram: Mapping | None, settings: 
 
 def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
   return UnigramBoundaries(load_unigram(file) if file else train_unigram(text, vocab_size))
-
-
-class _Sample:
-  """Parts of a text, spread evenly, up to `LEARN_BYTES` of them."""
-
-  def __init__(self, text):
-    self._text = text
-    self.error: ValueError | None = None
-
-  def __iter__(self) -> Iterator[str]:
-    share = min(1.0, LEARN_BYTES / max(1, len(self._text)))
-    seen = given = 0
-    try:
-      for part in self._text:
-        seen += len(part)
-        if given < seen * share:
-          given += len(part)
-          yield part
-    except ValueError as error:
-      self.error = error
-      raise
 
 
 def _resume(partial: Path, has_boundaries: bool) -> Encoder | None:

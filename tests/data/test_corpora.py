@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dpjax.data import catalog, corpora
+from dpjax.data import catalog, chunks, corpora
 from dpjax.data.corpora import load_corpus
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
@@ -75,7 +75,7 @@ def test_file_is_cut_between_characters(tmp_path):
   ],
 )
 def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 61)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 61)
   write(tmp_path, {**SPLITS, "train": text})
   parts = list(load_corpus(path=tmp_path).splits["train"])
   assert "".join(parts) == text
@@ -84,7 +84,7 @@ def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
 
 
 def test_not_utf_8(tmp_path, monkeypatch):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 7)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 7)
   write(tmp_path, SPLITS)
   (tmp_path / "valid.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
   corpus = load_corpus(path=tmp_path)
@@ -199,7 +199,7 @@ def make(tmp_path):
 
 
 def test_it_is_clean_and_cut(make, monkeypatch):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 29)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 29)
   sizes = (301, 0, 43)
   corpus = make(clean=True, language="en", max_characters=sizes)
   for (split, found), size in zip(joined(corpus).items(), sizes, strict=True):

@@ -74,8 +74,8 @@ def test_a_complete_split_is_kept(tmp_path):
 
 SCRIPT = """
 import sys
-from dpjax.data import corpora, encoding, prepared
-corpora.CHUNK_BYTES = 101
+from dpjax.data import chunks, corpora, encoding, prepared
+chunks.CHUNK_BYTES = 101
 encode = encoding.Encoder.__call__
 seen = []
 def encode_or_stop(self, part):

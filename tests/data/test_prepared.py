@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data import corpora, prepared
+from dpjax.data import chunks, corpora, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.errors import UserError
@@ -32,7 +32,7 @@ def corpus(tmp_path):
   "kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
 )
 def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
   data = prepare(corpus, tmp_path / "data", kind, vocab_size=size)
   for split, text in SPLITS.items():
     tokens = data.splits[split]
@@ -60,7 +60,7 @@ def test_subwords_do_not_depend_on_the_parts(tmp_path, monkeypatch, kind, size):
   expected = whole.tokenizer.encode(text)
   monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: whole.tokenizer)
   for chunk_bytes in range(31, 53):
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     data = prepare(corpus, tmp_path / "data", kind)
     np.testing.assert_array_equal(data.splits["train"], expected)
 
@@ -74,7 +74,7 @@ def test_files_of_other_families_do_not_depend_on_the_parts(tmp_path, monkeypatc
   raw = family(name)
   raw.save(str(tmp_path / "tokenizer.json"))
   expected = raw.encode(text, add_special_tokens=False).ids
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 41)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 41)
   data = prepare(
     load_corpus(path=tmp_path / "texts"),
     tmp_path / "data",
@@ -192,7 +192,7 @@ def test_an_error_on_the_way(tmp_path, monkeypatch, corpus, error):
 
 @pytest.mark.parametrize("kind", ["characters", "sentencepiece_bpe", "bpe"])
 def test_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, corpus, kind):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", 5)
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 5)
   (tmp_path / "texts" / "train.txt").write_bytes(b"one\ncaf\xe9")
   corpus = load_corpus(path=tmp_path / "texts")
   with pytest.raises(ValueError, match="^data.path: .*offset 7 of .*train.txt"):
@@ -337,7 +337,7 @@ UNIGRAM = {"file": "", "vocab_size": 18}
 @pytest.mark.parametrize("chunk_bytes", [11, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
-  monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
   data = prepare(corpus, tmp_path / "data", kind, unigram=UNIGRAM)
   unigram = UnigramBoundaries(train_unigram(corpus.splits["train"], 18))
   assert data.unigram is not None and data.unigram.model == unigram.model
