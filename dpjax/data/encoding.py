@@ -146,10 +146,3 @@ def _in_threads(encoder: Encoder, parts: Iterable[str]) -> Iterator[tuple[str, l
         yield part, future.result()
     for part, future in waiting:
       yield part, future.result()
-
-
-def num_cores() -> int:
-  """Those that this process may use, where the system says it."""
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
