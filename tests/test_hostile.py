@@ -366,9 +366,11 @@ def expect(pattern, message):
 def call(command, capsys):
   """Runs a command here; gives what its exit says and prints."""
   name, *_ = words = shlex.split(command)
-  module = dpjax_command.COMMANDS.get(name, ["reproduce"])[0]
+  module = dpjax_command.COMMANDS.get(name, ["reproduce.__main__"])[0]
+  # By its path, since other tests have imported some.
+  path = helpers.ROOT / f"{module.replace('.', '/')}.py"
   with helpers.arguments(*words), limited(), pytest.raises(SystemExit) as end:
-    runpy.run_module(module, run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
   code, complaint = end.value.code, capsys.readouterr().err
   assert code not in (None, 0), "expected a message"
   return complaint + (code if isinstance(code, str) else "")

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def call(name: str, *arguments: str):
   """Runs `dpjax NAME ARGUMENTS` here; gives the message it exits with."""
   with helpers.arguments(name, *arguments):
-    main = runpy.run_module(f"dpjax.commands.{name}", run_name="script")["main"]
+    path = helpers.ROOT / f"dpjax/commands/{name}.py"
+    main = runpy.run_path(str(path), run_name="script")["main"]
     try:
       command_line._run(main, command_line._parse(sys.argv))
       return None
