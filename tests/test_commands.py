@@ -65,6 +65,21 @@ def test_a_file_comes_before_a_name_and_may_begin_with_an_experiment(tmp_path, m
   assert config_lib.load("quickstart").seed == 17
 
 
+def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_path, monkeypatch):
+  expected = config_lib.load("dispatcher_ptb:tiny")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  Path("dispatcher_ptb").mkdir()
+  Path("configs").mkdir()
+  Path("configs/__init__.py").touch()
+  # Theirs comes first for their files, ours for packaged ones.
+  Path("configs/dispatcher_wikitext2.py").write_text("raise ValueError('theirs')\n")
+  assert config_lib.load("dispatcher_ptb:tiny") == expected
+  Path("mine.py").write_text("from configs import dispatcher_wikitext2\n")
+  with pytest.raises(dpjax.UserError, match="theirs"):
+    config_lib.load("mine.py")
+
+
 @pytest.mark.parametrize("place", ["dpjax/configs", "configs"])
 def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, place):
   # The layouts that the two leave behind, without an installation.

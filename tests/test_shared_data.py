@@ -19,6 +19,7 @@ from dpjax.errors import UserError
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import train_tokenizer
+from dpjax.text.unigram import train_unigram
 from tests import helpers
 
 TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
@@ -102,7 +103,7 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   first = tokens_lib.prepare_data(config, folder).splits["train"].tolist()
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
-  with pytest.raises(UserError, match="train.bin: .* no such file; `train.py --workdir=RUN --prep"):
+  with pytest.raises(UserError, match="train.bin: .* no such file; `dpjax train --workdir=RUN "):
     prepared.open_prepared(folder).check()
   data = again(config, folder)
   assert data.splits["train"].tolist() == first and data.folder == made.parent
@@ -185,7 +186,7 @@ def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   moved = run_lib.load(tmp_path / "moved")
   texts = moved.generate("the ", length=9, temperature=0.0)
   assert (texts, moved.score("a cat sat")) == expected
-  with pytest.raises(UserError, match="gone; `train.py --workdir=.* --prepare_only` .*text.txt"):
+  with pytest.raises(UserError, match="gone; `dpjax train --workdir=.* --prepare_only` .*text.txt"):
     moved.score_split("test")
 
 
@@ -252,3 +253,47 @@ def test_settings_at_odds_are_refused(change, message):
   config.data.update(change)
   with pytest.raises(ValueError, match=f"^{message}"):
     config_lib.check(config)
+
+
+def test_tokens_that_are_not_whole_are_made_again(config, tmp_path):
+  folder = tmp_path / "run" / "data"
+  data = tokens_lib.prepare_data(config, folder)
+  expected = data.splits["valid"].tolist()
+  for damage in (lambda path: path.write_bytes(b"half"), lambda path: path.unlink()):
+    damage(data.folder / "valid.bin")
+    assert tokens_lib.prepare_data(config, folder).splits["valid"].tolist() == expected
+
+
+def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
+  text = helpers.write_text(tmp_path / "text.txt")
+  config = helpers.pooled_config(text, "unigram")
+  file = tmp_path / "unigram.model"
+  file.write_bytes(train_unigram([text.read_text()], 23))
+  config.model.boundaries.file = str(file)
+  folder = tmp_path / "run" / "data"
+  shutil.rmtree(tokens_lib.prepare_data(config, folder).folder)
+  file.write_bytes(train_unigram([text.read_text()], 31))
+  with pytest.raises(UserError, match="got another text, vocabulary or Unigram model"):
+    tokens_lib.find_tokens(config, folder)
+
+
+def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"))
+  for data_dir in ("data", "data/more"):
+    config.data.data_dir = data_dir
+    with pytest.raises(UserError, match="^data.data_dir: expected .* not the run's own"):
+      run_lib.prepare(config, ".")
+  assert not (tmp_path / "data").exists()
+
+
+def test_a_run_that_was_not_begun_takes_the_tokens_of_other_settings(tmp_path):
+  one, other = (helpers.write_text(tmp_path / f"{name}.txt", seed=i) for i, name in enumerate("ab"))
+  config = helpers.small_config(one)
+  run_lib.prepare(config, tmp_path / "run")
+  wrong = config.copy_and_resolve_references()
+  wrong.data.path, wrong.train.window = str(other), 1
+  with pytest.raises(UserError):
+    run_lib.train(wrong, tmp_path / "run", model=lambda settings: 3)
+  data = run_lib.prepare(config, tmp_path / "run")
+  assert data.tokenizer.decode(data.splits["train"][:40]) == one.read_text()[:40]

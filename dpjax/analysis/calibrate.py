@@ -3,7 +3,7 @@ r"""The theta with which `entropy_threshold` boundaries make segments of a wante
   dpjax calibrate runs/bytes --factor=4.5
 
 reads the run's valid split with its model, and prints theta, how long segments are there,
-and the flags for train.py:
+and the flags for dpjax train:
 
   theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints theta for the run and the length that the command line names."""
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
   parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
-  parser.add_argument("run", metavar="RUN", help="its folder, of train.py")
+  parser.add_argument("run", metavar="RUN", help="its folder, of dpjax train")
   about = "wanted length of segments: characters, bytes, or tokens of other tokenizers"
   parser.add_argument("--factor", type=float, required=True, help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
@@ -114,10 +114,7 @@ def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {given.text}")
     return tokens
-  if given.split not in run.data.splits:
-    known = ", ".join(run.data.splits)
-    raise UserError(f"split: expected one of {known}, got {given.split}")
-  return run.data.splits[given.split]
+  return run.tokens(given.split)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints and draws the segmentation that the command line asks for."""
   about = "The segments of a text and the conditional entropies, by a run's model."
   parser = argparse.ArgumentParser(prog="dpjax segmentation", description=about)
-  parser.add_argument("run_folder", help="of train.py")
+  parser.add_argument("run_folder", help="of dpjax train")
   parser.add_argument("--text", help="else the beginning of the test split")
   about = "tokens to show; else all of --text, or up to 120 of the split"
   parser.add_argument("--length", type=int, help=about)
@@ -185,7 +185,7 @@ def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
     raise UserError(f"length: expected 1 to model.max_length = {longest}, got {length}")
   if text is not None:
     return run.tokenizer.encode(text)[:length]
-  return run.data.splits["test"][: length or min(120, longest)]
+  return run.tokens("test")[: length or min(120, longest)]
 
 
 def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:

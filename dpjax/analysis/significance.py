@@ -4,7 +4,7 @@ r"""Whether one configuration is better than another, over several seeds of each
     --workdir=runs/a
   dpjax significance compare runs/a runs/b --baseline=runs/none
 
-The first trains a run a seed as train.py does, in runs/a/seed_0 and so on, and goes on with
+The first trains a run a seed as dpjax train does, in runs/a/seed_0 and so on, and goes on with
 what is there. The second tests the scores of each folder's runs against the baseline's.
 
 Source: the pooling paper, Table 1: paired t-tests over 3 seeds, p < 0.05. Here p values are
@@ -180,7 +180,7 @@ def _read_score(run: Path, score: str, split: str) -> float:
   if len(files) != 1:
     raise UserError(
       f"split: expected scores_{split}_<best step>.json in {run}, got "
-      f"{len(files)} of them; evaluate.py --split={split} writes one"
+      f"{len(files)} of them; dpjax evaluate --split={split} writes one"
     )
   try:
     scores = dict(json.loads(files[0].read_text(encoding="utf-8"))["scores"])

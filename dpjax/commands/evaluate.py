@@ -1,7 +1,7 @@
-"""Scores a run: python evaluate.py --workdir=runs/quickstart [--split=test] [--step=N].
+"""Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
 A file of the authors' PyTorch code, on the data and with the tokenizer of a configuration:
-python evaluate.py --torch_checkpoint=FILE.pt --config=configs/dispatcher_wikitext2.py
+dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
 import tempfile
@@ -11,8 +11,8 @@ from absl import flags
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
-flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config()
+flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
 _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")

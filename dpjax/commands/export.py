@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run that the command line names."""
   about = "A trained run as a small folder that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
-  parser.add_argument("run", metavar="RUN", help="its folder, of train.py")
+  parser.add_argument("run", metavar="RUN", help="its folder, of dpjax train")
   parser.add_argument("out", metavar="OUT", help="a new folder")
   parser.add_argument("--step", type=int, help="of the checkpoint; the best by validation")
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")

@@ -1,4 +1,4 @@
-"""Continues a prompt: python generate.py --workdir=runs/quickstart --prompt="The ".
+"""Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
 
 The text is shown as it comes; of several samples the first one, and the others after it.
 What is not given is as in the run's configuration (`config.sample`).

@@ -1,4 +1,4 @@
-"""Trains a model: python train.py --config=configs/quickstart.py --workdir=runs/quickstart.
+"""Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
 Called again, it goes on where the folder's run stopped; --workdir alone is enough then.
 """
@@ -11,8 +11,8 @@ from absl import flags
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
-flags.adopt_module_key_flags(command_line)
 _CONFIG = command_line.define_config()
+flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
 _PREPARE_ONLY = flags.DEFINE_bool(
   "prepare_only", False, "make the tokens that the run needs, and stop"
@@ -33,7 +33,7 @@ def main(_) -> None:
   if config is None:
     if not (Path(_WORKDIR.value) / "config.json").exists():
       raise UserError(
-        "--config: expected a file of configs/, or a --workdir with a run to "
+        "--config: expected an experiment, or a --workdir with a run to "
         f"go on with, got none, and {_WORKDIR.value}"
       )
     config = workdir_lib.read_config(Path(_WORKDIR.value))

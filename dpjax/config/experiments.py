@@ -1,12 +1,15 @@
 """Experiments by name or by file."""
 
 import contextlib
+import importlib.machinery
 import os
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
@@ -24,13 +27,13 @@ def load(experiment: str) -> ConfigDict:
   """
   path, _, variant = experiment.partition(":")
   packaged = _folder() / f"{path}.py"
-  if not Path(path).exists() and packaged.parent == _folder() and packaged.exists():
+  if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
     raise UserError(f"--config: expected a Python file or one of {names}, got {path or 'none'}")
   try:
-    with _importable():
+    with _importable(is_first=path == str(packaged)):
       module = runpy.run_path(path, run_name="config")
     if "get_config" not in module:
       raise AttributeError("it has no attribute 'get_config'")
@@ -62,11 +65,25 @@ def _folder() -> Path:
 
 
 @contextlib.contextmanager
-def _importable() -> Iterator[None]:
-  """Lets experiments import others, as `from configs import quickstart`."""
-  place = str(_folder().parent)
-  sys.path.append(place)
+def _importable(is_first: bool) -> Iterator[None]:
+  """Lets experiments import packaged ones, as `from configs import quickstart`.
+
+  Args:
+    is_first: whether they come before those of a package of the user's of that name.
+  """
+  found = importlib.machinery.PathFinder.find_spec("configs")
+  theirs = [*(found and found.submodule_search_locations or ())]
+  kept = {name: sys.modules.pop(name) for name in _loaded()}
+  package: Any = types.ModuleType("configs")
+  package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
+  sys.modules["configs"] = package
   try:
     yield
   finally:
-    sys.path.remove(place)
+    for name in _loaded():
+      del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def _loaded() -> list[str]:
+  return [name for name in sys.modules if name.partition(".")[0] == "configs"]

@@ -98,7 +98,6 @@ def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = ""
     return name
   wanted, files = VOCABULARIES[name], Files(data_dir, manual_dir)
   # Those of one vocabulary have to lie together.
-  if not all((files.manual_dir / file.name).exists() for file in wanted):
-    files.manual_dir = files.folder
-  first, *_ = map(files.get, wanted)
+  by_hand = all((files.manual_dir / file.name).exists() for file in wanted)
+  first, *_ = [files.get(file, by_hand=by_hand) for file in wanted]
   return str(first)

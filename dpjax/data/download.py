@@ -18,6 +18,7 @@ PAUSE_S = 2.0  # before the second of them; it doubles
 LONGEST_PAUSE_S = 600.0  # whatever a server asks for
 TIMEOUT_S = 60.0  # to connect, and from byte to byte
 CHUNK_BYTES = 2**16
+TRY_LATER = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,16 @@ class Files:
     self.manual_dir = Path(manual_dir or Path(data_dir, "manual"))
     self.folder = Path(data_dir, "downloads")
 
-  def get(self, file: File) -> Path:
+  def get(self, file: File, *, by_hand: bool = True) -> Path:
     """Finds a file in the manual folder, or in that of downloads, or downloads it.
 
     A transfer that breaks is taken up where it broke, in this call or the next, if the
     server still has the same file (by ETag or Last-Modified; where it tells neither, only a
     file with a checksum is taken up).
+
+    Args:
+      file: which one.
+      by_hand: whether one in the manual folder will do.
 
     Returns:
       Where it lies. One with `head_bytes` may have fewer bytes, and by hand more.
@@ -81,26 +86,28 @@ class Files:
         by hand.
     """
     given = self.manual_dir / file.name
-    if given.is_file():
+    if by_hand and given.is_file():
       _check(file, given, f"get it again from {file.url}, or remove it", is_given=True)
       return given
     target = self.folder / file.name
-    by_hand = f"download {file.url} yourself and put it as {file.name} into {self.manual_dir}"
+    hint = f"download {file.url} yourself and put it as {file.name} into {self.manual_dir}"
     made_of = {"url": file.url, "checksum": file.checksum, "head_bytes": file.head_bytes}
     first = read_json(target.with_name(target.name + ".json"))
 
     def make(partial: Path) -> Mapping[str, Any]:
-      if file.url.startswith("hf://"):
-        _fetch_from_hub(file, partial, by_hand)
+      if file.checksum and target.is_file() and _has_checksum(file, target):
+        target.replace(partial / file.name)  # Version 0.1 had it from another address.
+      elif file.url.startswith("hf://"):
+        _fetch_from_hub(file, partial, hint)
       else:
-        _fetch(file, partial, by_hand)
-      _check(file, partial / file.name, f"call again, or {by_hand}")
+        _fetch(file, partial, hint)
+      _check(file, partial / file.name, f"call again, or {hint}")
       sha256 = checksum(partial / file.name)
       is_same_source = {**first, **made_of} == first and not file.checksum
       if is_same_source and first.get("sha256") != sha256:
         raise UserError(
           f"{file.url}: expected sha256:{first.get('sha256')}, as at the first download, got "
-          f"sha256:{sha256}; to accept what came, delete {target}.json; or {by_hand}"
+          f"sha256:{sha256}; to accept what came, delete {target}.json; or {hint}"
         )
       return {"size": (partial / file.name).stat().st_size, "sha256": sha256}
 
@@ -116,6 +123,11 @@ def _check(file: File, path: Path, hint: str, *, is_given: bool = False) -> None
   kind, _, digits = file.checksum.partition(":")
   if digits and (came := checksum(path, kind)) != digits:
     raise UserError(f"{path}: expected {file.checksum}, got {kind}:{came}; {hint}")
+
+
+def _has_checksum(file: File, path: Path) -> bool:
+  kind, _, digits = file.checksum.partition(":")
+  return checksum(path, kind) == digits
 
 
 def _fetch_from_hub(file: File, partial: Path, by_hand: str) -> None:
@@ -183,7 +195,7 @@ def _session():
   retry = Retry(
     TRIES - 1,
     backoff_factor=PAUSE_S,
-    status_forcelist=(408, 425, 429, 500, 502, 503, 504),
+    status_forcelist=TRY_LATER,
     raise_on_status=False,
   )
   session = requests.Session()
@@ -212,10 +224,14 @@ def _request(session, file: File, path: Path, bar: tqdm, by_hand: str) -> None:
     headers["If-Range"] = version["validator"]
   with session.get(file.url, headers=headers, stream=True, timeout=TIMEOUT_S) as response:
     if response.status_code not in (200, 206):
+      said = f"{response.status_code} {response.reason}"
+      if response.status_code in TRY_LATER:
+        raise UnfinishedError(
+          f"{file.url}: expected the file, got {said}; call again to go on, or {by_hand}"
+        )
       path.unlink(missing_ok=True)  # of no use to the server (416), or to anyone
       if response.status_code == 416 and have:
         raise _BrokenError("no more bytes than there are, of a size that is not known")
-      said = f"{response.status_code} {response.reason}"
       raise UserError(f"{file.url}: expected the file, got {said}; {by_hand}")
     found = _version(response)
     if response.status_code == 206:

@@ -66,8 +66,15 @@ def make_once(
       record = read_record(target, made_of, is_file=is_file)
       if record is not None:
         return record
+      if target.is_dir() and any(target.iterdir()) and not (target / RECORD).exists():
+        raise UnfinishedError(
+          f"data.data_dir: expected room for what is made, got {target}, which holds something "
+          "else; move it away"
+        )
       note = partial / "made_of.json"
-      if partial.exists() and read_json(note) != made_of:
+      if partial.is_file():
+        partial.unlink()  # A download of version 0.1.
+      elif partial.exists() and read_json(note) != made_of:
         shutil.rmtree(partial)
       partial.mkdir(exist_ok=True)
       write_json(note, made_of)
@@ -80,6 +87,7 @@ def make_once(
         shutil.rmtree(partial)
         return record
       note.unlink()
+      record["files"] = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
       write_json(partial / RECORD, record)
       if target.exists():
         shutil.rmtree(target)
@@ -99,7 +107,7 @@ def make_once(
 def read_record(
   target: Path, made_of: Mapping[str, Any] | None = None, *, is_file: bool = False
 ) -> dict[str, Any] | None:
-  """The record of what is there; None: nothing is, or not what is made of this.
+  """The record of what is there; None: nothing is, or not all, or made of something else.
 
   Args:
     target: as `make_once` takes it.
@@ -109,7 +117,10 @@ def read_record(
   record = read_json(_record_path(target, is_file)) if target.exists() else {}
   if not record or any(record.get(key) != value for key, value in (made_of or {}).items()):
     return None
-  return None if is_file and record.get("size") != target.stat().st_size else record
+  sizes = {target: record.get("size")} if is_file else {}
+  sizes |= {target / name: size for name, size in record.get("files", {}).items()}
+  is_whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+  return record if is_whole else None
 
 
 def _record_path(target: Path, is_file: bool) -> Path:
@@ -164,7 +175,6 @@ def locked(path: Path) -> Iterator[None]:
     except BlockingIOError:
       _log.warning("%s: another process makes what is to be there; waiting for it", path)
       fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-      yield
-    finally:
-      fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError as error:
+      _log.warning("%s: this file system has no locks (%s)", path, error.strerror)
+    yield  # The lock ends with the file.

@@ -71,8 +71,13 @@ class Prepared:
 
   @property
   def has_tokens(self) -> bool:
-    """Whether the arrays are there."""
-    return all((self.folder / f"{split}.bin").exists() for split in self.counts)
+    """Whether the arrays are there, in their sizes."""
+    return all(
+      arrays.is_there(split)
+      for arrays in (self.splits, self.boundaries)
+      if isinstance(arrays, _Arrays)
+      for split in arrays
+    )
 
   def check(self, *splits: str) -> None:
     """Reads whole splits, and checks that they are what was written.
@@ -123,6 +128,11 @@ class _Arrays(Mapping[str, np.ndarray]):
 
   def __getitem__(self, split: str) -> np.memmap:
     return _map(self._folder / f"{split}{self._ending}", self._dtype, self._sizes[split])
+
+  def is_there(self, split: str) -> bool:
+    path = self._folder / f"{split}{self._ending}"
+    size = self._sizes[split] * np.dtype(self._dtype).itemsize
+    return path.is_file() and path.stat().st_size == size
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._sizes)
@@ -378,7 +388,7 @@ def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
   found = path.stat().st_size if path.exists() else "no such file"
   if found != expected:
     raise UserError(
-      f"{path}: expected {expected} bytes, got {found}; `train.py --workdir=RUN "
+      f"{path}: expected {expected} bytes, got {found}; `dpjax train --workdir=RUN "
       "--prepare_only` makes the tokens of a run again"
     )
   return np.memmap(path, dtype, "r")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import linen as nn
 
@@ -109,16 +110,26 @@ class Run:
       ValueError: there is no such split, its tokens have changed since they were
         prepared, or the window is longer than the model's.
     """
+    data = self._data_with(split)
+    data.check(split)
+    size: Any = dict(window=window, stride=stride, progress=progress)
+    return self._score_split(self.params, split, data, **size)
+
+  def tokens(self, split: str = "test") -> np.ndarray:
+    """The tokens of a split of the run's corpus, [N], made again where they are gone.
+
+    Raises:
+      ValueError: there is no such split, or they cannot be made again.
+    """
+    return self._data_with(split).splits[split]
+
+  def _data_with(self, split: str) -> prepared.Prepared:
     if self.data is None or split not in [*self.data.splits]:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
-    if self.workdir is not None and not self.data.has_tokens:
-      data = tokens_lib.find_tokens(self.config, self.workdir / "data")
-      run = dataclasses.replace(self, data=data, workdir=None)
-      return run.score_split(split, window=window, stride=stride, progress=progress)
-    self.data.check(split)
-    size: Any = dict(window=window, stride=stride, progress=progress)
-    return self._score_split(self.params, split, **size)
+    if self.workdir is None or self.data.has_tokens:
+      return self.data
+    return tokens_lib.find_tokens(self.config, self.workdir / "data")
 
   def write_scores(
     self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
@@ -189,8 +200,7 @@ class Run:
     model: Any = self.model
     return build.generator(self.config, model, self.tokenizer)
 
-  def _score_split(self, params, split: str, **size) -> dict[str, float]:
-    data: Any = self.data
+  def _score_split(self, params, split: str, data: Any, **size) -> dict[str, float]:
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
     return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)

@@ -67,12 +67,19 @@ def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
     made = _make_tokens(config)
   except UserError as error:
     raise UserError(
-      f"{gone}; `train.py --workdir={folder.parent} --prepare_only` makes them again from "
-      f"the text, but: {error}"
+      f"{gone}; `dpjax train --workdir={folder.parent} --prepare_only` makes them "
+      f"again from the text, but: {error}"
     ) from error
-  if made.counts != before.counts or made.tokenizer.to_json() != before.tokenizer.to_json():
-    raise UserError(f"{gone}, got another text or vocabulary with the run's settings")
+  if _contents(made) != _contents(before):
+    raise UserError(
+      f"{gone}, got another text, vocabulary or Unigram model with the run's settings"
+    )
   return made
+
+
+def _contents(data: prepared.Prepared) -> tuple:
+  """What tokens and boundaries follow from."""
+  return data.counts, data.tokenizer.to_json(), data.unigram and data.unigram.model
 
 
 def _make_tokens(config: ConfigDict) -> prepared.Prepared:

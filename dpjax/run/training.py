@@ -125,7 +125,7 @@ def _train(
   loop.fit(
     trainer,
     train_batches,
-    lambda params: run._score_split(params, "valid"),
+    lambda params: run._score_split(params, "valid", data),
     durations,
     workdir=workdir,
     keep_checkpoints=settings.keep_checkpoints,
@@ -155,7 +155,14 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   for key, folder in others.items():
     if folder and not goes_on and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
-  return tokens.prepare_data(config, workdir / "data", anew=not goes_on)
+  own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
+  if own == shared or own in shared.parents:
+    raise UserError(
+      f"data.data_dir: expected a folder that is not the run's own {own}, got {shared}"
+    )
+  # Without a checkpoint, its tokens may be those of other settings.
+  is_begun = goes_on and workdir_lib.has_saved(workdir)
+  return tokens.prepare_data(config, workdir / "data", anew=not is_begun)
 
 
 def _initial(

@@ -122,10 +122,8 @@ def test_a_language_where_there_is_one(tmp_path):
 
 
 def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
-  def get(files, file):
-    return (
-      files.manual_dir if (files.manual_dir / file.name).exists() else files.folder
-    ) / file.name
+  def get(files, file, *, by_hand):
+    return (files.manual_dir if by_hand else files.folder) / file.name
 
   monkeypatch.setattr(catalog.Files, "get", get)
   manual = tmp_path / "manual"

@@ -119,6 +119,29 @@ def test_refused_at_once(served, files, status):
   assert len(served.asked) == 1
 
 
+def test_refused_in_the_middle_keeps_what_came(served, files):
+  served.plans = [Plan(break_after=1000), *[Plan(status=503)] * 5]
+  with pytest.raises(UserError, match="got 503 .* call again to go on"):
+    files.get(File(url(served)))
+  files.get(File(url(served)))
+  assert_whole(files)
+  assert ranges(served)[-1] == "bytes=1000-"
+
+
+def test_what_version_0_1_has_left(served, files):
+  """Its partial download was a file; a file from another address is known by its checksum."""
+  files.folder.mkdir(parents=True)
+  (files.folder / "t.zip.partial").write_bytes(b"half")
+  files.get(File(url(served)))
+  assert_whole(files)
+  (files.folder / "t.zip.json").write_text('{"url": "https://elsewhere/t.zip", "size": 5}')
+  asked = len(served.asked)
+  digits = hashlib.sha256(CONTENT).hexdigest()
+  files.get(File(f"{served.url}/other", name="t.zip", checksum=f"sha256:{digits}"))
+  assert_whole(files)
+  assert len(served.asked) == asked
+
+
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
 def test_refused_for_now(served, files, status):
   served.plans = [Plan(status=status)] * 4
