@@ -101,7 +101,7 @@ SETTINGS = helpers.cases(r"""
 COMMANDS = helpers.cases(r"""
   # Configurations that are none.
   {train} | --config
-  train --workdir={nothing} | --config: expected a file of configs/, or a --workdir with a run
+  train --workdir={nothing} | --config: expected an experiment, or a --workdir with a run
   train --config={quickstart} | --workdir
   train --config={quickstart} --workdir= | --workdir: expected a folder, got none
   {train} --config= | --config
