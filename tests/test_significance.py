@@ -154,7 +154,7 @@ def test_wrong_flags(folder):
     (
       "a --split=valid",
       "--split: expected scores_valid_<best step>.json in a/seed_0, got 0 of them; "
-      "evaluate.py --split=valid writes one",
+      "dpjax evaluate --split=valid writes one",
     ),
     (
       "infinite",
