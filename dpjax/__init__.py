@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from dpjax import layers as layers
   from dpjax import models as models
   from dpjax import ops as ops
+  from dpjax import run as run
   from dpjax import testing as testing
   from dpjax import text as text
   from dpjax import training as training
