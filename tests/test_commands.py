@@ -87,7 +87,14 @@ def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, plac
   shutil.copytree(ROOT / "dpjax", tmp_path / "dpjax", ignore=ignored)
   shutil.copytree(ROOT / "configs", tmp_path / place, ignore=ignored)
   (tmp_path / "elsewhere").mkdir()
-  code = "from dpjax import config; print(config.load('msa_ptb:tiny').model.mixer.name)"
+  (tmp_path / "elsewhere" / "mine.py").write_text(
+    "def get_config():\n  from configs import msa_ptb\n  return msa_ptb.get_config('tiny')\n"
+  )
+  code = """
+from dpjax import config
+for name in ("msa_ptb:tiny", "mine.py"):
+  print(config.load(name).model.mixer.name)
+"""
   done = subprocess.run(
     [sys.executable, "-c", code],
     cwd=tmp_path / "elsewhere",
@@ -95,4 +102,4 @@ def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, plac
     text=True,
     env={**os.environ, "PYTHONPATH": str(tmp_path)},
   )
-  assert done.stdout == "attention\n", done.stderr
+  assert done.stdout == "attention\n" * 2, done.stderr

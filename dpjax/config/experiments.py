@@ -35,9 +35,9 @@ def load(experiment: str) -> ConfigDict:
   try:
     with _importable(is_first=path == str(packaged)):
       module = runpy.run_path(path, run_name="config")
-    if "get_config" not in module:
-      raise AttributeError("it has no attribute 'get_config'")
-    config = module["get_config"](*[variant] * bool(variant))
+      if "get_config" not in module:
+        raise AttributeError("it has no attribute 'get_config'")
+      config = module["get_config"](*[variant] * bool(variant))
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config

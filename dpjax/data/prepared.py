@@ -72,12 +72,8 @@ class Prepared:
   @property
   def has_tokens(self) -> bool:
     """Whether the arrays are there, in their sizes."""
-    return all(
-      arrays.is_there(split)
-      for arrays in (self.splits, self.boundaries)
-      if isinstance(arrays, _Arrays)
-      for split in arrays
-    )
+    arrays = (self.splits, self.boundaries)
+    return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
     """Reads whole splits, and checks that they are what was written.
@@ -127,12 +123,23 @@ class _Arrays(Mapping[str, np.ndarray]):
     self._folder, self._ending, self._dtype, self._sizes = folder, ending, dtype, sizes
 
   def __getitem__(self, split: str) -> np.memmap:
-    return _map(self._folder / f"{split}{self._ending}", self._dtype, self._sizes[split])
+    path, expected, found = self._sizes_of(split)
+    if found != expected:
+      raise UserError(
+        f"{path}: expected {expected} bytes, got {'no such file' if found is None else found}; "
+        "`dpjax train --workdir=RUN --prepare_only` makes the tokens of a run again"
+      )
+    return np.memmap(path, self._dtype, "r")
 
-  def is_there(self, split: str) -> bool:
+  def are_there(self) -> bool:
+    """Whether all files are there, in their sizes."""
+    return all(found == expected for _, expected, found in map(self._sizes_of, self))
+
+  def _sizes_of(self, split: str) -> tuple[Path, int, int | None]:
+    """The file of a split, and how many bytes it should have and has."""
     path = self._folder / f"{split}{self._ending}"
-    size = self._sizes[split] * np.dtype(self._dtype).itemsize
-    return path.is_file() and path.stat().st_size == size
+    found = path.stat().st_size if path.exists() else None
+    return path, self._sizes[split] * self._dtype.itemsize, found
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._sizes)
@@ -381,17 +388,6 @@ def _changed(path: Path, expected: str, got: str) -> UserError:
     f"{path}: expected {expected}, got {got}; put a copy in its place, or remove "
     f"{path.resolve().parent}, which training with the run's settings makes again"
   )
-
-
-def _map(path: Path, dtype: np.dtype, size: int) -> np.memmap:
-  expected = size * dtype.itemsize
-  found = path.stat().st_size if path.exists() else "no such file"
-  if found != expected:
-    raise UserError(
-      f"{path}: expected {expected} bytes, got {found}; `dpjax train --workdir=RUN "
-      "--prepare_only` makes the tokens of a run again"
-    )
-  return np.memmap(path, dtype, "r")
 
 
 def _read_text(path: Path) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from dpjax.data import prepared
+from dpjax.data import making, prepared
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.models.language_model import LanguageModel
@@ -149,7 +149,7 @@ class Run:
       "scores": metrics.for_json(scores),
       "counts": dict(self.data.counts[split]),
     }
-    workdir_lib.write_json(self.workdir / f"{name}.json", content)
+    making.write_json(self.workdir / f"{name}.json", content)
 
   def generate(self, prompt: str | Sequence[str], **settings) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.

@@ -49,8 +49,9 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
   Raises:
     ValueError: they cannot be made, or come out others.
   """
-  if _open(config, folder).has_tokens:
-    return _open(config, folder)
+  data = _open(config, folder)
+  if data.has_tokens:
+    return data
   on_first_process(lambda: _find_again(config, folder) and None)
   return _make_tokens(config)
 

@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
+from dpjax.data.making import write_json
 from dpjax.errors import UserError
 from dpjax.run import export
 
@@ -164,13 +165,6 @@ def read_frozen(workdir: Path) -> ConfigDict:
   """
   model = _read_json(workdir / "frozen.json")
   return config_lib.from_dict({"model": model}).model
-
-
-def write_json(path: Path, value) -> None:
-  """Writes a file whole or not at all."""
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-  os.replace(temporary, path)
 
 
 def _read_json(path: Path) -> dict:
