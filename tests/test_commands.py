@@ -90,7 +90,9 @@ def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, plac
   (tmp_path / "elsewhere" / "mine.py").write_text(
     "def get_config():\n  from configs import msa_ptb\n  return msa_ptb.get_config('tiny')\n"
   )
-  code = """
+  code = f"""
+import sys
+sys.path = [path for path in sys.path if path != {str(ROOT)!r}]  # of an editable installation
 from dpjax import config
 for name in ("msa_ptb:tiny", "mine.py"):
   print(config.load(name).model.mixer.name)
