@@ -133,15 +133,15 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
 def _in_threads(encoder: Encoder, parts: Iterable[str]) -> Iterator[tuple[str, list[np.ndarray]]]:
   """Pairs of part and what became of it, in order; few are held at a time.
 
-  The libraries use all cores within a call; while one thread counts or makes arrays of what
-  they say, they are at work for another.
+  The libraries let other threads work while they do; some use all cores within a call.
   """
   waiting: collections.deque = collections.deque()
-  num_threads = 2 if encoder.unigram is None else 1  # which remembers words
+  num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  num_threads = max(2, num_cores or 1) if encoder.unigram is None else 1  # which remembers words
   with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
     for part in parts:
       waiting.append((part, threads.submit(encoder, part)))
-      if len(waiting) > 3:
+      if len(waiting) > num_threads + 1:
         part, future = waiting.popleft()
         yield part, future.result()
     for part, future in waiting:
