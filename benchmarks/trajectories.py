@@ -1,0 +1,353 @@
+r"""Our training beside the authors' own code, at the same weights and the same batches.
+
+  python benchmarks/trajectories.py --reference=FOLDER --ptb=FOLDER --vocabulary=FILE \
+      --text8=FILE --work=runs/trajectories --only=same
+  python benchmarks/trajectories_report.py runs/trajectories --out=results/trajectories
+
+FOLDER of --reference has the authors' repositories (`benchmarks/authors.py` says which);
+--ptb train.txt, valid.txt and test.txt of Penn Treebank; --vocabulary that of
+bert-base-cased; --text8 the beginning of text8. What is not done yet is done, a file in
+--work for each run, so that it may be killed; --part=0/2 and --part=1/2 share it between
+two processes, --list shows it. There are three experiments:
+
+  same   Their initial weights, their batches in their order, their rates, no dropout, and
+         for Gumbel boundaries the same noise: the loss of every update, theirs and ours.
+         Beside it theirs with another number of threads, which is the floor: how far
+         float32 alone drives two runs apart. And theirs with a fault, which has to show.
+  seeds  Everything by itself, with dropout: 5 seeds a side. The validation split is scored
+         by one program. Equivalence is tested by two one-sided t-tests (Welch's), with a
+         margin of 2% of perplexity, or of 0.02 bits a character.
+  sizes  Ours alone: the difference between variants over sizes, at equal tokens.
+
+Models are 64 to 192 wide, with windows of 256 tokens; --small makes them, and the runs,
+small enough to try the program.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # configs, beside a package that is installed elsewhere
+
+ATTENTION = ("dispatcher", "msa")
+POOLING = ("none", "fixed4", "whitespace", "unigram", "entropy", "gumbel")
+FAULTS = (  # (model, fault)
+  ("dispatcher", "one_level_less"),
+  ("dispatcher", "shifted_mask"),
+  ("msa", "epsilon"),
+  ("whitespace", "epsilon"),
+  ("whitespace", "tanh_gelu"),
+)
+SAME_STEPS, FAULT_STEPS, SEED_STEPS, SIZE_STEPS = 1000, 300, 1200, 1000
+LENGTH, BATCH = 256, 4
+SIZES = ((64, 3), (96, 4), (128, 6), (192, 8))  # width, layers
+SEEDS = 5
+PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # of "same": the papers'
+OWN_PEAK = 1e-3  # of the others, which have few updates
+CHARACTERS = {"train": 2_000_000, "valid": 100_000, "test": 100_000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One training run.
+
+  Attributes:
+    experiment: "same", "seeds" or "sizes".
+    name: of the model.
+    side: "authors", "again" (other threads), "dpjax", or a fault of theirs.
+    seed: of everything that is drawn.
+    width: D.
+    num_layers: of all stacks together.
+    num_steps: updates.
+  """
+
+  experiment: str
+  name: str
+  side: str
+  seed: int = 0
+  width: int = 128
+  num_layers: int = 4
+  num_steps: int = SAME_STEPS
+
+  @property
+  def stem(self) -> str:
+    """Of its file."""
+    size = f"{self.width}x{self.num_layers}"
+    return f"{self.experiment}-{self.name}-{self.side}-{self.seed}-{size}-{self.num_steps}"
+
+
+def cells(small: bool = False) -> list[Cell]:
+  """Everything there is to do."""
+  layers = {name: 4 if name in ATTENTION else 6 for name in ATTENTION + POOLING}
+  found = [
+    Cell("same", name, side, num_layers=depth)
+    for name, depth in layers.items()
+    for side in ("authors", "again", "dpjax")
+  ]
+  found += [
+    Cell("same", name, fault, num_layers=layers[name], num_steps=FAULT_STEPS)
+    for name, fault in FAULTS
+  ]
+  found += [
+    Cell("seeds", name, side, seed, num_layers=layers[name], num_steps=SEED_STEPS)
+    for name in (*ATTENTION, "none", "whitespace")
+    for seed in range(SEEDS)
+    for side in ("authors", "dpjax")
+  ]
+  found += [
+    Cell("sizes", name, "dpjax", seed, *size, num_steps=SIZE_STEPS)
+    for i, size in enumerate(SIZES)
+    for name in (*ATTENTION, *POOLING)
+    for seed in range(3 if i < 2 else 1)
+  ]
+  if small:
+    found = [
+      dataclasses.replace(cell, width=32 * (1 + (cell.width > 100)), num_layers=4, num_steps=40)
+      for cell in found
+      if cell.seed < 2
+    ]
+  return list(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """Where the texts are, and what is made of them once, in `work`."""
+
+  work: Path
+  ptb: Path
+  vocabulary: Path
+  text8: Path
+
+  def config(self, cell: Cell):
+    """The configuration of the papers, reduced to the cell's size."""
+    from configs import dispatcher_ptb, msa_ptb, pooling_text8
+    from dpjax import config as config_lib
+
+    if cell.name in ATTENTION:
+      config = (dispatcher_ptb if cell.name == "dispatcher" else msa_ptb).get_config()
+      config.data.path, config.data.tokenizer_file = str(self.ptb), str(self.vocabulary)
+      config.model.num_layers = cell.num_layers
+      config.model.feed_forward_width = cell.width
+    else:
+      config = pooling_text8.get_config(cell.name)
+      config.data.path = str(self._text8())
+      config.model.mixer.num_heads = 4
+      config.model.num_layers = cell.num_layers
+      if config_lib.is_pooled(config.model):
+        config.model.first.num_layers = config.model.last.num_layers = 1
+        config.model.num_layers -= 2
+      config.model.feed_forward_width = 4 * cell.width
+      config.train.schedule.warmup_steps = max(1, cell.num_steps // 50)
+    config.data.data_dir = str(self.work / "data")
+    config.seed = cell.seed
+    config.model.width, config.model.max_length = cell.width, LENGTH
+    train = config.train
+    train.batch_size, train.learning_rate = BATCH, OWN_PEAK
+    train.num_steps, train.num_epochs = cell.num_steps, 0.0
+    train.eval_every_steps, train.eval_every_epochs = cell.num_steps, 0.0
+    train.checkpoint_every_steps = cell.num_steps
+    train.log_every_steps = train.median_every_steps = cell.num_steps
+    config.eval.batch_size, config.eval.stride = 8, LENGTH // 2
+    return config
+
+  def prepared(self, cell: Cell):
+    """The tokens of the model's text."""
+    from dpjax.run import training
+
+    return training.prepare(self.config(cell), self.work / "prepared" / cell.stem)
+
+  def batches(self, cell: Cell, reference: Path, data: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Those of the authors' code."""
+    import authors
+
+    if cell.name in ATTENTION:
+      return authors.rows_of(data.splits["train"], BATCH, LENGTH)
+    characters = [data.tokenizer.decode([i]) for i in range(data.tokenizer.vocab_size)]
+    return authors.windows_of(
+      reference,
+      cell.name,
+      self._text8(),
+      characters,
+      batch_size=BATCH,
+      length=LENGTH,
+      seed=cell.seed,
+    )
+
+  def _text8(self) -> Path:
+    """A folder with the three splits of a small piece."""
+    folder = self.work / "text8"
+    text, begin = self.text8.read_text(encoding="utf-8"), 0
+    for split, size in CHARACTERS.items():
+      if not (folder / f"{split}.txt").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{split}.{os.getpid()}"
+        partial.write_text(text[begin : begin + size], encoding="utf-8")
+        os.replace(partial, folder / f"{split}.txt")
+      begin += size
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+  """What does the cells."""
+
+  texts: Texts
+  reference: Path
+
+  def __call__(self, cell: Cell) -> dict[str, Any]:
+    """A run's losses, [num_steps], or its validation loss, both in nats a token."""
+    begin = time.perf_counter()
+    if cell.experiment == "same":
+      found: dict[str, Any] = {"losses": self._same(cell)}
+    elif cell.side == "authors":
+      found = {"valid": self._authors(cell)}
+    else:
+      found = self._dpjax(cell)
+    return {**dataclasses.asdict(cell), **found, "seconds": time.perf_counter() - begin}
+
+  def _same(self, cell: Cell) -> list[float]:
+    import authors
+    import torch
+
+    # The floor: float32 sums in another order.
+    torch.set_num_threads(1 if cell.side == "again" else 2)
+    data = self.texts.prepared(cell)
+    model = self._model_of_authors(cell, data, dropout=0.0)
+    peak = PEAK if cell.name in ATTENTION else POOLING_PEAK
+    # A fault's shorter run is the beginning of the whole one.
+    rates = authors.rates(cell.name, peak, max(cell.num_steps, SAME_STEPS))[: cell.num_steps]
+    batches = itertools.islice(self.texts.batches(cell, self.reference, data), cell.num_steps)
+    if cell.side == "dpjax":
+      return train_dpjax(model.state(), self._settings(cell, data), batches, rates)
+    if cell.side in authors.FAULTS:
+      model.spoil(cell.side)
+    return [model.update(batch, rate) for batch, rate in zip(batches, rates, strict=True)]
+
+  def _authors(self, cell: Cell) -> float:
+    import authors
+    import torch
+
+    from dpjax import interop
+    from dpjax.models.build import build_model
+    from dpjax.run import build
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    data = self.texts.prepared(cell)
+    config = build.with_vocabulary(self.texts.config(cell), data.tokenizer)
+    model = self._model_of_authors(cell, data, dropout=config.model.dropout)
+    rates = authors.rates(cell.name, OWN_PEAK, cell.num_steps)
+    for batch, rate in zip(self.texts.batches(cell, self.reference, data), rates, strict=False):
+      model.update(batch, rate)
+    settings, params = interop.from_torch(model.state(), **self._settings(cell, data))
+    scorer = build.scorer(config, build_model(settings), data.tokenizer)
+    scores = scorer.score(params, data.splits["valid"], data.counts["valid"])
+    return math.log(scores["perplexity"])
+
+  def _dpjax(self, cell: Cell) -> dict[str, Any]:
+    import jax
+
+    import dpjax
+
+    workdir = self.texts.work / f"run-{cell.stem}"
+    shutil.rmtree(workdir, ignore_errors=True)
+    run, _ = dpjax.train(self.texts.config(cell), workdir)
+    valid = math.log(run.score_split("valid")["perplexity"])
+    shutil.rmtree(workdir)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+    return {"valid": valid, "parameters": parameters}
+
+  def _model_of_authors(self, cell: Cell, data: Any, dropout: float) -> Any:
+    import authors
+
+    return authors.Authors(
+      self.reference,
+      cell.name,
+      vocab_size=data.tokenizer.vocab_size,
+      width=cell.width,
+      num_layers=cell.num_layers,
+      length=LENGTH,
+      dropout=dropout,
+      seed=cell.seed,
+    )
+
+  def _settings(self, cell: Cell, data: Any) -> dict[str, Any]:
+    import authors
+
+    return {"max_length": LENGTH, **authors.settings_of(cell.name, data.tokenizer.space_ids)}
+
+
+def train_dpjax(state: Mapping, settings: Mapping, batches: Iterator[dict], rates) -> list[float]:
+  """The loss of each update of ours, from their weights, by their batches and rates."""
+  import jax
+  import jax.numpy as jnp
+
+  from dpjax import interop
+  from dpjax.models.build import build_boundaries, build_model
+  from dpjax.training import losses, optimizer, step
+
+  config, params = interop.from_torch(state, **settings)
+  switches: dict[str, dict[str, Any]] = {
+    "unigram": dict(double_sigmoid=True),
+    "entropy": dict(double_sigmoid=True, left=2),
+    "gumbel": dict(prior=0.2),
+  }
+  config.boundaries.update(switches.get(config.boundaries.name, {}))
+  model, objective = build_model(config), losses.Objective(build_boundaries(config))
+  clip_norm = 0.5 if config.boundaries.name == "none" and config.positions != "none" else 0.25
+  rates = jnp.asarray(rates, jnp.float32)
+  update = optimizer.make_optimizer("adam", lambda k: rates[k], eps=1e-8, clip_norm=clip_norm)
+
+  @jax.jit
+  def train(state, batch, noise):
+    apply = partial(model.apply, boundary_noise=noise)
+    return step.train_step(
+      types.SimpleNamespace(apply=apply), update, 1, state, batch, objective=objective
+    )
+
+  now = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
+  found = []
+  for batch in batches:
+    known = {name: x.astype(np.int32) for name, x in batch.items() if name != "noise"}
+    known["weights"] = np.ones(known["tokens"].shape, np.float32)
+    now, measured = train(now, known, batch.get("noise"))
+    found.append(float(measured["loss"]))
+  return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  for name in ("reference", "ptb", "vocabulary", "text8", "work"):
+    parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=True)
+  parser.add_argument("--only", default="", help="of the runs, those whose name has this")
+  parser.add_argument("--part", default="0/1", help="I/N: of them, every N-th from the I-th on")
+  parser.add_argument("--list", action="store_true", help="name them, and train none")
+  parser.add_argument("--small", action="store_true", help="to try the program")
+  given = parser.parse_args(arguments)
+  part, parts = map(int, given.part.split("/"))
+  todo = [cell for cell in cells(given.small) if given.only in cell.stem][part::parts]
+  todo = [cell for cell in todo if not (given.work / f"{cell.stem}.json").exists()]
+  given.work.mkdir(parents=True, exist_ok=True)
+  bench = Bench(Texts(given.work, given.ptb, given.vocabulary, given.text8), given.reference)
+  for i, cell in enumerate(todo):
+    print(f"{i + 1} of {len(todo)}: {cell.stem}", flush=True)
+    if not given.list:
+      found = json.dumps(bench(cell))
+      (given.work / f"{cell.stem}.json").write_text(found, encoding="utf-8")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,257 @@
+r"""What the runs of `benchmarks/trajectories.py` say, as JSON and pictures.
+
+  python benchmarks/trajectories_report.py runs/trajectories --out=results/trajectories
+
+Writes OUT/same.json, seeds.json and sizes.json, of what is done so far, and a picture of
+each. Losses are nats a token; differences of losses are relative, and the root mean square
+of every 20 updates.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import timing
+from trajectories import ATTENTION
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+WINDOW = 20  # updates that are put together
+FIRST = 100  # updates in which little may differ
+MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats a token: 2% of perplexity
+BITS_MARGIN = 0.02 * math.log(2)  # nats a character
+SIDES = ("authors", "dpjax")
+# Of the test split: nats a token on Penn Treebank, bits a character on text8.
+BASELINES = {"dispatcher": "msa"}
+PAPER = {
+  "dispatcher": math.log(35.40 / 40.58),
+  "fixed4": 1.166 - 1.143,
+  "whitespace": 1.133 - 1.143,
+  "unigram": 1.134 - 1.143,
+  "entropy": 1.138 - 1.143,
+  "gumbel": 1.136 - 1.143,
+}
+
+
+def differences(here: np.ndarray, there: np.ndarray, window: int = WINDOW) -> np.ndarray:
+  """Root mean square of the relative differences of each window of updates."""
+  size = min(len(here), len(there)) // window * window
+  relative = (here[:size] - there[:size]) / there[:size]
+  return np.sqrt(np.mean(relative.reshape(-1, window) ** 2, axis=1))
+
+
+def equivalence(here: Sequence[float], there: Sequence[float], margin: float) -> dict[str, Any]:
+  """Two one-sided t-tests (Schuirmann 1987), with Welch's degrees of freedom.
+
+    t = (margin - |mean(here) - mean(there)|) / standard error,  p = P(Student's t > t)
+
+  Equivalent at the level 0.05 where p is below it: the 90% interval of the difference lies
+  within the margin.
+  """
+  from scipy import special
+
+  a, b = np.asarray(here), np.asarray(there)
+  parts = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+  error = math.sqrt(sum(parts))
+  freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))
+  difference = float(a.mean() - b.mean())
+  p_value = float(special.stdtr(freedom, -(margin - abs(difference)) / error))
+  return {
+    "difference": difference,
+    "half_interval_90": float(special.stdtrit(freedom, 0.95)) * error,
+    "margin": margin,
+    "p_value": p_value,
+    "is_equivalent": p_value < 0.05,
+  }
+
+
+def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
+  """Of each model both losses, their difference, the floor's, and those of faults."""
+  by_name: dict[str, dict[str, np.ndarray]] = {}
+  for row in done:
+    by_name.setdefault(row["name"], {})[row["side"]] = np.asarray(row["losses"])
+  models = {}
+  for name, sides in by_name.items():
+    if not {"authors", "again", "dpjax"} <= sides.keys():
+      continue
+    theirs = sides["authors"]
+    found = {side: differences(x, theirs) for side, x in sides.items() if side != "authors"}
+    after = slice(FIRST // WINDOW, None)
+    means = {
+      side: sides[side][: len(found["dpjax"]) * WINDOW].reshape(-1, WINDOW).mean(axis=1)
+      for side in SIDES
+    }
+    models[name] = {
+      "most_of_first_100": float(np.abs(sides["dpjax"][:FIRST] / theirs[:FIRST] - 1).max()),
+      "most_over_floor_after": float((found["dpjax"][after] / found["again"][after]).max()),
+      "loss": {side: x.round(5).tolist() for side, x in means.items()},
+      "difference": {side: [float(f"{y:.3g}") for y in x] for side, x in found.items()},
+    }
+  return models
+
+
+def report_seeds(done: Sequence[Mapping]) -> dict[str, Any]:
+  """Of each model the validation losses of both sides, and the test."""
+  models: dict[str, Any] = {}
+  for row in done:
+    models.setdefault(row["name"], {side: [] for side in SIDES})[row["side"]].append(row["valid"])
+  for name, sides in models.items():
+    if min(len(sides[side]) for side in SIDES) > 1:
+      sides |= equivalence(sides["dpjax"], sides["authors"], MARGIN.get(name, BITS_MARGIN))
+  return models
+
+
+def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
+  """Of each variant the difference to its baseline at each size, and a line through them.
+
+  In nats a token for the Dispatcher less self-attention, in bits a character for
+  boundaries less none; the line is linear in the logarithm of the baseline's parameters.
+  """
+  by_name: dict[str, dict[tuple, dict[int, Mapping]]] = {}
+  for row in done:
+    size = row["width"], row["num_layers"]
+    by_name.setdefault(row["name"], {}).setdefault(size, {})[row["seed"]] = row
+  models = {}
+  for name in by_name.keys() & PAPER.keys():
+    unit = 1.0 if name in ATTENTION else math.log(2)
+    baseline = by_name.get(BASELINES.get(name, "none"), {})
+    points = []
+    for size in sorted(by_name[name].keys() & baseline.keys()):
+      pairs = [
+        (by_name[name][size][seed]["valid"] - row["valid"]) / unit
+        for seed, row in baseline[size].items()
+        if seed in by_name[name][size]
+      ]
+      parameters = next(iter(baseline[size].values()))["parameters"]
+      points.append({"size": size, "parameters": parameters, "differences": pairs})
+    if len(points) < 2:
+      continue
+    x = np.concatenate([[math.log10(p["parameters"])] * len(p["differences"]) for p in points])
+    y = np.concatenate([p["differences"] for p in points])
+    slope, start = np.polyfit(x, y, 1)
+    models[name] = {
+      "paper": PAPER[name],
+      "slope_a_decade": float(slope),
+      "at_one_million": float(start + 6 * slope),
+      "points": points,
+    }
+  return models
+
+
+def draw_same(models: Mapping[str, Any]) -> Any:
+  """Above both losses, below their difference beside the floor's, and faults."""
+  columns = 4
+  bands = -(-len(models) // columns)
+  figure, axes = plt.subplots(
+    2 * bands, columns, figsize=(14, 5.5 * bands), layout="constrained", squeeze=False, sharex=True
+  )
+  for axis in axes.flat[len(models) :]:
+    axis.set_axis_off()
+  for i, (name, model) in enumerate(models.items()):
+    band, column = divmod(i, columns)
+    above, below = axes[2 * band, column], axes[2 * band + 1, column]
+    for axis in (above, below):
+      axis.set_axis_on()
+    x = WINDOW * (np.arange(len(model["difference"]["dpjax"])) + 1)
+    above.plot(x, model["loss"]["authors"], "k", linewidth=3, alpha=0.3, label="authors' code")
+    above.plot(x, model["loss"]["dpjax"], "C0", linewidth=1, label="dpjax")
+    above.set(title=name, ylabel="loss, nats a token" if column == 0 else None)
+    sides = {"again": "their code, other threads", "dpjax": "dpjax"}
+    for side, values in sorted(model["difference"].items()):
+      is_fault = side not in sides
+      style = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
+      color = {"again": "0.5", "dpjax": "C0"}.get(side)
+      label = sides.get(side, f"fault: {side.replace('_', ' ')}")
+      below.plot(x[: len(values)], values, color=color, label=label, **style)
+    below.set(yscale="log", xlabel="update")
+    if column == 0:
+      below.set(ylabel="relative difference to theirs")
+    below.legend(fontsize=7)
+  axes[0, 0].legend(fontsize=7)
+  return figure
+
+
+def draw_seeds(models: Mapping[str, Any]) -> Any:
+  """The validation losses of both sides, and the margin about the authors' mean."""
+  figure, axes = plt.subplots(
+    1, len(models), figsize=(3 * len(models), 3.5), layout="constrained", squeeze=False
+  )
+  for axis, (name, model) in zip(axes[0], models.items(), strict=True):
+    for i, side in enumerate(SIDES):
+      axis.plot([i] * len(model[side]), model[side], "o", alpha=0.6)
+    if "margin" in model:
+      middle = np.mean(model["authors"])
+      axis.axhspan(middle - model["margin"], middle + model["margin"], color="0.92", zorder=0)
+    axis.set(title=name, xlim=(-0.5, 1.5))
+    axis.set_xticks(range(2), SIDES)
+  axes[0, 0].set_ylabel("validation loss, nats a token")
+  return figure
+
+
+def draw_sizes(models: Mapping[str, Any]) -> Any:
+  """Differences over parameters, their line, and the paper's difference."""
+  columns = 3
+  bands = -(-len(models) // columns)
+  figure, axes = plt.subplots(
+    bands, columns, figsize=(11, 3.2 * bands), layout="constrained", squeeze=False
+  )
+  for axis in axes.flat[len(models) :]:
+    axis.set_axis_off()
+  for axis, (name, model) in zip(axes.flat, models.items(), strict=False):
+    for point in model["points"]:
+      axis.plot([point["parameters"]] * len(point["differences"]), point["differences"], "C0o")
+    x = np.array([point["parameters"] for point in model["points"]])
+    line = model["at_one_million"] + model["slope_a_decade"] * (np.log10(x) - 6)
+    axis.plot(x, line, "C0", label="here")
+    axis.axhline(model["paper"], color="C1", linestyle="--", label="the paper, at its size")
+    axis.axhline(0, color="0.7", linewidth=0.8)
+    unit = "nats a token" if name in ATTENTION else "bits a character"
+    title = f"{name} less {BASELINES.get(name, 'none')}"
+    axis.set(title=title, xscale="log", xlabel="parameters", ylabel=unit)
+  if len(models):
+    axes[0, 0].legend(fontsize=8)
+  return figure
+
+
+EXPERIMENTS = {
+  "same": (report_same, draw_same),
+  "seeds": (report_seeds, draw_seeds),
+  "sizes": (report_sizes, draw_sizes),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("work", type=Path, help="with what the runs wrote")
+  parser.add_argument("--out", type=Path, default=Path("results/trajectories"))
+  given = parser.parse_args(arguments)
+  given.out.mkdir(parents=True, exist_ok=True)
+  machine = timing.describe_machine()
+  for experiment, (make, draw) in EXPERIMENTS.items():
+    files = sorted(given.work.glob(f"{experiment}-*.json"))
+    done = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    models = make(done)
+    if not models:
+      continue
+    content = {
+      "command": f"python benchmarks/trajectories.py --only={experiment}",
+      "machine": {key: machine[key] for key in ("device", "processor", "cores", "jax")},
+      "runs": len(done),
+      "minutes": round(sum(row["seconds"] for row in done) / 60, 1),
+      "models": models,
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    (given.out / f"{experiment}.json").write_text(text, encoding="utf-8")
+    figure = draw(models)
+    figure.savefig(given.out / f"{experiment}.png", dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+  main()

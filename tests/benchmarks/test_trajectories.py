@@ -1,0 +1,127 @@
+"""Trajectories: our updates are the authors', and the report says what the runs hold."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests import helpers
+
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+import trajectories  # noqa: E402
+import trajectories_report as report  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.mark.parametrize(
+  ("case", "settings"),
+  [
+    ("dispatcher", {"max_length": 16}),
+    ("hourglass_fixed", {"max_length": 24, "boundaries": "fixed", "shortening_factor": 3}),
+  ],
+)
+def test_the_same_run_has_the_losses_of_the_authors(case, settings):
+  golden = helpers.golden(f"J_train_{case}")
+  batches = (
+    {"tokens": stream.T[:, :-1], "targets": stream.T[:, 1:]} for stream in golden["in/stream"]
+  )
+  found = trajectories.train_dpjax(
+    helpers.part(golden, "param/"), settings, batches, golden["out/lrs"]
+  )
+  np.testing.assert_allclose(found, golden["out/losses"], rtol=0, atol=1e-4)
+
+
+def test_every_run_has_a_file_of_its_own():
+  for small in (False, True):
+    cells = trajectories.cells(small)
+    assert len({cell.stem for cell in cells}) == len(cells)
+    assert {cell.experiment for cell in cells} == {"same", "seeds", "sizes"}
+  same = [cell for cell in trajectories.cells() if cell.experiment == "same"]
+  sides = {cell.side for cell in same if cell.name == "gumbel"}
+  assert sides == {"authors", "again", "dpjax"}
+
+
+def test_what_is_done_is_not_done_again(tmp_path, capsys):
+  flags = [f"--{x}={tmp_path}" for x in ("reference", "ptb", "vocabulary", "text8", "work")]
+  flags += ["--only=same-msa", "--list"]
+  trajectories.main(flags)
+  todo = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+  assert len(todo) == 4
+  (tmp_path / f"{todo[1]}.json").write_text("{}")
+  halves = []
+  for part in ("0/2", "1/2"):
+    trajectories.main([*flags, f"--part={part}"])
+    halves += [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+  assert sorted(halves) == sorted({*todo} - {todo[1]})
+
+
+def test_differences_are_of_each_window():
+  draw = np.random.default_rng(3)
+  here, there = draw.uniform(2, 3, 47), draw.uniform(2, 3, 53)
+  found = report.differences(here, there, window=10)
+  expected = [
+    np.mean([((here[i] - there[i]) / there[i]) ** 2 for i in range(10 * n, 10 * n + 10)]) ** 0.5
+    for n in range(4)
+  ]
+  np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.07, -0.2])
+def test_equivalence_is_two_one_sided_t_tests(shift):
+  draw = np.random.default_rng(5)
+  here, there = draw.normal(0, 0.03, 5), draw.normal(shift, 0.05, 7)
+  found = report.equivalence(here, there, 0.1)
+  above = stats.ttest_ind(here + 0.1, there, equal_var=False, alternative="greater")
+  below = stats.ttest_ind(here - 0.1, there, equal_var=False, alternative="less")
+  expected = max(above.pvalue, below.pvalue)
+  assert found["p_value"] == pytest.approx(expected, rel=1e-9)
+  assert found["is_equivalent"] == (expected < 0.05)
+  interval = abs(found["difference"]) + found["half_interval_90"]
+  assert (interval < 0.1) == found["is_equivalent"]
+
+
+def write_cells(folder, draw) -> None:
+  """Of every run what it would write, from numbers that are drawn."""
+  for cell in trajectories.cells():
+    row = {**dataclasses.asdict(cell), "seconds": 1.5}
+    if cell.experiment == "same":
+      scale = {"authors": 0, "again": 1e-7, "dpjax": 3e-7}.get(cell.side, 1e-3)
+      noise = 1 + scale * draw.uniform(0.9, 1.1, cell.num_steps)
+      row["losses"] = (
+        np.linspace(6, 3, trajectories.SAME_STEPS)[: cell.num_steps] * noise
+      ).tolist()
+    else:
+      better = 0.1 if cell.name == "dispatcher" and cell.experiment == "sizes" else 0.0
+      row["valid"] = 2.0 - better + 1e-4 * draw.standard_normal()
+      row["parameters"] = cell.width**2 * cell.num_layers
+    (folder / f"{cell.stem}.json").write_text(json.dumps(row))
+
+
+def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
+  write_cells(tmp_path, np.random.default_rng(7))
+  out = tmp_path / "out"
+  report.main([str(tmp_path), f"--out={out}"])
+  same, seeds, sizes = (
+    json.loads((out / f"{x}.json").read_text())["models"] for x in ("same", "seeds", "sizes")
+  )
+  names = {*trajectories.ATTENTION, *trajectories.POOLING}
+  assert same.keys() == names and sizes.keys() == names - {"msa", "none"}
+  for model in same.values():
+    assert 2 < model["most_over_floor_after"] < 5
+    assert model["most_of_first_100"] < 1e-6
+  assert same["dispatcher"]["difference"].keys() == {
+    "again",
+    "dpjax",
+    "one_level_less",
+    "shifted_mask",
+  }
+  assert len(same["dispatcher"]["difference"]["shifted_mask"]) == 15
+  assert all(model["is_equivalent"] for model in seeds.values()) and len(seeds) == 4
+  assert sizes["dispatcher"]["at_one_million"] == pytest.approx(-0.1, abs=1e-3)
+  assert len(sizes["gumbel"]["points"]) == 4
+  for name in ("same", "seeds", "sizes"):
+    assert (out / f"{name}.png").stat().st_size > 10_000
