@@ -25,8 +25,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
-from torch import nn
+
+try:
+  import torch
+  from torch import nn
+except ImportError as error:
+  raise ImportError("torch: expected PyTorch, no dependency of dpjax, got none") from error
 
 ATTENTION = ("dispatcher", "msa")
 # Where segments end -> what their code calls it.
