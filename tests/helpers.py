@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl import flags
 from flax import linen as nn
 
@@ -168,6 +169,11 @@ def assert_sure(logits) -> None:
 def pointers(tree) -> set[int]:
   """Where its arrays lie in memory; numbers may move."""
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
+
+
+def slow_unless(is_default: bool, *values, id: str | None = None):
+  """A case of a family of which the default suite runs a part, and CI all."""
+  return pytest.param(*values, id=id, marks=() if is_default else pytest.mark.slow)
 
 
 def golden(name: str) -> dict[str, np.ndarray]:

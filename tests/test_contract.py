@@ -21,6 +21,7 @@ from dpjax.layers import (
   RelativeAttention,
   SelfAttention,
 )
+from tests import helpers
 
 BATCH, LENGTH, WIDTH, MAX_LENGTH = 2, 11, 6, 13
 SHIFT_AND_SUM = tuple(ops.SHIFT_AND_SUM)
@@ -160,7 +161,7 @@ def test_refusals(mixer):
 @pytest.mark.parametrize(
   "name, num_heads",
   [
-    (name, heads)
+    helpers.slow_unless(heads == 3 or name not in ("dispatcher", "multihead"), name, heads)
     for name, heads in HEADS
     if MIXERS[name].implementations and heads != 2 and name != "me"
   ],

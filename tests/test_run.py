@@ -98,6 +98,7 @@ def test_loading_gives_the_same_model(finished):
     dpjax.load(workdir, step=11)
 
 
+@pytest.mark.slow
 def test_generation(finished):
   _, run, _ = finished
   texts = run.generate("the ", length=30, num_samples=3, seed=5)
@@ -170,6 +171,7 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
   assert losses == (workdir / "losses.f32").read_bytes() and len(losses) == 4 * 12
 
 
+@pytest.mark.slow
 def test_ended_between_the_best_and_the_last_checkpoint(text, tmp_path, monkeypatch):
   save = Checkpoints._save
 
@@ -205,6 +207,7 @@ def stopped(text, tmp_path_factory):
   return config, folder / "half", dpjax.load(folder / "whole", step=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("key", "value"),
   [
@@ -228,6 +231,7 @@ def test_a_run_goes_on_with_other_settings_of_memory_and_evaluation(stopped, tmp
   chex.assert_trees_all_close(run.params, undisturbed.params, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "best"), [(2, 12), pytest.param(0, 6, marks=pytest.mark.slow)])
 def test_another_protocol_of_validation_begins_a_best_of_its_own(
   text, tmp_path, monkeypatch, window, best
@@ -267,6 +271,7 @@ def test_another_configuration_is_refused(finished):
   assert (workdir / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_sharded_run_trains_as_another(text, finished, tmp_path):
   workdir, _, _ = finished
   config = helpers.small_config(text, parameters="sharded", num_steps=8)
@@ -432,6 +437,7 @@ def share_of_spaces(run, tokens):
   return np.isin(tokens, run.tokenizer.space_ids).mean()
 
 
+@pytest.mark.slow
 def test_a_run_on_words_scores_and_generates(spaced):
   space_ids = spaced.config.model.boundaries.space_ids
   assert space_ids == spaced.tokenizer.space_ids != ()

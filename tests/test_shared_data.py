@@ -172,6 +172,7 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   tokens_lib.prepare_data(config, folder).check()
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # for the optimizer
 def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)

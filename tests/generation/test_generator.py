@@ -92,6 +92,7 @@ def test_greedy_text_is_that_of_full_passes(name, request):
   assert maker[0]._advance[False]._cache_size() == slow
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_what_a_longer_model_says():
   """A Dispatcher's levels are what it reaches; the positions are a formula."""
   maker, longer = make(num_levels=3), make(num_levels=3, max_length=64)
@@ -114,6 +115,7 @@ def test_words_go_on_beyond_the_window(pooled):
   ]
 
 
+@pytest.mark.slow
 def test_a_sample_is_of_its_seed_and_numbers_alone(dispatcher):
   settings = dict(length=7, seed=5)
   texts = write(dispatcher, ["abc", "d"], num_samples=3, **settings)

@@ -45,7 +45,10 @@ def batch_first(array):
   return np.swapaxes(array, 0, 1)
 
 
-@pytest.mark.parametrize("case", CASES)
+DEFAULT = "A_dispatcher_nhead1_L13", "B_dispatcher_multihead_nhead1_L16", "C_msa_nhead4_L13"
+
+
+@pytest.mark.parametrize("case", [helpers.slow_unless(case in DEFAULT, case) for case in CASES])
 def test_logits_loss_every_gradient_and_back(case):
   golden = helpers.golden(case)
   config, params = from_torch(state_dict(golden), **CASES[case])

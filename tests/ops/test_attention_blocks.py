@@ -204,6 +204,7 @@ def test_rows_on_several_devices_meet_in_shared_gradients_alone(name):
   assert not [line for line in reduced if f",{2 * BLOCK},{FEATURES}]" in line]
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient():
   arguments, weights = draw("relative", 11)
 
@@ -217,6 +218,7 @@ def test_a_gradient_of_a_gradient():
   assert_alike(found, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mixer", [pytest.param("attention", marks=pytest.mark.slow), "relative_attention"]
 )
@@ -247,6 +249,7 @@ def compile_training(name, length, **settings):
   return jax.jit(with_gradients(name, **settings)).lower(arguments, weights).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_memory_grows_as_the_length(name):
   compiled = [compile_training(name, length, block_size=32) for length in (256, 512)]

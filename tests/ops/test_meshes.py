@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax import ops
+from tests import helpers
 
 ROWS = PartitionSpec("rows")
 BATCH, LENGTH = 16, 6
@@ -106,8 +107,18 @@ CASES = [*cases(), *cached_cases()]
 OUTSIDE_OF_JIT = ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1")
 
 
+# One of each operator.
+DEFAULT = {
+  *("shift_and_sum loop", "shift_and_sum recompute", "dispatch_matrix", "causal_attention 6"),
+  *("relative_attention 4", "causal_convolution fft 1", "causal_convolution toeplitz 2"),
+  *("causal_convolution scan 3", "pool_segments mean", "upsample_segments"),
+  *("conditional_entropy", "shift_and_sum_cached", "relative_attention_cached"),
+}
+
+
 @pytest.mark.parametrize(
-  "name, operator, by_rows, shared", CASES, ids=lambda x: x if isinstance(x, str) else ""
+  "name, operator, by_rows, shared",
+  [helpers.slow_unless(case[0] in DEFAULT, *case, id=case[0]) for case in CASES],
 )
 def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
   arrays, run = (*by_rows, *shared), with_gradients(operator)
