@@ -66,7 +66,7 @@ def test_json_lines(tmp_path, packing, mark, how):
 
 def test_json_lines_of_splits(tmp_path, packing):
   names = {"train": "train", "valid": "validation", "test": "test"}
-  for i, (split, stem) in enumerate(names.items()):
+  for i, stem in enumerate(names.values()):
     (tmp_path / f"{stem}.jsonl{packing}").write_bytes(PACKERS[packing](as_json(TEXTS[i::3])))
   corpus = load_corpus(path=tmp_path, documents="isolated", data_dir=tmp_path / "data")
   assert all_found(corpus) == {split: WHOLE[i::3] for i, split in enumerate(names)}
