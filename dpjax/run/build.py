@@ -109,7 +109,7 @@ def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int |
   def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     tokens = batch["tokens"]
     counts = boundaries.count_in(tokens)
-    if counts is None or "starts" in batch:  # Documents have segments more.
+    if counts is None:
       return None
     sizes = ops.capacities(tokens.shape[1] + 1, boundaries.lengths_compiled)
     return next(size for size in sizes if size > counts.max())
