@@ -75,7 +75,9 @@ class Marked(Documents):
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`; a byte-order mark is left out."""
     content, end = self.text.content, self.text.end
-    begin = _skip_mark(content, self.text.begin)
+    begin = self.text.begin
+    if begin == 0 and content[:3] == BYTE_ORDER_MARK:
+      begin = len(BYTE_ORDER_MARK)
     pattern = re.compile(self.begins.encode(), re.M)
     for match in pattern.finditer(content, begin, end):
       if match.end() > begin:
@@ -102,9 +104,8 @@ class JsonLines(Documents):
     return len(self.lines)
 
   def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`."""
-    content, source = self.lines.content, self.lines.source
-    begin = _skip_mark(content, self.lines.begin)
+    """See `Documents`; a byte-order mark is left out."""
+    content, begin, source = self.lines.content, self.lines.begin, self.lines.source
     while begin < self.lines.end:
       end = content.find(b"\n", begin, self.lines.end) + 1 or self.lines.end
       line = content[begin:end].strip()
@@ -163,8 +164,3 @@ def _document(text: str, source: str) -> Iterator[Iterable[str]]:
   else:
     content = text.encode()
     yield Chunks(content, 0, len(content), source)
-
-
-def _skip_mark(content, begin: int) -> int:
-  is_marked = begin == 0 and content[:3] == BYTE_ORDER_MARK
-  return begin + len(BYTE_ORDER_MARK) * is_marked

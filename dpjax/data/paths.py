@@ -114,7 +114,7 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
 
 
 def _unpacked(path: Path, texts: Path) -> Path:
-  """The path of a plain file, unpacked once if it is packed, without a byte-order mark."""
+  """The path of a plain file, unpacked once if it is packed."""
   if path.suffix == "" or path.suffix not in reading.OPENERS or not path.is_file():
     return path
   digits = _identities([path])[:8]
@@ -122,8 +122,8 @@ def _unpacked(path: Path, texts: Path) -> Path:
 
   def make(folder: Path) -> dict[str, Any]:
     with (folder / target.name).open("wb") as file:
-      for i, piece in enumerate(reading.text_file(path)):
-        file.write((piece if i else piece.removeprefix("\ufeff")).encode())
+      for piece in reading.text_file(path):
+        file.write(piece.encode())
       file.flush()
       os.fsync(file.fileno())
       return {"size": file.tell()}

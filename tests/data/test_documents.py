@@ -10,8 +10,10 @@ import pytest
 from dpjax.data import catalog, chunks, corpora, documents, prepared
 from dpjax.data.chunks import Chunks
 from dpjax.data.corpora import load_corpus
+from dpjax.data.encoding import Encoder, encode_text
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
+from dpjax.text.tokens import train_tokenizer
 
 # Of different lengths; some end without a line end, begin with white space or are one letter.
 TEXTS = [
@@ -135,7 +137,7 @@ MARKS = {
     "\n_START_ARTICLE_\nB\n_START_SECTION_\nC",
   ],
   "wikitext2": [
-    " \n = Homarus = \n \n It = x = \n = = A = = \n \n = 3 \n \n",
+    " \n = Homarus = \n \n It = x = \n \n = = A = = \n \n = 3 \n \n",
     " = A = B = \n \n c = \n \n",
     " = C ( D ) = \n \n e \n",
   ],
@@ -189,6 +191,22 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
     assert data.counts[split]["characters"] == len(text)
     assert data.counts[split]["words"] == len(text.split()) + text.count("\n")
   data.check()
+
+
+def test_a_document_without_tokens_is_none(tmp_path):
+  class Blank(documents.Documents):
+    def __len__(self):
+      return 0
+
+    def documents(self):
+      return iter([["  "], ["b"], [" ", " a b"], [""], ["a"], ["  "]])
+
+  (tmp_path / "vocab.txt").write_text("[UNK]\na\nb\n")
+  tokenizer = train_tokenizer("wordpiece", (), file=str(tmp_path / "vocab.txt"))
+  result = encode_text(Blank(), 0, Encoder(tokenizer), tmp_path, "train")
+  assert np.fromfile(tmp_path / "train.bin", np.uint16).tolist() == [2, 1, 2, 1]
+  assert np.fromfile(tmp_path / "train.documents.bin", np.int64).tolist() == [0, 1, 3]
+  assert (result["tokens"], result["documents"]) == (4, 3)
 
 
 def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
@@ -246,9 +264,6 @@ def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
 
 def test_memory_does_not_grow_with_the_text(monkeypatch):
   """A few documents are held at a time, whatever their number."""
-  from dpjax.data.encoding import Encoder
-  from dpjax.text.tokens import train_tokenizer
-
   monkeypatch.setattr(chunks, "CHUNK_BYTES", 101)
 
   class Many(documents.Documents):
