@@ -5,6 +5,7 @@ dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
 import tempfile
+from typing import Any
 
 from absl import flags
 
@@ -18,6 +19,12 @@ _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to
 _STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
 _WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees; 0: eval.window")
 _STRIDE = flags.DEFINE_integer("stride", 0, "new tokens a window; 0: eval.stride")
+_DOCUMENTS = flags.DEFINE_enum(
+  "documents",
+  "",
+  ("", "joined", "isolated"),
+  "isolated: score each document as if it stood alone; '': as data.documents",
+)
 _TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' code")
 
 
@@ -44,10 +51,14 @@ def main(_) -> None:
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
     else:
       run = run_lib.load(str(_WORKDIR.value), _STEP.value)
-    size = dict(window=_WINDOW.value, stride=_STRIDE.value)
+    size: dict[str, Any] = dict(
+      window=_WINDOW.value, stride=_STRIDE.value, documents=_DOCUMENTS.value
+    )
     scores = run.score_split(_SPLIT.value, progress=True, **size)
   if jax.process_index() == 0:
-    print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}:")
+    is_isolated = (_DOCUMENTS.value or run.config.data.documents) == "isolated"
+    alone = ", each document as if it stood alone" if is_isolated else ""
+    print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}{alone}:")
     print(run_lib.table(scores))
   run.write_scores(_SPLIT.value, scores, **size)
 

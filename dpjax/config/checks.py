@@ -3,7 +3,7 @@
 import difflib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dpjax import registry
 from dpjax.config.sections import (
@@ -20,6 +20,7 @@ from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 
 CHOICES = {
+  "data.documents": ("joined", "isolated"),
   "model.norm": ("post", "pre"),
   "model.positions": ("sinusoidal", "learned", "none"),
   "model.activation": ("relu", "gelu"),
@@ -48,6 +49,7 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
   """
   check_keys(config, default(), "", limits)
   check_model(config.model)
+  _check_choices(config, "data.")
   _check_choices(config, "train.")
   for key in ("train.batch_size", "eval.batch_size", "data.tokenizer_size"):
     _at_most(config, key, LARGEST)
@@ -111,6 +113,8 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
     are_numbers and len(most) == 3, "data.max_characters", "three integers of at least 0", most
   )
   language, clean = config.data.language, config.data.clean
+  is_isolated = config.data.documents == "isolated"
+  _expect(not (is_isolated and clean), "data.clean", "False with data.documents = isolated", clean)
   _expect(
     bool(language) or not clean,
     "data.language",
@@ -345,12 +349,18 @@ def _check_arrays(config) -> None:
 
 
 def _check_choices(config, section: str) -> None:
-  for key, choices in CHOICES.items():
+  for key in CHOICES:
     if key.startswith(section):
-      _check_choice(key, get(config, key), choices)
+      check_choice(key, get(config, key))
 
 
-def _check_choice(key: str, value, choices: Sequence[str]) -> None:
+def check_choice(key: str, value) -> None:
+  """Refuses what is not one of a setting's `CHOICES`.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  choices = CHOICES[key]
   near = difflib.get_close_matches(str(value), choices, n=1)
   hint = f"; did you mean {near[0]}?" if near else ""
   known = ", ".join(choice or repr(choice) for choice in choices)

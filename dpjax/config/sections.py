@@ -127,7 +127,12 @@ def default() -> ConfigDict:
   data.manual_dir = ""  # files downloaded by hand; "": data_dir/manual
   data.clean = False  # as text8: the language's letters in lower case, digits spelt out
   data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
-  data.path = ""  # or a text file, or a folder with train/valid/test.txt; wins over name
+  # Or a text file, .jsonl, a folder with train/valid/test.txt, or of documents; wins over name.
+  data.path = ""
+  # One stream of all; or "isolated": no document sees another, in training or evaluation.
+  data.documents = "joined"
+  data.text_field = "text"  # of .jsonl, a document a line: the name of its text
+  data.separator = ""  # of .txt: the line between two documents
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
   data.tokenizer = "characters"
   # A vocabulary to load, or "bert_base_cased", "gpt2"; "": train one on the train split.

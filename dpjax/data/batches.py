@@ -14,11 +14,61 @@ has "boundaries", int32 [b, T]: at each place that of the input token there, so 
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
 It is 0 where a window is filled up.
+
+Where they are given the places at which documents begin (`DocumentStarts`), every batch also
+has "starts", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
+places, at the first of which `starts` is 1 and the input a start token:
+
+  inputs   start d_0 .. d_{n-2}       targets   d_0 .. d_{n-1}
+
+so its first token is predicted from the start token, as it is where it stands alone, and
+its last one is the input of nothing. As many targets count as without documents, and they
+are the same. A row that begins within a document begins one of its own there: `starts` is 1
+at the first place of every row. With start token 9:
+
+  tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
+  tokens [3 9 4 1]  targets [1 4 1 5]  starts [1 1 0 0]
 """
+
+import dataclasses
 
 import numpy as np
 
 from dpjax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentStarts:
+  """Where the documents of a stream begin, and what each is predicted from.
+
+  Attributes:
+    begins: the places of their first tokens, int64 [number of documents], rising from 0.
+    start_id: the token that stands before them.
+    start_boundary: the boundary of that token, where there are boundaries.
+  """
+
+  begins: np.ndarray
+  start_id: int
+  start_boundary: int = 0
+
+  def check(self, tokens: np.ndarray) -> None:
+    """Refuses places where no document of this stream can begin.
+
+    Raises:
+      ValueError: they do not rise from 0 to at most N - 1.
+    """
+    begins = self.begins
+    is_rising = begins.ndim == 1 and len(begins) > 0 and bool((begins[1:] > begins[:-1]).all())
+    if not (is_rising and begins[0] == 0 and begins[-1] < len(tokens)):
+      raise UserError(
+        f"documents: expected places that rise from 0 to at most {len(tokens) - 1}, the last "
+        f"token's, got {np.array2string(begins, threshold=8)}"
+      )
+
+  def are_begun_at(self, places) -> np.ndarray:
+    """Whether a document begins at each of the places, bool."""
+    found = np.searchsorted(self.begins, places).clip(max=len(self.begins) - 1)
+    return self.begins[found] == places
 
 
 class _Rows:
@@ -32,13 +82,17 @@ class _Rows:
     *,
     boundaries: np.ndarray | None = None,
     pad_id: int = 0,
+    documents: DocumentStarts | None = None,
   ):
     """Takes the stream, ids [N] of any integer type, and what fills up a window.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
+      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries, or
+        documents begin elsewhere.
     """
-    _check_boundaries(boundaries, tokens)
+    check_boundaries(boundaries, tokens)
+    if documents is not None:
+      documents.check(tokens)
     length = _row_length(tokens, batch_size, window)
     self.batch_size = batch_size
     self.window = window
@@ -46,6 +100,13 @@ class _Rows:
     self._rows = _rows(tokens, batch_size)
     self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
     self._pad_id = pad_id
+    self._documents = documents
+
+  def _starts(self, row_b1: np.ndarray, place_bt: np.ndarray) -> np.ndarray | None:
+    """Whether a document begins at the places of these rows; None: nobody asks."""
+    if self._documents is None:
+      return None
+    return self._documents.are_begun_at(row_b1 * self._rows.shape[1] + place_bt)
 
 
 class ContiguousRows(_Rows):
@@ -72,11 +133,15 @@ class ContiguousRows(_Rows):
     begin = step % self.steps_per_epoch * self.window
     places = slice(begin, begin + self.window + 1)
     boundaries = self._boundary_rows
+    found = self._rows[rows, places]
+    row_b1 = np.arange(self.batch_size)[rows, None]
     return _fill_up(
-      self._rows[rows, places],
+      found,
       self.window,
       self._pad_id,
       None if boundaries is None else boundaries[rows, places],
+      self._documents,
+      self._starts(row_b1, begin + np.arange(found.shape[1])[None]),
     )
 
 
@@ -94,10 +159,10 @@ class ShuffledWindows(_Rows):
     step 1: tokens [[3 4] [5 6]]  targets [[4 0] [6 7]]  weights all 1
 
   Where a row's end meets its beginning (4 and 0 above) the window goes on over the
-  seam, and the target beyond it counts as any other. A rolled row's last token is a
-  target alone and its first no target; as the shifts vary, so do they. Where T does
-  not divide n - 1, the window at the rolled row's end is shorter, and filled up with
-  weight 0.
+  seam, and the target beyond it counts as any other; with documents, one begins there. A
+  rolled row's last token is a target alone and its first no target; as the shifts vary,
+  so do they. Where T does not divide n - 1, the window at the rolled row's end is shorter,
+  and filled up with weight 0.
 
   Shifts and order depend on the seed and the epoch alone, step s being of epoch
   s // steps_per_epoch. They are computed, not stored.
@@ -119,13 +184,16 @@ class ShuffledWindows(_Rows):
     *,
     boundaries: np.ndarray | None = None,
     pad_id: int = 0,
+    documents: DocumentStarts | None = None,
   ):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries.
+      ValueError: as for `ContiguousRows`.
     """
-    super().__init__(tokens, batch_size, window, boundaries=boundaries, pad_id=pad_id)
+    super().__init__(
+      tokens, batch_size, window, boundaries=boundaries, pad_id=pad_id, documents=documents
+    )
     self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -142,16 +210,24 @@ class ShuffledWindows(_Rows):
     shift_b1 = shifts[rows, None].astype(np.int64)
     place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
     boundaries = self._boundary_rows
+    starts = self._starts(row_b1, place_bt)
     return _fill_up(
       self._rows[row_b1, place_bt],
       self.window,
       self._pad_id,
       None if boundaries is None else boundaries[row_b1, place_bt],
+      self._documents,
+      None if starts is None else starts | (place_bt == 0),
     )
 
 
 def _fill_up(
-  found: np.ndarray, window: int, pad_id: int, boundaries: np.ndarray | None
+  found: np.ndarray,
+  window: int,
+  pad_id: int,
+  boundaries: np.ndarray | None,
+  documents: DocumentStarts | None,
+  starts: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
   """A batch of what was found, [b, t + 1], t <= T: the last column is a target alone."""
   real = found.shape[1] - 1
@@ -164,6 +240,14 @@ def _fill_up(
   }
   if boundaries is not None:
     batch["boundaries"] = np.pad(boundaries[:, :-1].astype(np.int32), padding)
+  if documents is not None and starts is not None:
+    # The token before a document's first one would be its input, and is that of no other.
+    is_first = np.pad(starts[:, 1:], padding)
+    batch["tokens"][is_first] = documents.start_id
+    if boundaries is not None:
+      batch["boundaries"][is_first] = documents.start_boundary
+    batch["starts"] = is_first.astype(np.int32)
+    batch["starts"][:, 0] = 1
   return batch
 
 
@@ -184,7 +268,8 @@ def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
   return length
 
 
-def _check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
+def check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
+  """Refuses boundaries that are not one for each token."""
   if boundaries is not None and len(boundaries) != len(tokens):
     raise UserError(
       f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
@@ -222,13 +307,17 @@ class RandomWindows:
     seed: int,
     *,
     boundaries: np.ndarray | None = None,
+    documents: DocumentStarts | None = None,
   ):
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
-      ValueError: there is no window, as N < T + 1, or there are not N boundaries.
+      ValueError: there is no window, as N < T + 1, or there are not N boundaries, or
+        documents begin elsewhere.
     """
-    _check_boundaries(boundaries, tokens)
+    check_boundaries(boundaries, tokens)
+    if documents is not None:
+      documents.check(tokens)
     if len(tokens) < window + 1:
       raise UserError(
         f"train.window: expected at most {max(0, len(tokens) - 1)} (the train split has "
@@ -240,6 +329,7 @@ class RandomWindows:
     self._num_windows = len(tokens) - window
     self._tokens = tokens
     self._boundaries = boundaries
+    self._documents = documents
     self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -251,15 +341,15 @@ class RandomWindows:
       is_here = epochs == epoch
       offsets[is_here] = _permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
     place_bt = offsets[:, None] + np.arange(self.window + 1)
-    found = self._tokens[place_bt].astype(np.int32)
-    batch = {
-      "tokens": found[:, :-1],
-      "targets": found[:, 1:],
-      "weights": np.ones((len(found), self.window), np.float32),
-    }
-    if self._boundaries is not None:
-      batch["boundaries"] = self._boundaries[place_bt[:, :-1]].astype(np.int32)
-    return batch
+    boundaries, documents = self._boundaries, self._documents
+    return _fill_up(
+      self._tokens[place_bt],
+      self.window,
+      0,
+      None if boundaries is None else boundaries[place_bt],
+      documents,
+      None if documents is None else documents.are_begun_at(place_bt),
+    )
 
 
 def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
@@ -288,6 +378,12 @@ def _mix(values: np.ndarray) -> np.ndarray:
   values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
   values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
   return values ^ values >> np.uint64(31)
+
+
+def check_stride(window: int, stride: int) -> None:
+  """Refuses a stride beyond the window."""
+  if not 1 <= stride <= window:
+    raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")
 
 
 class EvaluationWindows:
@@ -325,9 +421,8 @@ class EvaluationWindows:
     Raises:
       ValueError: the stride is not in 1 .. window, or there are not N boundaries.
     """
-    _check_boundaries(boundaries, tokens)
-    if not 1 <= stride <= window:
-      raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")
+    check_boundaries(boundaries, tokens)
+    check_stride(window, stride)
     self.batch_size = batch_size
     self._tokens = tokens
     self._window = window

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from dpjax.data import catalog, making
-from dpjax.data.chunks import Chunks, Text, between_characters
+from dpjax.data.chunks import Text
+from dpjax.data.documents import FORMS, Documents, Marked, line_pattern
 from dpjax.data.download import Files
+from dpjax.data.paths import SPLITS, cut_splits, open_path, open_split
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 CLEANING = 1  # to be raised when the same text comes out another
 
 
@@ -53,6 +53,9 @@ def load_corpus(
   max_characters: Sequence[int] = (0, 0, 0),
   data_dir: str | Path = "data",
   manual_dir: str | Path = "",
+  documents: str = "joined",
+  text_field: str = "text",
+  separator: str = "",
 ) -> Corpus:
   """Opens a text; it is not read before it is asked for, unless it has to be made first.
 
@@ -62,7 +65,10 @@ def load_corpus(
       given.
     path: a UTF-8 text file, which is cut into the splits in this order, at line ends
       where there are lines; or a folder with train.txt, valid.txt (or validation.txt)
-      and test.txt.
+      and test.txt. A file that ends with .jsonl has a document a line, and so have
+      train.jsonl and so on. A folder without splits holds a document in each .txt file,
+      also within folders; they are cut into the splits in the order of their paths. So
+      do folders train, valid and test. All may be packed (.gz, .xz, .bz2).
     split_fractions: of a single text, in bytes; train takes what rounding leaves.
     language: "en", "fi", ..., of a corpus that has several, and of `clean`.
     clean: as `dpjax.text.cleaning.clean` does.
@@ -71,6 +77,11 @@ def load_corpus(
       where all three are given.
     data_dir: where texts are kept that have a name, or are cleaned.
     manual_dir: where files lie that were downloaded by hand; "" is data_dir/manual.
+    documents: "isolated": each split is `dpjax.data.documents.Documents`, so that its
+      tokens know where documents begin; "joined": it need not be. The text, and where it
+      is cut into splits, is the same.
+    text_field: of .jsonl: the name of the text.
+    separator: of .txt: the line between two documents.
 
   Returns:
     The corpus.
@@ -80,8 +91,10 @@ def load_corpus(
       split, a folder that lacks a split, no permission, an unknown name or language, a
       file that has to be given by hand, or a download that failed.
   """
+  marks = ""
   if path:
-    corpus = _from_path(Path(path), split_fractions)
+    corpus = Corpus(*open_path(Path(path), split_fractions, text_field, Path(data_dir, "texts")))
+    marks = line_pattern(separator) if separator else ""
   elif name == catalog.ONE_MORE:
     content = _python_manual()
     about = {
@@ -89,7 +102,7 @@ def load_corpus(
       "sha256": hashlib.sha256(content).hexdigest(),
       "split_fractions": list(split_fractions),
     }
-    corpus = Corpus(name, _cut_splits(content, split_fractions, name), about)
+    corpus = Corpus(name, cut_splits(content, split_fractions, name), about)
   else:
     entry = catalog.find(name, language)
     if language and not entry.languages and not clean:
@@ -101,9 +114,29 @@ def load_corpus(
     corpus = open_named(name, language, data_dir, manual_dir, is_head=is_head)
     if not (set(corpus.splits) == {"train"} and all(max_characters)):
       corpus = _cut_missing(corpus, split_fractions)
+    marks = entry.documents
+  if separator and (not path or any(isinstance(x, Documents) for x in corpus.splits.values())):
+    raise UserError(
+      f"data.separator: expected '' unless data.path is of .txt files with several documents, "
+      f"got {separator!r}"
+    )
   if clean or any(max_characters):
-    return _cleaned(corpus, language if clean else "", max_characters, Path(data_dir, "texts"))
-  return corpus
+    corpus = _cleaned(corpus, language if clean else "", max_characters, Path(data_dir, "texts"))
+  return _with_documents(corpus, "" if clean else marks) if documents == "isolated" else corpus
+
+
+def _with_documents(corpus: Corpus, marks: str) -> Corpus:
+  """The corpus with documents that are known in every split."""
+  splits: dict[str, Any] = dict(corpus.splits)
+  if all(isinstance(text, Documents) for text in splits.values()):
+    return corpus
+  if not marks:
+    raise UserError(
+      f"data.documents: expected joined for {corpus.name}, which does not say where documents "
+      f"begin, got isolated ({FORMS})"
+    )
+  splits = {x: t if isinstance(t, Documents) else Marked(t, marks) for x, t in splits.items()}
+  return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
 
 def open_named(
@@ -145,7 +178,7 @@ def open_named(
     return _write(partial, given or entry.read(files, **settings), name)
 
   record = making.make_once(folder, about, make)
-  splits = {split: _open_split(folder, split) for split in SPLITS if split in record["texts"]}
+  splits = {split: open_split(folder, split) for split in SPLITS if split in record["texts"]}
   about["texts"] = record["texts"]
   return Corpus("_".join(filter(None, (_stem(name), language))), splits, about)
 
@@ -224,7 +257,7 @@ def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
   train: Any = corpus.splits["train"]
   given = dict(zip(SPLITS, fractions, strict=True))
   wanted = [given[split] if split in missing else 0.0 for split in SPLITS]
-  cut = _cut_splits(train.content, wanted, train.source)
+  cut = cut_splits(train.content, wanted, train.source)
   splits = {x: cut[x] if x in ("train", *missing) else corpus.splits[x] for x in SPLITS}
   return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})
 
@@ -244,7 +277,7 @@ def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], folde
     {"made_of": about},
     lambda partial: _write(partial, _clean_and_cut(corpus, language, max_characters), corpus.name),
   )
-  splits = {split: _open_split(folder, split) for split in SPLITS}
+  splits = {split: open_split(folder, split) for split in SPLITS}
   return Corpus(corpus.name, splits, {**about, "texts": record["texts"]})
 
 
@@ -279,28 +312,6 @@ def _clean_and_cut(
       )
 
 
-def _from_path(path: Path, split_fractions: Sequence[float]) -> Corpus:
-  try:
-    if path.is_dir():
-      splits = {split: _open_split(path, split) for split in SPLITS}
-      files = [Path(chunks.source) for chunks in splits.values()]
-      return Corpus(path.name, splits, {"files": list(map(_identity, files))})
-    content = _open(path)
-    about = {"files": [_identity(path)], "split_fractions": list(split_fractions)}
-  except OSError as error:
-    raise UserError(
-      f"data.path: expected a readable text file or folder, got "
-      f"{error.filename or path} ({error.strerror})"
-    ) from error
-  return Corpus(path.stem, _cut_splits(content, split_fractions, str(path)), about)
-
-
-def _identity(path: Path) -> list:
-  """Place, size and time of a file: those of another text differ."""
-  found = path.stat()
-  return [str(path.resolve()), found.st_size, found.st_mtime_ns]
-
-
 def _python_manual() -> bytes:
   try:
     from pydoc_data.topics import topics
@@ -311,45 +322,3 @@ def _python_manual() -> bytes:
       "text of your own with data.path"
     ) from error
   return "\n".join(topics[topic] for topic in sorted(topics)).encode()
-
-
-def _open(path: Path) -> mmap.mmap:
-  # Opening a pipe would wait, and some devices never end.
-  if path.exists() and not path.is_file():
-    raise UserError(
-      f"data.path: expected a readable text file or folder, got {path} (no regular file)"
-    )
-  with path.open("rb") as file:
-    if path.stat().st_size == 0:
-      raise UserError(f"data.path: expected a text, got the empty file {path}")
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _open_split(folder: Path, split: str) -> Chunks:
-  names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
-  path = next((folder / name for name in names if (folder / name).exists()), None)
-  if path is None:
-    raise UserError(f"data.path: expected {' or '.join(names)} in the folder, got {folder} without")
-  content = _open(path)
-  return Chunks(content, 0, len(content), str(path))
-
-
-def _cut_splits(content, fractions: Sequence[float], source: str) -> dict[str, Chunks]:
-  size = len(content)
-  valid, test = (int(size * fraction) for fraction in fractions[1:])
-  first = _line_end(content, 0, size - valid - test)
-  second = _line_end(content, first, size - test) if valid else first
-  second = second if test else size
-  stretches = {"train": (0, first), "valid": (first, second), "test": (second, size)}
-  wanted = [split for split, share in zip(SPLITS, fractions, strict=True) if share]
-  if any(begin == end for begin, end in (stretches[split] for split in {"train", *wanted})):
-    raise UserError(
-      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
-    )
-  return {split: Chunks(content, *stretches[split], source) for split in SPLITS}
-
-
-def _line_end(content, begin: int, end: int) -> int:
-  """The last line end in the second half of begin .. end, or `end` if there is none."""
-  line_end = content.rfind(b"\n", (begin + end) // 2, end) + 1
-  return line_end or between_characters(content, end)

@@ -5,17 +5,22 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from dpjax.data import making
+from dpjax.data import chunks, making
+from dpjax.data.documents import Documents
 from dpjax.text.tokens import Tokenizer
 from dpjax.text.unigram import UnigramBoundaries, whole_words
 
 LARGE_BYTES = 2**25  # from here on a bar is shown
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 class Counter:
@@ -88,19 +93,46 @@ class Encoder:
     """The parts of a text as this takes them: boundaries need whole words."""
     return self.tokenizer.parts(text) if self.unigram is None else whole_words(text)
 
+  def encode_group(self, group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
+    """The arrays of each part of `groups`, one by one."""
+    return [self(part) for part, _ in group]
+
+  def groups(self, text: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Lists of parts, each with whether a document begins with it.
+
+    Documents are encoded one by one, as they would be alone; many short ones are a group.
+    """
+    if not isinstance(text, Documents):
+      for part in self.parts(text):
+        yield [(part, False)]
+      return
+    group, size = [], 0
+    for document in text.documents():
+      for i, part in enumerate(self.parts(document)):
+        group.append((part, i == 0))
+        size += len(part)
+        if size >= chunks.CHUNK_BYTES:
+          yield group
+          group, size = [], 0
+    if group:
+      yield group
+
 
 def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, split: str) -> dict:
   """Encodes a text into files of a folder, unless an earlier call has done it.
 
   Args:
-    text: parts of up to about 1 MiB.
+    text: parts of up to about 1 MiB, or `Documents`.
     size: of the text in bytes, at least roughly.
     encoder: makes arrays of parts.
     folder: where <split>.bin and its like are, and <split>.json says that they are whole.
+      Of `Documents` there is also <split>.documents.bin: at which token each of them
+      begins, int64, rising.
     split: name of the files.
 
   Returns:
-    "tokens" and the counts of `Counter`.
+    "tokens", the counts of `Counter` and, of `Documents`, "documents". One without tokens
+    is none.
 
   Raises:
     ValueError: of the text or the tokenizer.
@@ -108,17 +140,29 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
   note = folder / f"{split}.json"
   if done := making.read_json(note):
     return done
-  counter, tokens = Counter(), 0
-  files = [(folder / f"{split}{suffix}").open("wb") for suffix in encoder.suffixes]
+  counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
+  suffixes = encoder.suffixes + [".documents.bin"] * isinstance(text, Documents)
+  # Those of words remember them, and are not for several threads.
+  num_threads = 0 if encoder.unigram is None else 1
+  files = [(folder / f"{split}{suffix}").open("wb") for suffix in suffixes]
   try:
     with tqdm(
       total=size, desc=f"encoding {split}", unit="B", unit_scale=True, disable=size < LARGE_BYTES
     ) as bar:
-      for part, arrays in _in_threads(encoder, encoder.parts(text)):
-        bar.update(counter.add(part))
-        tokens += len(arrays[0])
-        for file, array in zip(files, arrays, strict=True):
-          array.tofile(file)
+      for group, encoded in _in_threads(encoder.encode_group, encoder.groups(text), num_threads):
+        begins = []
+        for (part, is_first), arrays in zip(group, encoded, strict=True):
+          bar.update(counter.add(part))
+          is_begun |= is_first
+          if is_begun and len(arrays[0]):
+            begins.append(tokens)
+            is_begun = False
+          tokens += len(arrays[0])
+        num_documents += len(begins)
+        columns = [np.concatenate(column) for column in zip(*encoded, strict=True)]
+        columns += [np.array(begins, np.int64)] * isinstance(text, Documents)
+        for file, column in zip(files, columns, strict=True):
+          column.tofile(file)
     for file in files:
       file.flush()
       os.fsync(file.fileno())
@@ -126,21 +170,25 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
     for file in files:
       file.close()
   done = {"tokens": tokens, **counter.result()}
+  if isinstance(text, Documents):
+    done["documents"] = num_documents
   making.write_json(note, done)
   return done
 
 
-def _in_threads(encoder: Encoder, parts: Iterable[str]) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _in_threads(
+  work: Callable[[Part], Result], parts: Iterable[Part], num_threads: int = 0
+) -> Iterator[tuple[Part, Result]]:
   """Pairs of part and what became of it, in order; few are held at a time.
 
   The libraries let other threads work while they do; some use all cores within a call.
   """
   waiting: collections.deque = collections.deque()
   num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  num_threads = max(2, num_cores or 1) if encoder.unigram is None else 1  # which remembers words
+  num_threads = num_threads or max(2, num_cores or 1)
   with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
     for part in parts:
-      waiting.append((part, threads.submit(encoder, part)))
+      waiting.append((part, threads.submit(work, part)))
       if len(waiting) > num_threads + 1:
         part, future = waiting.popleft()
         yield part, future.result()

@@ -3,7 +3,8 @@
 A folder holds {train,valid,test}.bin (uint16, or int32 where there are more than 65,536
 ids), tokenizer.json, and data.json with what can be counted, and the checksums of the
 .bin files; with Unigram boundaries also {train,valid,test}.boundaries.bin (uint8, one a
-token) and unigram.model.
+token) and unigram.model; of a text that knows its documents {train,valid,test}.documents.bin
+(int64, rising: the tokens with which they begin).
 
 Such folders lie in data_dir/tokens, for all runs. That of a run has the small files alone,
 and in its data.json "tokens", where the others are.
@@ -58,6 +59,8 @@ class Prepared:
     unigram: None, or what gives those of another text.
     folder: where the files are.
     checksums: SHA-256 of the .bin files, by name; {}: an earlier version wrote them.
+    documents: None, or of each split the places at which its documents begin, int64
+      [number of documents], rising from 0, mapped read-only.
   """
 
   name: str
@@ -68,11 +71,12 @@ class Prepared:
   unigram: UnigramBoundaries | None = None
   folder: Path = Path()
   checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  documents: Mapping[str, np.ndarray] | None = None
 
   @property
   def has_tokens(self) -> bool:
     """Whether the arrays are there, in their sizes."""
-    arrays = (self.splits, self.boundaries)
+    arrays = (self.splits, self.boundaries, self.documents)
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
@@ -89,9 +93,10 @@ class Prepared:
     """
     for split in splits or self.splits:
       ids = self.splits[split]
-      if self.boundaries is not None:
-        self.boundaries[split]  # noqa: B018  (raises what is wrong with the file)
-      for name in (f"{split}.bin", f"{split}.boundaries.bin"):
+      for others in (self.boundaries, self.documents):
+        if others is not None:
+          others[split]  # noqa: B018  (raises what is wrong with the file)
+      for name in (f"{split}.bin", f"{split}.boundaries.bin", f"{split}.documents.bin"):
         expected = self.checksums.get(name)
         if expected is not None and making.checksum(self.folder / name) != expected:
           raise _changed(self.folder / name, "what was prepared", "a file that was changed")
@@ -294,6 +299,9 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
       _check_counts(counts[split])
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     has_boundaries = bool(content.get("unigram", False))
+    num_documents = {x: y["documents"] for x, y in counts.items() if "documents" in y}
+    if any(not isinstance(x, int) or x < 1 for x in num_documents.values()):
+      raise UserError(f"{num_documents} documents")
     checksums = dict(content.get("checksums", {}))
     tokens = _find_tokens(folder, content.get("tokens", ""), data_dir)
     if not isinstance(name, str) or dtype not in (np.uint16, np.int32):
@@ -308,8 +316,12 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
     )
   splits = _Arrays(tokens, ".bin", dtype, sizes)
   tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
+  documents = None
+  if num_documents.keys() >= {*SPLITS}:
+    documents = _Arrays(tokens, ".documents.bin", np.dtype(np.int64), num_documents)
+  places: dict[str, Any] = dict(folder=tokens, checksums=checksums, documents=documents)
   if not has_boundaries:
-    return Prepared(name, tokenizer, splits, counts, folder=tokens, checksums=checksums)
+    return Prepared(name, tokenizer, splits, counts, **places)
   boundaries = _Arrays(tokens, ".boundaries.bin", np.dtype(np.uint8), sizes)
   path = folder / "unigram.model"
   try:
@@ -318,7 +330,7 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
     raise UserError(
       f"{path}: expected the Unigram model of prepared data, got another file, or none ({error})"
     ) from error
-  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, tokens, checksums)
+  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, **places)
 
 
 def _find_tokens(folder: Path, tokens: str, data_dir: str | Path) -> Path:

@@ -117,14 +117,17 @@ def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int |
   return from_tokens
 
 
-def train_batches(config: ConfigDict, data: prepared.Prepared):
-  """The batches of `config.train`, by its rule."""
+def train_batches(config: ConfigDict, data: Any):
+  """The batches of `config.train` of a `Prepared`, by its rule."""
   settings, tokens = config.train, data.splits["train"]
   boundaries = None if data.boundaries is None else data.boundaries["train"]
   size = settings.batch_size, settings.window or config.model.max_length
+  options: dict[str, Any] = dict(boundaries=boundaries)
+  if config.data.documents == "isolated":
+    options["documents"] = evaluation.document_starts(data.documents["train"], data.tokenizer)
   if settings.batches == "random_windows":
-    return batches.RandomWindows(tokens, *size, config.seed, boundaries=boundaries)
-  options: dict[str, Any] = dict(boundaries=boundaries, pad_id=pad_id(config.model))
+    return batches.RandomWindows(tokens, *size, config.seed, **options)
+  options["pad_id"] = pad_id(config.model)
   if settings.batches == "shuffled_windows":
     return batches.ShuffledWindows(tokens, *size, config.seed, **options)
   return batches.ContiguousRows(tokens, *size, **options)

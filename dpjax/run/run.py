@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+from dpjax import config as config_lib
 from dpjax.data import making, prepared
 from dpjax.errors import UserError
 from dpjax.generation import generator
@@ -93,7 +94,13 @@ class Run:
     )
 
   def score_split(
-    self, split: str = "test", *, window: int = 0, stride: int = 0, progress: bool = False
+    self,
+    split: str = "test",
+    *,
+    window: int = 0,
+    stride: int = 0,
+    documents: str = "",
+    progress: bool = False,
   ) -> dict[str, float]:
     """Scores a split of the run's corpus, each of its tokens once.
 
@@ -101,6 +108,8 @@ class Run:
       split: "train", "valid" or "test".
       window: as in `score`.
       stride: as in `score`.
+      documents: "isolated": each document is scored as if it stood alone, from a start
+        token on; "joined": the text is one; "": as `config.data.documents`.
       progress: show a bar.
 
     Returns:
@@ -108,12 +117,13 @@ class Run:
 
     Raises:
       ValueError: there is no such split, its tokens have changed since they were
-        prepared, or the window is longer than the model's.
+        prepared, the window is longer than the model's, or nothing is known of documents.
     """
-    data = self._data_with(split)
+    documents = self._documents(documents)
+    data = self._data_with(split, documents)
     data.check(split)
     size: Any = dict(window=window, stride=stride, progress=progress)
-    return self._score_split(self.params, split, data, **size)
+    return self._score_split(self.params, split, data, documents, **size)
 
   def tokens(self, split: str = "test") -> np.ndarray:
     """The tokens of a split of the run's corpus, [N], made again where they are gone.
@@ -123,16 +133,32 @@ class Run:
     """
     return self._data_with(split).splits[split]
 
-  def _data_with(self, split: str) -> prepared.Prepared:
+  def _documents(self, documents: str) -> str:
+    config_lib.check_choice("data.documents", documents or self.config.data.documents)
+    return documents or self.config.data.documents
+
+  def _data_with(self, split: str, documents: str = "joined") -> prepared.Prepared:
     if self.data is None or split not in [*self.data.splits]:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
-    if self.workdir is None or self.data.has_tokens:
-      return self.data
+    data = self._data_by(documents)
+    if self.workdir is None or data.has_tokens:
+      return data
     return tokens_lib.find_tokens(self.config, self.workdir / "data")
 
+  def _data_by(self, documents: str) -> Any:
+    if self.data is None or documents == "joined" or self.data.documents is not None:
+      return self.data
+    return tokens_lib.with_documents(self.config, self.data)
+
   def write_scores(
-    self, split: str, scores: Mapping[str, float], *, window: int = 0, stride: int = 0
+    self,
+    split: str,
+    scores: Mapping[str, float],
+    *,
+    window: int = 0,
+    stride: int = 0,
+    documents: str = "",
   ) -> None:
     """Writes what `score_split` gave into the run's folder, as JSON."""
     if self.workdir is None or self.data is None or jax.process_index() != 0:
@@ -141,13 +167,17 @@ class Run:
     name = f"scores_{split}_{self.step}"
     if used != self._scorer.sizes():
       name += f"_window{window}_stride{stride}"
+    documents = self._documents(documents)
+    if documents != self._documents(""):
+      name += f"_{documents}"
     content = {
       "split": split,
       "step": self.step,
       "window": window,
       "stride": stride,
       "scores": metrics.for_json(scores),
-      "counts": dict(self.data.counts[split]),
+      "documents": documents,
+      "counts": dict(self._data_by(documents).counts[split]),
     }
     making.write_json(self.workdir / f"{name}.json", content)
 
@@ -200,7 +230,11 @@ class Run:
     model: Any = self.model
     return build.generator(self.config, model, self.tokenizer)
 
-  def _score_split(self, params, split: str, data: Any, **size) -> dict[str, float]:
+  def _score_split(
+    self, params, split: str, data: Any, documents: str = "", **size
+  ) -> dict[str, float]:
+    is_isolated = self._documents(documents) == "isolated"
+    size["documents"] = data.documents[split] if is_isolated else None
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
     return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)

@@ -56,6 +56,24 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
   return _make_tokens(config)
 
 
+def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prepared:
+  """The same corpus with its documents, in data_dir, made unless it is there.
+
+  Raises:
+    ValueError: it says nothing of documents, or comes out with another vocabulary.
+  """
+  config = config.copy_and_resolve_references()
+  config.data.documents = "isolated"
+  on_first_process(lambda: _make_tokens(config) and None)
+  made = _make_tokens(config)
+  if made.tokenizer.to_json() != data.tokenizer.to_json():
+    raise UserError(
+      f"data.documents: expected {data.name} to have the run's vocabulary also when isolated, "
+      "got another text or vocabulary"
+    )
+  return made
+
+
 def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
   return prepared.open_prepared(folder, config.data.data_dir)
 
@@ -100,6 +118,9 @@ def _load_corpus(config: ConfigDict) -> corpora.Corpus:
     max_characters=settings.max_characters,
     data_dir=settings.data_dir,
     manual_dir=settings.manual_dir,
+    documents=settings.documents,
+    text_field=settings.text_field,
+    separator=settings.separator,
   )
 
 

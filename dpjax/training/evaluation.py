@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from dpjax.data import batches
+from dpjax.data import batches, document_batches
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import losses, metrics, sharding
@@ -84,6 +84,12 @@ def evaluate(
   return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
 
 
+def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.DocumentStarts:
+  """Documents that begin at these places, each behind the tokenizer's start token."""
+  start_id = tokenizer.start_id
+  return batches.DocumentStarts(begins, start_id, int(start_id in tokenizer.space_ids))
+
+
 @dataclasses.dataclass(frozen=True)
 class Scorer:
   """Scores texts with one model, compiled once.
@@ -128,6 +134,7 @@ class Scorer:
     counts: Mapping[str, Any],
     *,
     boundaries: np.ndarray | None = None,
+    documents: np.ndarray | None = None,
     window: int = 0,
     stride: int = 0,
     progress: bool = False,
@@ -139,6 +146,8 @@ class Scorer:
       tokens: of the text, [N].
       counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
       boundaries: those of a Unigram model, [N], where the model needs them.
+      documents: the places at which its documents begin, to score each of them as if it
+        stood alone; None: it is one.
       window: as `sizes` takes it.
       stride: likewise.
       progress: show a bar.
@@ -151,17 +160,17 @@ class Scorer:
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
-    start_id = self.tokenizer.start_id
-    rows = batches.EvaluationWindows(
-      tokens,
-      *self.sizes(window, stride),
-      # Whole rows for every device; rows without text count nothing.
-      -(-self.batch_size // self._mesh.size) * self._mesh.size,
-      start_id,
-      boundaries=boundaries,
-      start_boundary=int(start_id in self.tokenizer.space_ids),
-      pad_id=self.pad_id,
-    )
+    # Whole rows for every device; rows without text count nothing.
+    num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
+    size = tokens, *self.sizes(window, stride), num_rows
+    given: Any = dict(boundaries=boundaries, pad_id=self.pad_id)
+    if documents is None:
+      start = document_starts(np.zeros(1, np.int64), self.tokenizer)
+      given["start_boundary"] = start.start_boundary
+      rows = batches.EvaluationWindows(*size, start.start_id, **given)
+    else:
+      starts = document_starts(documents, self.tokenizer)
+      rows = document_batches.EvaluationDocuments(*size, starts, **given)
     return evaluate(
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )

@@ -68,5 +68,6 @@ SOURCES = {
     "0.5 GB; download 0.3 GB",
     "Conneau et al. 2020, arXiv:1911.02116",
     ("en", "fi", "he", "vi"),
+    documents=r"\n\n",
   )
 }

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpjax.data.documents import line_pattern
 from dpjax.data.download import File, Files
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
@@ -94,5 +95,6 @@ SOURCES = {
     "public domain in the USA",
     "35 MB",
     "Project Gutenberg, gutenberg.org; the list is ours",
+    documents=line_pattern(SEPARATOR.rstrip()),
   )
 }

@@ -43,5 +43,6 @@ SOURCES = {
     "none stated",
     "4.2 GB; download 1.8 GB",
     "Chelba et al. 2013, arXiv:1312.3005",
+    documents=r"\n",
   )
 }

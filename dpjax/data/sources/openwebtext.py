@@ -17,6 +17,7 @@ together, for whatever tokenizer.
 
 from collections.abc import Iterator
 
+from dpjax.data.documents import line_pattern
 from dpjax.data.download import Files
 from dpjax.data.sources import reading
 from dpjax.data.sources.source import Source
@@ -41,5 +42,6 @@ SOURCES = {
     "CC0 for the packaging; the pages are their authors'",
     "40 GB; download 24 GB",
     "Gokaslan et al. 2019, skylion007.github.io/OpenWebTextCorpus",
+    documents=line_pattern(SEPARATOR),
   )
 }

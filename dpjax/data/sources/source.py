@@ -21,6 +21,8 @@ class Source:
     head: of train, valid and test, how many clean characters its first part, which
       `is_head` asks for, is sure to hold; (): there is none.
     version: to be raised when the same files come out as another text.
+    documents: where its documents begin, as `dpjax.data.documents.Marked.begins`; "": that
+      cannot be told.
   """
 
   title: str
@@ -31,3 +33,4 @@ class Source:
   languages: tuple[str, ...] = ()
   head: tuple[int, ...] = ()
   version: int = 1
+  documents: str = ""

@@ -68,5 +68,6 @@ SOURCES = {
     "Guo et al. 2020, aclanthology.org/2020.lrec-1.297",
     ("en", "fi", "he", "vi"),
     head=(400_000_000, 3_000_000, 3_000_000),
+    documents=r"(?=\n_START_ARTICLE_\n)",
   )
 }

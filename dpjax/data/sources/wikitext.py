@@ -67,6 +67,8 @@ def _source(name: str, title: str, size: str) -> Source:
     "CC BY-SA 3.0",
     size,
     "Merity et al. 2016, arXiv:1609.07843",
+    # A title is a line " = Robert Boulter = " between blank ones; headings have more =.
+    documents=r"(?<=\n \n)(?= = [^=\n][^\n]* = \n \n)",
   )
 
 

@@ -1,0 +1,111 @@
+"""Documents of a text, many in a row, as `dpjax.data.batches` has windows of a stream."""
+
+import numpy as np
+
+from dpjax.data.batches import DocumentStarts, check_boundaries, check_stride
+
+
+class EvaluationDocuments:
+  """Evaluation batches that score each document as if it stood alone, every token once.
+
+  The windows of a document are those that `EvaluationWindows` makes of it alone. They are
+  packed: windows of T tokens and fewer stand in rows of T, one behind the other, and each
+  is a document to the model. With start token 9, T = S = 4:
+
+    tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
+    row 0: tokens [9 3 1 4]  targets [3 1 4 1]  starts [1 0 0 0]
+    row 1: tokens [1 9 9 0]  targets [5 9 2 0]  starts [1 1 0 0]  weights [1 1 1 0]
+
+  Attributes:
+    batch_size: B.
+  """
+
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    window: int,
+    stride: int,
+    batch_size: int,
+    documents: DocumentStarts,
+    *,
+    boundaries: np.ndarray | None = None,
+    pad_id: int = 0,
+  ):
+    """Takes the stream, ids [N] of any integer type, N >= 1.
+
+    Raises:
+      ValueError: the stride is not in 1 .. window, there are not N boundaries, or
+        documents begin elsewhere.
+    """
+    check_boundaries(boundaries, tokens)
+    documents.check(tokens)
+    check_stride(window, stride)
+    self.batch_size = batch_size
+    self._tokens = tokens
+    self._window = window
+    self._stride = stride
+    self._documents = documents
+    self._boundaries = boundaries
+    self._pad_id = pad_id
+    sizes = np.diff(documents.begins, append=len(tokens))
+    # After each document, how many windows there are; and their places.
+    self._num_windows = np.cumsum(-(-sizes // stride))
+    begins, ends, _ = self._places(np.arange(self._num_windows[-1]))
+    ends = np.cumsum(ends - begins)
+    rows = [0]
+    while rows[-1] < len(ends):
+      taken = ends[rows[-1] - 1] if rows[-1] else 0
+      rows.append(int(np.searchsorted(ends, taken + window, "right")))
+    self._rows = np.array(rows)  # the first window of each, and the number of windows
+
+  def __len__(self) -> int:
+    """How many batches."""
+    return -(-(len(self._rows) - 1) // self.batch_size)
+
+  def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of batch `index`, 0 .. len - 1."""
+    numbers = index * self.batch_size + np.arange(self.batch_size)[rows]
+    shape = len(numbers), self._window
+    batch: dict[str, np.ndarray] = {
+      "tokens": np.full(shape, self._pad_id, np.int32),
+      "targets": np.zeros(shape, np.int32),
+      "weights": np.zeros(shape, np.float32),
+      "starts": np.zeros(shape, np.int32),
+    }
+    if self._boundaries is not None:
+      batch["boundaries"] = np.zeros(shape, np.int32)
+    batch["starts"][:, 0] = 1
+    for b, number in enumerate(numbers.clip(max=len(self._rows) - 1)):
+      windows = np.arange(*self._rows[number : number + 2]) if number + 1 < len(self._rows) else []
+      at = 0
+      for begin, end, counted in zip(*self._places(windows), strict=True):
+        here = slice(at, at + end - begin)
+        batch["starts"][b, at] = 1
+        batch["targets"][b, here] = self._tokens[begin:end]
+        batch["weights"][b, here] = np.arange(begin, end) >= counted
+        self._put(batch["tokens"][b, here], self._tokens, begin, self._documents.start_id)
+        if self._boundaries is not None:
+          first = self._documents.start_boundary
+          self._put(batch["boundaries"][b, here], self._boundaries, begin, first)
+        at += end - begin
+    return batch
+
+  def _put(self, places: np.ndarray, stream: np.ndarray, begin: int, start: int) -> None:
+    """Writes the inputs of the targets from `begin` on: each is the token before."""
+    end = begin + len(places)
+    places[1:] = stream[begin : end - 1]
+    places[0] = start if self._documents.are_begun_at(begin) else stream[begin - 1]
+
+  def _places(self, windows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where in the stream the targets of windows begin and end, and from where they count."""
+    windows = np.asarray(windows, np.int64)
+    number = np.searchsorted(self._num_windows, windows, "right")
+    begins = self._documents.begins
+    place, end = begins[number], np.append(begins[1:], len(self._tokens))[number]
+    before = np.where(number > 0, self._num_windows[number - 1], 0)
+    counted = (windows - before) * self._stride
+    return (
+      place + np.maximum(0, counted + self._stride - self._window),
+      np.minimum(place + counted + self._stride, end),
+      place + counted,
+    )

@@ -1,0 +1,166 @@
+"""Texts made of documents: where each of them begins is known.
+
+  a line between documents, or a title      Marked      of a text as it stands
+  a JSON object a line                      JsonLines
+  a file each                               FileDocuments
+
+Documents of the last two are joined with a line end behind each that has none.
+"""
+
+import abc
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from dpjax.data import chunks
+from dpjax.data.chunks import Chunks
+from dpjax.data.sources import reading
+from dpjax.errors import UserError
+
+FORMS = (
+  "a folder of .txt files, .jsonl, .txt with data.separator, and childrens_books, openwebtext, "
+  "wiki40b, wikitext*, cc100 and lm1b have documents, unless cleaned"
+)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Documents(abc.ABC):
+  """A text in parts, as `dpjax.data.chunks.Text`, that knows its documents."""
+
+  @abc.abstractmethod
+  def __len__(self) -> int:
+    """Its size in bytes, at least roughly."""
+
+  @abc.abstractmethod
+  def documents(self) -> Iterator[Iterable[str]]:
+    """Yields the documents, none of them empty, each in parts as `Chunks` makes them.
+
+    Raises:
+      UserError: a document cannot be read.
+    """
+
+  def __iter__(self) -> Iterator[str]:
+    """Yields the parts of all documents."""
+    for document in self.documents():
+      yield from document
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked(Documents):
+  r"""Documents that marks in the text set apart.
+
+    "one\n--\ntwo\n", begins "^--\n"  ->  "one\n--\n" and "two\n"
+
+  All characters stay, marks included: joined, the documents are the text.
+
+  Attributes:
+    text: the whole.
+    begins: a regular expression for bytes, in which ^ is the beginning of a line. A
+      document begins where a match ends, and where the text begins.
+  """
+
+  text: Chunks
+  begins: str
+
+  def __len__(self) -> int:
+    """The text's size in bytes."""
+    return len(self.text)
+
+  def __iter__(self) -> Iterator[str]:
+    """Yields the parts of the text, whatever its documents: a vocabulary is learned of these."""
+    return iter(self.text)
+
+  def documents(self) -> Iterator[Iterable[str]]:
+    """See `Documents`; a byte-order mark is left out."""
+    content, end = self.text.content, self.text.end
+    begin = self.text.begin
+    if begin == 0 and content[:3] == BYTE_ORDER_MARK:
+      begin = len(BYTE_ORDER_MARK)
+    pattern = re.compile(self.begins.encode(), re.M)
+    for match in pattern.finditer(content, begin, end):
+      if match.end() > begin:
+        yield dataclasses.replace(self.text, begin=begin, end=match.end())
+        begin = match.end()
+    if end > begin:
+      yield dataclasses.replace(self.text, begin=begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonLines(Documents):
+  """Documents that are strings in JSON objects, one a line; blank lines are left out.
+
+  Attributes:
+    lines: the whole.
+    field: the string's name.
+  """
+
+  lines: Chunks
+  field: str
+
+  def __len__(self) -> int:
+    """The lines' size in bytes."""
+    return len(self.lines)
+
+  def documents(self) -> Iterator[Iterable[str]]:
+    """See `Documents`; a byte-order mark is left out."""
+    content, begin, source = self.lines.content, self.lines.begin, self.lines.source
+    while begin < self.lines.end:
+      end = content.find(b"\n", begin, self.lines.end) + 1 or self.lines.end
+      line = content[begin:end].strip()
+      if line:
+        yield from _document(self._text(line, begin), source)
+      begin = end
+
+  def _text(self, line: bytes, place: int) -> str:
+    try:
+      text = json.loads(line)[self.field]
+      if not isinstance(text, str):
+        raise TypeError(f"{self.field} of the type {type(text).__name__}")
+      text.encode()
+      return text
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+      raise UserError(
+        f"data.path: expected a JSON object with a string {self.field!r} (data.text_field) a "
+        f"line, got another line at offset {place} of {self.lines.source} ({error!r})"
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class FileDocuments(Documents):
+  """Documents that are files, plain or packed, in this order; each is read whole.
+
+  Attributes:
+    paths: of the files.
+    size: of all on disk, bytes.
+  """
+
+  paths: Sequence[Path]
+  size: int
+
+  def __len__(self) -> int:
+    """The files' size in bytes."""
+    return self.size
+
+  def documents(self) -> Iterator[Iterable[str]]:
+    """See `Documents`; byte-order marks are left out."""
+    for path in self.paths:
+      yield from _document("".join(reading.text_file(path)).removeprefix("\ufeff"), str(path))
+
+
+def line_pattern(separator: str) -> str:
+  """What `Marked.begins` is for documents with a line between them."""
+  return rf"^{re.escape(separator)}\r?\n"
+
+
+def _document(text: str, source: str) -> Iterator[Iterable[str]]:
+  """The document as parts, or nothing of an empty one."""
+  if not text:
+    return
+  text = text if text.endswith("\n") else text + "\n"
+  if len(text) <= chunks.CHUNK_BYTES:
+    yield [text]
+  else:
+    content = text.encode()
+    yield Chunks(content, 0, len(content), source)

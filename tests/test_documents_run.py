@@ -1,0 +1,134 @@
+"""Runs on documents that do not see each other: train, stop, go on, score."""
+
+import inspect
+import json
+
+import chex
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax.errors import Interrupted, UserError
+from dpjax.models.language_model import LanguageModel
+from tests import helpers
+
+IS_CORE_THERE = "starts" in inspect.signature(LanguageModel.__call__).parameters
+pytestmark = [
+  pytest.mark.usefixtures("standard_promotion"),
+  pytest.mark.xfail(not IS_CORE_THERE, reason="models do not take starts yet", strict=False),
+]
+
+
+def write_documents(path):
+  """Documents of random words, of one to eleven lines."""
+  draw = np.random.default_rng(3)
+  texts = [
+    "".join(" ".join(draw.choice(helpers.WORDS, size=4)) + "\n" for _ in range(draw.integers(1, 9)))
+    for _ in range(120)
+  ]
+  if path.suffix == ".jsonl":
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  else:
+    path.write_text("--\n".join(texts))
+  return path
+
+
+def documents_of(run, split):
+  tokens = run.tokens(split)
+  return [run.tokenizer.decode(x) for x in np.split(tokens, run.data.documents[split][1:])]
+
+
+def score_alone(run, split, **size):
+  """The nats per token of a split, from the score of each of its documents."""
+  texts = documents_of(run, split)
+  counts = [len(run.tokenizer.encode(text)) for text in texts]
+  scores = [run.score(text, **size)["nats_per_token"] for text in texts]
+  return np.dot(scores, counts) / sum(counts)
+
+
+@pytest.fixture(scope="module")
+def isolated(tmp_path_factory):
+  """A run on documents, of 12 steps, and its test scores."""
+  folder = tmp_path_factory.mktemp("isolated")
+  config = helpers.small_config(write_documents(folder / "texts.jsonl"))
+  config.data.documents = "isolated"
+  config.train.accumulate_steps = 1
+  return folder, config, *dpjax.train(config, folder / "run")
+
+
+def test_scores_are_those_of_each_document_alone(isolated):
+  _, _, run, scores = isolated
+  assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
+  # By context, too; and it is another score than that of a joined text.
+  size = dict(window=17, stride=5)
+  found = run.score_split("test", **size)["nats_per_token"]
+  assert found == pytest.approx(score_alone(run, "test", **size), rel=1e-5)
+  joined = run.score_split("test", documents="joined")["nats_per_token"]
+  assert joined == pytest.approx(
+    run.score("".join(documents_of(run, "test")))["nats_per_token"], rel=1e-6
+  )
+  assert abs(joined - scores["nats_per_token"]) > 1e-4
+  with pytest.raises(UserError, match="^data.documents: expected one of joined, isolated, got is"):
+    run.score_split("test", documents="isolate")
+
+
+def test_scores_say_what_they_are_of(isolated):
+  folder, _, run, scores = isolated
+  content = json.loads((folder / f"run/scores_test_{run.step}.json").read_text())
+  assert content["documents"] == "isolated" and content["scores"] == scores
+  assert content["counts"]["documents"] == len(run.data.documents["test"])
+  run.write_scores("test", scores, documents="joined")
+  content = json.loads((folder / f"run/scores_test_{run.step}_joined.json").read_text())
+  assert content["documents"] == "joined"
+
+
+@pytest.mark.parametrize("batches", ["contiguous", "shuffled_windows"])
+def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(isolated, tmp_path, batches):
+  folder, config, _, _ = isolated
+  config = config.copy_and_resolve_references()
+  config.train.batches = batches
+  whole = folder / "run"
+  if batches != "contiguous":
+    whole = tmp_path / "whole"
+    dpjax.train(config, whole)
+  asked = []
+  with pytest.raises(Interrupted):
+    dpjax.train(config, tmp_path / "run", should_stop=lambda: len(asked) > 4 or asked.append(1))
+  dpjax.train(config, tmp_path / "run")
+  params = dpjax.load(whole, 12).params
+  chex.assert_trees_all_equal(dpjax.load(tmp_path / "run", 12).params, params)
+  config.data.documents = "joined"
+  with pytest.raises(UserError, match="data.documents: 'isolated' there, 'joined' here"):
+    dpjax.train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("boundaries", ["unigram", "routing"])
+def test_a_run_that_pools(tmp_path, boundaries):
+  path = write_documents(tmp_path / "texts.txt")
+  config = helpers.pooled_config(path, boundaries)
+  config.data.update(documents="isolated", separator="--")
+  run, scores = dpjax.train(config, tmp_path / "run")
+  assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
+
+
+def test_the_command_scores_a_joined_run_by_documents(tmp_path):
+  path = write_documents(tmp_path / "texts.txt")
+  config = helpers.small_config(path)
+  config.data.separator = "--"
+  run, _ = dpjax.train(config, tmp_path / "run")
+  assert run.data.documents is None
+  flags = [f"--workdir={tmp_path / 'run'}"]
+  done = helpers.script("evaluate.py", *flags, "--documents=isolated")
+  assert done.returncode == 0, done.stderr
+  assert "The test split, by step" in done.stdout
+  assert ", each document as if it stood alone:" in done.stdout
+  file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
+  content = json.loads(file.read_text())
+  config.data.documents = "isolated"
+  other = dpjax.run.tokens.prepare_data(config, tmp_path / "data")
+  texts = np.split(other.splits["test"], other.documents["test"][1:])
+  scores = [run.score(run.tokenizer.decode(x))["nats_per_token"] * len(x) for x in texts]
+  expected = sum(scores) / len(other.splits["test"])
+  assert content["scores"]["nats_per_token"] == pytest.approx(expected, rel=1e-5)
+  plain = helpers.script("evaluate.py", *flags)
+  assert plain.returncode == 0 and "alone" not in plain.stdout
