@@ -21,8 +21,9 @@ from dpjax.registry import ConfigDict
 
 CHOICES = {
   "model.norm": ("post", "pre"),
+  "model.norm_kind": ("layer_norm", "rms_norm"),
   "model.positions": ("sinusoidal", "learned", "none"),
-  "model.activation": ("relu", "gelu"),
+  "model.activation": ("relu", "gelu", "swiglu"),
   "model.dtype": ("float32", "bfloat16"),
   "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
   "train.parameters": ("replicated", "sharded"),
@@ -212,6 +213,12 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
       f"{name}.num_heads",
       f"a divisor of {key}.width = {stage['width']}",
       heads,
+    )
+    _expect(
+      (section or {}).get("rotary_base") is None or stage["width"] // heads % 2 == 0,
+      f"{name}.rotary_base",
+      "None where a head has an odd number of features",
+      f"{stage['width']} // {heads} = {stage['width'] // heads} of them",
     )
   if is_pooled(stage):
     return

@@ -99,9 +99,12 @@ def default_model() -> ConfigDict:
   model.width = 512  # D
   model.feed_forward_width = 512
   model.max_length = 512  # longest T, tokens; l of the Extractors
-  model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
+  model.norm = "post"  # after ("post") or before ("pre") each branch
+  model.norm_kind = "layer_norm"  # or "rms_norm"
+  model.use_bias = True  # of norms, feed-forward networks and logits
   model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
-  model.activation = "relu"  # or "gelu" (by erf)
+  model.tie_embeddings = False  # logits by the token table: no matrix of their own
+  model.activation = "relu"  # or "gelu" (by erf), "swiglu" (with a third matrix)
   model.dropout = 0.0  # of embeddings and of each branch
   model.hidden_dropout = 0.0  # within the feed-forward network
   model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
