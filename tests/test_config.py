@@ -69,7 +69,7 @@ REFUSED = [
   ("model.boundaries.name", "gumble", "expected one of none, .* did you mean gumbel?"),
   ("model.norm", "none", "expected one of post, pre, got none"),
   ("model.positions", "fixed", "expected one of sinusoidal, learned, none, got fixed"),
-  ("model.activation", "tanh", "expected one of relu, gelu, got tanh"),
+  ("model.activation", "tanh", "expected one of relu, gelu, swiglu, got tanh"),
   ("model.dtype", "float16", "expected one of float32, bfloat16, got float16"),
   ("train.optimizer.name", "sgdm", "expected one of adam, adamw, .*, got sgdm"),
   ("train.schedule.name", "linear", "expected one of constant, cosine, got linear"),

@@ -71,7 +71,8 @@ class SelfAttention(nn.Module):
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
     qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
     if self.rotary_base is not None:
-      qkv = *self._rotate(qkv[:2], cache), qkv[2]
+      angles = self._angles(inputs.shape[1], width // self.num_heads, self.rotary_base, cache)
+      qkv = ops.rotate(qkv[0], angles), ops.rotate(qkv[1], angles), qkv[2]
     if cache is None:
       rate = 0.0 if deterministic else self.dropout
       key = self.make_rng("dropout") if rate else None
@@ -94,16 +95,15 @@ class SelfAttention(nn.Module):
       batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
     )
 
-  def _rotate(self, arrays, cache: ops.AttentionCache | None) -> list[jax.Array]:
-    """Queries and keys, each turned by its position in the row."""
-    length, features = arrays[0].shape[1], arrays[0].shape[3]
-    table = jnp.asarray(ops.rotary_angles(self.max_length, features, self.rotary_base))
+  def _angles(
+    self, length: int, features: int, base: float, cache: ops.AttentionCache | None
+  ) -> jax.Array:
+    """Those of `dpjax.ops.rotate`, by each token's position in its row."""
+    table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is None:
-      angles = table[None, :length]
-    else:
-      place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-      angles = jnp.take(table, place_bt, axis=0, mode="clip")
-    return [ops.rotate(x, angles) for x in arrays]
+      return table[None, :length]
+    place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    return jnp.take(table, place_bt, axis=0, mode="clip")
 
 
 class RelativePositions(NamedTuple):
