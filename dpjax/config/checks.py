@@ -1,6 +1,7 @@
 """The rules between the settings of a run."""
 
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ CHOICES = {
   "model.activation": ("relu", "gelu", "swiglu"),
   "model.dtype": ("float32", "bfloat16"),
   "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
+  "train.decay_mask": ("all", "matrices"),
   "train.parameters": ("replicated", "sharded"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
@@ -69,8 +71,10 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
     "train.num_steps",
     "eval.window",
     "eval.stride",
+    "eval.max_tokens",
     "train.clip_norm",
     "train.learning_rate",
+    "train.patience",
   ):
     _at_least(config, key, 0)
   _check_training(config.train)
@@ -246,6 +250,15 @@ def _check_training(train: ConfigDict) -> None:
   registry.schedules.build(
     train.schedule, "train.schedule", peak=1.0, num_steps=train.num_steps or 2**31
   )
+  name, rate = train.optimizer.name, train.ema_decay
+  _expect(
+    train.decay_mask == "all"
+    or "mask" in inspect.signature(registry.optimizers.component(name)).parameters,
+    "train.decay_mask",
+    f"all with train.optimizer = {name}, which takes no mask",
+    train.decay_mask,
+  )
+  _expect(0 <= rate < 1, "train.ema_decay", "a number in [0, 1)", rate)
   # Others may want other ranges.
   is_ours = train.optimizer.name in ("adam", "adamw", "lion", "sgd", "muon")
   for key, value in train.optimizer.items() if is_ours else ():

@@ -130,6 +130,7 @@ class Scorer:
     boundaries: np.ndarray | None = None,
     window: int = 0,
     stride: int = 0,
+    max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
     """Scores a text, its first token included.
@@ -141,6 +142,9 @@ class Scorer:
       boundaries: those of a Unigram model, [N], where the model needs them.
       window: as `sizes` takes it.
       stride: likewise.
+      max_tokens: that are scored, in windows drawn once for all texts of one length, which
+        stand for the text: a share of it is taken to have that share of its characters. 0:
+        all.
       progress: show a bar.
 
     Returns:
@@ -161,7 +165,11 @@ class Scorer:
       boundaries=boundaries,
       start_boundary=int(start_id in self.tokenizer.space_ids),
       pad_id=self.pad_id,
+      max_tokens=max_tokens,
     )
+    if rows.share < 1:
+      units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
+      counts = {unit: counts[unit] * rows.share for unit in units}
     return evaluate(
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )
