@@ -327,7 +327,7 @@ boundaries = Registry(
 optimizers = Registry(
   "optimizer",
   "dpjax.register_optimizer",
-  given=("learning_rate",),
+  given=("learning_rate", "mask"),
   known={
     "adam": "optax:adam",
     "adamw": "optax:adamw",
@@ -343,6 +343,8 @@ schedules = Registry(
   known={
     "constant": "dpjax.training.optimizer:constant",
     "cosine": "dpjax.training.optimizer:cosine",
+    "linear": "dpjax.training.optimizer:linear",
+    "warmup_stable_decay": "dpjax.training.optimizer:warmup_stable_decay",
   },
 )
 register_mixer, register_boundaries = mixers.register, boundaries.register

@@ -69,10 +69,21 @@ REFUSED = [
   ("model.boundaries.name", "gumble", "expected one of none, .* did you mean gumbel?"),
   ("model.norm", "none", "expected one of post, pre, got none"),
   ("model.positions", "fixed", "expected one of sinusoidal, learned, none, got fixed"),
-  ("model.activation", "tanh", "expected one of relu, gelu, got tanh"),
+  ("model.activation", "tanh", "expected one of relu, gelu, swiglu, got tanh"),
   ("model.dtype", "float16", "expected one of float32, bfloat16, got float16"),
   ("train.optimizer.name", "sgdm", "expected one of adam, adamw, .*, got sgdm"),
-  ("train.schedule.name", "linear", "expected one of constant, cosine, got linear"),
+  ("train.schedule.name", "lineal", "expected one of constant, .* did you mean linear?"),
+  ("model.norm_kind", "rmsnorm", "expected one of layer_norm, rms_norm, got rmsnorm; did you"),
+  ("model.activation", "swigul", "expected one of .* did you mean swiglu?"),
+  ("model.tie_embeddings", 1, "expected a value of type bool, got 1"),
+  ("model.use_bias", "no", "expected a value of type bool, got 'no'"),
+  ("model.mixer.rotary_base", 1e4, "expected a setting of dispatcher, got an unknown one"),
+  ("train.decay_mask", "matrix", "expected one of all, matrices, got matrix; did you mean"),
+  ("train.decay_mask", "matrices", "expected all with train.optimizer = adam, .* no mask, got"),
+  ("train.ema_decay", 1.0, r"expected a number in \[0, 1\), got 1.0"),
+  ("train.ema_decay", -0.1, r"expected a number in \[0, 1\), got -0.1"),
+  ("train.patience", 1.5, "expected a value of type int, got 1.5"),
+  ("eval.max_tokens", 0.05, "expected a value of type int, got 0.05"),
   ("train.parameters", "split", "expected one of replicated, sharded, got split"),
   ("train.batches", "shufled_windows", ".* mean shuffled_windows?"),
   ("model.mixer.implementation", "loob", "expected None or .* did you mean loop?"),
@@ -102,6 +113,15 @@ REFUSED = [
 ]
 # The same with a component by its name.
 OF_COMPONENTS = [
+  ("train.schedule=cosine", "min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
+  ("train.schedule=linear", "min_ratio", -0.1, r"expected a number in \[0, 1\], got -0.1"),
+  ("train.schedule=constant", "min_ratio", 0.1, "expected a setting of constant, got an unkn"),
+  ("train.schedule=linear", "warmup_steps", -1, "expected at least 0, got -1"),
+  ("train.schedule=warmup_stable_decay", "decay_fraction", 0.0, r"expected .* \(0, 1\], got 0"),
+  ("train.schedule=warmup_stable_decay", "decay_fraction", 1.5, r"expected .* \(0, 1\], got 1"),
+  ("model.mixer=attention", "rotary_base", 1.0, "expected None or a number above 1, got 1.0"),
+  ("model.mixer=attention", "rotary_base", "yes", "expected a value of type float or None"),
+  ("model.mixer=relative_attention", "rotary_base", 1e4, "expected a setting of relative_att"),
   ("train.optimizer=adamw", "weight_decay", -0.1, "expected at least 0, got -0.1"),
   ("train.optimizer=sgd", "momentum", 1.0, r"expected a number in \[0, 1\), got 1.0"),
   ("model.mixer=attention", "dropout", 1.0, r"expected a probability in \[0, 1\), go"),
@@ -163,7 +183,7 @@ FLOATS = [
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_numbers_that_are_not_finite_in_float32_are_refused(value):
-  assert len(FLOATS) == 15
+  assert len(FLOATS) == 16
   for key in FLOATS:
     with pytest.raises(
       ValueError, match=f"^{key}: expected a number .* finite, got {value}".replace("+", r"\+")
@@ -434,7 +454,24 @@ def test_only_what_changes_no_trained_number_may_differ():
   ]
   cosine = changed({"train.schedule": "cosine"})
   assert config_lib.differences(config, cosine) == [
-    "train.schedule.name: 'constant' there, 'cosine' here"
+    "train.schedule.min_ratio: None there, 0.0 here",
+    "train.schedule.name: 'constant' there, 'cosine' here",
+  ]
+
+
+def test_heads_of_an_odd_width_have_no_rotary_positions():
+  odd = {"model.width": 21, "model.mixer": "attention", "model.mixer.num_heads": 3}
+  config_lib.check(changed(odd))
+  with pytest.raises(ValueError, match="^model.mixer.rotary_base: expected None .* 21 // 3 = 7 of"):
+    config_lib.check(changed({**odd, "model.mixer.rotary_base": 1e4}))
+
+
+def test_a_run_may_go_on_with_more_patience_or_a_part_of_the_split():
+  changes = {"train.patience": 3, "eval.max_tokens": 999}
+  assert config_lib.differences(config_lib.default(), changed(changes)) == []
+  average = changed({"train.ema_decay": 0.9})
+  assert config_lib.differences(config_lib.default(), average) == [
+    "train.ema_decay: 0.0 there, 0.9 here"
   ]
 
 
@@ -475,3 +512,10 @@ def test_the_implementations_are_those_of_the_operator(operator, shapes, names):
     operator(*arrays, implementation="none of them")
   known = re.findall(r"'([^']+)'", str(error.value).partition(", got")[0])
   assert set(known) == set(names)
+
+
+def test_a_part_of_a_split_has_no_documents():
+  config = config_lib.default()
+  config.eval.max_tokens, config.data.documents = 50, "isolated"
+  with pytest.raises(ValueError, match="eval.max_tokens: expected 0 with .* = isolated, got 50"):
+    config_lib.check(config)

@@ -11,7 +11,7 @@ import pytest
 
 from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
-from configs import pooling_cc100, pooling_text8, pooling_wiki40b
+from configs import modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
 from dpjax.data import catalog
 from dpjax.models.build import build_model
@@ -35,6 +35,9 @@ CORPORA = {
   "ptb": "penn_treebank",
   "finetuned": "wikitext2",
   "books": "childrens_books",
+  "transformer": "childrens_books",
+  "dispatcher": "childrens_books",
+  "we": "childrens_books",
 }  # of the others the file's name says it
 # Table 1 of the Dispatcher paper.
 PERPLEXITIES = {
@@ -239,6 +242,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
   has_parts = mixer != "he_extraction"
   if mixer in HEADS:
     of_mixer = dict(name="attention", num_heads=HEADS[mixer], use_bias=False, dropout=0.0)
+    of_mixer |= dict(rotary_base=None)
   else:
     of_mixer = dict(name=EXTRACTORS[mixer], implementation=None)
   if mixer in ("she", "he", "we", "he_extraction"):
@@ -277,6 +281,31 @@ def test_the_header_of_the_extractors_is_true():
     assert f"{count_parameters(config, 5000) / 1e6:.1f}" == f"{size:.1f}"
   for word in re.findall(r"--config=configs/extractors_childrens_books.py:(\S+)", text):
     config_lib.check(extractors.get_config(word))
+
+
+MODERN = {"transformer": "attention", "dispatcher": "dispatcher", "we": "we"}
+
+
+@pytest.mark.parametrize("name, mixer", MODERN.items())
+def test_the_modern_frame_is_one_for_all_mixers(name, mixer):
+  for variant, layers, length in (("", 8, 256), ("small", 4, 128), ("tiny", 2, 64)):
+    config = load(f"modern_{name}", variant)
+    config_lib.check(config)
+    assert_has(
+      config,
+      f"""model norm=pre norm_kind=rms_norm activation=swiglu positions=none use_bias=False
+      model tie_embeddings=True num_layers={layers} max_length={length}
+      model.mixer name={mixer}""",
+    )
+    config.model.mixer = load("modern_transformer", variant).model.mixer
+    assert config == load("modern_transformer", variant)
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_the_modern_headers_count_the_parameters(name):
+  stated = re.search(r"^Parameters: +([\d.]+)M, small ([\d.]+)M;", header(f"modern_{name}"), re.M)
+  counts = [count_parameters(load(f"modern_{name}", x), 5_000) for x in ("", "small")]
+  assert [f"{count / 1e6:.1f}" for count in counts] == [*stated.groups()]
 
 
 @pytest.mark.parametrize("name", PERPLEXITIES)
@@ -443,6 +472,7 @@ def test_the_texts_of_pooling_have_the_papers_settings():
 
 # Words, and what they are answered with, of each module.
 WRONG = [
+  (modern_transformer, "the variant small or tiny, or none,", "smal|small,tiny"),
   (finetuned, "a text and tiny, of ptb, .*", "ptb,lm1b|wikitext|tiny,tiny|ptb tiny"),
   (
     extractors,

@@ -134,6 +134,15 @@ def test_keeps_the_contract(name, num_heads, relation):
     )
 
 
+@pytest.mark.parametrize("relation", testing.RELATIONS)
+def test_rotary_attention_keeps_the_contract(relation):
+  # A base so small that no pair of features is nearly still.
+  make = partial(SelfAttention, 3, rotary_base=5.0)
+  testing.check_mixer(
+    make, width=12, max_length=MAX_LENGTH, dropout="dropout", relations=[relation]
+  )
+
+
 @pytest.mark.parametrize("layer", [SelfAttention, RelativeAttention])
 def test_biases_of_all_keys_and_distances_have_no_effect(layer):
   module, weights = layer(2, MAX_LENGTH), draw(seed=5)

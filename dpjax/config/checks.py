@@ -1,6 +1,7 @@
 """The rules between the settings of a run."""
 
 import difflib
+import inspect
 import math
 import numbers
 from collections.abc import Mapping
@@ -22,10 +23,12 @@ from dpjax.registry import ConfigDict
 CHOICES = {
   "data.documents": ("joined", "isolated"),
   "model.norm": ("post", "pre"),
+  "model.norm_kind": ("layer_norm", "rms_norm"),
   "model.positions": ("sinusoidal", "learned", "none"),
-  "model.activation": ("relu", "gelu"),
+  "model.activation": ("relu", "gelu", "swiglu"),
   "model.dtype": ("float32", "bfloat16"),
   "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
+  "train.decay_mask": ("all", "matrices"),
   "train.parameters": ("replicated", "sharded"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
@@ -70,8 +73,10 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
     "train.num_steps",
     "eval.window",
     "eval.stride",
+    "eval.max_tokens",
     "train.clip_norm",
     "train.learning_rate",
+    "train.patience",
   ):
     _at_least(config, key, 0)
   _check_training(config.train)
@@ -115,6 +120,8 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
   language, clean = config.data.language, config.data.clean
   is_isolated = config.data.documents == "isolated"
   _expect(not (is_isolated and clean), "data.clean", "False with data.documents = isolated", clean)
+  most = config.eval.max_tokens
+  _expect(not (is_isolated and most), "eval.max_tokens", "0 with data.documents = isolated", most)
   _expect(
     bool(language) or not clean,
     "data.language",
@@ -217,6 +224,12 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
       f"a divisor of {key}.width = {stage['width']}",
       heads,
     )
+    _expect(
+      (section or {}).get("rotary_base") is None or stage["width"] // heads % 2 == 0,
+      f"{name}.rotary_base",
+      "None where a head has an odd number of features",
+      f"{stage['width']} // {heads} = {stage['width'] // heads} of them",
+    )
   if is_pooled(stage):
     return
   for place, name, usual in (
@@ -243,6 +256,15 @@ def _check_training(train: ConfigDict) -> None:
   registry.schedules.build(
     train.schedule, "train.schedule", peak=1.0, num_steps=train.num_steps or 2**31
   )
+  name, rate = train.optimizer.name, train.ema_decay
+  _expect(
+    train.decay_mask == "all"
+    or "mask" in inspect.signature(registry.optimizers.component(name)).parameters,
+    "train.decay_mask",
+    f"all with train.optimizer = {name}, which takes no mask",
+    train.decay_mask,
+  )
+  _expect(0 <= rate < 1, "train.ema_decay", "a number in [0, 1)", rate)
   # Others may want other ranges.
   is_ours = train.optimizer.name in ("adam", "adamw", "lion", "sgd", "muon")
   for key, value in train.optimizer.items() if is_ours else ():

@@ -33,6 +33,7 @@ FREE_KEYS = (
   "train.log_every_steps",
   "train.median_every_steps",
   "train.parameters",
+  "train.patience",
   "eval.",
   "sample.",
 )

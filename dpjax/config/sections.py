@@ -99,9 +99,12 @@ def default_model() -> ConfigDict:
   model.width = 512  # D
   model.feed_forward_width = 512
   model.max_length = 512  # longest T, tokens; l of the Extractors
-  model.norm = "post"  # LayerNorm after ("post") or before ("pre") each branch
+  model.norm = "post"  # after ("post") or before ("pre") each branch
+  model.norm_kind = "layer_norm"  # or "rms_norm"
+  model.use_bias = True  # of norms, feed-forward networks and logits
   model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
-  model.activation = "relu"  # or "gelu" (by erf)
+  model.tie_embeddings = False  # logits by the token table: no matrix of their own
+  model.activation = "relu"  # or "gelu" (by erf), "swiglu" (with a third matrix)
   model.dropout = 0.0  # of embeddings and of each branch
   model.hidden_dropout = 0.0  # within the feed-forward network
   model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
@@ -155,10 +158,14 @@ def default() -> ConfigDict:
   train.learning_rate = 1e-4  # the peak of the schedule
   train.schedule = schedule("constant")
   train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
+  train.decay_mask = "all"  # what weight decay is for; "matrices": no norms, biases, tables
+  # Of an average of the parameters that is scored, saved as the best and loaded; 0: none.
+  train.ema_decay = 0.0
   train.log_every_steps = 20
   train.median_every_steps = 2000  # between reports of the median loss of as many
   train.eval_every_steps = 0
   train.eval_every_epochs = 1.0
+  train.patience = 0  # evaluations without a new best that end the run; 0: it goes on
   train.checkpoint_every_steps = 500
   train.keep_checkpoints = 2  # of the last; the best is kept beside them
   train.parameters = "replicated"  # or "sharded" over the devices
@@ -167,6 +174,9 @@ def default() -> ConfigDict:
   config.eval.window = 0  # tokens; 0: model.max_length
   config.eval.stride = 0  # new tokens a window; 0: the window, so without context
   config.eval.batch_size = 10
+  # Of the validation split, in windows drawn once: in training alone; 0: all. `evaluate` and
+  # the test scores at the end take all.
+  config.eval.max_tokens = 0
 
   sample = config.sample = ConfigDict()
   sample.prompt = ""  # shown, continued, at the end of a run; "": nothing is

@@ -400,8 +400,12 @@ class EvaluationWindows:
   with empty rows, both with weight 0. Where there are boundaries, that of input p is the
   boundary of token p - 1, or `start_boundary` for p = 0.
 
+  With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the
+  same ones for all streams of one length.
+
   Attributes:
     batch_size: B.
+    share: of all N tokens, those that are counted.
   """
 
   def __init__(
@@ -415,8 +419,9 @@ class EvaluationWindows:
     boundaries: np.ndarray | None = None,
     start_boundary: int = 0,
     pad_id: int = 0,
+    max_tokens: int = 0,
   ):
-    """Takes the stream, ids [N] of any integer type, N >= 1.
+    """Takes the stream, ids [N] of any integer type, N >= 1; of `max_tokens`, 0 is all.
 
     Raises:
       ValueError: the stride is not in 1 .. window, or there are not N boundaries.
@@ -431,15 +436,24 @@ class EvaluationWindows:
     self._boundaries = boundaries
     self._start_boundary = start_boundary
     self._pad_id = pad_id
+    self._num_windows = total = -(-len(tokens) // stride)
+    self._chosen, self.share = None, 1.0
+    if 0 < max_tokens and -(-max_tokens // stride) < total:
+      self._num_windows = -(-max_tokens // stride)
+      self._chosen = np.sort(_permute(np.arange(self._num_windows), total, (0,)))
+      ends = np.minimum((self._chosen + 1) * stride, len(tokens))
+      self.share = int((ends - self._chosen * stride).sum()) / len(tokens)
 
   def __len__(self) -> int:
-    """How many batches: ceil(ceil(N / S) / B)."""
-    windows = -(-len(self._tokens) // self._stride)
-    return -(-windows // self.batch_size)
+    """How many batches: ceil(ceil(N / S) / B), of all windows."""
+    return -(-self._num_windows // self.batch_size)
 
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of batch `index`, 0 .. len - 1."""
     window_b1 = index * self.batch_size + np.arange(self.batch_size)[rows, None]
+    if self._chosen is not None:
+      beyond = -(-len(self._tokens) // self._stride)  # a window without tokens
+      window_b1 = np.append(self._chosen, beyond)[np.minimum(window_b1, self._num_windows)]
     end_b1 = (window_b1 + 1) * self._stride
     place_bt = np.maximum(0, end_b1 - self._window) + np.arange(self._window)
     real_bt = place_bt < np.minimum(end_b1, len(self._tokens))

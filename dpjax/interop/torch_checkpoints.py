@@ -209,6 +209,7 @@ def _table_of(model: Mapping) -> Table | None:
       depths = [model["first"]["num_layers"], *depths, model["last"]["num_layers"]]
     return torch_hourglass.lines(depths, has_predictor)
   is_theirs = model["positions"] == "sinusoidal" and model["activation"] == "relu"
+  is_theirs = is_theirs and model["mixer"].get("rotary_base") is None
   if kind != "none" or not is_theirs:
     return None
   if mixers == {"attention"}:

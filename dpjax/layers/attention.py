@@ -27,6 +27,8 @@ class SelfAttention(nn.Module):
     init_std: of all weights, N(0, init_std**2); 0: PyTorch's, so that the [D, 3D] matrix
       is drawn as one Xavier-uniform matrix.
     dtype: of the computation; parameters are float32.
+    rotary_base: of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper; None: no
+      rotation.
   """
 
   is_endless: ClassVar[bool] = False
@@ -37,10 +39,13 @@ class SelfAttention(nn.Module):
   use_bias: bool = True
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  rotary_base: float | None = None
 
   def __post_init__(self):
     """Refuses settings out of their ranges."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
+    if self.rotary_base is not None and not self.rotary_base > 1:
+      raise ValueError(f"rotary_base: expected None or a number above 1, got {self.rotary_base}")
     super().__post_init__()
 
   @nn.compact
@@ -65,6 +70,9 @@ class SelfAttention(nn.Module):
     )(inputs)
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
     qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
+    if self.rotary_base is not None:
+      angles = self._angles(inputs.shape[1], width // self.num_heads, self.rotary_base, cache)
+      qkv = ops.rotate(qkv[0], angles), ops.rotate(qkv[1], angles), qkv[2]
     if cache is None:
       rate = 0.0 if deterministic else self.dropout
       key = self.make_rng("dropout") if rate else None
@@ -86,6 +94,16 @@ class SelfAttention(nn.Module):
     return ops.init_attention_cache(
       batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
     )
+
+  def _angles(
+    self, length: int, features: int, base: float, cache: ops.AttentionCache | None
+  ) -> jax.Array:
+    """Those of `dpjax.ops.rotate`, by each token's position in its row."""
+    table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
+    if cache is None:
+      return table[None, :length]
+    place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    return jnp.take(table, place_bt, axis=0, mode="clip")
 
 
 class RelativePositions(NamedTuple):

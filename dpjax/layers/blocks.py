@@ -18,31 +18,50 @@ ACTIVATIONS = {
 }
 
 
-def layer_norm(dtype: jnp.dtype, name: str, gain_std: float = 0.0) -> nn.LayerNorm:
-  """LayerNorm with PyTorch's epsilon; mean and variance are taken in float32.
+def make_norm(
+  kind: str, dtype: jnp.dtype, name: str, gain_std: float = 0.0, use_bias: bool = True
+) -> nn.Module:
+  """A norm over the features, with gains that begin at N(1, gain_std**2).
 
-  The gains begin at N(1, gain_std**2).
+    layer_norm  gain (x - mean(x)) / sqrt(var(x) + 1e-5) + bias
+    rms_norm    gain x / sqrt(mean(x**2) + 1e-5), without a bias
+
+  Mean and variance are taken in float32.
+
+  Args:
+    kind: "layer_norm" or "rms_norm".
+    dtype: of the result.
+    name: of the module.
+    gain_std: see above.
+    use_bias: of a LayerNorm.
+
+  Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
-  # The variance of the deviations, as PyTorch: a large mean costs it no digits.
-  return nn.LayerNorm(
-    epsilon=1e-5,
-    use_fast_variance=False,
-    dtype=dtype,
-    scale_init=initializers.norm_gains(gain_std),
-    name=name,
+  common: dict[str, Any] = dict(
+    epsilon=1e-5, dtype=dtype, scale_init=initializers.norm_gains(gain_std), name=name
   )
+  if kind == "rms_norm":
+    return nn.RMSNorm(**common)
+  # The variance of the deviations, as PyTorch: a large mean costs it no digits.
+  return nn.LayerNorm(use_fast_variance=False, use_bias=use_bias, **common)
 
 
 class FeedForward(nn.Module):
-  """W2 drop(activation(W1 x + b1)) + b2.
+  """A network of two layers, or a gated one, at every position.
+
+    relu, gelu  W2 drop(activation(W1 x + b1)) + b2
+    swiglu      W2 drop(silu(Wg x + bg) * (W1 x + b1)) + b2
 
   Attributes:
     hidden_width: rows of W2.
-    activation: "relu" or "gelu".
+    activation: "relu", "gelu" or "swiglu".
     dropout: of the hidden layer.
     init_std: of the weights, N(0, init_std**2), the biases being 0; 0: PyTorch's defaults.
     dtype: of the computation; parameters are float32.
     out_width: columns of W2; None is the width of the input.
+    use_bias: False: without b1, b2 and bg.
+
+  Source: of swiglu, Shazeer 2020, arXiv:2002.05202.
   """
 
   hidden_width: int
@@ -51,12 +70,16 @@ class FeedForward(nn.Module):
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
   out_width: int | None = None
+  use_bias: bool = True
 
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[B, T, D] -> [B, T, `out_width`], every position by itself."""
     x = self._linear(inputs, self.hidden_width, "hidden")
-    x = ACTIVATIONS[self.activation](x)
+    if self.activation == "swiglu":
+      x *= nn.silu(self._linear(inputs, self.hidden_width, "gate"))
+    else:
+      x = ACTIVATIONS[self.activation](x)
     x = dropout.Dropout(self.dropout)(x, deterministic=deterministic)
     return self._linear(x, self.out_width or inputs.shape[-1], "out")
 
@@ -64,6 +87,7 @@ class FeedForward(nn.Module):
     bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
     return nn.Dense(
       features,
+      use_bias=self.use_bias,
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
       bias_init=initializers.biases(self.init_std, bias_init),
@@ -75,19 +99,21 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
   """A mixer and a feed-forward network, with residuals and dropout.
 
-    norm = "post":  x = LN(x + drop(mix(x)));  x = LN(x + drop(ffn(x)))
-    norm = "pre":   x = x + drop(mix(LN(x)));  x = x + drop(ffn(LN(x)))
+    norm = "post":  x = N(x + drop(mix(x)));  x = N(x + drop(ffn(x)))
+    norm = "pre":   x = x + drop(mix(N(x)));  x = x + drop(ffn(N(x)))
 
   Attributes:
     make_mixer: called with `name`, gives the mixer (`dpjax.layers.mixer.Mixer`).
     hidden_width: of the feed-forward network.
     norm: "post" or "pre".
-    activation: "relu" or "gelu".
+    activation: "relu", "gelu" or "swiglu".
     dropout: of both branches, before they are added.
     hidden_dropout: within the feed-forward network.
     init_std: of the feed-forward network's weights; as `FeedForward`.
     norm_init_std: of the gains of the norms, N(1, norm_init_std**2).
     dtype: of the computation; parameters are float32.
+    norm_kind: "layer_norm" or "rms_norm".
+    use_bias: False: norms and the feed-forward network have none; a mixer's are its own.
   """
 
   make_mixer: Callable[..., nn.Module]
@@ -99,6 +125,8 @@ class Block(nn.Module):
   init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  norm_kind: str = "layer_norm"
+  use_bias: bool = True
 
   @nn.compact
   def __call__(
@@ -128,14 +156,15 @@ class Block(nn.Module):
       self.hidden_dropout,
       self.init_std,
       self.dtype,
+      use_bias=self.use_bias,
       name="feed_forward",
     )
     x = inputs
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
-      norm = layer_norm(self.dtype, norm_name, self.norm_init_std)
+      normed = make_norm(self.norm_kind, self.dtype, norm_name, self.norm_init_std, self.use_bias)
       drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
-        x = norm(x + drop(branch(x, deterministic=deterministic)))
+        x = normed(x + drop(branch(x, deterministic=deterministic)))
       else:
-        x = x + drop(branch(norm(x), deterministic=deterministic))
+        x = x + drop(branch(normed(x), deterministic=deterministic))
     return x if cache is None else (x, cache)

@@ -50,6 +50,9 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
     init_std=model["init_std"],
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
+    norm_kind=model["norm_kind"],
+    use_bias=model["use_bias"],
+    tie_embeddings=model["tie_embeddings"],
   )
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
@@ -87,6 +90,8 @@ def _core(
       norm_init_std=model["norm_init_std"],
       init_std=model["init_std"],
       dtype=jnp.dtype(model["dtype"]),
+      norm_kind=model["norm_kind"],
+      use_bias=model["use_bias"],
     )
   )
 
@@ -182,6 +187,8 @@ def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length:
     init_std=model["init_std"],
     norm_init_std=model["norm_init_std"],
     dtype=dtype,
+    norm_kind=model["norm_kind"],
+    use_bias=model["use_bias"],
   )
   return Stack(
     num_layers,

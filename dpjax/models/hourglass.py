@@ -5,7 +5,7 @@ B batch, T position, D width, S shortened length, segments and the null group.
   h   = first(x)                                  [B, T, D]
   b   = boundaries; b_t = 1: a segment ends with token t
   s   = [null, mean of each closed segment's h]   [B, S, D]
-  s'  = middle(LN(s))                             causal over segments
+  s'  = middle(N(s))                              causal over segments
   u_t = s'[sum over i <= t of b_i]                index 0 is the null group
   y   = last(u + h)
 
@@ -46,9 +46,11 @@ class Hourglass(nn.Module):
       attention of all three stacks shares; None where no stack has it.
     middle_width: D of the middle where it differs, with a matrix each way; None: D.
     make_middle_positions: as `make_positions`, of a middle that has a width of its own.
-    norm_init_std: of the gains of the middle's LayerNorm.
+    norm_init_std: of the gains of the middle's norm.
     init_std: of the matrices of `middle_width`, as `dpjax.layers.blocks.FeedForward`.
     dtype: of the computation; parameters are float32.
+    norm_kind: of the middle's norm, as `dpjax.layers.blocks.make_norm`.
+    use_bias: likewise.
   """
 
   first: Stack
@@ -61,6 +63,8 @@ class Hourglass(nn.Module):
   norm_init_std: float = 0.0
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  norm_kind: str = "layer_norm"
+  use_bias: bool = True
 
   @nn.compact
   def __call__(
@@ -162,7 +166,9 @@ class Hourglass(nn.Module):
       )
       null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     widen, narrow = self._projections(width)
-    norm = blocks.layer_norm(self.dtype, "middle_norm", self.norm_init_std)
+    norm = blocks.make_norm(
+      self.norm_kind, self.dtype, "middle_norm", self.norm_init_std, self.use_bias
+    )
     if cache is not None:
       new, segment = ops.pool_segments_cached(
         h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths

@@ -60,11 +60,15 @@ class LanguageModel(nn.Module):
       attention of all `layers` shares; None where they have none.
     positions: "sinusoidal", "learned" or "none".
     dropout: of the embeddings.
-    final_norm: a LayerNorm before the output layer (pre-norm models have it).
+    final_norm: a norm before the output layer (pre-norm models have it).
     init_std: of the weights of embeddings and logits, N(0, init_std**2), the biases
       being 0; 0: U(-0.1, 0.1), the biases 0.
     norm_init_std: of the gains of the final norm.
     dtype: of the computation; parameters are float32.
+    norm_kind: of the final norm, as `dpjax.layers.blocks.make_norm`.
+    use_bias: False: the final norm and the logits have none.
+    tie_embeddings: the logits are products with the token table, without a bias, in the
+      place of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
   """
 
   vocab_size: int
@@ -79,6 +83,9 @@ class LanguageModel(nn.Module):
   init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  norm_kind: str = "layer_norm"
+  use_bias: bool = True
+  tie_embeddings: bool = False
 
   @nn.compact
   def __call__(
@@ -128,7 +135,7 @@ class LanguageModel(nn.Module):
       raise ValueError("cache: expected none in `init`, got one")
     if cache is None and lengths is not None:
       raise ValueError("lengths: expected none without a cache, got some")
-    x_btd = embeddings.TokenAndPosition(
+    embedding = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,
       self.max_length,
@@ -137,7 +144,8 @@ class LanguageModel(nn.Module):
       self.init_std,
       self.dtype,
       name="embedding",
-    )(
+    )
+    x_btd = embedding(
       tokens,
       deterministic=deterministic,
       start=None if cache is None else cache.length,
@@ -174,9 +182,17 @@ class LanguageModel(nn.Module):
       new = tokens.shape[1] if lengths is None else lengths
       cache = LanguageModelCache(cache.length + new, layers)
     if self.final_norm:
-      x_btd = blocks.layer_norm(self.dtype, "final_norm", self.norm_init_std)(x_btd)
+      x_btd = blocks.make_norm(
+        self.norm_kind, self.dtype, "final_norm", self.norm_init_std, self.use_bias
+      )(x_btd)
+    if self.tie_embeddings:
+      table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)
+      contract = ((2,), (0,)), ((), ())
+      logits_btv = ops.dot_general(x_btd, table_vd.T, contract)
+      return LanguageModelOutput(logits_btv, cache=cache, **found)
     logits_btv = nn.Dense(
       self.vocab_size,
+      use_bias=self.use_bias,
       dtype=self.dtype,
       kernel_init=initializers.weights(self.init_std, initializers.symmetric_uniform(0.1)),
       dot_general=ops.dot_general,

@@ -32,6 +32,7 @@ from dpjax.ops.entropies import (
   entropy_threshold,
 )
 from dpjax.ops.products import dot_general
+from dpjax.ops.rotary import rotary_angles, rotate
 from dpjax.ops.routing import ratio_loss, route, smooth_segments, straight_through
 from dpjax.ops.segments import (
   check_boundaries,
@@ -88,6 +89,8 @@ __all__ = [
   "relative_attention",
   "relative_attention_cached",
   "relative_positions",
+  "rotary_angles",
+  "rotate",
   "route",
   "run_at_capacity",
   "segment_ids",

@@ -280,7 +280,8 @@ def load(
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
       origin = {"tokenizer": data.tokenizer.to_json()}
-      at, params, _ = saved.restore_step(abstract.params, step, origin)
+      part = "average" if config.train.ema_decay else "params"
+      at, params, _ = saved.restore_step(abstract.params, step, origin, part)
   return Run(config, built, params, data.tokenizer, at, data, workdir)
 
 

@@ -93,16 +93,22 @@ def _train(
   settings, built = config.train, build.model(config, model, reader)
   train_batches = build.train_batches(config, data)
   durations = build.durations(settings, train_batches.steps_per_epoch)
+  rate = None
+  if optimizer is None:
+    rate = optimizers.build_schedule(settings, durations.num_steps)
+    optimizer = optimizers.build_optimizer(settings, durations.num_steps)
+  else:
+    optimizer = optimizers.without_frozen(optimizer)
   trainer = loop.Trainer(
     built,
-    optimizers.build_optimizer(settings, durations.num_steps)
-    if optimizer is None
-    else optimizers.without_frozen(optimizer),
+    optimizer,
     build.objective(config.model),
     settings.accumulate_steps,
     settings.parameters,
     build.capacity(config.model),
     config.seed,
+    settings.ema_decay,
+    rate,
   )
   run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
   sharding.check_rows(settings.batch_size, settings.accumulate_steps)
@@ -122,17 +128,22 @@ def _train(
       f"{config.model.vocab_size:,}; {durations.num_steps:,} steps on "
       f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
     )
+  most = config.eval.max_tokens
+  validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
+  if most:
+    validation["max_tokens"] = most
   loop.fit(
     trainer,
     train_batches,
-    lambda params: run._score_split(params, "valid", data),
+    lambda params: run._score_split(params, "valid", data, max_tokens=most),
     durations,
     workdir=workdir,
     keep_checkpoints=settings.keep_checkpoints,
+    patience=settings.patience,
     initial=_initial(settings.initial_run, shapes["params"], data, frozen, model),
     meta={
       "config": config.to_dict(),
-      "validation": dict(zip(("window", "stride"), run._scorer.sizes(), strict=True)),
+      "validation": validation,
     },
     origin=build.origin(data),
     callbacks=callbacks,

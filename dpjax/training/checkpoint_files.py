@@ -227,5 +227,6 @@ def gather(number: int) -> list[int]:
 
 
 def as_dict(state: TrainState) -> dict:
-  """The parts of a state by name."""
-  return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+  """The parts of a state by name, without an average that there is not."""
+  parts = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+  return {name: part for name, part in parts.items() if part is not None}

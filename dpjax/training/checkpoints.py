@@ -171,6 +171,7 @@ class Checkpoints:
     abstract: Mapping,
     step: int | None = None,
     origin: Mapping[str, str] | None = None,
+    part: str = "params",
   ) -> Parameters:
     """Reads the parameters of one checkpoint: `step`, or the best, or else the newest.
 
@@ -180,6 +181,7 @@ class Checkpoints:
       abstract: shapes, dtypes and shardings of the parameters.
       step: of the checkpoint; None is the best by validation.
       origin: as in `restore`, of which it may be a part.
+      part: "params", or "average" of a run that has one.
 
     Returns:
       The parameters.
@@ -202,14 +204,14 @@ class Checkpoints:
     tries = [(each, self._last) for each in wanted if each in self._last.all_steps()]
     if best is not None and step in (None, best):
       tries.insert(0, (best, self._best))
-    found, damaged = self._first_readable(tries, {"params": abstract}, origin or {})
+    found, damaged = self._first_readable(tries, {part: abstract}, origin or {})
     if found is None:
       raise UserError(
         f"step: expected a whole checkpoint in {self._root}, got a damaged one of step "
         f"{damaged[0][0]}"
       )
     step, tree, meta = found
-    return Parameters(step, tree["params"], meta)
+    return Parameters(step, tree[part], meta)
 
   def wait(self) -> None:
     """Returns when all that was saved is on disk."""

@@ -137,6 +137,7 @@ class Scorer:
     documents: np.ndarray | None = None,
     window: int = 0,
     stride: int = 0,
+    max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
     """Scores a text, its first token included.
@@ -150,6 +151,9 @@ class Scorer:
         stood alone; None: it is one.
       window: as `sizes` takes it.
       stride: likewise.
+      max_tokens: that are scored, in windows drawn once for all texts of one length, which
+        stand for the text: a share of it is taken to have that share of its characters. 0:
+        all, and so with `documents`.
       progress: show a bar.
 
     Returns:
@@ -166,8 +170,11 @@ class Scorer:
     given: Any = dict(boundaries=boundaries, pad_id=self.pad_id)
     if documents is None:
       start = document_starts(np.zeros(1, np.int64), self.tokenizer)
-      given["start_boundary"] = start.start_boundary
+      given |= dict(start_boundary=start.start_boundary, max_tokens=max_tokens)
       rows = batches.EvaluationWindows(*size, start.start_id, **given)
+      if rows.share < 1:
+        units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
+        counts = {unit: counts[unit] * rows.share for unit in units}
     else:
       starts = document_starts(documents, self.tokenizer)
       rows = document_batches.EvaluationDocuments(*size, starts, **given)

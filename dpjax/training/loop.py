@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -78,6 +79,8 @@ class Trainer:
     parameters: "replicated" or "sharded".
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
     seed: of parameters and dropout.
+    ema_decay: of an average of the parameters, which is then what is scored; 0: none.
+    learning_rate: that of the optimizer by the update, for the reports; None: not known.
   """
 
   model: nn.Module
@@ -87,6 +90,8 @@ class Trainer:
   parameters: str = "replicated"
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
   seed: int = 0
+  ema_decay: float = 0.0
+  learning_rate: optax.Schedule | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,7 @@ def fit(
   *,
   workdir: str | Path,
   keep_checkpoints: int = 2,
+  patience: int = 0,
   initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
   origin: Mapping[str, str] | None = None,
@@ -139,6 +145,7 @@ def fit(
     durations: in updates.
     workdir: the run's folder, which exists.
     keep_checkpoints: how many of the last to keep.
+    patience: evaluations without a new best after which the training ends; 0: never.
     initial: drawn parameters -> those to begin with, where there is no checkpoint; None:
       the drawn ones.
     meta: saved with each checkpoint. Where its "validation", how that is scored, is not
@@ -158,7 +165,8 @@ def fit(
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
   mesh = sharding.make_mesh()
-  of_state = trainer.model, trainer.optimizer, trainer.seed, mesh, trainer.parameters
+  has_average = trainer.ema_decay > 0
+  of_state = trainer.model, trainer.optimizer, trainer.seed, mesh, trainer.parameters, has_average
   abstract = step_lib.abstract_state(*of_state)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
@@ -168,6 +176,8 @@ def fit(
     mesh,
     accumulate_steps=trainer.accumulate_steps,
     objective=trainer.objective,
+    ema_decay=trainer.ema_decay,
+    learning_rate=trainer.learning_rate,
   )
   num_steps, is_over = durations.num_steps, False
   rows = sharding.process_rows(batches.batch_size)
@@ -180,15 +190,22 @@ def fit(
       state = step_lib.jit_init(*of_state)
       if initial is not None:
         params = jax.device_put(initial(state.params), shardings.params)
-        state = dataclasses.replace(state, params=params)
+        average = jax.tree.map(jnp.copy, params) if has_average else None
+        state = dataclasses.replace(state, params=params, average=average)
       best = {"step": 0, BEST_BY: math.inf}
     else:
       state, best = found.state, found.meta["best"]
-      is_over = bool(callbacks) and found.meta.get("ended") == num_steps
       ours = (meta or {}).get("validation")
       if found.meta.get("validation", ours) != ours:
         best = {"step": 0, BEST_BY: math.inf}  # By other scores than those to come.
+
+    def is_exhausted(step: int) -> bool:
+      since = step // durations.eval_every_steps - best["step"] // durations.eval_every_steps
+      return 0 < patience <= since
+
     start = int(state.step)
+    if found is not None and found.meta.get("ended") == num_steps:
+      is_over = bool(callbacks) or is_exhausted(start)
 
     with reporting.Reporter(workdir, start, num_steps) as reporter:
       if found is not None:
@@ -223,7 +240,7 @@ def fit(
         at_end = done == num_steps or is_enough
         if at_end or done % durations.eval_every_steps == 0:
           meter.read_pending()
-          scores = evaluate(state.params)
+          scores = evaluate(state.scored)
           reporter.report(done, "valid", scores)
           is_best = scores[BEST_BY] < best[BEST_BY]
           if is_best:
@@ -236,6 +253,12 @@ def fit(
             f"{' (best so far)' if is_best else ''}"
           )
           tell()
+          if is_exhausted(done) and not at_end:
+            is_enough = True
+            reporter.say(
+              f"No evaluation since step {best['step']} was better (train.patience = "
+              f"{patience}): the training ends at step {done}."
+            )
         else:
           is_best = False
         at_end |= is_enough
@@ -306,6 +329,7 @@ class _Meter:
       self._num_timed += 1
     self._since = now
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
+    rate = values.pop("learning_rate", None)
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
       if not math.isfinite(value):
         raise NonFiniteError(
@@ -327,6 +351,8 @@ class _Meter:
           # Fewer than usual where the run was taken up in between.
           "mean_over_steps": len(self._losses),
           "grad_norm": grad_norm,
+          **({} if rate is None else {"learning_rate": rate}),
+          "tokens_seen": step * self._tokens_each,
           # Of the steps that are timed; not known where there are none.
           "tokens_per_second": tokens / self._seconds if self._seconds else math.nan,
           **metrics.boundary_scores(self._sums),

@@ -11,18 +11,48 @@ from optax import contrib
 from dpjax import registry
 
 
+def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
+  """The learning rate of each update, counted from 0, as `config.train` describes it.
+
+  Args:
+    train: has "schedule" and "learning_rate".
+    num_steps: updates in all.
+  """
+  return registry.schedules.build(
+    train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
+  )
+
+
 def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
   """The update rule that `config.train` describes.
 
   Args:
-    train: has "optimizer", "schedule", "learning_rate" and "clip_norm".
+    train: has "optimizer", "schedule", "learning_rate" and "clip_norm", and may have
+      "decay_mask".
     num_steps: updates in all.
   """
-  rate = registry.schedules.build(
-    train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
-  )
-  update = registry.optimizers.build(train["optimizer"], "train.optimizer", learning_rate=rate)
+  given: dict[str, Any] = dict(learning_rate=build_schedule(train, num_steps))
+  if train.get("decay_mask", "all") == "matrices":
+    given["mask"] = decays
+  update = registry.optimizers.build(train["optimizer"], "train.optimizer", **given)
   return _clipped(update, train["clip_norm"])
+
+
+def decays(params: Any) -> Any:
+  """Which parameters a weight decay of matrices alone is for: a tree of bools.
+
+  Not for norms and biases (of any name that ends with "scale" or "bias"), nor for the
+  tables of tokens and positions, whether or not they give the logits too, nor for the
+  null group of token pooling. For all else, convolution taps among it.
+  """
+
+  def of_leaf(path, leaf):
+    del leaf
+    names = [str(getattr(key, "key", key)) for key in path]
+    is_table = names[0] == "embedding" or names[-1] == "embedding"
+    return not (is_table or names[-1].endswith(("scale", "bias", "null_group")))
+
+  return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings) -> optax.Schedule:
@@ -113,27 +143,98 @@ def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
   return _warm_up(optax.constant_schedule(peak), peak, warmup_steps)
 
 
-def cosine(peak: float, num_steps: int, *, warmup_steps: int = 0) -> optax.Schedule:
-  """A warm-up as `constant` has it, then half a cosine down to 0.
+def cosine(
+  peak: float, num_steps: int, *, warmup_steps: int = 0, min_ratio: float = 0.0
+) -> optax.Schedule:
+  """A warm-up as `constant` has it, then half a cosine down to the lowest rate.
 
-    peak (1 + cos(pi x)) / 2,  x = (k - warmup_steps) / (num_steps - warmup_steps)
+    peak (m + (1 - m) (1 + cos(pi x)) / 2),  m = min_ratio,
+    x = (k - warmup_steps) / (num_steps - warmup_steps)
 
-  and 0 from num_steps on.
+  and peak m from num_steps on.
 
   Args:
     peak: the highest rate.
     num_steps: updates in all.
     warmup_steps: updates until the peak is reached.
+    min_ratio: the lowest rate over the peak.
 
   Raises:
-    ValueError: the warm-up leaves no step to the cosine.
+    ValueError: the warm-up leaves no step to the cosine, or a ratio is outside of 0 .. 1.
   """
+  _check_decay(num_steps, warmup_steps, min_ratio)
+  decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps, min_ratio)
+  return _warm_up(decay, peak, warmup_steps)
+
+
+def linear(
+  peak: float, num_steps: int, *, warmup_steps: int = 0, min_ratio: float = 0.0
+) -> optax.Schedule:
+  """A warm-up as `constant` has it, then a straight line down to the lowest rate.
+
+    peak (1 - (1 - min_ratio) x),  x = (k - warmup_steps) / (num_steps - warmup_steps)
+
+  Args:
+    peak: as `cosine`, as the following.
+    num_steps: likewise.
+    warmup_steps: likewise.
+    min_ratio: likewise.
+
+  Raises:
+    ValueError: as `cosine`.
+  """
+  _check_decay(num_steps, warmup_steps, min_ratio)
+  decay = optax.linear_schedule(peak, peak * min_ratio, num_steps - warmup_steps)
+  return _warm_up(decay, peak, warmup_steps)
+
+
+def warmup_stable_decay(
+  peak: float,
+  num_steps: int,
+  *,
+  warmup_steps: int = 0,
+  decay_fraction: float = 0.2,
+  min_ratio: float = 0.0,
+) -> optax.Schedule:
+  """A warm-up and the peak as `constant` has them, then a straight line at the end.
+
+  The last round(decay_fraction num_steps) updates, at least one, go down as `linear` does.
+
+  Args:
+    peak: as `cosine`.
+    num_steps: likewise.
+    warmup_steps: likewise.
+    decay_fraction: see above.
+    min_ratio: as `cosine`.
+
+  Raises:
+    ValueError: as `cosine`; the fraction is outside of 0 .. 1, or the warm-up reaches into
+      the last line.
+
+  Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the line is that of Haegele et al. 2024,
+  arXiv:2405.18392.
+  """
+  if not 0 < decay_fraction <= 1:
+    raise ValueError(f"decay_fraction: expected a number in (0, 1], got {decay_fraction}")
+  decay_steps = max(1, round(decay_fraction * num_steps))
+  if warmup_steps > num_steps - decay_steps:
+    raise ValueError(
+      f"warmup_steps: expected at most the {num_steps - decay_steps} steps before the decay, "
+      f"got {warmup_steps}"
+    )
+  _check_decay(num_steps, warmup_steps, min_ratio)
+  begin = num_steps - decay_steps - warmup_steps  # `_warm_up` counts from its end.
+  decay = optax.linear_schedule(peak, peak * min_ratio, decay_steps, begin)
+  return _warm_up(decay, peak, warmup_steps)
+
+
+def _check_decay(num_steps: int, warmup_steps: int, min_ratio: float) -> None:
   if warmup_steps >= num_steps:
     raise ValueError(
       f"warmup_steps: expected fewer than the {num_steps} steps of the run, got {warmup_steps}"
     )
-  decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps)
-  return _warm_up(decay, peak, warmup_steps)
+  if not 0 <= min_ratio <= 1:
+    raise ValueError(f"min_ratio: expected a number in [0, 1], got {min_ratio}")
 
 
 def _warm_up(after: optax.Schedule, peak: float, warmup_steps: int) -> optax.Schedule:

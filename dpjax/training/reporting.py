@@ -1,9 +1,10 @@
-"""Where a run's scores go: the terminal, metrics.jsonl, losses.f32, TensorBoard files."""
+"""Where a run's scores go: the terminal or a log, metrics.jsonl, losses.f32, TensorBoard."""
 
 import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from tqdm import tqdm
 from dpjax.training import metrics
 
 LOSSES = "losses.f32"
+# Over how many losses a mean or median is: of use beside it, and no curve.
+_NO_CURVES = ("mean_over_steps", "median_over_steps")
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ class Reporter:
   A run that is taken up at an earlier step writes the steps since again: what the files
   have of them is dropped first. Lines that cannot be read are moved into
   `metrics.jsonl.damaged`, with a warning.
+  Where standard error is no terminal, it has a line for each report of training instead of
+  a progress bar.
 
   Args:
     workdir: the run's folder, which exists.
@@ -38,6 +43,7 @@ class Reporter:
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
     self._is_first, self._new = jax.process_index() == 0, []
+    self._num_steps = num_steps
     self._bar = tqdm(
       total=num_steps,
       initial=step,
@@ -88,16 +94,22 @@ class Reporter:
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
     """Writes scores of a split at a step to the files."""
-    self._new.append((step, {f"{split}/{name}": x for name, x in scores.items()}))
+    curves = {name: x for name, x in scores.items() if name not in _NO_CURVES}
+    self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
     if not self._is_first:
       return
     line = {"step": step, "split": split, "time": round(time.time(), 3)}
     line |= metrics.for_json(scores)
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
+    if self._bar.disable and "loss" in scores:
+      speed = scores.get("tokens_per_second", math.nan)
+      shown = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
+      loss = f"loss {scores['loss']:.4f}{shown}"
+      print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
     if self._tensorboard is None:
       return
-    for name, value in scores.items():
+    for name, value in curves.items():
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 

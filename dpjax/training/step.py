@@ -24,21 +24,35 @@ class TrainState(struct.PyTreeNode):
     params: the model's parameters, float32.
     opt_state: the optimiser's.
     key: dropout of update `step` draws from fold_in(key, step).
+    average: of the parameters after each update so far, by exponentially falling weights;
+      None: there is none.
   """
 
   step: jax.Array
   params: Any
   opt_state: optax.OptState
   key: jax.Array
+  average: Any = None
+
+  @property
+  def scored(self) -> Any:
+    """The parameters that a run is judged by and gives: the average, where there is one."""
+    return self.params if self.average is None else self.average
 
 
-def init_state(model: nn.Module, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def init_state(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  seed: int,
+  has_average: bool = False,
+) -> TrainState:
   """A state before the first update; the same for every number of devices.
 
   Args:
     model: takes [B, T] tokens.
     optimizer: of `dpjax.training.optimizer`.
     seed: of parameters and dropout.
+    has_average: whether it has an average of parameters.
 
   Returns:
     The state (under `jax.eval_shape`, its shapes).
@@ -46,7 +60,8 @@ def init_state(model: nn.Module, optimizer: optax.GradientTransformation, seed: 
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
   tokens = jnp.zeros((1, 1), jnp.int32)
   params = model.init(init_key, tokens, deterministic=True)["params"]
-  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key)
+  average = jax.tree.map(jnp.copy, params) if has_average else None
+  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key, average)
 
 
 def train_step(
@@ -58,6 +73,8 @@ def train_step(
   *,
   objective: losses.Objective = _TOKENS_ALONE,
   capacity: int | None = None,
+  ema_decay: float = 0.0,
+  learning_rate: optax.Schedule | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One update by the mean loss of the batch's tokens.
 
@@ -73,10 +90,12 @@ def train_step(
     batch: "tokens", "targets", "weights", each [B, T], and what the objective needs.
     objective: what is minimised.
     capacity: of `dpjax.models.hourglass.Hourglass`, where the data tells it.
+    ema_decay: of the state's average, where it has one; see `add_to_average`.
+    learning_rate: that of the optimizer, to report it.
 
   Returns:
-    The state after it, and "loss" (nats per token), "grad_norm" (before clipping) and
-    the objective's sums.
+    The state after it, and "loss" (nats per token), "grad_norm" (before clipping),
+    "learning_rate" where it is given, and the objective's sums.
   """
   key = jax.random.fold_in(state.key, state.step)
 
@@ -114,8 +133,27 @@ def train_step(
   grads = jax.tree.map(lambda g: g / count, grads)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
+  if learning_rate is not None:
+    metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
   params = optax.apply_updates(state.params, updates)
-  return TrainState(state.step + 1, params, opt_state, state.key), metrics
+  average = state.average
+  if average is not None:
+    average = add_to_average(average, params, state.step, ema_decay)
+  return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
+
+
+def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> Any:
+  """The average of parameters with those after update `step`, counted from 0.
+
+    average + (params - average) (1 - decay) / (1 - decay**(step + 1))
+
+  Weights fall by `decay` with each update into the past, and add up to 1: it is
+  `optax.ema` with `debias`, in a form that needs no correction when it is read. What does
+  not change, as frozen parameters, stays as it is, bit for bit.
+  """
+  log_decay = jnp.log(jnp.float32(decay))
+  weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
+  return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
 
 
 def jit_train_step(
@@ -126,6 +164,8 @@ def jit_train_step(
   *,
   accumulate_steps: int = 1,
   objective: losses.Objective = _TOKENS_ALONE,
+  ema_decay: float = 0.0,
+  learning_rate: optax.Schedule | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """`train_step` compiled for a mesh: (state, batch, capacity=None).
 
@@ -141,6 +181,8 @@ def jit_train_step(
       batch,
       objective=objective,
       capacity=capacity,
+      ema_decay=ema_decay,
+      learning_rate=learning_rate,
     )
 
   replicated = NamedSharding(mesh, PartitionSpec())
@@ -184,9 +226,10 @@ def abstract_state(
   seed: int,
   mesh: Mesh,
   parameters: str = "replicated",
+  has_average: bool = False,
 ) -> TrainState:
   """The shapes, dtypes and places (`sharding.state_sharding`) of a state."""
-  shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed))
+  shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     shapes,
@@ -200,8 +243,10 @@ def jit_init(
   seed: int,
   mesh: Mesh,
   parameters: str = "replicated",
+  has_average: bool = False,
 ) -> TrainState:
   """`init_state`, made where it will lie."""
-  abstract = abstract_state(model, optimizer, seed, mesh, parameters)
+  abstract = abstract_state(model, optimizer, seed, mesh, parameters, has_average)
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  return jax.jit(lambda: init_state(model, optimizer, seed), out_shardings=places)()
+  make = jax.jit(lambda: init_state(model, optimizer, seed, has_average), out_shardings=places)
+  return make()

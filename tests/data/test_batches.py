@@ -358,3 +358,35 @@ def test_what_fills_up_a_window():
     # Nothing else in the text is 0.
     np.testing.assert_array_equal(tokens_bt == 77, expected.batch(index)["tokens"] == 0)
   assert sum((tokens_bt == 77).sum() for tokens_bt in whole) > 4
+
+
+@pytest.mark.parametrize("size", [6, 4])
+def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens(size):
+  tokens = np.arange(3, 74)
+  settings = dict(boundaries=np.arange(71) % 2)
+  whole, part, again = (
+    EvaluationWindows(tokens, 5, 3, batch_size=size, start_id=2, max_tokens=most, **settings)
+    for most in (0, 20, 20)
+  )
+  assert len(part) == -(-7 // size) and whole.share == 1
+
+  def rows(windows):
+    found = [windows.batch(index) for index in range(len(windows))]
+    return {name: np.concatenate([x[name] for x in found]) for name in found[0]}
+
+  known, found = rows(whole), rows(part)
+  np.testing.assert_equal(found, rows(again))
+  is_real = found["weights"].any(axis=1)
+  assert is_real.sum() == 7 and is_real[:7].all()
+  chosen = [np.flatnonzero((known["targets"] == x).all(axis=1)) for x in found["targets"][:7]]
+  chosen = np.concatenate(chosen)
+  assert len(chosen) == 7 and (np.diff(chosen) > 0).all() and np.ptp(chosen) > 12
+  for name, array in found.items():
+    np.testing.assert_array_equal(array[:7], known[name][chosen])
+  assert part.share * 71 == pytest.approx(found["weights"].sum())
+
+
+def test_more_tokens_than_there_are_is_all():
+  for most in (70, 71, 99):
+    windows = EvaluationWindows(np.arange(71), 5, 3, 6, start_id=2, max_tokens=most)
+    assert windows.share == 1 and len(windows) == 4

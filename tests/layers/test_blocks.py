@@ -49,6 +49,35 @@ def test_block(norm, activation, scale):
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm, use_bias", [("post", True), ("pre", False)])
+def test_a_block_of_rms_norm_and_swiglu(norm, use_bias):
+  settings = dict(norm=norm, activation="swiglu", norm_kind="rms_norm", use_bias=use_bias)
+  block, params = make(**settings)
+  assert {*params["mixer_norm"], *params["feed_forward_norm"]} == {"scale"}
+  biases = {"bias"} if use_bias else set()
+  shapes = {name: layer["kernel"].shape for name, layer in params["feed_forward"].items()}
+  assert shapes == dict(hidden=(WIDTH, HIDDEN), gate=(WIDTH, HIDDEN), out=(HIDDEN, WIDTH))
+  assert all({*layer} == {"kernel"} | biases for layer in params["feed_forward"].values())
+  inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
+  exact_params = jax.tree.map(np.float64, params)
+
+  def mix(x):
+    return np.cumsum(x, axis=1)
+
+  parts = np.float64(inputs), exact_params, mix, norm, "swiglu", transformer.rms_norm
+  output = jax.jit(block.apply)({"params": params}, inputs)
+  np.testing.assert_allclose(output, transformer.block(*parts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_norm_without_a_bias():
+  params = make(use_bias=False)[1]["feed_forward_norm"]
+  assert {*params} == {"scale"}
+  norm, x = blocks.make_norm("layer_norm", jnp.float32, "norm", use_bias=False), draw((3, WIDTH))
+  expected = transformer.layer_norm(np.float64(x), dict(scale=np.float64(params["scale"]), bias=0))
+  output = norm.apply({"params": params}, x)
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("out_width, expected", [(13, 13), (None, WIDTH)])
 def test_the_feed_forward_network_ends_at_any_width(out_width, expected):
   layer = blocks.FeedForward(HIDDEN, "gelu", out_width=out_width)
@@ -68,7 +97,7 @@ def test_gelu_is_by_erf():
 
 
 def test_the_epsilon_of_layer_norm_shows_where_the_variance_is_small():
-  norm = blocks.layer_norm(jnp.float32, "norm")
+  norm = blocks.make_norm("layer_norm", jnp.float32, "norm")
   x = draw((3, WIDTH), scale=1e-3)
   params = {"scale": draw((WIDTH,), 1), "bias": draw((WIDTH,), 2)}
   output = norm.apply({"params": params}, x)

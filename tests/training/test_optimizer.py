@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from dpjax import registry
 from dpjax.training import optimizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -35,6 +36,29 @@ def test_cosine():
   assert rates("cosine", (0, 10), warmup_steps=0, num_steps=10) == [0.5, 0]
 
 
+def test_cosine_and_line_end_at_the_lowest_rate():
+  steps = (0, 1, 2, 4, 5, 6, 10, 99)
+  settings = dict(warmup_steps=2, num_steps=10, min_ratio=0.2)
+  x = np.array([2, 4, 5, 6, 10, 10])
+  expected = optax.warmup_cosine_decay_schedule(0.0, 0.5, 2, 10, end_value=0.1)
+  np.testing.assert_allclose(rates("cosine", steps, **settings), [*map(expected, steps)], rtol=1e-6)
+  line = [0, 0.25, *(0.5 - 0.4 * (x - 2) / 8)]
+  np.testing.assert_allclose(rates("linear", steps, **settings), line, rtol=1e-6)
+  np.testing.assert_allclose(rates("linear", (0, 5, 10), num_steps=10), [0.5, 0.25, 0], atol=1e-8)
+
+
+def test_warm_up_stable_decay():
+  settings = dict(warmup_steps=2, num_steps=10, decay_fraction=0.4, min_ratio=0.2)
+  got = rates("warmup_stable_decay", range(12), **settings)
+  line = [0, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]
+  np.testing.assert_allclose(got, line, rtol=1e-6)
+  got = rates("warmup_stable_decay", range(7), num_steps=5, decay_fraction=0.01)
+  np.testing.assert_allclose(got, [0.5] * 5 + [0, 0])
+  with pytest.raises(ValueError, match="warmup_steps: expected at most the 6 steps before"):
+    rates("warmup_stable_decay", (0,), **{**settings, "warmup_steps": 7})
+  rates("warmup_stable_decay", (0,), **{**settings, "warmup_steps": 6})
+
+
 def test_is_the_authors_from_the_second_update():
   golden = json.loads((GOLDEN / "H_lr_schedule.json").read_text())
   settings = golden["config"]
@@ -50,8 +74,8 @@ def test_is_the_authors_from_the_second_update():
 
 
 def test_refusals():
-  with pytest.raises(ValueError, match="schedule: expected one of .* got linear"):
-    optimizer.learning_rate("linear", 0.5, warmup_steps=0, num_steps=7)
+  with pytest.raises(ValueError, match="schedule: expected one of .* got lineal"):
+    optimizer.learning_rate("lineal", 0.5, warmup_steps=0, num_steps=7)
   with pytest.raises(ValueError, match="schedule.warmup_steps: expected fewer than the 7"):
     optimizer.learning_rate("cosine", 0.5, warmup_steps=7, num_steps=7)
   with pytest.raises(ValueError, match="expected one of .* got sdg; did you mean sgd"):
@@ -173,3 +197,31 @@ def test_what_is_frozen_stays_and_has_no_part_in_the_others(settings):
     expected, expected_state = update.update(own, expected_state, without)
     # Nor in the norm that clipping measures.
     chex.assert_trees_all_equal(got, expected)
+
+
+def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
+  params = stacked_params()
+  params["embedding"]["positions"] = jnp.ones((11, 5))
+  params["hourglass"] = {"null_group": jnp.ones(5), "middle_in": jnp.ones((5, 6))}
+  params["relative_positions"] = {"content_bias": jnp.ones((3, 2))}
+  kept = {name: False for name in ("bias", "scale", "null_group", "content_bias")}
+  kept |= {name: True for name in ("kernel", "taps", "middle_in")}
+  mask = jax.tree.map_with_path(
+    lambda path, x: path[0].key != "embedding" and kept[path[-1].key], params
+  )
+  settings = dict(b1=0.8, b2=0.9, weight_decay=0.3)
+  train = dict(learning_rate=0.1, clip_norm=0.0, decay_mask="matrices")
+  train["schedule"] = {"name": "constant", "warmup_steps": 0}
+  train["optimizer"] = registry.optimizers.section("adamw", **settings)
+  grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
+  found, expected, everywhere = (
+    update.update(grads, update.init(params), params)[0]
+    for update in (
+      optimizer.build_optimizer(train, 7),
+      optax.adamw(0.1, **settings, mask=mask),
+      optimizer.build_optimizer({**train, "decay_mask": "all"}, 7),
+    )
+  )
+  chex.assert_trees_all_equal(found, expected)
+  is_alike = jax.tree.map(lambda x, y: bool((x == y).all()), found, everywhere)
+  assert is_alike == mask

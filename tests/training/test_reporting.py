@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import struct
+import sys
 import time
 
 import numpy as np
@@ -60,6 +61,38 @@ def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
     (2, "train/grad_norm", 0.25),
     (2, "valid/nats_per_token", 2.5),
   ]
+
+
+def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys):
+  with reporting.Reporter(tmp_path, 0, 1234) as reporter:
+    reporter.advance(3.5)
+    reporter.report(20, "train", {"loss": 3.5, "tokens_per_second": 56789.4})
+    reporter.report(20, "valid", {"nats_per_token": 2.5})
+    reporter.report(1040, "train", {"loss": 2.25, "tokens_per_second": math.nan})
+    reporter.report(1040, "train", {"median_loss": 2.0, "median_over_steps": 7})
+  assert capsys.readouterr().err.splitlines() == [
+    "step 20 of 1,234: loss 3.5000, 56,789 tokens/s",
+    "step 1,040 of 1,234: loss 2.2500",
+  ]
+
+
+def test_a_terminal_has_its_bar_alone(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    reporter.advance(3.5)
+    reporter.report(1, "train", {"loss": 3.5})
+  shown = capsys.readouterr().err
+  assert "training:" in shown and "\r" in shown and "step 1 of 7" not in shown
+
+
+def test_over_how_many_a_mean_is_is_no_curve(tmp_path):
+  with reporting.Reporter(tmp_path, 0, 7) as reporter:
+    reporter.report(2, "train", {"loss": 3.5, "mean_over_steps": 2})
+    reporter.report(3, "train", {"median_loss": 3.0, "median_over_steps": 3})
+    told = reporter.new_reports()
+  assert told == [(2, {"train/loss": 3.5}), (3, {"train/median_loss": 3.0})]
+  assert [name for _, name, _ in scalars(tmp_path)] == ["train/loss", "train/median_loss"]
+  assert [line.get("mean_over_steps") for line in lines(tmp_path)] == [2, None]
 
 
 def write(workdir, steps, begin=0):

@@ -310,3 +310,36 @@ def test_eight_devices_update_a_pooled_model_as_one(pooled_update):
   state = jax.device_put(jax.tree.map(jnp.copy, before), shardings)
   got = train(state, sharding.put_batch(draw_pooled_batch(), mesh))
   assert_same_update((got[0].params, got[1]), (after.params, metrics))
+
+
+def test_the_average_is_that_of_optax_without_its_bias():
+  model, update = make_model(num_layers=1), optax.sgd(0.5)
+  state = draw_state(model, update)
+  state = state.replace(average=jax.tree.map(jnp.copy, state.params))
+  train = jax.jit(
+    partial(step.train_step, model, update, 1, ema_decay=0.7, learning_rate=lambda k: 0.5 / (k + 1))
+  )
+  plain = jax.jit(partial(step.train_step, model, update, 1))
+  ema = optax.ema(0.7, debias=True)
+  ema_state, unaware = ema.init(state.params), state.replace(average=None)
+  for k in range(5):
+    batch = draw_batch(k)
+    state, measured = train(state, batch)
+    unaware, _ = plain(unaware, batch)
+    expected, ema_state = ema.update(state.params, ema_state)
+    helpers.assert_trees_close(state.average, expected, rtol=2e-6, atol=2e-6)
+    assert measured["learning_rate"] == np.float32(0.5 / (k + 1))
+  assert state.scored is state.average and unaware.scored is unaware.params
+  # What is averaged has no part in the training, nor has the report of the rate.
+  helpers.assert_trees_close(state.params, unaware.params, rtol=1e-5, atol=1e-6)
+  assert not np.allclose(
+    *(x.average["logits"]["bias"] for x in (state, state.replace(average=state.params)))
+  )
+
+
+def test_what_stays_the_same_is_its_own_average():
+  frozen = {"a": jnp.float32([0.1, 1e-7, 3e9])}
+  average = frozen
+  for k in range(9):
+    average = step.add_to_average(average, frozen, jnp.int32(k), 0.999)
+  np.testing.assert_array_equal(average["a"], frozen["a"])

@@ -1,0 +1,72 @@
+"""Rotary positions: queries and keys are turned by angles that grow with their position.
+
+B batch, T position, H head, E feature of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.products import sum_dtype
+
+
+def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndarray:
+  """The angles of positions 0 .. T - 1, in radians, without whole turns.
+
+    angles[t, i] = t base ** (-2 i / E)  mod 2 pi,  i = 0 .. E / 2 - 1
+
+  Args:
+    length: T.
+    features: E, of one head, even.
+    base: positive; the slowest pair turns once in about 2 pi base positions.
+
+  Returns:
+    [T, E / 2], float32, computed in float64: distant positions lose no digits.
+
+  Raises:
+    ValueError: `features` is odd.
+
+  Source: Su et al. 2021, arXiv:2104.09864, Sec. 3.2.2.
+  """
+  if features % 2:
+    raise ValueError(f"features: expected an even number for rotary positions, got {features}")
+  frequencies = float(base) ** (-np.arange(0, features, 2) / features)
+  angles = np.arange(length)[:, None] * frequencies
+  return (angles % (2 * np.pi)).astype(np.float32)
+
+
+@automatic_axes
+def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
+  """Turns the pairs of features (i, i + E / 2) by their angles.
+
+    output[i]         = x[i] cos(angles[i]) - x[i + E / 2] sin(angles[i])
+    output[i + E / 2] = x[i] sin(angles[i]) + x[i + E / 2] cos(angles[i])
+
+  The product of a query and a key that are both turned depends on the distance of their
+  positions alone.
+
+  Args:
+    inputs: [B, T, H, E], floats.
+    angles: [B, T, E / 2] or [1, T, E / 2], of `rotary_angles`.
+
+  Returns:
+    [B, T, H, E], in the dtype of `inputs`; computed in float32, or float64 as the inputs.
+
+  Raises:
+    ValueError: the shapes do not match.
+
+  Source: as `rotary_angles`, where the pairs are (2 i, 2 i + 1); halves as here, another
+  order of the features, are those of GPT-NeoX and Llama.
+  """
+  batch, length, _, features = inputs.shape
+  if angles.shape not in [(size, length, features // 2) for size in (1, batch)] or features % 2:
+    raise ValueError(
+      f"angles: expected [B or 1, T, E / 2] with [B, T, H, E] = {inputs.shape}, got the "
+      f"shape {angles.shape}"
+    )
+  dtype = sum_dtype(inputs)
+  angles = angles.astype(dtype)[:, :, None]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  x, y = jnp.split(inputs.astype(dtype), 2, axis=-1)
+  return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)

@@ -1,0 +1,75 @@
+"""Rotary positions, beside complex numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+from tests.reference import transformer
+
+BATCH, LENGTH, HEADS, FEATURES, BASE = 2, 7, 3, 10, 50.0
+
+
+def draw(seed=0):
+  normal = np.random.default_rng(seed).standard_normal((BATCH, LENGTH, HEADS, FEATURES))
+  return jnp.asarray(normal, jnp.float32)
+
+
+def angles(start=0):
+  table = ops.rotary_angles(LENGTH + start, FEATURES, BASE)
+  return jnp.asarray(table)[None, start:]
+
+
+def test_pairs_turn_as_complex_numbers_do():
+  output = jax.jit(ops.rotate)(draw(), angles())
+  expected = transformer.rotate(np.float64(draw()), BASE)
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_may_have_positions_of_their_own():
+  both = jnp.concatenate([angles(), angles(5)])
+  output = ops.rotate(draw(), both)
+  np.testing.assert_array_equal(output[0], ops.rotate(draw(), angles())[0])
+  np.testing.assert_array_equal(output[1], ops.rotate(draw(), angles(5))[1])
+
+
+def test_products_depend_on_the_distance_alone():
+  queries, keys = draw(), draw(1)
+
+  def scores(start):
+    turned = (ops.rotate(x, angles(start)) for x in (queries, keys))
+    return jnp.einsum("bthe,bshe->bhts", *turned)
+
+  np.testing.assert_allclose(scores(0), scores(1000), rtol=0, atol=2e-5)
+  plain = jnp.einsum("bthe,bshe->bhts", queries, keys)
+  assert np.abs(scores(0) - plain).max() > 0.5
+  # Nothing turns at a distance of 0.
+  diagonal = (jnp.diagonal(x, axis1=2, axis2=3) for x in (scores(0), plain))
+  np.testing.assert_allclose(*diagonal, rtol=1e-5, atol=1e-5)
+
+
+def test_distant_positions_lose_no_digits():
+  table = ops.rotary_angles(100_003, FEATURES)
+  assert table.dtype == np.float32 and 0 <= table.min() and table.max() <= np.float32(2 * np.pi)
+  for i in range(FEATURES // 2):
+    exact = np.exp(1j * 100_002 * 10_000.0 ** (-2 * i / FEATURES))
+    assert abs(np.exp(1j * np.float64(table[-1, i])) - exact) < 4e-7
+
+
+def test_bfloat16_is_rounded_once():
+  rounded = draw().astype(jnp.bfloat16)
+  output = ops.rotate(rounded, angles())
+  assert output.dtype == jnp.bfloat16
+  expected = ops.rotate(rounded.astype(jnp.float32), angles()).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(output, expected)
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match="features: expected an even number .*, got 9"):
+    ops.rotary_angles(LENGTH, 9)
+  for wrong in (angles()[:, :-1], angles()[:, :, :-1], angles()[0]):
+    with pytest.raises(ValueError, match="angles: expected"):
+      ops.rotate(draw(), wrong)
+  with pytest.raises(ValueError, match="angles: expected"):
+    ops.rotate(draw()[..., :9], angles()[..., :4])

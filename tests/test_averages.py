@@ -1,0 +1,157 @@
+"""Averages of parameters, early stopping, parts of a split: what a run makes of them."""
+
+import contextlib
+import json
+import math
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax.data import batches
+from dpjax.errors import Interrupted
+from dpjax.training import checkpoints
+from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+DECAY = 0.6
+
+
+def train(config, workdir, **settings):
+  """With a model that is there at once."""
+  return dpjax.train(config, workdir, model=helpers.bigrams, **settings)[0]
+
+
+def load(workdir, step=None):
+  return dpjax.load(workdir, step, model=helpers.bigrams)
+
+
+def states(workdir, step):
+  """The parameters and their average in a checkpoint."""
+  shapes = jax.tree.map(np.asarray, load(workdir).params)
+  with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
+    return [saved.restore_step(shapes, step, part=x).params for x in ("params", "average")]
+
+
+@pytest.fixture(scope="module")
+def averaged(text, tmp_path_factory):
+  config = helpers.small_config(text, ema_decay=DECAY, log_every_steps=1)
+  return config, train(config, tmp_path_factory.mktemp("averaged") / "run")
+
+
+def test_the_average_is_scored_saved_loaded_and_exported(averaged, tmp_path):
+  _, run = averaged
+  params, average = states(run.workdir, run.step)
+  chex.assert_trees_all_equal(run.params, average)
+  assert not np.allclose(params["Dense_0"]["bias"], average["Dense_0"]["bias"], rtol=1e-3)
+  (reported,) = (x for x in helpers.reports(run.workdir, "valid") if x["step"] == run.step)
+  assert run.score_split("valid")["nats_per_token"] == pytest.approx(reported["nats_per_token"])
+  run.save(tmp_path / "exported")
+  chex.assert_trees_all_equal(load(tmp_path / "exported").params, average)
+  # Beside it the parameters train as without it.
+  assert run.step == 12
+
+
+def test_training_is_that_without_an_average(averaged, text, tmp_path):
+  config, run = averaged
+  plain = helpers.small_config(text, log_every_steps=1)
+  other = train(plain, tmp_path / "plain")
+  assert other.workdir is not None and run.workdir is not None
+  losses = [(x.workdir / "losses.f32").read_bytes() for x in (run, other)]
+  assert losses[0] == losses[1] and len(losses[0]) == 48
+  chex.assert_trees_all_equal(other.params, states(run.workdir, other.step)[0])
+
+
+def test_a_stopped_run_ends_with_the_same_average(averaged, tmp_path):
+  config, run = averaged
+  asked = iter(range(99))
+  with pytest.raises(Interrupted):
+    train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
+  parts = train(config, tmp_path / "run")
+  chex.assert_trees_all_equal(parts.params, run.params)
+  chex.assert_trees_all_equal(*(states(x.workdir, 12) for x in (parts, run)))
+
+
+def test_a_run_begins_with_the_average_of_another(averaged, text, tmp_path):
+  _, run = averaged
+  config = helpers.small_config(text, initial_run=str(run.workdir), ema_decay=DECAY)
+  config.train.update(dict(learning_rate=0.0, num_steps=3))
+  chex.assert_trees_all_equal(train(config, tmp_path / "run").params, run.params)
+
+
+def test_the_rate_and_the_tokens_seen_are_reported(text, tmp_path):
+  config = helpers.small_config(text, log_every_steps=3)
+  config.train.schedule = dpjax.config.schedule("linear", warmup_steps=2, min_ratio=0.1)
+  run = train(config, tmp_path / "run")
+  rate = optax.join_schedules(
+    [optax.linear_schedule(0, 3e-3, 2), optax.linear_schedule(3e-3, 3e-4, 10)], [2]
+  )
+  lines = helpers.reports(run.workdir, "train")
+  assert [x["tokens_seen"] for x in lines] == [8 * 19 * step for step in (3, 6, 9, 12)]
+  found = [x["learning_rate"] for x in lines]
+  np.testing.assert_allclose(found, [float(rate(step - 1)) for step in (3, 6, 9, 12)], rtol=1e-6)
+
+
+def valid_steps(workdir):
+  return [x["step"] for x in helpers.reports(workdir, "valid")]
+
+
+def test_a_run_ends_where_validation_is_no_longer_better(text, tmp_path, capsys):
+  # Without a step by the gradient, the first evaluation is the best.
+  config = helpers.small_config(text, learning_rate=0.0, eval_every_steps=2, patience=2)
+  asked = iter(range(99))
+  with contextlib.suppress(Interrupted):  # The count goes on where it stopped.
+    train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
+  run = train(config, tmp_path / "run")
+  assert valid_steps(run.workdir) == [2, 4, 6] and run.step == 2
+  said = (
+    "No evaluation since step 2 was better (train.patience = 2): the training ends at step 6.\n"
+  )
+  assert said in capsys.readouterr().out
+  train(config, tmp_path / "run")
+  assert valid_steps(run.workdir) == [2, 4, 6]
+  config.train.patience = 3
+  train(config, tmp_path / "run")
+  assert valid_steps(run.workdir) == [2, 4, 6, 8]
+  config.train.patience = 0
+  train(config, tmp_path / "run")
+  assert valid_steps(run.workdir) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_run_that_gets_better_goes_on(text, tmp_path):
+  config = helpers.small_config(text, learning_rate=1e-2, eval_every_steps=2, patience=1)
+  assert valid_steps(train(config, tmp_path / "run").workdir) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_part_of_the_split_stands_for_it_in_training_alone(text, tmp_path):
+  config = helpers.small_config(text)
+  config.eval.max_tokens = 150
+  run = train(config, tmp_path / "run")
+  data = run.data
+  windows = batches.EvaluationWindows(
+    data.splits["valid"], 19, 19, 8, run.tokenizer.start_id, max_tokens=150
+  )
+  nats = count = 0
+  for index in range(len(windows)):
+    batch = windows.batch(index)
+    output = run.model.apply({"params": run.params}, batch["tokens"], deterministic=True)
+    each = optax.softmax_cross_entropy_with_integer_labels(output.logits, batch["targets"])
+    nats += float((each * batch["weights"]).sum())
+    count += int(batch["weights"].sum())
+  tokens, characters = (data.counts["valid"][x] for x in ("tokens", "characters"))
+  assert 133 < count <= 152 < tokens / 3
+  (reported,) = (x for x in helpers.reports(run.workdir, "valid") if x["step"] == run.step)
+  assert reported["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
+  bits = nats / count * tokens / characters / math.log(2)
+  assert reported["bits_per_character"] == pytest.approx(bits, rel=1e-5)
+  # Afterwards all is scored.
+  config.eval.max_tokens = 0
+  whole = train(config, tmp_path / "whole")
+  tests = [json.loads((x.workdir / f"scores_test_{x.step}.json").read_text()) for x in (run, whole)]
+  assert tests[0] == tests[1]
+  (last,) = (x for x in helpers.reports(whole.workdir, "valid") if x["step"] == run.step)
+  assert run.score_split("valid")["perplexity"] == pytest.approx(last["perplexity"])
+  assert reported["perplexity"] != pytest.approx(last["perplexity"], rel=1e-4)
