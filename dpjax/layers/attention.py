@@ -51,9 +51,12 @@ class SelfAttention(nn.Module):
     deterministic: bool = True,
     cache: ops.AttentionCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
+    )
     width = inputs.shape[-1]
     qkv_btpd = nn.DenseGeneral(
       (3, width),
@@ -68,9 +71,9 @@ class SelfAttention(nn.Module):
     if cache is None:
       rate = 0.0 if deterministic else self.dropout
       key = self.make_rng("dropout") if rate else None
-      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key)
+      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key, starts=starts)
     else:
-      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths)
+      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths, starts=starts)
     y_btd = nn.Dense(
       width,
       use_bias=self.use_bias,
@@ -189,12 +192,15 @@ class RelativeAttention(nn.Module):
     positions: RelativePositions | None = None,
     cache: RelativeAttentionCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `positions` are those that layers share.
 
     They have at least T distances, with a cache `max_length`.
     """
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
+    )
     length, width = inputs.shape[1:]
     if cache is not None:
       length = self.max_length
@@ -229,6 +235,7 @@ class RelativeAttention(nn.Module):
         *biases,
         dropout_rate=rate,
         dropout_key=self.make_rng("dropout") if rate else None,
+        starts=starts,
       )
     else:
       table, matrices = positions.table[:length], project.variables["params"]
@@ -247,7 +254,7 @@ class RelativeAttention(nn.Module):
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0]
       r_hre = r_hre.reshape(cache.distances.shape)
       y_bthe, kept = ops.relative_attention_cached(
-        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
+        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths, starts=starts
       )
       cache = RelativeAttentionCache(kept, r_hre)
     y_btd = nn.Dense(
