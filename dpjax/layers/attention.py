@@ -54,9 +54,7 @@ class SelfAttention(nn.Module):
     starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
-    )
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     width = inputs.shape[-1]
     qkv_btpd = nn.DenseGeneral(
       (3, width),
@@ -198,9 +196,7 @@ class RelativeAttention(nn.Module):
 
     They have at least T distances, with a cache `max_length`.
     """
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
-    )
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     length, width = inputs.shape[1:]
     if cache is not None:
       length = self.max_length

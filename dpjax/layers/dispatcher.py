@@ -70,9 +70,7 @@ class Dispatcher(nn.Module):
     starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
-    )
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
@@ -114,9 +112,7 @@ class MultiHeadDispatcher(Dispatcher):
     starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts
-    )
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     width = inputs.shape[-1]
     num_levels = self._num_levels
     if level_keep is None:

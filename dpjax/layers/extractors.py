@@ -162,9 +162,7 @@ def _extract(module, x_btd: jax.Array, cached, *tap_shape: int):
   cache, lengths, starts = cached
   if cache is not None:
     return ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths, starts=starts)
-  y_btd = ops.causal_convolution(
-    x_btd, taps, starts=starts, implementation=module.implementation
-  )
+  y_btd = ops.causal_convolution(x_btd, taps, starts=starts, implementation=module.implementation)
   return y_btd, None
 
 

@@ -131,8 +131,8 @@ def causal_attention_cached(
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    A row, or a document, must not grow longer than M. Under `jit` nobody can tell: the outputs of tokens
-    from M on are nan. Such tokens are not kept, but `length` counts them.
+    A row, or a document, must not grow longer than M. Under `jit` nobody can tell: the
+    outputs of tokens from M on are nan. Such tokens are not kept, but `length` counts them.
 
   Raises:
     ValueError: shapes or dtypes do not match, or C > M without `starts`; where they are not

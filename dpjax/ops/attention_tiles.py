@@ -199,7 +199,7 @@ def _product(spec: str, x, y) -> jax.Array:
 
 
 def _for_tiles(tile, state, blocks: int, place_bt):
-  """state = tile(state, i, j) for every tile of a query and a key that meet.
+  """Folds state = tile(state, i, j) over all tiles in which a query and a key meet.
 
   Without documents these are all tiles that are not of the future alone.
   """

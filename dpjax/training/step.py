@@ -70,7 +70,8 @@ def train_step(
     optimizer: of the state.
     accumulate_steps: A, a divisor of B.
     state: before the update.
-    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs.
+    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs; where
+      rows are several documents, "starts", [B, T], 1 at the first token of each.
     objective: what is minimised.
     capacity: of `dpjax.models.hourglass.Hourglass`, where the data tells it.
 
@@ -89,6 +90,7 @@ def train_step(
       deterministic=False,
       rngs={"dropout": part_key},
       **known,
+      **_documents(part),
     )
     sums = objective.sums(output, part)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
@@ -116,6 +118,11 @@ def train_step(
   metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
   params = optax.apply_updates(state.params, updates)
   return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+
+def _documents(batch: Batch) -> dict[str, jax.Array]:
+  """What the model is told of a batch's documents."""
+  return {"starts": batch["starts"]} if "starts" in batch else {}
 
 
 def jit_train_step(
@@ -171,6 +178,7 @@ def jit_eval_step(
       deterministic=True,
       rngs={"dropout": key},
       **known,
+      **_documents(batch),
     )
     return objective.sums(output, batch)
 
