@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
       starts = ops.check_starts(starts, tokens.shape)
     elif starts is not None:
       starts = starts_in_chunk(starts, tokens.shape, lengths)
-      starts = starts.at[:, 0].set(starts[:, 0] | (cache.length == 0))
+      starts = starts.at[:, 0].max((cache.length == 0).astype(starts.dtype))
     x_btd = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,

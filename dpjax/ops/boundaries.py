@@ -142,7 +142,7 @@ def spacelike_boundaries(
     previous = jnp.zeros(len(tokens), bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
   if starts is not None:
-    before_bt &= jnp.asarray(starts) == 0
+    before_bt &= ~jnp.asarray(starts).astype(bool)
   return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
 
 

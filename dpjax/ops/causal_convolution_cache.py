@@ -208,7 +208,7 @@ def causal_convolution_cached(
   if starts is not None:
     starts = starts_in_chunk(starts, (batch, chunk), None if lengths is None else lengths_b)
     if chunk == 1:
-      cache = _begun_anew(cache, starts[:, 0])
+      cache = _begun_anew(cache, starts[:, 0] > 0)
   if chunk == 1 and isinstance(cache, ConvolutionCache):
     return _step(inputs, taps, cache, lengths_b)
   if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
@@ -219,9 +219,7 @@ def causal_convolution_cached(
     jnp.concatenate([past_bld, inputs], axis=1),
     jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
     # What the ring holds of documents before is 0, so the past counts as one document.
-    starts=None
-    if starts is None
-    else jnp.pad(starts, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(True),
+    starts=None if starts is None else jnp.pad(starts, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(1),
   )
   ring_bld, length_b = _written(cache, inputs, lengths_b), cache.length + lengths_b
   if starts is not None:

@@ -33,7 +33,7 @@ def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = Fal
     goes_on: whether rows may begin with 0, because they go on in the document before.
 
   Returns:
-    [B, T], as given.
+    [B, T], int32.
 
   Raises:
     ValueError: the starts are wrong.
@@ -53,7 +53,7 @@ def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = Fal
     if not goes_on and not values[:, 0].all():
       row = int(np.argmin(values[:, 0]))
       raise UserError(f"starts: expected every row to begin with 1, got 0 in row {row}")
-  return jnp.asarray(array)
+  return jnp.asarray(array, jnp.int32)
 
 
 def document_places(starts: ArrayLike, before: jax.Array | None = None) -> jax.Array:
@@ -70,14 +70,15 @@ def document_places(starts: ArrayLike, before: jax.Array | None = None) -> jax.A
     [B, T], int32.
   """
   place_bt = jnp.arange(jnp.shape(starts)[1], dtype=jnp.int32)[None]
+  is_start_bt = jnp.asarray(starts).astype(bool)
   begin_b1 = 0 if before is None else -before.astype(jnp.int32)[:, None]
-  return place_bt - lax.cummax(jnp.where(jnp.asarray(starts) != 0, place_bt, begin_b1), axis=1)
+  return place_bt - lax.cummax(jnp.where(is_start_bt, place_bt, begin_b1), axis=1)
 
 
 def starts_in_chunk(
   starts: ArrayLike, shape: Sequence[int], lengths: jax.Array | None
 ) -> jax.Array:
-  """The starts of a chunk's real tokens, [B, C] booleans.
+  """The starts of a chunk's real tokens, [B, C], int32.
 
   Args:
     starts: [B, C], 0 or 1.
@@ -87,8 +88,8 @@ def starts_in_chunk(
   Raises:
     ValueError: as `check_starts`.
   """
-  starts_bc = check_starts(starts, shape, goes_on=True) != 0
-  return starts_bc if lengths is None else starts_bc & is_real(lengths, shape[1])
+  starts_bc = check_starts(starts, shape, goes_on=True)
+  return starts_bc if lengths is None else jnp.where(is_real(lengths, shape[1]), starts_bc, 0)
 
 
 def document_length(starts: jax.Array, before: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -100,5 +101,5 @@ def document_length(starts: jax.Array, before: jax.Array, lengths: jax.Array | N
     lengths: as there.
   """
   place_bc = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
-  begin_b = jnp.max(jnp.where(starts, place_bc, -before[:, None]), axis=1)
+  begin_b = jnp.max(jnp.where(starts > 0, place_bc, -before[:, None]), axis=1)
   return (starts.shape[1] if lengths is None else lengths) - begin_b

@@ -132,7 +132,7 @@ def entropy_threshold(
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
   before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
   if starts is not None:
-    starts = jnp.asarray(starts) != 0
+    starts = jnp.asarray(starts).astype(bool)
     before_bt = jnp.where(starts, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)

@@ -15,6 +15,7 @@ hnet/utils/train.py. Same numbers; their kernel for the scan is an associative s
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dpjax.ops.products import sum_dtype
 
@@ -28,7 +29,7 @@ def route(
   *,
   previous: jax.Array | None = None,
   start: jax.Array | None = None,
-  starts: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """The probability that a segment ends with each token, and whether one does.
 
@@ -69,7 +70,7 @@ def route(
   if start is not None:
     is_first &= start[:, None] == 0
   if starts is not None:
-    is_first |= starts != 0
+    is_first |= jnp.asarray(starts).astype(bool)
   probabilities = jnp.where(is_first, 1, probabilities)
   return probabilities, (probabilities > 0.5).astype(jnp.int32)
 
@@ -79,7 +80,7 @@ def smooth_segments(
   probabilities: jax.Array,
   *,
   previous: jax.Array | None = None,
-  starts: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Blends each segment into those before it, by how sure its boundary was.
 
@@ -109,7 +110,7 @@ def smooth_segments(
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
   added, kept = q * segments.astype(dtype), 1 - q
   if starts is not None:
-    kept = jnp.where(starts[..., None] != 0, 0, kept)
+    kept = jnp.where(jnp.asarray(starts).astype(bool)[..., None], 0, kept)
   if previous is not None:
     added = added.at[:, 0].add(kept[:, 0] * previous.astype(dtype))
   kept = jnp.broadcast_to(kept, added.shape)

@@ -255,7 +255,7 @@ def segment_starts(
   Returns:
     [B, capacity], int32, 0 or 1.
   """
-  starts_bt = (jnp.asarray(starts) != 0).astype(jnp.int32)
+  starts_bt = jnp.asarray(starts).astype(jnp.int32)
   ids_bt = _ids(jnp.asarray(boundaries), starts_bt if has_null_group else None)
   return sum_of_segments(starts_bt, ids_bt, capacity)
 
