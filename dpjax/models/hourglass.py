@@ -237,8 +237,8 @@ class Hourglass(nn.Module):
       middle_starts = ops.segment_starts(
         boundaries, starts, size, has_null_group=kind.has_null_group
       )
-    if null_starts is not None:
-      s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
+      if kind.has_null_group:
+        s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
     if kind.has_null_group:
       s_bsd = norm(s_bsd)
     of_middle |= dict(
@@ -391,7 +391,9 @@ def _read_segments(
     branches = [partial(at_capacity, size) for size in sizes]
     s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle, middle_starts)
     if not kind.has_null_group:
-      s_bsd = blend(s_bsd[:, :-1], cache.latest, None if starts is None else middle_starts[:, :-1])
+      s_bsd = blend(
+        s_bsd[:, :-1], cache.latest, None if middle_starts is None else middle_starts[:, :-1]
+      )
     known_bsd = jnp.concatenate([cache.latest[:, None], s_bsd], axis=1)
     latest_bd = jnp.take_along_axis(known_bsd, waiting_b[:, None, None], axis=1)[:, 0]
     return take_segments(known_bsd, index_bc), latest_bd, middle

@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
       raise ValueError("lengths: expected none without a cache, got some")
     if starts is not None and cache is None:
       starts = ops.check_starts(starts, tokens.shape)
-    elif starts is not None:
+    elif starts is not None and cache is not None:
       starts = starts_in_chunk(starts, tokens.shape, lengths)
       starts = starts.at[:, 0].max((cache.length == 0).astype(starts.dtype))
     x_btd = embeddings.TokenAndPosition(

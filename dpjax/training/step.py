@@ -120,7 +120,7 @@ def train_step(
   return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
-def _documents(batch: Batch) -> dict[str, jax.Array]:
+def _documents(batch: Batch) -> dict[str, Any]:
   """What the model is told of a batch's documents."""
   return {"starts": batch["starts"]} if "starts" in batch else {}
 
