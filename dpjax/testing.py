@@ -17,9 +17,17 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
+from dpjax.errors import UserError
+from dpjax.layers.mixer import check_takes_starts
+
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real; the rest is padding.
 _CHUNKS = [(4, (4, 2)), (1, (1, 1)), (3, (0, 3)), (1, (1, 1)), (5, (5, 4))]
+# Lengths of the documents of each row, and chunks of them: a single token may be a start.
+_DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]
+_CHUNKS_OF_DOCUMENTS = [
+  *((4, (4, 2)), (1, (1, 1)), (9, (7, 2)), (1, (1, 1)), (9, (0, 9)), (5, (5, 3))),
+]
 
 
 def check_mixer(
@@ -29,6 +37,8 @@ def check_mixer(
   max_length: int = 13,
   reach: int | None = None,
   has_cache: bool = True,
+  takes_starts: bool = True,
+  leakage: float = 0.0,
   dropout: str = "",
   gradients: Callable[[Any], Any] = lambda tree: tree,
   relations: Collection[str] | None = None,
@@ -45,6 +55,9 @@ def check_mixer(
     max_length: the longest T, at least 11.
     reach: how many positions an output depends on, itself included; None: all before it.
     has_cache: whether it has `init_cache` and takes `cache` and `lengths`.
+    takes_starts: whether it takes `starts`, and so keeps documents of a row apart.
+    leakage: how far an output may change with another document: 0, not by one bit; 1e-6
+      where a transform mixes all documents of a row, and others cancel but for rounding.
     dropout: its field with a dropout rate; "": it has none.
     gradients: picks, from a tree like the parameters, those whose gradient is not zero for
       any input. A bias of attention keys, for one, has no effect.
@@ -56,7 +69,7 @@ def check_mixer(
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
-  case = _Case(make, width, max_length, reach, has_cache, dropout, gradients)
+  case = _Case(make, width, max_length, reach, has_cache, takes_starts, leakage, dropout, gradients)
   for name in RELATIONS if relations is None else relations:
     relation = RELATIONS[name]
     try:
@@ -77,6 +90,8 @@ class _Case:
   max_length: int
   reach: int | None
   has_cache: bool
+  takes_starts: bool
+  leakage: float
   dropout: str
   gradients: Callable[[Any], Any]
 
@@ -307,16 +322,27 @@ def _chunks(case: _Case) -> None:
   """
   if not _has_cache(case):
     return
-  module, inputs = case(), case.draw()
+  _by_chunks(case, case.draw(), _CHUNKS)
+
+
+def _by_chunks(case: _Case, inputs: jax.Array, chunks, starts: np.ndarray | None = None) -> None:
+  module = case()
   mix = case.with_params(module)
-  whole, step = mix(inputs), jax.jit(mix)
+  whole, step = mix(inputs, **({} if starts is None else {"starts": starts})), jax.jit(mix)
   cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
   kind = jax.tree.map(jax.typeof, cache)
-  for size, lengths in _CHUNKS:
+  for size, lengths in chunks:
     chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
+    begins = np.ones((_BATCH, size), np.int32)
     for row, length in enumerate(lengths):
-      chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
-    output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
+      part = slice(seen[row], seen[row] + length)
+      chunk[row, :length] = inputs[row, part]
+      begins[row, :length] = 0 if starts is None else starts[row, part]
+    has_starts = any(begins[row, :length].any() for row, length in enumerate(lengths))
+    # Where no document begins, `starts` may be left out.
+    given = {"starts": begins} if has_starts else {}
+    real = jnp.asarray(lengths, jnp.int32)
+    output, cache = step(chunk, cache=cache, lengths=real, **given)
     _expect(output.shape == chunk.shape, f"got outputs of shape {output.shape}")
     _expect(np.isfinite(output).all(), "an output is not finite")
     after = jax.tree.map(jax.typeof, cache)
@@ -351,6 +377,89 @@ def _tokens(case: _Case) -> None:
   _close(jnp.concatenate(outputs, 1), mix(inputs), "all tokens")
 
 
+def _documents(case: _Case) -> None:
+  """Each document of a row gives what it gives alone, and changes no other one.
+
+  Outputs, and gradients by inputs and parameters. The row is longer than its documents,
+  which may be as long as `max_length`. Look at what a position reads before its document's
+  first (`starts`), and at positions, which are counted from there.
+  """
+  if not _takes_starts(case):
+    return
+  module, length = case(), sum(_DOCUMENTS[0])
+  params, inputs, weights = case.draw_params(module), case.draw(length), case.draw(length, seed=5)
+  starts, parts = _packed()
+
+  def packed(params, x):
+    return module.apply({"params": params}, x, starts=starts)
+
+  def alone(params, x):
+    y = [module.apply({"params": params}, x[row : row + 1, part]) for row, part in parts]
+    rows = [[part for part, (of, _) in zip(y, parts, strict=True) if of == row] for row in (0, 1)]
+    return jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows])
+
+  def run(mix):
+    def loss(params, x):
+      output = mix(params, x)
+      return jnp.sum(output * weights), output
+
+    (_, output), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, inputs)
+    return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
+
+  expected, found = run(alone), run(packed)
+  for (path, want), got in zip(
+    jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+  ):
+    scale = max(1.0, np.abs(want).max())
+    _close(got / scale, want / scale, f"{jax.tree_util.keystr(path)} of packed documents")
+  mix = jax.jit(packed)
+  output = mix(params, inputs)
+  for row, part in parts:
+    changed = mix(params, inputs.at[row, part].add(1.0))
+    difference = np.array(abs(changed - output))
+    _expect(difference[row, part].max() > 0, "a document has no effect on itself")
+    difference[row, part] = 0
+    _expect(
+      difference.max() <= case.leakage,
+      f"an output changes by {difference.max():.1g} with another document",
+    )
+
+
+def _document_chunks(case: _Case) -> None:
+  """Chunks in which documents begin give by a cache what the whole rows give.
+
+  Look at what the cache keeps of a document after the next one has begun in a chunk, of
+  which positions it counts, and at `starts` of padding, which are none.
+  """
+  if not _takes_starts(case) or not _has_cache(case):
+    return
+  starts, _ = _packed()
+  _by_chunks(case, case.draw(starts.shape[1]), _CHUNKS_OF_DOCUMENTS, starts)
+
+
+def _packed() -> tuple[np.ndarray, list[tuple[int, slice]]]:
+  """The starts of `_DOCUMENTS`, and the row and the place of each."""
+  starts, parts = np.zeros((_BATCH, sum(_DOCUMENTS[0])), np.int32), []
+  for row, lengths in enumerate(_DOCUMENTS):
+    ends = np.cumsum(lengths)
+    starts[row, ends - lengths] = 1
+    parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
+  return starts, parts
+
+
+def _takes_starts(case: _Case) -> bool:
+  try:
+    check_takes_starts(case())
+    found = True
+  except UserError:
+    found = False
+  _expect(
+    found == case.takes_starts,
+    f"takes_starts: expected {found}, as the mixer's `__call__`, got {case.takes_starts}",
+  )
+  return found
+
+
 def _has_cache(case: _Case) -> bool:
   found = hasattr(case(), "init_cache")
   _expect(
@@ -373,4 +482,6 @@ RELATIONS: dict[str, Callable[[_Case], None]] = {
   "gradients": _gradients,
   "chunks": _chunks,
   "tokens": _tokens,
+  "documents": _documents,
+  "document_chunks": _document_chunks,
 }

@@ -120,7 +120,7 @@ CASES = [
 @pytest.mark.parametrize("name, num_heads, relation", CASES)
 def test_keeps_the_contract(name, num_heads, relation):
   mixer = MIXERS[name]
-  settings_matter = relation in ("causality", "chunks")
+  settings_matter = relation in ("causality", "chunks", "document_chunks")
   for settings, reach in mixer.reaches if settings_matter else mixer.reaches[:1]:
     make = partial(mixer, num_heads, **settings)
     testing.check_mixer(

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -98,6 +99,18 @@ def grows(module, call, x, *, cache=None, **options):
   return output, jnp.concatenate([after, cache])
 
 
+def joins_two_documents(module, call, x, *, starts=None, **options):
+  return call(x, starts=None if starts is None else starts * (np.arange(18) < 5), **options)
+
+
+def subtracts_the_mean_of_the_row(module, call, x, **options):
+  return call(x, **options) - 3e-6 * jnp.mean(x, axis=1, keepdims=True)
+
+
+def goes_on_in_chunks(module, call, x, *, cache=None, starts=None, **options):
+  return call(x, cache=cache, starts=starts if cache is None else None, **options)
+
+
 forgets = changes_the_cache(lambda before, after: before)
 BROKEN = [
   ("causality", peeks_ahead, "an output depends on later inputs"),
@@ -142,6 +155,9 @@ BROKEN = [
   ),
   ("tokens", forgets, "all tokens"),
   ("tokens", grows, "expected one program for all tokens, got 11"),
+  ("documents", joins_two_documents, "of packed documents"),
+  ("documents", subtracts_the_mean_of_the_row, "an output changes by .* with another document"),
+  ("document_chunks", goes_on_in_chunks, "row 0 from position 0 on"),
 ]
 
 
@@ -187,9 +203,11 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
       x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
       return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2
 
-  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False)
+  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False, takes_starts=False)
   with pytest.raises(AssertionError, match="(?s)^tokens: .*has_cache: expected False"):
     testing.check_mixer(Decay, reach=2, relations=["tokens"])
+  with pytest.raises(AssertionError, match="(?s)^documents: .*takes_starts: expected False"):
+    testing.check_mixer(Decay, reach=2, relations=["documents"])
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,10 @@ class SelfAttention(nn.Module):
     deterministic: bool = True,
     cache: ops.AttentionCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     width = inputs.shape[-1]
     qkv_btpd = nn.DenseGeneral(
       (3, width),
@@ -71,14 +72,15 @@ class SelfAttention(nn.Module):
     qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
     qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
     if self.rotary_base is not None:
-      angles = self._angles(inputs.shape[1], width // self.num_heads, self.rotary_base, cache)
+      features = width // self.num_heads
+      angles = self._angles(inputs.shape[:2], features, self.rotary_base, cache, starts)
       qkv = ops.rotate(qkv[0], angles), ops.rotate(qkv[1], angles), qkv[2]
     if cache is None:
       rate = 0.0 if deterministic else self.dropout
       key = self.make_rng("dropout") if rate else None
-      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key)
+      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key, starts=starts)
     else:
-      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths)
+      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths, starts=starts)
     y_btd = nn.Dense(
       width,
       use_bias=self.use_bias,
@@ -95,14 +97,13 @@ class SelfAttention(nn.Module):
       batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
     )
 
-  def _angles(
-    self, length: int, features: int, base: float, cache: ops.AttentionCache | None
-  ) -> jax.Array:
-    """Those of `dpjax.ops.rotate`, by each token's position in its row."""
+  def _angles(self, shape, features, base, cache, starts) -> jax.Array:
+    """Those of `dpjax.ops.rotate`, by each token's place in its row, or in its document."""
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
-    if cache is None:
-      return table[None, :length]
-    place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    if cache is None and starts is None:
+      return table[None, : shape[1]]
+    starts = jnp.zeros(shape, jnp.int32) if starts is None else starts
+    place_bt = ops.document_places(starts, None if cache is None else cache.length)
     return jnp.take(table, place_bt, axis=0, mode="clip")
 
 
@@ -207,12 +208,13 @@ class RelativeAttention(nn.Module):
     positions: RelativePositions | None = None,
     cache: RelativeAttentionCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `positions` are those that layers share.
 
     They have at least T distances, with a cache `max_length`.
     """
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     length, width = inputs.shape[1:]
     if cache is not None:
       length = self.max_length
@@ -247,6 +249,7 @@ class RelativeAttention(nn.Module):
         *biases,
         dropout_rate=rate,
         dropout_key=self.make_rng("dropout") if rate else None,
+        starts=starts,
       )
     else:
       table, matrices = positions.table[:length], project.variables["params"]
@@ -265,7 +268,7 @@ class RelativeAttention(nn.Module):
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0]
       r_hre = r_hre.reshape(cache.distances.shape)
       y_bthe, kept = ops.relative_attention_cached(
-        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
+        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths, starts=starts
       )
       cache = RelativeAttentionCache(kept, r_hre)
     y_btd = nn.Dense(

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import dropout, initializers
+from dpjax.layers.mixer import check_takes_starts
 
 ACTIVATIONS = {
   "relu": nn.relu,
@@ -142,6 +143,8 @@ class Block(nn.Module):
     The mixer is given `mixer_inputs`, too.
     """
     mixer = self.make_mixer(name="mixer")
+    if "starts" in mixer_inputs:
+      check_takes_starts(mixer)
 
     def mix(x: jax.Array, *, deterministic: bool) -> jax.Array:
       nonlocal cache

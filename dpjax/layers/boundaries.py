@@ -48,7 +48,7 @@ class Boundaries(nn.Module):
       None then, and a batch of its `loss` has "weights" alone.
     takes_noise: whether it draws boundaries, and so takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
-      them the first token of each row has to be a boundary.
+      them the first token of each row and document has to be a boundary.
     needs_run: whether it reads with the model of another run. Its setting `run` is that
       run's folder, and its field `frozen` is given the model, whose parameters then lie
       under "frozen" and are not trained.
@@ -104,6 +104,7 @@ class Boundaries(nn.Module):
     start: jax.Array | None = None,
     state: Any = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Found:
     """Says where segments end, from the tokens so far alone.
 
@@ -115,6 +116,8 @@ class Boundaries(nn.Module):
       start: [B], int32, how many tokens of each row came before; None: none did.
       state: of `init_state` or of the call before, where rows go on; None: they begin.
       lengths: [B], int32, how many tokens of each row are real; None: all.
+      starts: [B, T], 1 where a document begins, else 0; it sees nothing of what came before.
+        None: a row is one document. A kind may leave it out; then a model refuses documents.
     """
     raise NotImplementedError
 
@@ -124,7 +127,11 @@ class Boundaries(nn.Module):
     return ()
 
   def blend(
-    self, segments: jax.Array, probabilities: jax.Array | None, previous: jax.Array | None
+    self,
+    segments: jax.Array,
+    probabilities: jax.Array | None,
+    previous: jax.Array | None,
+    starts: jax.Array | None = None,
   ) -> jax.Array:
     """What tokens read of segments, after the middle: by default what it gives.
 
@@ -132,8 +139,9 @@ class Boundaries(nn.Module):
       segments: [B, S, D], of the middle, without the null group.
       probabilities: [B, S], those of `Found` at the boundaries that end the segments.
       previous: [B, D], what was read last, where rows go on.
+      starts: [B, S], 1 at the first segment of each document, else 0; None: there is one.
     """
-    del probabilities, previous
+    del probabilities, previous, starts
     return segments
 
   def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
@@ -156,7 +164,8 @@ class Boundaries(nn.Module):
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: as `dpjax.training.losses.Objective.sums` takes it.
+      batch: as `dpjax.training.losses.Objective.sums` takes it. Where rows are several
+        documents it has "starts", [B, T].
 
     Returns:
       Nats, a sum over tokens that count, float32; and [B, T], 0 or 1, or None.
@@ -200,12 +209,23 @@ class Fixed(Boundaries):
     return self.shortening_factor - 1 if self.offset is None else self.offset
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, state, lengths
     shape = hidden.shape[:2]
-    return Found(ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start))
+    return Found(
+      ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start, starts=starts)
+    )
 
   def most_segments(self, length: int) -> int:
     """See `Boundaries`."""
@@ -233,10 +253,19 @@ class Whitespace(Boundaries):
     super().__post_init__()
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, start, state, lengths
+    del hidden, deterministic, noise, start, state, lengths, starts
     return Found(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def settings_for(self, tokenizer):
@@ -280,11 +309,22 @@ class SpaceByte(Boundaries):
     super().__post_init__()
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start
-    found = ops.spacelike_boundaries(tokens, self.space_ids, self.end_ids, previous=state)
+    found = ops.spacelike_boundaries(
+      tokens, self.space_ids, self.end_ids, previous=state, starts=starts
+    )
     if state is None:
       return Found(found)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))

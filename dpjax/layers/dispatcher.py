@@ -67,16 +67,17 @@ class Dispatcher(nn.Module):
     level_keep: jax.Array | None = None,
     cache: ops.ShiftAndSumCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
     x_bthe = inputs.reshape(*inputs.shape[:2], self.num_heads, -1)
     v_bthe = _linear(self, x_bthe.shape[-1], "values")(x_bthe)
     g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_bthe))
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths)
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
     y_btd = _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
     return y_btd if cache is None else (y_btd, cache)
 
@@ -108,9 +109,10 @@ class MultiHeadDispatcher(Dispatcher):
     level_keep: jax.Array | None = None,
     cache: ops.ShiftAndSumCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     width = inputs.shape[-1]
     num_levels = self._num_levels
     if level_keep is None:
@@ -121,16 +123,20 @@ class MultiHeadDispatcher(Dispatcher):
     v_bthe = _linear(self, width, "values")(inputs).reshape(per_head)
     g_btc = _linear(self, self.num_heads * num_levels, "gates")(inputs)
     g_bthk = g_btc.reshape(*per_head[:3], num_levels)
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths)
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
     y_btd = _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
 
-def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths):
+def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, starts):
   if cache is not None:
-    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
+    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, starts=starts)
   v_bthe = ops.shift_and_sum(
-    v_bthe, g_bthk, level_keep=level_keep, implementation=module.implementation
+    v_bthe,
+    g_bthk,
+    level_keep=level_keep,
+    starts=starts,
+    implementation=module.implementation,
   )
   return v_bthe, None
 

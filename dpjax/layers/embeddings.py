@@ -6,6 +6,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from dpjax import ops
 from dpjax.layers import dropout, initializers
 
 
@@ -58,6 +59,7 @@ class TokenAndPosition(nn.Module):
     *,
     deterministic: bool = True,
     start: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
@@ -67,11 +69,13 @@ class TokenAndPosition(nn.Module):
       start: [B], integers, the position of each row's first token; None: 0. With it,
         sinusoidal positions go on beyond `max_length`, as they are a formula. Learned
         ones cannot: there the rows from `max_length` on are nan.
+      starts: [B, T], 1 at the first token of each document, which has the position 0; None:
+        a row is one document.
 
     Raises:
-      ValueError: T is above `max_length`, or `tokens` is not [B, T].
+      ValueError: T is above `max_length` without `starts`, or `tokens` is not [B, T].
     """
-    if tokens.ndim != 2 or tokens.shape[1] > self.max_length:
+    if tokens.ndim != 2 or (tokens.shape[1] > self.max_length and starts is None):
       raise ValueError(
         f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
         f"the shape {tokens.shape}"
@@ -86,21 +90,26 @@ class TokenAndPosition(nn.Module):
       name="tokens",
     )(tokens)
     scale = jnp.asarray(self.width**0.5, self.dtype)
+    place_bt = None
+    if starts is not None:
+      place_bt = ops.document_places(starts, start)
+    elif start is not None:
+      place_bt = _places(start, length)
     if self.positions == "learned":
       shape = (self.max_length, self.width)
       table = self.param("positions", embedding_init, shape, jnp.float32)
-      if start is None:
+      if place_bt is None:
         rows_btd = table[None, :length]
       else:
-        place_bt = _places(start, length)
         rows_btd = jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
       x_btd = (x_btd + rows_btd.astype(self.dtype)) * scale
     elif self.positions == "sinusoidal":
       table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
-      if start is None:
+      if place_bt is None:
         rows_btd = table[None, :length]
+      elif start is None and length <= self.max_length:
+        rows_btd = jnp.take(table, place_bt, axis=0, mode="clip")
       else:
-        place_bt = _places(start, length)
         rows_btd = jnp.where(
           (place_bt < self.max_length)[..., None],
           jnp.take(table, place_bt, axis=0, mode="clip"),

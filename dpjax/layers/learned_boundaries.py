@@ -40,10 +40,19 @@ class _Predicted(Boundaries):
     return self._predictor(hidden)[..., 0]
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
-    del tokens, deterministic, noise, start, state, lengths
+    del tokens, deterministic, noise, start, state, lengths, starts
     logits = self._logits(hidden)
     return Found((logits > 0).astype(jnp.int32), logits)
 
@@ -118,7 +127,7 @@ class EntropySpikes(_Predicted):
     """See `Boundaries`."""
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
-    targets = ops.entropy_spikes(entropies, self.left)
+    targets = ops.entropy_spikes(entropies, self.left, starts=batch.get("starts"))
     return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
 
 
@@ -168,10 +177,19 @@ class Gumbel(_Predicted):
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
-    del tokens, start, state, lengths
+    del tokens, start, state, lengths, starts
     logits = self._logits(hidden)
     if deterministic and not self.sample and noise is None:
       return Found((logits > 0).astype(jnp.int32), logits)  # p > 0.5
@@ -182,7 +200,9 @@ class Gumbel(_Predicted):
     """See `Boundaries`."""
     weights, targets = batch["weights"], None
     boundaries = output.boundaries.astype(jnp.float32)
-    nats_b = ops.binomial_prior_loss(boundaries, self.prior, weights=weights)
+    nats_b = ops.binomial_prior_loss(
+      boundaries, self.prior, weights=weights, starts=batch.get("starts")
+    )
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
@@ -238,7 +258,16 @@ class Routing(Boundaries):
     return "last"
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise
@@ -248,6 +277,7 @@ class Routing(Boundaries):
       self._key.astype(self.dtype),
       previous=state,
       start=start,
+      starts=starts,
     )
     if state is None:
       return Found(boundaries, probabilities=probabilities)
@@ -258,10 +288,10 @@ class Routing(Boundaries):
     """[B, D], the last vector of each row."""
     return jnp.zeros((batch, width), self.dtype)
 
-  def blend(self, segments, probabilities, previous):
+  def blend(self, segments, probabilities, previous, starts=None):
     """See `Boundaries`."""
     assert probabilities is not None
-    return ops.smooth_segments(segments, probabilities, previous=previous)
+    return ops.smooth_segments(segments, probabilities, previous=previous, starts=starts)
 
   def join(self, read, hidden, found):
     """See `Boundaries`."""
@@ -344,17 +374,31 @@ class EntropyThreshold(Boundaries):
     return self.frozen.has_cache
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    start=None,
+    state=None,
+    lengths=None,
+    starts=None,
   ):
     """See `Boundaries`."""
     del hidden, deterministic, noise, start
     assert self.theta is not None
     decide = partial(
-      ops.entropy_threshold, rule=self.rule, theta=self.theta, theta_add=self.theta_add
+      ops.entropy_threshold,
+      rule=self.rule,
+      theta=self.theta,
+      theta_add=self.theta_add,
+      starts=starts,
     )
     if state is None:
-      return Found(decide(ops.conditional_entropy(self.frozen(tokens).logits)))
-    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
+      output = self.frozen(tokens, starts=starts)
+      return Found(decide(ops.conditional_entropy(output.logits)))
+    output = self.frozen(tokens, cache=state.cache, lengths=lengths, starts=starts)
     entropies = ops.conditional_entropy(output.logits)
     found = decide(entropies, previous=(state.entropy, state.boundary))
     state = EntropyState(

@@ -1,10 +1,14 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
 import difflib
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import jax
+
+from dpjax import ops
+from dpjax.errors import UserError
 
 
 class Mixer(Protocol):
@@ -24,6 +28,10 @@ class Mixer(Protocol):
   of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
   t - max_length + 1. Attention cannot, and gives nan from there on.
 
+  With `starts` a row is several documents, one behind the other, and each gives what it
+  gives alone. A row may then be longer than `max_length`, its documents may not. A mixer may
+  leave out `starts`; then a model refuses them.
+
   A mixer class may have `is_endless = False`, which says that rows cannot go on beyond
   `max_length` with a cache. With a method `make_positions` it shares positions: the method
   gives what makes a module, whose result all such mixers of a model take as `positions`.
@@ -41,6 +49,7 @@ class Mixer(Protocol):
     deterministic: bool = True,
     cache: Any = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes the positions of [B, T, D].
 
@@ -50,6 +59,8 @@ class Mixer(Protocol):
       cache: None, or of `init_cache`, or what the call before gave.
       lengths: [B], int32, with a cache: how many of a row's T positions are real, the
         rest behind them being padding; None: all.
+      starts: [B, T], 1 where a document begins, else 0; with a cache the first of a row may
+        be 0. None: all positions of a row are of one document.
 
     Returns:
       [B, T, D], or with a cache that and the cache after it; outputs of padding mean
@@ -62,25 +73,44 @@ class Mixer(Protocol):
     ...
 
 
-def check_input(inputs: jax.Array, *, max_length: int, num_heads: int) -> None:
+def check_input(
+  inputs: jax.Array, *, max_length: int, num_heads: int, starts: jax.Array | None = None
+) -> None:
   """Refuses what no mixer can take.
 
   Args:
     inputs: what the mixer was given.
     max_length: the longest T.
     num_heads: has to divide D.
+    starts: what the mixer was given; with them T may be longer.
 
   Raises:
-    ValueError: `inputs` is not [B, T, D], is too long, or D is no multiple of
-      `num_heads`.
+    ValueError: `inputs` is not [B, T, D], is too long, D is no multiple of `num_heads`, or
+      `starts` is not [B, T].
   """
   if inputs.ndim != 3:
     raise ValueError(f"inputs: expected [B, T, D], got the shape {inputs.shape}")
   length, width = inputs.shape[1:]
-  if length > max_length:
+  if starts is not None:
+    ops.check_starts(starts, inputs.shape[:2], goes_on=True)
+  elif length > max_length:
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:
     raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+
+
+def check_takes_starts(module: Any) -> None:
+  """Refuses documents for a mixer, or a kind of boundaries, that does not take `starts`.
+
+  Raises:
+    ValueError: it does not.
+  """
+  parameters = inspect.signature(type(module).__call__).parameters.values()
+  if not any(x.name == "starts" or x.kind is x.VAR_KEYWORD for x in parameters):
+    raise UserError(
+      f"starts: expected none for a model with {type(module).__name__}, which does not keep "
+      "documents apart (its __call__ takes no `starts`), got some"
+    )
 
 
 def check_settings(

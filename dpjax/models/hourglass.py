@@ -27,10 +27,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
+from dpjax.errors import UserError
 from dpjax.layers import blocks, initializers
 from dpjax.layers.boundaries import Boundaries, Found
+from dpjax.layers.mixer import check_takes_starts
 from dpjax.models.stack import Stack
 from dpjax.models.stages import HourglassCache, HourglassOutput, Inner
+from dpjax.ops.documents import starts_in_chunk
+from dpjax.ops.segments import take_segments
 
 
 class Hourglass(nn.Module):
@@ -81,6 +85,7 @@ class Hourglass(nn.Module):
     lengths: jax.Array | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
 
@@ -93,13 +98,16 @@ class Hourglass(nn.Module):
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, in place of the module's own.
       boundary_noise: [B, T] in (0, 1), in place of what the boundaries draw.
-      capacity: an S that holds every row, from the data, at most T + 1; None finds it on
-        the device. Where it is too small the result is nan.
+      capacity: an S that holds every row, from the data, at most T + 1, with `starts` 2 T;
+        None finds it on the device. Where it is too small the result is nan.
       cache: None, or of `init_cache`, or of the output before.
-      start: [B], int32, with a cache: how many tokens of each row came before.
+      start: [B], int32, with a cache: how many tokens of each row, or of its document, came
+        before.
       lengths: [B], int32: how many of each row's T are real; None: all.
       sizes: of the outer stacks, as `dpjax.models.stack.Stack` takes them.
       needed: likewise.
+      starts: [B, T], 1 where a document begins, else 0. Each has a null group, or begins with
+        a boundary, and the middle is given where each begins. None: a row is one document.
 
     Returns:
       `HourglassOutput`.
@@ -111,9 +119,13 @@ class Hourglass(nn.Module):
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
-    if capacity is not None and not 1 <= capacity <= length + 1:
-      raise ValueError(f"capacity: expected 1 to T + 1 = {length + 1}, got {capacity}")
+    most_places = length + 1 if starts is None else max(2 * length, 1)
+    if capacity is not None and not 1 <= capacity <= most_places:
+      known = "T + 1" if starts is None else "2 T"
+      raise ValueError(f"capacity: expected 1 to {known} = {most_places}, got {capacity}")
     kind = self.make_boundaries(name="boundary_predictor")
+    if starts is not None:
+      _check_documents(kind)
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
     positions = None
@@ -123,7 +135,11 @@ class Hourglass(nn.Module):
     if self.make_middle_positions is not None:
       middle_positions = self.make_middle_positions(name="middle_positions")
     common: dict[str, Any] = dict(
-      positions=positions, deterministic=deterministic, sizes=sizes, needed=needed
+      positions=positions,
+      deterministic=deterministic,
+      sizes=sizes,
+      needed=needed,
+      starts=starts,
     )
     steps: dict[str, Any] = {}
     if cache is None:
@@ -134,7 +150,9 @@ class Hourglass(nn.Module):
       steps["middle"] = self.middle.with_caches(
         self.middle_width or width, name="middle", positions=middle_positions
       )
-      h_btd, first_caches = steps["first"](inputs, cache.first, lengths)
+      if starts is not None:
+        starts = starts_in_chunk(starts, (batch, length), lengths)
+      h_btd, first_caches = steps["first"](inputs, cache.first, lengths, starts)
 
     if boundaries is not None and boundary_noise is None and kind.takes_noise:
       boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
@@ -146,10 +164,11 @@ class Hourglass(nn.Module):
       start=start,
       state=None if cache is None else cache.boundaries,
       lengths=lengths,
+      **({} if starts is None else {"starts": starts}),
     )
     if boundaries is None:
       boundaries = found.boundaries
-      most = kind.most_segments(length)
+      most = kind.most_segments(length) if starts is None else None
       if capacity is None and most is not None:
         capacity = most + 1
     else:
@@ -171,12 +190,22 @@ class Hourglass(nn.Module):
     )
     if cache is not None:
       new, segment = ops.pool_segments_cached(
-        h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
+        h_btd,
+        boundaries,
+        cache.segment,
+        method=kind.pooling_method,
+        lengths=lengths,
+        starts=starts if kind.has_null_group else None,
       )
-      queue_bsd = jnp.concatenate([null_b1d, widen(new)], axis=1)
+      queue_bsd = widen(new)
+      if starts is None or not kind.has_null_group:
+        queue_bsd = jnp.concatenate([null_b1d, queue_bsd], axis=1)
+      else:
+        is_null_bs = ops.segment_starts(found.boundaries, starts, queue_bsd.shape[1])
+        queue_bsd = jnp.where(is_null_bs[..., None] > 0, null_b1d, queue_bsd)
 
-      def step_middle(x_bsd, caches, lengths):
-        s_bsd, caches = steps["middle"](x_bsd, caches, lengths)
+      def step_middle(x_bsd, caches, lengths, starts):
+        s_bsd, caches = steps["middle"](x_bsd, caches, lengths, starts)
         return narrow(s_bsd), caches
 
       u_btd, latest, middle_caches = _read_segments(
@@ -187,24 +216,43 @@ class Hourglass(nn.Module):
         cache,
         start,
         lengths,
+        starts,
       )
       x_btd = kind.join(u_btd, h_btd, found)
-      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths)
+      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths, starts)
       cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest, found.state)
       return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
     num_null = int(kind.has_null_group)
-    segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1) + num_null
+    null_starts = starts if kind.has_null_group else None
+    segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
+    segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
-      inner_sizes = ops.capacities(length + num_null, kind.lengths_compiled)
+      inner_sizes = _capacities(kind, length, starts is not None)
       of_middle: dict[str, Any] = dict(sizes=inner_sizes, needed=jnp.max(segments_b))
     else:
       of_middle = dict(sizes=(capacity,), needed=None)
     size = of_middle["sizes"][-1]
-    s_bsd = widen(ops.pool_segments(h_btd, boundaries, size - num_null, method=kind.pooling_method))
+    pooled_bsd = ops.pool_segments(
+      h_btd, boundaries, size - num_null, method=kind.pooling_method, starts=null_starts
+    )
+    s_bsd, middle_starts = widen(pooled_bsd), None
     if kind.has_null_group:
-      s_bsd = norm(jnp.concatenate([null_b1d, s_bsd], axis=1))
-    of_middle |= dict(name="middle", positions=middle_positions, deterministic=deterministic)
+      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
+    if starts is not None:
+      middle_starts = ops.segment_starts(
+        boundaries, starts, size, has_null_group=kind.has_null_group
+      )
+      if kind.has_null_group:
+        s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
+    if kind.has_null_group:
+      s_bsd = norm(s_bsd)
+    of_middle |= dict(
+      name="middle",
+      positions=middle_positions,
+      deterministic=deterministic,
+      starts=middle_starts,
+    )
     inner = None
     if isinstance(self.middle, Inner):
       s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
@@ -212,9 +260,10 @@ class Hourglass(nn.Module):
       s_bsd = self.middle(s_bsd, **of_middle)
     s_bsd = narrow(s_bsd)
     if not kind.has_null_group:
-      s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None)
+      of_documents = {} if starts is None else {"starts": middle_starts}
+      s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None, **of_documents)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
-    u_btd = ops.upsample_segments(s_bsd, boundaries)
+    u_btd = ops.upsample_segments(s_bsd, boundaries, starts=null_starts)
     y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **common)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
@@ -261,6 +310,28 @@ class Hourglass(nn.Module):
     )
 
 
+def _check_documents(kind: Boundaries) -> None:
+  check_takes_starts(kind)
+  if not kind.has_null_group and kind.pooling_method != "last":
+    raise UserError(
+      f"starts: expected none for {type(kind).__name__}, whose segments are means but have no "
+      "null group, got some"
+    )
+
+
+def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
+  """The lengths that the middle is compiled for."""
+  most = kind.most_segments(length)
+  if has_documents and most is not None:
+    # One a document more than of a row: room for few documents, and for many.
+    sizes = {most + 1 + length // 64, most + 1 + length // 8}
+  else:
+    sizes = {*ops.capacities(length + int(kind.has_null_group), kind.lengths_compiled)}
+  if has_documents:
+    sizes.add(max(sizes | {length * (1 + int(kind.has_null_group))}))
+  return tuple(sorted(sizes))
+
+
 def _at_boundaries(found: Found, size: int) -> jax.Array | None:
   """[B, S], the probabilities at the boundaries that end the segments."""
   if found.probabilities is None:
@@ -270,18 +341,20 @@ def _at_boundaries(found: Found, size: int) -> jax.Array | None:
 
 
 def _read_segments(
-  step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths
+  step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths, starts
 ):
   """What each token of a chunk reads, and what is known after it.
 
   Args:
     step: of the middle stack, as `Stack.with_caches` gives it.
-    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
+    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk; with
+      `starts` and null groups [B, 2 C, D], those of each document.
     kind: of the boundaries.
     found: where they are, [B, C].
     cache: before the chunk.
     start: [B], the tokens before it.
     lengths: [B], how many of the chunk's are real, or None for all.
+    starts: [B, C], of `starts_in_chunk`, or None.
 
   Returns:
     [B, C, D]; the last vector that the row's real tokens read, [B, D]; the middle's caches.
@@ -292,43 +365,56 @@ def _read_segments(
     lengths = jnp.full(batch, chunk, jnp.int32)
   b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
   p_bc = _at_boundaries(found._replace(boundaries=b_bc), chunk)
+  num_places = queue_bsd.shape[1]
   is_new_b = (start == 0) & (lengths > 0)  # the null group goes first
-  if not kind.has_null_group:
+  if not kind.has_null_group or starts is not None:
     is_new_b = jnp.zeros_like(is_new_b)
-  ended_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
-  waiting_b = is_new_b.astype(jnp.int32) + ended_b
+  # How many of the queue have come in turn by each token, and whether its place 0 has.
+  index_bc = is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32)
+  is_first_b, middle_starts = is_new_b, None
+  if starts is not None:
+    middle_starts = ops.segment_starts(b_bc, starts, num_places, has_null_group=kind.has_null_group)
+    if kind.has_null_group:
+      index_bc += jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+      is_first_b = jnp.ones_like(is_new_b)
+  waiting_b = index_bc[:, -1]
+
+  def blend(s_bsd, previous_bd, starts):
+    of_documents = {} if starts is None else {"starts": starts}
+    return kind.blend(s_bsd, p_bc, previous_bd, **of_documents)
 
   if chunk > 1:
-    begun_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
+    begun_bsd = jnp.where(is_first_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
     most = min(kind.lengths_compiled, 4, chunk // 8 + 1)
-    sizes = ops.capacities(chunk + 1, most)
+    sizes = (*ops.capacities(chunk + 1, most), *([num_places] if num_places > chunk + 1 else []))
 
-    def at_capacity(size, begun_bsd, middle):
-      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b)
-      return jnp.pad(s_bsd, ((0, 0), (0, chunk + 1 - size), (0, 0))), middle
+    def at_capacity(size, begun_bsd, middle, starts):
+      starts = None if starts is None else starts[:, :size]
+      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b, starts)
+      return jnp.pad(s_bsd, ((0, 0), (0, num_places - size), (0, 0))), middle
 
     index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
     branches = [partial(at_capacity, size) for size in sizes]
-    s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle)
+    s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle, middle_starts)
     if not kind.has_null_group:
-      e_bsd = kind.blend(s_bsd[:, :-1], p_bc, cache.latest)
-      s_bsd = jnp.concatenate([e_bsd, s_bsd[:, -1:]], axis=1)
-    known_bsd = jnp.where(
-      is_new_b[:, None, None],
-      s_bsd,
-      jnp.concatenate([cache.latest[:, None], s_bsd[:, :-1]], axis=1),
-    )
-    latest_bd = jnp.take_along_axis(known_bsd, ended_b[:, None, None], axis=1)[:, 0]
-    return ops.upsample_segments(known_bsd, b_bc), latest_bd, middle
+      s_bsd = blend(
+        s_bsd[:, :-1], cache.latest, None if middle_starts is None else middle_starts[:, :-1]
+      )
+    known_bsd = jnp.concatenate([cache.latest[:, None], s_bsd], axis=1)
+    latest_bd = jnp.take_along_axis(known_bsd, waiting_b[:, None, None], axis=1)[:, 0]
+    return take_segments(known_bsd, index_bc), latest_bd, middle
 
   def advance(state):
     place, latest_bd, middle = state
     is_next_b = place < waiting_b
-    next_b = jnp.where(is_new_b, place, 1)
+    next_b = jnp.where(is_first_b, place, 1)
     next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
-    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    starts_b1 = None
+    if middle_starts is not None:
+      starts_b1 = jax.lax.dynamic_slice_in_dim(middle_starts, place, 1, axis=1)
+    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32), starts_b1)
     if not kind.has_null_group:
-      s_b1d = kind.blend(s_b1d, p_bc, latest_bd)
+      s_b1d = blend(s_b1d, latest_bd, starts_b1)
     return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
 
   # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.

@@ -10,6 +10,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
 from dpjax.models.stack import Stack
+from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 
 
@@ -17,7 +18,7 @@ class LanguageModelCache(NamedTuple):
   """What a model knows of the tokens so far.
 
   Attributes:
-    length: [B], int32, how many of each row it has seen.
+    length: [B], int32, how many of each row it has seen, or of its last document.
     layers: the cache of each layer's mixer, one after the other; of a model with token
       pooling a `dpjax.models.hourglass.HourglassCache`.
   """
@@ -98,6 +99,7 @@ class LanguageModel(nn.Module):
     capacity: int | None = None,
     cache: LanguageModelCache | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
@@ -120,6 +122,10 @@ class LanguageModel(nn.Module):
       cache: None, or of `init_cache`, or of the output before.
       lengths: [B], int32, with a cache: how many of each row's tokens are real, those
         behind them being padding that leaves no trace; None: all.
+      starts: [B, T], 1 at the first token of each document, else 0: a row is several
+        documents, each of which gives what it gives alone; a row may then be longer than
+        `max_length`, a document may not. With a cache the first of a row may be 0: it goes
+        on in its document. None: a row is one document, and costs nothing more.
 
     Returns:
       `LanguageModelOutput`.
@@ -127,7 +133,8 @@ class LanguageModel(nn.Module):
     Raises:
       ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
         wrong, or given to a model without token pooling; a cache is given in training or
-        to `init`; or there are lengths without one.
+        to `init`; there are lengths without one; or `starts` are wrong, or given to a model
+        whose mixers or boundaries do not take them.
     """
     if cache is not None and not deterministic:
       raise ValueError("deterministic: expected True with a cache, got False")
@@ -135,6 +142,11 @@ class LanguageModel(nn.Module):
       raise ValueError("cache: expected none in `init`, got one")
     if cache is None and lengths is not None:
       raise ValueError("lengths: expected none without a cache, got some")
+    if starts is not None and cache is None:
+      starts = ops.check_starts(starts, tokens.shape)
+    elif starts is not None and cache is not None:
+      starts = starts_in_chunk(starts, tokens.shape, lengths)
+      starts = starts.at[:, 0].max((cache.length == 0).astype(starts.dtype))
     embedding = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,
@@ -149,6 +161,7 @@ class LanguageModel(nn.Module):
       tokens,
       deterministic=deterministic,
       start=None if cache is None else cache.length,
+      starts=starts,
     )
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
@@ -158,7 +171,7 @@ class LanguageModel(nn.Module):
       if cache is not None:
         of_pooling |= dict(cache=cache.layers, start=cache.length, lengths=lengths)
       found = self.make_hourglass(name="hourglass")(
-        x_btd, tokens, deterministic=deterministic, **of_pooling
+        x_btd, tokens, deterministic=deterministic, starts=starts, **of_pooling
       )._asdict()
       x_btd, layers = found.pop("hidden"), found.pop("cache")
     else:
@@ -174,13 +187,16 @@ class LanguageModel(nn.Module):
         positions = self.make_positions(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
-        x_btd = self.layers(x_btd, deterministic=deterministic, **named)
+        x_btd = self.layers(x_btd, deterministic=deterministic, starts=starts, **named)
       else:
         step = self.layers.with_caches(self.width, **named)
-        x_btd, layers = step(x_btd, cache.layers, lengths)
+        x_btd, layers = step(x_btd, cache.layers, lengths, starts)
     if cache is not None:
-      new = tokens.shape[1] if lengths is None else lengths
-      cache = LanguageModelCache(cache.length + new, layers)
+      if starts is None:
+        length = cache.length + (tokens.shape[1] if lengths is None else lengths)
+      else:
+        length = document_length(starts, cache.length, lengths)
+      cache = LanguageModelCache(length, layers)
     if self.final_norm:
       x_btd = blocks.make_norm(
         self.norm_kind, self.dtype, "final_norm", self.norm_init_std, self.use_bias

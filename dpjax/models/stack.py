@@ -42,6 +42,7 @@ class Stack:
     positions: nn.Module | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> jax.Array:
     """Applies the blocks within a compact method of the module that they belong to.
 
@@ -52,6 +53,7 @@ class Stack:
       positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
       sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
       needed: int scalar, how many positions will be read, where there are capacities.
+      starts: [B, T], 1 where a document begins, else 0; None: a row is one document.
 
     Returns:
       [B, T, D].
@@ -63,21 +65,23 @@ class Stack:
     def apply_block(block, x_btd, _):
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_shared(shared)), None
+        return block(x_btd, deterministic=deterministic, **_given(shared, starts)), None
       has_key = not deterministic and block.has_rng("dropout")
       key = block.make_rng("dropout") if has_key else None
       free = block.clone(parent=None)
 
-      def at_capacity(x_btd, params, shared, key):
+      def at_capacity(x_btd, params, shared, key, starts):
+        if starts is not None:
+          starts = starts[:, : x_btd.shape[1]]
         return free.apply(
           {"params": params},
           x_btd,
           deterministic=deterministic,
           rngs={"dropout": key} if has_key else {},
-          **_shared(shared),
+          **_given(shared, starts),
         )
 
-      arguments = block.variables["params"], shared, key
+      arguments = block.variables["params"], shared, key, starts
       return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments), None
 
     if self.remat and len(sizes) < 2:
@@ -97,10 +101,11 @@ class Stack:
   ) -> Callable[..., tuple[jax.Array, tuple]]:
     """The blocks as a function that goes on where their caches end.
 
-      function(x_btd, caches, lengths) -> [B, T, D], the caches after it
+      function(x_btd, caches, lengths, starts) -> [B, T, D], the caches after it
 
-    `lengths`, [B], is how many positions of each row are real; None: all. The function
-    closes over arrays alone, so that it may be called within `lax.cond` and the like.
+    `lengths`, [B], is how many positions of each row are real; None: all. `starts`, [B, T],
+    is where documents begin; None: nowhere. The function closes over arrays alone, so that
+    it may be called within `lax.cond` and the like.
 
     Args:
       width: D.
@@ -114,16 +119,17 @@ class Stack:
     if self.has_positions and positions is not None:
       shared = positions(self.make_mixer().max_length, width)
 
-    def apply_block(x_btd, params, cache, lengths) -> Any:
-      return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **_shared(shared))
+    def apply_block(x_btd, params, cache, lengths, starts) -> Any:
+      given = _given(shared, starts)
+      return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
 
-    def function(x_btd, caches, lengths=None):
+    def function(x_btd, caches, lengths=None, starts=None):
       if x_btd.shape[1] > 1 and self.scan_layers:
         stacked = jax.tree.map(
           lambda *x: jnp.stack(x), *((layers[str(i)], cache) for i, cache in enumerate(caches))
         )
         x_btd, after = jax.lax.scan(
-          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths),
+          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths, starts),
           x_btd,
           stacked,
         )
@@ -131,7 +137,7 @@ class Stack:
       # A loop would copy each layer's parameters and cache, for every single token.
       after = []
       for i, cache in enumerate(caches):
-        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths)
+        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths, starts)
         after.append(cache)
       return x_btd, tuple(after)
 
@@ -156,8 +162,12 @@ class Stack:
     return block.keywords["make_mixer"](parent=None)
 
 
-def _shared(positions: attention.RelativePositions | None) -> dict[str, Any]:
-  return {} if positions is None else {"positions": positions}
+def _given(
+  positions: attention.RelativePositions | None, starts: jax.Array | None
+) -> dict[str, Any]:
+  """What mixers take that not every one has to know."""
+  given = {"positions": positions, "starts": starts}
+  return {name: value for name, value in given.items() if value is not None}
 
 
 def _layer(tree: Any, i: int) -> Any:

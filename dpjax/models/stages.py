@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dpjax import ops
+from dpjax.ops.documents import document_length, starts_in_chunk
 
 
 class HourglassCache(NamedTuple):
@@ -40,12 +41,14 @@ class Stage(NamedTuple):
     boundary_logits: likewise.
     boundary_probabilities: likewise.
     inner: of a pooling within this one, or None.
+    starts: [B, S], where documents begin; None: a row is one.
   """
 
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   boundary_probabilities: jax.Array | None
   inner: "Stage | None" = None
+  starts: jax.Array | None = None
 
 
 class HourglassOutput(NamedTuple):
@@ -74,7 +77,7 @@ class Inner:
   """An hourglass in the place of a middle stack: its tokens are segments.
 
   Its methods are those of `dpjax.models.stack.Stack`; a cache is the number of segments
-  so far, [B], and the hourglass's own.
+  of each row's document so far, [B], and the hourglass's own.
 
   Attributes:
     make_hourglass: called with `name`, gives an `Hourglass` whose boundaries suit segments.
@@ -86,7 +89,7 @@ class Inner:
     """As that of a stack, and the `Stage`; `lengths`, [B], is how many are segments."""
     del options["positions"]
     output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
-    return output.hidden, Stage(*output[1:3], *output[4:])
+    return output.hidden, Stage(*output[1:3], *output[4:], starts=options.get("starts"))
 
   def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
     """As that of a stack."""
@@ -94,13 +97,17 @@ class Inner:
     hourglass = self.make_hourglass(name=name)
     params, free = hourglass.variables["params"], hourglass.clone(parent=None)
 
-    def function(x_bsd, caches, lengths=None):
+    def function(x_bsd, caches, lengths=None, starts=None):
       start, cache = caches
       output: Any = free.apply(
-        {"params": params}, x_bsd, None, cache=cache, start=start, lengths=lengths
+        {"params": params}, x_bsd, None, cache=cache, start=start, lengths=lengths, starts=starts
       )
-      new = x_bsd.shape[1] if lengths is None else lengths
-      return output.hidden, (start + new, output.cache)
+      if starts is None:
+        start += x_bsd.shape[1] if lengths is None else lengths
+      else:
+        starts = starts_in_chunk(starts, x_bsd.shape[:2], lengths)
+        start = document_length(starts, start, lengths)
+      return output.hidden, (start, output.cache)
 
     return function
 

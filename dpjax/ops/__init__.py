@@ -24,6 +24,7 @@ from dpjax.ops.causal_convolution_cache import (
   init_convolution_cache,
   init_online_convolution_cache,
 )
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.entropies import (
   conditional_entropy,
@@ -38,6 +39,7 @@ from dpjax.ops.segments import (
   check_boundaries,
   pool_segments,
   segment_ids,
+  segment_starts,
   upsample_segments,
 )
 from dpjax.ops.segments_cache import (
@@ -68,8 +70,10 @@ __all__ = [
   "causal_convolution",
   "causal_convolution_cached",
   "check_boundaries",
+  "check_starts",
   "conditional_entropy",
   "dispatch_matrix",
+  "document_places",
   "dot_general",
   "dropout",
   "entropy_spikes",
@@ -94,6 +98,7 @@ __all__ = [
   "route",
   "run_at_capacity",
   "segment_ids",
+  "segment_starts",
   "shift_and_sum",
   "shift_and_sum_cached",
   "smooth_segments",

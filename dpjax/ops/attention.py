@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax.ops.attention_tiles import tiled
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
@@ -31,6 +32,7 @@ def causal_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
+  starts: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
   """Attends from every position to itself and to those before it.
@@ -54,6 +56,9 @@ def causal_attention(
       growing by 1 / (1 - dropout_rate).
     dropout_key: random key, needed where `dropout_rate` > 0. What is dropped depends on
       `block_size`, too.
+    starts: [B, T], 1 at the first token of each document, else 0: a position attends to
+      its own document alone, and a tile in which no two positions of one document meet
+      is skipped. None: a row is one document.
     block_size: the most queries, and keys, of a tile; at least T: all at once. None:
       128 where `jax.default_backend` is a CPU, else 1,024.
 
@@ -61,8 +66,8 @@ def causal_attention(
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: the shapes differ, a key for the dropout is missing, or `block_size` is
-      below 1.
+    ValueError: the shapes differ, a key for the dropout is missing, `starts` are wrong, or
+      `block_size` is below 1.
 
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
   paper, aclanthology.org/2022.clasp-1.3, Sec. 3.
@@ -73,16 +78,20 @@ def causal_attention(
       f"{queries.shape}, {keys.shape}, {values.shape}"
     )
   _check_key(dropout_rate, dropout_key)
+  place_bt = _places(starts, queries)
   size = _block_size(block_size, queries)
   if size:
-    return tiled(queries, keys, values, None, dropout_rate, dropout_key, size)
+    return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
-    return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+    if place_bt is None:
+      return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+    mask_b1ts = _is_met(place_bt)
+    return jax.nn.dot_product_attention(queries, keys, values, mask=mask_b1ts)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
   )
-  return _attend(scores_bhts, values, dropout_rate, dropout_key)
+  return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 
 @automatic_axes
@@ -96,6 +105,7 @@ def relative_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
+  starts: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
   """Attends to oneself and the past, by content and by distance.
@@ -117,14 +127,15 @@ def relative_attention(
     position_bias: [H, E], v of the source, the authors' `r_r_bias`.
     dropout_rate: as in `causal_attention`.
     dropout_key: likewise.
+    starts: likewise.
     block_size: likewise.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: the shapes do not match, a key for the dropout is missing, or
-      `block_size` is below 1.
+    ValueError: the shapes do not match, a key for the dropout is missing, `starts` are
+      wrong, or `block_size` is below 1.
 
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
@@ -146,10 +157,11 @@ def relative_attention(
       f"{content_bias.shape}, {position_bias.shape}"
     )
   _check_key(dropout_rate, dropout_key)
+  place_bt = _places(starts, queries)
   size = _block_size(block_size, queries)
   if size:
     relative = positions[:length], content_bias, position_bias
-    return tiled(queries, keys, values, relative, dropout_rate, dropout_key, size)
+    return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],
@@ -164,7 +176,8 @@ def relative_attention(
     farthest_first_rhe,
     preferred_element_type=sum_dtype(queries, positions),
   )
-  return _attend(scores_bhts + _align(by_distance_bhtr), values, dropout_rate, dropout_key)
+  scores_bhts += _align(by_distance_bhtr)
+  return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 
 def relative_positions(length: int, width: int) -> np.ndarray:
@@ -218,11 +231,27 @@ def _align(by_distance_bhtr: jax.Array) -> jax.Array:
   return rows[:, :, 1:]
 
 
-def _attend(scores_bhts, values_bshe, dropout_rate: float, dropout_key):
+def _places(starts, queries_bthe) -> jax.Array | None:
+  if starts is None:
+    return None
+  return document_places(check_starts(starts, queries_bthe.shape[:2]))
+
+
+def _is_met(place_bt: jax.Array) -> jax.Array:
+  """[B, 1, T, S], whether key s lies in the document of query t, and not ahead of it."""
+  index_t = jnp.arange(place_bt.shape[1], dtype=jnp.int32)
+  lag_ts = index_t[:, None] - index_t[None]
+  return ((lag_ts >= 0)[None] & (lag_ts[None] <= place_bt[..., None]))[:, None]
+
+
+def _attend(scores_bhts, values_bshe, place_bt, dropout_rate: float, dropout_key):
   """Causal softmax of the scores over sqrt(E), dropout, and the sum of the values."""
   length, features = values_bshe.shape[1], values_bshe.shape[3]
-  is_past_ts = jnp.tril(jnp.ones((length, length), bool))
-  scores_bhts = jnp.where(is_past_ts[None, None], scores_bhts * features**-0.5, -jnp.inf)
+  if place_bt is None:
+    is_met_bhts = jnp.tril(jnp.ones((length, length), bool))[None, None]
+  else:
+    is_met_bhts = _is_met(place_bt)
+  scores_bhts = jnp.where(is_met_bhts, scores_bhts * features**-0.5, -jnp.inf)
   weights_bhts = jax.nn.softmax(scores_bhts, axis=-1)
   if dropout_rate:
     weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)

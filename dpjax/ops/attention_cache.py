@@ -21,6 +21,7 @@ import numpy as np
 from jax import core
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops.documents import document_length, document_places, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
@@ -41,7 +42,8 @@ class AttentionCache(NamedTuple):
     keys: [B, H, M, E], floats; heads go first, as the products want them, or every step
       would make a transposed copy of the cache.
     values: as `keys`.
-    length: [B], int32, the tokens so far of each row, also of those that are gone.
+    length: [B], int32, the tokens so far of each row, also of those that are gone. Where a
+      document begins, the row begins anew, and they are those of its last document.
   """
 
   keys: jax.Array
@@ -93,6 +95,7 @@ def causal_attention_cached(
   cache: AttentionCache,
   *,
   lengths: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
   """Attends from every token of a chunk to itself and to those before it.
 
@@ -123,27 +126,40 @@ def causal_attention_cached(
       lies in the same memory.
     lengths: [B], integers in 0 .. C, of each row the tokens that are real; what comes
       after them is padding, of any value, even nan. None: all are real.
+    starts: [B, C], 1 where a document begins, else 0: its tokens are counted from 0 and meet
+      each other alone. A chunk may then be longer than M. None: all rows go on in theirs.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    A row must not grow longer than M. Under `jit` nobody can tell: the outputs of tokens
-    from M on are nan. Such tokens are not kept, but `length` counts them.
+    A row, or a document, must not grow longer than M. Under `jit` nobody can tell: the
+    outputs of tokens from M on are nan. Such tokens are not kept, but `length` counts them.
 
   Raises:
-    ValueError: shapes or dtypes do not match, or C > M; where they are not traced, also
-      if `lengths` are outside of 0 .. C or a row grows longer than M.
+    ValueError: shapes or dtypes do not match, or C > M without `starts`; where they are not
+      traced, also if `lengths` are outside of 0 .. C, `starts` are not 0 or 1, or, without
+      them, a row grows longer than M.
 
   Source: as `causal_attention`.
   """
-  lengths = _check(queries, keys, values, cache, lengths)
+  lengths = _check(queries, keys, values, cache, lengths, starts is not None)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
-  _check_room(cache, chunk if lengths is None else lengths)
-  token_bc = _tokens(queries, cache)
-  cache = _append(keys, values, cache, token_bc, lengths)
-  scores_bhcm = _scores(queries, cache.keys)
-  place_m = jnp.arange(max_length, dtype=jnp.int32)
-  is_past_bcm = place_m[None, None] <= token_bc[..., None]
-  outputs_bche = _attend(scores_bhcm, is_past_bcm, [cache.values], values.dtype)
+  if starts is None:
+    _check_room(cache, chunk if lengths is None else lengths)
+  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=False)
+  if starts is None or chunk == 1:
+    cache = _append(keys, values, cache, place_bc, length_b)
+    keys_met, values_met = [cache.keys], [cache.values]
+    place_m = jnp.arange(max_length, dtype=jnp.int32)
+    is_met_bcn = place_m[None, None] <= token_bc[..., None]
+  else:
+    # The chunk's last document takes the places of the one before.
+    own_keys, own_values = (_as_kept(x, cache, lengths) for x in (keys, values))
+    keys_met, values_met = [cache.keys, own_keys], [cache.values, own_values]
+    distance_bcn = _distances(cache, *token_bc.shape)
+    is_met_bcn = (distance_bcn >= 0) & (distance_bcn <= token_bc[..., None])
+    cache = _append(keys, values, cache, place_bc, length_b)
+  scores_bhcn = jnp.concatenate([_scores(queries, x) for x in keys_met], axis=3)
+  outputs_bche = _attend(scores_bhcn, is_met_bcn, values_met, values.dtype)
   has_place_bc = token_bc < max_length
   outputs_bche = jnp.where(has_place_bc[..., None, None], outputs_bche, jnp.nan)
   return _zero_padding(outputs_bche, lengths), cache
@@ -160,6 +176,7 @@ def relative_attention_cached(
   cache: AttentionCache,
   *,
   lengths: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
   """Attends to oneself and the last tokens before, by content and by distance.
 
@@ -199,19 +216,21 @@ def relative_attention_cached(
     position_bias: [H, E], v of the source.
     cache: as in `causal_attention_cached`.
     lengths: likewise.
+    starts: likewise.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk,
     of each row the last M tokens.
 
   Raises:
-    ValueError: shapes or dtypes do not match, C > M, or there are too few positions;
-      where they are not traced, also if `lengths` are outside of 0 .. C.
+    ValueError: shapes or dtypes do not match, C > M without `starts`, or there are too few
+      positions; where they are not traced, also if `lengths` are outside of 0 .. C or
+      `starts` are not 0 or 1.
 
   Source: as `relative_attention`; the ring is a memory of the last M tokens, Dai et al.
   2019, arXiv:1901.02860, Sec. 3.2, that moves on with every token.
   """
-  lengths = _check(queries, keys, values, cache, lengths)
+  lengths = _check(queries, keys, values, cache, lengths, starts is not None)
   max_length, heads = cache.keys.shape[2], queries.shape[2:]
   if positions.shape[1:] != heads or len(positions) < max_length:
     raise ValueError(
@@ -223,11 +242,10 @@ def relative_attention_cached(
       f"content_bias, position_bias: expected [H, E] = {heads}, got "
       f"{content_bias.shape}, {position_bias.shape}"
     )
-  token_bc = _tokens(queries, cache)
-  place_bc = token_bc % max_length
+  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=True)
   if queries.shape[1] == 1:
     # Written before it is read, or XLA would copy the cache at every step.
-    cache = _append(keys, values, cache, place_bc, lengths)
+    cache = _append(keys, values, cache, place_bc, length_b)
     keys_met, values_met = [cache.keys], [cache.values]
     distance_bcn = _ages(cache)[:, None]
   else:
@@ -235,7 +253,7 @@ def relative_attention_cached(
     own_keys, own_values = (_as_kept(x, cache, lengths) for x in (keys, values))
     keys_met, values_met = [cache.keys, own_keys], [cache.values, own_values]
     distance_bcn = _distances(cache, *place_bc.shape)
-    cache = _append(keys, values, cache, place_bc, lengths)
+    cache = _append(keys, values, cache, place_bc, length_b)
   scores_bhcn = jnp.concatenate(
     [_scores(queries + content_bias[None, None], x) for x in keys_met], axis=3
   )
@@ -251,14 +269,17 @@ def relative_attention_cached(
     axis=3,
     mode="promise_in_bounds",
   )
-  # Not what comes later, nor what is gone, nor places where there was no token yet.
+  # Not what comes later, nor what is gone, nor another document's, nor places where there
+  # was no token yet.
   farthest_bc = jnp.minimum(token_bc, max_length - 1)
   is_met_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
   outputs_bche = _attend(scores_bhcn, is_met_bcn, values_met, values.dtype)
   return _zero_padding(outputs_bche, lengths), cache
 
 
-def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array | None:
+def _check(
+  queries, keys, values, cache: AttentionCache, lengths, has_starts: bool
+) -> jax.Array | None:
   """Raises unless the arguments match; the lengths as int32."""
   if not (queries.ndim == 4 and queries.shape == keys.shape == values.shape):
     raise ValueError(
@@ -287,7 +308,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths) -> jax.Array |
       f"{cache.length.dtype} {cache.length.shape}"
     )
   max_length = cache.keys.shape[2]
-  if not 1 <= chunk <= max_length:
+  if not 1 <= chunk or (chunk > max_length and not has_starts):
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )
@@ -307,21 +328,36 @@ def _check_room(cache: AttentionCache, new) -> None:
     )
 
 
-def _tokens(queries, cache: AttentionCache) -> jax.Array:
-  """The number of every token in its row, [B, C]."""
-  return cache.length[:, None] + jnp.arange(queries.shape[1], dtype=jnp.int32)[None]
+def _tokens(queries, cache: AttentionCache, lengths, starts, *, is_ring: bool):
+  """Where the tokens of a chunk belong.
 
-
-def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
-  """The cache with the real tokens of the chunk at their places."""
-  batch, chunk = place_bc.shape
+  Returns:
+    The number of every token in its row or document, [B, C]; its place in the cache,
+    [B, C], beyond the end where a scatter is to drop it; and the new length, [B].
+  """
+  batch, chunk = queries.shape[:2]
   max_length = cache.keys.shape[2]
-  added = chunk
-  if lengths is not None:
-    # Padding goes beyond the end, where a scatter drops it.
-    place_bc = jnp.where(is_real(lengths, chunk), place_bc, max_length)
-    added = lengths
+  index_c = jnp.arange(chunk, dtype=jnp.int32)
+  is_kept_bc = None if lengths is None else is_real(lengths, chunk)
+  if starts is None:
+    token_bc = cache.length[:, None] + index_c[None]
+    length_b = cache.length + (chunk if lengths is None else lengths)
+  else:
+    starts = starts_in_chunk(starts, (batch, chunk), lengths)
+    token_bc = document_places(starts, cache.length)
+    length_b = document_length(starts, cache.length, lengths)
+    # Of the last document, and of that the last tokens.
+    ago_bc = (chunk if lengths is None else lengths[:, None]) - index_c[None]
+    is_last_bc = (ago_bc + token_bc == length_b[:, None]) & (ago_bc <= max_length)
+    is_kept_bc = is_last_bc if is_kept_bc is None else is_kept_bc & is_last_bc
+  place_bc = token_bc % max_length if is_ring else token_bc
+  if is_kept_bc is not None:
+    place_bc = jnp.where(is_kept_bc, place_bc, max_length)
+  return token_bc, place_bc, length_b
 
+
+def _append(keys, values, cache: AttentionCache, place_bc, length_b) -> AttentionCache:
+  """The cache with the tokens of the chunk at their places."""
   head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
 
   @jax.vmap  # Rows apart, so that a batch may lie on several devices.
@@ -333,7 +369,7 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
   return AttentionCache(
     write(cache.keys, place_bc, keys),
     write(cache.values, place_bc, values),
-    cache.length + added,
+    length_b,
   )
 
 

@@ -30,8 +30,19 @@ class _Inputs(NamedTuple):
   relative: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
-def tiled(queries, keys, values, relative: tuple | None, dropout_rate, dropout_key, size: int):
-  """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases."""
+def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate, key, size: int):
+  """Attention by tiles of size x size.
+
+  Args:
+    queries: [B, T, H, E].
+    keys: likewise.
+    values: likewise.
+    relative: positions [T, H, E] and biases, or None.
+    place_bt: [B, T], of `dpjax.ops.documents.document_places`; None: a row is one document.
+    dropout_rate: of the weights.
+    key: of the dropout.
+    size: of a block.
+  """
   length = queries.shape[1]
   missing = -length % size
   # Keys that fill the last block up are in the future of all queries.
@@ -45,24 +56,25 @@ def tiled(queries, keys, values, relative: tuple | None, dropout_rate, dropout_k
   zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
   zero = sum(zeros, jnp.float32(0))
   inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
-  y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, dropout_key)
+  if place_bt is not None:
+    place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
+  y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(dropout_rate, size, inputs: _Inputs, key) -> jax.Array:
+def _attend_tiles(dropout_rate, size, inputs: _Inputs, place_bt, key) -> jax.Array:
   """[H, B, T, E]."""
-  return _attend_tiles_forward(dropout_rate, size, inputs, key)[0]
+  return _attend_tiles_forward(dropout_rate, size, inputs, place_bt, key)[0]
 
 
-def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, key):
+def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
   """Also what the backward pass needs: the logarithm of every softmax's sum, [H, B, T]."""
   values_hbte = inputs.values
 
-  def tile(state, i_j):
-    i, j = i_j
+  def tile(state, i, j):
     old_hbq, sum_hbq, y_hbqe = (_block(x, i, size) for x in state)
-    scores_hbqs, _ = _tile_scores(inputs, i, j, size)
+    scores_hbqs, _ = _tile_scores(inputs, place_bt, i, j, size)
     top_hbq = jnp.maximum(old_hbq, scores_hbqs.max(axis=-1))
     weights_hbqs = jnp.exp(scores_hbqs - top_hbq[..., None])
     shrink_hbq = jnp.exp(old_hbq - top_hbq)
@@ -73,26 +85,25 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, key):
     more_hbqe = _product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
     y_hbqe = y_hbqe * shrink_hbq[..., None] + more_hbqe
     new = top_hbq, sum_hbq, y_hbqe
-    return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True)), None
+    return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True))
 
   zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(inputs)))
   zeros_hbt = zeros_hbte[..., 0]
   state = zeros_hbt - jnp.inf, zeros_hbt, zeros_hbte
-  (top_hbt, sum_hbt, y_hbte), _ = lax.scan(tile, state, _tiles(values_hbte, size))
+  top_hbt, sum_hbt, y_hbte = _for_tiles(tile, state, values_hbte.shape[2] // size, place_bt)
   y_hbte = (y_hbte / sum_hbt[..., None]).astype(values_hbte.dtype)
-  return y_hbte, (inputs, key, y_hbte, top_hbt + jnp.log(sum_hbt))
+  return y_hbte, (inputs, place_bt, key, y_hbte, top_hbt + jnp.log(sum_hbt))
 
 
 def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
-  inputs, key, y_hbte, log_sum_hbt = residuals
+  inputs, place_bt, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
   # Of weights, the mean gradient: that of the output along it, dropout or not.
   dtype = log_sum_hbt.dtype
   mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
-  def tile(grads, i_j):
-    i, j = i_j
-    scores_hbqs, parts = _tile_scores(inputs, i, j, size)
+  def tile(grads, i, j):
+    scores_hbqs, parts = _tile_scores(inputs, place_bt, i, j, size)
     g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
     weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
     by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
@@ -120,13 +131,12 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
         by_position + more_hbqe.sum(axis=2),
       )
       by_queries_hbqe += more_hbqe
-    grads = _Inputs(
+    return _Inputs(
       _put(grads.queries, _block(grads.queries, i, size) + by_queries_hbqe, i, size),
       _put(grads.keys, _block(grads.keys, j, size) + by_keys_hbse, j, size),
       _put(grads.values, _block(grads.values, j, size) + by_values_hbse, j, size),
       by_relative,
     )
-    return grads, None
 
   # What the rows share is summed over them at the end: they may lie on several devices.
   batch = y_hbte.shape[1]
@@ -136,10 +146,10 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     inputs.relative,
   )
   grads = grads._replace(relative=per_row)
-  grads, _ = lax.scan(tile, grads, _tiles(y_hbte, size))
+  grads = _for_tiles(tile, grads, y_hbte.shape[2] // size, place_bt)
   relative = jax.tree.map(lambda x: x.sum(axis=1), grads.relative)
   grads = grads._replace(relative=relative)
-  return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None
+  return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None, None
 
 
 _attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
@@ -154,8 +164,11 @@ class _Parts(NamedTuple):
   positions: Any = None
 
 
-def _tile_scores(inputs: _Inputs, i, j, size: int) -> tuple[jax.Array, _Parts]:
-  """[H, B, Q, S], -inf where the key is ahead, of block i of queries and j of keys."""
+def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array, _Parts]:
+  """[H, B, Q, S], -inf where the key is ahead or of another document.
+
+  They are those of block i of queries and block j of keys.
+  """
   queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
   if inputs.relative is None:
     parts = _Parts(queries_hbqe, keys_hbse)
@@ -172,19 +185,38 @@ def _tile_scores(inputs: _Inputs, i, j, size: int) -> tuple[jax.Array, _Parts]:
     by_distance_hbqr = _product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
     scores_hbqs += _align_tile(by_distance_hbqr)
   place = jnp.arange(size, dtype=jnp.int32)
-  is_past_qs = place[:, None] + (i - j) * size >= place[None]
+  lag_qs = place[:, None] + (i - j) * size - place[None]
+  is_met_bqs = (lag_qs >= 0)[None]
+  if place_bt is not None:
+    place_bq = lax.dynamic_slice_in_dim(place_bt, i * size, size, 1)
+    is_met_bqs &= lag_qs[None] <= place_bq[..., None]
   scores_hbqs *= queries_hbqe.shape[3] ** -0.5
-  return jnp.where(is_past_qs[None, None], scores_hbqs, -jnp.inf), parts
+  return jnp.where(is_met_bqs[None], scores_hbqs, -jnp.inf), parts
 
 
 def _product(spec: str, x, y) -> jax.Array:
   return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
 
 
-def _tiles(x_hbte, size: int) -> tuple[jax.Array, jax.Array]:
-  """The blocks of queries and of keys of every tile that is not of the future alone."""
-  i, j = np.tril_indices(x_hbte.shape[2] // size)
-  return jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
+def _for_tiles(tile, state, blocks: int, place_bt):
+  """Folds state = tile(state, i, j) over all tiles in which a query and a key meet.
+
+  Without documents these are all tiles that are not of the future alone.
+  """
+  i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
+  if place_bt is None:
+    return lax.scan(lambda state, i_j: (tile(state, *i_j), None), state, (i, j))[0]
+  # A query's own tile goes first: it has a key that the query meets, so that no maximum of
+  # a softmax is -inf.
+  j = i - j
+  size = place_bt.shape[1] // blocks
+  first_bi = jnp.arange(0, place_bt.shape[1], size, dtype=jnp.int32)[None] - place_bt[:, ::size]
+  # The first query of a block is the one that sees farthest back, if any sees the block of
+  # keys at all.
+  is_met = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
+  order = jnp.argsort(~is_met)
+  i, j, number = i[order], j[order], jnp.sum(is_met, dtype=jnp.int32)
+  return lax.fori_loop(0, number, lambda n, state: tile(state, i[n], j[n]), state)
 
 
 def _tile_key(key, i, j):

@@ -15,7 +15,9 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
+from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
+from dpjax.ops.segments import sum_of_segments
 
 
 def fixed_boundaries(
@@ -24,6 +26,7 @@ def fixed_boundaries(
   offset: int | None = None,
   *,
   start: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with every `factor`-th token.
 
@@ -38,9 +41,11 @@ def fixed_boundaries(
     offset: place of the first boundary, 0 <= offset < factor. None is factor - 1, so
       that all segments are of one size; the authors' code has 0.
     start: [B], integers, the place t of each row's first token; None: 0.
+    starts: [B, T], 1 at the first token of each document, else 0: there t is 0. None: a row
+      is one document.
 
   Returns:
-    [B, T], int32, without `start` all rows alike.
+    [B, T], int32, without `start` and `starts` all rows alike.
 
   Raises:
     ValueError: `factor` or `offset` is out of range, `shape` is not of two numbers, or
@@ -61,6 +66,8 @@ def fixed_boundaries(
     if start.shape != (shape[0],):
       raise ValueError(f"start: expected [B] = ({shape[0]},), got {start.shape}")
     place_bt += start[:, None]
+  if starts is not None:
+    place_bt = document_places(starts, start)
   is_end_bt = place_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), tuple(shape))
 
@@ -106,6 +113,7 @@ def spacelike_boundaries(
   end_ids: Sequence[int] | None = None,
   *,
   previous: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with the first of each run of spacelike tokens.
 
@@ -121,6 +129,7 @@ def spacelike_boundaries(
     end_ids: tokens whose last byte is; None: the same.
     previous: [B], whether the token before each row's first ends with a spacelike byte,
       where rows go on; None: it does not.
+    starts: [B, T], 1 at the first token of each document, before which there is no other.
 
   Returns:
     [B, T], int32.
@@ -132,6 +141,8 @@ def spacelike_boundaries(
   if previous is None:
     previous = jnp.zeros(len(tokens), bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
+  if starts is not None:
+    before_bt &= ~jnp.asarray(starts).astype(bool)
   return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
 
 
@@ -189,7 +200,11 @@ def gumbel_sigmoid(
 
 
 def binomial_prior_loss(
-  boundaries: ArrayLike, alpha: float, *, weights: ArrayLike | None = None
+  boundaries: ArrayLike,
+  alpha: float,
+  *,
+  weights: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """How unlikely a row's number of boundaries is under a binomial prior.
 
@@ -204,6 +219,9 @@ def binomial_prior_loss(
     boundaries: [B, T], zeros and ones; floats get a gradient.
     alpha: prior probability of a boundary, in (0, 1).
     weights: [B, T], 1 where a token counts and 0 where not. None: all count.
+    starts: [B, T], 1 at the first token of each document, else 0: each has a k and an L of
+      its own, and the row's loss is the mean of theirs by their L. None: a row is one
+      document.
 
   Returns:
     [B], nats per token, float32, or float64 as the boundaries. A row in which no token
@@ -224,13 +242,22 @@ def binomial_prior_loss(
   if w_bt.shape != b_bt.shape:
     raise ValueError(f"weights: expected {b_bt.shape}, got {w_bt.shape}")
   w_bt = w_bt.astype(b_bt.dtype)
-  ones_b, total_b = jnp.sum(b_bt * w_bt, axis=1), jnp.sum(w_bt, axis=1)
-  log_choices_b = (
-    lax.lgamma(total_b + 1) - lax.lgamma(ones_b + 1) - lax.lgamma(total_b - ones_b + 1)
-  )
-  log_p_b = log_choices_b + ones_b * math.log(alpha) + (total_b - ones_b) * math.log1p(-alpha)
+  total_b = jnp.sum(w_bt, axis=1)
+  if starts is None:
+    log_p_b = _log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b, alpha)
+  else:
+    document_bt = jnp.cumsum(jnp.asarray(starts), axis=1, dtype=jnp.int32) - 1
+    ones_bn, total_bn = (
+      sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
+    )
+    log_p_b = jnp.sum(_log_binomial(ones_bn, total_bn, alpha), axis=1)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
+
+
+def _log_binomial(ones, total, alpha: float) -> jax.Array:
+  log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
+  return log_choices + ones * math.log(alpha) + (total - ones) * math.log1p(-alpha)
 
 
 @jax.custom_jvp

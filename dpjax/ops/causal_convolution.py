@@ -13,13 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
 
 
 @automatic_axes
 def causal_convolution(
-  inputs: jax.Array, filters: jax.Array, *, implementation: str | None = None
+  inputs: jax.Array,
+  filters: jax.Array,
+  *,
+  starts: jax.Array | None = None,
+  implementation: str | None = None,
 ) -> jax.Array:
   """Adds up the inputs so far, each times the tap of its distance.
 
@@ -55,9 +60,24 @@ def causal_convolution(
   the others have that of `jax.default_matmul_precision`, which matters where a
   platform has a faster float32 than that of IEEE.
 
+  With `starts`, a document sees nothing of those before it:
+
+    y[b, t] = sum over t - o_t <= s <= t of inputs[b, s] * filters[t - s]
+
+  with o_t the place of t within its document. "scan" leaves out the lags beyond o_t. All
+  others divide the row into blocks of up to 32 positions and in pairs of 1, 2, 4, ...
+  blocks. Within a block they go lag by lag. What the left half of a pair gives to the right
+  one, they compute at once: it passes between tokens of a single document, the one that the
+  middle of the pair lies in, so the rest counts as 0 on both sides. That takes O(log T)
+  times the work of a row without documents at most, so "fft" takes O(T log(T)**2), and no
+  document sees rounding errors of another.
+
   Args:
     inputs: [B, T, D], floats.
-    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and at least T.
+    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and, without `starts`, at least T.
+    starts: [B, T], 1 at the first token of each document, else 0. Documents, not rows, have
+      at most L tokens; inputs of L tokens ago or more count as 0. None: a row is one
+      document.
     implementation: one of the names above, or None: `choose_implementation`.
 
   Returns:
@@ -65,11 +85,12 @@ def causal_convolution(
 
   Raises:
     ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
-      longer than the filter, or the implementation is unknown.
+      longer than the filter, `starts` are wrong, or the implementation is unknown.
   """
   inputs, filters = jnp.asarray(inputs), jnp.asarray(filters)
-  _check(inputs, filters)
+  _check(inputs, filters, starts is not None)
   batch, length, width = inputs.shape
+  place_bt = None if starts is None else document_places(check_starts(starts, (batch, length)))
   if implementation is None:
     implementation = choose_implementation(
       filters.ndim, batch, length, jax.default_backend(), jax.device_count()
@@ -83,11 +104,19 @@ def causal_convolution(
     return jnp.zeros(shape, inputs.dtype)
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
-  y_bte = IMPLEMENTATIONS[implementation](
-    inputs.astype(dtype), filters[:length].astype(dtype), inputs.dtype if is_low else dtype
-  )
+  arrays = inputs.astype(dtype), filters[:length].astype(dtype)
+  low_dtype = inputs.dtype if is_low else dtype
+  if place_bt is None:
+    y_bte = IMPLEMENTATIONS[implementation](*arrays, low_dtype)
+  elif implementation == "scan":
+    y_bte = _scan(*arrays, low_dtype, place_bt)
+  else:
+    y_bte = _of_documents(IMPLEMENTATIONS[implementation], *arrays, low_dtype, place_bt)
   return y_bte.astype(inputs.dtype)
 
+
+# Positions of a block that goes lag by lag where a row has several documents.
+_BLOCK = 32
 
 # Of the products of "scan", "conv" and "toeplitz" where both arguments have it.
 _LOW = (jnp.bfloat16, jnp.float16)
@@ -139,7 +168,7 @@ def choose_implementation(rank: int, batch: int, length: int, platform: str, dev
   return name
 
 
-def _check(inputs, filters):
+def _check(inputs, filters, has_documents):
   if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
     raise ValueError(f"inputs: expected floats [B, T, D], got {inputs.dtype} {inputs.shape}")
   if filters.ndim not in (1, 2, 3) or not jnp.issubdtype(filters.dtype, jnp.floating):
@@ -153,7 +182,7 @@ def _check(inputs, filters):
     )
   if filters.shape[0] == 0:
     raise ValueError(f"filters: expected at least one tap, got shape {filters.shape}")
-  if inputs.shape[1] > filters.shape[0]:
+  if inputs.shape[1] > filters.shape[0] and not has_documents:
     raise ValueError(
       f"inputs: expected at most {filters.shape[0]} positions, one for "
       f"each tap, got {inputs.shape[1]}"
@@ -204,7 +233,7 @@ def _low_backward(formula, dtype, arrays, by_result):
 _low_product.defvjp(_low_forward, _low_backward)
 
 
-def _scan(x_btd, w, dtype):
+def _scan(x_btd, w, dtype, place_bt=None):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
 
@@ -213,6 +242,8 @@ def _scan(x_btd, w, dtype):
   def body(y_bte, lag_tap):
     lag, tap = lag_tap
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
+    if place_bt is not None:
+      past_btd = jnp.where((lag <= place_bt)[..., None], past_btd, 0)
     if tap.ndim == 2:
       return y_bte + _product("btd,de->bte", dtype, past_btd, tap), None
     return y_bte + past_btd * _lead(tap, 3), None
@@ -220,8 +251,35 @@ def _scan(x_btd, w, dtype):
   shape = *x_btd.shape[:2], w.shape[-1] if w.ndim == 3 else x_btd.shape[2]
   # Within `jax.shard_map` these zeros vary over devices as the sums do.
   zeros = jnp.zeros_like(x_btd, shape=shape) + jnp.zeros_like(w, shape=())
-  y_bte, _ = lax.scan(body, zeros, (jnp.arange(length), w))
+  y_bte, _ = lax.scan(body, zeros, (jnp.arange(len(w)), w))
   return y_bte
+
+
+def _of_documents(implementation, x_btd, w, dtype, place_bt):
+  """Blocks lag by lag, and from the left half of each pair of 1, 2, 4, .. to the right one."""
+  batch, length, width = x_btd.shape
+  doublings = (-(-length // _BLOCK) - 1).bit_length()
+  size = -(-length // 2**doublings)
+  total = size << doublings
+  x_btd = jnp.pad(x_btd, ((0, 0), (0, total - length), (0, 0)))
+  place_bt = jnp.pad(place_bt, ((0, 0), (0, total - length)))
+  w = jnp.pad(w, [(0, total - len(w))] + [(0, 0)] * (w.ndim - 1))
+  within_bt = jnp.minimum(place_bt, jnp.arange(total, dtype=jnp.int32)[None] % size)
+  rows = x_btd.reshape(-1, size, width)
+  y_bte = _scan(rows, w[:size], dtype, within_bt.reshape(-1, size)).reshape(batch, total, -1)
+  for half in (size << j for j in range(doublings)):
+    x_plrd = x_btd.reshape(-1, 2, half, width)
+    right_pr = place_bt.reshape(-1, 2, half)[:, 1]
+    index_r = jnp.arange(half, dtype=jnp.int32)
+    # Of the document that the middle lies in, and that has begun before it.
+    is_seen_pl = half - index_r[None] <= right_pr[:, :1]
+    sees_pr = right_pr > index_r[None]
+    left_pld = jnp.where(is_seen_pl[..., None], x_plrd[:, 0], 0)
+    left_pld = jnp.pad(left_pld, ((0, 0), (0, half), (0, 0)))
+    y_pre = implementation(left_pld, w[: 2 * half], dtype)[:, half:]
+    y_pre = jnp.where(sees_pr[..., None], y_pre, 0)
+    y_bte += jnp.pad(y_pre, ((0, 0), (half, 0), (0, 0))).reshape(y_bte.shape)
+  return y_bte[:, :length]
 
 
 def _conv(x_btd, w, dtype):

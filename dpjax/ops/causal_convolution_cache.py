@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from dpjax.ops.causal_convolution import causal_convolution
+from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
@@ -158,6 +159,7 @@ def causal_convolution_cached(
   cache: _Cache,
   *,
   lengths: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, _Cache]:
   """Goes on with every row of a causal convolution where its cache ended.
 
@@ -182,6 +184,8 @@ def causal_convolution_cached(
     lengths: [B] integers in 0..C: of each row the first so many inputs are real. The
       others leave no trace, whatever they are; the outputs there mean nothing. None:
       all are real.
+    starts: [B, C], 1 where a document begins, else 0: it sees nothing of what came before,
+      as if its row began there. None: all rows go on in theirs.
 
   Returns:
     [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
@@ -190,7 +194,7 @@ def causal_convolution_cached(
   Raises:
     ValueError: an array has the wrong rank, size or kind of dtype, the cache is not
       one of the two or not of these sizes and this dtype, it can't be used with these
-      taps, or lengths that are not traced are outside of 0..C.
+      taps, lengths that are not traced are outside of 0..C, or starts are not 0 or 1.
   """
   inputs, taps = jnp.asarray(inputs), jnp.asarray(taps)
   _check(inputs, taps, cache)
@@ -201,6 +205,10 @@ def causal_convolution_cached(
     lengths_b = check_lengths(lengths, batch, chunk)
     real_bc = is_real(lengths_b, chunk)
     inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
+  if starts is not None:
+    starts = starts_in_chunk(starts, (batch, chunk), None if lengths is None else lengths_b)
+    if chunk == 1:
+      cache = _begun_anew(cache, starts[:, 0] > 0)
   if chunk == 1 and isinstance(cache, ConvolutionCache):
     return _step(inputs, taps, cache, lengths_b)
   if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
@@ -210,8 +218,15 @@ def causal_convolution_cached(
   y_bte = causal_convolution(
     jnp.concatenate([past_bld, inputs], axis=1),
     jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
+    # What the ring holds of documents before is 0, so the past counts as one document.
+    starts=None if starts is None else jnp.pad(starts, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(1),
   )
-  cache = cache._replace(inputs=_written(cache, inputs, lengths_b), length=cache.length + lengths_b)
+  ring_bld, length_b = _written(cache, inputs, lengths_b), cache.length + lengths_b
+  if starts is not None:
+    ago_bl = (length_b[:, None] - 1 - _range(num_taps)[None]) % num_taps
+    is_own_bl = ago_bl < document_length(starts, cache.length, lengths_b)[:, None]
+    ring_bld = jnp.where(is_own_bl[:, :, None], ring_bld, jnp.zeros((), ring_bld.dtype))
+  cache = cache._replace(inputs=ring_bld, length=length_b)
   if isinstance(cache, OnlineConvolutionCache):
     # The next step begins with what all inputs give.
     cache = cache._replace(step=jnp.zeros((), jnp.int32))
@@ -287,6 +302,18 @@ def _written(cache, inputs, lengths_b):
   index_bl = lengths_b[:, None] - 1 - ago_bl
   new_bld = jnp.take_along_axis(inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
   return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
+
+
+def _begun_anew(cache, is_new_b):
+  """The cache without what the rows that begin anew have had."""
+
+  def clear(x_bld):
+    return jnp.where(is_new_b[:, None, None], jnp.zeros((), x_bld.dtype), x_bld)
+
+  cache = cache._replace(inputs=clear(cache.inputs))
+  if isinstance(cache, OnlineConvolutionCache):
+    cache = cache._replace(pending=tuple(map(clear, cache.pending)))
+  return cache
 
 
 def _sum_of(x_bld, taps):

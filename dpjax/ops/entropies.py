@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from dpjax.errors import UserError
+from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
 
 RULES = ("global", "monotonic", "combined")  # of `entropy_threshold`
@@ -43,7 +44,9 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
   return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
 
 
-def entropy_spikes(entropies: jax.Array, left: int = 2) -> jax.Array:
+def entropy_spikes(
+  entropies: jax.Array, left: int = 2, *, starts: ArrayLike | None = None
+) -> jax.Array:
   """Ends a segment where the entropy is above that of the few tokens before.
 
     b_t = 1 where H_t > H_i for all i in t - left .. t - 1
@@ -54,6 +57,8 @@ def entropy_spikes(entropies: jax.Array, left: int = 2) -> jax.Array:
   Args:
     entropies: [B, T], floats, nats; no nan.
     left: how many tokens to look back to, at least 1.
+    starts: [B, T], 1 at the first token of each document, else 0: none before it counts.
+      None: a row is one document.
 
   Returns:
     [B, T], int32, with no gradient.
@@ -67,6 +72,12 @@ def entropy_spikes(entropies: jax.Array, left: int = 2) -> jax.Array:
     raise ValueError(f"left: expected at least 1, got {left}")
   _check_entropies(entropies)
   h_bt = lax.stop_gradient(entropies)
+  if starts is not None:
+    place_bt, before_bt = document_places(starts), jnp.full_like(h_bt, -jnp.inf)
+    for lag in range(1, min(left + 1, h_bt.shape[1])):
+      past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
+      before_bt = jnp.maximum(before_bt, past_bt)
+    return (h_bt > before_bt).astype(jnp.int32)
   # Window t of the padded row holds H_i for i in t - left .. t - 1.
   before_bt = lax.reduce_window(
     h_bt, jnp.asarray(-jnp.inf, h_bt.dtype), lax.max, (1, left), (1, 1), ((0, 0), (left, 0))
@@ -81,6 +92,7 @@ def entropy_threshold(
   theta_add: float = 0.0,
   *,
   previous: tuple[jax.Array, jax.Array] | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment where the next token is hard to predict.
 
@@ -99,6 +111,7 @@ def entropy_threshold(
     theta: see above.
     theta_add: likewise; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], where rows go on; None: they begin.
+    starts: [B, T], 1 at the first token of each document, else 0: there they begin anew.
 
   Returns:
     [B, T], int32, with no gradient.
@@ -118,6 +131,9 @@ def entropy_threshold(
     rows = len(h_bt)
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
   before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
+  if starts is not None:
+    starts = jnp.asarray(starts).astype(bool)
+    before_bt = jnp.where(starts, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)
   if rule == "monotonic":
@@ -126,7 +142,10 @@ def entropy_threshold(
   # Of tokens in a row that may be one, every other is: the first, the third, ...
   place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   taken_b1 = previous[1][:, None].astype(jnp.int32)
-  last_bt = lax.cummax(jnp.where(may_bt, -1 - taken_b1, place_t), axis=1)
+  refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
+  if starts is not None:
+    refused_bt = jnp.where(starts, jnp.maximum(refused_bt, place_t - 1), refused_bt)
+  last_bt = lax.cummax(refused_bt, axis=1)
   return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
 
 

@@ -15,6 +15,7 @@ hnet/utils/train.py. Same numbers; their kernel for the scan is an associative s
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dpjax.ops.products import sum_dtype
 
@@ -28,6 +29,7 @@ def route(
   *,
   previous: jax.Array | None = None,
   start: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """The probability that a segment ends with each token, and whether one does.
 
@@ -40,6 +42,7 @@ def route(
     key_kernel: [D, E], of the token's own vector.
     previous: [B, D], the vector before each row's first, where rows go on; None: zeros.
     start: [B], integers, how many tokens of each row came before; None: none did.
+    starts: [B, T], 1 at the first token of each document, else 0: there p is 1, too.
 
   Returns:
     p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
@@ -66,12 +69,18 @@ def route(
   is_first = jnp.arange(hidden.shape[1])[None] == 0
   if start is not None:
     is_first &= start[:, None] == 0
+  if starts is not None:
+    is_first |= jnp.asarray(starts).astype(bool)
   probabilities = jnp.where(is_first, 1, probabilities)
   return probabilities, (probabilities > 0.5).astype(jnp.int32)
 
 
 def smooth_segments(
-  segments: jax.Array, probabilities: jax.Array, *, previous: jax.Array | None = None
+  segments: jax.Array,
+  probabilities: jax.Array,
+  *,
+  previous: jax.Array | None = None,
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Blends each segment into those before it, by how sure its boundary was.
 
@@ -82,6 +91,7 @@ def smooth_segments(
     segments: z, [B, S, D], floats.
     probabilities: p, [B, S], of the boundaries that end them.
     previous: e_{-1}, [B, D], where rows go on.
+    starts: [B, S], 1 at the first segment of each document, else 0: there e_{m-1} is 0.
 
   Returns:
     e, [B, S, D], carried in at least float32, in the dtype of `segments`.
@@ -98,10 +108,12 @@ def smooth_segments(
     )
   dtype = sum_dtype(segments, probabilities)
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
-  added = q * segments.astype(dtype)
+  added, kept = q * segments.astype(dtype), 1 - q
+  if starts is not None:
+    kept = jnp.where(jnp.asarray(starts).astype(bool)[..., None], 0, kept)
   if previous is not None:
-    added = added.at[:, 0].add((1 - q[:, 0]) * previous.astype(dtype))
-  kept = jnp.broadcast_to(1 - q, added.shape)
+    added = added.at[:, 0].add(kept[:, 0] * previous.astype(dtype))
+  kept = jnp.broadcast_to(kept, added.shape)
 
   def join(left, right):
     return left[0] * right[0], left[1] * right[0] + right[1]

@@ -14,6 +14,18 @@ closes a segment already sees it, and tokens of an open segment see the one befo
 a row's first segment that is the null group. The last segment of a row, where no
 boundary ends it, is never read.
 
+Where a row has several documents (`starts`), each has a null group before its segments, and
+a segment ends with its document. So the places of a row are those of its documents, one
+behind the other:
+
+    h           a  b  c  d  e  f
+    starts      1  0  0  1  0  0
+    boundaries  0  1  0  0  0  1
+    places      null, ab, null, def
+    read        0  1  1  2  2  3
+
+c, whose segment nothing ends, is in no place: the null group of the next document is there.
+
 Letters: B batch, T position (token), S segments and the null group, D feature.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
@@ -31,6 +43,7 @@ import numpy as np
 from jax import core, lax
 from jax.typing import ArrayLike
 
+from dpjax.ops.documents import check_starts
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
 
@@ -97,6 +110,7 @@ def pool_segments(
   capacity: int,
   *,
   method: str = "mean",
+  starts: ArrayLike | None = None,
 ) -> jax.Array:
   """One vector for every segment: the mean of its tokens, or its last token.
 
@@ -132,6 +146,10 @@ def pool_segments(
     capacity: how many segments a row has room for, at least 0; static. T is always
       enough, and so is the largest number of boundaries in a row.
     method: "mean" or "last".
+    starts: [B, T], 1 at the first token of each document, else 0, for kinds of boundaries
+      with a null group. Each document but the first then has a place before those of its
+      segments, where the caller puts its null group (`segment_starts`, one place further).
+      None: a row is one document.
 
   Returns:
     [B, capacity, D], in the dtype of `inputs`.
@@ -148,11 +166,13 @@ def pool_segments(
     raise ValueError(f"capacity: expected an integer of at least 0, got {capacity!r}")
   if method not in METHODS:
     raise ValueError(f"method: expected one of {[*METHODS]}, got {method!r}")
+  if starts is not None:
+    starts = check_starts(starts, inputs.shape[:2])
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
-    return _mean_by_boundaries(inputs, boundaries, int(capacity))
-  ids_bt = _ids(boundaries)
+    return _mean_by_boundaries(inputs, boundaries, starts, int(capacity))
+  ids_bt = _ids(boundaries, starts)
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
   # All terms but one are zero, so the sum is exact in any dtype.
@@ -162,7 +182,9 @@ def pool_segments(
 
 
 @automatic_axes
-def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
+def upsample_segments(
+  segments: jax.Array, boundaries: ArrayLike, *, starts: ArrayLike | None = None
+) -> jax.Array:
   """Gives every token the vector of the last segment that has ended.
 
     u_t = segments[sum over i <= t of b_i]
@@ -180,8 +202,10 @@ def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
   Boundaries get none (zero).
 
   Args:
-    segments: [B, S, D], floats: the null group, then the segments in turn.
+    segments: [B, S, D], floats: the null group, then the segments in turn; with `starts`
+      those of each document.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
+    starts: as in `pool_segments`.
 
   Returns:
     [B, T, D], in the dtype of `segments`.
@@ -200,15 +224,49 @@ def upsample_segments(segments: jax.Array, boundaries: ArrayLike) -> jax.Array:
     raise ValueError(
       f"boundaries: expected {segments.shape[0]} rows as in segments, got {boundaries.shape}"
     )
-  index_bt = jnp.cumsum(boundaries.astype(jnp.int32), axis=1, dtype=jnp.int32)
+  if starts is not None:
+    starts = check_starts(starts, boundaries.shape)
+  return take_segments(segments, _ids(boundaries, starts) + boundaries.astype(jnp.int32))
+
+
+def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
+  """segments[b, index[b, t]], and nan where the index, which never falls, is too large."""
   # The cast makes the gradient's sum one of float32.
   wide_bsd = segments.astype(sum_dtype(segments))
-  return _take(wide_bsd, index_bt, jnp.nan).astype(segments.dtype)
+  return _take(wide_bsd, index, jnp.nan).astype(segments.dtype)
 
 
-def _ids(boundaries):
+def segment_starts(
+  boundaries: ArrayLike, starts: ArrayLike, capacity: int, *, has_null_group: bool = True
+) -> jax.Array:
+  """The starts of documents among the places of segments.
+
+  With a null group a document begins with it, else with its first segment, which its first
+  token has to end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0]:
+  [1, 0, 1, 0], of null, ab, null, def.
+
+  Args:
+    boundaries: [B, T], zeros and ones: 1 where a segment ends.
+    starts: [B, T], 1 at the first token of each document, else 0; in a chunk, where rows go
+      on, the places are those of the null groups and segments that are complete in it.
+    capacity: as in `pool_segments`; here the first null group counts.
+    has_null_group: whether null groups go before the segments of each document.
+
+  Returns:
+    [B, capacity], int32, 0 or 1.
+  """
+  starts_bt = jnp.asarray(starts).astype(jnp.int32)
+  ids_bt = _ids(jnp.asarray(boundaries), starts_bt if has_null_group else None)
+  return sum_of_segments(starts_bt, ids_bt, capacity)
+
+
+def _ids(boundaries, starts=None):
+  """The place of each token's segment; with `starts` that of its document's first is 0."""
   ones_bt = boundaries.astype(jnp.int32)
-  return jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
+  ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
+  if starts is None:
+    return ids_bt
+  return ids_bt + jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
 
 
 def sum_of_segments(values, ids, capacity):
@@ -234,29 +292,44 @@ def _mean(inputs, ids, capacity):
   return sums_bsd / sizes_bs1, sizes_bs1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _mean_by_boundaries(inputs, boundaries, capacity):
-  return _mean(inputs, _ids(boundaries), capacity)[0].astype(inputs.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mean_by_boundaries(inputs, boundaries, starts, capacity):
+  return _mean(inputs, _ids(boundaries, starts), capacity)[0].astype(inputs.dtype)
 
 
-def _mean_forward(inputs, boundaries, capacity):
-  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries), capacity)
-  return means_bsd.astype(inputs.dtype), (inputs, boundaries, means_bsd, sizes_bs1)
+def _mean_forward(inputs, boundaries, starts, capacity):
+  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries, starts), capacity)
+  return means_bsd.astype(inputs.dtype), (inputs, boundaries, starts, means_bsd, sizes_bs1)
 
 
 def _mean_backward(capacity, kept, by_means):
   del capacity
-  inputs, boundaries, means_bsd, sizes_bs1 = kept
-  ids_bt = _ids(boundaries)
+  inputs, boundaries, starts, means_bsd, sizes_bs1 = kept
+  ids_bt = _ids(boundaries, starts)
   by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
   by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
   # Deviations before sums: what all tokens have in common must not cost digits.
   deviations_btd = inputs.astype(means_bsd.dtype) - _take(means_bsd, ids_bt, 0)
   by_weights_bt = jnp.sum(deviations_btd * by_inputs_btd, axis=2)
-  # A boundary moves the weights of the tokens after it.
+  # A boundary moves the weights of the tokens after it, in its document.
   later_bt = jnp.pad(by_weights_bt, ((0, 0), (0, 1)))[:, 1:]
-  by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
-  return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype)
+  if starts is None:
+    by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
+  else:
+    goes_on_bt = jnp.pad(starts == 0, ((0, 0), (0, 1)))[:, 1:]
+    by_boundaries_bt = _sums_to_the_end(later_bt, goes_on_bt)
+  return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype), None
+
+
+def _sums_to_the_end(values, goes_on):
+  """s_t = values_t + s_{t+1} where the document goes on with t + 1, else 0; [B, T]."""
+
+  def join(later, earlier):
+    more = jnp.where(earlier[1], later[0], 0)
+    return earlier[0] + more, earlier[1] & later[1]
+
+  sums = jnp.where(goes_on, values, 0)
+  return lax.associative_scan(join, (sums, goes_on), reverse=True, axis=1)[0]
 
 
 _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from dpjax.ops import segments
+from dpjax.ops.documents import starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
@@ -53,6 +54,7 @@ def pool_segments_cached(
   *,
   method: str = "mean",
   lengths: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, SegmentCache]:
   """The segments that end within a chunk, of which the first may have begun before it.
 
@@ -73,9 +75,12 @@ def pool_segments_cached(
     method: "mean" or "last".
     lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, and the
       rest leaves no trace, whatever its inputs and boundaries are. None: all are real.
+    starts: [B, C], 1 where a document begins, else 0, for kinds of boundaries with a null
+      group. Each such document has a place before those of its segments, where the caller
+      puts its null group (`dpjax.ops.segment_starts`). None: all rows go on in theirs.
 
   Returns:
-    [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
+    [B, C, D], with `starts` [B, 2 C, D], in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
     ValueError: an argument is not as above, or the cache is of other rows. Values are
@@ -100,24 +105,29 @@ def pool_segments_cached(
   b_bc = jnp.asarray(boundaries).astype(jnp.int32)
   x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
   if lengths is not None:
-    is_real_bc = is_real(check_lengths(lengths, batch, chunk), chunk)
+    lengths = check_lengths(lengths, batch, chunk)
+    is_real_bc = is_real(lengths, chunk)
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
   ids_bc = jnp.cumsum(b_bc, axis=1, dtype=jnp.int32) - b_bc
-  num_b = jnp.sum(b_bc, axis=1, dtype=jnp.int32)
-  is_closed_bs = jnp.arange(chunk, dtype=jnp.int32)[None] < num_b[:, None]
+  num_b, most = jnp.sum(b_bc, axis=1, dtype=jnp.int32), chunk
+  if starts is not None:
+    starts = starts_in_chunk(starts, (batch, chunk), lengths)
+    ids_bc += jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    num_b, most = num_b + jnp.sum(starts, axis=1, dtype=jnp.int32), 2 * chunk
+  is_closed_bs = jnp.arange(most, dtype=jnp.int32)[None] < num_b[:, None]
   # One more than can end: the segment that stays open.
-  totals_bsd = segments.sum_of_segments(x_bcd, ids_bc, chunk + 1).at[:, 0].add(cache.total)
-  counts_bs = segments.sum_of_segments(real_bc, ids_bc, chunk + 1).at[:, 0].add(cache.count)
+  totals_bsd = segments.sum_of_segments(x_bcd, ids_bc, most + 1).at[:, 0].add(cache.total)
+  counts_bs = segments.sum_of_segments(real_bc, ids_bc, most + 1).at[:, 0].add(cache.count)
   open_b1 = num_b[:, None]
   cache = SegmentCache(
     jnp.take_along_axis(totals_bsd, open_b1[..., None], axis=1)[:, 0],
     jnp.take_along_axis(counts_bs, open_b1, axis=1)[:, 0],
   )
   if method == "mean":
-    counts_bs1 = jnp.maximum(counts_bs[:, :chunk], 1)[..., None]
-    s_bcd = totals_bsd[:, :chunk] / counts_bs1.astype(dtype)
+    counts_bs1 = jnp.maximum(counts_bs[:, :most], 1)[..., None]
+    s_bcd = totals_bsd[:, :most] / counts_bs1.astype(dtype)
   else:
     last_bcd = jnp.where(b_bc[..., None] > 0, x_bcd, 0)
-    s_bcd = segments.sum_of_segments(last_bcd, ids_bc, chunk)
+    s_bcd = segments.sum_of_segments(last_bcd, ids_bc, most)
   return jnp.where(is_closed_bs[..., None], s_bcd, 0).astype(inputs.dtype), cache

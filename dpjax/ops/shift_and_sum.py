@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
@@ -42,6 +43,7 @@ def shift_and_sum(
   gates: jax.Array,
   *,
   level_keep: jax.Array | None = None,
+  starts: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """Adds to every position a gated sum over the positions before it.
@@ -77,6 +79,9 @@ def shift_and_sum(
     level_keep: [K] booleans: a level with False is skipped as a whole, its work
       too (but by "matrix" and "pallas"), and nothing is rescaled (Dispatcher
       dropout, Sec. 2.1). None keeps all.
+    starts: [B, T], 1 at the first token of each document, else 0: what a document gives is
+      what it gives alone, as gates[t, k] counts as 0 where t - 2**k lies before it. None:
+      a row is one document.
     implementation: "loop", "unrolled", "recompute", "matrix", "pallas", or None
       for the best measured.
 
@@ -84,7 +89,7 @@ def shift_and_sum(
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: `gates` or `level_keep` does not match `values`, an array has
+    ValueError: `gates`, `level_keep` or `starts` does not match `values`, an array has
       the wrong kind of dtype, or the implementation is unknown.
   """
   if level_keep is not None:
@@ -97,8 +102,14 @@ def shift_and_sum(
       f"implementation: expected one of {[*IMPLEMENTATIONS]} or None, got {implementation!r}"
     )
   levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
+  if starts is not None:
+    starts = check_starts(starts, values.shape[:2])
   if levels == 0 or values.size == 0:
     return values
+  if starts is not None:
+    shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
+    is_within_btk = document_places(starts)[..., None] >= shifts_k[None, None]
+    gates = jnp.where(is_within_btk[:, :, None], gates[..., :levels], 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
   return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)

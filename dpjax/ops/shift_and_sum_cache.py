@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops.documents import document_length, document_places, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
@@ -80,6 +81,7 @@ def shift_and_sum_cached(
   cache: ShiftAndSumCache,
   *,
   lengths: ArrayLike | None = None,
+  starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, ShiftAndSumCache]:
   """`shift_and_sum` of a chunk that continues each row where its cache ended.
 
@@ -115,6 +117,8 @@ def shift_and_sum_cached(
     lengths: [B], integers in 0 .. C: so many of the chunk's first tokens are real, the
       rest is padding. Padding, even nan, leaves no trace in the cache, and its outputs
       are zero. None: all are real. Under `jit` the numbers are not checked.
+    starts: [B, C], 1 where a document begins, else 0: it sees nothing of what came before,
+      as if its row began there. None: all rows go on in theirs.
 
   Returns:
     The outputs [B, C, H, E], in the dtype of `values`, and the cache after the real
@@ -122,8 +126,8 @@ def shift_and_sum_cached(
 
   Raises:
     ValueError: the shapes do not match one another or the cache, which has a number
-      of levels of its own; an array has the wrong kind of dtype; or `lengths` are not
-      in 0 .. C.
+      of levels of its own; an array has the wrong kind of dtype; `lengths` are not
+      in 0 .. C, or `starts` are not 0 or 1.
   """
   _check(values, gates, cache)
   if lengths is not None:
@@ -136,6 +140,14 @@ def shift_and_sum_cached(
     real_bc11 = is_real(lengths, chunk)[..., None, None]
     v_bche = jnp.where(real_bc11, v_bche, 0)
     c_bchk = jnp.where(real_bc11, c_bchk, 0)
+
+  shifts = 2 ** np.arange(levels, dtype=np.int32)
+  if starts is not None:
+    starts = starts_in_chunk(starts, values.shape[:2], lengths)
+    # What the ring holds of documents before is 0, so a row counts as all one so far.
+    place_bc = document_places(starts, cache.length)
+    is_within_bck = place_bc[..., None] >= shifts[None, None]
+    c_bchk = jnp.where(is_within_bck[:, :, None], c_bchk, 0)
 
   new_length = cache.length + (chunk if lengths is None else lengths)
   if levels == 0:
@@ -163,6 +175,11 @@ def shift_and_sum_cached(
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
   ring = jax.vmap(_write)(cache.ring, places_bm, jnp.concatenate(written, axis=1))
+  if starts is not None:
+    place_s = np.concatenate([np.arange(size, dtype=np.int32) for size in shifts])
+    age_bs = (new_length[:, None] - 1 - place_s[None]) & np.repeat(shifts - 1, shifts)[None]
+    is_own_bs = age_bs < document_length(starts, cache.length, lengths)[:, None]
+    ring = jnp.where(is_own_bs[..., None, None], ring, 0)
   return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
 
 

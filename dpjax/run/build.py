@@ -108,6 +108,8 @@ def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int |
 
   def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     tokens = batch["tokens"]
+    if "starts" in batch:  # Documents have null groups, and boundaries, of their own.
+      return None
     counts = boundaries.count_in(tokens)
     if counts is None:
       return None

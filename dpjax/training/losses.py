@@ -95,7 +95,8 @@ class Objective:
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: "tokens", "targets", "weights", each [B, T], and what the boundaries need.
+      batch: "tokens", "targets", "weights", each [B, T], and what the boundaries need; where
+        rows are several documents, "starts", [B, T], 1 at the first token of each.
 
     Returns:
       Float32 scalars that `add_sums` adds up: "nats" and "count" (`cross_entropy`);
@@ -110,7 +111,8 @@ class Objective:
     kind, *within = self.boundaries
     boundaries = output.boundaries.astype(jnp.float32)
     sums["boundary_nats"], targets = kind.loss(output, batch)
-    sums |= _count_segments(boundaries, weights, int(kind.has_null_group))
+    starts = batch.get("starts")
+    sums |= _count_segments(boundaries, weights, starts, kind.has_null_group)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
@@ -120,12 +122,14 @@ class Objective:
     for number, inner in enumerate(within, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if kind.has_null_group:
-        segments_b += is_real[:, 0]
+        segments_b += _null_groups(starts, is_real)
       kind, stage = inner, stage.inner
+      starts = stage.starts
       boundaries = stage.boundaries.astype(jnp.float32)
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)
-      inner_nats, _ = kind.loss(stage, {"weights": is_real})
+      of_documents = {} if starts is None else {"starts": starts}
+      inner_nats, _ = kind.loss(stage, {"weights": is_real, **of_documents})
       num_segments = jnp.sum(is_real)
       sums["boundary_nats"] += inner_nats * count / jnp.maximum(num_segments, 1)
       sums[f"segments_in_{number}"] = num_segments
@@ -141,18 +145,27 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
   }
 
 
-def _count_segments(boundaries, weights, num_null: int) -> dict[str, jax.Array]:
+def _count_segments(boundaries, weights, starts, has_null_group: bool) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   segments_b = jnp.sum(boundaries * is_real, axis=1)
-  largest = jnp.max(segments_b)
+  places_b = segments_b
+  if has_null_group:
+    places_b += 1.0 if starts is None else _null_groups(starts, is_real)
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
-    "segments_max": largest,
+    "segments_max": jnp.max(segments_b),
     "rows": jnp.sum(is_real[:, 0]),
     "positions": jnp.float32(boundaries.shape[1]),
-    "slots": largest + num_null,  # S
+    "slots": jnp.max(places_b),  # S
   }
+
+
+def _null_groups(starts, is_real) -> jax.Array:
+  """[B], one for each document that has real tokens."""
+  if starts is None:
+    return is_real[:, 0]
+  return jnp.sum(starts.astype(is_real.dtype) * is_real, axis=1)
 
 
 def _is_real(weights) -> jax.Array:

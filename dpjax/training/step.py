@@ -87,7 +87,8 @@ def train_step(
     optimizer: of the state.
     accumulate_steps: A, a divisor of B.
     state: before the update.
-    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs.
+    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs; where
+      rows are several documents, "starts", [B, T], 1 at the first token of each.
     objective: what is minimised.
     capacity: of `dpjax.models.hourglass.Hourglass`, where the data tells it.
     ema_decay: of the state's average, where it has one; see `add_to_average`.
@@ -108,6 +109,7 @@ def train_step(
       deterministic=False,
       rngs={"dropout": part_key},
       **known,
+      **_documents(part),
     )
     sums = objective.sums(output, part)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
@@ -154,6 +156,11 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
   log_decay = jnp.log(jnp.float32(decay))
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
+
+
+def _documents(batch: Batch) -> dict[str, Any]:
+  """What the model is told of a batch's documents."""
+  return {"starts": batch["starts"]} if "starts" in batch else {}
 
 
 def jit_train_step(
@@ -213,6 +220,7 @@ def jit_eval_step(
       deterministic=True,
       rngs={"dropout": key},
       **known,
+      **_documents(batch),
     )
     return objective.sums(output, batch)
 

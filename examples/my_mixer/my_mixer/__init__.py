@@ -63,9 +63,10 @@ class MinGRU(nn.Module):
     deterministic: bool = True,
     cache: jax.Array | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=1)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, starts=starts)
     batch, length, width = inputs.shape
     gates, values = (
       nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
@@ -74,12 +75,18 @@ class MinGRU(nn.Module):
     z_bte = nn.sigmoid(gates.astype(jnp.float32))
     v_bte = values.astype(jnp.float32)
     v_bte = jnp.where(v_bte >= 0, v_bte + 0.5, nn.sigmoid(v_bte))
+    is_real_bt = jnp.ones((batch, length), bool)
     if lengths is not None:
       # Padding keeps the state.
       is_real_bt = jnp.arange(length)[None] < lengths[:, None]
       z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
+    decay_bte = 1 - z_bte
+    if starts is not None:
+      # A document begins with a state of 0. (`starts` of padding mean nothing.)
+      is_start_bt = (starts > 0) & is_real_bt
+      decay_bte = jnp.where(is_start_bt[..., None], 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
-    h_bte = linear_recurrence(1 - z_bte, z_bte * v_bte, state)
+    h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
     y_btd = nn.Dense(width, dtype=self.dtype, name="out")(h_bte)
     return y_btd if cache is None else (y_btd, h_bte[:, -1])
 

@@ -1,0 +1,105 @@
+"""Documents that lie one after the other in a row and do not see each other.
+
+`starts` [B, T] is 1 at the first token of each document and 0 elsewhere. All masks come
+from the place of each token within its document: token t sees tokens t - o_t .. t.
+
+    starts   1 0 0 1 0 1
+    o        0 1 2 0 1 0
+
+B batch, T position (in a chunk, where rows go on).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.typing import ArrayLike
+
+from dpjax.errors import UserError
+from dpjax.ops.lengths import is_real
+
+
+def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = False) -> jax.Array:
+  """Refuses starts that are not 0 or 1, or rows that do not begin with 1.
+
+  Under `jit` and other transformations the values are unknown, and only the shape and the
+  dtype are checked.
+
+  Args:
+    starts: [B, T], integers or bools.
+    shape: (B, T).
+    goes_on: whether rows may begin with 0, because they go on in the document before.
+
+  Returns:
+    [B, T], int32.
+
+  Raises:
+    ValueError: the starts are wrong.
+  """
+  array = starts if isinstance(starts, jax.Array) else np.asarray(starts)
+  shape = tuple(shape)
+  is_integer = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
+  if array.shape != shape or not is_integer:
+    raise UserError(
+      f"starts: expected integers 0 or 1 [B, T] = {shape}, got {array.dtype} {array.shape}"
+    )
+  if not isinstance(array, core.Tracer) and array.size:
+    values = np.asarray(array)
+    is_wrong = (values != 0) & (values != 1)
+    if is_wrong.any():
+      raise UserError(f"starts: expected 0 or 1, got {values[is_wrong][0]}")
+    if not goes_on and not values[:, 0].all():
+      row = int(np.argmin(values[:, 0]))
+      raise UserError(f"starts: expected every row to begin with 1, got 0 in row {row}")
+  return jnp.asarray(array, jnp.int32)
+
+
+def document_places(starts: ArrayLike, before: jax.Array | None = None) -> jax.Array:
+  """The place of each token within its document.
+
+    o_t = t - (place of the last start at or before t)
+
+  Args:
+    starts: [B, T], 0 or 1.
+    before: [B], integers, the tokens of each row's document before the first of these;
+      None: none.
+
+  Returns:
+    [B, T], int32.
+  """
+  place_bt = jnp.arange(jnp.shape(starts)[1], dtype=jnp.int32)[None]
+  is_start_bt = jnp.asarray(starts).astype(bool)
+  begin_b1 = 0 if before is None else -before.astype(jnp.int32)[:, None]
+  return place_bt - lax.cummax(jnp.where(is_start_bt, place_bt, begin_b1), axis=1)
+
+
+def starts_in_chunk(
+  starts: ArrayLike, shape: Sequence[int], lengths: jax.Array | None
+) -> jax.Array:
+  """The starts of a chunk's real tokens, [B, C], int32.
+
+  Args:
+    starts: [B, C], 0 or 1.
+    shape: (B, C).
+    lengths: [B], of `dpjax.ops.lengths.check_lengths`; None: all tokens are real.
+
+  Raises:
+    ValueError: as `check_starts`.
+  """
+  starts_bc = check_starts(starts, shape, goes_on=True)
+  return starts_bc if lengths is None else jnp.where(is_real(lengths, shape[1]), starts_bc, 0)
+
+
+def document_length(starts: jax.Array, before: jax.Array, lengths: jax.Array | None) -> jax.Array:
+  """The tokens so far of each row's last document, after a chunk: [B], int32.
+
+  Args:
+    starts: [B, C], of `starts_in_chunk`.
+    before: [B], int32, the same before the chunk.
+    lengths: as there.
+  """
+  place_bc = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+  begin_b = jnp.max(jnp.where(starts > 0, place_bc, -before[:, None]), axis=1)
+  return (starts.shape[1] if lengths is None else lengths) - begin_b

@@ -1,0 +1,191 @@
+"""Packed documents in whole models: each gives what it gives alone."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax.models.build import build_boundaries
+from dpjax.training import losses
+from tests import helpers
+
+BATCH, LENGTH, LONGEST, VOCAB, SPACE = 2, 23, 16, 11, 2
+DOCUMENTS = [(1, 13, 1, 2, 6), (4, 3, 16)]
+STARTS = np.zeros((BATCH, LENGTH), np.int32)
+PARTS = []
+for row, sizes in enumerate(DOCUMENTS):
+  ends = np.cumsum(sizes)
+  STARTS[row, ends - sizes] = 1
+  PARTS += [(row, slice(end - n, end)) for end, n in zip(ends, sizes, strict=True)]
+DRAW = np.random.default_rng(0)
+TOKENS = DRAW.integers(VOCAB, size=(BATCH, LENGTH))
+BATCH_OF = dict(
+  tokens=TOKENS,
+  targets=DRAW.integers(VOCAB, size=(BATCH, LENGTH)),
+  weights=(DRAW.uniform(size=(BATCH, LENGTH)) < 0.9).astype(np.float32),
+  boundaries=(DRAW.uniform(size=(BATCH, LENGTH)) < 0.4).astype(np.int32),
+)
+NOISE = DRAW.uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.float32)
+
+
+def split(x, fill=0):
+  """Documents as rows of their own, filled up behind."""
+  rows = np.full((len(PARTS), LONGEST), fill, x.dtype)
+  for place, (row, part) in enumerate(PARTS):
+    rows[place, : part.stop - part.start] = x[row, part]
+  return rows
+
+
+def join(rows):
+  packed = np.zeros((BATCH, LENGTH, *rows.shape[2:]), rows.dtype)
+  for place, (row, part) in enumerate(PARTS):
+    packed[row, part] = rows[place, : part.stop - part.start]
+  return packed
+
+
+def pooled(boundaries, **settings):
+  usual = dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1)
+  return helpers.tiny_model(**{**usual, "num_capacities": 2, "mixer": "dispatcher", **settings})
+
+
+def two_stages(outer, inner):
+  config = helpers.tiny_model(feed_forward_width=14, num_layers=1)
+  config.boundaries = config_lib.boundaries(**outer)
+  config.middle = config_lib.middle(config_lib.boundaries(**inner), width=10)
+  for section in (config, config.middle):
+    section.first.num_layers = section.last.num_layers = 1
+  return config
+
+
+CASES = {
+  "dispatcher": lambda: helpers.tiny_model(mixer="dispatcher", positions="sinusoidal"),
+  "multihead": lambda: helpers.tiny_model(mixer="dispatcher_multihead", positions="learned"),
+  "attention": lambda: helpers.tiny_model(mixer="attention", positions="learned"),
+  "relative attention": lambda: helpers.tiny_model(),
+  **{name: lambda name=name: helpers.tiny_model(mixer=name) for name in ("she", "he", "we", "me")},
+  "fixed": lambda: pooled("fixed", shortening_factor=3, mixer="he"),
+  "fixed, offset 0": lambda: pooled(
+    "fixed", shortening_factor=3, boundary_offset=0, pooling="last", mixer="relative_attention"
+  ),
+  "whitespace": lambda: pooled("whitespace", space_ids=(SPACE, 3, 4)),
+  "spacebyte": lambda: pooled("spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
+  "unigram": lambda: pooled("unigram", mixer="relative_attention"),
+  "entropy": lambda: pooled("entropy", mixer="attention"),
+  "gumbel": lambda: pooled("gumbel", space_ids=(SPACE,), mixer="relative_attention"),
+  "routing": lambda: pooled("routing", mixer="relative_attention"),
+  "two stages of routing": lambda: two_stages(
+    dict(name="routing", num_capacities=2), dict(name="routing", factor=2.0, num_capacities=2)
+  ),
+  "whitespace, gumbel": lambda: two_stages(
+    dict(name="whitespace", space_ids=(SPACE, 3, 4)), dict(name="gumbel", num_capacities=3)
+  ),
+}
+QUICK = ("dispatcher", "whitespace")
+cases = pytest.mark.parametrize(
+  "case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+)
+
+
+@cases
+def test_documents_are_as_alone(case):
+  config = CASES[case]()
+  model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
+  params, is_noisy = helpers.draw_params(model, 3, 1 / 2), case == "gumbel"
+
+  @jax.jit
+  def run(params, batch, noise):
+    def total(params):
+      given = {"starts": batch["starts"]} if "starts" in batch else {}
+      given |= {"boundary_noise": noise} if is_noisy else {}
+      output = model.apply({"params": params}, batch["tokens"], **given)
+      sums = objective.sums(output, batch)
+      return sums["nats"] + sums.get("boundary_nats", 0.0), (output.logits, sums)
+
+    return jax.value_and_grad(total, has_aux=True)(params)
+
+  (loss, (logits, sums)), grads = run(params, BATCH_OF | {"starts": STARTS}, NOISE)
+  alone = {name: split(x) for name, x in BATCH_OF.items()}
+  (expected, (rows, of_rows)), by_rows = run(params, alone, split(NOISE, 0.5))
+  np.testing.assert_allclose(logits, join(np.asarray(rows)), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  # But for what is told of rows, of which there are other ones.
+  for name in {*sums} - {"segments_max", "rows", "positions", "slots"}:
+    np.testing.assert_allclose(sums[name], of_rows[name], rtol=1e-5, err_msg=name)
+  scale = max(abs(x).max() for x in jax.tree.leaves(by_rows))
+  grads, by_rows = (jax.tree.map(lambda x: x / scale, tree) for tree in (grads, by_rows))
+  helpers.assert_trees_close(grads, by_rows, rtol=1e-4, atol=1e-5)
+
+
+CHUNKS = [(9, (9, 4)), (1, (1, 1)), (1, (0, 1)), (9, (3, 9)), (1, (1, 0)), (9, (9, 0))]
+CHUNKS += [(1, (0, 1)), (9, (0, 7))]
+
+
+@cases
+def test_chunks_in_which_documents_begin(case):
+  model = dpjax.build_model(CASES[case]())
+  params = helpers.draw_params(model, 3, 1 / 2)
+  given = {"starts": STARTS} | ({"boundary_noise": NOISE} if case == "gumbel" else {})
+  whole = jax.jit(model.apply)({"params": params}, TOKENS, **given)
+  step, cache, seen = helpers.make_step(model, params), model.init_cache(BATCH), [0, 0]
+  logits, garbage = np.zeros(whole.logits.shape, np.float32), np.random.default_rng(5)
+  for size, lengths in CHUNKS:
+    tokens = garbage.integers(VOCAB, size=(BATCH, size))
+    parts = {name: np.resize(x, (BATCH, size)) for name, x in given.items()}
+    for row, length in enumerate(lengths):
+      part = slice(seen[row], seen[row] + length)
+      tokens[row, :length] = TOKENS[row, part]
+      for name, x in given.items():
+        parts[name][row, :length] = x[row, part]
+    if not any(parts["starts"][row, :length].any() for row, length in enumerate(lengths)):
+      del parts["starts"]
+    output = step(cache, tokens, jnp.asarray(lengths, jnp.int32), parts)
+    cache = output.cache
+    for row, length in enumerate(lengths):
+      logits[row, seen[row] : seen[row] + length] = output.logits[row, :length]
+      seen[row] += length
+  assert seen == [LENGTH] * BATCH
+  np.testing.assert_allclose(logits, whole.logits, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(cache.length, [sizes[-1] for sizes in DOCUMENTS])
+
+
+def test_wrong_starts_are_refused():
+  model = dpjax.build_model(CASES["dispatcher"]())
+  params = helpers.draw_params(model, 3, 1 / 2)
+
+  def refused(starts, message, **options):
+    with pytest.raises(dpjax.UserError, match=message):
+      model.apply({"params": params}, TOKENS, starts=starts, **options)
+
+  refused(STARTS[:, 1:], r"starts: expected .* = \(2, 23\), got int32 \(2, 22\)")
+  refused(2 * STARTS, "starts: expected 0 or 1, got 2")
+  refused(np.roll(STARTS, 1, axis=1), "starts: expected every row to begin with 1, got 0 in row 0")
+
+
+def test_a_mixer_that_takes_no_starts_is_refused_with_them():
+  class Decay(nn.Module):
+    """Knows of no documents."""
+
+    max_length: int
+
+    @nn.compact
+    def __call__(self, inputs, *, deterministic=True):
+      return nn.Dense(inputs.shape[-1])(inputs)
+
+  model = dpjax.build_model(CASES["dispatcher"]())
+  assert model.layers is not None
+  block = model.layers.make_block
+  block = partial(block.func, **block.keywords | dict(make_mixer=partial(Decay, LENGTH)))
+  model = model.clone(layers=dataclasses.replace(model.layers, make_block=block))
+
+  def init(**given):
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS, **given))
+
+  init()
+  with pytest.raises(dpjax.UserError, match="^starts: expected none for a model with Decay"):
+    init(starts=STARTS)

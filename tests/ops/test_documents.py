@@ -1,0 +1,220 @@
+"""Documents packed into rows: each gives what it gives alone, in every operator."""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+from dpjax.ops.documents import document_length, starts_in_chunk
+
+BATCH, LENGTH, HEADS, FEATURES = 2, 37, 3, 5
+# The second row's long document goes across several tiles and blocks.
+DOCUMENTS = [(1, 1, 9, 26), (19, 1, 17)]
+STARTS = np.zeros((BATCH, LENGTH), np.int32)
+PARTS = []
+for row, sizes in enumerate(DOCUMENTS):
+  ends = np.cumsum(sizes)
+  STARTS[row, ends - sizes] = 1
+  PARTS += [(row, slice(end - n, end)) for end, n in zip(ends, sizes, strict=True)]
+
+
+def draw(*shape, seed=0):
+  normal = np.random.default_rng([seed, *shape]).standard_normal(shape)
+  return jnp.asarray(normal, jnp.float32)
+
+
+def check(operator, of_tokens, shared=()):
+  """Packed = alone, values and gradients; and no bit depends on another document."""
+  shape = jax.eval_shape(partial(operator, starts=STARTS), *of_tokens, *shared).shape
+  weights = draw(*shape, seed=7)
+
+  def gradients(mix):
+    def loss(arrays):
+      output = mix(arrays)
+      return jnp.sum(output * weights), output
+
+    (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))((of_tokens, shared))
+    return output, grads
+
+  def packed(arrays):
+    return operator(*arrays[0], *arrays[1], starts=STARTS)
+
+  def alone(arrays):
+    found = jnp.zeros(shape)
+    for row, part in PARTS:
+      output = operator(*(x[row : row + 1, part] for x in arrays[0]), *arrays[1])
+      found = found.at[row, part].set(output[0])
+    return found
+
+  expected, found = gradients(alone), gradients(packed)
+  for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * max(1, abs(want).max()))
+  mix = jax.jit(packed)
+  before = mix((of_tokens, shared))
+  for row, part in PARTS:
+    after = mix((jax.tree.map(lambda x: x.at[row, part].add(1), of_tokens), shared))  # noqa: B023
+    is_other = np.ones((BATCH, LENGTH), bool)
+    is_other[row, part] = False
+    np.testing.assert_array_equal(after[is_other], before[is_other])
+    assert (after[row, part] != before[row, part]).any()
+
+
+@pytest.mark.parametrize("implementation", ops.SHIFT_AND_SUM)
+def test_shift_and_sum(implementation):
+  of_tokens = draw(BATCH, LENGTH, HEADS, FEATURES), draw(BATCH, LENGTH, HEADS, 6)
+  check(partial(ops.shift_and_sum, implementation=implementation), of_tokens)
+
+
+@pytest.mark.parametrize("block_size", [None, 8, 16])
+@pytest.mark.parametrize("operator", [ops.causal_attention, ops.relative_attention])
+def test_attention(operator, block_size):
+  of_tokens = [draw(BATCH, LENGTH, HEADS, FEATURES, seed=seed) for seed in range(3)]
+  shared = ()
+  if operator is ops.relative_attention:
+    shared = draw(LENGTH, HEADS, FEATURES), *(draw(HEADS, FEATURES, seed=s) for s in (4, 5))
+  check(partial(operator, block_size=block_size), of_tokens, shared)
+
+
+@pytest.mark.parametrize("implementation", ops.CAUSAL_CONVOLUTION)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_causal_convolution(rank, implementation, monkeypatch):
+  # Four pairs of halves of one, two and four blocks.
+  monkeypatch.setattr(sys.modules["dpjax.ops.causal_convolution"], "_BLOCK", 5)
+  # Fewer taps than positions: documents have no more than there are.
+  taps = {1: draw(29), 2: draw(29, FEATURES), 3: draw(29, FEATURES, 7)}[rank]
+  operator = partial(ops.causal_convolution, implementation=implementation)
+  check(operator, (draw(BATCH, LENGTH, FEATURES),), (taps,))
+
+
+@pytest.mark.parametrize("operator", [ops.causal_attention, ops.relative_attention])
+def test_tiles_of_documents_that_do_not_meet_are_skipped(operator):
+  """A nan in the keys of a tile that is skipped would reach the outputs."""
+  arrays = [draw(1, 64, HEADS, FEATURES, seed=seed) for seed in range(3)]
+  shared = ()
+  if operator is ops.relative_attention:
+    shared = draw(64, HEADS, FEATURES), *(draw(HEADS, FEATURES, seed=s) for s in (4, 5))
+  arrays[2] = arrays[2].at[:, :32].set(jnp.nan)
+  starts = np.zeros((1, 64), np.int32)
+  starts[0, [0, 32, 40]] = 1
+  output = operator(*arrays, *shared, starts=starts, block_size=8)
+  assert np.isfinite(output[:, 32:]).all() and np.isnan(output[:, :32]).all()
+
+
+@pytest.mark.parametrize("method", ["mean", "last"])
+def test_pooling_shows_the_places_of_documents(method):
+  inputs = jnp.asarray([[1.0, 3, 5, 10, 20, 60]])[..., None]
+  boundaries, starts = np.array([[0, 1, 0, 0, 0, 1]]), np.array([[1, 0, 0, 1, 0, 0]])
+  pooled = ops.pool_segments(inputs, boundaries, 3, method=method, starts=starts)
+  ab, end = {"mean": (2, 30), "last": (3, 60)}[method]
+  np.testing.assert_array_equal(pooled[0, [0, 2], 0], [ab, end])
+  is_null = ops.segment_starts(boundaries, starts, 4)
+  np.testing.assert_array_equal(is_null, [[1, 0, 1, 0]])
+  segments = jnp.asarray([[-1.0, ab, -2, end]])[..., None]
+  read = ops.upsample_segments(segments, boundaries, starts=starts)
+  np.testing.assert_array_equal(read[0, :, 0], [-1, ab, ab, -2, -2, end])
+
+
+def test_boundaries_of_documents_pool_as_alone_and_take_their_gradients():
+  draws = np.random.default_rng(3).uniform(size=(BATCH, LENGTH)) < 0.4
+  boundaries = jnp.asarray(draws, jnp.float32)
+
+  def operator(inputs, boundaries, starts=None):
+    # Each document's segments, read by its tokens; null groups are 0.
+    hard = jax.lax.stop_gradient(boundaries)
+    room = 2 * inputs.shape[1]
+    pooled = ops.pool_segments(inputs, boundaries, room - 1, starts=starts)
+    places = jnp.concatenate([jnp.zeros_like(pooled[:, :1]), pooled], axis=1)
+    if starts is not None:
+      is_null = ops.segment_starts(hard, starts, room)
+      places = jnp.where(is_null[..., None] > 0, 0, places)
+    return ops.upsample_segments(places, hard, starts=starts)
+
+  weights, inputs = draw(BATCH, LENGTH, FEATURES, seed=9), draw(BATCH, LENGTH, FEATURES)
+  output, pull = jax.vjp(partial(operator, starts=STARTS), inputs, boundaries)
+  by_inputs, by_boundaries = pull(weights)
+  for row, part in PARTS:
+    one, pull = jax.vjp(operator, inputs[row : row + 1, part], boundaries[row : row + 1, part])
+    expected = one, *pull(weights[row : row + 1, part])
+    for got, want in zip((output, by_inputs, by_boundaries), expected, strict=True):
+      np.testing.assert_allclose(got[row, part], want[0], rtol=1e-5, atol=1e-5)
+
+
+ENTROPIES = draw(BATCH, LENGTH)
+TOKENS = np.random.default_rng(1).integers(7, size=(BATCH, LENGTH))
+MATRIX = draw(FEATURES, 4)
+RULES = {
+  "fixed": lambda part, **x: ops.fixed_boundaries(TOKENS[part].shape, 3, **x),
+  "spacelike": lambda part, **x: ops.spacelike_boundaries(TOKENS[part], (0, 3), (3, 5), **x),
+  "spikes": lambda part, **x: ops.entropy_spikes(ENTROPIES[part], 3, **x),
+  "global": lambda part, **x: ops.entropy_threshold(ENTROPIES[part], "global", 0.2, **x),
+  "monotonic": lambda part, **x: ops.entropy_threshold(ENTROPIES[part], "monotonic", 0.2, **x),
+  "combined": lambda part, **x: ops.entropy_threshold(ENTROPIES[part], "combined", -0.8, -0.9, **x),
+  "routing": lambda part, **x: ops.route(
+    draw(BATCH, LENGTH, FEATURES)[part], MATRIX, MATRIX[::-1], **x
+  )[0],
+  "smoothing": lambda part, **x: ops.smooth_segments(
+    draw(BATCH, LENGTH, FEATURES)[part], jax.nn.sigmoid(ENTROPIES[part]), **x
+  ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_boundaries_begin_anew(rule):
+  find = RULES[rule]
+  whole, joined = find(np.s_[:], starts=STARTS), find(np.s_[:])
+  assert (np.asarray(whole) != np.asarray(joined)).any() or rule == "global"
+  for row, part in PARTS:
+    alone = find(np.s_[row : row + 1, part])
+    np.testing.assert_allclose(whole[row, part], alone[0], rtol=1e-6, atol=1e-6)
+
+
+def test_the_prior_is_of_each_document():
+  boundaries = jnp.asarray(TOKENS < 2, jnp.float32)
+  weights = jnp.asarray(TOKENS != 4, jnp.float32)
+  found = ops.binomial_prior_loss(boundaries, 0.3, weights=weights, starts=STARTS)
+  expected, counts = np.zeros(BATCH), np.asarray(weights).sum(axis=1)
+  for row, part in PARTS:
+    index = np.s_[row : row + 1, part]
+    loss = ops.binomial_prior_loss(boundaries[index], 0.3, weights=weights[index])
+    expected[row] += loss[0] * weights[index].sum()
+  np.testing.assert_allclose(found, expected / counts, rtol=1e-5)
+
+
+def test_places():
+  starts = np.array([[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0]])
+  before, lengths = jnp.asarray([4, 7]), jnp.asarray([5, 2])
+  places = ops.document_places(starts, before)
+  np.testing.assert_array_equal(places, [[4, 5, 0, 1, 2, 0], [7, 8, 9, 0, 1, 2]])
+  real = starts_in_chunk(starts, starts.shape, lengths)
+  np.testing.assert_array_equal(real, [[0, 0, 1, 0, 0, 0], [0] * 6])
+  np.testing.assert_array_equal(document_length(real, before, lengths), [3, 9])
+  np.testing.assert_array_equal(document_length(starts, before, None), [1, 3])
+
+
+@pytest.mark.parametrize(
+  "starts, message",
+  [
+    (STARTS[:, 1:], r"starts: expected integers 0 or 1 \[B, T\] = \(2, 37\), got int32 \(2, 36\)"),
+    (STARTS[0], r"got int32 \(37,\)"),
+    (STARTS.astype(np.float32), "got float32"),
+    (STARTS * 2, "starts: expected 0 or 1, got 2"),
+    (-STARTS, "starts: expected 0 or 1, got -1"),
+    (STARTS * [[1], [0]], "starts: expected every row to begin with 1, got 0 in row 1"),
+  ],
+)
+def test_wrong_starts_are_refused(starts, message):
+  x = draw(BATCH, LENGTH, HEADS, FEATURES)
+  calls = [
+    lambda: ops.check_starts(starts, (BATCH, LENGTH)),
+    lambda: ops.shift_and_sum(x, x, starts=starts),
+    lambda: ops.causal_attention(x, x, x, starts=starts),
+    lambda: ops.causal_convolution(x[:, :, 0], draw(LENGTH), starts=starts),
+    lambda: ops.pool_segments(x[:, :, 0], TOKENS < 2, 5, starts=starts),
+  ]
+  for call in calls:
+    with pytest.raises(ValueError, match=message):
+      call()
