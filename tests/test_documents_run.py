@@ -1,6 +1,5 @@
 """Runs on documents that do not see each other: train, stop, go on, score."""
 
-import inspect
 import json
 
 import chex
@@ -9,13 +8,10 @@ import pytest
 
 import dpjax
 from dpjax.errors import Interrupted, UserError
-from dpjax.models.language_model import LanguageModel
 from tests import helpers
 
-IS_CORE_THERE = "starts" in inspect.signature(LanguageModel.__call__).parameters
 pytestmark = [
   pytest.mark.usefixtures("standard_promotion"),
-  pytest.mark.xfail(not IS_CORE_THERE, reason="models do not take starts yet", strict=False),
 ]
 
 
@@ -82,7 +78,9 @@ def test_scores_say_what_they_are_of(isolated):
   assert content["documents"] == "joined"
 
 
-@pytest.mark.parametrize("batches", ["contiguous", "shuffled_windows"])
+@pytest.mark.parametrize(
+  "batches", [pytest.param("contiguous", marks=pytest.mark.slow), "shuffled_windows"]
+)
 def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(isolated, tmp_path, batches):
   folder, config, _, _ = isolated
   config = config.copy_and_resolve_references()
@@ -102,6 +100,7 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(isolated, tmp_pa
     dpjax.train(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundaries", ["unigram", "routing"])
 def test_a_run_that_pools(tmp_path, boundaries):
   path = write_documents(tmp_path / "texts.txt")
@@ -111,6 +110,7 @@ def test_a_run_that_pools(tmp_path, boundaries):
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_scores_a_joined_run_by_documents(tmp_path):
   path = write_documents(tmp_path / "texts.txt")
   config = helpers.small_config(path)

@@ -1,5 +1,3 @@
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +6,8 @@ import pytest
 from dpjax.errors import UserError
 from dpjax.generation.packing import next_logits, pack
 from dpjax.models import build
-from dpjax.models.language_model import LanguageModel
 from tests import helpers
 
-IS_CORE_THERE = "starts" in inspect.signature(LanguageModel.__call__).parameters
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5], [3, 5], [8, 9, 7, 9, 3, 2, 3], [8, 4], [6, 2, 6]]
 
 
@@ -46,14 +42,15 @@ def test_the_sums_of_each_alone():
   assert found.tolist() == [[sum(prompt)] for prompt in PROMPTS]
 
 
-@pytest.mark.xfail(not IS_CORE_THERE, reason="models do not take starts yet", strict=False)
 @pytest.mark.parametrize(
   "settings",
   [
-    dict(mixer="relative_attention"),
+    pytest.param(dict(mixer="relative_attention"), marks=pytest.mark.slow),
     dict(mixer="dispatcher", num_levels=4, positions="sinusoidal"),
     dict(mixer="she", positions="learned"),
-    dict(mixer="attention", boundaries="fixed", shortening_factor=3),
+    pytest.param(
+      dict(mixer="attention", boundaries="fixed", shortening_factor=3), marks=pytest.mark.slow
+    ),
   ],
   ids=lambda x: "_".join(map(str, x.values())),
 )

@@ -10,6 +10,7 @@ import pytest
 
 from dpjax import ops
 from dpjax.ops.documents import document_length, starts_in_chunk
+from tests import helpers
 
 BATCH, LENGTH, HEADS, FEATURES = 2, 37, 3, 5
 # The second row's long document goes across several tiles and blocks.
@@ -63,7 +64,9 @@ def check(operator, of_tokens, shared=()):
     assert (after[row, part] != before[row, part]).any()
 
 
-@pytest.mark.parametrize("implementation", ops.SHIFT_AND_SUM)
+@pytest.mark.parametrize(
+  "implementation", [helpers.slow_unless(x != "pallas", x) for x in ops.SHIFT_AND_SUM]
+)
 def test_shift_and_sum(implementation):
   of_tokens = draw(BATCH, LENGTH, HEADS, FEATURES), draw(BATCH, LENGTH, HEADS, 6)
   check(partial(ops.shift_and_sum, implementation=implementation), of_tokens)
