@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import tempfile
 from importlib import metadata
 
@@ -29,6 +30,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # What is imported stays: the collector need not look at it again and again.
 gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+  """Leaves the tests of what stands beside the package to CI."""
+  beside = [pathlib.Path(__file__).parent / name for name in ("benchmarks", "reproduce")]
+  for item in items:
+    if any(item.path.is_relative_to(folder) for folder in beside):
+      item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -85,6 +85,7 @@ def test_equals_the_algorithm(shape, tile, backward_tile):
   assert_close(run(operator, *arrays), run(LOOP, *arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [5, pytest.param(2 * 8 * 128 - 3, marks=SLOW)])
 def test_blocks_of_a_tpu_equal_the_algorithm(features):
   arrays = draw(2, 11, 3, features, 4)
@@ -92,6 +93,7 @@ def test_blocks_of_a_tpu_equal_the_algorithm(features):
   assert_close(run(operator, *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level_keep", [[True, False, True, False], [False] * 4], ids=str)
 def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
   arrays = draw(*SHAPE)
@@ -103,6 +105,7 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
   assert_close(not_a_number, kept)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_summed_in_float32():
   arrays = draw(*SHAPE, jnp.bfloat16)
   exact = run(small(), *(x.astype(jnp.float32) for x in arrays))
@@ -122,6 +125,7 @@ def test_reach_is_exact():
   np.testing.assert_array_equal(by_values.reshape(length, length) != 0, is_seen)
 
 
+@pytest.mark.slow
 def test_the_past_does_not_see_a_later_nan():
   values, gates, _ = draw(2, 29, 2, 3, 4)
   operator = jax.jit(small(tile=4))
@@ -130,6 +134,7 @@ def test_the_past_does_not_see_a_later_nan():
     np.testing.assert_array_equal(operator(*changed)[:, :2], operator(values, gates)[:, :2])
 
 
+@pytest.mark.slow
 def test_inside_vmap_and_scan():
   arrays = [jnp.stack([x, -2 * x]) for x in draw(*SHAPE)]
   arrays.append(jnp.asarray([[True, False, True, True], [False] * 4]))
@@ -140,6 +145,7 @@ def test_inside_vmap_and_scan():
   assert_close(scanned, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="divides a batch over two devices")
 def test_divides_by_shard_map():
   arrays = draw(6, 11, 3, 5, 4)

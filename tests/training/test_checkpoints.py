@@ -109,7 +109,7 @@ def put_a_folder(path: Path):
   path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [cut, flip_a_bit])
+@pytest.mark.parametrize("damage", [cut, pytest.param(flip_a_bit, marks=pytest.mark.slow)])
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(tmp_path, damage, caplog):
   save(tmp_path, [5, 7])
   damage(largest_file(tmp_path / "last" / "7"))
