@@ -59,7 +59,8 @@ def get_config(variant: str = ""):
   train.num_epochs = 0.0
   train.optimizer = config_lib.optimizer("adamw", b2=0.95, weight_decay=0.1)
   train.learning_rate = 1e-3
-  train.schedule = config_lib.schedule("cosine", warmup_steps=500)
+  train.decay_mask = "matrices"
+  train.schedule = config_lib.schedule("cosine", warmup_steps=500, min_ratio=0.1)
   train.clip_norm = 1.0
   train.eval_every_steps = 1_000
   train.eval_every_epochs = 0.0

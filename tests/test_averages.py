@@ -14,6 +14,7 @@ import dpjax
 from dpjax.data import batches
 from dpjax.errors import Interrupted
 from dpjax.training import checkpoints
+from dpjax.training import step as step_lib
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -75,6 +76,14 @@ def test_a_stopped_run_ends_with_the_same_average(averaged, tmp_path):
   chex.assert_trees_all_equal(*(states(x.workdir, 12) for x in (parts, run)))
 
 
+@pytest.mark.parametrize("decay", [0.999, 0.999999, 1 - 1e-9])
+def test_a_slow_average_keeps_its_weight(decay):
+  ones, zeros = {"a": np.ones(3, np.float32)}, {"a": np.zeros(3, np.float32)}
+  for step in (0, 1, 10**9):
+    found = step_lib.add_to_average(zeros, ones, np.int32(step), decay)["a"]
+    np.testing.assert_allclose(found, (1 - decay) / -math.expm1((step + 1) * math.log(decay)), 1e-5)
+
+
 def test_a_run_begins_with_the_average_of_another(averaged, text, tmp_path):
   _, run = averaged
   config = helpers.small_config(text, initial_run=str(run.workdir), ema_decay=DECAY)
@@ -119,6 +128,16 @@ def test_a_run_ends_where_validation_is_no_longer_better(text, tmp_path, capsys)
   config.train.patience = 0
   train(config, tmp_path / "run")
   assert valid_steps(run.workdir) == [2, 4, 6, 8, 10, 12]
+
+
+def test_patience_counts_evaluations_also_where_their_interval_changes(text, tmp_path):
+  config = helpers.small_config(text, learning_rate=0.0, eval_every_steps=4, patience=2)
+  asked = iter(range(99))
+  with contextlib.suppress(Interrupted):
+    train(config, tmp_path / "run", should_stop=lambda: next(asked) == 6)
+  config.train.eval_every_steps = 1
+  run = train(config, tmp_path / "run")
+  assert valid_steps(run.workdir) == [4, 8, 9] and run.step == 4
 
 
 def test_a_run_that_gets_better_goes_on(text, tmp_path):

@@ -52,6 +52,14 @@ def isolated(tmp_path_factory):
   return folder, config, *dpjax.train(config, folder / "run")
 
 
+def test_a_model_without_documents_is_refused_before_anything_is_trained(isolated, tmp_path):
+  _, config, *_ = isolated
+  message = "data.documents: expected joined, got isolated .*takes no `starts`"
+  with pytest.raises(UserError, match=message):
+    dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
+  assert not (tmp_path / "run/config.json").exists()
+
+
 def test_scores_are_those_of_each_document_alone(isolated):
   _, _, run, scores = isolated
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)

@@ -108,6 +108,8 @@ class Sample:
     try:
       for part in self._text:
         seen += len(part)
+        if given >= LEARN_BYTES:  # The length is that of packed files.
+          return
         if given < seen * share:
           given += len(part)
           yield part

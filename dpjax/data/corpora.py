@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from dpjax.data import catalog, making
 from dpjax.data.chunks import Text
-from dpjax.data.documents import FORMS, Documents, Marked, line_pattern
+from dpjax.data.documents import FORMS, Documents, JsonLines, Marked, line_pattern
 from dpjax.data.download import Files
 from dpjax.data.paths import SPLITS, cut_splits, open_path, open_split
 from dpjax.data.sources import reading
@@ -115,10 +115,20 @@ def load_corpus(
     if not (set(corpus.splits) == {"train"} and all(max_characters)):
       corpus = _cut_missing(corpus, split_fractions)
     marks = entry.documents
-  if separator and (not path or any(isinstance(x, Documents) for x in corpus.splits.values())):
+  if text_field != "text" and not any(isinstance(x, JsonLines) for x in corpus.splits.values()):
+    raise UserError(
+      f"data.text_field: expected 'text' unless data.path is of .jsonl, got {text_field!r}"
+    )
+  has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
+  if separator and (not path or has_own):
     raise UserError(
       f"data.separator: expected '' unless data.path is of .txt files with several documents, "
       f"got {separator!r}"
+    )
+  if has_own and documents == "isolated" and any(max_characters):
+    raise UserError(
+      f"data.max_characters: expected (0, 0, 0) with documents that are files or lines, got "
+      f"{tuple(max_characters)}"
     )
   if clean or any(max_characters):
     corpus = _cleaned(corpus, language if clean else "", max_characters, Path(data_dir, "texts"))
@@ -136,6 +146,12 @@ def _with_documents(corpus: Corpus, marks: str) -> Corpus:
       f"begin, got isolated ({FORMS})"
     )
   splits = {x: t if isinstance(t, Documents) else Marked(t, marks) for x, t in splits.items()}
+  train = splits["train"]
+  if isinstance(train, Marked) and not train.has_marks():
+    raise UserError(
+      f"data.documents, data.separator: expected a text with marks between documents, got "
+      f"{corpus.name}, in which no {marks!r} is found"
+    )
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
 

@@ -73,18 +73,21 @@ class Marked(Documents):
     return iter(self.text)
 
   def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`; a byte-order mark is left out."""
-    content, end = self.text.content, self.text.end
-    begin = self.text.begin
-    if begin == 0 and content[:3] == BYTE_ORDER_MARK:
-      begin = len(BYTE_ORDER_MARK)
-    pattern = re.compile(self.begins.encode(), re.M)
-    for match in pattern.finditer(content, begin, end):
+    """See `Documents`."""
+    content, begin, end = self.text.content, self.text.begin, self.text.end
+    for match in self._pattern().finditer(content, begin, end):
       if match.end() > begin:
         yield dataclasses.replace(self.text, begin=begin, end=match.end())
         begin = match.end()
     if end > begin:
       yield dataclasses.replace(self.text, begin=begin)
+
+  def has_marks(self) -> bool:
+    """Whether any mark is found."""
+    return self._pattern().search(self.text.content, self.text.begin, self.text.end) is not None
+
+  def _pattern(self) -> re.Pattern[bytes]:
+    return re.compile(self.begins.encode(), re.M)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpjax.data import making
 from dpjax.data.chunks import Chunks, Text, between_characters
-from dpjax.data.documents import FileDocuments, JsonLines
+from dpjax.data.documents import BYTE_ORDER_MARK, FileDocuments, JsonLines
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
 
@@ -77,7 +77,7 @@ def _from_folder(
     else:
       plain = _unpacked(file, texts)
       content = _open(plain)
-      splits[split] = Chunks(content, 0, len(content), str(file))
+      splits[split] = Chunks(content, _begin(content), len(content), str(file))
       about["files"].append(_identity(file))
       if plain.suffix == ".jsonl":
         splits[split] = JsonLines(splits[split], field)
@@ -164,9 +164,12 @@ def open_split(folder: Path, split: str) -> Chunks:
   names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
   path = next((folder / name for name in names if (folder / name).exists()), None)
   if path is None:
-    raise UserError(f"data.path: expected {' or '.join(names)} in the folder, got {folder} without")
+    raise UserError(
+      f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl, packed, or a folder "
+      f"of documents, got {folder} without"
+    )
   content = _open(path)
-  return Chunks(content, 0, len(content), str(path))
+  return Chunks(content, _begin(content), len(content), str(path))
 
 
 def cut_splits(
@@ -193,7 +196,7 @@ def cut_splits(
     second = _line_end(content, first, size - test) if valid else first
   second = second if test else size
   stretches: dict[str, tuple[int, int]] = {
-    "train": (0, first),
+    "train": (_begin(content), first),
     "valid": (first, second),
     "test": (second, size),
   }
@@ -203,6 +206,11 @@ def cut_splits(
       f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
     )
   return {split: Chunks(content, *stretches[split], source) for split in SPLITS}
+
+
+def _begin(content) -> int:
+  """Where a text begins: behind a byte-order mark, if there is one."""
+  return len(BYTE_ORDER_MARK) if content[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK else 0
 
 
 def _line_end(content, begin: int, end: int) -> int:

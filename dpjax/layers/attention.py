@@ -104,7 +104,8 @@ class SelfAttention(nn.Module):
       return table[None, : shape[1]]
     starts = jnp.zeros(shape, jnp.int32) if starts is None else starts
     place_bt = ops.document_places(starts, None if cache is None else cache.length)
-    return jnp.take(table, place_bt, axis=0, mode="clip")
+    # Beyond the longest, as the attention with a cache has it.
+    return jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 class RelativePositions(NamedTuple):

@@ -161,13 +161,16 @@ class Run:
     documents: str = "",
   ) -> None:
     """Writes what `score_split` gave into the run's folder, as JSON."""
-    if self.workdir is None or self.data is None or jax.process_index() != 0:
+    if self.workdir is None or self.data is None:
+      return
+    documents = self._documents(documents)
+    counts = dict(self._data_by(documents).counts[split])  # Of all processes together.
+    if jax.process_index() != 0:
       return
     used = window, stride = self._scorer.sizes(window, stride)
     name = f"scores_{split}_{self.step}"
     if used != self._scorer.sizes():
       name += f"_window{window}_stride{stride}"
-    documents = self._documents(documents)
     if documents != self._documents(""):
       name += f"_{documents}"
     content = {
@@ -177,7 +180,7 @@ class Run:
       "stride": stride,
       "scores": metrics.for_json(scores),
       "documents": documents,
-      "counts": dict(self._data_by(documents).counts[split]),
+      "counts": counts,
     }
     making.write_json(self.workdir / f"{name}.json", content)
 

@@ -66,10 +66,11 @@ def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prep
   config.data.documents = "isolated"
   on_first_process(lambda: _make_tokens(config) and None)
   made = _make_tokens(config)
-  if made.tokenizer.to_json() != data.tokenizer.to_json():
+  texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (made, data))
+  if made.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
     raise UserError(
-      f"data.documents: expected {data.name} to have the run's vocabulary also when isolated, "
-      "got another text or vocabulary"
+      f"data.documents: expected {data.name} to have the run's text and vocabulary also when "
+      "isolated, got another text or vocabulary"
     )
   return made
 

@@ -13,6 +13,7 @@ from dpjax import config as config_lib
 from dpjax.data import prepared
 from dpjax.errors import UserError
 from dpjax.generation import generator
+from dpjax.layers import mixer
 from dpjax.models.build import build_boundaries, check_memory
 from dpjax.models.language_model import with_frozen
 from dpjax.registry import ConfigDict
@@ -115,9 +116,7 @@ def _train(
   generator.check_prompt(
     config.model, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
   )
-  shapes = jax.eval_shape(
-    lambda: built.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), deterministic=True)
-  )
+  shapes = _shapes(built, config.data.documents == "isolated")
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
   workdir_lib.claim(workdir, given, frozen and frozen.config.model)
   if jax.process_index() == 0:
@@ -155,6 +154,20 @@ def _train(
   scores = best.score_split("test", progress=True)
   best.write_scores("test", scores)
   return best, scores
+
+
+def _shapes(model: Any, has_documents: bool) -> Any:
+  """Those of the parameters; refuses a model that does not keep documents apart."""
+  ids = jnp.zeros((1, 1), jnp.int32)
+  known = {"starts": ids + 1} if has_documents else {}
+  try:
+    if has_documents:
+      mixer.check_takes_starts(model)
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), ids, deterministic=True, **known))
+  except UserError as error:
+    if not has_documents:
+      raise
+    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
 
 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:

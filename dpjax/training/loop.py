@@ -186,26 +186,26 @@ def fit(
     _stop_signal() as find_signal,
   ):
     found = saved.restore(abstract, origin)
+    none_yet = {"step": 0, BEST_BY: math.inf, "since": 0}
     if found is None:
       state = step_lib.jit_init(*of_state)
       if initial is not None:
         params = jax.device_put(initial(state.params), shardings.params)
         average = jax.tree.map(jnp.copy, params) if has_average else None
         state = dataclasses.replace(state, params=params, average=average)
-      best = {"step": 0, BEST_BY: math.inf}
+      best = none_yet
     else:
       state, best = found.state, found.meta["best"]
       ours = (meta or {}).get("validation")
       if found.meta.get("validation", ours) != ours:
-        best = {"step": 0, BEST_BY: math.inf}  # By other scores than those to come.
+        best = none_yet  # By other scores than those to come.
 
-    def is_exhausted(step: int) -> bool:
-      since = step // durations.eval_every_steps - best["step"] // durations.eval_every_steps
-      return 0 < patience <= since
+    def is_exhausted() -> bool:
+      return 0 < patience <= best.get("since", 0)  # A run of before did not count them.
 
     start = int(state.step)
     if found is not None and found.meta.get("ended") == num_steps:
-      is_over = bool(callbacks) or is_exhausted(start)
+      is_over = bool(callbacks) or is_exhausted()
 
     with reporting.Reporter(workdir, start, num_steps) as reporter:
       if found is not None:
@@ -244,7 +244,9 @@ def fit(
           reporter.report(done, "valid", scores)
           is_best = scores[BEST_BY] < best[BEST_BY]
           if is_best:
-            best = {"step": done, BEST_BY: scores[BEST_BY]}
+            best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
+          else:
+            best = {**best, "since": best.get("since", 0) + 1}
           bits = scores.get("bits_per_character")
           reporter.say(
             f"step {done}: nats per token {meter.mean:.4f} in training, "
@@ -253,7 +255,7 @@ def fit(
             f"{' (best so far)' if is_best else ''}"
           )
           tell()
-          if is_exhausted(done) and not at_end:
+          if is_exhausted() and not at_end:
             is_enough = True
             reporter.say(
               f"No evaluation since step {best['step']} was better (train.patience = "

@@ -1,5 +1,6 @@
 """One update and one evaluation, pure and jitted. B batch, T position, V vocabulary."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -153,7 +154,7 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
   `optax.ema` with `debias`, in a form that needs no correction when it is read. What does
   not change, as frozen parameters, stays as it is, bit for bit.
   """
-  log_decay = jnp.log(jnp.float32(decay))
+  log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
 

@@ -4,6 +4,7 @@ pip install wandb
 python examples/trackers/weights_and_biases.py quickstart runs/tracked
 """
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -14,8 +15,13 @@ import dpjax
 
 def train(config, workdir, **settings):
   """As `dpjax.train`; a run that goes on reports to the same run of Weights & Biases."""
-  name = Path(workdir).name
-  with wandb.init(project="dpjax", id=name, resume="allow", config=config.to_dict()) as run:
+  folder = Path(workdir).resolve()
+  settings_of_run = {
+    "name": folder.name,
+    "id": hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+    "config": config.to_dict(),
+  }
+  with wandb.init(project="dpjax", resume="allow", **settings_of_run) as run:
 
     def report(step, metrics, state):
       run.log(metrics, step=step)
