@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.data.batches import ContiguousRows as ContiguousRows
   from dpjax.data.batches import DocumentStarts as DocumentStarts
-  from dpjax.data.batches import EvaluationWindows as EvaluationWindows
   from dpjax.data.batches import RandomWindows as RandomWindows
   from dpjax.data.batches import ShuffledWindows as ShuffledWindows
   from dpjax.data.catalog import register_corpus as register_corpus
   from dpjax.data.corpora import Corpus as Corpus
   from dpjax.data.corpora import load_corpus as load_corpus
-  from dpjax.data.document_batches import EvaluationDocuments as EvaluationDocuments
+  from dpjax.data.evaluation_batches import EvaluationDocuments as EvaluationDocuments
+  from dpjax.data.evaluation_batches import EvaluationWindows as EvaluationWindows
   from dpjax.data.prepared import Prepared as Prepared
   from dpjax.data.prepared import open_prepared as open_prepared
   from dpjax.data.prepared import prepare as prepare

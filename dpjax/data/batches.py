@@ -201,7 +201,7 @@ class ShuffledWindows(_Rows):
     epoch, draw = divmod(step, self.steps_per_epoch)
     length = self._rows.shape[1]
     # NumPy's seeds end with something else than 0, as it takes no note of zeros there.
-    order = _permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
+    order = permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
     states = np.random.SeedSequence((self._seed, epoch, 2))
     shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(length)
     begin = int(order[0]) * self.window
@@ -339,7 +339,7 @@ class RandomWindows:
     offsets = np.empty_like(places)
     for epoch in np.unique(epochs):
       is_here = epochs == epoch
-      offsets[is_here] = _permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
+      offsets[is_here] = permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
     place_bt = offsets[:, None] + np.arange(self.window + 1)
     boundaries, documents = self._boundaries, self._documents
     return _fill_up(
@@ -352,7 +352,7 @@ class RandomWindows:
     )
 
 
-def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
+def permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
   """Where a random permutation of 0 .. size - 1 takes the places, without its table.
 
   A Feistel network permutes the numbers below a power of four; what falls on `size` or
@@ -378,97 +378,3 @@ def _mix(values: np.ndarray) -> np.ndarray:
   values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
   values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
   return values ^ values >> np.uint64(31)
-
-
-def check_stride(window: int, stride: int) -> None:
-  """Refuses a stride beyond the window."""
-  if not 1 <= stride <= window:
-    raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")
-
-
-class EvaluationWindows:
-  """Evaluation batches that count every token of a stream once, the first included.
-
-  Target p is token p, and its input is token p - 1, or `start_id` for p = 0. Window i
-  counts targets i*S .. i*S + S - 1 (S is the stride) and has before them as many as
-  fit in T, for context alone:
-
-    targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
-
-  S = T is evaluation without context, as the Dispatcher's authors have it; S < T is
-  that of the dynamic-pooling authors. Windows are filled up at the end, the last batch
-  with empty rows, both with weight 0. Where there are boundaries, that of input p is the
-  boundary of token p - 1, or `start_boundary` for p = 0.
-
-  With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the
-  same ones for all streams of one length.
-
-  Attributes:
-    batch_size: B.
-    share: of all N tokens, those that are counted.
-  """
-
-  def __init__(
-    self,
-    tokens: np.ndarray,
-    window: int,
-    stride: int,
-    batch_size: int,
-    start_id: int,
-    *,
-    boundaries: np.ndarray | None = None,
-    start_boundary: int = 0,
-    pad_id: int = 0,
-    max_tokens: int = 0,
-  ):
-    """Takes the stream, ids [N] of any integer type, N >= 1; of `max_tokens`, 0 is all.
-
-    Raises:
-      ValueError: the stride is not in 1 .. window, or there are not N boundaries.
-    """
-    check_boundaries(boundaries, tokens)
-    check_stride(window, stride)
-    self.batch_size = batch_size
-    self._tokens = tokens
-    self._window = window
-    self._stride = stride
-    self._start_id = start_id
-    self._boundaries = boundaries
-    self._start_boundary = start_boundary
-    self._pad_id = pad_id
-    self._num_windows = total = -(-len(tokens) // stride)
-    self._chosen, self.share = None, 1.0
-    if 0 < max_tokens and -(-max_tokens // stride) < total:
-      self._num_windows = -(-max_tokens // stride)
-      self._chosen = np.sort(_permute(np.arange(self._num_windows), total, (0,)))
-      ends = np.minimum((self._chosen + 1) * stride, len(tokens))
-      self.share = int((ends - self._chosen * stride).sum()) / len(tokens)
-
-  def __len__(self) -> int:
-    """How many batches: ceil(ceil(N / S) / B), of all windows."""
-    return -(-self._num_windows // self.batch_size)
-
-  def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of batch `index`, 0 .. len - 1."""
-    window_b1 = index * self.batch_size + np.arange(self.batch_size)[rows, None]
-    if self._chosen is not None:
-      beyond = -(-len(self._tokens) // self._stride)  # a window without tokens
-      window_b1 = np.append(self._chosen, beyond)[np.minimum(window_b1, self._num_windows)]
-    end_b1 = (window_b1 + 1) * self._stride
-    place_bt = np.maximum(0, end_b1 - self._window) + np.arange(self._window)
-    real_bt = place_bt < np.minimum(end_b1, len(self._tokens))
-    counted_bt = real_bt & (place_bt >= end_b1 - self._stride)
-    place_bt = np.where(real_bt, place_bt, 0)
-    targets_bt = np.where(real_bt, self._tokens[place_bt], 0)
-    before_bt = self._tokens[np.maximum(0, place_bt - 1)]
-    tokens_bt = np.where(place_bt == 0, self._start_id, before_bt)
-    batch = {
-      "tokens": np.where(real_bt, tokens_bt, self._pad_id).astype(np.int32),
-      "targets": targets_bt.astype(np.int32),
-      "weights": counted_bt.astype(np.float32),
-    }
-    if self._boundaries is not None:
-      before_bt = self._boundaries[np.maximum(0, place_bt - 1)]
-      inputs_bt = np.where(place_bt == 0, self._start_boundary, before_bt)
-      batch["boundaries"] = np.where(real_bt, inputs_bt, 0).astype(np.int32)
-    return batch

@@ -6,10 +6,10 @@ import pytest
 
 from dpjax.data.batches import (
   ContiguousRows,
-  EvaluationWindows,
   RandomWindows,
   ShuffledWindows,
 )
+from dpjax.data.evaluation_batches import EvaluationWindows
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
 DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "boundaries": np.int32}

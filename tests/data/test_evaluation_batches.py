@@ -6,11 +6,10 @@ import pytest
 from dpjax.data.batches import (
   ContiguousRows,
   DocumentStarts,
-  EvaluationWindows,
   RandomWindows,
   ShuffledWindows,
 )
-from dpjax.data.document_batches import EvaluationDocuments
+from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
 from dpjax.errors import UserError
 
 START, PAD, FIRST = 5, 3, 20
