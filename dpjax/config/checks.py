@@ -1,4 +1,7 @@
-"""The rules between the settings of a run."""
+"""The rules between the settings of a run.
+
+The file is long because every rule stands here: one place to look for a refusal.
+"""
 
 import difflib
 import inspect
