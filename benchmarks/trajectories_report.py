@@ -83,13 +83,18 @@ def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
     theirs = sides["authors"]
     found = {side: differences(x, theirs) for side, x in sides.items() if side != "authors"}
     after = slice(FIRST // WINDOW, None)
+    over_floor = {
+      side: float((found[side][after] / found["again"][after]).max())
+      for side in ("dpjax", "exact_adam")
+      if side in found
+    }
     means = {
       side: sides[side][: len(found["dpjax"]) * WINDOW].reshape(-1, WINDOW).mean(axis=1)
       for side in SIDES
     }
     models[name] = {
       "most_of_first_100": float(np.abs(sides["dpjax"][:FIRST] / theirs[:FIRST] - 1).max()),
-      "most_over_floor_after": float((found["dpjax"][after] / found["again"][after]).max()),
+      "most_over_floor_after": over_floor,
       "loss": {side: x.round(5).tolist() for side, x in means.items()},
       "difference": {side: [float(f"{y:.3g}") for y in x] for side, x in found.items()},
     }
@@ -162,11 +167,15 @@ def draw_same(models: Mapping[str, Any]) -> Any:
     above.plot(x, model["loss"]["authors"], "k", linewidth=3, alpha=0.3, label="authors' code")
     above.plot(x, model["loss"]["dpjax"], "C0", linewidth=1, label="dpjax")
     above.set(title=name, ylabel="loss, nats a token" if column == 0 else None)
-    sides = {"again": "their code, other threads", "dpjax": "dpjax"}
+    sides = {
+      "again": "their code, other threads",
+      "dpjax": "dpjax",
+      "exact_adam": "dpjax, Adam's corrections exact",
+    }
     for side, values in sorted(model["difference"].items()):
       is_fault = side not in sides
       style = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
-      color = {"again": "0.5", "dpjax": "C0"}.get(side, f"C{len(below.lines) + 1}")
+      color = {"again": "0.5", "dpjax": "C0", "exact_adam": "C9"}.get(side, f"C{len(below.lines) + 1}")
       label = sides.get(side, f"fault: {side.replace('_', ' ')}")
       below.plot(x[: len(values)], values, color=color, label=label, **style)
     below.set(yscale="log", xlabel="update")
