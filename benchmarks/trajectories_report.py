@@ -175,7 +175,8 @@ def draw_same(models: Mapping[str, Any]) -> Any:
     for side, values in sorted(model["difference"].items()):
       is_fault = side not in sides
       style = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
-      color = {"again": "0.5", "dpjax": "C0", "exact_adam": "C9"}.get(side, f"C{len(below.lines) + 1}")
+      known = {"again": "0.5", "dpjax": "C0", "exact_adam": "C9"}
+      color = known.get(side, f"C{len(below.lines) + 1}")
       label = sides.get(side, f"fault: {side.replace('_', ' ')}")
       below.plot(x[: len(values)], values, color=color, label=label, **style)
     below.set(yscale="log", xlabel="update")

@@ -266,8 +266,6 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
     create=writes,
     # Managers meet at barriers by name. Without this the last of one process could meet the
     # best of another, and both wait for ever.
-    multiprocessing_options=ocp.options.MultiprocessingOptions(
-      barrier_sync_key_prefix=folder.name
-    ),
+    multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder.name),
   )
   return ocp.CheckpointManager(folder, options=options)
