@@ -53,6 +53,7 @@ def train(
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
+  profile: tuple[int, int] | None = None,
 ) -> tuple[Run, dict[str, float]]:
   """Trains what a configuration describes, or goes on where the folder's run stopped.
 
@@ -70,6 +71,7 @@ def train(
       clipping.
     callbacks: told of each report; one that returns True ends the training.
     should_stop: asked after every update, beside signals.
+    profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
 
   Returns:
     The run with the parameters that were best by validation, and their test scores.
@@ -81,11 +83,11 @@ def train(
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
-    return _train(config, Path(workdir), model, optimizer, callbacks, should_stop)
+    return _train(config, Path(workdir), model, optimizer, callbacks, should_stop, profile)
 
 
 def _train(
-  config, workdir: Path, model, optimizer, callbacks, should_stop
+  config, workdir: Path, model, optimizer, callbacks, should_stop, profile
 ) -> tuple[Run, dict[str, float]]:
   data = _prepare(config, workdir)
   given, config = config, build.with_vocabulary(config, data.tokenizer)
@@ -147,6 +149,7 @@ def _train(
     origin=build.origin(data),
     callbacks=callbacks,
     should_stop=should_stop,
+    profile=profile,
   )
   best = load(workdir, model=model)
   # What validation was compiled for: the same model, with other parameters.

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from dpjax.errors import Interrupted
 from dpjax.training import checkpoints, losses, metrics, reporting, sharding
 from dpjax.training import step as step_lib
+from dpjax.training.profiling import Profiler
 
 # What validation is judged by; the lower the better.
 BEST_BY = "nats_per_token"
@@ -128,6 +129,7 @@ def fit(
   origin: Mapping[str, str] | None = None,
   callbacks: Sequence[Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
+  profile: tuple[int, int] | None = None,
 ) -> None:
   """Trains to the last step, going on from the newest checkpoint in `workdir`.
 
@@ -155,12 +157,14 @@ def fit(
     callbacks: told of each report, in their order.
     should_stop: asked after every update, beside signals; of several processes all have
       to answer alike.
+    profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal came, or `should_stop` said so.
     ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
-      has another origin or is of another model.
+      has another origin or is of another model, or the updates of `profile` are not all
+      to come.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
@@ -207,7 +211,10 @@ def fit(
     if found is not None and found.meta.get("ended") == num_steps:
       is_over = bool(callbacks) or is_exhausted()
 
-    with reporting.Reporter(workdir, start, num_steps) as reporter:
+    with (
+      reporting.Reporter(workdir, start, num_steps) as reporter,
+      Profiler(profile, Path(workdir) / "profile", start, num_steps, reporter.say) as profiler,
+    ):
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
       meter = _Meter(reporter, batches, durations.log_every_steps, durations.median_every_steps)
@@ -230,10 +237,12 @@ def fit(
           compiled.add(size)
         # Placing a batch over several processes counts as unasked: outside of the guard.
         placed = sharding.put_batch(batch, mesh)
+        profiler.begin(step)
         with jax.transfer_guard("disallow"):
           state, measured = train_step(state, placed, capacity=size)
           meter.read_previous(step + 1, measured, is_timed=not compiles)
         done = step + 1
+        profiler.end(done, measured)
         number = find_signal(done)
         stopping = number is not None or should_stop()
         tell()
