@@ -21,6 +21,12 @@ _PREPARE_ONLY = flags.DEFINE_bool(
 _PROFILE = flags.DEFINE_string(
   "profile", None, "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
 )
+_MEASURE_PRODUCTS = flags.DEFINE_bool(
+  "measure_products",
+  True,
+  "measure how fast matrix products are, a second at the beginning, to report the share of "
+  "it that training reaches",
+)
 
 
 def main(_) -> None:
@@ -48,7 +54,9 @@ def main(_) -> None:
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     return
   try:
-    run, scores = run_lib.train(config, _WORKDIR.value, profile=profile)
+    run, scores = run_lib.train(
+      config, _WORKDIR.value, profile=profile, measure_products=_MEASURE_PRODUCTS.value
+    )
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first = jax.process_index() == 0

@@ -136,6 +136,16 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
   assert calls == [(folder, 1), 2]
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_share_of_products_is_reported_where_it_is_asked_for(tmp_path, monkeypatch, is_asked):
+  monkeypatch.setattr(loop, "product_rate", lambda dtype: 1e9)
+  fit(tmp_path, monkeypatch, measure_products=is_asked)
+  lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+  for line in lines:
+    is_there = is_asked and line["split"] == "train"
+    assert ("model_flops_utilisation" in line) == ("model_flops_per_second" in line) == is_there
+
+
 @pytest.mark.parametrize("updates", [(5, 5), (7, 6), (11, 13), (-1, 2)])
 def test_a_trace_of_other_updates_is_refused(tmp_path, monkeypatch, updates):
   with pytest.raises(
