@@ -104,6 +104,7 @@ COMMANDS = helpers.cases(r"""
   train --workdir={nothing} | --config: expected an experiment, or a --workdir with a run
   train --config={quickstart} | --workdir
   train --config={quickstart} --workdir= | --workdir: expected a folder, got none
+  train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
   {train} --config= | --config
   {train} --config={nothing}.py | --config: expected a Python file or one of
   {train} --config={folder} | --config: expected a Python file
