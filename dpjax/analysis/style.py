@@ -22,20 +22,21 @@ def applied(font_size: float = 10) -> Iterator[None]:
     font_size: points.
   """
   import matplotlib
+  from matplotlib import rcsetup
 
   settings: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.formatter.limits": (-9, 9),  # No powers of ten.
     "axes.formatter.useoffset": False,
     "axes.grid": True,
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": rcsetup.cycler(color=COLOURS),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": "medium",
     "font.size": font_size,
     "grid.color": "0.88",
+    "legend.edgecolor": "none",
     "legend.fontsize": "medium",
-    "legend.frameon": False,
     "lines.linewidth": 0.15 * font_size,
     "lines.markersize": 0.6 * font_size,
     "pdf.fonttype": 42,  # Publishers want TrueType.
