@@ -141,6 +141,9 @@ COMMANDS = helpers.cases(r"""
   {evaluate} --window=-5 | eval.window: expected 1 to model.max_length = 19, got -5
   {evaluate} --stride=-5 | stride: expected .* got -5
   {evaluate} --stride=20 | stride: expected .* got 20
+  {evaluate} --choices={nothing} | choices: expected to read .*no_such
+  {evaluate} --choices={text} | choices: expected JSON in line 1 of .*text
+  {evaluate} --choices={text} --split=test | --split: expected none with --choices, got test
   {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
   evaluate --torch_checkpoint={text} | --config: expected it with --torch
