@@ -61,8 +61,6 @@ def finish(figure: "Figure") -> None:
   for axes in figure.axes:
     for axis in (axes.xaxis, axes.yaxis):
       _plain_ticks(axis)
-  # Matplotlib makes ticks when they are first asked for, by the fonts of that moment.
-  figure.draw_without_rendering()
 
 
 def _plain_ticks(axis: Any) -> None:
