@@ -165,7 +165,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  from dpjax.analysis import plots
+  from dpjax.analysis import style
 
   figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
   mixers = list(dict.fromkeys(row["name"].split("-")[1] for row in rows))
@@ -173,7 +173,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
   for row in rows:
     frame, mixer = row["name"].split("-")
     points = [[point["step"], point["bits_per_character"]] for point in row["valid"]]
-    color = plots.style(mixers.index(mixer))["color"]
+    color = style.line(mixers.index(mixer))["color"]
     label = f"{mixer}, {frame} ({row['parameters'] / 1e6:.1f}M)"
     axis.plot(*zip(*points, strict=True), dashes[frame], color=color, label=label)
   axis.set(xlabel="updates", ylabel="bits per character, validation")

@@ -53,6 +53,8 @@ import time
 
 import timing
 
+from dpjax.analysis import style
+
 PARTS = ("dispatcher", "paper", "lengths", "extractors", "hourglass")
 SEED = 0
 # The settings of a model in one flat table, for both sides; a component of dpjax takes
@@ -918,6 +920,7 @@ def make_tables(report):
   return "\n".join(lines)
 
 
+@style.applied()
 def draw_figure(rows, path):
   """Time and memory of a step over T."""
   import matplotlib
@@ -926,7 +929,7 @@ def draw_figure(rows, path):
   from matplotlib import pyplot
 
   # Apart for the colour-blind, too; the shapes tell the same.
-  colors = {"dispatcher": "#0072B2", BASELINE: "#E69F00"}
+  colors = {"dispatcher": "C0", BASELINE: "C1"}
   shapes = {"jax": "o-", "torch": "s--"}
   figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
   rows = [x for x in rows if "left_out" not in x]
@@ -952,9 +955,9 @@ def draw_figure(rows, path):
     axis.set_yscale("log")
     axis.set_xticks(lengths, [str(x) for x in lengths])
     axis.set_xlabel("T, tokens")
-    axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-  axes[0].legend(frameon=False)
+  axes[0].legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
   pyplot.close(figure)

@@ -19,6 +19,8 @@ import numpy as np
 import timing
 from trajectories import ATTENTION
 
+from dpjax.analysis import style
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
@@ -149,6 +151,7 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
   return models
 
 
+@style.applied()
 def draw_same(models: Mapping[str, Any]) -> Any:
   """Above both losses, below their difference beside the floor's, and faults."""
   columns = 4
@@ -174,19 +177,21 @@ def draw_same(models: Mapping[str, Any]) -> Any:
     }
     for side, values in sorted(model["difference"].items()):
       is_fault = side not in sides
-      style = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
-      known = {"again": "0.5", "dpjax": "C0", "exact_adam": "C9"}
+      look = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
+      known = {"again": "0.5", "dpjax": "C0", "exact_adam": "C6"}
       color = known.get(side, f"C{len(below.lines) + 1}")
       label = sides.get(side, f"fault: {side.replace('_', ' ')}")
-      below.plot(x[: len(values)], values, color=color, label=label, **style)
+      below.plot(x[: len(values)], values, color=color, label=label, **look)
     below.set(yscale="log", xlabel="update")
     if column == 0:
       below.set(ylabel="relative difference to theirs")
     below.legend(fontsize=7)
   axes[0, 0].legend(fontsize=7)
+  style.finish(figure)
   return figure
 
 
+@style.applied()
 def draw_seeds(models: Mapping[str, Any]) -> Any:
   """The validation losses of both sides, and the margin about the authors' mean."""
   figure, axes = plt.subplots(
@@ -201,9 +206,11 @@ def draw_seeds(models: Mapping[str, Any]) -> Any:
     axis.set(title=name, xlim=(-0.5, 1.5))
     axis.set_xticks(range(2), SIDES)
   axes[0, 0].set_ylabel("validation loss, nats a token")
+  style.finish(figure)
   return figure
 
 
+@style.applied()
 def draw_sizes(models: Mapping[str, Any]) -> Any:
   """Differences over parameters, their line, and the paper's difference."""
   columns = 3
@@ -226,6 +233,7 @@ def draw_sizes(models: Mapping[str, Any]) -> Any:
     axis.set(title=title, xscale="log", xlabel="parameters", ylabel=unit)
   if len(models):
     axes[0, 0].legend(fontsize=8)
+  style.finish(figure)
   return figure
 
 
