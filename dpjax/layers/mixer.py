@@ -74,7 +74,7 @@ class Mixer(Protocol):
 
 
 def check_input(
-  inputs: jax.Array, *, max_length: int, num_heads: int, starts: jax.Array | None = None
+  inputs: jax.Array, *, max_length: int, num_heads: int = 1, starts: jax.Array | None = None
 ) -> None:
   """Refuses what no mixer can take.
 
