@@ -129,6 +129,7 @@ class MultiHeadDispatcher(Dispatcher):
 
 
 def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, starts):
+  module.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
   if cache is not None:
     return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, starts=starts)
   v_bthe = ops.shift_and_sum(

@@ -17,7 +17,7 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
-from dpjax.run import build, export
+from dpjax.run import build, dispatch, export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Tokenizer
@@ -223,6 +223,29 @@ class Run:
     """
     prompts = _as_texts(prompt)
     return self._generator.stream(self.params, prompts, **settings)
+
+  def dispatch_matrices(self, text: str) -> list[np.ndarray]:
+    """How much each position of a text reads of each other, in the layers of a Dispatcher.
+
+      matrices[layer][h, t, s]: what position t takes of the values of position s
+
+    These are the counterpart of attention maps: lower triangular, with ones on the diagonal
+    (`dpjax.ops.dispatch_matrix`).
+
+    Args:
+      text: of at most `window` tokens, at least one.
+
+    Returns:
+      For each layer [H, T, T], float32.
+
+    Raises:
+      ValueError: the text is empty or too long, or the model has other mixers or pools
+        tokens.
+    """
+    tokens = self.tokenizer.encode(text)
+    if not 1 <= len(tokens) <= self.window:
+      raise UserError(f"text: expected 1 to {self.window} tokens, got {len(tokens)}")
+    return dispatch.dispatch_matrices(self.model, self.params, tokens)
 
   def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
     """Writes what is needed to load the run elsewhere: `dpjax.run.export.save`."""
