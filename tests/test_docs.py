@@ -13,12 +13,13 @@ import dpjax
 from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
 from reproduce import pages, papers, report
-from tests import helpers
+from tests import helpers, test_imports
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
 import suite  # noqa: E402
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = helpers.ROOT / "docs"
 RESULTS = (helpers.ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
@@ -277,6 +278,30 @@ def test_the_first_commands_begin_with_pip_install():
     "pip install -e '.[dev]'",
   ]
   assert commands[1].endswith("&& pytest")
+
+
+# Bound methods, of one entry; and a class of another package.
+WITHOUT_ENTRY = {*(name for name in dpjax.__all__ if name.startswith("register_")), "ConfigDict"}
+
+
+@pytest.mark.parametrize("package", test_imports.FACES)
+def test_every_public_name_has_an_entry_and_an_example(package):
+  pages = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md"))]
+  if package != "dpjax":
+    pages = [(DOCS / f"api/{package.partition('.')[2]}.md").read_text(encoding="utf-8")]
+  entries = {
+    part for name in re.findall(r"^::: (\S+)", "\n".join(pages), re.M) for part in name.split(".")
+  }
+  code = "\n".join(re.findall(r"^```(?:pycon|python)\n(.*?)^```$", "\n".join(pages), re.M | re.S))
+  names = importlib.import_module(package).__all__
+  assert [name for name in names if name not in entries | WITHOUT_ENTRY] == []
+  assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_links_between_pages_hold():
+  for page in [helpers.ROOT / "README.md", *DOCS.rglob("*.md")]:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+      assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def test_every_module_says_what_it_is_and_its_doctests_hold():
