@@ -271,6 +271,15 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", page=README)
 
 
+def test_one_version_stands_everywhere():
+  def found(name: str, pattern: str) -> str:
+    return re.search(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+  assert found("pyproject.toml", '^version = "(.*)"') == dpjax.__version__
+  assert found("CITATION.cff", "^version: (.*)") == dpjax.__version__
+  assert found("CHANGELOG.md", "^## (.*)") == dpjax.__version__
+
+
 def test_the_first_commands_begin_with_pip_install():
   commands = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
   assert [command.split(" && ")[0] for command in commands] == [
