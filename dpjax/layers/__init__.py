@@ -1,4 +1,4 @@
-"""Parameters round the pure functions of `dpjax.ops`."""
+"""Linen modules: the parameters around the pure functions of `dpjax.ops`."""
 
 from typing import TYPE_CHECKING
 

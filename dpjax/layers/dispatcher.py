@@ -1,4 +1,4 @@
-"""The Dispatcher in the place of self-attention. B batch, T position, D width, K level.
+"""The Dispatcher in place of self-attention. B batch, T position, D width, K level.
 
 Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Where
 this differs from the authors' code:

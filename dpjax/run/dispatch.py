@@ -1,4 +1,4 @@
-"""What a Dispatcher does with a text, as matrices."""
+"""The matrices that a Dispatcher applies to a text."""
 
 from typing import Any
 

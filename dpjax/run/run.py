@@ -1,4 +1,4 @@
-"""A trained model with all that belongs to it, read by `load`."""
+"""A trained model with its settings and vocabulary, read by `load`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from dpjax.training import step as step_lib
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A trained model with all that is needed to use it.
+  """A trained model with everything that you need to use it.
 
   Attributes:
     config: its settings; `config.model.vocab_size` is filled in.
@@ -35,7 +35,7 @@ class Run:
     params: its parameters.
     tokenizer: `encode` and `decode`.
     step: updates made.
-    data: the prepared corpus, or None where there is only a model.
+    data: the prepared corpus, or None.
     workdir: the run's folder, or None.
   """
 
@@ -71,7 +71,7 @@ class Run:
     Args:
       text: not empty.
       window: tokens the model sees at once; 0 is the configuration's.
-      stride: tokens it scores of them, the others being context; 0 is likewise.
+      stride: tokens that each window scores, the others are context; 0 likewise.
 
     Returns:
       "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
@@ -160,7 +160,7 @@ class Run:
     stride: int = 0,
     documents: str = "",
   ) -> None:
-    """Writes what `score_split` gave into the run's folder, as JSON."""
+    """Writes the scores of `score_split` into the run's folder, as JSON."""
     if self.workdir is None or self.data is None:
       return
     documents = self._documents(documents)
@@ -209,7 +209,7 @@ class Run:
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
   def stream(self, prompt: str | Sequence[str], **settings) -> Iterator[list[generator.Piece]]:
-    """Continues a prompt, or several at once, and gives out the text as it comes.
+    """Continues a prompt, or several at once, and yields text as it comes.
 
     Args:
       prompt: as in `generate`.
@@ -248,7 +248,7 @@ class Run:
     return dispatch.dispatch_matrices(self.model, self.params, tokens)
 
   def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
-    """Writes what is needed to load the run elsewhere: `dpjax.run.export.save`."""
+    """Writes a small folder to load elsewhere; see `dpjax.run.export.save`."""
     export.save(self, folder, dtype)
 
   @cached_property
@@ -281,7 +281,7 @@ def load(
   Args:
     workdir: of `train`, or of `Run.save`.
     step: of the checkpoint; None is the best by validation.
-    model: that was given to `train`, if one was.
+    model: the `model` that was given to `train`, if any.
 
   Returns:
     The run, its parameters replicated or sharded as in training. A checkpoint that is
@@ -334,7 +334,7 @@ def generate(
 
 
 def table(scores: Mapping[str, float]) -> str:
-  """Scores for people, a line each."""
+  """Formats scores for people, one a line."""
   lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")
