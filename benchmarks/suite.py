@@ -389,7 +389,7 @@ GAINS: tuple[tuple[str, str, str, Callable | None, Callable | None], ...] = (
 
 
 def gains(folder: pathlib.Path = RESULTS) -> list[str]:
-  """The rows of README's table, as Markdown."""
+  """The rows of the table in docs/results.md, as Markdown."""
   rows = []
   for what, beside, name, read_time, read_memory in GAINS:
     cells = []

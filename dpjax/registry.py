@@ -76,7 +76,7 @@ class Registry:
     return tuple(self._components)
 
   def register(self, name: str, component: Callable) -> None:
-    """Makes a component known by a name.
+    """Gives a component a name for configurations.
 
     Args:
       name: of letters, digits and underscores.
@@ -120,7 +120,7 @@ class Registry:
     return typing.cast(Callable, found)
 
   def settings(self, name: str) -> dict[str, Setting]:
-    """What a person may set of a component, in its own order."""
+    """The settings of a component, in its own order."""
     component = self.component(name)
     hints = _hints(component)
     return {
@@ -197,7 +197,7 @@ class Registry:
       raise UserError(f"{key}.{missing[0]}: expected a value, got none")
 
   def maker(self, section: Mapping, **given) -> partial:
-    """What makes the component that a section describes, with its settings bound.
+    """A function that makes the component of a section, with its settings bound.
 
     Args:
       section: as `check` takes it.

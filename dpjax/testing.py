@@ -45,7 +45,7 @@ def check_mixer(
 ) -> None:
   """Checks a mixer with small random inputs and parameters, in float32 and bfloat16.
 
-  Parameters are drawn from N(0, 1/4) in the place of their initial values, so that none is
+  Parameters are drawn from N(0, 1/4) in place of their initial values, so that none is
   zero. Dropout has to be off by default.
 
   Args:

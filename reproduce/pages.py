@@ -86,7 +86,7 @@ def page(contents: Sequence[Content]) -> str:
 
 
 def headline(contents: Sequence[Content]) -> str:
-  """The README's table: the paper's numbers and ours where there are both; "" without.
+  """The first table of docs/results.md: the papers' numbers beside ours; "" without any.
 
   Runs at the paper's scale come before those of "cpu"; those of "tiny" are left out.
   """

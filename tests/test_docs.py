@@ -1,4 +1,4 @@
-"""What the README says is what results/ and the docstrings hold."""
+"""What the documentation says is what results/ and the docstrings hold."""
 
 import doctest
 import importlib
@@ -13,16 +13,18 @@ import dpjax
 from dpjax.layers import extractors
 from dpjax.ops.causal_convolution import choose_implementation
 from reproduce import pages, papers, report
-from tests import helpers
+from tests import helpers, test_imports
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
 import suite  # noqa: E402
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = helpers.ROOT / "docs"
+RESULTS = (helpers.ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
-def assert_said(*words: str) -> None:
-  said = re.sub(r"\s+", " ", README)
+def assert_said(*words: str, page: str = RESULTS) -> None:
+  said = re.sub(r"\s+", " ", page)
   assert [x for x in words if x not in said] == []
 
 
@@ -50,7 +52,9 @@ def test_what_is_said_of_the_dispatchers_steps_is_measured():
     for row in rows
     if (row["name"], row["side"]) == ("dispatcher", "jax") and "left_out" not in row
   }
-  assert_said(f"{over[512]:.2f} of its time at T = 512, {over[4096]:.2f} at 4,096")
+  words = f"{over[512]:.2f} of its time at T = 512, {over[4096]:.2f} at 4,096"
+  assert_said(words)
+  assert_said(words, page=README)
   assert all(ratio < 1 for ratio in over.values() if ratio)
 
 
@@ -160,7 +164,7 @@ def test_what_is_said_of_the_kinds_of_boundaries_is_what_their_runs_reached():
   runs = {run["name"]: run for run in result("boundaries_text8_prefix")["runs"]}
   all_of_them = runs["routing"]["places"].values()
   shares = " | ".join(f"{place['of_characters']:.0%}" for place in all_of_them)
-  assert f"| (of all characters) | | | | {shares} |" in README
+  assert f"| (of all characters) | | | | {shares} |" in RESULTS
   light, heavy = (runs[name]["aim"] for name in ("routing", "routing-0.1"))
   assert_said(
     f"in {heavy['within_a_third']} of {heavy['reports']} reports, in all from step "
@@ -210,7 +214,7 @@ ROWS = [function for name, function in [*globals().items()] if name.startswith("
 @pytest.mark.parametrize("rows", [suite.gains, *ROWS], ids=lambda rows: rows.__name__)
 def test_the_tables_are_those_of_the_results(rows):
   assert (found := [*rows()])
-  assert [row for row in found if row not in README] == []
+  assert [row for row in found if row not in RESULTS] == []
 
 
 def test_what_is_said_of_preparation_is_measured():
@@ -235,7 +239,7 @@ def test_the_papers_numbers_and_ours_are_those_of_the_reports():
   assert {content["table"] for content in contents} == {*papers.TABLES}
   page = (helpers.ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
   assert page == pages.page(contents), "python -m reproduce report makes it anew"
-  assert pages.headline(contents) in README
+  assert pages.headline(contents) in RESULTS
   # No run may pass for one of the papers' scale.
   for content in contents:
     if content["scale"] != "paper":
@@ -257,6 +261,25 @@ def test_what_is_said_of_the_quickstart_is_measured():
   assert measured["minutes_of_the_command"] < 3
 
 
+def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
+  assert len(README.splitlines()) <= 150
+  rows = [row.split(" | ") for row in suite.gains() if "| PyTorch |" in row]
+  times = sorted(row[2] for row in rows)
+  (slower,) = re.findall(r"where we take ([\d.]+) of its time", RESULTS)
+  assert_said(f"{times[0]} to {times[-1]} of its time; {slower} in one case", page=README)
+  agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
+  assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", page=README)
+
+
+def test_one_version_stands_everywhere():
+  def found(name: str, pattern: str) -> str:
+    return re.search(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+  assert found("pyproject.toml", '^version = "(.*)"') == dpjax.__version__
+  assert found("CITATION.cff", "^version: (.*)") == dpjax.__version__
+  assert found("CHANGELOG.md", "^## (.*)") == dpjax.__version__
+
+
 def test_the_first_commands_begin_with_pip_install():
   commands = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
   assert [command.split(" && ")[0] for command in commands] == [
@@ -264,6 +287,30 @@ def test_the_first_commands_begin_with_pip_install():
     "pip install -e '.[dev]'",
   ]
   assert commands[1].endswith("&& pytest")
+
+
+# Bound methods, of one entry; and a class of another package.
+WITHOUT_ENTRY = {*(name for name in dpjax.__all__ if name.startswith("register_")), "ConfigDict"}
+
+
+@pytest.mark.parametrize("package", test_imports.FACES)
+def test_every_public_name_has_an_entry_and_an_example(package):
+  pages = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md"))]
+  if package != "dpjax":
+    pages = [(DOCS / f"api/{package.partition('.')[2]}.md").read_text(encoding="utf-8")]
+  entries = {
+    part for name in re.findall(r"^::: (\S+)", "\n".join(pages), re.M) for part in name.split(".")
+  }
+  code = "\n".join(re.findall(r"^```(?:pycon|python)\n(.*?)^```$", "\n".join(pages), re.M | re.S))
+  names = importlib.import_module(package).__all__
+  assert [name for name in names if name not in entries | WITHOUT_ENTRY] == []
+  assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_links_between_pages_hold():
+  for page in [helpers.ROOT / "README.md", *DOCS.rglob("*.md")]:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+      assert (page.parent / link).exists(), f"{page}: {link}"
 
 
 def test_every_module_says_what_it_is_and_its_doctests_hold():

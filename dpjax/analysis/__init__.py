@@ -1,4 +1,4 @@
-"""What runs tell: costs, segments, significance; and what mixers cost."""
+"""Analysis of runs (costs, segments, significance) and of mixers (operations)."""
 
 from typing import TYPE_CHECKING
 

@@ -61,16 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints theta for the run and the length that the command line names."""
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
   parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
-  parser.add_argument("run", metavar="RUN", help="its folder, of dpjax train")
-  about = "wanted length of segments: characters, bytes, or tokens of other tokenizers"
+  parser.add_argument("run", metavar="RUN", help="the folder of a run")
+  about = "wanted mean length of segments, in tokens of the run"
   parser.add_argument("--factor", type=float, required=True, help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
-  parser.add_argument("--theta_add", type=float, default=0.0, help="nats, of combined")
-  parser.add_argument("--split", default="valid", help="of the run's corpus")
-  parser.add_argument("--text", metavar="FILE", help="or a text in UTF-8")
-  about = "tokens read at once, model.max_length of the run to train; else of this one"
+  parser.add_argument(
+    "--theta_add", type=float, default=0.0, help="second threshold in nats, for combined"
+  )
+  parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
+  parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to read instead")
+  about = "tokens read at once: model.max_length of the run to train; default: this run's"
   parser.add_argument("--window", type=int, help=about)
-  parser.add_argument("--length", type=int, help="tokens of the text to read; else all")
+  parser.add_argument("--length", type=int, help="number of tokens to read; default: all")
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):
     from dpjax import ops
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
-  """Of the text that the flags name; a run that was loaded has data."""
+  """The tokens of the text that the flags name."""
   if given.text is not None:
     try:
       tokens = run.tokenizer.encode(Path(given.text).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What one token mixer costs: operations and parameters, exact.
+"""Exact operation and parameter counts of a token mixer.
 
   dpjax complexity --length=128 --width=128 --num_heads=32
   dpjax complexity --inference=64
@@ -379,7 +379,7 @@ def _dispatcher(work: _Work, length: int, width: int, num_heads: int, *, multihe
 
 
 def _rest(mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool) -> Counts:
-  """What follows the extraction."""
+  """The counts of the layers after the extraction."""
   counts = Counts()
   if mixer != "me" and adjustment:
     counts += _linear(tokens, width, width) + Counts(tokens * width)

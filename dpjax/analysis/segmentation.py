@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Segmentation(NamedTuple):
-  """A text of T tokens, and what a model makes of it.
+  """A text of T tokens with a model's boundaries and entropies.
 
   Attributes:
     pieces: the text of each token.
@@ -192,7 +192,7 @@ def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
 
 
 def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:
-  """What each token adds to the text, where that can be told, or it alone."""
+  """The text that each token adds, or the token's own text if that is unknown."""
   pieces, before = [], ""
   for i in range(len(tokens)):
     after = tokenizer.decode(tokens[: i + 1])

@@ -1,4 +1,4 @@
-r"""Whether one configuration is better than another, over several seeds of each.
+r"""Tests whether one configuration is better than another, over several seeds.
 
   dpjax significance train --config=configs/quickstart.py --seeds=0,1,2 \
     --workdir=runs/a

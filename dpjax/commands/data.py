@@ -32,19 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  listing = commands.add_parser("list", help="names, sizes, licences, what is prepared")
-  prepare = commands.add_parser("prepare", help="downloads a corpus and makes it ready")
+  listing = commands.add_parser("list", help="list names, sizes, licences, and what is prepared")
+  prepare = commands.add_parser("prepare", help="download and prepare a corpus")
   prepare.add_argument("name")
-  prepare.add_argument("--language", default="", help="of a corpus that has several")
+  prepare.add_argument("--language", default="", help="language, if the corpus has several")
   prepare.add_argument(
     "--head",
     action="store_true",
-    help="the first part alone, enough for 400M characters, where there is one",
+    help="only the first part, enough for 400M characters, if the corpus has one",
   )
   prepare.add_argument("--manual_dir", default="", help="data_dir/manual")
   for command in (listing, prepare):
     command.add_argument("--data_dir", default="data", help="data")
-  cleaning = commands.add_parser("clean", help="makes a text as text8 is")
+  cleaning = commands.add_parser("clean", help="clean a text as text8 is cleaned")
   cleaning.add_argument("source", help="a text in UTF-8, or -")
   cleaning.add_argument("target", help="the clean one, or -")
   cleaning.add_argument("--language", required=True)

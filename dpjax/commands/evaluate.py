@@ -21,9 +21,9 @@ _CONFIG = command_line.define_config()
 flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
 _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
-_WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees; 0: eval.window")
-_STRIDE = flags.DEFINE_integer("stride", 0, "new tokens a window; 0: eval.stride")
+_STEP = flags.DEFINE_integer("step", None, "checkpoint to score; default: the best by validation")
+_WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees at once; 0: eval.window")
+_STRIDE = flags.DEFINE_integer("stride", 0, "tokens each window scores; 0: eval.stride")
 _DOCUMENTS = flags.DEFINE_enum(
   "documents",
   "",

@@ -14,9 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run that the command line names."""
   about = "A trained run as a small folder that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
-  parser.add_argument("run", metavar="RUN", help="its folder, of dpjax train")
+  parser.add_argument("run", metavar="RUN", help="the folder of a run")
   parser.add_argument("out", metavar="OUT", help="a new folder")
-  parser.add_argument("--step", type=int, help="of the checkpoint; the best by validation")
+  parser.add_argument(
+    "--step", type=int, help="checkpoint to export; default: the best by validation"
+  )
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):

@@ -1,4 +1,4 @@
-"""What the scripts share: flags, and errors without a traceback."""
+"""Flags and error handling that the scripts share."""
 
 import contextlib
 import importlib
@@ -23,10 +23,12 @@ from dpjax.errors import UserError, exit_on_user_error
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, for a run of several processes"
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "how many there are", lower_bound=1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "which one this is, from 0", lower_bound=0)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "number of processes", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", None, "number of this process, from 0", lower_bound=0
+)
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "several processes, found by themselves (Slurm, TPU pods)"
+  "distributed", False, "several processes that find each other (Slurm, TPU pods)"
 )
 flags.DEFINE_multi_string(
   "plugin", [], "a module that registers mixers, boundaries or optimizers when imported"
@@ -50,7 +52,7 @@ def define_config(required: bool = False) -> flags.FlagHolder:
   settings: --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
   holder = flags.DEFINE_string(
-    "config", None, "an experiment's name or file, with :variant where it has some"
+    "config", None, "an experiment's name or file, with :VARIANT if it has variants"
   )
   if required:
     flags.mark_flag_as_required("config")
@@ -60,7 +62,7 @@ def define_config(required: bool = False) -> flags.FlagHolder:
 def start(main: Callable[[Sequence[str]], None]) -> None:
   """Parses the flags, joins the other processes, and runs `main`.
 
-  What a user can set right ends the script with a message and status 1.
+  User errors exit with a message and status 1.
   """
   app.run(lambda argv: _run(main, argv), flags_parser=_parse)
 

@@ -18,7 +18,7 @@ from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
 _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
-_STEP = flags.DEFINE_integer("step", None, "of the checkpoint; the best by validation")
+_STEP = flags.DEFINE_integer("step", None, "checkpoint to use; default: the best by validation")
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")
 _PROMPT_FILE = flags.DEFINE_string(
   "prompt_file",
@@ -28,10 +28,12 @@ _PROMPT_FILE = flags.DEFINE_string(
 _LENGTH = flags.DEFINE_integer("length", None, "new tokens a sample")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy")
 _TOP_K = flags.DEFINE_integer("top_k", None, "draw from the k most likely; 0: all")
-_TOP_P = flags.DEFINE_float("top_p", None, "draw from the most likely that reach it")
-_SEED = flags.DEFINE_integer("seed", 0, "another seed, another text")
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "how many continuations")
-_STOP = flags.DEFINE_multi_string("stop", [], "a token's text, at which a sample ends")
+_TOP_P = flags.DEFINE_float(
+  "top_p", None, "draw from the most likely that together reach this probability"
+)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of the samples")
+_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "number of continuations")
+_STOP = flags.DEFINE_multi_string("stop", [], "text of a token that ends a sample")
 _BEYOND_WINDOW = flags.DEFINE_string(
   "beyond_window",
   None,

@@ -254,7 +254,7 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
 
 
 def _check_training(train: ConfigDict) -> None:
-  """What optimizers and schedules do not refuse by themselves."""
+  """Checks settings that optimizers and schedules do not check themselves."""
   registry.optimizers.build(train.optimizer, "train.optimizer", learning_rate=1.0)
   registry.schedules.build(
     train.schedule, "train.schedule", peak=1.0, num_steps=train.num_steps or 2**31
@@ -278,7 +278,7 @@ def _check_training(train: ConfigDict) -> None:
 
 
 def check_seed(seed: int) -> None:
-  """Refuses what no random key can be made of.
+  """Refuses a seed that JAX cannot make a random key from.
 
   Raises:
     ValueError: as `check`.
@@ -380,7 +380,7 @@ def _check_choices(config, section: str) -> None:
 
 
 def check_choice(key: str, value) -> None:
-  """Refuses what is not one of a setting's `CHOICES`.
+  """Refuses a value that is not one of a setting's `CHOICES`.
 
   Raises:
     ValueError: as `check`.

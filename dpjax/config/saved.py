@@ -41,7 +41,7 @@ FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """A configuration from what JSON made of it, of this version or an earlier one.
+  """Reads a configuration from JSON values, of this version or an earlier one.
 
   Settings that were added since it was written take their defaults.
 
@@ -72,9 +72,9 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
-  """What keeps `new` from continuing a run of `old`: lines `key: old there, new here`.
+  """Lists the settings that keep `new` from continuing a run of `old`.
 
-  A setting that was added since `old` was written has its default there.
+  Each line reads `key: old there, new here`. Settings added since `old` have their defaults.
   """
   there, here = flatten(from_dict(old)), flatten(new)
   is_endless = here.get("train.schedule.name") == "constant"

@@ -53,7 +53,7 @@ def schedule(name: str, **settings) -> ConfigDict:
 
 
 def middle(kind: Any = "none", *, width: int = 0, **settings) -> ConfigDict:
-  """The section of a middle with a width of its own, or that pools segments again.
+  """The section of a middle that has its own width or pools segments again.
 
     config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)
     config.model.middle = dpjax.config.middle(
@@ -227,9 +227,9 @@ def is_pooled(model: Mapping) -> bool:
 
 
 def stages_in(model: Mapping) -> dict[str, Mapping]:
-  """The settings of a model, and as it were of each "middle" within, by their names.
+  """The settings of a model and of each "middle" within it, by section name.
 
-  What a middle does not set is as around it.
+  A middle inherits the settings that it does not set.
   """
   stages, key = {"model": model}, "model"
   while stages[key]["middle"] is not None:
@@ -249,7 +249,7 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
 
 
 def known_keys() -> list[str]:
-  """Every setting by its full name, `model.width` for one."""
+  """The full names of all settings, such as `model.width`."""
   return sorted(flatten(default()))
 
 
@@ -265,19 +265,19 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
 
 
 def get(config, key: str) -> Any:
-  """The setting of a full name, `model.mixer.num_heads` for one."""
+  """The setting of a full name, such as `model.mixer.num_heads`."""
   for part in key.split("."):
     config = config[part]
   return config
 
 
 def place(key: str) -> str:
-  """The name of a setting of the model, also for one of a middle: they have the same."""
+  """The name of a middle's setting in the model: `model.middle.first` -> `model.first`."""
   return key.replace("middle.", "")
 
 
 def component_keys(config: ConfigDict) -> list[str]:
-  """The names of all sections that are, or may be, a component, those of middles too."""
+  """The names of all sections that are or may be a component, those of middles included."""
   keys = list(COMPONENTS)
   is_known = "middle" in config.get("model", {})  # A file may give any settings.
   for stage in stages_in(config.model) if is_known else ():
@@ -330,7 +330,7 @@ def check_type(key: str, value, usual, limits: bool) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> UserError:
-  """The error for a key that does not exist, with the nearest one that does."""
+  """The error for an unknown key; it names the nearest known one."""
   near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
   hint = f"; the nearest known is {near[0]}" if near else ""
   return UserError(f"{key}: expected a known setting, got an unknown one{hint}")

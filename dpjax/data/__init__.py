@@ -1,4 +1,4 @@
-"""Texts, their tokens on disk, and batches of them."""
+"""Texts, tokens on disk, and batches."""
 
 from typing import TYPE_CHECKING
 

@@ -39,7 +39,7 @@ from dpjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DocumentStarts:
-  """Where the documents of a stream begin, and what each is predicted from.
+  """Where the documents of a stream begin, and the token that predicts each first token.
 
   Attributes:
     begins: the places of their first tokens, int64 [number of documents], rising from 0.
@@ -110,7 +110,7 @@ class _Rows:
 
 
 class ContiguousRows(_Rows):
-  """Training batches as the Dispatcher's authors have them: in order, never shuffled.
+  """Training batches in order, never shuffled, as the Dispatcher's authors use them.
 
   The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
   has tokens i*T .. i*T + T - 1 of every row, and as targets those one further on:
@@ -146,7 +146,7 @@ class ContiguousRows(_Rows):
 
 
 class ShuffledWindows(_Rows):
-  """Training batches as the pooling paper has them: rolled, cut in windows, shuffled.
+  """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
   The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
   row is rolled by a shift of its own, drawn from 0 .. n - 1, and cut into windows of T
@@ -277,7 +277,7 @@ def check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
 
 
 class RandomWindows:
-  """Training batches as the Extractors' paper has them: windows at any offset.
+  """Training batches of windows at any offset, as in the Extractors' paper.
 
   The N - T windows of T + 1 tokens that a stream of N tokens has, one at each offset,
   are drawn without replacement: an epoch has every window once, in an order that

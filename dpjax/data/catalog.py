@@ -1,4 +1,4 @@
-"""The corpora and vocabularies that have a name."""
+"""Corpora and vocabularies by name."""
 
 import difflib
 from pathlib import Path

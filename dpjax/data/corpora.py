@@ -33,9 +33,9 @@ class Corpus:
   """A text in three splits.
 
   Attributes:
-    name: what to call it.
+    name: of the corpus.
     splits: "train", "valid" and "test".
-    about: where it is from and how it was made, as JSON values.
+    about: its origin and preparation, as JSON values.
   """
 
   name: str

@@ -153,7 +153,7 @@ class FileDocuments(Documents):
 
 
 def line_pattern(separator: str) -> str:
-  """What `Marked.begins` is for documents with a line between them."""
+  """`Marked.begins` of documents with a separator line."""
   return rf"^{re.escape(separator)}\r?\n"
 
 

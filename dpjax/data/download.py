@@ -265,7 +265,7 @@ def _request(session, file: File, path: Path, bar: tqdm, by_hand: str) -> None:
 
 
 def _version(response) -> dict[str, Any]:
-  """What tells the version of a file that a response is of: `validator`, "" if nothing."""
+  """The validator of a response, which identifies the version of a file; "" if none."""
   etag = response.headers.get("ETag", "")
   if response.status_code == 206:
     size = response.headers.get("Content-Range", "").rpartition("/")[2]

@@ -62,7 +62,7 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """What is made of a part of a text: tokens and, if asked for, their boundaries.
+  """The tokens of a part of a text and, if asked for, their boundaries.
 
   Attributes:
     tokenizer: of the tokens.

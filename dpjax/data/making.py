@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnfinishedError(UserError):
-  """What was to be made is not whole, but the next call can go on with what is done."""
+  """The result is not complete, but the next call can continue."""
 
 
 def make_once(

@@ -40,7 +40,7 @@ from dpjax.text.unigram import (
   train_unigram,
 )
 
-FORMAT = 1  # with and without boundaries: who does not know of them reads the rest alike
+FORMAT = 1  # Readers without boundary support can still read the rest.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def prepare(
 
 
 def _made_of(kind: str, unigram: Mapping | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-  """What the tokens depend on beside the text: vocabularies, not where they lie."""
+  """The settings that tokens depend on, apart from the text and file names."""
   made = {"kind": kind} | {
     key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")
   }
@@ -378,7 +378,7 @@ def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
 
 
 def _resume(partial: Path, has_boundaries: bool) -> Encoder | None:
-  """What encoded in an earlier call for the same, None: that did not come so far."""
+  """The encoder of an interrupted call, or None if it did not get that far."""
   try:
     tokenizer = tokenizer_from_json(_read_text(partial / "tokenizer.json"))
     model = (partial / "unigram.model").read_bytes() if has_boundaries else None

@@ -28,7 +28,7 @@ _CHUNK, _CHUNK_OF_PASSES = 16, 4
 
 
 class Piece(NamedTuple):
-  """What a row has got since the last look at it.
+  """New text of one row.
 
   Attributes:
     text: may be "" while a character is not complete, and after the end.

@@ -1,11 +1,11 @@
-"""Text, token by token, with any model.
+"""Generation, token by token, with any model.
 
-A model is a step: a function that takes tokens and what it knows of those before them.
+A model is a step: a function of tokens and of a cache of the tokens before them.
 
   logits_bcv, cache = step(tokens_bc, cache, lengths_b)
 
-`lengths` says how many of each row's C tokens are real, None that all are; the others
-leave no trace in the cache, and the logits there mean nothing.
+`lengths` is the number of real tokens in each row of C; None: all are real. The others
+leave no trace in the cache, and their logits mean nothing.
 
   state = begin(step, cache, prompt, lengths)          the prompt, at once
   state, tokens = advance(step, state, keys, num_tokens=16)     and so on: a chunk of text
@@ -25,12 +25,12 @@ Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
 
 class State(NamedTuple):
-  """Rows of text that are being written.
+  """Rows of text during generation.
 
   Attributes:
     token: [B], int32, each row's last one, which the model has not seen yet.
     length: [B], int32, how many tokens each row has, that one among them.
-    cache: what the model knows of those before it.
+    cache: the model's cache of the tokens before it.
   """
 
   token: jax.Array

@@ -66,7 +66,7 @@ def pack(prompts: Sequence[Sequence[int]], width: int, fill: int = 0) -> Packed:
 
 
 def next_logits(logits: Callable[[jax.Array, jax.Array], jax.Array], packed: Packed) -> jax.Array:
-  """What a model says of the token after each prompt, from one pass.
+  """The logits of the token after each prompt, from one pass.
 
     packed = pack(prompts, model.max_length)
     next_logits(lambda x, s: model.apply(variables, x, starts=s).logits, packed)

@@ -1,4 +1,4 @@
-"""Models trained elsewhere, as configurations and parameters of dpjax."""
+"""Conversion of models trained elsewhere."""
 
 from typing import TYPE_CHECKING
 

@@ -81,7 +81,7 @@ def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
 
 
 def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
-  """What each letter stands for; the first array with a letter says it.
+  """The size of each letter, from the first array that has it.
 
   Raises:
     ValueError: `name: expected the shape ..., got ...`.

@@ -196,7 +196,7 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 
 
 def _table_of(model: Mapping) -> Table | None:
-  """That of the authors' model that computes what one of these settings does, if any."""
+  """The authors' setting with the same effect as one of these settings, if any."""
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
   kind, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = kind in ("unigram", "entropy", "gumbel")

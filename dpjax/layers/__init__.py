@@ -1,4 +1,4 @@
-"""Parameters round the pure functions of `dpjax.ops`."""
+"""Linen modules: the parameters around the pure functions of `dpjax.ops`."""
 
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
   from dpjax.layers.learned_boundaries import Routing as Routing
   from dpjax.layers.learned_boundaries import Unigram as Unigram
   from dpjax.layers.mixer import Mixer as Mixer
+  from dpjax.layers.mixer import check_input as check_input
 else:
   from dpjax import lazy
 

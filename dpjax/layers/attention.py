@@ -98,7 +98,7 @@ class SelfAttention(nn.Module):
     )
 
   def _angles(self, shape, features, base, cache, starts) -> jax.Array:
-    """Those of `dpjax.ops.rotate`, by each token's place in its row, or in its document."""
+    """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is None and starts is None:
       return table[None, : shape[1]]
@@ -109,7 +109,7 @@ class SelfAttention(nn.Module):
 
 
 class RelativePositions(NamedTuple):
-  """What the relative attention of several layers shares.
+  """The positions and biases that relative attention shares across layers.
 
   Attributes:
     table: [R, D], embeddings of the distances 0 .. R - 1.
@@ -152,7 +152,7 @@ class SharedPositions(nn.Module):
 
 
 class RelativeAttentionCache(NamedTuple):
-  """What `RelativeAttention` knows of the tokens so far.
+  """The cache of `RelativeAttention`.
 
   Attributes:
     attention: keys and values.
@@ -191,7 +191,7 @@ class RelativeAttention(nn.Module):
     super().__post_init__()
 
   def make_positions(self) -> partial[SharedPositions]:
-    """What makes the positions and biases that all layers of a model share."""
+    """Makes the positions and biases that all layers of a model share."""
     return partial(
       SharedPositions,
       num_heads=self.num_heads,

@@ -1,4 +1,4 @@
-"""Kinds of boundaries: where the segments of token pooling end, and what teaches it.
+"""Kinds of boundaries: where segments end, and how a predictor learns it.
 
 B batch, T position, D width.
 
@@ -42,17 +42,17 @@ class Boundaries(nn.Module):
   """The base of all kinds: fields are settings, and every method has a default.
 
   Attributes:
-    needs_text: whether its boundaries are made from the text while that is prepared, so
-      that batches have "boundaries", [B, T].
+    needs_text: whether its boundaries are computed from the text during preparation; then
+      batches have "boundaries", [B, T].
     suits_segments: whether it can pool segments again, which are no tokens: `tokens` is
       None then, and a batch of its `loss` has "weights" alone.
-    takes_noise: whether it draws boundaries, and so takes `noise`.
+    takes_noise: whether it draws boundaries at random, and takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
       them the first token of each row and document has to be a boundary.
-    needs_run: whether it reads with the model of another run. Its setting `run` is that
-      run's folder, and its field `frozen` is given the model, whose parameters then lie
+    needs_run: whether it reads with the model of another run. Its setting `run` is the
+      folder of that run. Its field `frozen` receives the model, whose parameters are stored
       under "frozen" and are not trained.
-    is_endless: whether it knows where segments end beyond the model's window, too.
+    is_endless: whether it also finds boundaries beyond the model's window.
   """
 
   needs_text: ClassVar[bool] = False
@@ -65,12 +65,12 @@ class Boundaries(nn.Module):
 
   @property
   def pooling_method(self) -> str:
-    """How a segment becomes a vector: of `dpjax.ops.pool_segments`."""
+    """The `method` of `dpjax.ops.pool_segments`: how a segment becomes a vector."""
     return getattr(self, "pooling", "mean")
 
   @property
   def lengths_compiled(self) -> int:
-    """For how many lengths the middle is compiled, where S is known on the device alone."""
+    """The number of capacities to compile if S is known only on the device."""
     return getattr(self, "num_capacities", 1)
 
   @property
@@ -84,7 +84,7 @@ class Boundaries(nn.Module):
     return True
 
   def settings_for(self, tokenizer: Any) -> dict[str, Any]:
-    """Settings that are not given, and follow from the tokenizer.
+    """Fills in settings that follow from the tokenizer.
 
     Args:
       tokenizer: of `dpjax.text`.
@@ -107,7 +107,7 @@ class Boundaries(nn.Module):
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
   ) -> Found:
-    """Says where segments end, from the tokens so far alone.
+    """Finds where segments end, from the tokens so far alone.
 
     Args:
       hidden: [B, T, D], what the first stack makes of the tokens.
@@ -123,7 +123,7 @@ class Boundaries(nn.Module):
     raise NotImplementedError
 
   def init_state(self, batch: int, width: int) -> Any:
-    """What is known of the tokens before, of B rows of width D that have not begun."""
+    """The state before the first token, for B rows of width D."""
     del batch, width
     return ()
 
@@ -134,7 +134,7 @@ class Boundaries(nn.Module):
     previous: jax.Array | None,
     starts: jax.Array | None = None,
   ) -> jax.Array:
-    """What tokens read of segments, after the middle: by default what it gives.
+    """Changes the segments that tokens read, after the middle; by default not at all.
 
     Args:
       segments: [B, S, D], of the middle, without the null group.
@@ -146,7 +146,7 @@ class Boundaries(nn.Module):
     return segments
 
   def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
-    """[B, T, D], the last stack's input: what tokens read and what they were."""
+    """The input of the last stack, [B, T, D]: what tokens read plus their own vectors."""
     del found
     return read + hidden
 
@@ -161,7 +161,7 @@ class Boundaries(nn.Module):
     return None
 
   def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """What the boundaries add to the loss of a batch, and what they are compared with.
+    """The boundaries' part of a batch's loss, and the targets that scores compare with.
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
@@ -376,6 +376,6 @@ def check_pooling(pooling: str) -> None:
 
 
 def check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
-  """Refuses what are no token ids."""
+  """Refuses values that are not token ids."""
   if not all(type(i) is int and i >= 0 for i in ids):
     raise ValueError(f"{name}: expected token ids, got {ids}")

@@ -1,4 +1,4 @@
-"""The Dispatcher in the place of self-attention. B batch, T position, D width, K level.
+"""The Dispatcher in place of self-attention. B batch, T position, D width, K level.
 
 Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Where
 this differs from the authors' code:
@@ -131,6 +131,7 @@ class MultiHeadDispatcher(Dispatcher):
 
 
 def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, starts):
+  module.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
   if cache is not None:
     return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, starts=starts)
   v_bthe = ops.shift_and_sum(

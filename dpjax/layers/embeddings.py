@@ -1,4 +1,4 @@
-"""What goes into the first block: token and position tables. T position, D width."""
+"""Embeddings of tokens and positions. T position, D width."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The Extractors in the place of self-attention. B batch, T position, D width, l window.
+"""The Extractors in place of self-attention. B batch, T position, D width, l window.
 
 Source: Chen 2023, arXiv:2308.07661, Sec. 5. There are no biases; x_i is the layer's input
 at position i, a row vector:

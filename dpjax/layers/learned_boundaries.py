@@ -312,7 +312,7 @@ class Routing(Boundaries):
 
 
 class EntropyState(NamedTuple):
-  """What `EntropyThreshold` knows of the tokens so far.
+  """The state of `EntropyThreshold` after some tokens.
 
   Attributes:
     cache: of the frozen model.
@@ -411,7 +411,7 @@ class EntropyThreshold(Boundaries):
     return Found(found, state=state)
 
   def init_state(self, batch: int, width: int) -> EntropyState:
-    """Of rows that have not begun: the first entropy is above the one before it."""
+    """The state before the first token, whose entropy counts as a rise."""
     del width
     none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
     return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))

@@ -12,17 +12,17 @@ from dpjax.errors import UserError
 
 
 class Mixer(Protocol):
-  """What stands in the place of self-attention: [B, T, D] -> [B, T, D].
+  """The interface of a token mixer, which replaces self-attention: [B, T, D] -> [B, T, D].
 
   A mixer is a Linen module. It is causal (position t of the output depends on
   positions 0 .. t of the input), treats the rows of a batch apart, and takes any
   1 <= T <= `max_length`. Random choices come from the "dropout" stream, and only
   where `deterministic` is False.
 
-  With a cache it takes the rows in chunks of any size, one token for one, and gives what
-  it would give for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
-  is a pytree of arrays, the same for chunks of all sizes, passed in and out. A mixer may
-  leave out `init_cache`, `cache` and `lengths`; then generation takes full passes.
+  With a cache it takes the rows in chunks of any size, down to one token, and returns the
+  same outputs as for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
+  is a pytree of arrays, passed in and out, whose shapes do not depend on the chunk. A mixer
+  may leave out `init_cache`, `cache` and `lengths`; then generation takes full passes.
 
   Rows may become longer than `max_length` by chunks, where the mixer can go on: position t
   of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
@@ -32,9 +32,9 @@ class Mixer(Protocol):
   gives alone. A row may then be longer than `max_length`, its documents may not. A mixer may
   leave out `starts`; then a model refuses them.
 
-  A mixer class may have `is_endless = False`, which says that rows cannot go on beyond
-  `max_length` with a cache. With a method `make_positions` it shares positions: the method
-  gives what makes a module, whose result all such mixers of a model take as `positions`.
+  A mixer class may have `is_endless = False`: rows cannot go on beyond `max_length` with a
+  cache. A mixer may share positions with other layers: its method `make_positions` makes a
+  module, whose result all such mixers of a model receive as `positions`.
 
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
@@ -69,20 +69,20 @@ class Mixer(Protocol):
     ...
 
   def init_cache(self, batch: int, width: int) -> Any:
-    """The cache of B rows of which nothing has been seen; it needs no parameters."""
+    """The cache of B rows before the first token; it needs no parameters."""
     ...
 
 
 def check_input(
-  inputs: jax.Array, *, max_length: int, num_heads: int, starts: jax.Array | None = None
+  inputs: jax.Array, *, max_length: int, num_heads: int = 1, starts: jax.Array | None = None
 ) -> None:
-  """Refuses what no mixer can take.
+  """Refuses inputs that no mixer can take.
 
   Args:
-    inputs: what the mixer was given.
+    inputs: the mixer's input.
     max_length: the longest T.
     num_heads: has to divide D.
-    starts: what the mixer was given; with them T may be longer.
+    starts: the mixer's `starts`; with them T may be longer.
 
   Raises:
     ValueError: `inputs` is not [B, T, D], is too long, D is no multiple of `num_heads`, or

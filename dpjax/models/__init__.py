@@ -1,4 +1,4 @@
-"""Whole models, and how a configuration becomes one."""
+"""Whole models, by hand or from a configuration."""
 
 from typing import TYPE_CHECKING
 

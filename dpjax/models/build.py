@@ -200,7 +200,7 @@ def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length:
 
 
 def _make_positions(stacks: Sequence[Stack]) -> partial | None:
-  """What makes the positions that mixers share, where there are such mixers."""
+  """Makes the positions that mixers share, if there are such mixers."""
   made = [stack.make_mixer().make_positions() for stack in stacks if stack.has_positions]
   for other in made[1:]:
     if (other.func, other.keywords) != (made[0].func, made[0].keywords):

@@ -343,7 +343,7 @@ def _at_boundaries(found: Found, size: int) -> jax.Array | None:
 def _read_segments(
   step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths, starts
 ):
-  """What each token of a chunk reads, and what is known after it.
+  """The vectors that the tokens of a chunk read, and the cache after it.
 
   Args:
     step: of the middle stack, as `Stack.with_caches` gives it.

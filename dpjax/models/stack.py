@@ -16,7 +16,7 @@ from dpjax.layers import attention
 class Stack:
   """Equal blocks, whose parameters are stacked, [num_layers, ...].
 
-  They are, whether the layers are scanned or unrolled, so that either form reads the
+  Scanned and unrolled layers store them alike, so that either form reads the
   other's checkpoints.
 
   Attributes:
@@ -165,7 +165,7 @@ class Stack:
 def _given(
   positions: attention.RelativePositions | None, starts: jax.Array | None
 ) -> dict[str, Any]:
-  """What mixers take that not every one has to know."""
+  """The optional arguments of mixers that are given."""
   given = {"positions": positions, "starts": starts}
   return {name: value for name, value in given.items() if value is not None}
 

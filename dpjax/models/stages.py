@@ -1,4 +1,4 @@
-"""What an hourglass gives and keeps, and an hourglass as the middle of another."""
+"""Outputs and caches of an hourglass, and an hourglass within another."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from dpjax.ops.documents import document_length, starts_in_chunk
 
 
 class HourglassCache(NamedTuple):
-  """What the hourglass knows of the tokens so far.
+  """The cache of an hourglass.
 
   Attributes:
     first: of the first stack's layers.
@@ -52,7 +52,7 @@ class Stage(NamedTuple):
 
 
 class HourglassOutput(NamedTuple):
-  """What the hourglass returns.
+  """The output of an hourglass.
 
   Attributes:
     hidden: [B, T, D].
@@ -74,7 +74,7 @@ class HourglassOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-  """An hourglass in the place of a middle stack: its tokens are segments.
+  """An hourglass in place of a middle stack: its tokens are segments.
 
   Its methods are those of `dpjax.models.stack.Stack`; a cache is the number of segments
   of each row's document so far, [B], and the hourglass's own.
@@ -86,7 +86,7 @@ class Inner:
   make_hourglass: Callable[..., Any]
 
   def __call__(self, x_bsd, *, name: str, lengths: jax.Array, **options):
-    """As that of a stack, and the `Stage`; `lengths`, [B], is how many are segments."""
+    """As `Stack.__call__`, and the `Stage`; `lengths`, [B], is the number of segments."""
     del options["positions"]
     output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
     return output.hidden, Stage(*output[1:3], *output[4:], starts=options.get("starts"))

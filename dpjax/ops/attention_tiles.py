@@ -13,7 +13,7 @@ from dpjax.ops.products import sum_dtype
 
 
 class _Inputs(NamedTuple):
-  """What a tile is cut from; T is a multiple of the block.
+  """The arrays that tiles are cut from; T is a multiple of the block.
 
   Attributes:
     queries: [H, B, T, E]. With heads first, what all rows share, the positions, meets
@@ -156,7 +156,7 @@ _attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
 
 
 class _Parts(NamedTuple):
-  """What a tile's scores are the products of; the last two are None without positions."""
+  """The factors of a tile's scores; the last two are None without positions."""
 
   content_queries: jax.Array
   keys: jax.Array
@@ -249,7 +249,7 @@ def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
 
 
 def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
-  """What `_align_tile` moved goes back, and 0 to where nothing came from.
+  """Undoes `_align_tile`; places without a source get 0.
 
   Rows [b c], [e f]  ->  [. b c .], [e f . .].
   """

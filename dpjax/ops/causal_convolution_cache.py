@@ -411,7 +411,7 @@ def _smallest_block(cache):
 
 
 def _given(x_bud, w):
-  """What U inputs give to the U outputs after them, [B, U, D]."""
+  """The contribution of U inputs to the U outputs after them, [B, U, D]."""
   size = x_bud.shape[1]
   # Of 3 U - 1 sums those from U to 2 U: the last ones may fall on the first.
   period = 2 * _power_of_two(size)

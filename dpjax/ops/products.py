@@ -8,7 +8,7 @@ from jax import lax
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
-  """What sums of the arrays are carried in: float64 where one has it, else float32."""
+  """The dtype of sums of the arrays: float64 if one of them has it, else float32."""
   is_wide = any(x.dtype == jnp.float64 for x in arrays)
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 

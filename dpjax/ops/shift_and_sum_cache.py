@@ -25,7 +25,7 @@ from dpjax.ops.products import sum_dtype
 
 
 class ShiftAndSumCache(NamedTuple):
-  """What `shift_and_sum_cached` knows of the tokens so far.
+  """The cache of `shift_and_sum_cached`: working values of the last tokens.
 
   Attributes:
     ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k working values

@@ -1,4 +1,4 @@
-"""Runs: trained models with all that belongs to them."""
+"""Runs: trained models with their settings, vocabulary and data."""
 
 from typing import TYPE_CHECKING
 

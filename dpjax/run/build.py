@@ -1,4 +1,4 @@
-"""What the sections of a run's configuration describe, built."""
+"""Builds the objects that the sections of a configuration describe."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ def objective(settings: ConfigDict) -> losses.Objective:
 
 
 def scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
-  """What scores texts as `config.eval` says."""
+  """The scorer of `config.eval`."""
   settings = config.eval
   return evaluation.Scorer(
     model,
@@ -94,7 +94,7 @@ def scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evalua
 
 
 def generator(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> Generator:
-  """What writes texts, by default as `config.sample` says."""
+  """The generator, with the defaults of `config.sample`."""
   return Generator(config.model, config.sample, model, tokenizer)
 
 
@@ -141,7 +141,7 @@ def needs_run(config: ConfigDict) -> bool:
 
 
 def origin(data: prepared.Prepared) -> dict[str, str]:
-  """What has to stay the same while a run goes on, and is in no setting."""
+  """The inputs of a run that must not change on resume, and are not settings."""
   origin = {
     "tokenizer": data.tokenizer.to_json(),
     "training text": data.counts["train"]["sha256"],

@@ -1,4 +1,4 @@
-"""A trained model with all that belongs to it, read by `load`."""
+"""A trained model with its settings and vocabulary, read by `load`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
-from dpjax.run import build, export
+from dpjax.run import build, dispatch, export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Tokenizer
@@ -28,7 +28,7 @@ from dpjax.training import step as step_lib
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A trained model with all that is needed to use it.
+  """A trained model with everything that you need to use it.
 
   Attributes:
     config: its settings; `config.model.vocab_size` is filled in.
@@ -36,7 +36,7 @@ class Run:
     params: its parameters.
     tokenizer: `encode` and `decode`.
     step: updates made.
-    data: the prepared corpus, or None where there is only a model.
+    data: the prepared corpus, or None.
     workdir: the run's folder, or None.
   """
 
@@ -72,7 +72,7 @@ class Run:
     Args:
       text: not empty.
       window: tokens the model sees at once; 0 is the configuration's.
-      stride: tokens it scores of them, the others being context; 0 is likewise.
+      stride: tokens that each window scores, the others are context; 0 likewise.
 
     Returns:
       "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
@@ -182,7 +182,7 @@ class Run:
     stride: int = 0,
     documents: str = "",
   ) -> None:
-    """Writes what `score_split` gave into the run's folder, as JSON."""
+    """Writes the scores of `score_split` into the run's folder, as JSON."""
     if self.workdir is None or self.data is None:
       return
     documents = self._documents(documents)
@@ -244,7 +244,7 @@ class Run:
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
   def stream(self, prompt: str | Sequence[str], **settings) -> Iterator[list[generator.Piece]]:
-    """Continues a prompt, or several at once, and gives out the text as it comes.
+    """Continues a prompt, or several at once, and yields text as it comes.
 
     Args:
       prompt: as in `generate`.
@@ -259,8 +259,31 @@ class Run:
     prompts = _as_texts(prompt)
     return self._generator.stream(self.params, prompts, **settings)
 
+  def dispatch_matrices(self, text: str) -> list[np.ndarray]:
+    """How much each position of a text reads of each other, in the layers of a Dispatcher.
+
+      matrices[layer][h, t, s]: what position t takes of the values of position s
+
+    These are the counterpart of attention maps: lower triangular, with ones on the diagonal
+    (`dpjax.ops.dispatch_matrix`).
+
+    Args:
+      text: of at most `window` tokens, at least one.
+
+    Returns:
+      For each layer [H, T, T], float32.
+
+    Raises:
+      ValueError: the text is empty or too long, or the model has other mixers or pools
+        tokens.
+    """
+    tokens = self.tokenizer.encode(text)
+    if not 1 <= len(tokens) <= self.window:
+      raise UserError(f"text: expected 1 to {self.window} tokens, got {len(tokens)}")
+    return dispatch.dispatch_matrices(self.model, self.params, tokens)
+
   def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
-    """Writes what is needed to load the run elsewhere: `dpjax.run.export.save`."""
+    """Writes a small folder to load elsewhere; see `dpjax.run.export.save`."""
     export.save(self, folder, dtype)
 
   @cached_property
@@ -293,7 +316,7 @@ def load(
   Args:
     workdir: of `train`, or of `Run.save`.
     step: of the checkpoint; None is the best by validation.
-    model: that was given to `train`, if one was.
+    model: the `model` that was given to `train`, if any.
 
   Returns:
     The run, its parameters replicated or sharded as in training. A checkpoint that is
@@ -346,7 +369,7 @@ def generate(
 
 
 def table(scores: Mapping[str, float]) -> str:
-  """Scores for people, a line each."""
+  """Formats scores for people, one a line."""
   lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")

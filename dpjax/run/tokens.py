@@ -98,7 +98,7 @@ def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
 
 
 def _contents(data: prepared.Prepared) -> tuple:
-  """What tokens and boundaries follow from."""
+  """The settings that determine tokens and boundaries."""
   return data.counts, data.tokenizer.to_json(), data.unigram and data.unigram.model
 
 

@@ -25,7 +25,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     folder: where the tokens are prepared, unless they are there.
 
   Returns:
-    The run, without a folder.
+    A `Run` without a working directory.
 
   Raises:
     ValueError: PyTorch is missing, or the file is not of this configuration.

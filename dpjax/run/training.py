@@ -1,4 +1,4 @@
-"""Training of what a configuration describes."""
+"""Trains the model of a configuration."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
 
   Args:
     config: of `dpjax.config`.
-    workdir: the run's folder; made where there is none.
+    workdir: the run's folder, created if missing.
 
   Returns:
     The tokens.
@@ -56,21 +56,21 @@ def train(
   profile: tuple[int, int] | None = None,
   measure_products: bool = False,
 ) -> tuple[Run, dict[str, float]]:
-  """Trains what a configuration describes, or goes on where the folder's run stopped.
+  """Trains the model of a configuration, or resumes the run in the folder.
 
     dpjax.train(config, "runs/mine", model=lambda settings: Mine(settings.vocab_size))
     dpjax.load("runs/mine", model=lambda settings: Mine(settings.vocab_size))
 
   Args:
     config: of `dpjax.config`.
-    workdir: the run's folder; made where there is none.
-    model: in the place of the one that `config.model` describes: a module, or a function
+    workdir: the run's folder, created if missing.
+    model: replaces the model of `config.model`: a module, or a function
       of `config.model`, with its `vocab_size`, that gives one. Its
       `apply({"params": params}, tokens, deterministic=..., rngs=...)` returns something
       with `logits`, [B, T, V]. To go on, or to load the run, takes the same one again.
-    optimizer: in the place of the one that `config.train` describes, with its schedule and
+    optimizer: replaces the optimizer of `config.train`, its schedule and
       clipping.
-    callbacks: told of each report; one that returns True ends the training.
+    callbacks: called with each report; one that returns True ends the training.
     should_stop: asked after every update, beside signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
     measure_products: whether to measure, for about a second, how fast matrix products are
@@ -167,7 +167,7 @@ def _train(
 
 
 def _shapes(model: Any, has_documents: bool) -> Any:
-  """Those of the parameters; refuses a model that does not keep documents apart."""
+  """The parameters' shapes; refuses a model that does not keep documents apart."""
   ids = jnp.zeros((1, 1), jnp.int32)
   known = {"starts": ids + 1} if has_documents else {}
   try:
@@ -181,7 +181,7 @@ def _shapes(model: Any, has_documents: bool) -> Any:
 
 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
-  """The tokens of a run, made unless it goes on; before that, what can be refused."""
+  """Checks what it can, then makes the tokens of a run unless it resumes."""
   goes_on = workdir_lib.check(workdir, config)
   others = {"train.initial_run": config.train.initial_run}
   if build.needs_run(config):
@@ -202,7 +202,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
 def _initial(
   folder: str, shapes, data: prepared.Prepared, frozen: Run | None, model
 ) -> Callable[[dict], dict] | None:
-  """What reads the parameters to begin with, where they are not those that are drawn."""
+  """Reads the initial parameters, if they are not drawn at random."""
   if frozen is None and not folder:
     return None
 

@@ -202,7 +202,7 @@ def on_first_process(work: Callable[[], None]) -> None:
 
 
 def not_writable(folder: Path, error: OSError) -> UserError:
-  """What to raise where a run's folder cannot be written."""
+  """The error for a run's folder that cannot be written."""
   return UserError(
     f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
   )

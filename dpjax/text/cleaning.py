@@ -48,7 +48,7 @@ def _expect(setting: str, expected: str, others: list[str]):
 
 @dataclasses.dataclass(frozen=True)
 class Language:
-  """What of a text is kept, and how digits are called.
+  """The characters that cleaning keeps, and how digits are spelt out.
 
     Language("abcdefghijklmnopqrstuvwxyz", ("zero", "one", "two", "three", "four",
              "five", "six", "seven", "eight", "nine"))
@@ -165,7 +165,7 @@ LANGUAGES: dict[str, Language] = {
 
 
 def clean(text: str, language: str | Language) -> str:
-  r"""A text made plain, as the head of this module says.
+  r"""Cleans a text, as the head of this module describes.
 
     clean("Νοthing_NEWLINE_ in 19\t cafés", "en")  ->  "nothing\nin one nine caf s"
 
@@ -212,7 +212,7 @@ def _clean_chunks(chunks: Iterable[str], language: Language) -> Iterator[str]:
 
 
 def _one_of(white_space: str) -> str:
-  """What a run of spaces and line ends becomes."""
+  """The one character that replaces a run of spaces and line ends."""
   return "\n" if "\n" in white_space else white_space[:1]
 
 
@@ -260,7 +260,7 @@ def _last_place(text: str) -> int:
 
 
 class _Table(dict):
-  """What becomes of each character, for `str.translate`; found when first asked for."""
+  """A table for `str.translate`, filled when a character is first looked up."""
 
   def __init__(self, language: Language):
     super().__init__(dict.fromkeys(map(ord, language.diacritics), ""))
@@ -314,7 +314,7 @@ def _table(language: Language) -> _Table:
 
 
 def _look_alikes(character: str) -> list[str]:
-  """What Unicode's table says is confused with a character, or with a few."""
+  """The look-alikes of a character, or of a few, from Unicode's table."""
   from confusable_homoglyphs.confusables import confusables_data
 
   return [found["c"] for found in confusables_data.get(character, ())]

@@ -1,4 +1,4 @@
-"""What every tokenizer does, and what several of them share."""
+"""The base class of tokenizers, and helpers that several of them share."""
 
 import abc
 import json
@@ -20,11 +20,11 @@ class Tokenizer(abc.ABC):
   r"""Text to ids 0 .. vocab_size - 1, and back.
 
   Attributes:
-    kind: the name under which it is asked for and saved.
-    vocab_size: V, how many ids there are.
-    start_id: stands before a text's first token, where a model needs one to predict
-      that token from: the line end where the vocabulary has it.
-    unknown_id: of what the vocabulary has not; None where it has all.
+    kind: its name in configurations and files.
+    vocab_size: V, the number of ids.
+    start_id: the id from which a model predicts the first token of a text: the line end, if
+      the vocabulary has one.
+    unknown_id: of text that the vocabulary lacks; None if it has everything.
     lossless: `decode(encode(text)) == text`, for any text without unknown parts.
     space_ids: of the space and the line end, in this order, where they are tokens of
       their own whatever stands beside them: "characters" (those that the text had)
@@ -118,7 +118,7 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def fields(self) -> dict:
-    """What `from_fields` builds an equal tokenizer from, as JSON values."""
+    """The JSON values from which `from_fields` builds an equal tokenizer."""
 
   @classmethod
   @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""From batches to a trained model: losses, optimiser, steps, checkpoints, the loop."""
+"""Losses, optimisers, steps, checkpoints and the training loop."""
 
 from typing import TYPE_CHECKING
 

@@ -94,7 +94,7 @@ def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, d
 def _read_files(
   folder: Any, target: dict, origin: Mapping[str, str]
 ) -> tuple[dict, dict, list[int]]:
-  """What `read` gives, and the fingerprints saved for it; waits for no other process."""
+  """The value of `read` and its saved fingerprints; waits for no other process."""
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
   meta = dict(ocp.JsonCheckpointHandler().restore(folder / "meta"))
   if meta["format"] > FORMAT:
@@ -169,7 +169,7 @@ _UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, NotImplemente
 
 
 def _damage_or_cause(error: Exception, folder: Path) -> Exception:
-  """What an error of reading means: a `DamagedError` where it proves damage."""
+  """Turns an error of reading into a `DamagedError` if it proves damage."""
   if isinstance(error, (_RefusedError, MemoryError, jax.errors.JaxRuntimeError)):
     return error
   each: BaseException | None = error

@@ -1,4 +1,4 @@
-"""What a run can be taken up from: written whole or not at all, and checked when read."""
+"""Checkpoints: written whole or not at all, and checked when read."""
 
 import dataclasses
 import logging
@@ -101,7 +101,7 @@ class Checkpoints:
       state: its step becomes the checkpoint's.
       meta: anything JSON can hold.
       origin: what the run is made from, by name: its vocabulary, a hash of its text.
-      best: put it in the place of the best, too.
+      best: put it in place of the best, too.
     """
     step = int(state.step)
     meta = {

@@ -20,7 +20,7 @@ from dpjax.training.step import jit_eval_step, jit_row_step
 
 
 class EvalStep(Protocol):
-  """What `dpjax.training.step.jit_eval_step` gives."""
+  """The compiled step of `dpjax.training.step.jit_eval_step`."""
 
   def __call__(
     self, params, batch: dict[str, jax.Array], index: int, *, capacity: int | None

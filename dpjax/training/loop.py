@@ -45,7 +45,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Callback(Protocol):
-  """What is told of each report: an experiment tracker, or a rule to stop early."""
+  """A function that receives each report: an experiment tracker, or early stopping."""
 
   def __call__(
     self, step: int, metrics: Mapping[str, float], state: step_lib.TrainState
@@ -68,12 +68,12 @@ class Callback(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """What an update is made with.
+  """The model, optimiser and settings of an update.
 
   Attributes:
     model: takes [B, T] tokens.
     optimizer: of `dpjax.training.optimizer`.
-    objective: what is minimised.
+    objective: the loss to minimise.
     accumulate_steps: parts of a batch.
     parameters: "replicated" or "sharded".
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
@@ -95,7 +95,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-  """How many updates there are in all, and between two of each thing.
+  """The number of updates, in all and between reports, evaluations and checkpoints.
 
   Attributes:
     num_steps: in all.

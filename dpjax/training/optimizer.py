@@ -62,7 +62,7 @@ def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings) -> 
     schedule: a name of `dpjax.registry.schedules`.
     peak: the highest rate.
     num_steps: updates in all.
-    **settings: of the schedule, `warmup_steps` for one.
+    **settings: of the schedule, such as `warmup_steps`.
 
   Raises:
     UserError: the name or a setting is unknown or out of its range.
@@ -80,7 +80,7 @@ def make_optimizer(
     name: a name of `dpjax.registry.optimizers`.
     rate: learning rate, or a function of the update's number.
     clip_norm: longest gradient, all parameters taken as one vector; 0: no limit.
-    **settings: of the optimizer, `b1` for one.
+    **settings: of the optimizer, such as `b1`.
 
   Returns:
     The transformation of gradients into updates.

@@ -1,4 +1,4 @@
-"""What a corpus that has a name says of itself."""
+"""The description of a named corpus."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -9,18 +9,18 @@ class Source:
   """A corpus.
 
   Attributes:
-    title: what it is, in a few words.
+    title: a short description.
     read: a generator function of `dpjax.data.download.Files`, and of `language` and
       `is_head` where there are languages and a head, that yields pairs of a split,
-      "train", "valid" or "test", and a piece of its text. A corpus need not have all three:
-      what lacks is cut from the end of train.
+      "train", "valid" or "test", and a piece of its text. Missing splits are cut from the
+      end of train.
     licence: in a few words.
-    size: of its text or download, in words.
-    source: where it is from.
-    languages: of which one has to be named; (): it has but one.
+    size: of its text or download, such as "5 MB".
+    source: its origin.
+    languages: one of which the user names; (): there is only one.
     head: of train, valid and test, how many clean characters its first part, which
       `is_head` asks for, is sure to hold; (): there is none.
-    version: to be raised when the same files come out as another text.
+    version: raise it when the same files give another text.
     documents: where its documents begin, as `dpjax.data.documents.Marked.begins`; "": that
       cannot be told.
   """

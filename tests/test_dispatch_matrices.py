@@ -1,0 +1,61 @@
+"""`Run.dispatch_matrices`: what the layers of a trained Dispatcher multiply values by."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax.models import build
+from tests import helpers
+
+TEXT = "the cat sat on"
+
+
+def with_model(run, **settings):
+  """A run whose model, with these settings, has parameters as they are drawn."""
+  config = run.config.copy_and_resolve_references()
+  helpers.set_model(config.model, **settings)
+  model = build.build_model(config.model)
+  params = helpers.draw_params(model, seed=3, spread=0.2)
+  return dataclasses.replace(run, config=config, model=model, params=params)
+
+
+@pytest.mark.parametrize("mixer", ["dispatcher", "dispatcher_multihead"])
+def test_they_are_the_derivatives_of_each_layer(finished, mixer):
+  run = with_model(finished[1], mixer=mixer, num_heads=3)
+  matrices = run.dispatch_matrices(TEXT)
+  assert [m_hts.shape for m_hts in matrices] == [(3, len(TEXT), len(TEXT))] * 2
+  for m_hts in matrices:
+    np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(len(TEXT)), (3, 1, 1)))
+  # The first layer, by its equations: y = W_out M W_in x.
+  tokens = jnp.asarray(run.tokenizer.encode(TEXT))[None]
+  block = run.model.layers.make_block(parent=None)
+  layer = run.model.layers.unstack(run.params["layers"])["0"]["mixer"]
+  _, seen = run.model.apply(
+    {"params": run.params}, tokens, capture_intermediates=True, mutable=["intermediates"]
+  )
+  (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
+  y_btd = block.make_mixer(parent=None).apply({"params": layer}, x_btd)
+  heads = (*x_btd.shape[:2], 3, -1)
+  if mixer == "dispatcher":
+    v_bthe = x_btd.reshape(heads) @ layer["values"]["kernel"]
+    mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe) @ layer["out"]["kernel"]
+  else:
+    v_bthe = (x_btd @ layer["values"]["kernel"]).reshape(heads)
+    mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe)
+    mixed = mixed.reshape(x_btd.shape) @ layer["out"]["kernel"]
+  np.testing.assert_allclose(mixed.reshape(x_btd.shape), y_btd, rtol=1e-4, atol=1e-5)
+
+
+def test_other_models_and_texts_are_refused(finished):
+  run = finished[1]
+  for text in ("", "the cat " * 9):
+    with pytest.raises(dpjax.UserError, match="text: expected 1 to 19 tokens, got"):
+      run.dispatch_matrices(text)
+  with pytest.raises(dpjax.UserError, match="of Dispatchers, got one of WE"):
+    with_model(run, mixer="we").dispatch_matrices(TEXT)
+  pooled = with_model(run, boundaries="fixed", first_layers=1, last_layers=1)
+  with pytest.raises(dpjax.UserError, match="without token pooling"):
+    pooled.dispatch_matrices(TEXT)
