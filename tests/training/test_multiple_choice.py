@@ -58,8 +58,15 @@ def test_likelihoods_are_those_of_a_loop(finished):
   np.testing.assert_allclose(found, expected, rtol=2e-6)
   scores = run.choose(QUESTIONS)
   assert scores == multiple_choice.accuracies(np.array(expected), QUESTIONS)
-  # Few lengths are compiled, of any questions.
-  assert scorer._row_step._cache_size() <= 4
+
+
+def test_few_lengths_are_compiled():
+  rows = [multiple_choice.Row(np.arange(n), np.arange(n), 1) for n in range(19, 0, -1)]
+  batches = [*multiple_choice._batches(rows, 19, 4)]
+  assert {length for length, _ in batches} == {3, 5, 10, 19}
+  assert sorted(i for _, numbers in batches for i in numbers) == [*range(len(rows))]
+  assert all(len(rows[i].inputs) <= length for length, numbers in batches for i in numbers)
+  assert max(len(numbers) for _, numbers in batches) == 4
 
 
 def test_a_pooled_model_too(text):
@@ -113,16 +120,24 @@ def test_the_joint(context, choice, whole):
   assert tuple(bytes(ids.tolist()).decode() for ids in found) == whole
 
 
+class Pairs:
+  """A token for every two characters, also across the joint."""
+
+  def encode(self, text):
+    pieces = [text[i : i + 2] for i in range(0, len(text), 2)]
+    return np.array([int.from_bytes(piece.encode()) for piece in pieces], np.int32)
+
+
 def test_tokens_across_the_joint_are_those_of_the_whole():
   """lm-evaluation-harness: encode the whole and the context, and take the difference."""
   text = ["low lower lowest slow slower newest wide wider widest\n"] * 9
-  tokenizer = train_tokenizer("bpe", text, vocab_size=290)
-  for context, choice in (("slow", "est"), ("the low", "\ner"), ("low low ", "wide")):
-    ids, of_choice = multiple_choice.encode_pair(tokenizer, context, choice)
-    space = " " if choice == "est" else ""
-    whole = tokenizer.encode(context + space + choice)
-    assert ids.tolist() == tokenizer.encode(context.rstrip()).tolist()
-    assert of_choice.tolist() == whole[len(ids) :].tolist() and len(of_choice)
+  for tokenizer in (train_tokenizer("bpe", text, vocab_size=290), Pairs()):
+    for context, choice in (("slow", "est"), ("the low", "\ner"), ("low low ", "wide")):
+      ids, of_choice = multiple_choice.encode_pair(tokenizer, context, choice)
+      space = " " if choice == "est" else ""
+      whole = tokenizer.encode(context + space + choice)
+      assert ids.tolist() == tokenizer.encode(context.rstrip()).tolist()
+      assert of_choice.tolist() == whole[len(ids) :].tolist() and len(of_choice)
 
 
 def test_accuracies_by_hand():
