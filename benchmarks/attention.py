@@ -26,6 +26,8 @@ import pathlib
 
 import timing
 
+from dpjax.analysis import style
+
 # Batch, length, heads, features of a head.
 SHAPES = {
   "causal": [(4, 512, 1, 512), (2, 1024, 8, 64), (2, 2048, 8, 64)],
@@ -134,6 +136,7 @@ def print_table(report):
       )
 
 
+@style.applied()
 def draw_figure(report, path):
   """Time, memory and time to compile of all cases."""
   import matplotlib
@@ -165,6 +168,7 @@ def draw_figure(report, path):
   axes[0].set_yticks(range(len(cases)), [title(case) for case in cases])
   axes[0].invert_yaxis()
   axes[0].legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
   pyplot.close(figure)

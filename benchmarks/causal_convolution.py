@@ -22,6 +22,8 @@ import time
 
 import timing
 
+from dpjax.analysis import style
+
 # Taps that are numbers, vectors and matrices, and the Extractors with such.
 RANKS = {1: "ME", 2: "WE, HE", 3: "SHE"}
 SHAPES = [(16, 128, 128), (2, 1024, 128), (1, 4096, 128)]
@@ -260,6 +262,7 @@ def run_sweep(quick):
   return cases
 
 
+@style.applied()
 def draw_figure(report, path):
   """For each kind of taps: time by length; time and memory of the three shapes."""
   import matplotlib
@@ -294,11 +297,12 @@ def draw_figure(report, path):
         found = [x["gradient"]["implementations"].get(name) for x in cases]
         places = [x + (i - 2.5) * 0.14 for x, y in enumerate(found) if y]
         axis.bar(places, [x[key] for x in found if x], 0.13, color=f"C{i}", label=name)
-      axis.set_xticks(range(len(labels)), labels)
+      axis.set_xticks(range(len(labels)), labels, fontsize=7)
       axis.set_yscale("log")
       axis.set_title(f"{RANKS[rank]}: gradient, {title}")
   if report["cases"]:
     axes[1, len(RANKS) // 2].legend(loc="upper right")
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

@@ -38,6 +38,8 @@ from typing import Any
 
 import timing
 
+from dpjax.analysis import style
+
 SETTINGS: dict[str, Any] = dict(
   lengths=(512, 4096),
   width=512,
@@ -794,6 +796,7 @@ def make_tables(report):
   return "\n".join(lines)
 
 
+@style.applied()
 def draw_figure(report, path):
   """Tokens a second by model at each length, and the hourglass's ratio by batch."""
   import matplotlib
@@ -801,8 +804,7 @@ def draw_figure(report, path):
   matplotlib.use("agg")
   from matplotlib import pyplot
 
-  # Apart for the colour-blind, too; the shapes tell the same.
-  blue, orange, gray = "#0072B2", "#E69F00", "0.6"
+  blue, orange, gray = "C0", "C1", "0.6"
   lengths = report["settings"]["lengths"]
   figure = pyplot.figure(figsize=(13, 3.8))
   axes = figure.subplots(1, len(lengths) + 1)
@@ -833,7 +835,7 @@ def draw_figure(report, path):
     axis.set_yticks(places, names if i == 0 else [])
     axis.set_xlabel("tokens a second")
     axis.set_title(f"T = {length}")
-  axes[0].legend(frameon=False, fontsize=8, loc="lower left")
+  axes[0].legend(fontsize=8, loc="lower left")
   axis, rows = axes[-1], report["pooling"]
   heights = [x["over_vanilla"] for x in rows]
   bars = axis.bar(range(len(rows)), heights, 0.6, color=blue)
@@ -843,8 +845,7 @@ def draw_figure(report, path):
   axis.axhline(1, color=gray, linewidth=1)
   axis.set_ylim(0, max(1.1, *heights) * 1.08)
   axis.set_title("hourglass: time / that without pooling")
-  for axis in axes:
-    axis.spines[["top", "right"]].set_visible(False)
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
   pyplot.close(figure)

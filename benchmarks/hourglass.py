@@ -37,6 +37,8 @@ import pathlib
 
 import timing
 
+from dpjax.analysis import style
+
 SETTINGS = dict(
   vocab_size=27,
   width=512,
@@ -308,6 +310,7 @@ def print_table(report):
     print(f"{name:16}" + "".join(f"{number:>11}" for number in numbers))
 
 
+@style.applied()
 def draw_figure(report, path):
   """Time and memory by the shortening factor, and what the paper says of them."""
   import matplotlib
@@ -355,6 +358,7 @@ def draw_figure(report, path):
     axis.set_xlabel("shortening factor")
     axis.set_ylim(bottom=0)
     axis.legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
 

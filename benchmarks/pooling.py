@@ -37,6 +37,8 @@ from unittest import mock
 
 import timing
 
+from dpjax.analysis import style
+
 SHAPES = [(4, 512, 512), (2, 2048, 512)]
 # Of the operators alone; the last one in the other dtypes, too.
 OPERATORS_SHAPES = [(8, 2048, 512)]
@@ -352,6 +354,7 @@ def label_of(case):
   return "B{batch} T{length} D{width} {dtype}".format(**case)
 
 
+@style.applied()
 def draw_figure(report, path):
   """Operators above, middle blocks below: time, memory, time to compile."""
   import matplotlib
@@ -403,6 +406,7 @@ def draw_figure(report, path):
     axis.set_title(f"middle block, gradient: {title} / padded", fontsize=10)
   if with_middle:
     axes[1, 2].legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

@@ -46,7 +46,7 @@ from matplotlib import pyplot as plt
 import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.analysis import plots, segmentation
+from dpjax.analysis import segmentation, style
 from dpjax.run import build, workdir
 from dpjax.training import optimizer, sharding, step
 
@@ -256,6 +256,7 @@ def time_steps(names: Sequence[str], runs: Sequence[run_lib.Run], repetitions: i
   return [timing.summarize(seconds[name], seconds[names[0]]) for name in names]
 
 
+@style.applied()
 def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> None:
   """Ours, the paper's and the share of boundaries; below, the segments of a sentence."""
   figure = plt.figure(figsize=(13, 4.4 + 0.3 * len(rows)), layout="constrained")
@@ -268,13 +269,13 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
         point = row[key]["shortening_factor"], row[key]["bits_per_character"]
         points.setdefault(point, []).append(row["name"])
     for point, names in points.items():
-      axis.plot(*point, "o", color="tab:blue")
+      axis.plot(*point, "o", color="C0")
       axis.annotate("\n".join(names), point, xytext=(5, 4), textcoords="offset points", fontsize=8)
     axis.set(title=title, xlabel="shortening factor", ylabel="bits per character")
     axis.margins(0.3, 0.15)
   for i, row in enumerate(rows):
     if "share" in row:
-      look = plots.style(i)
+      look = style.line(i)
       shares.plot(*zip(*row["share"], strict=True), **look, label=row["name"])
       if row["boundaries"] == "routing":
         aim = row["aim"]["share"]
@@ -283,6 +284,7 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
   shares.set_ylim(bottom=0)
   shares.legend(fontsize=8)
   draw_segments(figure.add_subplot(grid[1, :]), rows, letters, ends)
+  style.finish(figure)
   figure.savefig(file, dpi=120)
   plt.close(figure)
 
@@ -290,6 +292,7 @@ def draw(rows: list[dict], letters: list[str], ends: np.ndarray, file: Path) -> 
 def draw_segments(axis, rows: list[dict], letters: list[str], ends: np.ndarray) -> None:
   """A line a run; two shades by turns, a segment each."""
   before = np.cumsum(ends, axis=1) - ends
+  axis.grid(False)
   axis.imshow(before % 2, cmap="Blues", vmin=-0.4, vmax=3, aspect="auto")
   for y in range(len(rows)):
     for x, letter in enumerate(letters):

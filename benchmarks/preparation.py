@@ -31,6 +31,8 @@ import time
 
 import timing
 
+from dpjax.analysis import style
+
 GIGABYTE = 10**9
 QUICK_BYTES = 2 * 10**7
 PART = 2**20
@@ -227,6 +229,7 @@ def time_models(repetitions: int) -> dict:
   }
 
 
+@style.applied()
 def draw_figure(report: dict, path: pathlib.Path) -> None:
   """MB/s of every kind and way, and tokens a second of batches and models."""
   import matplotlib
@@ -250,6 +253,7 @@ def draw_figure(report: dict, path: pathlib.Path) -> None:
   axes[1].set_title("tokens/s: batches, and training steps of the quickstart's size")
   for axis in axes:
     axis.tick_params(axis="x", labelrotation=45, labelsize=8)
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

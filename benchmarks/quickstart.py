@@ -19,6 +19,8 @@ import numpy as np
 import timing
 import witten_bell
 
+from dpjax.analysis import style
+
 ROOT = pathlib.Path(__file__).parents[1]
 EVERY = 25
 
@@ -80,6 +82,7 @@ def minutes_to_pass(points: list[dict[str, float]], bits: float) -> float | None
   return min(below, default=None)
 
 
+@style.applied()
 def draw(result: dict, path: pathlib.Path) -> None:
   import matplotlib
 
@@ -99,6 +102,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
     ylabel="test bits per character",
     title="configs/quickstart.py",
   )
+  style.finish(figure)
   figure.savefig(path, dpi=120)
 
 

@@ -22,6 +22,8 @@ import pathlib
 
 import timing
 
+from dpjax.analysis import style
+
 SHAPES = [(4, 512, 512), (1, 4096, 512), (1, 16384, 256)]
 ACCELERATOR_SHAPES = [*SHAPES, (8, 4096, 1024)]
 QUICK_SHAPES = [(2, 128, 128), (1, 1024, 128)]
@@ -228,6 +230,7 @@ def compare_level_dropout(arrays, rates, draws, repetitions):
   } | {"draws": draws, "seed": SEED}
 
 
+@style.applied()
 def draw_figure(report, path):
   """Bars by implementation: time and memory; lines by length, beside attention."""
   import matplotlib
@@ -253,20 +256,21 @@ def draw_figure(report, path):
   for row, kind in enumerate(kinds):
     axis = axes[row, 2]
     for dtype in dict.fromkeys(x["dtype"] for x in report["lengths"]):
-      styles = {"shift_and_sum": "o-", "attention": "x--", "tiles": "+:"}
-      for name, style in styles.items():
+      marks = {"shift_and_sum": "o-", "attention": "x--", "tiles": "+:"}
+      for name, mark in marks.items():
         points = [
           (x["length"], x[kind][name]["milliseconds"])
           for x in report["lengths"]
           if x["dtype"] == dtype and "milliseconds" in x[kind].get(name, {})
         ]
         if points:
-          axis.plot(*zip(*points, strict=True), style, label=f"{name}, {dtype}")
+          axis.plot(*zip(*points, strict=True), mark, label=f"{name}, {dtype}")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_title(f"{kind}: ms by T, B 1, D {report['lengths'][0]['width']}")
     axis.legend()
   axes[0, 0].legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=100)
 

@@ -25,6 +25,7 @@ from matplotlib import pyplot as plt
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.analysis import style
 from dpjax.data import batches
 
 PAPER = {"dispatcher": 35.40, "msa": 40.58}  # test perplexity
@@ -92,6 +93,7 @@ def describe(folder: Path) -> dict:
   return row
 
 
+@style.applied()
 def draw(rows: dict[str, dict], file: Path) -> None:
   """Validation perplexity over epochs, one curve a model."""
   figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -104,9 +106,8 @@ def draw(rows: dict[str, dict], file: Path) -> None:
     yscale="log",
     title="Penn Treebank, the paper's size",
   )
-  axis.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
-  axis.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
   axis.legend()
+  style.finish(figure)
   figure.savefig(file, dpi=120)
   plt.close(figure)
 

@@ -2,6 +2,7 @@
 
   python benchmarks/training_step.py --parts=dispatcher,extractors,hourglass
   python benchmarks/training_step.py --parts=lengths
+  python benchmarks/training_step.py --parts=paper
 
 writes results/training_step.json, and with "lengths" results/training_step.png (each
 about 8 minutes on 2 cores; --quick: small, and nothing is written). The parts of an
@@ -9,6 +10,9 @@ earlier report that are not measured again stay in it, each with its own machine
 
   dispatcher   the Dispatcher paper's two models, a step of training with its dropout and
                without, and the loss of a batch; under two settings of the allocator
+  paper        the Dispatcher at its paper's batch, 20 rows of 512, with the machine to itself
+               and beside a busy neighbour: a process that copies 256 MiB again and again, on
+               one core
   lengths      a step of both over T, batch 1: the paper's Fig. 2
   extractors   SHE, HE, WE, ME and attention of 32 heads, two layers of the paper's model
   hourglass    12 layers of relative attention, and with segments of 4 tokens. T = 512,
@@ -18,7 +22,9 @@ A step is the gradient of the mean loss of a fixed batch, clipping where the pap
 and an update by Adam: `dpjax.training.step.jit_train_step` here, `benchmarks/
 torch_models.py` there, eager unless --compile_torch. Both have the same number of
 parameters, the same batch and rates of dropout, and the same number of threads or the same
-GPU. Each model is a process of its own. The processes take turns step by step, and ratios
+GPU. Each model is a process of its own, and its "utilisation" is the share of a large matrix
+product's rate that its own products reach, in the JAX of that run (`dpjax.training.operations`).
+The processes take turns step by step, and ratios
 are medians over repetitions of paired times. Where PyTorch is not installed, the rows of
 dpjax stand alone.
 
@@ -47,7 +53,9 @@ import time
 
 import timing
 
-PARTS = ("dispatcher", "lengths", "extractors", "hourglass")
+from dpjax.analysis import style
+
+PARTS = ("dispatcher", "paper", "lengths", "extractors", "hourglass")
 SEED = 0
 # The settings of a model in one flat table, for both sides; a component of dpjax takes
 # those that it has.
@@ -87,6 +95,15 @@ SIZES = {
     dropout=0.2,
     repetitions=9,
     max_seconds=None,
+  ),
+  # Penn Treebank's vocabulary.
+  "paper": dict(
+    model=dict(vocab_size=8_558, num_layers=6, width=512, feed_forward_width=512, max_length=512),
+    optimizer=CLIPPED,
+    batch=20,
+    dropout=0.2,
+    repetitions=7,
+    max_seconds=240.0,
   ),
   "lengths": dict(
     model=dict(vocab_size=10_000, num_layers=6, width=512, feed_forward_width=512),
@@ -147,6 +164,7 @@ _SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
 _FEW = dict(batch=2, repetitions=3)
 QUICK = {
   "dispatcher": SIZES["dispatcher"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
+  "paper": SIZES["paper"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
   "lengths": SIZES["lengths"] | dict(model=_SMALL, repetitions=3, lengths=(16, 32, 64)),
   "extractors": SIZES["extractors"]
   | _FEW
@@ -161,6 +179,17 @@ QUICK = {
   ),
 }
 WARM_UPS = 2
+NEIGHBOUR = """
+import os, sys
+import numpy as np
+if hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+x = np.zeros(2**25)
+y = x.copy()
+print("ready", flush=True)
+while True:
+  np.copyto(y, x)
+"""
 # How PyTorch computes an Extractor: the first is what rows without a name are.
 FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
 BASELINE = "attention"
@@ -175,6 +204,19 @@ NAMES = {
   "jax": "dpjax",
   "torch": "PyTorch",
 }
+
+
+@contextlib.contextmanager
+def neighbour():
+  """A process that copies memory on one core, as long as the context lasts."""
+  process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE)
+  try:
+    process.stdout.readline()
+    yield process
+  finally:
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def draw_text(seed, batch, length, vocab_size):
@@ -211,7 +253,7 @@ class JaxRunner:
 
     from dpjax import config
     from dpjax.models.build import build_boundaries, build_model
-    from dpjax.training import losses, sharding
+    from dpjax.training import losses, operations, sharding
     from dpjax.training import step as training
     from dpjax.training.optimizer import make_optimizer
 
@@ -231,6 +273,10 @@ class JaxRunner:
     batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
     self.batch = sharding.put_batch(batch, mesh)
     state = training.abstract_state(model, optimizer, SEED, mesh)
+    self.product_rate = operations.product_rate(of_model.dtype)
+    self.utilisation = operations.Utilisation(
+      model, state.params, settings["length"], bool(objective.boundaries), self.product_rate
+    )
     self.parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     steps = {
@@ -263,6 +309,7 @@ class JaxRunner:
       "device": self.device.device_kind,
       "compile_seconds": self.compile_seconds,
       "temporary_mib": self.temporary_mib,
+      "product_rate": self.product_rate,
       "limit_mib": limit / 2**20 if limit else None,
       "rss_mib": peak_rss_mib(),
     }
@@ -283,8 +330,11 @@ class JaxRunner:
     seconds = time.perf_counter() - start
     statistics = self.device.memory_stats() or {}
     peak = statistics.get("peak_bytes_in_use")
+    segments = float(metrics["segments"] / metrics["rows"]) if "segments" in metrics else 0.0
+    operations = self.utilisation.operations(segments) * self.batch["tokens"].size
     return {
       "seconds": seconds,
+      "operations": operations / (1 if command == "train" else 3),
       "loss": float(metrics["nats"] / metrics["count"]),
       "peak_mib": peak / 2**20 if peak else None,
       "peak_rss_mib": peak_rss_mib(),
@@ -462,8 +512,10 @@ def describe(worker, command, found):
 def make_rows(workers, command, found, baseline):
   """A row for every name.
 
-  "over" has, by side, the ratio of dpjax's time to that side's; "over_baseline", by side,
-  the ratio to the baseline's time on the same side, where it was measured.
+  "utilisation" of a side: the operations of its matrix products over its time and over the
+  rate of a large one. "over" has, by side, the ratio of dpjax's time to that side's;
+  "over_baseline", by side, the ratio to the baseline's time on the same side, where it was
+  measured.
   """
   rows = []
   for name, sides in workers.items():
@@ -481,6 +533,8 @@ def make_rows(workers, command, found, baseline):
       "over": {
         side: timing.ratio(seconds["jax"], x) for side, x in seconds.items() if side != "jax"
       },
+      "operations": found[name, "jax"][1]["operations"],
+      "product_rate": sides["jax"].ready["product_rate"],
       "baseline": baseline,
       "over_baseline": {
         side: timing.ratio(x, found[baseline, side.split(",")[0]][2])
@@ -488,6 +542,8 @@ def make_rows(workers, command, found, baseline):
         if baseline in workers
       },
     }
+    for x in row["sides"].values():
+      x["utilisation"] = row["operations"] / (x["milliseconds"] / 1e3) / row["product_rate"]
     rows.append(row)
     times = ", ".join(f"{side} {x['milliseconds']:.0f}" for side, x in row["sides"].items())
     print(f"{name}, {command}, dropout {row['dropout']}: ms {times}", flush=True)
@@ -535,6 +591,17 @@ def compare_dispatcher(sizes, run):
       found += compare(
         models, run, sizes, BASELINE, commands=commands, is_quiet=allocator == "quiet"
       )
+  return {"rows": rows}
+
+
+def compare_paper(sizes, run):
+  """Rows with the machine for itself, and beside a busy neighbour."""
+  models = {"dispatcher": dropouts(sizes["dropout"]) | {"mixer": "dispatcher"}}
+  rows = {}
+  for name, context in (("quiet", contextlib.nullcontext), ("quiet, busy neighbour", neighbour)):
+    print(name, flush=True)
+    with context():
+      rows[name] = compare(models, run, sizes, BASELINE)
   return {"rows": rows}
 
 
@@ -825,6 +892,7 @@ def make_tables(report):
           "dropout",
           "dtype",
           "ms",
+          "utilisation",
           "dpjax / it",
           "over baseline",
           "first loss",
@@ -838,6 +906,7 @@ def make_tables(report):
             f"{row['dropout']:g}",
             row["dtype"],
             number(x["milliseconds"]),
+            number(x.get("utilisation")),
             number(row["over"].get(side)),
             number(row["over_baseline"].get(side)),
             number(x["loss"]),
@@ -851,6 +920,7 @@ def make_tables(report):
   return "\n".join(lines)
 
 
+@style.applied()
 def draw_figure(rows, path):
   """Time and memory of a step over T."""
   import matplotlib
@@ -859,7 +929,7 @@ def draw_figure(rows, path):
   from matplotlib import pyplot
 
   # Apart for the colour-blind, too; the shapes tell the same.
-  colors = {"dispatcher": "#0072B2", BASELINE: "#E69F00"}
+  colors = {"dispatcher": "C0", BASELINE: "C1"}
   shapes = {"jax": "o-", "torch": "s--"}
   figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
   rows = [x for x in rows if "left_out" not in x]
@@ -885,9 +955,9 @@ def draw_figure(rows, path):
     axis.set_yscale("log")
     axis.set_xticks(lengths, [str(x) for x in lengths])
     axis.set_xlabel("T, tokens")
-    axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-  axes[0].legend(frameon=False)
+  axes[0].legend()
+  style.finish(figure)
   figure.tight_layout()
   figure.savefig(path, dpi=120)
   pyplot.close(figure)
@@ -968,6 +1038,7 @@ def choose_run(arguments):
 
 COMPARISONS = {
   "dispatcher": compare_dispatcher,
+  "paper": compare_paper,
   "lengths": lambda sizes, run: Lengths(sizes, run).measure(),
   "extractors": compare_extractors,
   "hourglass": compare_hourglass,

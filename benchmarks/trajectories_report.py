@@ -19,6 +19,8 @@ import numpy as np
 import timing
 from trajectories import ATTENTION
 
+from dpjax.analysis import style
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
@@ -83,13 +85,18 @@ def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
     theirs = sides["authors"]
     found = {side: differences(x, theirs) for side, x in sides.items() if side != "authors"}
     after = slice(FIRST // WINDOW, None)
+    over_floor = {
+      side: float((found[side][after] / found["again"][after]).max())
+      for side in ("dpjax", "exact_adam")
+      if side in found
+    }
     means = {
       side: sides[side][: len(found["dpjax"]) * WINDOW].reshape(-1, WINDOW).mean(axis=1)
       for side in SIDES
     }
     models[name] = {
       "most_of_first_100": float(np.abs(sides["dpjax"][:FIRST] / theirs[:FIRST] - 1).max()),
-      "most_over_floor_after": float((found["dpjax"][after] / found["again"][after]).max()),
+      "most_over_floor_after": over_floor,
       "loss": {side: x.round(5).tolist() for side, x in means.items()},
       "difference": {side: [float(f"{y:.3g}") for y in x] for side, x in found.items()},
     }
@@ -144,6 +151,7 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
   return models
 
 
+@style.applied()
 def draw_same(models: Mapping[str, Any]) -> Any:
   """Above both losses, below their difference beside the floor's, and faults."""
   columns = 4
@@ -162,21 +170,28 @@ def draw_same(models: Mapping[str, Any]) -> Any:
     above.plot(x, model["loss"]["authors"], "k", linewidth=3, alpha=0.3, label="authors' code")
     above.plot(x, model["loss"]["dpjax"], "C0", linewidth=1, label="dpjax")
     above.set(title=name, ylabel="loss, nats a token" if column == 0 else None)
-    sides = {"again": "their code, other threads", "dpjax": "dpjax"}
+    sides = {
+      "again": "their code, other threads",
+      "dpjax": "dpjax",
+      "exact_adam": "dpjax, Adam's corrections exact",
+    }
     for side, values in sorted(model["difference"].items()):
       is_fault = side not in sides
-      style = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
-      color = {"again": "0.5", "dpjax": "C0"}.get(side, f"C{len(below.lines) + 1}")
+      look = {"linestyle": ":" if is_fault else "-", "marker": "." if is_fault else None}
+      known = {"again": "0.5", "dpjax": "C0", "exact_adam": "C6"}
+      color = known.get(side, f"C{len(below.lines) + 1}")
       label = sides.get(side, f"fault: {side.replace('_', ' ')}")
-      below.plot(x[: len(values)], values, color=color, label=label, **style)
+      below.plot(x[: len(values)], values, color=color, label=label, **look)
     below.set(yscale="log", xlabel="update")
     if column == 0:
       below.set(ylabel="relative difference to theirs")
     below.legend(fontsize=7)
   axes[0, 0].legend(fontsize=7)
+  style.finish(figure)
   return figure
 
 
+@style.applied()
 def draw_seeds(models: Mapping[str, Any]) -> Any:
   """The validation losses of both sides, and the margin about the authors' mean."""
   figure, axes = plt.subplots(
@@ -191,9 +206,11 @@ def draw_seeds(models: Mapping[str, Any]) -> Any:
     axis.set(title=name, xlim=(-0.5, 1.5))
     axis.set_xticks(range(2), SIDES)
   axes[0, 0].set_ylabel("validation loss, nats a token")
+  style.finish(figure)
   return figure
 
 
+@style.applied()
 def draw_sizes(models: Mapping[str, Any]) -> Any:
   """Differences over parameters, their line, and the paper's difference."""
   columns = 3
@@ -216,6 +233,7 @@ def draw_sizes(models: Mapping[str, Any]) -> Any:
     axis.set(title=title, xscale="log", xlabel="parameters", ylabel=unit)
   if len(models):
     axes[0, 0].legend(fontsize=8)
+  style.finish(figure)
   return figure
 
 

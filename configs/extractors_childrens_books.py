@@ -2,7 +2,7 @@
 
   python train.py --config=configs/extractors_childrens_books.py:she --workdir=runs/she
   python train.py --config=configs/extractors_childrens_books.py:he,tiny --workdir=runs/tiny
-  dpjax plots runs/she runs/he runs/attention_32 --out=costs.png
+  dpjax plots runs/she runs/he runs/attention_32 --figure=curves
 
 After the colon, separated by commas:
 

@@ -13,7 +13,7 @@ COMMANDS = {
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
   "data": ("dpjax.commands.data", "list, prepare and clean corpora"),
-  "plots": ("dpjax.analysis.plots", "plot the training costs of runs"),
+  "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
   "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),
   "complexity": ("dpjax.analysis.complexity", "count a mixer's operations and parameters"),

@@ -32,7 +32,7 @@ import jax
 import timing
 
 from dpjax import run as run_lib
-from dpjax.analysis import costs
+from dpjax.analysis import costs, folders
 from dpjax.config import ConfigDict
 from dpjax.data import catalog
 from dpjax.errors import Interrupted, UserError
@@ -164,7 +164,7 @@ def _describe(run: run_lib.Run, workdir: Path) -> dict[str, Any]:
 
 def _curves(workdir: Path, config: ConfigDict) -> dict[str, Any]:
   """The losses and validations in a run's files, and its number of updates."""
-  losses, every = costs.read_losses(workdir), config.train.median_every_steps
+  losses, every = folders.read_losses(workdir), config.train.median_every_steps
   lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
   reports = [json.loads(line) for line in lines]
   return {

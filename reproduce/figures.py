@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpjax.analysis import costs, plots
+from dpjax.analysis import plots, style
+from dpjax.analysis.folders import Record
 from reproduce import papers
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ Lines = dict[str, list[tuple[float, float]]]
 _FACTOR_AXIS = papers.FACTOR.replace("_", " ")
 
 
+@style.applied()
 def draw(content: Content) -> "Figure | None":
   """Draws what there is of a table; None where there is nothing.
 
@@ -44,6 +46,7 @@ def draw(content: Content) -> "Figure | None":
   if figure is not None:
     reduced = "" if content["scale"] == "paper" else f", reduced ({content['scale']})"
     figure.suptitle(content["table"] + reduced)
+    style.finish(figure)
   return figure
 
 
@@ -86,16 +89,15 @@ def _lines(panels: Mapping[str, Lines], xlabel: str) -> "Figure | None":
   all_axes = canvas.subplots(1, len(panels), squeeze=False)[0]
   for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
     for i, (label, points) in enumerate(lines.items()):
-      axes.plot(*zip(*sorted(points), strict=True), **plots.style(i), label=label, marker="o")
+      axes.plot(*zip(*sorted(points), strict=True), **style.line(i), label=label, marker="o")
     axes.set(xlabel=xlabel, ylabel=name)
-    axes.grid(True, color="0.85")
     places = sorted({x for points in lines.values() for x, _ in points})
     if len(places) > 1 and all(b >= 2 * a for a, b in zip(places, places[1:], strict=False)):
       axes.set_xscale("log", base=2)
       axes.set_xticks(places, [f"{x:,g}" for x in places])
     if name.startswith("seconds"):
       axes.set_yscale("log")
-  all_axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+  all_axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
   return canvas
 
 
@@ -114,11 +116,10 @@ def _beside(rows: Sequence[Content], score: str) -> "Figure | None":
     for axes, key, name in zip(pair, ("paper", "mean"), ("the paper's", "ours"), strict=True):
       values = [row[key].get(score, np.nan) for row in rows]
       spread = [(row["deviation"].get(score) or 0) * (key == "mean") for row in rows]
-      style = dict(fmt="o", color=plots.style(key == "mean")["color"])
-      axes.errorbar(values, range(len(rows)), xerr=spread, **style)
+      colour = style.COLOURS[key == "mean"]
+      axes.errorbar(values, range(len(rows)), xerr=spread, fmt="o", color=colour)
       axes.set(title=f"{group}, {name}", xlabel=score.replace("_", " "))
-      axes.grid(True, color="0.85")
-    pair[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
+      pair[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
     pair[0].set_ylim(len(rows) - 0.5, -0.5)
   return canvas
 
@@ -134,5 +135,5 @@ def _costs(rows: Sequence[Content]) -> "Figure | None":
     # Losses that have these medians: dpjax draws the same curve of them.
     losses = np.repeat(np.array(run["costs"]["medians"], np.float32), every)
     name = label + " (partial)" * (run["status"] == "partial")
-    runs.append(costs.Costs(f"seed {run['seed']}", {}, losses, name))
+    runs.append(Record(f"seed {run['seed']}", {}, losses, name))
   return plots.draw(runs, every=every)

@@ -104,6 +104,7 @@ COMMANDS = helpers.cases(r"""
   train --workdir={nothing} | --config: expected an experiment, or a --workdir with a run
   train --config={quickstart} | --workdir
   train --config={quickstart} --workdir= | --workdir: expected a folder, got none
+  train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
   {train} --config= | --config
   {train} --config={nothing}.py | --config: expected a Python file or one of
   {train} --config={folder} | --config: expected a Python file
@@ -141,6 +142,9 @@ COMMANDS = helpers.cases(r"""
   {evaluate} --window=-5 | eval.window: expected 1 to model.max_length = 19, got -5
   {evaluate} --stride=-5 | stride: expected .* got -5
   {evaluate} --stride=20 | stride: expected .* got 20
+  {evaluate} --choices={nothing} | choices: expected to read .*no_such
+  {evaluate} --choices={text} | choices: expected JSON in line 1 of .*text
+  {evaluate} --choices={text} --split=test | --split: expected none with --choices, got test
   {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
   evaluate --torch_checkpoint={text} | --config: expected it with --torch
@@ -182,7 +186,13 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a:1 --num_processes=0 --process_id=0 | --num_processes
 """)
 MODULES = helpers.cases(r"""
-  plots {run} | --out
+  {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
+  {plot} --metric=train/loss --figure=curves | --metric: expected it with --figure
+  {plot} --log=z | --log: expected x, y or x,y, got z
+  {plot} --width=9 | --width: expected 1.5in to 40in, .* got 9
+  {plot} --width=1.2.3in | --width: expected
+  {plot} --width=1mm | --width: expected
+  {plot} --seeds=none | --seeds
   plots --out=x.png | run_folder
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {nothing} --out=x.bmp | --out: expected a file that ends in .png

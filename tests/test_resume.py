@@ -13,6 +13,7 @@ import chex
 import pytest
 
 import dpjax
+from dpjax.training import checkpoints
 from tests import helpers
 
 pytestmark = pytest.mark.slow
@@ -170,9 +171,9 @@ def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
   ]
 
 
-def finish_all(processes: list[subprocess.Popen]) -> list[str]:
+def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[str]:
   try:
-    return [finish(process) for process in processes]
+    return [finish(process, seconds) for process in processes]
   finally:
     for process in processes:
       process.kill()
@@ -201,6 +202,33 @@ def test_two_processes_train_as_one(text, tmp_path, kind):
   one, two = (dpjax.load(tmp_path / name) for name in ("one", "two"))
   text = "the cat sat on a mat"
   assert one.score(text) == pytest.approx(two.score(text), rel=1e-4)
+
+
+def test_two_processes_save_the_last_while_the_best_is_being_written(text, tmp_path):
+  script = tmp_path / "script.py"
+  script.write_text(f"""
+import sys
+import jax
+import jax.numpy as jnp
+from dpjax.training import checkpoints, step
+
+address, number = (flag.partition("=")[2] for flag in (sys.argv[-3], sys.argv[-1]))
+jax.distributed.initialize(address, 2, int(number))
+everywhere = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P())
+
+def state_of(i):
+  params = {{"w": jnp.arange(1000.0) + i}}
+  return step.TrainState(jnp.int32(i), params, (), jax.random.key(0))
+
+with checkpoints.Checkpoints({str(tmp_path / "run")!r}, keep=2) as saved:
+  for i in range(1, 31):
+    state = jax.jit(state_of, static_argnums=0, out_shardings=everywhere)(i)
+    saved.save(state, {{}}, best=i % 2 == 0)
+""")
+  printed = finish_all(start_two(helpers.small_config(text), tmp_path, script=script), seconds=150)
+  assert "Traceback" not in "".join(printed), printed
+  found = checkpoints.Checkpoints(tmp_path / "run").steps()
+  assert found == [29, 30]
 
 
 def test_two_processes_stop_together_and_refuse_together(text, tmp_path):

@@ -250,7 +250,7 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
   for made in (config, helpers.small_config(text), config_lib.default()):
     made.sample.prompt = "a cat's = 'x'"
     seen = []
-    monkeypatch.setattr(run_lib, "train", lambda found, _, seen=seen: seen.append(found))
+    monkeypatch.setattr(run_lib, "train", lambda found, *_, seen=seen, **__: seen.append(found))
     with contextlib.suppress(TypeError):  # of what train.py does with its result
       call("train", *helpers.overrides(made), "--workdir=x")
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)

@@ -6,9 +6,11 @@ if TYPE_CHECKING:
   from dpjax.analysis import calibrate as calibrate
   from dpjax.analysis import complexity as complexity
   from dpjax.analysis import costs as costs
+  from dpjax.analysis import folders as folders
   from dpjax.analysis import plots as plots
   from dpjax.analysis import segmentation as segmentation
   from dpjax.analysis import significance as significance
+  from dpjax.analysis import style as style
 else:
   from dpjax import lazy
 

@@ -1,4 +1,4 @@
-"""Training costs of runs, read from their folders: medians, and a table of them.
+"""Training costs of runs: medians, and a table of them.
 
 Source: "Attention Is Not All You Need Anymore", Sec. 6.
 """
@@ -6,31 +6,31 @@ Source: "Attention Is Not All You Need Anymore", Sec. 6.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from dpjax.analysis.folders import (
+  REPORTING,
+  Record,
+  by_seed,
+  differences,
+  distinct_labels,
+  is_of,
+  setting,
+)
 from dpjax.errors import UserError
-
-FIGURES = ("curves", "every_batch", "by_length", "by_layers")
-
 
 # Where a line of the figures "by ..." has its points, and the name of that axis.
 PLACES = {
   "by_length": ("model.max_length", "context window (tokens)"),
   "by_layers": ("model.num_layers", "layers"),
 }
-
-
-# What runs may differ in and still be compared: the mixer and its parts, what changes no
-# result, and how a run reports. With a section goes all that is in it; those of the model
-# that have no section were settings of version 0.1.
+# What runs may differ in and still be compared: the mixer and its parts, and how a run
+# reports. With a section goes all that is in it; the others were settings of the model in
+# version 0.1.
 _FREE = (
   "model.mixer",
-  "model.vocab_size",
-  "model.scan_layers",
-  "model.remat",
   *(
     f"model.{name}"
     for name in (
@@ -42,134 +42,8 @@ _FREE = (
       "implementation",
     )
   ),
-  *(
-    f"train.{name}"
-    for name in (
-      "num_steps",
-      "num_epochs",
-      "log_every_steps",
-      "median_every_steps",
-      "eval_every_steps",
-      "eval_every_epochs",
-      "checkpoint_every_steps",
-      "keep_checkpoints",
-      "parameters",
-    )
-  ),
+  *REPORTING,
 )
-
-
-class Costs(NamedTuple):
-  """What is drawn of a run: its folder as given, settings, losses [N] and label."""
-
-  folder: str
-  config: Mapping[str, Any]
-  losses: np.ndarray
-  label: str
-
-
-def read_losses(workdir: str | Path) -> np.ndarray:
-  """Reads the loss of every update of a run, update 1 first.
-
-  Args:
-    workdir: the run's folder.
-
-  Returns:
-    [N], float32, nats per token; NaN where one is not known.
-
-  Raises:
-    ValueError: there is no such folder or file, or the file is damaged.
-  """
-  content = _read(workdir, "losses.f32")
-  if len(content) % 4:
-    raise UserError(
-      f"workdir: expected 4 bytes an update in {Path(workdir) / 'losses.f32'}, got "
-      f"{len(content)} bytes"
-    )
-  return np.frombuffer(content, "<f4").astype(np.float32)
-
-
-def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings of a run as they stand in its folder.
-
-  Raises:
-    ValueError: there is no such folder or file, or it holds no settings.
-  """
-  try:
-    config = json.loads(_read(workdir, "config.json"))
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-    path = Path(workdir) / "config.json"
-    raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
-  sections = ("model", "data", "train")
-  if not isinstance(config, dict) or not all(
-    isinstance(config.get(section, {}), dict) for section in sections
-  ):
-    path = Path(workdir) / "config.json"
-    raise UserError(f"workdir: expected the settings of a run in {path}, got others")
-  return config
-
-
-def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Costs]:
-  """Reads run folders.
-
-  Args:
-    workdirs: the folders.
-    labels: one for each; None takes those of `label`.
-
-  Returns:
-    A run for each folder, in their order.
-
-  Raises:
-    ValueError: a folder cannot be read, or there are more or fewer labels.
-  """
-  if labels is not None and len(labels) != len(workdirs):
-    raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
-  runs = []
-  for i, workdir in enumerate(workdirs):
-    losses, config = read_losses(workdir), read_config(workdir)
-    text = label(config) if labels is None else labels[i]
-    runs.append(Costs(str(workdir), config, losses, text))
-  return runs
-
-
-def label(config: Mapping[str, Any]) -> str:
-  """Names a run after its token mixer.
-
-    >>> label({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
-    'attention, 32 heads'
-    >>> label({"model": {"mixer": {"name": "we", "output_projection": False}}})
-    'WE, no output projection'
-
-  Args:
-    config: the settings of a run.
-
-  Returns:
-    The name, with what departs from the mixer's usual form.
-
-  Raises:
-    ValueError: the settings name no mixer.
-  """
-  settings = setting(config, "model.mixer")
-  if isinstance(settings, str):  # Of version 0.1, where the model has them.
-    settings = {**config["model"], "name": settings}
-  mixer = settings.get("name") if isinstance(settings, Mapping) else settings
-  if not isinstance(settings, Mapping) or not isinstance(mixer, str):
-    raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
-  if mixer in ("she", "he", "we", "me"):
-    without = [
-      part.replace("_", " ")
-      for part in ("adjustment", "output_projection")
-      if settings.get(part) is False
-    ]
-    name = mixer.upper()
-    if len(without) == 2:
-      return f"{name}, extraction alone"
-    return f"{name}, no {without[0]}" if without else name
-  names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
-  name, heads = names.get(mixer, mixer), settings.get("num_heads")
-  if mixer == "attention" or heads not in (1, None):
-    name += f", {heads} {'head' if heads == 1 else 'heads'}"
-  return name
 
 
 def medians(losses: np.ndarray, every: int) -> np.ndarray:
@@ -214,19 +88,23 @@ def last_median(losses: np.ndarray, every: int) -> float:
   return _median(losses[-every:])
 
 
-def table(runs: Sequence[Costs], every: int, figure: str = "curves") -> dict[str, Any]:
+def table(
+  runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
+) -> dict[str, Any]:
   """Gathers the medians of runs, and what makes them hard to compare.
 
   Args:
     runs: at least one.
     every: updates of a window.
-    figure: one of `FIGURES`; what those by length and by layers are drawn over may
-      differ, too.
+    figure: of `dpjax.analysis.plots`; what those by length and by layers are drawn over
+      may differ, too.
+    metric: a logged score to gather as well, as "valid/perplexity".
 
   Returns:
     What JSON can hold, with None for what is not known: "every", "updates" (the last one
     of each window), "runs", each with "name", "folder", "updates", "unknown" (losses),
-    "max_length", "num_layers", "medians" and "last"; and "notes", a sentence each.
+    "max_length", "num_layers", "medians" and "last"; and "notes", a sentence each. With a
+    metric also its name, "metric", and of each run "scores", pairs of update and value.
 
   Raises:
     ValueError: a run has fewer updates than `every`.
@@ -246,57 +124,71 @@ def table(runs: Sequence[Costs], every: int, figure: str = "curves") -> dict[str
         "last": _number(last_median(run.losses, every)),
       }
     )
+    if metric is not None:
+      rows[-1]["scores"] = [[*pair] for pair in sorted(run.scores.get(metric, {}).items())]
   windows = max(len(row["medians"]) for row in rows)
-  return {
+  content = {
     "every": every,
     "updates": [every * (i + 1) for i in range(windows)],
     "runs": rows,
     "notes": _notes(runs, figure),
   }
+  return content if metric is None else content | {"metric": metric}
 
 
 def format_table(content: Mapping[str, Any]) -> str:
   """Lays out what `table` gives: a line a run, a column a window, notes below."""
-  rows = content["runs"]
-  first = max(len(row["name"]) for row in rows)
-  heads = [*map(str, content["updates"]), "last"]
-  width = max(8, *map(len, heads))
-
-  def line(name: str, cells: Sequence[str]) -> str:
-    return "  ".join([name.ljust(first), *(cell.rjust(width) for cell in cells)])
-
-  lines = [line("", heads)]
-  for row in rows:
-    missing = [""] * (len(heads) - 1 - len(row["medians"]))
-    values = [_cell(value) for value in row["medians"]]
-    lines.append(line(row["name"], [*values, *missing, _cell(row["last"])]))
-  every = content["every"]
+  every, updates = content["every"], content["updates"]
+  rows = []
+  for row in content["runs"]:
+    missing = [""] * (len(updates) - len(row["medians"]))
+    rows.append((row["name"], [*map(_cell, row["medians"]), *missing, _cell(row["last"])]))
   title = f"Median training cost of {every} batches, nats per token; up to batch:"
-  notes = [f"  {note}" for note in content["notes"]]
-  if notes:
-    notes = ["", "To be compared with care:", *notes]
-  return "\n".join([title, "", *lines, *notes])
+  return _lay_out(title, [*map(str, updates), "last"], rows, content["notes"])
 
 
-def distinct_labels(runs: Sequence[Costs]) -> list[str]:
-  """The labels, with the folder where several runs share one."""
-  labels = [run.label for run in runs]
-  return [
-    run.label if labels.count(run.label) == 1 else f"{run.label} ({run.folder})" for run in runs
+def format_scores(content: Mapping[str, Any]) -> str:
+  """Lays out the metric of what `table` gives, beside the last costs: a line a run."""
+  every = content["every"]
+  title = f"Median cost of the last {every} batches, nats per token"
+  if every == 1:
+    title = "Cost of the last batch, nats per token"
+  heads, rows = ["batches", "cost"], []
+  if content.get("metric"):
+    title += f"; {content['metric']}"
+    heads += ["last", "lowest", "at batch"]
+  for row in content["runs"]:
+    cells = [f"{row['updates']:,}", _cell(row["last"])]
+    if scores := row.get("scores"):
+      lowest_at, lowest = min(scores, key=lambda pair: pair[1])
+      cells += [_cell(scores[-1][1]), _cell(lowest), f"{lowest_at:,}"]
+    rows.append((row["name"], cells))
+  return _lay_out(f"{title}:", heads, rows, content["notes"])
+
+
+def _lay_out(
+  title: str,
+  heads: Sequence[str],
+  rows: Sequence[tuple[str, Sequence[str]]],
+  notes: Sequence[str],
+) -> str:
+  first, width = max(len(name) for name, _ in rows), max(8, *map(len, heads))
+  lines = [
+    "  ".join([name.ljust(first), *(cell.rjust(width) for cell in cells)])
+    for name, cells in [("", heads), *rows]
   ]
+  if notes:
+    lines += ["", "To be compared with care:", *(f"  {note}" for note in notes)]
+  return "\n".join([title, "", *lines])
 
 
-def _notes(runs: Sequence[Costs], figure: str) -> list[str]:
+def _notes(runs: Sequence[Record], figure: str) -> list[str]:
   """What differs between the runs beside the mixer, and losses that are missing."""
-  free = tuple(f"{key}." for key in (*_FREE, *PLACES.get(figure, ())[:1]))
-  configs = [*map(_flat, _of_one_version([run.config for run in runs]))]
-  keys = sorted({key for config in configs for key in config})
-  columns = {
-    key: [config.get(key) for config in configs]
-    for section in ("seed.", "model.", "data.", "train.")
-    for key in keys
-    if f"{key}.".startswith(section) and not f"{key}.".startswith(free)
-  }
+  free = (*_FREE, *PLACES.get(figure, ())[:1])
+  columns = {key: column for key, column in differences(runs).items() if not is_of(key, free)}
+  seeds = [sorted(str(run.config.get("seed")) for run in group) for group in by_seed(runs)]
+  if all(of_group == seeds[0] for of_group in seeds):  # As many runs of each.
+    columns.pop("seed", None)
   columns["updates"] = [len(run.losses) for run in runs]
   names, notes = distinct_labels(runs), []
   for key, column in columns.items():
@@ -311,31 +203,6 @@ def _notes(runs: Sequence[Costs], figure: str) -> list[str]:
     if unknown:
       notes.append(f"{name}: {unknown} of {len(run.losses)} losses are not known, and left out")
   return notes
-
-
-def _of_one_version(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-  """Settings of version 0.1 beside those of now get their names of now."""
-  is_old = [isinstance(setting(config, "model.mixer"), str) for config in configs]
-  if all(is_old) or not any(is_old):
-    return [*configs]
-  from dpjax.config import from_dict  # Loads JAX, which else is not needed.
-
-  try:
-    return [
-      from_dict(config).to_dict() if old else config
-      for config, old in zip(configs, is_old, strict=True)
-    ]
-  except UserError:  # They are another program's.
-    return [*configs]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Settings by their full names, as `dpjax.config.flatten`."""
-  flat = {}
-  for key, value in settings.items():
-    more = isinstance(value, Mapping)
-    flat |= _flat(value, f"{prefix}{key}.") if more else {f"{prefix}{key}": value}
-  return flat
 
 
 def _some(names: Sequence[str]) -> str:
@@ -357,27 +224,9 @@ def _cell(value: float | None) -> str:
   return "-" if value is None else f"{value:.4f}"
 
 
-def setting(config: Mapping[str, Any], key: str) -> Any:
-  """The value of a dotted key; None where there is none."""
-  value: Any = config
-  for part in key.split("."):
-    value = value.get(part) if isinstance(value, Mapping) else None
-  return value
-
-
 def check_every(losses: np.ndarray, every: int, whose: str) -> None:
   """Refuses a window that is empty, or longer than the losses."""
   if not 1 <= every <= len(losses):
     raise UserError(
       f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got {every}"
     )
-
-
-def _read(workdir: str | Path, name: str) -> bytes:
-  path = Path(workdir) / name
-  if not Path(workdir).is_dir():
-    raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dpjax.analysis import plots
+from dpjax.analysis import plots, style
 from dpjax.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def visible(piece: str) -> str:
   return "".join(map(show, piece))
 
 
+@style.applied()
 def draw(segmentation: Segmentation) -> "Figure":
   """Draws a segmentation: tokens along x, a vertical line behind each closed segment.
 
@@ -134,12 +135,13 @@ def draw(segmentation: Segmentation) -> "Figure":
   size = max(5.0, 0.14 * count + 1), 1 + 1.6 * rows
   canvas = Figure(figsize=size, layout="constrained")
   panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
-  panels[0].bar(places, segmentation.entropies, color="#56B4E9")
+  panels[0].bar(places, segmentation.entropies, color="C5")
   panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
   if probabilities is not None:
-    panels[1].plot(places, probabilities, color="#D55E00", marker=".")
+    panels[1].plot(places, probabilities, color="C1", marker=".")
     panels[1].set(ylabel="probability\nof a boundary", ylim=(-0.05, 1.05))
   for axes in panels:
+    axes.grid(False)  # Lines across are ends of segments.
     for end in np.flatnonzero(segmentation.boundaries):
       axes.axvline(end + 0.5, color="0.4", linewidth=0.8, linestyle="--")
   labels = [*map(visible, segmentation.pieces)]
@@ -147,6 +149,7 @@ def draw(segmentation: Segmentation) -> "Figure":
   # A text may have dollars, and they set no formulas.
   panels[-1].set_xticks(places, labels, rotation=turn, fontsize=8, parse_math=False)
   panels[-1].set_xlabel("token")
+  style.finish(canvas)
   return canvas
 
 

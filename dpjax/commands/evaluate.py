@@ -1,5 +1,10 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
+--choices=FILE.jsonl scores multiple-choice questions instead, each line with a context, choices
+and the place of the right one, from 0: {"context": "A cat", "choices": ["sat", "mat"], "answer":
+0}. The names may be those of HellaSwag (ctx, endings, label) or of lm-evaluation-harness (query,
+choices, gold), too; `dpjax.data.questions` lists them.
+
 A file of the authors' PyTorch code, on the data and with the tokenizer of a configuration:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
@@ -25,6 +30,9 @@ _DOCUMENTS = flags.DEFINE_enum(
   ("", "joined", "isolated"),
   "isolated: score each document as if it stood alone; '': as data.documents",
 )
+_CHOICES = flags.DEFINE_string(
+  "choices", None, "a .jsonl of multiple-choice questions, to answer instead of scoring a split"
+)
 _TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' code")
 
 
@@ -46,11 +54,19 @@ def main(_) -> None:
     )
   if _TORCH.value and _STEP.value is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
+  of_a_split = [x for x in (_SPLIT, _WINDOW, _STRIDE, _DOCUMENTS) if x.present]
+  if _CHOICES.value and of_a_split:
+    raise UserError(
+      f"--{of_a_split[0].name}: expected none with --choices, got {of_a_split[0].value}"
+    )
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
     else:
       run = run_lib.load(str(_WORKDIR.value), _STEP.value)
+    if _CHOICES.value:
+      _choose(run, _CHOICES.value)
+      return
     size: dict[str, Any] = dict(
       window=_WINDOW.value, stride=_STRIDE.value, documents=_DOCUMENTS.value
     )
@@ -61,6 +77,19 @@ def main(_) -> None:
     print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}{alone}:")
     print(run_lib.table(scores))
   run.write_scores(_SPLIT.value, scores, **size)
+
+
+def _choose(run: Any, path: str) -> None:
+  import jax
+
+  scores = run.choose(path)
+  if jax.process_index() == 0:
+    print(f"{scores['questions']} questions of {path}, by {_TORCH.value or f'step {run.step}'}:")
+    for name in ("accuracy", "accuracy_per_byte"):
+      shown = f"{scores[name]:.4f} +- {scores[f'{name}_error']:.4f}"
+      print(f"  {name.replace('_', ' '):22s}{shown}")
+    print(f"  {'chance':22s}{scores['chance']:.4f}")
+  run.write_choices(path, scores)
 
 
 if __name__ == "__main__":

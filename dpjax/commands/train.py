@@ -3,6 +3,7 @@
 Called again, it goes on where the folder's run stopped; --workdir alone is enough then.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,15 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=Tru
 _PREPARE_ONLY = flags.DEFINE_bool(
   "prepare_only", False, "make the tokens that the run needs, and stop"
 )
+_PROFILE = flags.DEFINE_string(
+  "profile", None, "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
+)
+_MEASURE_PRODUCTS = flags.DEFINE_bool(
+  "measure_products",
+  True,
+  "measure how fast matrix products are, a second at the beginning, to report the share of "
+  "it that training reaches",
+)
 
 
 def main(_) -> None:
@@ -29,6 +39,7 @@ def main(_) -> None:
 
   if not _WORKDIR.value:
     raise UserError("--workdir: expected a folder, got none")
+  profile = _parse_profile(_PROFILE.value)
   config = _CONFIG.value
   if config is None:
     if not (Path(_WORKDIR.value) / "config.json").exists():
@@ -43,7 +54,9 @@ def main(_) -> None:
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     return
   try:
-    run, scores = run_lib.train(config, _WORKDIR.value)
+    run, scores = run_lib.train(
+      config, _WORKDIR.value, profile=profile, measure_products=_MEASURE_PRODUCTS.value
+    )
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first = jax.process_index() == 0
@@ -60,6 +73,15 @@ def main(_) -> None:
       text = f"(none: sample.{error})"
     if is_first:
       print(f"\nA sample:\n{text}")
+
+
+def _parse_profile(text: str | None) -> tuple[int, int] | None:
+  if text is None:
+    return None
+  found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+  if not found:
+    raise UserError(f"--profile: expected START:STOP, two numbers of updates, got {text}")
+  return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import dropout, initializers
 from dpjax.layers.mixer import check_takes_starts
+from dpjax.ops import norms
 
 ACTIVATIONS = {
   "relu": nn.relu,
@@ -38,13 +39,34 @@ def make_norm(
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
-  common: dict[str, Any] = dict(
-    epsilon=1e-5, dtype=dtype, scale_init=initializers.norm_gains(gain_std), name=name
-  )
-  if kind == "rms_norm":
-    return nn.RMSNorm(**common)
-  # The variance of the deviations, as PyTorch: a large mean costs it no digits.
-  return nn.LayerNorm(use_fast_variance=False, use_bias=use_bias, **common)
+  has_bias = use_bias and kind == "layer_norm"
+  return Norm(kind, dtype, gain_std, has_bias, name=name)
+
+
+class Norm(nn.Module):
+  """See `make_norm`.
+
+  Attributes:
+    kind: "layer_norm" or "rms_norm".
+    dtype: of the result.
+    gain_std: of the gains.
+    use_bias: of a LayerNorm.
+  """
+
+  kind: str
+  dtype: jnp.dtype
+  gain_std: float
+  use_bias: bool
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., D] -> [..., D]."""
+    shape = x.shape[-1:]
+    scale = self.param("scale", initializers.norm_gains(self.gain_std), shape, jnp.float32)
+    bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32) if self.use_bias else None
+    if self.kind == "rms_norm":
+      return norms.rms_norm(x, scale).astype(self.dtype)
+    return norms.layer_norm(x, scale, bias).astype(self.dtype)
 
 
 class FeedForward(nn.Module):
@@ -76,13 +98,17 @@ class FeedForward(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[B, T, D] -> [B, T, `out_width`], every position by itself."""
-    x = self._linear(inputs, self.hidden_width, "hidden")
+    width = inputs.shape[-1]
+    # One array of rows: each product would keep a reshape of its own for the gradient.
+    rows = inputs.reshape(-1, width)
+    x = self._linear(rows, self.hidden_width, "hidden")
+    is_relu = self.activation == "relu"
     if self.activation == "swiglu":
-      x *= nn.silu(self._linear(inputs, self.hidden_width, "gate"))
-    else:
+      x *= nn.silu(self._linear(rows, self.hidden_width, "gate"))
+    elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
-    x = dropout.Dropout(self.dropout)(x, deterministic=deterministic)
-    return self._linear(x, self.out_width or inputs.shape[-1], "out")
+    x = dropout.Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
+    return self._linear(x, self.out_width or width, "out").reshape(*inputs.shape[:-1], -1)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
     bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)

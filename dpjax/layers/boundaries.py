@@ -61,6 +61,7 @@ class Boundaries(nn.Module):
   has_null_group: ClassVar[bool] = True
   needs_run: ClassVar[bool] = False
   is_endless: ClassVar[bool] = True
+  reads_logits: ClassVar[bool] = False
 
   @property
   def pooling_method(self) -> str:

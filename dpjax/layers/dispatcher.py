@@ -74,11 +74,13 @@ class Dispatcher(nn.Module):
     num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
-    x_bthe = inputs.reshape(*inputs.shape[:2], self.num_heads, -1)
-    v_bthe = _linear(self, x_bthe.shape[-1], "values")(x_bthe)
-    g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_bthe))
+    per_head = (*inputs.shape[:2], self.num_heads, -1)
+    # One array of rows: each product would keep a reshape of its own for the gradient.
+    x_re = inputs.reshape(-1, inputs.shape[-1] // self.num_heads)
+    v_bthe = _linear(self, x_re.shape[-1], "values")(x_re).reshape(per_head)
+    g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_re)).reshape(per_head)
     v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
-    y_btd = _linear(self, x_bthe.shape[-1], "out")(v_bthe).reshape(inputs.shape)
+    y_btd = _linear(self, x_re.shape[-1], "out")(v_bthe).reshape(inputs.shape)
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
@@ -120,9 +122,9 @@ class MultiHeadDispatcher(Dispatcher):
       if level_keep is not None:
         level_keep = level_keep.at[0].set(True)
     per_head = (*inputs.shape[:2], self.num_heads, -1)
-    v_bthe = _linear(self, width, "values")(inputs).reshape(per_head)
-    g_btc = _linear(self, self.num_heads * num_levels, "gates")(inputs)
-    g_bthk = g_btc.reshape(*per_head[:3], num_levels)
+    x_rd = inputs.reshape(-1, width)  # As above.
+    v_bthe = _linear(self, width, "values")(x_rd).reshape(per_head)
+    g_bthk = _linear(self, self.num_heads * num_levels, "gates")(x_rd).reshape(per_head)
     v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
     y_btd = _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)

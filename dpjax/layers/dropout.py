@@ -11,13 +11,16 @@ class Dropout(nn.Module):
 
   Attributes:
     rate: probability in [0, 1) that an element is set to zero.
+    after_relu: whether the inputs go through a ReLU first.
   """
 
   rate: float
+  after_relu: bool = False
 
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
     """[...] -> [...]."""
     if deterministic or not self.rate:
-      return inputs
-    return ops.dropout(inputs, self.rate, self.make_rng("dropout"))
+      return nn.relu(inputs) if self.after_relu else inputs
+    drop = ops.relu_dropout if self.after_relu else ops.dropout
+    return drop(inputs, self.rate, self.make_rng("dropout"))

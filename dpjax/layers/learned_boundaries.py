@@ -111,6 +111,8 @@ class EntropySpikes(_Predicted):
     dtype: likewise.
   """
 
+  reads_logits: ClassVar[bool] = True
+
   left: int = 2
   double_sigmoid: bool = False
   pooling: str = "mean"

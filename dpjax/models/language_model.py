@@ -38,6 +38,7 @@ class LanguageModelOutput(NamedTuple):
     cache: after these tokens, where one was given.
     boundary_probabilities: [B, T], where the boundaries have them beside logits.
     inner: `dpjax.models.hourglass.Stage`, where segments are pooled again.
+    hidden: [B, T, D], of which `LanguageModel.output_layer` makes the logits.
   """
 
   logits: jax.Array
@@ -46,6 +47,7 @@ class LanguageModelOutput(NamedTuple):
   cache: LanguageModelCache | None = None
   boundary_probabilities: jax.Array | None = None
   inner: Any = None
+  hidden: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
@@ -205,7 +207,7 @@ class LanguageModel(nn.Module):
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)
       contract = ((2,), (0,)), ((), ())
       logits_btv = ops.dot_general(x_btd, table_vd.T, contract)
-      return LanguageModelOutput(logits_btv, cache=cache, **found)
+      return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
     logits_btv = nn.Dense(
       self.vocab_size,
       use_bias=self.use_bias,
@@ -214,7 +216,7 @@ class LanguageModel(nn.Module):
       dot_general=ops.dot_general,
       name="logits",
     )(x_btd)
-    return LanguageModelOutput(logits_btv, cache=cache, **found)
+    return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
 
   @nn.nowrap
   def apply(self, variables: Mapping, tokens: jax.Array, *args, **kwargs) -> Any:
@@ -224,6 +226,17 @@ class LanguageModel(nn.Module):
       return nn.Module.apply(self, variables, tokens, *args, **kwargs)
 
     return automatic_axes(of_tokens)(tokens, variables, args, kwargs)
+
+  def output_layer(self, params: Mapping) -> tuple[jax.Array, jax.Array | None]:
+    """What makes the logits of `LanguageModelOutput.hidden`: a kernel [D, V] and a bias [V].
+
+      logits = hidden @ kernel + bias
+
+    A model without biases, or with tied embeddings, has None in the place of the bias.
+    """
+    if self.tie_embeddings:
+      return params["embedding"]["tokens"]["embedding"].T, None
+    return params["logits"]["kernel"], params["logits"].get("bias")
 
   def unstack(self, params: Mapping) -> dict:
     """The parameters with those of each layer by themselves, a copy of them.

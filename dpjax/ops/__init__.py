@@ -25,7 +25,7 @@ from dpjax.ops.causal_convolution_cache import (
   init_online_convolution_cache,
 )
 from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.dropout import dropout
+from dpjax.ops.dropout import dropout, relu_dropout
 from dpjax.ops.entropies import (
   conditional_entropy,
   entropy_spikes,
@@ -93,6 +93,7 @@ __all__ = [
   "relative_attention",
   "relative_attention_cached",
   "relative_positions",
+  "relu_dropout",
   "rotary_angles",
   "rotate",
   "route",

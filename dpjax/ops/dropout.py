@@ -1,5 +1,7 @@
 """Dropout whose random numbers cost half of the usual ones."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,3 +42,41 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   # Rates that would round to 1 drop all but one of 2**16.
   is_kept = bits >= jnp.uint16(min(round(rate * _STEPS), _STEPS - 1))
   return jnp.where(is_kept, inputs / (1 - rate), jnp.zeros((), inputs.dtype))
+
+
+def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+  """`dropout` of relu(inputs), which keeps only its output for the gradient.
+
+    d output / d input = 1 / (1 - rate)   where output > 0, else 0
+
+  Reverse-mode derivatives only.
+
+  Args:
+    inputs: as `dropout`, as the following.
+    rate: likewise.
+    key: likewise.
+
+  Returns:
+    As `dropout`.
+
+  Raises:
+    ValueError: likewise.
+  """
+  return _relu_dropout(rate, inputs, key)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _relu_dropout(rate, inputs, key):
+  return dropout(jax.nn.relu(inputs), rate, key)
+
+
+def _relu_dropout_forward(rate, inputs, key):
+  output = _relu_dropout(rate, inputs, key)
+  return output, output
+
+
+def _relu_dropout_backward(rate, output, grad):
+  return jnp.where(output > 0, grad / (1 - rate), jnp.zeros((), grad.dtype)), None
+
+
+_relu_dropout.defvjp(_relu_dropout_forward, _relu_dropout_backward)

@@ -53,6 +53,8 @@ def train(
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
+  profile: tuple[int, int] | None = None,
+  measure_products: bool = False,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
 
@@ -70,6 +72,9 @@ def train(
       clipping.
     callbacks: called with each report; one that returns True ends the training.
     should_stop: asked after every update, beside signals.
+    profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
+    measure_products: whether to measure, for about a second, how fast matrix products are
+      here, and to report what share of that training reaches: `model_flops_utilisation`.
 
   Returns:
     The run with the parameters that were best by validation, and their test scores.
@@ -81,11 +86,17 @@ def train(
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
-    return _train(config, Path(workdir), model, optimizer, callbacks, should_stop)
+    extras = dict(
+      callbacks=callbacks,
+      should_stop=should_stop,
+      profile=profile,
+      measure_products=measure_products,
+    )
+    return _train(config, Path(workdir), model, optimizer, extras)
 
 
 def _train(
-  config, workdir: Path, model, optimizer, callbacks, should_stop
+  config, workdir: Path, model, optimizer, extras: dict[str, Any]
 ) -> tuple[Run, dict[str, float]]:
   data = _prepare(config, workdir)
   given, config = config, build.with_vocabulary(config, data.tokenizer)
@@ -145,8 +156,7 @@ def _train(
       "validation": validation,
     },
     origin=build.origin(data),
-    callbacks=callbacks,
-    should_stop=should_stop,
+    **extras,
   )
   best = load(workdir, model=model)
   # What validation was compiled for: the same model, with other parameters.

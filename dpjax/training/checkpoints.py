@@ -261,6 +261,11 @@ class Checkpoints:
 def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
   writes = keep is not None
   options = ocp.CheckpointManagerOptions(
-    max_to_keep=keep, cleanup_tmp_directories=writes, create=writes
+    max_to_keep=keep,
+    cleanup_tmp_directories=writes,
+    create=writes,
+    # Managers meet at barriers by name. Without this the last of one process could meet the
+    # best of another, and both wait for ever.
+    multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder.name),
   )
   return ocp.CheckpointManager(folder, options=options)

@@ -1,7 +1,7 @@
 """Scores of whole texts, each of their tokens counted once."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dpjax.data import batches, evaluation_batches
+from dpjax.data.questions import Question
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
-from dpjax.training import losses, metrics, sharding
-from dpjax.training.step import jit_eval_step
+from dpjax.training import losses, metrics, multiple_choice, sharding
+from dpjax.training.step import jit_eval_step, jit_row_step
 
 
 class EvalStep(Protocol):
@@ -164,9 +165,7 @@ class Scorer:
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
-    # Whole rows for every device; rows without text count nothing.
-    num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
-    size = tokens, *self.sizes(window, stride), num_rows
+    size = tokens, *self.sizes(window, stride), self._num_rows
     given: Any = dict(boundaries=boundaries, pad_id=self.pad_id)
     if documents is None:
       start = document_starts(np.zeros(1, np.int64), self.tokenizer)
@@ -182,10 +181,38 @@ class Scorer:
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )
 
+  def choose(self, params, questions: Sequence[Question]) -> dict[str, float]:
+    """Answers multiple-choice questions by the likelihood of each choice.
+
+    Args:
+      params: the model's.
+      questions: at least one.
+
+    Returns:
+      As `dpjax.training.multiple_choice.accuracies`.
+
+    Raises:
+      ValueError: as `dpjax.training.multiple_choice.make_rows`.
+    """
+    window, _ = self.sizes()
+    rows = multiple_choice.make_rows(self.tokenizer, questions, window)
+    size: Any = dict(window=window, batch_size=self._num_rows, pad_id=self.pad_id)
+    found = multiple_choice.log_likelihoods(self._row_step, params, rows, self._mesh, **size)
+    return multiple_choice.accuracies(found, questions)
+
   @cached_property
   def step(self) -> EvalStep:
     """The compiled step."""
     return jit_eval_step(self.model, self._mesh, self.objective)
+
+  @cached_property
+  def _row_step(self) -> Callable[..., jax.Array]:
+    return jit_row_step(self.model, self._mesh)
+
+  @property
+  def _num_rows(self) -> int:
+    """Whole rows for every device; those without text count nothing."""
+    return -(-self.batch_size // self._mesh.size) * self._mesh.size
 
   @cached_property
   def _mesh(self) -> Mesh:

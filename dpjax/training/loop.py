@@ -1,10 +1,7 @@
 """The order of things in training: restore, step, report, evaluate, save."""
 
-import contextlib
 import dataclasses
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.experimental import multihost_utils
 
 from dpjax.errors import Interrupted
 from dpjax.training import checkpoints, losses, metrics, reporting, sharding
 from dpjax.training import step as step_lib
+from dpjax.training.operations import Utilisation, product_rate
+from dpjax.training.profiling import Profiler
+from dpjax.training.signals import stop_signal
 
 # What validation is judged by; the lower the better.
 BEST_BY = "nats_per_token"
@@ -128,6 +127,8 @@ def fit(
   origin: Mapping[str, str] | None = None,
   callbacks: Sequence[Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
+  profile: tuple[int, int] | None = None,
+  measure_products: bool = False,
 ) -> None:
   """Trains to the last step, going on from the newest checkpoint in `workdir`.
 
@@ -155,12 +156,16 @@ def fit(
     callbacks: told of each report, in their order.
     should_stop: asked after every update, beside signals; of several processes all have
       to answer alike.
+    profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
+    measure_products: whether to measure, for about a second, how fast matrix products are
+      here, and to report what share of that training reaches.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal came, or `should_stop` said so.
     ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
-      has another origin or is of another model.
+      has another origin or is of another model, or the updates of `profile` are not all
+      to come.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
@@ -183,7 +188,7 @@ def fit(
   rows = sharding.process_rows(batches.batch_size)
   with (
     checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
-    _stop_signal() as find_signal,
+    stop_signal() as find_signal,
   ):
     found = saved.restore(abstract, origin)
     none_yet = {"step": 0, BEST_BY: math.inf, "since": 0}
@@ -207,10 +212,21 @@ def fit(
     if found is not None and found.meta.get("ended") == num_steps:
       is_over = bool(callbacks) or is_exhausted()
 
-    with reporting.Reporter(workdir, start, num_steps) as reporter:
+    with (
+      reporting.Reporter(workdir, start, num_steps) as reporter,
+      Profiler(profile, Path(workdir) / "profile", start, num_steps, reporter.say) as profiler,
+    ):
       if found is not None:
         reporter.say(f"Going on from the checkpoint of step {start}.")
-      meter = _Meter(reporter, batches, durations.log_every_steps, durations.median_every_steps)
+      utilisation = None
+      if measure_products:
+        rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
+        has_pooling = bool(trainer.objective.boundaries)
+        utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
+        reporter.say(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
+      meter = _Meter(
+        reporter, batches, durations.log_every_steps, durations.median_every_steps, utilisation
+      )
       compiled, is_enough = set(), False
 
       def tell() -> None:
@@ -230,10 +246,12 @@ def fit(
           compiled.add(size)
         # Placing a batch over several processes counts as unasked: outside of the guard.
         placed = sharding.put_batch(batch, mesh)
+        profiler.begin(step)
         with jax.transfer_guard("disallow"):
           state, measured = train_step(state, placed, capacity=size)
           meter.read_previous(step + 1, measured, is_timed=not compiles)
         done = step + 1
+        profiler.end(done, measured)
         number = find_signal(done)
         stopping = number is not None or should_stop()
         tell()
@@ -292,9 +310,11 @@ class _Meter:
     batches: TrainBatches,
     log_every_steps: int,
     median_every: int,
+    utilisation: Utilisation | None = None,
   ):
     self._reporter = reporter
     self._log_every_steps, self._median_every = log_every_steps, median_every
+    self._utilisation = utilisation
     self._tokens_each = batches.batch_size * batches.window
     self._pending, self._losses, self._sums = None, [], {}
     self._since, self._seconds, self._num_timed = 0.0, 0.0, 0
@@ -345,6 +365,10 @@ class _Meter:
     self._reporter.advance(loss)
     if step % self._log_every_steps == 0:
       tokens = self._tokens_each * self._num_timed
+      # Of the steps that are timed; not known where there are none.
+      speed = tokens / self._seconds if self._seconds else math.nan
+      boundaries = metrics.boundary_scores(self._sums)
+      shares = {} if self._utilisation is None else self._utilisation.scores(speed, boundaries)
       self._reporter.report(
         step,
         "train",
@@ -355,9 +379,9 @@ class _Meter:
           "grad_norm": grad_norm,
           **({} if rate is None else {"learning_rate": rate}),
           "tokens_seen": step * self._tokens_each,
-          # Of the steps that are timed; not known where there are none.
-          "tokens_per_second": tokens / self._seconds if self._seconds else math.nan,
-          **metrics.boundary_scores(self._sums),
+          "tokens_per_second": speed,
+          **shares,
+          **boundaries,
         },
       )
       self._losses, self._sums = [], {}
@@ -366,32 +390,3 @@ class _Meter:
       median, known = self._reporter.median(self._median_every)
       scores = {"median_loss": median, "median_over_steps": known}
       self._reporter.report(step, "train", scores)
-
-
-@contextlib.contextmanager
-def _stop_signal():
-  """Gives a function of the step: the signal that asked the run to stop, or None."""
-  if jax.process_count() > 1:
-    # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
-    def agreed(step: int) -> int | None:
-      is_asked = multihost_utils.reached_preemption_sync_point(step)
-      return signal.SIGTERM if is_asked else None
-
-    yield agreed
-    return
-  if threading.current_thread() is not threading.main_thread():
-    yield lambda step: None
-    return
-  asked = []
-
-  def ask(number, frame):
-    asked.append(number)
-    signal.signal(number, before[number])  # A second one ends it at once.
-
-  numbers = (signal.SIGTERM, signal.SIGINT)
-  before = {number: signal.signal(number, ask) for number in numbers}
-  try:
-    yield lambda step: asked[0] if asked else None
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)

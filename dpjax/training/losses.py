@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import dot_general, sum_dtype
 
 
 def cross_entropy(
@@ -76,6 +77,111 @@ def _wide(x) -> jax.Array:
 
 _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
+# The logits of one piece, on each device.
+_PIECE_BYTES = 2**26
+
+
+def output_nats(
+  hidden: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  targets: jax.Array,
+  weights: jax.Array,
+) -> jax.Array:
+  """`cross_entropy` of hidden @ kernel + bias, whose [B, T, V] logits never exist whole.
+
+  They are made in pieces of positions, once each: where derivatives are asked for, a piece
+  also gives its part of them, which the derivative of the sum only scales. Reverse-mode
+  derivatives, by hidden, kernel and bias alone.
+
+  Args:
+    hidden: [B, T, D], floats; products are in their dtype, sums in float32, or float64 of
+      such.
+    kernel: [D, V], floats.
+    bias: [V], or None.
+    targets: as `cross_entropy`.
+    weights: likewise.
+
+  Returns:
+    The nats, a scalar.
+
+  Raises:
+    ValueError: the shapes do not match.
+  """
+  if not hidden.shape[:-1] == targets.shape == weights.shape:
+    raise ValueError(
+      "hidden, targets, weights: expected [B, T, D], [B, T], [B, T], got "
+      f"{hidden.shape}, {targets.shape}, {weights.shape}"
+    )
+  return _output_nats(hidden, kernel, bias, targets, weights)
+
+
+@jax.custom_vjp
+def _output_nats(hidden, kernel, bias, targets, weights) -> jax.Array:
+  def add_piece(nats, piece):
+    return nats + cross_entropy(_logits(piece[0], kernel, bias), *piece[1:])[0], None
+
+  pieces = _cut(hidden, kernel, targets, weights)
+  return lax.scan(add_piece, jnp.zeros((), sum_dtype(hidden)), pieces)[0]
+
+
+def _output_forward(hidden, kernel, bias, targets, weights):
+  dtype = sum_dtype(hidden)
+
+  def add_piece(sums, piece):
+    h_btd, targets_bt, weights_bt = piece
+
+    def nats_of(logits_btv):
+      return cross_entropy(logits_btv, targets_bt, weights_bt)[0]
+
+    nats, g_btv = jax.value_and_grad(nats_of)(_logits(h_btd, kernel, bias))
+    g_rv = g_btv.reshape(-1, g_btv.shape[-1])
+    h_rd = h_btd.reshape(-1, h_btd.shape[-1])
+    of_hidden = lax.dot_general(g_rv, kernel.astype(h_btd.dtype), (((1,), (1,)), ((), ())))
+    of_kernel = lax.dot_general(h_rd, g_rv, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+    added = nats, of_kernel, None if bias is None else jnp.sum(g_rv, 0, dtype)
+    return jax.tree.map(jnp.add, sums, added), of_hidden.reshape(h_btd.shape)
+
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (jnp.zeros(()), kernel, bias))
+  (nats, of_kernel, of_bias), pieces = lax.scan(
+    add_piece, zeros, _cut(hidden, kernel, targets, weights)
+  )
+  of_hidden = jnp.moveaxis(pieces, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
+  of_layer = jax.tree.map(
+    lambda x, like: x.astype(like.dtype), (of_kernel, of_bias), (kernel, bias)
+  )
+  return nats, (of_hidden[:, : hidden.shape[1]], *of_layer)
+
+
+def _output_backward(residuals, grad):
+  of_hidden, of_kernel, of_bias = jax.tree.map(lambda x: x * grad.astype(x.dtype), residuals)
+  return of_hidden, of_kernel, of_bias, None, None
+
+
+_output_nats.defvjp(_output_forward, _output_backward)
+
+
+def _logits(h_btd, kernel, bias):
+  logits_btv = dot_general(h_btd, kernel.astype(h_btd.dtype), (((2,), (0,)), ((), ())))
+  return logits_btv if bias is None else logits_btv + bias.astype(h_btd.dtype)[None, None]
+
+
+def _cut(hidden, kernel, targets, weights):
+  """Pieces of positions, [pieces, B, t, ...], the last one filled up without weight.
+
+  Not of rows: each piece lies on all devices, as the batch does.
+  """
+  batch, length = targets.shape
+  logits_bytes = batch * length * kernel.shape[1] * hidden.dtype.itemsize
+  number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * jax.device_count()))))
+  size = -(-length // number)
+
+  def cut(x):
+    pad = [(0, 0), (0, number * size - length)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.moveaxis(jnp.pad(x, pad).reshape(batch, number, size, *x.shape[2:]), 1, 0)
+
+  return cut(hidden), cut(targets), cut(weights)
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -90,13 +196,20 @@ class Objective:
 
   boundaries: Sequence[Boundaries] = ()
 
-  def sums(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  def sums(
+    self,
+    output: Any,
+    batch: Mapping[str, jax.Array],
+    output_layer: tuple[jax.Array, jax.Array | None] | None = None,
+  ) -> dict[str, jax.Array]:
     """What a batch adds to the loss and to the scores.
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
       batch: "tokens", "targets", "weights", each [B, T], and what the boundaries need; where
         rows are several documents, "starts", [B, T], 1 at the first token of each.
+      output_layer: kernel and bias that make the logits of `output.hidden`: the nats then
+        come from those (`output_nats`), unless the boundaries read the logits anyway.
 
     Returns:
       Float32 scalars that `add_sums` adds up: "nats" and "count" (`cross_entropy`);
@@ -104,7 +217,11 @@ class Objective:
       `dpjax.training.metrics.boundary_scores` reads.
     """
     weights = batch["weights"]
-    nats, count = cross_entropy(output.logits, batch["targets"], weights)
+    if output_layer is None or any(kind.reads_logits for kind in self.boundaries):
+      nats, _ = cross_entropy(output.logits, batch["targets"], weights)
+    else:
+      nats = output_nats(output.hidden, *output_layer, batch["targets"], weights)
+    count = jnp.sum(weights)
     sums = {"nats": nats, "count": count}
     if not self.boundaries:
       return sums

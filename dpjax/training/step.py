@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, sharding
 
 Batch = dict[str, jax.Array]
@@ -112,7 +113,7 @@ def train_step(
       **known,
       **_documents(part),
     )
-    sums = objective.sums(output, part)
+    sums = objective.sums(output, part, _output_layer(model, params))
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
   gradient = jax.grad(total, has_aux=True)
@@ -157,6 +158,11 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
   log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
+
+
+def _output_layer(model: nn.Module, params: Any) -> Any:
+  """Kernel and bias of the logits; None of a model that may make them otherwise."""
+  return model.output_layer(params) if type(model) is LanguageModel else None
 
 
 def _documents(batch: Batch) -> dict[str, Any]:
@@ -223,10 +229,29 @@ def jit_eval_step(
       **known,
       **_documents(batch),
     )
-    return objective.sums(output, batch)
+    return objective.sums(output, batch, _output_layer(model, params))
 
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(step, static_argnames="capacity", out_shardings=replicated)
+
+
+def jit_row_step(model: nn.Module, mesh: Mesh) -> Callable[..., jax.Array]:
+  """Compiles (parameters, batch, index) -> nats of the targets that count, [B], of each row.
+
+  What a model draws in evaluation depends on the batch's index and shape alone.
+  """
+
+  def step(params, batch, index):
+    key = jax.random.fold_in(jax.random.key(0), index)
+    rngs = {"dropout": key}
+    output: Any = model.apply({"params": params}, batch["tokens"], deterministic=True, rngs=rngs)
+
+    def nats_of_row(logits, targets, weights):
+      return losses.cross_entropy(logits[None], targets[None], weights[None])[0]
+
+    return jax.vmap(nats_of_row)(output.logits, batch["targets"], batch["weights"])
+
+  return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def abstract_state(

@@ -221,6 +221,10 @@ def check_runner():
   assert set(ready["compile_seconds"]) == set(ready["temporary_mib"]) == {"train", "evaluate"}
   before = runner.run("evaluate")
   answers = [runner.run("train") for _ in range(5)]
+  # A head as wide as the model, 4 levels, 3 rows of 11; 3 passes.
+  layer = 2 * 6 * 6 + 6 * 4 + 2 * 6 * 10
+  assert answers[0]["operations"] == 3 * before["operations"]
+  assert answers[0]["operations"] == pytest.approx(3 * 2 * 33 * (2 * layer + 6 * 13))
   # Without dropout it is the same loss, which then falls.
   assert answers[0]["loss"] == pytest.approx(before["loss"], rel=1e-4)
   assert before["loss"] == pytest.approx(math.log(13), abs=1.0)
@@ -244,6 +248,7 @@ class Fake:
     more = {
       "compile_seconds": {"train": 7.0, "evaluate": 5.0},
       "temporary_mib": {"train": mib, "evaluate": 1.0},
+      "product_rate": 8e9,
     }
     self.ready = {"parameters": 2**18, "rss_mib": 100.0}
     self.ready |= more if self.side == "jax" else {}
@@ -254,7 +259,8 @@ class Fake:
     seconds = self.takes(self.side, self.model, self.settings["length"], self.count)
     if seconds is None:
       raise training_step.WorkerError("torch: ended with status 9")
-    return {"seconds": seconds, "loss": 3.0, "peak_mib": None, "peak_rss_mib": 110.0}
+    more = {"operations": 2e9} if self.side == "jax" else {}
+    return {"seconds": seconds, "loss": 3.0, "peak_mib": None, "peak_rss_mib": 110.0, **more}
 
   def close(self):
     pass
@@ -289,10 +295,14 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
   monkeypatch.setattr(fake, "takes", staticmethod(takes))
   out = tmp_path / "folder/steps"
   quick = ("--quick", "--out", out)
-  run_program(monkeypatch, *quick, "--parts=dispatcher,hourglass,extractors")
+  run_program(monkeypatch, *quick, "--parts=dispatcher,hourglass,extractors,paper")
   run_program(monkeypatch, *quick, "--parts=lengths", "--no_torch")
   report = strict(out.with_suffix(".json").read_text())
-  assert set(report["parts"]) == {"dispatcher", "lengths", "extractors", "hourglass"}
+  assert set(report["parts"]) == set(training_step.PARTS)
+  rows = report["parts"]["paper"]["rows"]
+  assert [*rows] == ["quiet", "quiet, busy neighbour"]
+  for (row,) in rows.values():
+    assert [x["utilisation"] for x in row["sides"].values()] == [2 / 8, 2 / 4 / 8]
   assert out.with_suffix(".png").stat().st_size > 5000
   for part in report["parts"].values():
     assert part["machine"]["cores"] > 0 and part["minutes"] >= 0
@@ -328,11 +338,19 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
   assert [x["name"] for x in rows][3:] == ["we", "me"]
   lines = capsys.readouterr().out.splitlines()
   for line in (
-    "| Dispatcher, dpjax | train | 0.2 | float32 | 1,000 | - | 0.500 | 3.00 | 1.00 | 7.00 |",
-    "| attention, PyTorch | evaluate | 0.2 | float32 | 8,000 | 0.250 | 1.00 | 3.00 | - | - |",
+    "| Dispatcher, dpjax | train | 0.2 | float32 "
+    "| 1,000 | 0.250 | - | 0.500 | 3.00 | 1.00 | 7.00 |",
+    "| attention, PyTorch | evaluate | 0.2 | float32 "
+    "| 8,000 | 0.0312 | 0.250 | 1.00 | 3.00 | - | - |",
     "Dispatcher below attention, time, dpjax, float32: at all lengths, from T = 16 on.",
   ):
     assert line in lines, f"expected the line {line}"
+
+
+def test_the_neighbour_copies_until_it_is_ended():
+  with training_step.neighbour() as process:
+    before = process.poll()
+  assert before is None and process.returncode == -9
 
 
 def test_the_allocator_is_that_of_the_environment(monkeypatch):

@@ -115,7 +115,28 @@ def test_a_token_changes_its_own_logits_and_the_later_ones_alone(norm):
     assert not differs_bt[1].any()
 
 
-# The contract's tests have all mixers in bfloat16. Flax's LayerNorm mixes the two dtypes itself.
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {},
+    dict(use_bias=False),
+    dict(tie_embeddings=True),
+    dict(norm="pre", boundaries="fixed", mixer="relative_attention", positions="none"),
+  ],
+  ids=str,
+)
+def test_the_output_layer_makes_the_logits(settings):
+  model = make(**settings)
+  params = draw_params(model)
+  output = jax.jit(model.apply)({"params": params}, TOKENS)
+  kernel, bias = model.output_layer(params)
+  assert kernel.shape == (WIDTH, VOCAB)
+  assert (bias is None) == bool({*settings} & {"use_bias", "tie_embeddings"})
+  logits = output.hidden @ kernel + (0 if bias is None else bias[None, None])
+  np.testing.assert_allclose(output.logits, logits, rtol=1e-5, atol=1e-5)
+
+
+# The contract's tests have all mixers in bfloat16.
 @jax.numpy_dtype_promotion("standard")
 def test_bfloat16():
   exact, rounded = make(), make(dtype="bfloat16")

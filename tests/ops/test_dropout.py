@@ -47,6 +47,17 @@ def test_gradient_is_the_mask():
   )
 
 
+def test_after_relu_is_both_and_keeps_its_output_alone():
+  inputs = jax.random.normal(jax.random.key(3), (3, 5, 11))
+  key = jax.random.key(4)
+  plain = jax.jit(lambda x: ops.dropout(jax.nn.relu(x), 0.3, key))
+  expected, expected_pull = jax.vjp(plain, inputs)
+  outputs, pull = jax.vjp(jax.jit(lambda x: ops.relu_dropout(x, 0.3, key)), inputs)
+  np.testing.assert_array_equal(outputs, expected)
+  np.testing.assert_array_equal(pull(inputs)[0], expected_pull(inputs)[0])
+  assert [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size >= inputs.size] == [jnp.float32]
+
+
 @pytest.mark.parametrize(
   "shape, dtype", [((), "float32"), ((2, 3), "bfloat16"), ((0, 5), "float32")]
 )

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from dpjax.training import loop
+from dpjax.training import loop, profiling
 
 
 def test_a_step_is_read_while_the_next_one_runs():
@@ -101,6 +101,67 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
   speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
   # Steps 1 and 5 are compiled first.
   assert speeds == [None, 28, 28, 28, None] + [28] * 7
+
+
+def fit(tmp_path, monkeypatch, **given):
+  """12 updates of a device that computes nothing; evaluations and checkpoints after each 6."""
+  clock = Clock()
+  monkeypatch.setattr(loop.step_lib, "jit_train_step", lambda *_, **__: clock.step)
+  monkeypatch.setattr(loop.checkpoints.Checkpoints, "save", clock.save)
+  durations = loop.Durations(12, 6, 1, 50, 6)
+  trainer = loop.Trainer(Model(), optax.sgd(0.5))
+  loop.fit(trainer, Batches(), clock.evaluate, durations, workdir=tmp_path, **given)
+  return clock
+
+
+def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, capsys):
+  asked, calls = [], []
+
+  def should_stop():
+    asked.append(True)
+    return len(asked) == stop_after
+
+  monkeypatch.setattr(jax.profiler, "start_trace", lambda x: calls.append((x, len(asked))))
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(len(asked)))
+  folder = tmp_path / "profile"
+  stop_after = 99
+  fit(tmp_path, monkeypatch, profile=(3, 5), should_stop=should_stop)
+  # Each update is followed by the question.
+  assert calls == [(folder, 3), 4]
+  assert f"xprof --logdir={folder}" in capsys.readouterr().out
+  # A run that ends before the trace does, ends that.
+  asked, calls, stop_after = [], [], 2
+  with pytest.raises(loop.Interrupted):
+    fit(tmp_path, monkeypatch, profile=(1, 9), should_stop=should_stop)
+  assert calls == [(folder, 1), 2]
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_share_of_products_is_reported_where_it_is_asked_for(tmp_path, monkeypatch, is_asked):
+  monkeypatch.setattr(loop, "product_rate", lambda dtype: 1e9)
+  fit(tmp_path, monkeypatch, measure_products=is_asked)
+  lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+  for line in lines:
+    is_there = is_asked and line["split"] == "train"
+    assert ("model_flops_utilisation" in line) == ("model_flops_per_second" in line) == is_there
+
+
+@pytest.mark.parametrize("updates", [(5, 5), (7, 6), (11, 13), (-1, 2)])
+def test_a_trace_of_other_updates_is_refused(tmp_path, monkeypatch, updates):
+  with pytest.raises(
+    ValueError, match="^profile: expected START:STOP with 0 <= START < STOP <= 12"
+  ):
+    fit(tmp_path, monkeypatch, profile=updates)
+
+
+def test_a_trace_is_written(tmp_path):
+  said = []
+  with profiling.Profiler((2, 3), tmp_path, 0, 5, said.append) as profiler:
+    for step in range(4):
+      profiler.begin(step)
+      profiler.end(step + 1, jax.jit(lambda x: x * 2)(jnp.ones(3)))
+  assert [*tmp_path.rglob("*.xplane.pb")] and [*tmp_path.rglob("*trace.json.gz")]
+  assert len(said) == 1
 
 
 def test_a_report_over_several_steps_leaves_out_the_one_that_was_compiled(monkeypatch):

@@ -82,6 +82,62 @@ def test_shapes_that_do_not_match_are_refused():
       losses.cross_entropy(*wrong)
 
 
+WIDTH = 3
+
+
+def draw_layer(has_bias=True, dtype=jnp.float32):
+  """What gives the logits: hidden [B, T, D], kernel [D, V] and bias [V]."""
+  generator = np.random.default_rng(6)
+  shapes = (BATCH, LENGTH, WIDTH), (WIDTH, VOCAB), (VOCAB,)
+  hidden, kernel, bias = (jnp.asarray(generator.standard_normal(x), jnp.float32) for x in shapes)
+  return hidden.astype(dtype), kernel, bias if has_bias else None
+
+
+@pytest.mark.parametrize("piece_bytes, pieces", [(2**20, [5]), (18, [3, 3]), (1, [1] * 5)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_pieces_give_the_nats_and_gradients_of_the_whole(
+  monkeypatch, piece_bytes, pieces, has_bias
+):
+  monkeypatch.setattr(losses, "_PIECE_BYTES", piece_bytes)
+  _, targets, weights = draw()
+  layer = draw_layer(has_bias)
+
+  def whole(hidden, kernel, bias):
+    logits = hidden @ kernel + (0 if bias is None else bias[None, None])
+    return 2 * losses.cross_entropy(logits, targets, weights)[0]
+
+  def in_pieces(*layer):
+    return 2 * losses.output_nats(*layer, targets, weights)
+
+  found = jax.jit(jax.value_and_grad(in_pieces, (0, 1, 2)))(*layer)
+  expected = jax.value_and_grad(whole, (0, 1, 2))(*layer)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+  np.testing.assert_allclose(in_pieces(*layer), expected[0], rtol=1e-6)
+  jaxpr = str(jax.make_jaxpr(jax.grad(in_pieces))(*layer))
+  assert f"f32[{BATCH},{pieces[0]},{VOCAB}]" in jaxpr and f"length={len(pieces)}" in jaxpr
+
+
+def test_pieces_of_bfloat16_sum_in_float32(monkeypatch):
+  monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
+  _, targets, weights = draw()
+  exact_layer, rounded = draw_layer(), draw_layer(dtype=jnp.bfloat16)
+  run = jax.value_and_grad(losses.output_nats, (0, 1, 2))
+  nats, grads = run(*rounded, targets, weights)
+  expected_nats, expected_grads = run(*exact_layer, targets, weights)
+  assert nats.dtype == jnp.float32
+  assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
+  np.testing.assert_allclose(nats, expected_nats, rtol=0.02)
+  for grad, expected in zip(grads, expected_grads, strict=True):
+    np.testing.assert_allclose(grad.astype(jnp.float32), expected, rtol=0, atol=0.05)
+
+
+def test_shapes_of_pieces_that_do_not_match_are_refused():
+  _, targets, weights = draw()
+  for wrong in ((targets[:, 1:], weights), (targets, weights[:1])):
+    with pytest.raises(ValueError, match=r"expected \[B, T, D\], \[B, T\], \[B, T\]"):
+      losses.output_nats(*draw_layer(), *wrong)
+
+
 # What counts of three rows of 11: the end of a window whose first two targets are context
 # and whose last two places are filled up; all of it; nothing.
 COUNTED = np.zeros((3, 11), bool)

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
 
@@ -100,6 +102,46 @@ def test_parts_of_a_batch_give_the_update_of_the_whole(plain_update):
     (parts.params, metrics),
     (whole.params, whole_metrics),
   )
+
+
+LOGITS = f"f32[{BATCH},{LENGTH},{VOCAB}]", f"f32[{BATCH * LENGTH},{VOCAB}]"
+
+
+@pytest.mark.parametrize(
+  "boundaries, is_whole", [(None, False), ("fixed", False), ("entropy", True)]
+)
+def test_the_logits_never_lie_in_memory_whole(monkeypatch, boundaries, is_whole):
+  monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
+  pooled = {} if boundaries is None else dict(boundaries=boundaries, first_layers=1, last_layers=1)
+  relative = dict(mixer="relative_attention", positions="none") if pooled else {}
+  model, update = make_model(**pooled, **relative), optax.sgd(0.1)
+  objective = helpers.objective(boundaries=boundaries) if pooled else losses.Objective()
+  state = jax.eval_shape(lambda: step.init_state(model, update, 3))
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  places = sharding.state_sharding(state, mesh)
+  train = step.jit_train_step(model, update, places, mesh, objective=objective)
+  evaluate = step.jit_eval_step(model, mesh, objective)
+  batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), draw_batch())
+  for lowered in (train.lower(state, batch), evaluate.lower(state.params, batch, 0)):
+    text = lowered.compile().as_text()
+    assert any(shape in text for shape in LOGITS) == is_whole
+    assert (f"f32[{BATCH},1,{VOCAB}]" in text or f"f32[{BATCH},{VOCAB}]" in text) != is_whole
+
+
+class Flat(LanguageModel):
+  """A model that gives every token the same probability, whatever its last layer says."""
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    output = super().__call__(*args, **kwargs)
+    return output._replace(logits=0 * output.logits)
+
+
+def test_a_model_that_changes_its_logits_is_trained_by_them():
+  model = Flat(VOCAB, WIDTH, 11, make_model().layers)
+  state = draw_state(model, optax.sgd(0.1))
+  _, metrics = jit_update(model, optax.sgd(0.1))(state, draw_batch())
+  np.testing.assert_allclose(metrics["loss"], np.log(VOCAB), rtol=1e-6)
 
 
 def test_the_norm_is_that_before_clipping(plain_update):

@@ -1,0 +1,208 @@
+r"""Mixers in today's Transformer and in the papers' own, and documents apart or joined.
+
+  python benchmarks/books.py --books=FOLDER --sentences=FOLDER --work=runs/books \
+      --out=results
+
+FOLDER of --books has train.txt, valid.txt and test.txt, with the line <|endofbook|> between
+two books (of the children's books: docs/reproduce.md), that of --sentences Penn Treebank's.
+Trains each run for 2,000 updates of 16 rows of 128 tokens, the same rows for all of one
+text, and writes what is done so far:
+
+  OUT/modern.json, .png     configs/modern_transformer.py:small with attention and with the
+                            papers' mixers, and the frame of the Extractors paper
+                            (configs/extractors_childrens_books.py, 4 layers) with the same
+                            mixers: at the modern frame's width, and ("equal") at the width
+                            that gives it as many parameters as modern attention has
+  OUT/documents.json        the same model with isolated and with joined documents: books,
+                            which are long, and sentences, which are short; both are scored
+                            by document, each as if it stood alone
+
+A run that stands in --work is not trained again, one that was interrupted goes on; --only
+takes those whose name has this, --steps a shorter trial.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import timing
+
+sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed dpjax
+
+STEPS, ROWS, WINDOW = 2_000, 16, 128
+PEAK = 1e-3  # both frames' own
+MODERN = ("attention", "dispatcher", "he", "we", "me")
+PAPERS = ("attention_4", "he", "we", "me")
+DOCUMENTS = ("attention", "dispatcher")
+
+
+def modern(mixer: str) -> Any:
+  """Today's frame."""
+  from configs import modern_transformer
+  from dpjax import config as config_lib
+
+  config = modern_transformer.get_config("small")
+  if mixer != "attention":
+    config.model.mixer = config_lib.mixer(mixer)
+  return config
+
+
+def papers(mixer: str, width: int = 128) -> Any:
+  """The frame of the Extractors paper, with the modern one's layers, batches and dropout."""
+  from configs import extractors_childrens_books
+
+  config = extractors_childrens_books.get_config(mixer)
+  config.model.update(dict(num_layers=4, max_length=WINDOW, dropout=0.0, width=width))
+  config.model.feed_forward_width = 4 * width
+  config.train.batch_size = ROWS
+  return config
+
+
+def runs() -> dict[str, Callable[[], Any]]:
+  """Every run's configuration, without its text."""
+  found: dict[str, Callable[[], Any]] = {}
+  for mixer in MODERN:
+    found[f"modern-{mixer}"] = lambda mixer=mixer: modern(mixer)
+  for mixer in PAPERS:
+    found[f"papers-{mixer.split('_')[0]}"] = lambda mixer=mixer: papers(mixer)
+  found["equal-attention"] = lambda: papers("attention_4", 96)
+  for text in ("books", "sentences"):
+    for mixer in DOCUMENTS:
+      for documents in ("joined", "isolated"):
+        found[f"{text}-{mixer}-{documents}"] = lambda mixer=mixer: modern(mixer)
+  return found
+
+
+def configure(name: str, make: Callable[[], Any], books: Path, sentences: Path, steps: int) -> Any:
+  """A run's configuration."""
+  config = make()
+  if name.startswith("sentences"):
+    config.data.path = str(sentences)
+  else:
+    config.data.path, config.data.separator = str(books), "<|endofbook|>"
+  if name.endswith("isolated"):
+    config.data.documents = "isolated"
+  train = config.train
+  train.num_steps = steps
+  train.eval_every_steps = max(1, steps // 8)
+  train.checkpoint_every_steps = max(1, steps // 8)
+  train.learning_rate = PEAK
+  train.eval_every_epochs = 0.0
+  config.sample.prompt = ""
+  return config
+
+
+def as_documents(folder: Path, out: Path) -> Path:
+  """A line of text -> a document."""
+  out.mkdir(parents=True, exist_ok=True)
+  for split in ("train", "valid", "test"):
+    lines = (folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
+    text = "".join(json.dumps({"text": line.strip()}) + "\n" for line in lines if line.strip())
+    (out / f"{split}.jsonl").write_text(text, encoding="utf-8")
+  return out
+
+
+def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
+  """A run's scores."""
+  import jax
+
+  import dpjax
+
+  begin = time.perf_counter()
+  run, scores = dpjax.train(config, workdir)
+  seconds = time.perf_counter() - begin
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+  found = {
+    "name": name,
+    "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
+    "seconds": round(seconds, 1),
+    "test": scores,
+    "valid": [
+      {key: line[key] for key in ("step", "bits_per_character")}
+      for line in lines
+      if line["split"] == "valid"
+    ],
+  }
+  if name.split("-")[-1] in ("joined", "isolated"):
+    found["by_document"] = run.score_split("test", documents="isolated")
+  return found
+
+
+def report(done: Sequence[dict[str, Any]], out: Path) -> None:
+  """Writes and prints what is done."""
+  machine = timing.describe_machine()
+  for file in ("modern", "documents"):
+    rows = [row for row in done if ("by_document" in row) == (file == "documents")]
+    if not rows:
+      continue
+    result = {
+      "command": "python benchmarks/books.py",
+      "machine": {key: machine[key] for key in ("device", "processor", "cores", "jax")},
+      "updates": rows[0]["steps"],
+      "tokens_an_update": ROWS * WINDOW,
+      "runs": rows,
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    (out / f"{file}.json").write_text(text, encoding="utf-8")
+    for row in rows:
+      scores = row.get("by_document", row["test"])
+      print(
+        f"{row['name']:28s}{row['parameters']:>10,}  perplexity {scores['perplexity']:7.2f}"
+        f"  bits per character {scores['bits_per_character']:.4f}"
+      )
+    if file == "modern":
+      draw(rows, out / "modern.png")
+
+
+def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
+  """Validation over updates: colours are mixers, dashes frames."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  from dpjax.analysis import style
+
+  figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+  mixers = list(dict.fromkeys(row["name"].split("-")[1] for row in rows))
+  dashes = {"modern": "-", "papers": "--", "equal": ":"}
+  for row in rows:
+    frame, mixer = row["name"].split("-")
+    points = [[point["step"], point["bits_per_character"]] for point in row["valid"]]
+    color = style.line(mixers.index(mixer))["color"]
+    label = f"{mixer}, {frame} ({row['parameters'] / 1e6:.1f}M)"
+    axis.plot(*zip(*points, strict=True), dashes[frame], color=color, label=label)
+  axis.set(xlabel="updates", ylabel="bits per character, validation")
+  axis.grid(True, color="0.9")
+  axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+  figure.savefig(file, dpi=130)
+  plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  for name in ("books", "sentences", "work", "out"):
+    parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=True)
+  parser.add_argument("--only", default="", help="the runs whose name has this")
+  parser.add_argument("--steps", type=int, default=STEPS, help="updates of each")
+  given = parser.parse_args(arguments)
+  sentences = as_documents(given.sentences, given.work / "sentences")
+  done = []
+  for name, make in runs().items():
+    file = given.work / f"{name}.json"
+    if given.only in name and not file.exists():
+      config = configure(name, make, given.books, sentences, given.steps)
+      config.data.data_dir = str(given.work / "data")
+      found = {**train(name, config, given.work / name), "steps": given.steps}
+      file.write_text(json.dumps(found), encoding="utf-8")
+    if file.exists():
+      done.append(json.loads(file.read_text(encoding="utf-8")))
+  report(done, given.out)
+
+
+if __name__ == "__main__":
+  main()

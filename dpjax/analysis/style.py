@@ -1,0 +1,80 @@
+"""One look for all figures of the project: colours, dashes, fonts and ticks."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+# Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", ":", "-.")
+
+
+@contextlib.contextmanager
+def applied(font_size: float = 10) -> Iterator[None]:
+  """Draws in the project's look; `@applied()` does so in a whole function.
+
+  Matplotlib's "C0", "C1", ... are `COLOURS`.
+
+  Args:
+    font_size: points.
+  """
+  import matplotlib
+  from matplotlib import rcsetup
+
+  settings: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-9, 9),  # No powers of ten.
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.prop_cycle": rcsetup.cycler(color=COLOURS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "font.size": font_size,
+    "grid.color": "0.88",
+    "legend.edgecolor": "none",
+    "legend.fontsize": "medium",
+    "lines.linewidth": 0.15 * font_size,
+    "lines.markersize": 0.6 * font_size,
+    "pdf.fonttype": 42,  # Publishers want TrueType.
+  }
+  with matplotlib.rc_context(settings):
+    yield
+
+
+def line(i: int) -> dict[str, Any]:
+  """Of line i: as many as there are colours, then the same with another dash."""
+  return {
+    "color": COLOURS[i % len(COLOURS)],
+    "linestyle": _DASHES[i // len(COLOURS) % len(_DASHES)],
+  }
+
+
+def finish(figure: "Figure") -> None:
+  """Writes the ticks of all axes as plain numbers: 0.6 and 20,000, no powers of ten.
+
+  Call it last, in `applied`. Ticks that were given as a list stay as they are.
+  """
+  for axes in figure.axes:
+    for axis in (axes.xaxis, axes.yaxis):
+      _plain_ticks(axis)
+
+
+def _plain_ticks(axis: Any) -> None:
+  from matplotlib import ticker
+
+  low, high = sorted(map(abs, axis.get_view_interval()))
+  locator = axis.get_major_locator()
+  is_log = isinstance(locator, ticker.LogLocator)
+  if is_log and low > 0 and axis.get_transform().base == 10:
+    is_x = axis.axis_name == "x"  # Where labels stand beside one another.
+    axis.set_minor_locator(ticker.NullLocator())
+    if high < 10 * low:
+      axis.set_major_locator(ticker.MaxNLocator(4 if is_x else 6, steps=[1, 2, 5, 10]))
+    elif high < (30 if is_x else 1000) * low:
+      axis.set_major_locator(ticker.LogLocator(subs=(1, 3) if is_x else (1, 2, 5)))
+  if is_log or (isinstance(locator, ticker.AutoLocator) and high >= 10_000):
+    axis.set_major_formatter(lambda x, _: f"{x:,.10g}")
