@@ -162,3 +162,18 @@ def reader(folder, tmp_path, monkeypatch):
 )
 def test_every_snippet_of_the_page_runs(page, reader):
   run(page)
+
+
+@pytest.mark.parametrize("library", ["equinox", "haiku"])
+def test_the_dispatcher_of_another_library_runs(library):
+  module = pytest.importorskip(library)
+  titled = {title: code for _, title, code, _ in blocks(DOCS / "guides/pieces.md")}
+  names: dict = {}
+  exec(titled[f"{library}_dispatcher.py"], names)
+  key, x_btd = jax.random.key(0), jax.numpy.ones((2, 11, 6))
+  if library == "equinox":
+    y_btd = jax.vmap(names["Dispatcher"](6, 13, key=key))(x_btd)
+  else:
+    net = module.transform(lambda x: names["Dispatcher"](13)(x))
+    y_btd = net.apply(net.init(key, x_btd), None, x_btd)
+  assert y_btd.shape == x_btd.shape
