@@ -33,8 +33,11 @@ PAGES = [
   *sorted(DOCS.glob("api/*.md")),
 ]
 BLOCK = re.compile(r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-# Those that train several models.
-SLOW = {"index.md", "own_text.md", "settings.md", "own_mixer.md", "own_boundaries.md"}
+# Those that take long; they are for CI.
+SLOW = {
+  *("index.md", "own_text.md", "settings.md", "own_mixer.md", "own_boundaries.md", "pieces.md"),
+  *("fine_tune.md", "long_runs.md", "models.md", "training.md"),
+}
 NOT_RUN = {"pip", "pytest", "mkdocs"}
 LINE = "The statement raises an exception if a name is not found. A list is an object, and so on."
 
@@ -149,9 +152,28 @@ def reader(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "page",
   [
-    helpers.slow_unless(page.name not in SLOW, page, id=str(page.relative_to(helpers.ROOT)))
+    helpers.slow_unless(
+      page == DOCS / "api/index.md" or page.name not in SLOW,
+      page,
+      id=str(page.relative_to(helpers.ROOT)),
+    )
     for page in PAGES
   ],
 )
 def test_every_snippet_of_the_page_runs(page, reader):
   run(page)
+
+
+@pytest.mark.parametrize("library", ["equinox", "haiku"])
+def test_the_dispatcher_of_another_library_runs(library):
+  module = pytest.importorskip(library)
+  titled = {title: code for _, title, code, _ in blocks(DOCS / "guides/pieces.md")}
+  names: dict = {}
+  exec(titled[f"{library}_dispatcher.py"], names)
+  key, x_btd = jax.random.key(0), jax.numpy.ones((2, 11, 6))
+  if library == "equinox":
+    y_btd = jax.vmap(names["Dispatcher"](6, 13, key=key))(x_btd)
+  else:
+    net = module.transform(lambda x: names["Dispatcher"](13)(x))
+    y_btd = net.apply(net.init(key, x_btd), None, x_btd)
+  assert y_btd.shape == x_btd.shape

@@ -15,8 +15,8 @@ class EvaluationWindows:
 
     targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
 
-  S = T is evaluation without context, as the Dispatcher's authors have it; S < T is
-  that of the dynamic-pooling authors. Windows are filled up at the end, the last batch
+  S = T evaluates without context, as the Dispatcher's authors do; S < T with context, as
+  the authors of dynamic pooling do. Windows are filled up at the end, the last batch
   with empty rows, both with weight 0. Where there are boundaries, that of input p is the
   boundary of token p - 1, or `start_boundary` for p = 0.
 

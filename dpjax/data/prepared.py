@@ -164,10 +164,10 @@ def prepare(
 ) -> Prepared:
   """Makes a tokenizer on the train split, and writes the tokens of every split, once.
 
-  Tokens that are there, of the same text and settings, are opened; others are replaced. A
-  call that was killed has left `<folder>.partial`, from which the next one goes on: splits
-  that were complete are kept. Memory does not grow with the text; a vocabulary that is
-  learned sees at most 1 GiB, spread evenly over the train split.
+  If tokens of the same text and settings exist, they are opened; others are replaced. A
+  killed call leaves `<folder>.partial`; the next call continues from its complete splits.
+  Memory does not grow with the text. A learned vocabulary sees at most 1 GiB, spread evenly
+  over the train split.
 
   Args:
     corpus: the text. One whose `about` is empty is taken for another each time.

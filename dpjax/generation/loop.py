@@ -93,8 +93,8 @@ def advance(
 
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
-  A token is drawn with the row's key and its place in the row. So a row's text depends
-  neither on the other rows nor on how it is cut into chunks.
+  Each token is drawn with the row's key and its place in the row. So the text of a row does
+  not depend on the other rows, nor on the chunks.
 
   Args:
     step: the model.

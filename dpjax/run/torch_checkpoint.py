@@ -14,10 +14,10 @@ from dpjax.run.run import Run
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
 
-  Their files hold no vocabulary: `config.data` has to make the one they trained with,
-  as configs/dispatcher_wikitext2.py does. That of the pooling paper's authors numbers
-  characters by how often a text has them, which nothing here does: their files are for
-  `dpjax.interop.from_torch`, with tokens numbered as theirs.
+  Their files hold no vocabulary: `config.data` has to make the one that they trained with,
+  as configs/dispatcher_wikitext2.py does. The authors of the pooling paper number characters
+  by frequency, which dpjax does not: read their files with `dpjax.interop.from_torch`, and
+  number tokens as they do.
 
   Args:
     file: as their scripts save it.

@@ -26,14 +26,13 @@ class TextStream:
 
     "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
 
-  All text is given out at once, but for the last U+FFFD, three at most, where they can
-  be the beginning of a character: those wait for the next token that is none. (A real
-  U+FFFD of "characters" waits for nothing.) Bytes of a BPE that decodes a row of them
-  together, all or none, wait for the end of the row.
+  Text comes out at once, with two exceptions. Up to three final U+FFFD that may be the
+  beginning of a character wait for the next token. (A real U+FFFD of "characters" does not
+  wait.) If a BPE decodes a row of bytes together, they wait for the end of the row.
 
-  A push decodes its own tokens and a few before them, not the whole text. For every
-  tokenizer of dpjax; the decoder of a BPE that was loaded has to be that of GPT-2,
-  Llama or Gemma, and a SentencePiece model to have no rules of denormalisation.
+  A push decodes its own tokens and a few before them, not the whole text. It works for
+  every tokenizer of dpjax, for loaded BPE with the decoder of GPT-2, Llama or Gemma, and
+  for SentencePiece models without denormalisation rules.
   """
 
   def __init__(self, tokenizer: Tokenizer):

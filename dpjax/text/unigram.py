@@ -37,9 +37,9 @@ class UnigramBoundaries:
              and where t is a space or a line end
     b_t = 0  elsewhere
 
-  So a segment closes with the space after the word, and with it the next one is known
-  to begin. What stands round a word does not move its boundaries. The authors' code has
-  those within the first word of a stream one character late; here they are not.
+  So a segment closes with the space after the word, which also shows that the next one
+  begins. The text around a word does not move its boundaries. The authors' code puts the
+  boundaries of the first word of a stream one character late; this does not.
 
   A word that the model changes in length, because it normalises it or spells it in
   bytes, is one piece. One of more than 2^14 characters is cut in parts of that length.

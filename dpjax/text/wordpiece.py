@@ -21,8 +21,8 @@ from dpjax.text.tokenizer import (
 class WordPiece(Tokenizer):
   r"""BERT's WordPiece, cased, with a line-end token for each "\n"; not lossless.
 
-  The raw pieces that the library finds are turned into the vocabulary's: lower-cased
-  or not, restricted to those of the train split or not. Restricted, the vocabulary is
+  The library's pieces are mapped to those of the vocabulary: optionally lower-cased, and
+  optionally restricted to those of the train split. Restricted, the vocabulary is
   in the order of the Dispatcher's authors, which their checkpoints need: `<unk>`,
   `<pad>`, `<sos>`, `<eos>`, then the pieces by falling frequency, ties by their
   characters. Else it is the file's, as it stands, and a line ends with its `[SEP]`, or

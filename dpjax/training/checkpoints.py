@@ -59,9 +59,8 @@ class Checkpoints:
   """The checkpoints of a run: the last ones, and the best by validation.
 
   Each holds parameters, optimiser state, random key and step (which is the position in
-  the data), and beside them the configuration, the vocabulary and a format version. A
-  fingerprint of the arrays is kept with them, since the file format does not notice
-  every damage.
+  the data), and also the configuration, the vocabulary and a format version. It includes
+  fingerprints of the arrays, since the file format does not detect all damage.
 
   Args:
     folder: of the run's checkpoints.

@@ -132,9 +132,9 @@ def fit(
 ) -> None:
   """Trains to the last step, going on from the newest checkpoint in `workdir`.
 
-  The state after step n depends on the seed and on the batches before it alone, so a run
-  that was stopped, or killed, ends as one that never was (on the same machine, bit for
-  bit). What a step measured is read while the next one runs. Between its batch and that,
+  The state after step n depends only on the seed and the batches before it. So a run that
+  was stopped or killed ends like one that never stopped (on the same machine, bit for
+  bit). The metrics of a step are read while the next one runs. Between its batch and that,
   no step moves anything else to the device, or, on an accelerator, from it: it would raise
   (`jax.transfer_guard`). SIGTERM and SIGINT end the step, save, and raise `Interrupted`.
 
