@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.extend import core
 
-_SECONDS = 0.5  # spent on the largest product, after one that is compiled
+_SECONDS = 0.5  # spent on the largest product
 
 
 def count_products(function: Callable, *arguments: Any) -> int:
@@ -109,15 +109,22 @@ def product_rate(dtype: Any = jnp.float32) -> float:
   """Operations a second of a large matrix product on one device: the most of a few runs.
 
   Args:
-    dtype: of the matrices, [2048, 2048] on a CPU, else [8192, 8192].
+    dtype: of the square matrices, whose size doubles from 1,024 on until a product takes 20
+      ms, or to 8,192.
   """
-  size = 2048 if jax.default_backend() == "cpu" else 8192
-  x = jnp.ones((size, size), dtype)
   multiply = jax.jit(lambda x: x @ x)
-  multiply(x).block_until_ready()
-  times, begin = [], time.perf_counter()
-  while not times or time.perf_counter() - begin < _SECONDS:
+
+  def seconds(x) -> float:
     start = time.perf_counter()
     multiply(x).block_until_ready()
-    times.append(time.perf_counter() - start)
+    return time.perf_counter() - start
+
+  for size in (1024, 2048, 4096, 8192):
+    x = jnp.ones((size, size), dtype)
+    seconds(x)  # It is compiled.
+    if seconds(x) > 0.02:
+      break
+  times, begin = [], time.perf_counter()
+  while not times or time.perf_counter() - begin < _SECONDS:
+    times.append(seconds(x))
   return 2 * size**3 / min(times)
