@@ -33,11 +33,6 @@ PAGES = [
   *sorted(DOCS.glob("api/*.md")),
 ]
 BLOCK = re.compile(r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-# Those that take long; they are for CI.
-SLOW = {
-  *("index.md", "own_text.md", "settings.md", "own_mixer.md", "own_boundaries.md", "pieces.md"),
-  *("fine_tune.md", "long_runs.md", "models.md", "training.md"),
-}
 NOT_RUN = {"pip", "pytest", "mkdocs"}
 LINE = "The statement raises an exception if a name is not found. A list is an object, and so on."
 
@@ -149,17 +144,8 @@ def reader(folder, tmp_path, monkeypatch):
     yield
 
 
-@pytest.mark.parametrize(
-  "page",
-  [
-    helpers.slow_unless(
-      page == DOCS / "api/index.md" or page.name not in SLOW,
-      page,
-      id=str(page.relative_to(helpers.ROOT)),
-    )
-    for page in PAGES
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(helpers.ROOT)))
 def test_every_snippet_of_the_page_runs(page, reader):
   run(page)
 
