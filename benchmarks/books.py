@@ -31,6 +31,8 @@ from typing import Any
 
 import timing
 
+from dpjax.analysis import style
+
 sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed dpjax
 
 STEPS, ROWS, WINDOW = 2_000, 16, 128
@@ -158,14 +160,13 @@ def report(done: Sequence[dict[str, Any]], out: Path) -> None:
       draw(rows, out / "modern.png")
 
 
+@style.applied()
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
   """Validation over updates: colours are mixers, dashes frames."""
   import matplotlib
 
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
-
-  from dpjax.analysis import style
 
   figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
   mixers = list(dict.fromkeys(row["name"].split("-")[1] for row in rows))
@@ -177,8 +178,8 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     label = f"{mixer}, {frame} ({row['parameters'] / 1e6:.1f}M)"
     axis.plot(*zip(*points, strict=True), dashes[frame], color=color, label=label)
   axis.set(xlabel="updates", ylabel="bits per character, validation")
-  axis.grid(True, color="0.9")
   axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+  style.finish(figure)
   figure.savefig(file, dpi=130)
   plt.close(figure)
 

@@ -151,7 +151,6 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
   return models
 
 
-@style.applied()
 def draw_same(models: Mapping[str, Any]) -> Any:
   """Above both losses, below their difference beside the floor's, and faults."""
   columns = 4
@@ -191,7 +190,6 @@ def draw_same(models: Mapping[str, Any]) -> Any:
   return figure
 
 
-@style.applied()
 def draw_seeds(models: Mapping[str, Any]) -> Any:
   """The validation losses of both sides, and the margin about the authors' mean."""
   figure, axes = plt.subplots(
@@ -210,7 +208,6 @@ def draw_seeds(models: Mapping[str, Any]) -> Any:
   return figure
 
 
-@style.applied()
 def draw_sizes(models: Mapping[str, Any]) -> Any:
   """Differences over parameters, their line, and the paper's difference."""
   columns = 3
@@ -244,6 +241,7 @@ EXPERIMENTS = {
 }
 
 
+@style.applied()
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("work", type=Path, help="with what the runs wrote")

@@ -261,6 +261,15 @@ def test_what_is_said_of_the_quickstart_is_measured():
   assert measured["minutes_of_the_command"] < 3
 
 
+def test_the_page_on_faithfulness_has_the_trajectories_numbers():
+  page = (DOCS / "faithful.md").read_text(encoding="utf-8")
+  for name, model in result("trajectories/same")["models"].items():
+    over = model["most_over_floor_after"]
+    exact = f"{over['exact_adam']:.1f}" if "exact_adam" in over else "-"
+    first = model["most_of_first_100"]
+    assert_said(f"| {name} | {first:.1e} | {over['dpjax']:.1f} | {exact} |", page=page)
+
+
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 150
   rows = [row.split(" | ") for row in suite.gains() if "| PyTorch |" in row]

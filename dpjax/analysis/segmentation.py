@@ -135,10 +135,10 @@ def draw(segmentation: Segmentation) -> "Figure":
   size = max(5.0, 0.14 * count + 1), 1 + 1.6 * rows
   canvas = Figure(figsize=size, layout="constrained")
   panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
-  panels[0].bar(places, segmentation.entropies, color="C5")
+  panels[0].bar(places, segmentation.entropies, color=style.COLOURS[5])
   panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
   if probabilities is not None:
-    panels[1].plot(places, probabilities, color="C1", marker=".")
+    panels[1].plot(places, probabilities, color=style.COLOURS[1], marker=".")
     panels[1].set(ylabel="probability\nof a boundary", ylim=(-0.05, 1.05))
   for axes in panels:
     axes.grid(False)  # Lines across are ends of segments.

@@ -16,7 +16,7 @@ _DASHES = ("-", "--", ":", "-.")
 def applied(font_size: float = 10) -> Iterator[None]:
   """Draws in the project's look; `@applied()` does so in a whole function.
 
-  Matplotlib's "C0", "C1", ... are `COLOURS`.
+  Matplotlib's "C0", "C1", ... are `COLOURS`, in a figure that is also saved inside.
 
   Args:
     font_size: points.
