@@ -928,7 +928,7 @@ def draw_figure(rows, path):
   matplotlib.use("agg")
   from matplotlib import pyplot
 
-  # Apart for the colour-blind, too; the shapes tell the same.
+  # The shapes tell the same as the colours.
   colors = {"dispatcher": "C0", BASELINE: "C1"}
   shapes = {"jax": "o-", "torch": "s--"}
   figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
@@ -955,7 +955,6 @@ def draw_figure(rows, path):
     axis.set_yscale("log")
     axis.set_xticks(lengths, [str(x) for x in lengths])
     axis.set_xlabel("T, tokens")
-    axis.spines[["top", "right"]].set_visible(False)
   axes[0].legend()
   style.finish(figure)
   figure.tight_layout()

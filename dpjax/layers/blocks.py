@@ -20,9 +20,7 @@ ACTIVATIONS = {
 }
 
 
-def make_norm(
-  kind: str, dtype: jnp.dtype, name: str, gain_std: float = 0.0, use_bias: bool = True
-) -> nn.Module:
+class Norm(nn.Module):
   """A norm over the features, with gains that begin at N(1, gain_std**2).
 
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + 1e-5) + bias
@@ -30,42 +28,28 @@ def make_norm(
 
   Mean and variance are taken in float32.
 
-  Args:
+  Attributes:
     kind: "layer_norm" or "rms_norm".
     dtype: of the result.
-    name: of the module.
     gain_std: see above.
     use_bias: of a LayerNorm.
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
-  has_bias = use_bias and kind == "layer_norm"
-  return Norm(kind, dtype, gain_std, has_bias, name=name)
-
-
-class Norm(nn.Module):
-  """See `make_norm`.
-
-  Attributes:
-    kind: "layer_norm" or "rms_norm".
-    dtype: of the result.
-    gain_std: of the gains.
-    use_bias: of a LayerNorm.
-  """
 
   kind: str
   dtype: jnp.dtype
-  gain_std: float
-  use_bias: bool
+  gain_std: float = 0.0
+  use_bias: bool = True
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., D] -> [..., D]."""
     shape = x.shape[-1:]
     scale = self.param("scale", initializers.norm_gains(self.gain_std), shape, jnp.float32)
-    bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32) if self.use_bias else None
     if self.kind == "rms_norm":
       return norms.rms_norm(x, scale).astype(self.dtype)
+    bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32) if self.use_bias else None
     return norms.layer_norm(x, scale, bias).astype(self.dtype)
 
 
@@ -190,7 +174,7 @@ class Block(nn.Module):
     )
     x = inputs
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
-      normed = make_norm(self.norm_kind, self.dtype, norm_name, self.norm_init_std, self.use_bias)
+      normed = Norm(self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name=norm_name)
       drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
         x = normed(x + drop(branch(x, deterministic=deterministic)))

@@ -53,7 +53,7 @@ class Hourglass(nn.Module):
     norm_init_std: of the gains of the middle's norm.
     init_std: of the matrices of `middle_width`, as `dpjax.layers.blocks.FeedForward`.
     dtype: of the computation; parameters are float32.
-    norm_kind: of the middle's norm, as `dpjax.layers.blocks.make_norm`.
+    norm_kind: of the middle's norm, as `dpjax.layers.blocks.Norm`.
     use_bias: likewise.
   """
 
@@ -185,8 +185,8 @@ class Hourglass(nn.Module):
       )
       null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     widen, narrow = self._projections(width)
-    norm = blocks.make_norm(
-      self.norm_kind, self.dtype, "middle_norm", self.norm_init_std, self.use_bias
+    norm = blocks.Norm(
+      self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name="middle_norm"
     )
     if cache is not None:
       new, segment = ops.pool_segments_cached(

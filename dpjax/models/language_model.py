@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
       being 0; 0: U(-0.1, 0.1), the biases 0.
     norm_init_std: of the gains of the final norm.
     dtype: of the computation; parameters are float32.
-    norm_kind: of the final norm, as `dpjax.layers.blocks.make_norm`.
+    norm_kind: of the final norm, as `dpjax.layers.blocks.Norm`.
     use_bias: False: the final norm and the logits have none.
     tie_embeddings: the logits are products with the token table, without a bias, in the
       place of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
@@ -200,8 +200,8 @@ class LanguageModel(nn.Module):
         length = document_length(starts, cache.length, lengths)
       cache = LanguageModelCache(length, layers)
     if self.final_norm:
-      x_btd = blocks.make_norm(
-        self.norm_kind, self.dtype, "final_norm", self.norm_init_std, self.use_bias
+      x_btd = blocks.Norm(
+        self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name="final_norm"
       )(x_btd)
     if self.tie_embeddings:
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)

@@ -34,13 +34,17 @@ def cross_entropy(
   Raises:
     ValueError: the shapes do not match.
   """
-  if not logits.shape[:-1] == targets.shape == weights.shape:
-    raise ValueError(
-      "logits, targets, weights: expected [B, T, V], [B, T], [B, T], got "
-      f"{logits.shape}, {targets.shape}, {weights.shape}"
-    )
+  _check_shapes("logits", "V", logits, targets, weights)
   nats_bt = _nats_of_tokens(logits, targets)
   return jnp.sum(nats_bt * weights.astype(nats_bt.dtype)), jnp.sum(weights)
+
+
+def _check_shapes(name: str, axis: str, array, targets, weights) -> None:
+  if not array.shape[:-1] == targets.shape == weights.shape:
+    raise ValueError(
+      f"{name}, targets, weights: expected [B, T, {axis}], [B, T], [B, T], got "
+      f"{array.shape}, {targets.shape}, {weights.shape}"
+    )
 
 
 @jax.custom_vjp
@@ -108,11 +112,7 @@ def output_nats(
   Raises:
     ValueError: the shapes do not match.
   """
-  if not hidden.shape[:-1] == targets.shape == weights.shape:
-    raise ValueError(
-      "hidden, targets, weights: expected [B, T, D], [B, T], [B, T], got "
-      f"{hidden.shape}, {targets.shape}, {weights.shape}"
-    )
+  _check_shapes("hidden", "D", hidden, targets, weights)
   return _output_nats(hidden, kernel, bias, targets, weights)
 
 

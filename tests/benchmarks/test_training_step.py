@@ -1,5 +1,6 @@
 """The models in PyTorch are those of dpjax, and steps are compared as the report says."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -287,8 +288,18 @@ def strict(text):
 
 
 def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake, capsys):
+  busy = []
+
+  @contextlib.contextmanager
+  def neighbour():
+    busy.append(True)
+    yield
+    busy.clear()
+
+  monkeypatch.setattr(training_step, "neighbour", neighbour)
+
   def takes(side, model, length, count):
-    seconds = 1.0 if side == "jax" else 4.0
+    seconds = (1.0 if side == "jax" else 4.0) * (2.0 if busy else 1.0)
     seconds *= 3.0 if count <= training_step.WARM_UPS else 1.0
     return seconds * (2.0 if model["mixer"] == "attention" else 1.0)
 
@@ -301,8 +312,9 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
   assert set(report["parts"]) == set(training_step.PARTS)
   rows = report["parts"]["paper"]["rows"]
   assert [*rows] == ["quiet", "quiet, busy neighbour"]
-  for (row,) in rows.values():
-    assert [x["utilisation"] for x in row["sides"].values()] == [2 / 8, 2 / 4 / 8]
+  for (row,), slower in zip(rows.values(), (1, 2), strict=True):
+    shares = [slower * x["utilisation"] for x in row["sides"].values()]
+    assert shares == [2 / 8, 2 / 4 / 8]
   assert out.with_suffix(".png").stat().st_size > 5000
   for part in report["parts"].values():
     assert part["machine"]["cores"] > 0 and part["minutes"] >= 0

@@ -72,7 +72,7 @@ def test_a_block_of_rms_norm_and_swiglu(norm, use_bias):
 def test_a_layer_norm_without_a_bias():
   params = make(use_bias=False)[1]["feed_forward_norm"]
   assert {*params} == {"scale"}
-  norm, x = blocks.make_norm("layer_norm", jnp.float32, "norm", use_bias=False), draw((3, WIDTH))
+  norm, x = blocks.Norm("layer_norm", jnp.float32, use_bias=False), draw((3, WIDTH))
   expected = transformer.layer_norm(np.float64(x), dict(scale=np.float64(params["scale"]), bias=0))
   output = norm.apply({"params": params}, x)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
@@ -97,7 +97,7 @@ def test_gelu_is_by_erf():
 
 
 def test_the_epsilon_of_layer_norm_shows_where_the_variance_is_small():
-  norm = blocks.make_norm("layer_norm", jnp.float32, "norm")
+  norm = blocks.Norm("layer_norm", jnp.float32)
   x = draw((3, WIDTH), scale=1e-3)
   params = {"scale": draw((WIDTH,), 1), "bias": draw((WIDTH,), 2)}
   output = norm.apply({"params": params}, x)

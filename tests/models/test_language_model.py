@@ -94,7 +94,7 @@ def test_is_embedding_then_blocks_then_logits(norm):
     x_btd = block({"params": each}, x_btd)
   assert ("final_norm" in params) == (norm == "pre")
   if norm == "pre":
-    norm_layer = blocks.make_norm("layer_norm", jnp.float32, "final_norm")
+    norm_layer = blocks.Norm("layer_norm", jnp.float32)
     x_btd = norm_layer.apply({"params": params["final_norm"]}, x_btd)
   expected = x_btd @ params["logits"]["kernel"] + params["logits"]["bias"][None, None]
   logits = jax.jit(model.apply)({"params": params}, TOKENS).logits

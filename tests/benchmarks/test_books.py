@@ -1,0 +1,78 @@
+"""The runs on children's books: what they are, and what is told of them."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dpjax import config as config_lib
+from dpjax.models.build import build_model
+from tests import helpers
+
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+import books  # noqa: E402
+
+ENTRIES = 5_000  # of the vocabulary
+
+
+def count(config) -> int:
+  settings = config.model.copy_and_resolve_references()
+  settings.vocab_size = ENTRIES
+  ids = jnp.zeros((1, 3), jnp.int32)
+  shapes = jax.eval_shape(lambda: build_model(settings).init(jax.random.key(0), ids))
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_all_runs_see_as_much_and_equal_ones_have_as_many_parameters(tmp_path):
+  sizes, rows = {}, set()
+  for name, make in books.runs().items():
+    config = books.configure(name, make, tmp_path, tmp_path, books.STEPS)
+    config_lib.check(config)
+    train = config.train
+    rows.add((train.num_steps, train.batch_size, config.model.max_length, train.learning_rate))
+    assert config.data.documents == ("isolated" if name.endswith("isolated") else "joined")
+    sizes[name] = count(config)
+  assert rows == {(books.STEPS, books.ROWS, books.WINDOW, books.PEAK)}
+  assert sizes["equal-attention"] == pytest.approx(sizes["modern-attention"], rel=0.02)
+
+
+def test_lines_become_documents(tmp_path):
+  for split in ("train", "valid", "test"):
+    (tmp_path / f"{split}.txt").write_text(f" the {split} \n\n a mat\n")
+  out = books.as_documents(tmp_path, tmp_path / "out")
+  lines = (out / "valid.jsonl").read_text().splitlines()
+  assert [json.loads(line) for line in lines] == [{"text": "the valid"}, {"text": "a mat"}]
+
+
+def test_what_is_done_is_told(tmp_path, monkeypatch, capsys):
+  trained = []
+
+  def train(name, config, workdir):
+    trained.append(name)
+    scores = {"perplexity": 70.5, "bits_per_character": 1.75}
+    found = {"name": name, "parameters": 1_400_000, "seconds": 9.5, "test": scores}
+    found["valid"] = [{"step": x, "bits_per_character": 2.0 - x / 40} for x in (3, 6)]
+    return found | ({"by_document": scores} if name.endswith(("joined", "isolated")) else {})
+
+  monkeypatch.setattr(books, "train", train)
+  for split in ("train", "valid", "test"):
+    (tmp_path / f"{split}.txt").write_text("a mat\n")
+  flags = [f"--{x}={tmp_path}" for x in ("books", "sentences", "work", "out")]
+  for only in ("attention", "attention", "dispatcher"):
+    books.main([*flags, f"--only={only}", "--steps=6"])
+  assert len(trained) == len(set(trained)) == 12
+  names = {
+    file: [row["name"] for row in json.loads((tmp_path / f"{file}.json").read_text())["runs"]]
+    for file in ("modern", "documents")
+  }
+  assert names["modern"] == [
+    "modern-attention",
+    "modern-dispatcher",
+    "papers-attention",
+    "equal-attention",
+  ]
+  assert len(names["documents"]) == 8 and (tmp_path / "modern.png").stat().st_size > 9_000
+  told = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+  assert ["equal-attention", "1,400,000", "perplexity", "70.50"] in told
