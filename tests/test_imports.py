@@ -20,11 +20,12 @@ ROOMS = [
   {"run"},
   {"commands"},
   {"analysis"},
+  {"probes"},
   {"__main__", "reproduce"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "generation", "run", "commands", "analysis", "reproduce", "scripts"}
+READS_CONFIG = {"interop", "generation", "run", "commands", "analysis", "probes", "reproduce", "scripts"}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "registry", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
