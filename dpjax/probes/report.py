@@ -1,6 +1,7 @@
 """What models recalled, by distance: one JSON of all results, a table and a picture."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,6 @@ def draw(content: Mapping[str, Any]) -> "Figure":
 def write_json(content: Mapping[str, Any], path: Path) -> None:
   """Writes the content whole or not at all."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(path.name + ".partial")
+  partial = path.with_name(f"{path.name}.{os.getpid()}")  # Parts of the work may write at once.
   partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
   partial.replace(path)

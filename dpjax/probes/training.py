@@ -34,7 +34,8 @@ class Settings:
 
   Attributes:
     length: T in training.
-    window: l of the Extractors and 2**K of the Dispatchers, a power of 2.
+    window: l of the Extractors and 2**K of the Dispatchers, a power of 2. With half of T, two
+      layers reach over a row of training and end within the longer rows of tests.
     width: D of attention; the others have as many parameters.
     num_layers: blocks.
     num_steps: updates.
@@ -43,11 +44,11 @@ class Settings:
     num_test_rows: of each length; a multiple of 2 B.
   """
 
-  length: int = 64
+  length: int = 32
   window: int = 16
   width: int = 64
   num_layers: int = 2
-  num_steps: int = 600
+  num_steps: int = 1000
   batch_size: int = 32
   learning_rate: float = 3e-3
   num_test_rows: int = 512

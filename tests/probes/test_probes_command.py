@@ -78,7 +78,7 @@ def test_the_command_trains_once_and_reads_what_is_there(tmp_path, capsys, monke
     ("--train --seeds=0", "--seeds: expected at least 1, got 0"),
     ("--train --part=3/2", "--part: expected i/n with 1 <= i <= n, got 3/2"),
     ("--train --length=14", "--length: expected an even number from 16 on, got 14"),
-    ("--train --window=12", "--window: expected a power of 2 up to 64, got 12"),
+    ("--train --window=12", "--window: expected a power of 2 up to 32, got 12"),
     ("--train --width=20", "--width: expected a multiple of 8, got 20"),
     ("--train --num_layers=0", "--num_layers: expected at least 1, got 0"),
     ("--train --num_steps=9", "--num_steps: expected at least 10, got 9"),

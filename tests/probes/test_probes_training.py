@@ -93,10 +93,14 @@ def test_attention_learns_to_recall():
 
 
 def test_a_divergence_is_no_result():
-  trainee = training.Trainee(TINY, "me")
+  trainee, seeds = training.Trainee(TINY, "me"), []
   init = trainee._init
-  trainee._init = lambda seed: jax.tree.map(
-    lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, init(seed)
-  )
+
+  def init_without_numbers(seed):
+    seeds.append(seed)
+    return jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, init(seed))
+
+  trainee._init = init_without_numbers
   with pytest.raises(FloatingPointError, match="^recall, me, seed 3: loss nan$"):
     trainee.run("recall", 3)
+  assert seeds == [3]
