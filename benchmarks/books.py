@@ -8,14 +8,17 @@ two books (of the children's books: docs/reproduce.md), that of --sentences Penn
 Trains each run for 2,000 updates of 16 rows of 128 tokens, the same rows for all of one
 text, and writes what is done so far:
 
-  OUT/modern.json, .png     configs/modern_transformer.py:small with attention and with the
-                            papers' mixers, and the frame of the Extractors paper
-                            (configs/extractors_childrens_books.py, 4 layers) with the same
-                            mixers: at the modern frame's width, and ("equal") at the width
-                            that gives it as many parameters as modern attention has
-  OUT/documents.json        the same model with isolated and with joined documents: books,
-                            which are long, and sentences, which are short; both are scored
-                            by document, each as if it stood alone
+  OUT/books_mixers.json, .png   configs/modern_transformer.py:small with attention and with
+                                the papers' mixers, and the frame of the Extractors paper
+                                (configs/extractors_childrens_books.py, 4 layers) with the
+                                same mixers: at the modern frame's width, and ("equal") at the
+                                width that gives it as many parameters as modern attention
+                                has; and ("pooled") the modern frame on characters, windows of
+                                512, with 1 + 4 + 1 layers of attention
+  OUT/books_documents.json      the modern frame with isolated and with joined documents: books,
+                                which are long (joined: the modern runs above), and sentences,
+                                which are short; all are scored by document, each as if it
+                                stood alone
 
 A run that stands in --work is not trained again, one that was interrupted goes on; --only
 takes those whose name has this, --steps a shorter trial.
@@ -24,7 +27,6 @@ takes those whose name has this, --steps a shorter trial.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,10 @@ STEPS, ROWS, WINDOW = 2_000, 16, 128
 PEAK = 1e-3  # both frames' own
 MODERN = ("attention", "dispatcher", "he", "we", "me")
 PAPERS = ("attention_4", "he", "we", "me")
+POOLED = ("whitespace", "routing")
+FRAMES = {"modern": "-", "papers": "--", "equal": ":", "pooled": "-."}  # and their dashes
 DOCUMENTS = ("attention", "dispatcher")
+JOINED = tuple(f"modern-{mixer}" for mixer in DOCUMENTS)  # of books
 
 
 def modern(mixer: str) -> Any:
@@ -64,6 +69,19 @@ def papers(mixer: str, width: int = 128) -> Any:
   return config
 
 
+def pooled(kind: str) -> Any:
+  """Today's frame on characters, its middle layers on segments: about as much text a row."""
+  from dpjax import config as config_lib
+
+  config = modern("attention")
+  settings = dict(factor=5.0, weight=0.1) if kind == "routing" else {}
+  config.model.boundaries = config_lib.boundaries(kind, **settings)
+  config.model.first.num_layers = config.model.last.num_layers = 1
+  config.model.max_length = 4 * WINDOW
+  config.data.tokenizer = "characters"
+  return config
+
+
 def runs() -> dict[str, Callable[[], Any]]:
   """Every run's configuration, without its text."""
   found: dict[str, Callable[[], Any]] = {}
@@ -71,11 +89,12 @@ def runs() -> dict[str, Callable[[], Any]]:
     found[f"modern-{mixer}"] = lambda mixer=mixer: modern(mixer)
   for mixer in PAPERS:
     found[f"papers-{mixer.split('_')[0]}"] = lambda mixer=mixer: papers(mixer)
+  for kind in POOLED:
+    found[f"pooled-{kind}"] = lambda kind=kind: pooled(kind)
   found["equal-attention"] = lambda: papers("attention_4", 96)
-  for text in ("books", "sentences"):
+  for run in ("books-{}-isolated", "sentences-{}-joined", "sentences-{}-isolated"):
     for mixer in DOCUMENTS:
-      for documents in ("joined", "isolated"):
-        found[f"{text}-{mixer}-{documents}"] = lambda mixer=mixer: modern(mixer)
+      found[run.format(mixer)] = lambda mixer=mixer: modern(mixer)
   return found
 
 
@@ -114,14 +133,11 @@ def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
 
   import dpjax
 
-  begin = time.perf_counter()
   run, scores = dpjax.train(config, workdir)
-  seconds = time.perf_counter() - begin
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
   found = {
     "name": name,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
-    "seconds": round(seconds, 1),
     "test": scores,
     "valid": [
       {key: line[key] for key in ("step", "bits_per_character")}
@@ -129,7 +145,7 @@ def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
       if line["split"] == "valid"
     ],
   }
-  if name.split("-")[-1] in ("joined", "isolated"):
+  if name in JOINED or name.endswith(("joined", "isolated")):
     found["by_document"] = run.score_split("test", documents="isolated")
   return found
 
@@ -137,8 +153,10 @@ def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
 def report(done: Sequence[dict[str, Any]], out: Path) -> None:
   """Writes and prints what is done."""
   machine = timing.describe_machine()
-  for file in ("modern", "documents"):
-    rows = [row for row in done if ("by_document" in row) == (file == "documents")]
+  for file in ("books_mixers", "books_documents"):
+    is_mixers = file == "books_mixers"
+    frames = tuple(FRAMES)
+    rows = [x for x in done if (x["name"].startswith(frames) if is_mixers else "by_document" in x)]
     if not rows:
       continue
     result = {
@@ -151,13 +169,13 @@ def report(done: Sequence[dict[str, Any]], out: Path) -> None:
     text = json.dumps(result, indent=1) + "\n"
     (out / f"{file}.json").write_text(text, encoding="utf-8")
     for row in rows:
-      scores = row.get("by_document", row["test"])
+      scores = row["test" if is_mixers else "by_document"]
       print(
         f"{row['name']:28s}{row['parameters']:>10,}  perplexity {scores['perplexity']:7.2f}"
         f"  bits per character {scores['bits_per_character']:.4f}"
       )
-    if file == "modern":
-      draw(rows, out / "modern.png")
+    if is_mixers:
+      draw(rows, out / f"{file}.png")
 
 
 @style.applied()
@@ -170,13 +188,12 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
   figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
   mixers = list(dict.fromkeys(row["name"].split("-")[1] for row in rows))
-  dashes = {"modern": "-", "papers": "--", "equal": ":"}
   for row in rows:
     frame, mixer = row["name"].split("-")
     points = [[point["step"], point["bits_per_character"]] for point in row["valid"]]
     color = style.line(mixers.index(mixer))["color"]
     label = f"{mixer}, {frame} ({row['parameters'] / 1e6:.1f}M)"
-    axis.plot(*zip(*points, strict=True), dashes[frame], color=color, label=label)
+    axis.plot(*zip(*points, strict=True), FRAMES[frame], color=color, label=label)
   axis.set(xlabel="updates", ylabel="bits per character, validation")
   axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
   style.finish(figure)

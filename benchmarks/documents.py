@@ -2,7 +2,7 @@
 
   python benchmarks/documents.py --out results/documents
 
-writes results/documents.json (a minute on 2 cores; --quick: seconds, smaller, and nothing is
+writes results/documents.json and .png (a minute on 2 cores; --quick: seconds, smaller, and nothing is
 written without --out). Float32; the result and the gradients by all arguments. Ratios are to
 "none", no `starts`; "one" is one document a row, "many" 16 of random lengths: medians over
 repetitions of paired times, taken by turns.
@@ -14,6 +14,8 @@ import json
 import pathlib
 
 import timing
+
+from dpjax.analysis import style
 
 SHAPE = dict(batch=2, length=2048, width=512, heads=8)
 QUICK_SHAPE = dict(batch=2, length=96, width=16, heads=2)
@@ -83,6 +85,30 @@ def compare(operator, arguments, all_starts, repetitions):
   }
 
 
+@style.applied()
+def draw(cases, path):
+  """Ratios by operator."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(7, 3.6), layout="constrained")
+  axis = figure.subplots()
+  labels = {"one": "one document a row", "many": f"{NUM_DOCUMENTS} documents a row"}
+  for i, (starts, label) in enumerate(labels.items()):
+    places = [number + 0.4 * i for number in range(len(cases))]
+    ratios = [rows[starts]["ratio"] for rows in cases.values()]
+    axis.barh(places, ratios, 0.38, color=style.COLOURS[i], label=label)
+    for place, ratio in zip(places, ratios, strict=True):
+      axis.text(ratio, place, f" {ratio:.2f}", va="center", fontsize=8)
+  axis.axvline(1.0, color="0.3", linewidth=1)
+  axis.set_yticks([number + 0.2 for number in range(len(cases))], [*cases])
+  axis.invert_yaxis()
+  axis.grid(False, axis="y")
+  axis.set(xscale="log", xlabel="time, over that without starts", xlim=(0.2, 15))
+  axis.legend(loc="lower right")
+  style.finish(figure)
+  figure.savefig(path, dpi=130)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
@@ -111,6 +137,7 @@ def main():
     out = pathlib.Path(arguments.out or "results/documents")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+    draw(report["cases"], out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

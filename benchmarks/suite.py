@@ -22,7 +22,7 @@ from collections.abc import Callable
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
 # What runs beyond the usual.
-MORE = {"training_step": ["--parts=dispatcher,extractors,hourglass,lengths"]}
+MORE = {"training_step": ["--parts=dispatcher,paper,extractors,hourglass,flags,lengths"]}
 # Of a report that is not there, or has no such row.
 UNREADABLE = (IndexError, KeyError, StopIteration, TypeError, ValueError)
 # The longest last: what is interrupted has most of the others.
@@ -92,13 +92,13 @@ def _middle(key):
   )
 
 
-def _step(allocator, part="dispatcher", name="dispatcher"):
+def _step(condition, part="dispatcher", name="dispatcher"):
   """A step of training over that of PyTorch's fastest form."""
 
   def read(report):
     row = next(
       x
-      for x in report["parts"][part]["rows"][allocator]
+      for x in report["parts"][part]["rows"][condition]
       if (x["name"], x["command"], x["dtype"]) == (name, "train", "float32") and x["dropout"]
     )
     return max(row["over"].values())
@@ -174,8 +174,13 @@ BARS: tuple[tuple[str, str, float, Callable[[dict], float]], ...] = (
   ("up-sample, backward: time / one-hot", "pooling", 0.25, _pooling("upsample", "backward")),
   ("middle block: time / the right capacity (custom VJP)", "pooling", 1.8, _middle("ratio_known")),
   ("middle block: memory / padding", "pooling", 1.1, _middle("temporary_mib_ratio")),
-  ("Dispatcher, training step: time / PyTorch, usual malloc", "training_step", 1.3, _step("usual")),
-  ("Dispatcher, training step: time / PyTorch, quiet malloc", "training_step", 1.3, _step("quiet")),
+  ("Dispatcher, training step: time / PyTorch", "training_step", 0.7, _step("quiet", "paper")),
+  (
+    "the same beside a busy neighbour",
+    "training_step",
+    0.9,
+    _step("quiet, busy neighbour", "paper"),
+  ),
 )
 
 
@@ -341,42 +346,6 @@ GAINS: tuple[tuple[str, str, str, Callable | None, Callable | None], ...] = (
     "hourglass",
     _hourglass("ratio"),
     _hourglass("temporary_mib_ratio"),
-  ),
-  (
-    "a training step of the Dispatcher's paper, batch 4",
-    "PyTorch",
-    "training_step",
-    _step("usual"),
-    None,
-  ),
-  (
-    "of its masked self-attention",
-    "PyTorch",
-    "training_step",
-    _step("quiet", name="attention"),
-    None,
-  ),
-  (
-    "of 2 layers of SHE, l 128, batch 64",
-    "PyTorch",
-    "training_step",
-    _step("quiet", "extractors", "she"),
-    None,
-  ),
-  ("of 2 layers of WE", "PyTorch", "training_step", _step("quiet", "extractors", "we"), None),
-  (
-    "of 12 layers of relative attention, T 512",
-    "PyTorch",
-    "training_step",
-    _step("quiet", "hourglass", "vanilla"),
-    None,
-  ),
-  (
-    "of 2 + 8 + 2 layers, segments of 4",
-    "PyTorch",
-    "training_step",
-    _step("quiet", "hourglass", "fixed 4"),
-    None,
   ),
   (
     "a token of a Dispatcher with a cache, T 4096",

@@ -10,9 +10,9 @@ earlier report that are not measured again stay in it, each with its own machine
 
   dispatcher   the Dispatcher paper's two models, a step of training with its dropout and
                without, and the loss of a batch; under two settings of the allocator
-  paper        the Dispatcher at its paper's batch, 20 rows of 512, with the machine to itself
-               and beside a busy neighbour: a process that copies 256 MiB again and again, on
-               one core
+  paper        the Dispatcher at its paper's batch, 20 rows of 512
+  flags        the Dispatcher with XLA's settings of `FLAGS`, and with its layers compiled
+               one by one, beside what dpjax does by default
   lengths      a step of both over T, batch 1: the paper's Fig. 2
   extractors   SHE, HE, WE, ME and attention of 32 heads, two layers of the paper's model
   hourglass    12 layers of relative attention, and with segments of 4 tokens. T = 512,
@@ -22,7 +22,9 @@ A step is the gradient of the mean loss of a fixed batch, clipping where the pap
 and an update by Adam: `dpjax.training.step.jit_train_step` here, `benchmarks/
 torch_models.py` there, eager unless --compile_torch. Both have the same number of
 parameters, the same batch and rates of dropout, and the same number of threads or the same
-GPU. Each model is a process of its own, and its "utilisation" is the share of a large matrix
+GPU. Every part but "lengths" has the machine to
+itself first, and then a busy neighbour: a process that copies 256 MiB again and again, on one
+core. Each model is a process of its own, and its "utilisation" is the share of a large matrix
 product's rate that its own products reach, in the JAX of that run (`dpjax.training.operations`).
 The processes take turns step by step, and ratios
 are medians over repetitions of paired times. Where PyTorch is not installed, the rows of
@@ -55,7 +57,7 @@ import timing
 
 from dpjax.analysis import style
 
-PARTS = ("dispatcher", "paper", "lengths", "extractors", "hourglass")
+PARTS = ("dispatcher", "paper", "lengths", "extractors", "hourglass", "flags")
 SEED = 0
 # The settings of a model in one flat table, for both sides; a component of dpjax takes
 # those that it has.
@@ -160,11 +162,13 @@ SIZES = {
     max_seconds=50.0,
   ),
 }
+SIZES["flags"] = SIZES["dispatcher"] | dict(max_seconds=90.0)
 _SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
 _FEW = dict(batch=2, repetitions=3)
 QUICK = {
   "dispatcher": SIZES["dispatcher"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
   "paper": SIZES["paper"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
+  "flags": SIZES["flags"] | _FEW | dict(model=_SMALL | {"max_length": 21}),
   "lengths": SIZES["lengths"] | dict(model=_SMALL, repetitions=3, lengths=(16, 32, 64)),
   "extractors": SIZES["extractors"]
   | _FEW
@@ -179,6 +183,11 @@ QUICK = {
   ),
 }
 WARM_UPS = 2
+# Each was said to save time or memory on some machine.
+FLAGS = {
+  "no reductions by YNN": "--xla_cpu_experimental_ynn_fusion_type=-reduce",
+  "no concurrent scheduler": "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+}
 NEIGHBOUR = """
 import os, sys
 import numpy as np
@@ -190,6 +199,8 @@ print("ready", flush=True)
 while True:
   np.copyto(y, x)
 """
+# The allocator's setting, and what else runs.
+QUIET, BUSY = "quiet", "quiet, busy neighbour"
 # How PyTorch computes an Extractor: the first is what rows without a name are.
 FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
 BASELINE = "attention"
@@ -363,6 +374,7 @@ class Worker:
     }
     # Several processes share a GPU.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {settings['flags']}".strip()
     if settings["device"] == "cpu" and side == "jax":
       environment["JAX_PLATFORMS"] = "cpu"
     self.process = subprocess.Popen(
@@ -408,6 +420,7 @@ def settings_of(model, sizes, device, dtype, *, commands=("train",), is_compiled
   """What a worker is told; `model` are the settings that differ from `DEFAULTS`."""
   model = json.loads(json.dumps(DEFAULTS | model))
   return {
+    "flags": model.pop("flags", ""),
     "model": model,
     "optimizer": sizes["optimizer"],
     "batch": sizes["batch"],
@@ -581,28 +594,57 @@ def dropouts(rate):
 
 def compare_dispatcher(sizes, run):
   """Rows by the allocator's setting; attention with the quiet one alone."""
-  rows = {"usual": [], "quiet": []}
-  for allocator, found in rows.items():
-    print(f"allocator: {allocator}", flush=True)
-    mixers = ("dispatcher", BASELINE) if allocator == "quiet" else ("dispatcher",)
+  models = {x: dropouts(sizes["dropout"]) | {"mixer": x} for x in ("dispatcher", BASELINE)}
+
+  def compare_all(is_quiet, mixers):
+    rows = []
     for rate in (sizes["dropout"], 0.0):
-      models = {x: dropouts(rate) | {"mixer": x} for x in mixers}
+      chosen = {x: models[x] | dropouts(rate) for x in mixers}
       commands = ("train", "evaluate") if rate else ("train",)
-      found += compare(
-        models, run, sizes, BASELINE, commands=commands, is_quiet=allocator == "quiet"
-      )
+      rows += compare(chosen, run, sizes, BASELINE, commands=commands, is_quiet=is_quiet)
+    return rows
+
+  print("usual", flush=True)
+  rows = {"usual": compare_all(False, ("dispatcher",))}
+  print(QUIET, flush=True)
+  rows[QUIET] = compare_all(True, ("dispatcher", BASELINE))
+  with neighbour():
+    print(BUSY, flush=True)
+    rows[BUSY] = compare(models, run, sizes, BASELINE)
   return {"rows": rows}
+
+
+def quiet_and_busy(compare_all):
+  """Rows with the machine for themselves, and beside a busy neighbour.
+
+  Args:
+    compare_all: takes the sizes of a part and the choices of this run; gives rows.
+  """
+
+  def compare_twice(sizes, run):
+    rows = {}
+    for name, context in ((QUIET, contextlib.nullcontext), (BUSY, neighbour)):
+      print(name, flush=True)
+      with context():
+        rows[name] = compare_all(sizes, run)
+    return {"rows": rows}
+
+  return compare_twice
 
 
 def compare_paper(sizes, run):
-  """Rows with the machine for itself, and beside a busy neighbour."""
+  """One row."""
   models = {"dispatcher": dropouts(sizes["dropout"]) | {"mixer": "dispatcher"}}
-  rows = {}
-  for name, context in (("quiet", contextlib.nullcontext), ("quiet, busy neighbour", neighbour)):
-    print(name, flush=True)
-    with context():
-      rows[name] = compare(models, run, sizes, BASELINE)
-  return {"rows": rows}
+  return compare(models, run, sizes, BASELINE)
+
+
+def compare_flags(sizes, run):
+  """A row for what is default, and one for each thing that is not."""
+  usual = dropouts(sizes["dropout"]) | {"mixer": "dispatcher"}
+  models = {"default": usual}
+  models |= {name: usual | {"flags": flags} for name, flags in FLAGS.items()}
+  models["layers one by one"] = usual | {"scan_layers": False}
+  return compare(models, run | {"torch": None}, sizes, "default")
 
 
 def compare_extractors(sizes, run):
@@ -612,7 +654,7 @@ def compare_extractors(sizes, run):
   for mixer in FORMS:
     found = compare({mixer: {"mixer": mixer}, BASELINE: attention}, run, sizes, BASELINE)
     rows += [row for row in found if row["name"] == mixer or mixer == "she"]
-  return {"rows": {"quiet": rows}}
+  return rows
 
 
 def compare_hourglass(sizes, run):
@@ -628,7 +670,7 @@ def compare_hourglass(sizes, run):
       "last_layers": last,
     },
   }
-  return {"rows": {"quiet": compare(models, run, sizes, "vanilla")}}
+  return compare(models, run, sizes, "vanilla")
 
 
 def extrapolate(values, shortest_growth):
@@ -1037,10 +1079,11 @@ def choose_run(arguments):
 
 COMPARISONS = {
   "dispatcher": compare_dispatcher,
-  "paper": compare_paper,
+  "paper": quiet_and_busy(compare_paper),
   "lengths": lambda sizes, run: Lengths(sizes, run).measure(),
-  "extractors": compare_extractors,
-  "hourglass": compare_hourglass,
+  "extractors": quiet_and_busy(compare_extractors),
+  "hourglass": quiet_and_busy(compare_hourglass),
+  "flags": quiet_and_busy(compare_flags),
 }
 
 

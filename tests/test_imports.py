@@ -20,11 +20,21 @@ ROOMS = [
   {"run"},
   {"commands"},
   {"analysis"},
+  {"probes"},
   {"__main__", "reproduce"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "generation", "run", "commands", "analysis", "reproduce", "scripts"}
+READS_CONFIG = {
+  "interop",
+  "generation",
+  "run",
+  "commands",
+  "analysis",
+  "probes",
+  "reproduce",
+  "scripts",
+}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "registry", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
@@ -115,6 +125,7 @@ def test_imports_go_down(path):
     ("dpjax.analysis.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.analysis.plots", ("jax", "matplotlib", "ml_collections")),
     ("dpjax.analysis.calibrate", ("jax", "matplotlib", "ml_collections")),
+    ("dpjax.probes", ("jax", "matplotlib", "ml_collections")),
     ("dpjax.analysis.segmentation", ("jax", "matplotlib", "ml_collections")),
     ("dpjax.analysis.significance", ("jax", "numpy", "scipy", "ml_collections")),
     (

@@ -238,10 +238,12 @@ class Fake:
   takes: Any = None
   mib: Any = None
   started: list = []
+  flags: list = []
 
   def __init__(self, side, settings, *, is_quiet=True):
     self.side, self.settings = side, settings
     self.model, self.count = settings["model"], 0
+    self.flags.append(settings["flags"])
     self.started.append((side, self.model["mixer"], settings["length"], is_quiet))
 
   def wait(self):
@@ -271,6 +273,7 @@ class Fake:
 def fake(monkeypatch):
   monkeypatch.setattr(training_step, "Worker", Fake)
   monkeypatch.setattr(Fake, "started", [])
+  monkeypatch.setattr(Fake, "flags", [])
   monkeypatch.setattr(Fake, "mib", None)
   monkeypatch.setattr(Fake, "takes", staticmethod(lambda *_: 0.5))
   monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # As the program sets it.
@@ -306,12 +309,23 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
   monkeypatch.setattr(fake, "takes", staticmethod(takes))
   out = tmp_path / "folder/steps"
   quick = ("--quick", "--out", out)
-  run_program(monkeypatch, *quick, "--parts=dispatcher,hourglass,extractors,paper")
+  run_program(monkeypatch, *quick, "--parts=dispatcher,hourglass,extractors,paper,flags")
   run_program(monkeypatch, *quick, "--parts=lengths", "--no_torch")
   report = strict(out.with_suffix(".json").read_text())
   assert set(report["parts"]) == set(training_step.PARTS)
+  twice = [training_step.QUIET, training_step.BUSY]
+  for part in ("paper", "extractors", "hourglass", "flags"):
+    assert [*report["parts"][part]["rows"]] == twice
+  for rows in report["parts"]["flags"]["rows"].values():
+    assert [row["name"] for row in rows] == [
+      "default",
+      *training_step.FLAGS,
+      "layers one by one",
+    ]
+    assert all([*row["sides"]] == ["jax"] for row in rows)
+    assert all(row["over_baseline"] == {"jax": 1.0} for row in rows)
+  assert set(fake.flags) == {"", *training_step.FLAGS.values()}
   rows = report["parts"]["paper"]["rows"]
-  assert [*rows] == ["quiet", "quiet, busy neighbour"]
   for (row,), slower in zip(rows.values(), (1, 2), strict=True):
     shares = [slower * x["utilisation"] for x in row["sides"].values()]
     assert shares == [2 / 8, 2 / 4 / 8]
@@ -320,6 +334,11 @@ def test_reports_all_parts_and_keeps_those_of_before(monkeypatch, tmp_path, fake
     assert part["machine"]["cores"] > 0 and part["minutes"] >= 0
   assert report["parts"]["lengths"]["torch"] == "dpjax alone"
   found = report["parts"]["dispatcher"]["rows"]
+  busy_rows = found.pop(training_step.BUSY)
+  assert [(x["name"], x["sides"]["jax"]["milliseconds"]) for x in busy_rows] == [
+    ("dispatcher", 2000.0),
+    ("attention", 4000.0),
+  ]
   assert set(found) == {"usual", "quiet"}
   for allocator, rows in found.items():
     names = ["dispatcher"] + ["attention"] * (allocator == "quiet")
@@ -377,19 +396,22 @@ def test_the_allocator_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv(name, value)
   for side in ("jax", "torch, sum"):
     for is_quiet in (False, True):
-      training_step.Worker(side, {"device": "cpu"}, is_quiet=is_quiet)
+      settings = {"device": "cpu", "flags": "--xla_that"}
+      training_step.Worker(side, settings, is_quiet=is_quiet)
   for command, env in found:
     assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", command
+    assert env["XLA_FLAGS"].split()[-1] == "--xla_that"
   names = set(training_step.timing.ALLOCATOR)
   assert [names & set(env) for _, env in found] == [set(), names, set(), names]
   assert [("--serve" in command) for command, _ in found] == [True, True, False, False]
 
 
 def test_writes_nothing_unless_told_and_has_one_allocator(monkeypatch, tmp_path, fake):
+  monkeypatch.setattr(training_step, "neighbour", contextlib.nullcontext)
   monkeypatch.chdir(tmp_path)
   run_program(monkeypatch, "--quick")
   assert not list(tmp_path.iterdir())
-  for is_quiet, processes in ((False, 4), (True, 8)):
+  for is_quiet, processes in ((False, 4), (True, 12)):
     sides = [x[0] for x in fake.started if x[3] == is_quiet]
     assert len(sides) == processes and 2 * sides.count("jax") == processes
 

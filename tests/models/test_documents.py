@@ -63,10 +63,20 @@ def two_stages(outer, inner):
   return config
 
 
+def build(config):
+  """The model; BLT's boundaries read with another one."""
+  frozen = None
+  if config.boundaries.name == "entropy_threshold":
+    sizes = dict(width=4, feed_forward_width=7, max_length=31)
+    frozen = dpjax.build_model(helpers.tiny_model(mixer="he", positions="sinusoidal", **sizes))
+  return dpjax.build_model(config, frozen)
+
+
 CASES = {
   "dispatcher": lambda: helpers.tiny_model(mixer="dispatcher", positions="sinusoidal"),
   "multihead": lambda: helpers.tiny_model(mixer="dispatcher_multihead", positions="learned"),
   "attention": lambda: helpers.tiny_model(mixer="attention", positions="learned"),
+  "rotary": lambda: helpers.tiny_model(mixer="attention", rotary_base=50.0, width=8),
   "relative attention": lambda: helpers.tiny_model(),
   **{name: lambda name=name: helpers.tiny_model(mixer=name) for name in ("she", "he", "we", "me")},
   "fixed": lambda: pooled("fixed", shortening_factor=3, mixer="he"),
@@ -79,6 +89,7 @@ CASES = {
   "entropy": lambda: pooled("entropy", mixer="attention"),
   "gumbel": lambda: pooled("gumbel", space_ids=(SPACE,), mixer="relative_attention"),
   "routing": lambda: pooled("routing", mixer="relative_attention"),
+  "entropy_threshold": lambda: pooled("entropy_threshold", run="a", rule="monotonic", theta=0.0),
   "two stages of routing": lambda: two_stages(
     dict(name="routing", num_capacities=2), dict(name="routing", factor=2.0, num_capacities=2)
   ),
@@ -95,7 +106,7 @@ cases = pytest.mark.parametrize(
 @cases
 def test_documents_are_as_alone(case):
   config = CASES[case]()
-  model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
+  model, objective = build(config), losses.Objective(build_boundaries(config))
   params, is_noisy = helpers.draw_params(model, 3, 1 / 2), case == "gumbel"
 
   @jax.jit
@@ -128,7 +139,7 @@ CHUNKS += [(1, (0, 1)), (9, (0, 7))]
 
 @cases
 def test_chunks_in_which_documents_begin(case):
-  model = dpjax.build_model(CASES[case]())
+  model = build(CASES[case]())
   params = helpers.draw_params(model, 3, 1 / 2)
   given = {"starts": STARTS} | ({"boundary_noise": NOISE} if case == "gumbel" else {})
   whole = jax.jit(model.apply)({"params": params}, TOKENS, **given)

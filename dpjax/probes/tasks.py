@@ -1,0 +1,192 @@
+"""Recall, copying and induction: rows of random tokens whose answers stand further back.
+
+B rows, T tokens of a row, V entries of the vocabulary. Token 0 fills up, 1 separates, 2 is
+the trigger; those from 3 on are contents. An answer's distance is how many positions stand
+between it and the position that predicts it, plus one: a model whose position t reaches back
+to t - R is right by chance alone where the distance is above R.
+
+  recall     k=a 0 k=b 0 | b a b    pairs of a key and a value, then keys: predict their values
+  copying    7 4 6 1 7 4 6          tokens, 1, the same tokens again
+  induction  7 4 2 9 6 5 8 2        what followed the trigger, once more: predict 9
+
+Sources: Arora et al. 2023, arXiv:2312.04927 (multi-query associative recall); Jelassi et al.
+2024, arXiv:2402.01032 (copying); Olsson et al. 2022, arXiv:2209.11895, and Gu and Dao 2023,
+arXiv:2312.00752 (induction heads). Where this differs: a pair of recall is one token, of
+`NUM_KEYS` x `NUM_KEYS`, as a model of this size takes far more updates to find that a value
+belongs to the key before it than to look up a key; and its rows have `NUM_KEYS` pairs
+whatever their length, so that longer ones are further to see and no more to remember.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3
+NUM_KEYS = 8  # of recall, and as many values
+NUM_NOISE = 16  # contents of induction
+# Of random numbers: no test row is drawn as a training row is.
+TRAINING, TEST = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Rows of a task; all fields are int32, [B, T].
+
+  Attributes:
+    tokens: what the model reads.
+    targets: the answers at the positions that predict them, else 0.
+    distances: those of the answers; 0 where there is none.
+  """
+
+  tokens: np.ndarray
+  targets: np.ndarray
+  distances: np.ndarray
+
+
+def num_contents(longest: int) -> int:
+  """Contents that all tasks have enough of, for rows of up to `longest` tokens."""
+  return max(NUM_KEYS * (2 + NUM_KEYS), longest // 2)
+
+
+def recall(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
+  """Draws rows of multi-query associative recall.
+
+  The first half has a pair of each key and a random value, at random places, and 0
+  elsewhere; the second half are random keys. Key i is the token 3 + i, value j is
+  3 + `NUM_KEYS` + j and their pair 3 + `NUM_KEYS` (2 + i) + j.
+
+  Args:
+    rng: of random numbers.
+    num_rows: B.
+    length: T, even and at least 2 `NUM_KEYS`.
+    contents: how many there are; it takes the first `NUM_KEYS` (2 + `NUM_KEYS`).
+  """
+  del contents
+  half = length // 2
+  rows = _empty(num_rows, length)
+  keys = np.arange(NUM_KEYS)[None]
+  values = rng.integers(NUM_KEYS, size=(num_rows, NUM_KEYS))
+  places = _distinct(rng, num_rows, half)[:, :NUM_KEYS]
+  asked = rng.integers(NUM_KEYS, size=(num_rows, half))
+  pairs = FIRST_CONTENT + NUM_KEYS * (2 + keys) + values
+  np.put_along_axis(rows.tokens, places, pairs, 1)
+  rows.tokens[:, half:] = FIRST_CONTENT + asked
+  answers = np.take_along_axis(values, asked, 1)
+  rows.targets[:, half:] = FIRST_CONTENT + NUM_KEYS + answers
+  rows.distances[:, half:] = np.arange(half, length)[None] - np.take_along_axis(places, asked, 1)
+  return rows
+
+
+def copying(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
+  """Draws rows of n different tokens, the separator, the tokens again, and 0.
+
+  n is 1 to T / 2, each alike, and the distance of all answers of the row, which the
+  separator and the tokens behind it predict.
+
+  Args:
+    rng: of random numbers.
+    num_rows: B.
+    length: T, even.
+    contents: how many there are, at least T / 2.
+  """
+  half = length // 2
+  copied = FIRST_CONTENT + _distinct(rng, num_rows, contents)[:, :half]
+  rows = _empty(num_rows, length + 1)
+  for row, n in enumerate(rng.integers(1, half + 1, size=num_rows)):
+    rows.tokens[row, :n] = rows.tokens[row, n + 1 : 2 * n + 1] = copied[row, :n]
+    rows.tokens[row, n] = SEPARATOR
+    rows.targets[row, n : 2 * n] = copied[row, :n]
+    rows.distances[row, n : 2 * n] = n
+  return Rows(rows.tokens[:, :-1], rows.targets[:, :-1], rows.distances[:, :-1])
+
+
+def induction(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
+  """Draws rows of random tokens with the trigger once within and once more at the end.
+
+  The answer at the end is the token that followed; its distance is 1 to T - 2, each alike.
+
+  Args:
+    rng: of random numbers.
+    num_rows: B.
+    length: T, at least 3.
+    contents: how many there are; it takes the first `NUM_NOISE`.
+  """
+  del contents
+  rows = _empty(num_rows, length)
+  rows.tokens[:] = FIRST_CONTENT + rng.integers(NUM_NOISE, size=rows.tokens.shape)
+  rows.tokens[:, -1] = TRIGGER
+  distances = rng.integers(1, length - 1, size=num_rows)
+  index, places = np.arange(num_rows), length - 1 - distances
+  rows.tokens[index, places - 1] = TRIGGER
+  rows.targets[:, -1] = rows.tokens[index, places]
+  rows.distances[:, -1] = distances
+  return rows
+
+
+TASKS: dict[str, Callable[[np.random.Generator, int, int, int], Rows]] = {
+  "recall": recall,
+  "copying": copying,
+  "induction": induction,
+}
+
+
+def chance(task: str, contents: int) -> float:
+  """The accuracy of a guess among all that an answer of the task can be."""
+  return 1 / {"recall": NUM_KEYS, "copying": contents, "induction": NUM_NOISE}[task]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskBatches:
+  """Batches of a task as a function of the step (`dpjax.training.loop.TrainBatches`).
+
+  Attributes:
+    task: a name of `TASKS`.
+    batch_size: B.
+    window: T.
+    contents: of the vocabulary.
+    seed: of the random numbers.
+    stream: `TRAINING` or `TEST`.
+    has_starts: say by "starts" that each row is a document: a mixer whose `max_length` is
+      below T then takes it, and sees `max_length` positions as ever.
+  """
+
+  task: str
+  batch_size: int
+  window: int
+  contents: int
+  seed: int
+  stream: int = TRAINING
+  has_starts: bool = False
+
+  def draw(self, step: int) -> Rows:
+    """All rows of a step."""
+    rng = np.random.default_rng((self.seed, self.stream, step))
+    return TASKS[self.task](rng, self.batch_size, self.window, self.contents)
+
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step; what is no answer has weight 0."""
+    return to_batch(self.draw(step), rows, self.has_starts)
+
+
+def to_batch(drawn: Rows, rows: slice, has_starts: bool) -> dict[str, np.ndarray]:
+  """What `dpjax.training.step` takes of rows."""
+  found = {
+    "tokens": drawn.tokens[rows],
+    "targets": drawn.targets[rows],
+    "weights": (drawn.distances[rows] > 0).astype(np.float32),
+  }
+  if has_starts:
+    found["starts"] = np.zeros_like(found["tokens"])
+    found["starts"][:, 0] = 1
+  return found
+
+
+def _empty(num_rows: int, length: int) -> Rows:
+  tokens, targets, distances = np.zeros((3, num_rows, length), np.int32)
+  return Rows(tokens, targets, distances)
+
+
+def _distinct(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
+  """[B, count], the numbers below `count` in another order each row."""
+  return rng.permuted(np.tile(np.arange(count), (num_rows, 1)), axis=1)
