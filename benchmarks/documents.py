@@ -2,8 +2,8 @@
 
   python benchmarks/documents.py --out results/documents
 
-writes results/documents.json and .png (a minute on 2 cores; --quick: seconds, smaller, and nothing is
-written without --out). Float32; the result and the gradients by all arguments. Ratios are to
+writes results/documents.json and .png (a minute on 2 cores; --quick: seconds, smaller, and nothing
+is written without --out). Float32; the result and the gradients by all arguments. Ratios are to
 "none", no `starts`; "one" is one document a row, "many" 16 of random lengths: medians over
 repetitions of paired times, taken by turns.
 """
