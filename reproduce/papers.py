@@ -219,7 +219,7 @@ _TABLES = (
     axis="tokens",
     kind="step_times",
   ),
-  Table("extractors-table7", "Operations and parameters of a layer, d = l = 128", kind="counts"),
+  Table("extractors-table7", "Operations and parameters of a layer, d and l 128", kind="counts"),
   _extractors(
     "fig7",
     "Training costs of self-attention by its heads",

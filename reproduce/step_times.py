@@ -79,7 +79,7 @@ def measure(
       return
     rows: Any
     try:
-      found = training_step.compare_hourglass(sizes | dict(factor=factor), run)["rows"]["quiet"]
+      found = training_step.compare_hourglass(sizes | dict(factor=factor), run)
       rows = [row | row["sides"]["jax"] for row in found]
     except training_step.WorkerError as error:
       rows = [dict(name="fixed", dtype=x, left_out=str(error)) for x in dtypes.split(",")]

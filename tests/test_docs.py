@@ -107,6 +107,29 @@ def rows_of_documents():
     yield f"| {name.replace('_', ' ')} | {rows['one']['ratio']:.2f} | {rows['many']['ratio']:.2f} |"
 
 
+def rows_of_the_books():
+  frames = {"modern": "today's", "papers": "the paper's", "equal": "the paper's, narrower"}
+  for run in result("books_mixers")["runs"]:
+    frame, name = run["name"].split("-")
+    perplexity = f"{run['test']['perplexity']:.1f}"
+    if frame == "pooled":
+      frame, name, perplexity = "modern", f"attention, segments by {name}", "-"  # of characters
+    yield (
+      f"| {frames[frame]} | {name} | {run['parameters'] / 1e6:.2f}M | {perplexity} "
+      f"| {run['test']['bits_per_character']:.3f} |"
+    )
+
+
+def rows_of_the_books_documents():
+  runs = {run["name"]: run["by_document"] for run in result("books_documents")["runs"]}
+  for name, isolated in runs.items():
+    text, mixer, kind = name.split("-") if name.count("-") == 2 else (name, "", "")
+    if kind == "isolated":
+      joined = runs[f"modern-{mixer}" if text == "books" else f"{text}-{mixer}-joined"]
+      scores = (f"{x['perplexity']:.2f}" for x in (joined, isolated))
+      yield f"| {text} | {mixer} | {' | '.join(scores)} |"
+
+
 def rows_of_attention():
   for case in result("attention")["cases"]:
     ours = case["forms"]["blocks 128"]
@@ -264,6 +287,29 @@ ROWS = [function for name, function in [*globals().items()] if name.startswith("
 def test_the_tables_are_those_of_the_results(rows):
   assert (found := [*rows()])
   assert [row for row in found if row not in RESULTS] == []
+
+
+def rows_of_recall():
+  found = result("probes")
+  cells = {
+    (row["mixer"], row["task"], part): row[part]
+    for row in found["results"]
+    if row["length"] == 2 * found["settings"]["length"]
+    for part in ("near", "far")
+  }
+  tasks = dict.fromkeys(row["task"] for row in found["results"])
+  for mixer, about in found["mixers"].items():
+    row = [f"{cells[mixer, task, part][0]:.2f}" for task in tasks for part in ("near", "far")]
+    reach = about["reach"] or "all"
+    yield f"| {mixer.replace('_', ' ')} | {about['parameters']:,} | {reach} | {' | '.join(row)} |"
+
+
+def test_the_page_on_probes_has_their_accuracies():
+  page = (DOCS / "probes.md").read_text(encoding="utf-8")
+  assert_said(*rows_of_recall(), page=page)
+  found = result("probes")
+  assert {row["seeds"] for row in found["results"]} == {3}
+  assert_said(*(f"{task} {chance:.3f}" for task, chance in found["chance"].items()), page=page)
 
 
 def test_what_is_said_of_preparation_is_measured():

@@ -52,7 +52,7 @@ def schedule(name: str, **settings) -> ConfigDict:
   return registry.schedules.section(name, **settings)
 
 
-def middle(kind: Any = "none", *, width: int = 0, **settings) -> ConfigDict:
+def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict:
   """The section of a middle that has its own width or pools segments again.
 
     config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)

@@ -160,7 +160,7 @@ def prepare(
   *,
   shared: bool = False,
   unigram: Mapping[str, Any] | None = None,
-  **settings,
+  **settings: Any,
 ) -> Prepared:
   """Makes a tokenizer on the train split, and writes the tokens of every split, once.
 

@@ -1,6 +1,7 @@
 """Products of layers. [..., D] are vectors of any number of leading axes."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
-def dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers, **options) -> jax.Array:
+def dot_general(
+  lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
+) -> jax.Array:
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a product of two matrices.
 
   The same numbers. But the gradients then sum over one axis, where over two XLA:CPU would

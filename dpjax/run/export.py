@@ -9,13 +9,13 @@
 `safetensors` alone: `safetensors.numpy.load_file("model.safetensors")`.
 """
 
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import dpjax
 from dpjax.errors import UserError
 
 FILE = "model.safetensors"
@@ -76,6 +76,8 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   flat: Any = {".".join(path): x for path, x in _flatten(params)}
   save_file(flat, folder / FILE, {"step": str(run.step)})
   (folder / "README.md").write_text(_card(run, folder, dtype), encoding="utf-8")
+  # safetensors makes its file readable for the owner alone.
+  (folder / FILE).chmod((folder / "README.md").stat().st_mode)
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
@@ -154,7 +156,7 @@ def _card(run: Any, folder: Path, dtype: str) -> str:
   return _CARD.format(
     name=folder.name,
     size=sum(x.size for x in jax.tree.leaves(run.params)),
-    version=importlib.metadata.version("dpjax"),
+    version=dpjax.__version__,
     step=run.step,
     data=data.name,
     tokens=data.counts["train"]["tokens"],

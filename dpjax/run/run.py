@@ -219,7 +219,7 @@ class Run:
     }
     making.write_json(self.workdir / f"choices_{path.stem}_{self.step}.json", content)
 
-  def generate(self, prompt: str | Sequence[str], **settings) -> list[str] | list[list[str]]:
+  def generate(self, prompt: str | Sequence[str], **settings: Any) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:
@@ -243,7 +243,7 @@ class Run:
     count = len(texts) // len(prompts)
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
-  def stream(self, prompt: str | Sequence[str], **settings) -> Iterator[list[generator.Piece]]:
+  def stream(self, prompt: str | Sequence[str], **settings: Any) -> Iterator[list[generator.Piece]]:
     """Continues a prompt, or several at once, and yields text as it comes.
 
     Args:
@@ -347,7 +347,7 @@ def load(
 
 
 def generate(
-  run: Run | str | Path, prompt: str | Sequence[str], **settings
+  run: Run | str | Path, prompt: str | Sequence[str], **settings: Any
 ) -> list[str] | list[list[str]]:
   """Continues a prompt, or several: `Run.generate` of a run, or of a run's folder.
 

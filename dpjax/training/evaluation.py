@@ -49,7 +49,7 @@ class EvaluationBatches(Protocol):
 
 def evaluate(
   eval_step: EvalStep,
-  params,
+  params: Mapping,
   windows: EvaluationBatches,
   counts: Mapping[str, int],
   mesh: Mesh,

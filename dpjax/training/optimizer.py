@@ -55,7 +55,7 @@ def decays(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
-def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings) -> optax.Schedule:
+def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings: Any) -> optax.Schedule:
   """The learning rate of each update, counted from 0, by the name of a schedule.
 
   Args:
@@ -72,7 +72,7 @@ def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings) -> 
 
 
 def make_optimizer(
-  name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings
+  name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
   """An update rule by its name, after clipping.
 
