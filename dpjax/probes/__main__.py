@@ -85,6 +85,9 @@ def _probe_run(given: argparse.Namespace):
   from dpjax.commands import flags as command_line
   from dpjax.probes import repeats
 
+  for name in ("mixers", "tasks", *given.settings):
+    if getattr(given, name) is not None and name != "num_test_rows":
+      raise UserError(f"{name}: expected --train with it, got the folder of a run")
   rows = 64 if given.num_test_rows is None else given.num_test_rows
   if rows < 1:
     raise UserError(f"num_test_rows: expected at least 1, got {rows}")

@@ -85,6 +85,7 @@ def test_the_command_trains_once_and_reads_what_is_there(tmp_path, capsys, monke
     ("--train --batch_size=0", "--batch_size: expected at least 1, got 0"),
     ("--train --learning_rate=1", r"--learning_rate: expected a number in \(0, 1\), got 1.0"),
     ("--train --num_test_rows=32", "--num_test_rows: expected a multiple of .* = 64, got 32"),
+    ("some/run --window=3", "--window: expected --train with it, got the folder of a run"),
     ("--summary", "--work: expected a folder with results, got .* without"),
     ("--train --out=a.txt", "--out: expected a file that ends in .png, .pdf, .svg, got a.txt"),
   ],
