@@ -21,7 +21,7 @@ class Interrupted(Exception):  # noqa: N818
 
   Args:
     step: updates made.
-    num_steps: of the whole run.
+    num_steps: updates of the whole run.
     signal: the number of the signal that asked; None where `should_stop` did.
   """
 

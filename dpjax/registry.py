@@ -79,7 +79,7 @@ class Registry:
     """Gives a component a name for configurations.
 
     Args:
-      name: of letters, digits and underscores.
+      name: letters, digits and underscores.
       component: a class or a function; called with its settings and with those of the
         given fields that it declares.
 
@@ -148,7 +148,7 @@ class Registry:
     """A section of a configuration: the name, and all settings with their values.
 
     Args:
-      name: of a component.
+      name: the name of a component.
       **values: settings that differ from their defaults.
 
     Raises:
@@ -177,7 +177,7 @@ class Registry:
 
     Args:
       section: "name" and settings.
-      key: of the section, for messages: "model.mixer".
+      key: the key of the section, for messages: "model.mixer".
 
     Raises:
       UserError: the name is unknown, a setting is unknown, missing or of a wrong type.
@@ -213,8 +213,8 @@ class Registry:
 
     Args:
       section: as `check` takes it.
-      key: of the section, for messages.
-      **given: as in `maker`.
+      key: the key of the section, for messages.
+      **given: see `maker`.
 
     Raises:
       UserError: the component refuses one of its settings (by a `ValueError`).

@@ -30,8 +30,8 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
   """How unsure a run's model is of each next token, [B, T], in nats.
 
   Args:
-    run: of `dpjax.load`.
-    tokens: of a text, [N], cut into B windows of T tokens, each read by itself; one of N
+    run: from `dpjax.load`.
+    tokens: the tokens of a text, [N], cut into B windows of T tokens, each read by itself; one of N
       tokens where a window is longer.
     window: T.
 

@@ -39,10 +39,10 @@ class Counts:
   """How many of each there are; two add up field by field.
 
   Attributes:
-    multiplications: of real numbers, as all that follow.
+    multiplications: products of real numbers, as all that follow.
     additions: and subtractions.
-    divisions: of the softmax, of attention's scores by sqrt(d/n), of the sigmoid.
-    exponentiations: of the softmax and the sigmoid.
+    divisions: divisions of the softmax, of attention's scores by sqrt(d/n), of the sigmoid.
+    exponentiations: exponentials of the softmax and the sigmoid.
     parameters: trainable numbers.
   """
 
@@ -135,9 +135,9 @@ parameters=65536)
     length: l, tokens of the context window, on which no operation depends but the
       parameters do.
     width: d.
-    num_heads: as in `training_counts`.
-    adjustment: as in `training_counts`.
-    output_projection: as in `training_counts`.
+    num_heads: see `training_counts`.
+    adjustment: see `training_counts`.
+    output_projection: see `training_counts`.
 
   Returns:
     The counts; the parameters are those of the whole sublayer.
@@ -183,8 +183,8 @@ def fft_training_counts(
     mixer: one of `EXTRACTORS`.
     length: l.
     width: d.
-    adjustment: as in `training_counts`.
-    output_projection: as in `training_counts`.
+    adjustment: see `training_counts`.
+    output_projection: see `training_counts`.
     transform_taps: count the transforms of the taps, which all sequences of a batch
       share.
 
@@ -222,7 +222,7 @@ def table(
   Args:
     length: l.
     width: d.
-    num_heads: of the second row of attention and of the Dispatchers.
+    num_heads: the number of heads of the second row of attention and of the Dispatchers.
     position: t, for one more token; None is training.
 
   Returns:

@@ -96,7 +96,7 @@ def table(
   Args:
     runs: at least one.
     every: updates of a window.
-    figure: of `dpjax.analysis.plots`; what those by length and by layers are drawn over
+    figure: from `dpjax.analysis.plots`; what those by length and by layers are drawn over
       may differ, too.
     metric: a logged score to gather as well, as "valid/perplexity".
 

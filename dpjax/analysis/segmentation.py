@@ -53,7 +53,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
   segments has none: spikes of its entropy are not taken for them.
 
   Args:
-    run: of `dpjax.load`.
+    run: from `dpjax.load`.
     text: a text, or its tokens, [T].
 
   Raises:

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     name, mean: of the configuration and of its scores.
     deviation: their standard deviation, that of a sample (over n - 1).
     difference: mean of its scores less the baseline's.
-    p_value: of the test.
+    p_value: the p-value of the test.
     verdict: "lower" or "higher" where the p value is below alpha, else "".
   """
 
@@ -59,7 +59,7 @@ def compare(
   Differences without any spread give p = 0, and p = 1 where all are 0.
 
   Args:
-    scores: of each configuration, by seed.
+    scores: scores of each configuration, by seed.
     baseline: a name of them.
     alpha: below which a p value counts, in (0, 1).
 

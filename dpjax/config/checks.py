@@ -291,7 +291,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
 
   Args:
     sample: length, temperature, top_k, top_p and beyond_window.
-    prefix: of their names, for messages.
+    prefix: the prefix of their names, for messages.
 
   Raises:
     ValueError: as `check`.

@@ -295,7 +295,7 @@ def check_keys(config, known, prefix: str, limits: bool = True) -> None:
   Args:
     config: a section.
     known: it, with defaults.
-    prefix: of its keys.
+    prefix: the prefix of its keys.
     limits: as `dpjax.config.check` takes it.
 
   Raises:

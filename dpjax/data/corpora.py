@@ -33,7 +33,7 @@ class Corpus:
   """A text in three splits.
 
   Attributes:
-    name: of the corpus.
+    name: the name of the corpus.
     splits: "train", "valid" and "test".
     about: its origin and preparation, as JSON values.
   """
@@ -69,11 +69,11 @@ def load_corpus(
       train.jsonl and so on. A folder without splits holds a document in each .txt file,
       also within folders; they are cut into the splits in the order of their paths. So
       do folders train, valid and test. All may be packed (.gz, .xz, .bz2).
-    split_fractions: of a single text, in bytes; train takes what rounding leaves.
+    split_fractions: the shares of a single text, in bytes; train takes what rounding leaves.
     language: "en", "fi", ..., of a corpus that has several, and of `clean`.
     clean: as `dpjax.text.cleaning.clean` does.
-    max_characters: of train, valid and test, from the beginning of each, once it is
-      clean; 0 is all. A corpus that is train alone is cut into the three in this order,
+    max_characters: how many clean characters to take from the beginning of train, valid and
+      test; 0 takes all. A corpus that is train alone is cut into the three in this order,
       where all three are given.
     data_dir: where texts are kept that have a name, or are cleaned.
     manual_dir: where files lie that were downloaded by hand; "" is data_dir/manual.
@@ -171,7 +171,7 @@ def open_named(
   Args:
     name: as `dpjax.data.catalog.find` takes it.
     language: where it has several.
-    data_dir: of texts and downloads.
+    data_dir: the folder of texts and downloads.
     manual_dir: as `load_corpus` takes it.
     is_head: whether the first part is enough, where there is one.
 

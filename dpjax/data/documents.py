@@ -135,8 +135,8 @@ class FileDocuments(Documents):
   """Documents that are files, plain or packed, in this order; each is read whole.
 
   Attributes:
-    paths: of the files.
-    size: of all on disk, bytes.
+    paths: the paths of the files.
+    size: bytes of all files on disk.
   """
 
   paths: Sequence[Path]

@@ -65,7 +65,7 @@ class Encoder:
   """The tokens of a part of a text and, if asked for, their boundaries.
 
   Attributes:
-    tokenizer: of the tokens.
+    tokenizer: the tokenizer of the tokens.
     unigram: None, or what gives the boundaries.
   """
 
@@ -123,7 +123,7 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
 
   Args:
     text: parts of up to about 1 MiB, or `Documents`.
-    size: of the text in bytes, at least roughly.
+    size: the size of the text in bytes, at least roughly.
     encoder: makes arrays of parts.
     folder: where <split>.bin and its like are, and <split>.json says that they are whole.
       Of `Documents` there is also <split>.documents.bin: at which token each of them

@@ -111,8 +111,8 @@ def read_record(
 
   Args:
     target: as `make_once` takes it.
-    made_of: likewise; None: of whatever.
-    is_file: likewise.
+    made_of: see `make_once`; None: anything.
+    is_file: see `make_once`.
   """
   record = read_json(_record_path(target, is_file)) if target.exists() else {}
   if not record or any(record.get(key) != value for key, value in (made_of or {}).items()):

@@ -26,7 +26,7 @@ def open_path(
 
   Args:
     path: of a file or a folder.
-    split_fractions: of what has no splits.
+    split_fractions: shares of the splits, for a text that has none.
     field: the name of the text in .jsonl.
     texts: the folder of what has to be unpacked.
 
@@ -179,7 +179,7 @@ def cut_splits(
 
   Args:
     content: bytes, or a mapped file.
-    fractions: of the splits.
+    fractions: the shares of the splits.
     source: what to call it in messages.
     whole_lines: cut at line ends alone, however long the lines are; none is without one.
 

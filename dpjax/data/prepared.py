@@ -52,7 +52,7 @@ class Prepared:
     tokenizer: the one its tokens are of.
     splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only when they
       are asked for, so that a model can be used where its tokens are gone.
-    counts: of each split: "tokens", "characters", "words", "bytes", "sha256" (of the
+    counts: counts of each split: "tokens", "characters", "words", "bytes", "sha256" (of the
       text). Words are separated by white space, and each line end counts as one.
     boundaries: None, or of each split the Unigram boundaries of its tokens: 0 or 1,
       uint8 [N], mapped read-only.
@@ -172,12 +172,12 @@ def prepare(
   Args:
     corpus: the text. One whose `about` is empty is taken for another each time.
     folder: where to write.
-    kind: of the tokenizer.
+    kind: the kind of the tokenizer.
     shared: write not to `folder`, but within it to one whose name says what it holds.
     unigram: None, or, for boundaries, {"file": a SentencePiece `.model` to load, or ""
       to learn one on the train split, "vocab_size": how many pieces to learn}. With
       the kinds "characters" and "bytes" only.
-    **settings: of the tokenizer, as `dpjax.text.tokens.train_tokenizer` takes them.
+    **settings: settings of the tokenizer, as `dpjax.text.tokens.train_tokenizer` takes them.
 
   Returns:
     `open_prepared` of the folder.

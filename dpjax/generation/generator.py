@@ -83,7 +83,7 @@ class Generator:
     Settings that are None are as in the run's configuration, `config.sample`.
 
     Args:
-      params: of the model.
+      params: the parameters of the model.
       prompts: any number of any lengths; "" starts a text.
       length: new tokens a sample, at most.
       temperature: at least 0; 0 always takes the most likely token.
@@ -270,9 +270,9 @@ def check_prompt(
 
   Args:
     model: `config.model`.
-    tokenizer: of the model.
+    tokenizer: the tokenizer of the model.
     prompt: the text.
-    name: of the prompt, for the message.
+    name: the name of the prompt, for the message.
     settings: "length" and "beyond_window", as `Generator.stream` takes them.
 
   Raises:

@@ -45,7 +45,7 @@ def begin(
 
   Args:
     step: the model.
-    cache: of rows of which no token has been seen.
+    cache: an empty cache, before any token.
     prompt: [B, P], integers, filled up behind each row's own.
     lengths: [B], int32, in 1 .. P: the tokens of each prompt.
     chunk: how many positions the model may be given at once; 0: all.
@@ -98,12 +98,12 @@ def advance(
 
   Args:
     step: the model.
-    state: of `begin`, or what the call before gave.
+    state: from `begin`, or what the call before gave.
     keys: [B], random keys, the same at every call.
     num_tokens: how many, at least 1.
-    temperature: of `dpjax.generation.sampling.sample`, as the following.
-    top_k: likewise.
-    top_p: likewise.
+    temperature: see `dpjax.generation.sampling.sample`.
+    top_k: see `sample`.
+    top_p: see `sample`.
 
   Returns:
     The state after them, and the new tokens, [B, num_tokens], int32.

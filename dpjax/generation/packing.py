@@ -74,7 +74,7 @@ def next_logits(logits: Callable[[jax.Array, jax.Array], jax.Array], packed: Pac
   Args:
     logits: [R, W] tokens, [R, W] starts -> [R, W, V]: documents of a row do not see each
       other.
-    packed: of `pack`.
+    packed: from `pack`.
 
   Returns:
     [N, V], for each prompt as if it were alone.

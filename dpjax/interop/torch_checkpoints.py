@@ -80,13 +80,13 @@ def from_torch(
       that holds them under "model_state_dict" or "model_state". Of the latter
       "model_config" is read, too: the kind of boundaries and the activation, which is
       GELU where it is missing.
-    num_heads: of self-attention, where no name or shape tells it (None: 1); of
+    num_heads: the number of heads of self-attention, where no name or shape tells it (None: 1); of
       `MemTransformerLM` it is read off `r_w_bias`.
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
       they differ in the sigmoid of the gates alone.
     max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which
       `MemTransformerLM` lacks.
-    boundaries: of `MemTransformerLM`: "none", "fixed", "whitespace", "unigram", "entropy"
+    boundaries: those of `MemTransformerLM`: "none", "fixed", "whitespace", "unigram", "entropy"
       or "gumbel"; None where the file tells it, as one without pooling does.
     shortening_factor: k of fixed boundaries.
     boundary_offset: place of their first, by the authors 0; -1: k - 1.
@@ -183,7 +183,7 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 
   Args:
     model_config: `config.model` of the model.
-    params: of the model.
+    params: the parameters of the model.
 
   Returns:
     Arrays of NumPy, float32.

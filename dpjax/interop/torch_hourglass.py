@@ -90,9 +90,9 @@ def convert(
     max_length: the longest T.
     shortening_factor: k of fixed boundaries.
     boundary_offset: place of their first.
-    space_ids: of whitespace and gumbel.
-    temperature: of gumbel.
-    sample_boundaries: of gumbel.
+    space_ids: the spaces, for whitespace and gumbel.
+    temperature: the temperature of gumbel.
+    sample_boundaries: whether gumbel draws boundaries in evaluation, too.
 
   Returns:
     As `from_torch`.

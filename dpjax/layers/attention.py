@@ -24,10 +24,10 @@ class SelfAttention(nn.Module):
     max_length: the longest T; has to be given.
     dropout: probability with which an attention weight is dropped in training.
     use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
-    init_std: of all weights, N(0, init_std**2); 0: PyTorch's, so that the [D, 3D] matrix
-      is drawn as one Xavier-uniform matrix.
-    dtype: of the computation; parameters are float32.
-    rotary_base: of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper; None: no
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, with
+      the [D, 3D] matrix drawn as one Xavier-uniform matrix.
+    dtype: the dtype of the computation; parameters are float32.
+    rotary_base: base of the rotary positions (`dpjax.ops.rotate`), 10,000 in their paper; None: no
       rotation.
   """
 
@@ -127,9 +127,9 @@ class SharedPositions(nn.Module):
 
   Attributes:
     num_heads: H, a divisor of D.
-    dropout: of the table, drawn once a call.
-    init_std: of the biases, N(0, init_std**2); 0: they begin at 0.
-    dtype: of the computation; parameters are float32.
+    dropout: dropout rate of the table, drawn once a call.
+    init_std: standard deviation of the biases, N(0, init_std**2); 0: they begin at 0.
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   num_heads: int
@@ -173,9 +173,9 @@ class RelativeAttention(nn.Module):
     num_heads: H, a divisor of D.
     max_length: the longest T, and with a cache M: a token then meets the last M alone.
     dropout: probability with which an attention weight is dropped in training.
-    position_dropout: of the table of distances, where the layer has its own.
-    init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults.
-    dtype: of the computation; parameters are float32.
+    position_dropout: dropout rate of the table of distances, where the layer has its own.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   num_heads: int = 1

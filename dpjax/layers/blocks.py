@@ -30,7 +30,7 @@ class Norm(nn.Module):
 
   Attributes:
     kind: "layer_norm" or "rms_norm".
-    dtype: of the result.
+    dtype: the dtype of the result.
     gain_std: see above.
     use_bias: of a LayerNorm.
 
@@ -62,9 +62,10 @@ class FeedForward(nn.Module):
   Attributes:
     hidden_width: rows of W2.
     activation: "relu", "gelu" or "swiglu".
-    dropout: of the hidden layer.
-    init_std: of the weights, N(0, init_std**2), the biases being 0; 0: PyTorch's defaults.
-    dtype: of the computation; parameters are float32.
+    dropout: dropout rate of the hidden layer.
+    init_std: standard deviation of the weights, N(0, init_std**2), with biases 0; 0: PyTorch's
+      defaults.
+    dtype: the dtype of the computation; parameters are float32.
     out_width: columns of W2; None is the width of the input.
     use_bias: False: without b1, b2 and bg.
 
@@ -115,14 +116,14 @@ class Block(nn.Module):
 
   Attributes:
     make_mixer: called with `name`, gives the mixer (`dpjax.layers.mixer.Mixer`).
-    hidden_width: of the feed-forward network.
+    hidden_width: the width of the feed-forward network.
     norm: "post" or "pre".
     activation: "relu", "gelu" or "swiglu".
-    dropout: of both branches, before they are added.
+    dropout: dropout rate of both branches, before they are added.
     hidden_dropout: within the feed-forward network.
-    init_std: of the feed-forward network's weights; as `FeedForward`.
-    norm_init_std: of the gains of the norms, N(1, norm_init_std**2).
-    dtype: of the computation; parameters are float32.
+    init_std: standard deviation of the feed-forward network's weights; as `FeedForward`.
+    norm_init_std: standard deviation of the gains of the norms, N(1, norm_init_std**2).
+    dtype: the dtype of the computation; parameters are float32.
     norm_kind: "layer_norm" or "rms_norm".
     use_bias: False: norms and the feed-forward network have none; a mixer's are its own.
   """

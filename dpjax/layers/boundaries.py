@@ -29,7 +29,7 @@ class Found(NamedTuple):
     boundaries: [B, T], 0 or 1. Integers, or floats through which a gradient passes.
     logits: [B, T], of a boundary's probability; None without a predictor.
     probabilities: [B, T], of a boundary, where the model's output depends on them.
-    state: of `init_state`, after these tokens.
+    state: from `init_state`, after these tokens.
   """
 
   boundaries: jax.Array
@@ -87,7 +87,7 @@ class Boundaries(nn.Module):
     """Fills in settings that follow from the tokenizer.
 
     Args:
-      tokenizer: of `dpjax.text`.
+      tokenizer: from `dpjax.text`.
 
     Raises:
       ValueError: `data.tokenizer: ...`, the kind cannot do with its tokens.
@@ -115,7 +115,7 @@ class Boundaries(nn.Module):
       deterministic: False in training; draws come from the "dropout" stream.
       noise: [B, T] in (0, 1), in place of a draw.
       start: [B], int32, how many tokens of each row came before; None: none did.
-      state: of `init_state` or of the call before, where rows go on; None: they begin.
+      state: from `init_state` or the last call, if rows go on; None: rows begin.
       lengths: [B], int32, how many tokens of each row are real; None: all.
       starts: [B, T], 1 where a document begins, else 0; it sees nothing of what came before.
         None: a row is one document. A kind may leave it out; then a model refuses documents.
@@ -238,7 +238,7 @@ class Whitespace(Boundaries):
 
   Attributes:
     space_ids: those tokens; (): the tokenizer's.
-    pooling: as in `Fixed`.
+    pooling: see `Fixed`.
     num_capacities: lengths that the middle is compiled for.
   """
 

@@ -32,9 +32,9 @@ class Dispatcher(nn.Module):
       position reaches the first. Position t reaches back to t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the
       whole batch (Dispatcher dropout, Sec. 2.1).
-    implementation: of `dpjax.ops.shift_and_sum`.
-    init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults.
-    dtype: of the computation; parameters are float32.
+    implementation: see `dpjax.ops.shift_and_sum`.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   num_heads: int = 1

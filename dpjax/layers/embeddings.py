@@ -39,9 +39,9 @@ class TokenAndPosition(nn.Module):
     max_length: the longest T.
     positions: "sinusoidal", added as they are; "learned", a table times sqrt(D); or
       "none", for mixers that have their own: then the tokens are not scaled either.
-    dropout: of the sum.
-    init_std: of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
-    dtype: of the computation; parameters are float32.
+    dropout: dropout rate of the sum.
+    init_std: standard deviation of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   vocab_size: int

@@ -39,10 +39,10 @@ class HE(nn.Module):
     adjustment: with Eq. 24; without it a = e.
     output_projection: with Eq. 25; without it y = a. Without both this is HE's
       extraction alone, the variant that ends Sec. 5.
-    implementation: of `dpjax.ops.causal_convolution`.
-    init_std: of all weights, N(0, init_std**2); 0: PyTorch's defaults, for the taps
+    implementation: see `dpjax.ops.causal_convolution`.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's, for the taps
       those of a convolution.
-    dtype: of the computation; parameters are float32.
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   max_length: int
@@ -113,9 +113,9 @@ class ME(nn.Module):
 
   Attributes:
     max_length: l, the window: the longest T, and the number of taps.
-    implementation: of `dpjax.ops.causal_convolution`.
-    init_std: as in `HE`.
-    dtype: of the computation; parameters are float32.
+    implementation: see `dpjax.ops.causal_convolution`.
+    init_std: see `HE`.
+    dtype: the dtype of the computation; parameters are float32.
   """
 
   max_length: int

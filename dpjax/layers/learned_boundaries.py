@@ -67,11 +67,11 @@ class Unigram(_Predicted):
     size: its pieces, where it is trained.
     double_sigmoid: the probabilities take the place of the logits in the loss, as in the
       authors' code.
-    pooling: as in `Fixed`.
+    pooling: see `Fixed`.
     num_capacities: lengths that the middle is compiled for.
-    predictor_width: of the predictor's hidden layer.
-    init_std: of its weights; as `dpjax.layers.blocks.FeedForward`.
-    dtype: of the computation.
+    predictor_width: the width of the predictor's hidden layer.
+    init_std: standard deviation of its weights; as `dpjax.layers.blocks.FeedForward`.
+    dtype: the dtype of the computation.
   """
 
   needs_text: ClassVar[bool] = True
@@ -103,12 +103,12 @@ class EntropySpikes(_Predicted):
 
   Attributes:
     left: k of Eq. 6: places before that a spike exceeds.
-    double_sigmoid: as in `Unigram`, as the following.
-    pooling: likewise.
-    num_capacities: likewise.
-    predictor_width: likewise.
-    init_std: likewise.
-    dtype: likewise.
+    double_sigmoid: see `Unigram`.
+    pooling: see `Unigram`.
+    num_capacities: see `Unigram`.
+    predictor_width: see `Unigram`.
+    init_std: see `Unigram`.
+    dtype: see `Unigram`.
   """
 
   reads_logits: ClassVar[bool] = True
@@ -144,10 +144,10 @@ class Gumbel(_Predicted):
     sample: draw in evaluation, too, as the authors' code does; else round (Sec. 3.1).
     space_ids: tokens that the boundaries are compared with in the scores; (): the
       tokenizer's.
-    num_capacities: as in `Unigram`, as the following.
-    predictor_width: likewise.
-    init_std: likewise.
-    dtype: likewise.
+    num_capacities: see `Unigram`.
+    predictor_width: see `Unigram`.
+    init_std: see `Unigram`.
+    dtype: see `Unigram`.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -220,10 +220,10 @@ class Routing(Boundaries):
 
   Attributes:
     factor: N, the tokens a segment that are aimed at, above 1.
-    weight: of the ratio loss.
+    weight: the weight of the ratio loss.
     num_capacities: lengths that the middle is compiled for.
     width: D.
-    dtype: of the projections of the router; the rest is float32.
+    dtype: the dtype of the projections of the router; the rest is float32.
 
   Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
   """
@@ -315,7 +315,7 @@ class EntropyState(NamedTuple):
   """The state of `EntropyThreshold` after some tokens.
 
   Attributes:
-    cache: of the frozen model.
+    cache: the cache of the frozen model.
     entropy: [B], nats, after the last token.
     boundary: [B], whether a segment ended with it.
   """
@@ -338,7 +338,7 @@ class EntropyThreshold(Boundaries):
     rule: "global", "monotonic" or "combined": of `dpjax.ops.entropy_threshold`.
     theta: nats; `dpjax calibrate` finds it for a length of segments.
     theta_add: nats, of "combined".
-    pooling: as in `Fixed`.
+    pooling: see `Fixed`.
     num_capacities: lengths that the middle is compiled for.
     frozen: the model, whose `max_length` is at least this one's.
 

@@ -104,7 +104,7 @@ def check_memory(shapes: Any, num_parts: int = 1) -> None:
   leave XLA waiting for ever.
 
   Args:
-    shapes: of the parameters.
+    shapes: the shapes of the parameters.
     num_parts: over how many devices each is divided.
 
   Raises:

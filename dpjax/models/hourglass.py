@@ -50,11 +50,12 @@ class Hourglass(nn.Module):
       attention of all three stacks shares; None where no stack has it.
     middle_width: D of the middle where it differs, with a matrix each way; None: D.
     make_middle_positions: as `make_positions`, of a middle that has a width of its own.
-    norm_init_std: of the gains of the middle's norm.
-    init_std: of the matrices of `middle_width`, as `dpjax.layers.blocks.FeedForward`.
-    dtype: of the computation; parameters are float32.
-    norm_kind: of the middle's norm, as `dpjax.layers.blocks.Norm`.
-    use_bias: likewise.
+    norm_init_std: standard deviation of the gains of the middle's norm.
+    init_std: standard deviation of the matrices of `middle_width`; see
+      `dpjax.layers.blocks.FeedForward`.
+    dtype: the dtype of the computation; parameters are float32.
+    norm_kind: the kind of the middle's norm, as `dpjax.layers.blocks.Norm`.
+    use_bias: whether the middle's norm has biases.
   """
 
   first: Stack
@@ -104,8 +105,8 @@ class Hourglass(nn.Module):
       start: [B], int32, with a cache: how many tokens of each row, or of its document, came
         before.
       lengths: [B], int32: how many of each row's T are real; None: all.
-      sizes: of the outer stacks, as `dpjax.models.stack.Stack` takes them.
-      needed: likewise.
+      sizes: lengths of the outer stacks; see `dpjax.models.stack.Stack`.
+      needed: see `dpjax.models.stack.Stack`.
       starts: [B, T], 1 where a document begins, else 0. Each has a null group, or begins with
         a boundary, and the middle is given where each begins. None: a row is one document.
 
@@ -346,10 +347,10 @@ def _read_segments(
   """The vectors that the tokens of a chunk read, and the cache after it.
 
   Args:
-    step: of the middle stack, as `Stack.with_caches` gives it.
+    step: the step of the middle stack, as `Stack.with_caches` gives it.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk; with
       `starts` and null groups [B, 2 C, D], those of each document.
-    kind: of the boundaries.
+    kind: the kind of the boundaries.
     found: where they are, [B, C].
     cache: before the chunk.
     start: [B], the tokens before it.

@@ -62,13 +62,13 @@ class LanguageModel(nn.Module):
     make_positions: called with `name`, gives the positions and biases that the relative
       attention of all `layers` shares; None where they have none.
     positions: "sinusoidal", "learned" or "none".
-    dropout: of the embeddings.
+    dropout: dropout rate of the embeddings.
     final_norm: a norm before the output layer (pre-norm models have it).
-    init_std: of the weights of embeddings and logits, N(0, init_std**2), the biases
+    init_std: standard deviation of embeddings and output weights, N(0, init_std**2), the biases
       being 0; 0: U(-0.1, 0.1), the biases 0.
-    norm_init_std: of the gains of the final norm.
-    dtype: of the computation; parameters are float32.
-    norm_kind: of the final norm, as `dpjax.layers.blocks.Norm`.
+    norm_init_std: standard deviation of the gains of the final norm.
+    dtype: the dtype of the computation; parameters are float32.
+    norm_kind: the kind of the final norm, as `dpjax.layers.blocks.Norm`.
     use_bias: False: the final norm and the logits have none.
     tie_embeddings: the logits are products with the token table, without a bias, in the
       place of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
@@ -119,8 +119,8 @@ class LanguageModel(nn.Module):
       deterministic: False in training: dropout draws from the "dropout" stream.
       boundaries: [B, T], 0 or 1, where the segments of a model with token pooling end,
         in place of its own.
-      boundary_noise: as `dpjax.models.hourglass.Hourglass` takes it.
-      capacity: likewise.
+      boundary_noise: see `dpjax.models.hourglass.Hourglass`.
+      capacity: see `dpjax.models.hourglass.Hourglass`.
       cache: None, or of `init_cache`, or of the output before.
       lengths: [B], int32, with a cache: how many of each row's tokens are real, those
         behind them being padding that leaves no trace; None: all.

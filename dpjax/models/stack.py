@@ -48,7 +48,7 @@ class Stack:
 
     Args:
       x_btd: [B, T, D].
-      name: of their parameters in that module.
+      name: the name of their parameters in that module.
       deterministic: False in training.
       positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
       sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
@@ -109,8 +109,8 @@ class Stack:
 
     Args:
       width: D.
-      name: as in `apply`; likewise called within a compact method.
-      positions: likewise.
+      name: see `__call__`; call this, too, within a compact method.
+      positions: see `__call__`.
     """
     block = self.make_block(name=name)
     params, free = block.variables["params"], block.clone(parent=None)

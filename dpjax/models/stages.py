@@ -15,14 +15,14 @@ class HourglassCache(NamedTuple):
   """The cache of an hourglass.
 
   Attributes:
-    first: of the first stack's layers.
-    middle: of those of the middle stack, which have seen the null group and the segments
-      that have ended.
-    last: of those of the last stack.
+    first: caches of the first stack's layers.
+    middle: caches of the middle stack, which has seen the null group and the segments that
+      have ended.
+    last: caches of the last stack.
     segment: the open segment's vectors.
     latest: [B, D], what the middle stack made of the last segment that has ended: what
       tokens read until the next one has.
-    boundaries: of `dpjax.layers.boundaries.Boundaries.init_state`.
+    boundaries: from `dpjax.layers.boundaries.Boundaries.init_state`.
   """
 
   first: tuple
@@ -37,10 +37,10 @@ class Stage(NamedTuple):
   """Where a second pooling, of segments, has its boundaries: S segments of the one outside.
 
   Attributes:
-    boundaries: [B, S], as those of `HourglassOutput`, as the following.
-    boundary_logits: likewise.
-    boundary_probabilities: likewise.
-    inner: of a pooling within this one, or None.
+    boundaries: [B, S], as in `HourglassOutput`.
+    boundary_logits: as in `HourglassOutput`.
+    boundary_probabilities: as in `HourglassOutput`.
+    inner: the stage within this one, or None.
     starts: [B, S], where documents begin; None: a row is one.
   """
 

@@ -125,10 +125,10 @@ def relative_attention(
     positions: [R, H, E], R >= T; row r is for the distance r = t - s.
     content_bias: [H, E], u of the source, the authors' `r_w_bias`.
     position_bias: [H, E], v of the source, the authors' `r_r_bias`.
-    dropout_rate: as in `causal_attention`.
-    dropout_key: likewise.
-    starts: likewise.
-    block_size: likewise.
+    dropout_rate: see `causal_attention`.
+    dropout_key: see `causal_attention`.
+    starts: see `causal_attention`.
+    block_size: see `causal_attention`.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.

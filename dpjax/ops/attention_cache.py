@@ -122,7 +122,7 @@ def causal_attention_cached(
     queries: [B, C, H, E], floats, 1 <= C <= M.
     keys: as `queries`.
     values: as `queries`.
-    cache: of the tokens before the chunk. Where it is donated under `jit`, the new one
+    cache: the cache of the tokens before the chunk. Where it is donated under `jit`, the new one
       lies in the same memory.
     lengths: [B], integers in 0 .. C, of each row the tokens that are real; what comes
       after them is padding, of any value, even nan. None: all are real.
@@ -214,9 +214,9 @@ def relative_attention_cached(
     positions: [R, H, E], R >= M; row r is for the distance r = t - s.
     content_bias: [H, E], u of the source.
     position_bias: [H, E], v of the source.
-    cache: as in `causal_attention_cached`.
-    lengths: likewise.
-    starts: likewise.
+    cache: see `causal_attention_cached`.
+    lengths: see `causal_attention_cached`.
+    starts: see `causal_attention_cached`.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk,

@@ -18,8 +18,8 @@ class _Inputs(NamedTuple):
   Attributes:
     queries: [H, B, T, E]. With heads first, what all rows share, the positions, meets
       them in one product a head.
-    keys: as `queries`.
-    values: as `queries`.
+    keys: [B, T, H, E].
+    values: [B, T, H, E].
     relative: None, or ([H, T + S, E], [H, E], [H, E]): positions, the farthest first and
       S of the future behind them, and the two biases.
   """
@@ -35,13 +35,13 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
 
   Args:
     queries: [B, T, H, E].
-    keys: likewise.
-    values: likewise.
+    keys: [B, T, H, E].
+    values: [B, T, H, E].
     relative: positions [T, H, E] and biases, or None.
     place_bt: [B, T], of `dpjax.ops.documents.document_places`; None: a row is one document.
-    dropout_rate: of the weights.
-    key: of the dropout.
-    size: of a block.
+    dropout_rate: dropout rate of the weights.
+    key: the key of the dropout.
+    size: the size of a block.
   """
   length = queries.shape[1]
   missing = -length % size

@@ -146,11 +146,11 @@ def choose_implementation(rank: int, batch: int, length: int, platform: str, dev
   """The implementation that None stands for in `causal_convolution`.
 
   Args:
-    rank: of the filters.
+    rank: the rank of the filters.
     batch: B.
     length: T.
-    platform: of `jax.default_backend`.
-    devices: of `jax.device_count`.
+    platform: from `jax.default_backend`.
+    devices: from `jax.device_count`.
 
   Returns:
     Its name.

@@ -92,7 +92,7 @@ def init_convolution_cache(
     batch: B.
     num_taps: L.
     width: D.
-    dtype: of the inputs.
+    dtype: the dtype of the inputs.
 
   Returns:
     The cache.
@@ -128,7 +128,7 @@ def init_online_convolution_cache(
     batch: B.
     num_taps: L.
     width: D.
-    dtype: of the inputs.
+    dtype: the dtype of the inputs.
     block: K, a power of two; a step adds up to as many inputs.
 
   Returns:
@@ -180,7 +180,7 @@ def causal_convolution_cached(
     inputs: [B, C, D], floats, C at least 1.
     taps: [L], [L, D] or [L, D, E], floats; with an `OnlineConvolutionCache` not the
       last. The same ones at every call.
-    cache: of the inputs so far.
+    cache: the cache of the inputs so far.
     lengths: [B] integers in 0..C: of each row the first so many inputs are real. The
       others leave no trace, whatever they are; the outputs there mean nothing. None:
       all are real.

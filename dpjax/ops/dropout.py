@@ -52,9 +52,9 @@ def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   Reverse-mode derivatives only.
 
   Args:
-    inputs: as `dropout`, as the following.
-    rate: likewise.
-    key: likewise.
+    inputs: see `dropout`.
+    rate: see `dropout`.
+    key: see `dropout`.
 
   Returns:
     As `dropout`.

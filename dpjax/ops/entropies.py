@@ -109,7 +109,7 @@ def entropy_threshold(
       of token t + 1.
     rule: a name of `RULES`.
     theta: see above.
-    theta_add: likewise; 0 unless the rule is "combined".
+    theta_add: see `theta`; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], where rows go on; None: they begin.
     starts: [B, T], 1 at the first token of each document, else 0: there they begin anew.
 
@@ -164,8 +164,8 @@ def entropy_theta(
   Args:
     entropies: [B, T], floats, nats, of a text in B windows.
     factor: tokens a segment, at least 1.
-    rule: as in `entropy_threshold`.
-    theta_add: likewise.
+    rule: see `entropy_threshold`.
+    theta_add: see `entropy_threshold`.
 
   Returns:
     theta, of float32.

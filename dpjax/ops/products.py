@@ -23,10 +23,10 @@ def dot_general(
   first copy the whole of a factor, transposed.
 
   Args:
-    lhs: [..., D], where this does something; else what `jax.lax.dot_general` takes.
-    rhs: likewise.
-    dimension_numbers: likewise.
-    **options: likewise.
+    lhs: [..., D]; other shapes go to `jax.lax.dot_general` as they are.
+    rhs: [D, ...].
+    dimension_numbers: see `jax.lax.dot_general`.
+    **options: see `jax.lax.dot_general`.
 
   Returns:
     As `jax.lax.dot_general`; `flax.linen.Dense` takes this function in its place.

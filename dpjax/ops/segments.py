@@ -205,7 +205,7 @@ def upsample_segments(
     segments: [B, S, D], floats: the null group, then the segments in turn; with `starts`
       those of each document.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    starts: as in `pool_segments`.
+    starts: see `pool_segments`.
 
   Returns:
     [B, T, D], in the dtype of `segments`.

@@ -34,7 +34,7 @@ def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -
   Args:
     batch: B, at least 1.
     width: D, at least 1.
-    dtype: of the inputs; the total is float64 where this is, and else float32.
+    dtype: the dtype of the inputs; the total is float64 where this is, and else float32.
 
   Raises:
     ValueError: a size is below 1.
@@ -71,7 +71,7 @@ def pool_segments_cached(
   Args:
     inputs: [B, C, D], floats, C >= 1.
     boundaries: [B, C], zeros and ones: 1 where a segment ends.
-    cache: of `init_segment_cache`, or what the call before gave.
+    cache: from `init_segment_cache`, or what the call before gave.
     method: "mean" or "last".
     lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, and the
       rest leaves no trace, whatever its inputs and boundaries are. None: all are real.

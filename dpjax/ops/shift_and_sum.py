@@ -130,7 +130,7 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
 
   Args:
     gates: [B, T, H, K], floats.
-    level_keep: as in `shift_and_sum`.
+    level_keep: see `shift_and_sum`.
 
   Returns:
     [B, H, T, T], float32, or float64 as the gates; axes 2 and 3 are the reading and the

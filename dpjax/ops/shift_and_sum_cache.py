@@ -55,7 +55,7 @@ def init_shift_and_sum_cache(
     num_heads: H.
     features: E, the features of a head.
     num_levels: K, the levels of the gates; 0 for an empty cache.
-    dtype: of values and gates; the ring is float64 where this is, and else float32.
+    dtype: the dtype of values and gates; the ring is float64 where this is, and else float32.
 
   Returns:
     ring [B, 2**K - 1, H, E] and length [B].
@@ -112,7 +112,7 @@ def shift_and_sum_cached(
   Args:
     values: [B, C, H, E], floats, C >= 1.
     gates: [B, C, H, K], floats without unit; the paper's lie in (0, 1).
-    cache: of the tokens before, by `init_shift_and_sum_cache` or an earlier call. Its
+    cache: the cache of the tokens before, by `init_shift_and_sum_cache` or an earlier call. Its
       rows may have different lengths.
     lengths: [B], integers in 0 .. C: so many of the chunk's first tokens are real, the
       rest is padding. Padding, even nan, leaves no trace in the cache, and its outputs

@@ -27,10 +27,10 @@ def score(run: "Run", periods: Sequence[int], num_rows: int, seed: int) -> dict[
   vocabulary, so the first time nothing is to be known of them.
 
   Args:
-    run: of `dpjax.load`.
+    run: from `dpjax.load`.
     periods: n, at least 2, with 2 n - 1 within the model's window.
-    num_rows: of each period.
-    seed: of the tokens.
+    num_rows: the number of rows of each period.
+    seed: the seed of the tokens.
 
   Returns:
     JSON values: "mixer", "reach" (`dpjax.probes.training.reach`), "vocabulary" and for each

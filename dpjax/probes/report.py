@@ -20,8 +20,8 @@ def summarise(settings: Mapping, records: Sequence[Mapping], chance: Mapping) ->
   """Accuracies by distance, mean and deviation over seeds.
 
   Args:
-    settings: of the comparison, with "window", "num_layers" and "length".
-    records: of `dpjax.probes.training.train`, with "mixer", "task" and "seed".
+    settings: settings of the comparison, with "window", "num_layers" and "length".
+    records: from `dpjax.probes.training.train`, with "mixer", "task" and "seed".
     chance: by task, the accuracy of a guess.
 
   Returns:

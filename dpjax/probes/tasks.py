@@ -57,7 +57,7 @@ def recall(rng: np.random.Generator, num_rows: int, length: int, contents: int) 
   3 + `NUM_KEYS` + j and their pair 3 + `NUM_KEYS` (2 + i) + j.
 
   Args:
-    rng: of random numbers.
+    rng: generator of random numbers.
     num_rows: B.
     length: T, even and at least 2 `NUM_KEYS`.
     contents: how many there are; it takes the first `NUM_KEYS` (2 + `NUM_KEYS`).
@@ -85,7 +85,7 @@ def copying(rng: np.random.Generator, num_rows: int, length: int, contents: int)
   separator and the tokens behind it predict.
 
   Args:
-    rng: of random numbers.
+    rng: generator of random numbers.
     num_rows: B.
     length: T, even.
     contents: how many there are, at least T / 2.
@@ -107,7 +107,7 @@ def induction(rng: np.random.Generator, num_rows: int, length: int, contents: in
   The answer at the end is the token that followed; its distance is 1 to T - 2, each alike.
 
   Args:
-    rng: of random numbers.
+    rng: generator of random numbers.
     num_rows: B.
     length: T, at least 3.
     contents: how many there are; it takes the first `NUM_NOISE`.
@@ -144,8 +144,8 @@ class TaskBatches:
     task: a name of `TASKS`.
     batch_size: B.
     window: T.
-    contents: of the vocabulary.
-    seed: of the random numbers.
+    contents: entries of the vocabulary.
+    seed: the seed of the random numbers.
     stream: `TRAINING` or `TEST`.
     has_starts: say by "starts" that each row is a document: a mixer whose `max_length` is
       below T then takes it, and sees `max_length` positions as ever.

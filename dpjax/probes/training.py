@@ -41,7 +41,7 @@ class Settings:
     num_steps: updates.
     batch_size: B; twice as many of induction, whose rows have one answer.
     learning_rate: the peak.
-    num_test_rows: of each length; a multiple of 2 B.
+    num_test_rows: the number of test rows of each length; a multiple of 2 B.
   """
 
   length: int = 32
@@ -175,7 +175,7 @@ class Trainee:
 
   Attributes:
     config: `config.model`.
-    num_parameters: of the model.
+    num_parameters: the number of parameters of the model.
   """
 
   def __init__(self, settings: Settings, mixer: str):
@@ -205,7 +205,7 @@ class Trainee:
 
     Args:
       task: a name of `dpjax.probes.tasks.TASKS`.
-      seed: of parameters and rows.
+      seed: the seed of parameters and rows.
 
     Returns:
       JSON values: "parameters", "width", "feed_forward_width", "reach", "loss", the mean of

@@ -14,7 +14,7 @@ def dispatch_matrices(model: Any, params: dict, tokens: np.ndarray) -> list[np.n
   """The matrix of each layer and head; see `dpjax.run.Run.dispatch_matrices`.
 
   Args:
-    model: of the run.
+    model: the model of the run.
     params: its parameters.
     tokens: [T].
 

@@ -45,9 +45,9 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   """Writes a run into a folder of its own.
 
   Args:
-    run: of `dpjax.load` or `dpjax.train`.
+    run: from `dpjax.load` or `dpjax.train`.
     folder: new, or empty.
-    dtype: of the parameters there: "float32" keeps every bit, "bfloat16" halves the size.
+    dtype: the dtype of the parameters there: "float32" keeps every bit, "bfloat16" halves the size.
 
   Raises:
     ValueError: the folder has files, the run has none, or another dtype is asked for.

@@ -107,8 +107,8 @@ class Run:
 
     Args:
       split: "train", "valid" or "test".
-      window: as in `score`.
-      stride: as in `score`.
+      window: see `score`.
+      stride: see `score`.
       documents: "isolated": each document is scored as if it stood alone, from a start
         token on; "joined": the text is one; "": as `config.data.documents`.
       progress: show a bar.
@@ -247,8 +247,8 @@ class Run:
     """Continues a prompt, or several at once, and yields text as it comes.
 
     Args:
-      prompt: as in `generate`.
-      **settings: likewise.
+      prompt: see `generate`.
+      **settings: see `generate`.
 
     Returns:
       As `dpjax.generation.Generator.stream`, to which this goes.
@@ -314,8 +314,8 @@ def load(
   """Reads a run from its folder.
 
   Args:
-    workdir: of `train`, or of `Run.save`.
-    step: of the checkpoint; None is the best by validation.
+    workdir: a folder that `train` or `Run.save` wrote.
+    step: the step of the checkpoint; None is the best by validation.
     model: the `model` that was given to `train`, if any.
 
   Returns:
@@ -354,7 +354,7 @@ def generate(
     dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
 
   Args:
-    run: of `load`, or its folder.
+    run: from `load`, or its folder.
     prompt: a text, or texts of any lengths; "" starts a text.
     **settings: as `Run.generate` takes them.
 

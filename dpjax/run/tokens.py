@@ -17,7 +17,7 @@ def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> pre
   refers to them.
 
   Args:
-    config: of which `config.data` says what to make.
+    config: `config.data` says what to make.
     folder: all processes of a run must see the same.
     anew: make it even if there is one.
 

@@ -29,7 +29,7 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   """Makes the tokens that a run needs, as `train` does first.
 
   Args:
-    config: of `dpjax.config`.
+    config: from `dpjax.config`.
     workdir: the run's folder, created if missing.
 
   Returns:
@@ -62,7 +62,7 @@ def train(
     dpjax.load("runs/mine", model=lambda settings: Mine(settings.vocab_size))
 
   Args:
-    config: of `dpjax.config`.
+    config: from `dpjax.config`.
     workdir: the run's folder, created if missing.
     model: replaces the model of `config.model`: a module, or a function
       of `config.model`, with its `vocab_size`, that gives one. Its
@@ -262,8 +262,8 @@ def check_frozen(run: Run, key: str = "run") -> None:
   """Refuses a run whose model the boundaries of another cannot read with.
 
   Args:
-    run: of `load`.
-    key: of the setting that names it.
+    run: from `load`.
+    key: the key of the setting that names it.
 
   Raises:
     ValueError: its boundaries are drawn, or read with a model themselves.

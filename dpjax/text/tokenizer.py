@@ -24,9 +24,9 @@ class Tokenizer(abc.ABC):
     vocab_size: V, the number of ids.
     start_id: the id from which a model predicts the first token of a text: the line end, if
       the vocabulary has one.
-    unknown_id: of text that the vocabulary lacks; None if it has everything.
+    unknown_id: the id of text that the vocabulary lacks; None if it has everything.
     lossless: `decode(encode(text)) == text`, for any text without unknown parts.
-    space_ids: of the space and the line end, in this order, where they are tokens of
+    space_ids: ids of the space and the line end, in this order, where they are tokens of
       their own whatever stands beside them: "characters" (those that the text had)
       and "bytes". Subwords join them to other pieces, and have none.
     open_ids: those whose text the next tokens can still change: bytes, where a row of

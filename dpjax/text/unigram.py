@@ -97,7 +97,7 @@ class UnigramBoundaries:
 
     Args:
       text: any; as for `__call__`, parts of one should have whole words.
-      tokenizer: of the kind "characters" or "bytes".
+      tokenizer: one of the kind "characters" or "bytes".
 
     Raises:
       ValueError: `data.tokenizer: ...`, it is of another kind.

@@ -63,7 +63,7 @@ class Checkpoints:
   fingerprints of the arrays, since the file format does not detect all damage.
 
   Args:
-    folder: of the run's checkpoints.
+    folder: the folder of the run's checkpoints.
     keep: how many of the last to keep; None only reads, and changes nothing.
   """
 
@@ -178,7 +178,7 @@ class Checkpoints:
 
     Args:
       abstract: shapes, dtypes and shardings of the parameters.
-      step: of the checkpoint; None is the best by validation.
+      step: the step of the checkpoint; None is the best by validation.
       origin: as in `restore`, of which it may be a part.
       part: "params", or "average" of a run that has one.
 

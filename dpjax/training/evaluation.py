@@ -60,10 +60,10 @@ def evaluate(
   """Scores a text.
 
   Args:
-    eval_step: of `dpjax.training.step.jit_eval_step`.
+    eval_step: from `dpjax.training.step.jit_eval_step`.
     params: the model's.
     windows: the text, each token weighted once.
-    counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
+    counts: counts of the text, as `dpjax.training.metrics.text_scores` takes them.
     mesh: the devices.
     progress: show a bar.
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
@@ -98,7 +98,7 @@ class Scorer:
   Attributes:
     model: `apply({"params": params}, tokens)` has `logits`.
     objective: what it was trained for.
-    tokenizer: of the texts.
+    tokenizer: the tokenizer of the texts.
     longest: the model's window, tokens.
     window: tokens it sees at once; 0 is all that it can.
     stride: tokens it scores of them, the others being context; 0 is the window.
@@ -145,13 +145,13 @@ class Scorer:
 
     Args:
       params: the model's.
-      tokens: of the text, [N].
-      counts: of the text, as `dpjax.training.metrics.text_scores` takes them.
+      tokens: the tokens of the text, [N].
+      counts: counts of the text, as `dpjax.training.metrics.text_scores` takes them.
       boundaries: those of a Unigram model, [N], where the model needs them.
       documents: the places at which its documents begin, to score each of them as if it
         stood alone; None: it is one.
-      window: as `sizes` takes it.
-      stride: likewise.
+      window: see `sizes`.
+      stride: see `sizes`.
       max_tokens: that are scored, in windows drawn once for all texts of one length, which
         stand for the text: a share of it is taken to have that share of its characters. 0:
         all, and so with `documents`.

@@ -72,12 +72,12 @@ class Trainer:
 
   Attributes:
     model: takes [B, T] tokens.
-    optimizer: of `dpjax.training.optimizer`.
+    optimizer: from `dpjax.training.optimizer`.
     objective: the loss to minimise.
     accumulate_steps: parts of a batch.
     parameters: "replicated" or "sharded".
     capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
-    seed: of parameters and dropout.
+    seed: the seed of parameters and dropout.
     ema_decay: of an average of the parameters, which is then what is scored; 0: none.
     learning_rate: that of the optimizer by the update, for the reports; None: not known.
   """

@@ -103,8 +103,8 @@ def output_nats(
       such.
     kernel: [D, V], floats.
     bias: [V], or None.
-    targets: as `cross_entropy`.
-    weights: likewise.
+    targets: see `cross_entropy`.
+    weights: see `cross_entropy`.
 
   Returns:
     The nats, a scalar.

@@ -76,7 +76,7 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     accuracy                 = agreements / count
 
   Args:
-    sums: of `dpjax.training.losses.Objective.sums`, added up over batches.
+    sums: from `dpjax.training.losses.Objective.sums`, added up over batches.
 
   Returns:
     The above and "segments_max"; precision to accuracy where boundaries have targets. A

@@ -96,9 +96,9 @@ def log_likelihoods(
   """Scores rows, several at once, those of similar lengths together.
 
   Args:
-    step: of `dpjax.training.step.jit_row_step`.
+    step: from `dpjax.training.step.jit_row_step`.
     params: the model's.
-    rows: of `make_row`.
+    rows: from `make_row`.
     mesh: the devices.
     window: the longest row; batches are that long, or a half, a quarter or an eighth of it.
     batch_size: rows of a batch, a multiple of the number of devices.
@@ -133,7 +133,7 @@ def accuracies(likelihoods: np.ndarray, questions: Sequence[Question]) -> dict[s
     accuracy_per_byte  of the largest log-likelihood over the UTF-8 bytes of the choice
 
   Args:
-    likelihoods: of the choices of all questions, one question after the other.
+    likelihoods: the likelihoods of the choices of all questions, one question after the other.
     questions: at least one.
 
   Returns:

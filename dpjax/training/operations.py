@@ -86,7 +86,7 @@ class Utilisation:
     """Of training on one token.
 
     Args:
-      segments: of a row, on average; 0 without token pooling.
+      segments: segments of a row, on average; 0 without token pooling.
     """
     # Lagrange's polynomial through the known counts.
     return sum(
@@ -98,8 +98,8 @@ class Utilisation:
     """The speed in operations, and its share of the largest product's.
 
     Args:
-      tokens_per_second: of training.
-      boundaries: of `dpjax.training.metrics.boundary_scores`.
+      tokens_per_second: the speed of training.
+      boundaries: from `dpjax.training.metrics.boundary_scores`.
     """
     speed = tokens_per_second * self.operations(boundaries.get("segments_mean", 0.0))
     return {"model_flops_per_second": speed, "model_flops_utilisation": speed / self._rate}
@@ -109,8 +109,8 @@ def product_rate(dtype: Any = jnp.float32) -> float:
   """Operations a second of a large matrix product on one device: the most of a few runs.
 
   Args:
-    dtype: of the square matrices, whose size doubles from 1,024 on until a product takes 20
-      ms, or to 8,192.
+    dtype: the dtype of the square matrices. Their size doubles from 1,024 on until a product
+      takes 20 ms, or to 8,192.
   """
   multiply = jax.jit(lambda x: x @ x)
 

@@ -62,7 +62,7 @@ def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings: Any
     schedule: a name of `dpjax.registry.schedules`.
     peak: the highest rate.
     num_steps: updates in all.
-    **settings: of the schedule, such as `warmup_steps`.
+    **settings: settings of the schedule, such as `warmup_steps`.
 
   Raises:
     UserError: the name or a setting is unknown or out of its range.
@@ -80,7 +80,7 @@ def make_optimizer(
     name: a name of `dpjax.registry.optimizers`.
     rate: learning rate, or a function of the update's number.
     clip_norm: longest gradient, all parameters taken as one vector; 0: no limit.
-    **settings: of the optimizer, such as `b1`.
+    **settings: settings of the optimizer, such as `b1`.
 
   Returns:
     The transformation of gradients into updates.
@@ -175,10 +175,10 @@ def linear(
     peak (1 - (1 - min_ratio) x),  x = (k - warmup_steps) / (num_steps - warmup_steps)
 
   Args:
-    peak: as `cosine`, as the following.
-    num_steps: likewise.
-    warmup_steps: likewise.
-    min_ratio: likewise.
+    peak: see `cosine`.
+    num_steps: see `cosine`.
+    warmup_steps: see `cosine`.
+    min_ratio: see `cosine`.
 
   Raises:
     ValueError: as `cosine`.
@@ -201,11 +201,11 @@ def warmup_stable_decay(
   The last round(decay_fraction num_steps) updates, at least one, go down as `linear` does.
 
   Args:
-    peak: as `cosine`.
-    num_steps: likewise.
-    warmup_steps: likewise.
+    peak: see `cosine`.
+    num_steps: see `cosine`.
+    warmup_steps: see `cosine`.
     decay_fraction: see above.
-    min_ratio: as `cosine`.
+    min_ratio: see `cosine`.
 
   Raises:
     ValueError: as `cosine`; the fraction is outside of 0 .. 1, or the warm-up reaches into
@@ -265,16 +265,16 @@ def muon(
   output layer, biases, gains and convolution taps are Adam's.
 
   Args:
-    learning_rate: of both.
+    learning_rate: the rate of both optimisers.
     ns_steps: Newton-Schulz iterations.
-    beta: of the momentum.
+    beta: the decay of the momentum.
     eps: added to norms, and in Adam.
-    weight_decay: of the matrices.
+    weight_decay: decay of the matrices.
     nesterov: whether the momentum looks ahead.
     adaptive: whether to scale by the dual norm of the gradient.
-    adam_b1: as `optax.adam`, as the following.
-    adam_b2: likewise.
-    adam_weight_decay: likewise.
+    adam_b1: see `optax.adam`.
+    adam_b2: see `optax.adam`.
+    adam_weight_decay: see `optax.adam`.
 
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """

@@ -38,7 +38,7 @@ class Reporter:
   Args:
     workdir: the run's folder, which exists.
     step: the step at which the run begins or goes on.
-    num_steps: of the whole run, for the progress bar.
+    num_steps: updates of the whole run, for the progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):

@@ -22,7 +22,7 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
 
   Args:
     state: a pytree of arrays or of their shapes.
-    mesh: of `make_mesh`.
+    mesh: from `make_mesh`.
     parameters: "replicated", every device holds all; or "sharded", an array is cut
       along its longest axis that the number of devices divides, and is replicated
       where there is none.

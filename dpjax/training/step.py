@@ -26,7 +26,7 @@ class TrainState(struct.PyTreeNode):
     params: the model's parameters, float32.
     opt_state: the optimiser's.
     key: dropout of update `step` draws from fold_in(key, step).
-    average: of the parameters after each update so far, by exponentially falling weights;
+    average: the parameters averaged over all updates, with exponentially falling weights;
       None: there is none.
   """
 
@@ -52,8 +52,8 @@ def init_state(
 
   Args:
     model: takes [B, T] tokens.
-    optimizer: of `dpjax.training.optimizer`.
-    seed: of parameters and dropout.
+    optimizer: from `dpjax.training.optimizer`.
+    seed: the seed of parameters and dropout.
     has_average: whether it has an average of parameters.
 
   Returns:
@@ -86,13 +86,13 @@ def train_step(
 
   Args:
     model: called with `deterministic=False` and the random stream "dropout".
-    optimizer: of the state.
+    optimizer: the optimizer of the state.
     accumulate_steps: A, a divisor of B.
     state: before the update.
     batch: "tokens", "targets", "weights", each [B, T], and what the objective needs; where
       rows are several documents, "starts", [B, T], 1 at the first token of each.
     objective: what is minimised.
-    capacity: of `dpjax.models.hourglass.Hourglass`, where the data tells it.
+    capacity: see `dpjax.models.hourglass.Hourglass`, where the data tells it.
     ema_decay: of the state's average, where it has one; see `add_to_average`.
     learning_rate: that of the optimizer, to report it.
 

@@ -153,7 +153,7 @@ def hub_parquet(
     files: where they are from.
     corpus: what to call them.
     repository: OWNER/NAME.
-    folder: of the repository.
+    folder: the folder of the repository.
     split: what the files' names begin with.
 
   Raises:

@@ -15,7 +15,7 @@ class Source:
       "train", "valid" or "test", and a piece of its text. Missing splits are cut from the
       end of train.
     licence: in a few words.
-    size: of its text or download, such as "5 MB".
+    size: the size of its text or download, such as "5 MB".
     source: its origin.
     languages: one of which the user names; (): there is only one.
     head: of train, valid and test, how many clean characters its first part, which
