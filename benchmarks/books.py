@@ -16,9 +16,8 @@ text, and writes what is done so far:
                                 has; and ("pooled") the modern frame on characters, windows of
                                 512, with 1 + 4 + 1 layers of attention
   OUT/books_documents.json      the modern frame with isolated and with joined documents: books,
-                                which are long (joined: the modern runs above), and sentences,
-                                which are short; all are scored by document, each as if it
-                                stood alone
+                                which are long, and sentences, which are short; all are scored
+                                by document, each as if it stood alone
 
 A run that stands in --work is not trained again, one that was interrupted goes on; --only
 takes those whose name has this, --steps a shorter trial.
@@ -38,13 +37,13 @@ from dpjax.analysis import style
 sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed dpjax
 
 STEPS, ROWS, WINDOW = 2_000, 16, 128
-PEAK = 1e-3  # both frames' own
+PEAKS = (1e-3, 2e-3, 4e-3)  # both frames take the best of them for attention, by validation
+PEAK = 1e-3
 MODERN = ("attention", "dispatcher", "he", "we", "me")
 PAPERS = ("attention_4", "he", "we", "me")
 POOLED = ("whitespace", "routing")
 FRAMES = {"modern": "-", "papers": "--", "equal": ":", "pooled": "-."}  # and their dashes
 DOCUMENTS = ("attention", "dispatcher")
-JOINED = tuple(f"modern-{mixer}" for mixer in DOCUMENTS)  # of books
 
 
 def modern(mixer: str) -> Any:
@@ -92,9 +91,13 @@ def runs() -> dict[str, Callable[[], Any]]:
   for kind in POOLED:
     found[f"pooled-{kind}"] = lambda kind=kind: pooled(kind)
   found["equal-attention"] = lambda: papers("attention_4", 96)
-  for run in ("books-{}-isolated", "sentences-{}-joined", "sentences-{}-isolated"):
+  for peak in PEAKS:
+    found[f"peak-modern-{peak}"] = lambda: modern("attention")
+    found[f"peak-equal-{peak}"] = lambda: papers("attention_4", 96)
+  for text in ("books", "sentences"):
     for mixer in DOCUMENTS:
-      found[run.format(mixer)] = lambda mixer=mixer: modern(mixer)
+      for documents in ("joined", "isolated"):
+        found[f"{text}-{mixer}-{documents}"] = lambda mixer=mixer: modern(mixer)
   return found
 
 
@@ -111,7 +114,7 @@ def configure(name: str, make: Callable[[], Any], books: Path, sentences: Path, 
   train.num_steps = steps
   train.eval_every_steps = max(1, steps // 8)
   train.checkpoint_every_steps = max(1, steps // 8)
-  train.learning_rate = PEAK
+  train.learning_rate = float(name.split("-", 2)[2]) if name.startswith("peak") else PEAK
   train.eval_every_epochs = 0.0
   config.sample.prompt = ""
   return config
@@ -145,7 +148,7 @@ def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
       if line["split"] == "valid"
     ],
   }
-  if name in JOINED or name.endswith(("joined", "isolated")):
+  if name.endswith(("joined", "isolated")):
     found["by_document"] = run.score_split("test", documents="isolated")
   return found
 

@@ -107,27 +107,11 @@ def rows_of_documents():
     yield f"| {name.replace('_', ' ')} | {rows['one']['ratio']:.2f} | {rows['many']['ratio']:.2f} |"
 
 
-def rows_of_the_books():
-  frames = {"modern": "today's", "papers": "the paper's", "equal": "the paper's, narrower"}
-  for run in result("books_mixers")["runs"]:
-    frame, name = run["name"].split("-")
-    perplexity = f"{run['test']['perplexity']:.1f}"
-    if frame == "pooled":
-      frame, name, perplexity = "modern", f"attention, segments by {name}", "-"  # of characters
-    yield (
-      f"| {frames[frame]} | {name} | {run['parameters'] / 1e6:.2f}M | {perplexity} "
-      f"| {run['test']['bits_per_character']:.3f} |"
-    )
-
-
 def rows_of_the_books_documents():
   runs = {run["name"]: run["by_document"] for run in result("books_documents")["runs"]}
-  for name, isolated in runs.items():
-    text, mixer, kind = name.split("-") if name.count("-") == 2 else (name, "", "")
-    if kind == "isolated":
-      joined = runs[f"modern-{mixer}" if text == "books" else f"{text}-{mixer}-joined"]
-      scores = (f"{x['perplexity']:.2f}" for x in (joined, isolated))
-      yield f"| {text} | {mixer} | {' | '.join(scores)} |"
+  for name in dict.fromkeys(name.rpartition("-")[0] for name in runs):
+    scores = (f"{runs[f'{name}-{kind}']['perplexity']:.2f}" for kind in ("joined", "isolated"))
+    yield f"| {name.replace('-', ' | ')} | {' | '.join(scores)} |"
 
 
 def rows_of_attention():
