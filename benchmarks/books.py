@@ -37,8 +37,10 @@ from dpjax.analysis import style
 sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed dpjax
 
 STEPS, ROWS, WINDOW = 2_000, 16, 128
-PEAKS = (1e-3, 2e-3, 4e-3)  # both frames take the best of them for attention, by validation
-PEAK = 1e-3
+# Each frame takes the best of these rates for attention, by validation, for all of its mixers.
+PEAKS = (1e-3, 2e-3, 4e-3, 8e-3)
+PEAK = {"modern": 4e-3, "pooled": 4e-3, "papers": 1e-3, "equal": 1e-3}
+DOCUMENTS_PEAK = 1e-3
 MODERN = ("attention", "dispatcher", "he", "we", "me")
 PAPERS = ("attention_4", "he", "we", "me")
 POOLED = ("whitespace", "routing")
@@ -114,7 +116,9 @@ def configure(name: str, make: Callable[[], Any], books: Path, sentences: Path, 
   train.num_steps = steps
   train.eval_every_steps = max(1, steps // 8)
   train.checkpoint_every_steps = max(1, steps // 8)
-  train.learning_rate = float(name.split("-", 2)[2]) if name.startswith("peak") else PEAK
+  frame, _, rest = name.partition("-")
+  is_peak = frame == "peak"
+  train.learning_rate = float(rest.split("-")[1]) if is_peak else PEAK.get(frame, DOCUMENTS_PEAK)
   train.eval_every_epochs = 0.0
   config.sample.prompt = ""
   return config
