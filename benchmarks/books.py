@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed 
 STEPS, ROWS, WINDOW = 2_000, 16, 128
 # Each frame takes the best of these rates for attention, by validation, for all of its mixers.
 PEAKS = (1e-3, 2e-3, 4e-3, 8e-3)
-PEAK = {"modern": 4e-3, "pooled": 4e-3, "papers": 1e-3, "equal": 1e-3}
+PEAK = {"modern": 4e-3, "pooled": 4e-3, "papers": 2e-3, "equal": 2e-3}
 DOCUMENTS_PEAK = 1e-3
 MODERN = ("attention", "dispatcher", "he", "we", "me")
 PAPERS = ("attention_4", "he", "we", "me")

@@ -152,7 +152,7 @@ class Registry:
       **values: settings that differ from their defaults.
 
     Raises:
-      UserError: as `check`.
+      UserError: see `check`.
     """
     section = self.defaults(name)
     # Checked before they are put in: a ConfigDict has errors of its own.
@@ -164,7 +164,7 @@ class Registry:
     """A section from what JSON made of it; settings added since have their defaults.
 
     Raises:
-      UserError: as `check`, with `key` as the section's name.
+      UserError: see `check`, with `key` as the section's name.
     """
     given = {name: as_tuple(value) for name, value in values.items()}
     section = self.defaults(given.pop("name", None), f"{key}.name")

@@ -143,7 +143,7 @@ parameters=65536)
     The counts; the parameters are those of the whole sublayer.
 
   Raises:
-    ValueError: as `training_counts`, or there is no such position.
+    ValueError: see `training_counts`, or there is no such position.
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
   if not (_is_whole(position) and position <= length):
@@ -192,7 +192,7 @@ def fft_training_counts(
     The counts.
 
   Raises:
-    ValueError: as `training_counts`, or the mixer is no Extractor.
+    ValueError: see `training_counts`, or the mixer is no Extractor.
   """
   if mixer not in EXTRACTORS:
     raise UserError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
@@ -229,7 +229,7 @@ def table(
     The counts by the name of a row.
 
   Raises:
-    ValueError: as `training_counts` and `inference_counts`.
+    ValueError: see `training_counts` and `inference_counts`.
   """
 
   def count(mixer: str, **settings) -> Counts:

@@ -146,7 +146,7 @@ def check_model(model: Mapping) -> None:
   """Refuses the settings of a model that cannot be built.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: see `check`.
   """
   config = ConfigDict({"model": dict(model)})
   check_keys(config.model, default_model(), "model.")
@@ -281,7 +281,7 @@ def check_seed(seed: int) -> None:
   """Refuses a seed that JAX cannot make a random key from.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: see `check`.
   """
   _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", repr(seed))
 
@@ -294,7 +294,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
     prefix: the prefix of their names, for messages.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: see `check`.
   """
   for key, is_valid, expected in (
     (
@@ -383,7 +383,7 @@ def check_choice(key: str, value) -> None:
   """Refuses a value that is not one of a setting's `CHOICES`.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: see `check`.
   """
   choices = CHOICES[key]
   near = difflib.get_close_matches(str(value), choices, n=1)

@@ -46,7 +46,7 @@ def from_dict(settings: Mapping) -> ConfigDict:
   Settings that were added since it was written take their defaults.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: see `check`.
   """
   config = default()
   _fill(config, to_sections(settings), "")

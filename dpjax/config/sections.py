@@ -299,7 +299,7 @@ def check_keys(config, known, prefix: str, limits: bool = True) -> None:
     limits: as `dpjax.config.check` takes it.
 
   Raises:
-    UserError: as there.
+    UserError: see `dpjax.config.check`.
   """
   for name, value in config.items():
     key = f"{prefix}{name}"

@@ -176,7 +176,7 @@ def open_named(
     is_head: whether the first part is enough, where there is one.
 
   Raises:
-    UserError: as `load_corpus`.
+    UserError: see `load_corpus`.
   """
   entry = catalog.find(name, language)
   language = language if entry.languages else ""

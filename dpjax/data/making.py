@@ -54,7 +54,7 @@ def make_once(
     The record: `made_of` and what `make` has said.
 
   Raises:
-    UserError: as `make`; data_dir cannot be written, or its disk is full.
+    UserError: see `make`; data_dir cannot be written, or its disk is full.
   """
   made_of = json.loads(json.dumps(made_of))
   record = read_record(target, made_of, is_file=is_file)

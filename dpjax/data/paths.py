@@ -34,7 +34,7 @@ def open_path(
     A name, the splits, and which files they are, as JSON values.
 
   Raises:
-    UserError: as there.
+    UserError: the path or the fractions cannot be used.
   """
   try:
     if path.is_dir():

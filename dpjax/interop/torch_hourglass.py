@@ -95,10 +95,10 @@ def convert(
     sample_boundaries: whether gumbel draws boundaries in evaluation, too.
 
   Returns:
-    As `from_torch`.
+    See `from_torch`.
 
   Raises:
-    ValueError: as `from_torch`.
+    ValueError: see `from_torch`.
   """
   recorded = _recorded(content)
   boundaries = _boundaries(state, boundaries, recorded.get("boundaries_type"))

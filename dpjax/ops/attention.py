@@ -193,7 +193,7 @@ def relative_positions(length: int, width: int) -> np.ndarray:
   Returns:
     [R, D], float32.
 
-  Source: as `relative_attention`.
+  Source: see `relative_attention`.
   """
   angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
   return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)

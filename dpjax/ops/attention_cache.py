@@ -139,7 +139,7 @@ def causal_attention_cached(
       traced, also if `lengths` are outside of 0 .. C, `starts` are not 0 or 1, or, without
       them, a row grows longer than M.
 
-  Source: as `causal_attention`.
+  Source: see `causal_attention`.
   """
   lengths = _check(queries, keys, values, cache, lengths, starts is not None)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
@@ -227,7 +227,7 @@ def relative_attention_cached(
       positions; where they are not traced, also if `lengths` are outside of 0 .. C or
       `starts` are not 0 or 1.
 
-  Source: as `relative_attention`; the ring is a memory of the last M tokens, Dai et al.
+  Source: see `relative_attention`; the ring is a memory of the last M tokens, Dai et al.
   2019, arXiv:1901.02860, Sec. 3.2, that moves on with every token.
   """
   lengths = _check(queries, keys, values, cache, lengths, starts is not None)

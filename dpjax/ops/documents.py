@@ -86,7 +86,7 @@ def starts_in_chunk(
     lengths: [B], of `dpjax.ops.lengths.check_lengths`; None: all tokens are real.
 
   Raises:
-    ValueError: as `check_starts`.
+    ValueError: see `check_starts`.
   """
   starts_bc = check_starts(starts, shape, goes_on=True)
   return starts_bc if lengths is None else jnp.where(is_real(lengths, shape[1]), starts_bc, 0)
@@ -98,7 +98,7 @@ def document_length(starts: jax.Array, before: jax.Array, lengths: jax.Array | N
   Args:
     starts: [B, C], of `starts_in_chunk`.
     before: [B], int32, the same before the chunk.
-    lengths: as there.
+    lengths: see `starts_in_chunk`.
   """
   place_bc = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
   begin_b = jnp.max(jnp.where(starts > 0, place_bc, -before[:, None]), axis=1)

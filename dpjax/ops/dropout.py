@@ -24,7 +24,7 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     key: random key.
 
   Returns:
-    As `inputs`.
+    Same shape and dtype as `inputs`.
 
   Raises:
     ValueError: `rate` is outside of [0, 1).
@@ -57,7 +57,7 @@ def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     key: see `dropout`.
 
   Returns:
-    As `dropout`.
+    See `dropout`.
 
   Raises:
     ValueError: likewise.

@@ -171,7 +171,7 @@ def entropy_theta(
     theta, of float32.
 
   Raises:
-    ValueError: as `entropy_threshold`; or the factor is below what the rule can reach.
+    ValueError: see `entropy_threshold`; or the factor is below what the rule can reach.
   """
   check_rule(rule, theta_add)
   h_bt = jnp.asarray(entropies)

@@ -27,7 +27,7 @@ def layer_norm(
     epsilon: see above.
 
   Returns:
-    As `inputs`.
+    Same shape and dtype as `inputs`.
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """

@@ -29,7 +29,7 @@ def dot_general(
     **options: see `jax.lax.dot_general`.
 
   Returns:
-    As `jax.lax.dot_general`; `flax.linen.Dense` takes this function in its place.
+    See `jax.lax.dot_general`; `flax.linen.Dense` takes this function in its place.
   """
   sums = tuple(map(tuple, dimension_numbers[0]))
   lead, rest = lhs.shape[:-1], rhs.shape[1:]

@@ -56,7 +56,7 @@ def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
   Raises:
     ValueError: the shapes do not match.
 
-  Source: as `rotary_angles`, where the pairs are (2 i, 2 i + 1); halves as here, another
+  Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); halves as here, another
   order of the features, are those of GPT-NeoX and Llama.
   """
   batch, length, _, features = inputs.shape

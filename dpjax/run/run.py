@@ -114,7 +114,7 @@ class Run:
       progress: show a bar.
 
     Returns:
-      As `score`.
+      See `score`.
 
     Raises:
       ValueError: there is no such split, its tokens have changed since they were
@@ -233,7 +233,7 @@ class Run:
       list of them for each.
 
     Raises:
-      ValueError: as there.
+      ValueError: see `dpjax.generation.Generator.stream`.
     """
     prompts = _as_texts(prompt)
     rows = zip(*self.stream(prompts, **settings), strict=True)
@@ -251,10 +251,10 @@ class Run:
       **settings: see `generate`.
 
     Returns:
-      As `dpjax.generation.Generator.stream`, to which this goes.
+      See `dpjax.generation.Generator.stream`, to which this goes.
 
     Raises:
-      ValueError: as there.
+      ValueError: see `dpjax.generation.Generator.stream`.
     """
     prompts = _as_texts(prompt)
     return self._generator.stream(self.params, prompts, **settings)
@@ -359,10 +359,10 @@ def generate(
     **settings: as `Run.generate` takes them.
 
   Returns:
-    As `Run.generate`.
+    See `Run.generate`.
 
   Raises:
-    ValueError: as there, or there is no such run.
+    ValueError: see `dpjax.generation.Generator.stream`; or there is no such run.
   """
   run = run if isinstance(run, Run) else load(run)
   return run.generate(prompt, **settings)

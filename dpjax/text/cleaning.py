@@ -191,7 +191,7 @@ def clean_chunks(chunks: Iterable[str], language: str | Language) -> Iterator[st
   character below U+0300, as Chinese may.
 
   Raises:
-    ValueError: as `clean`.
+    ValueError: see `clean`.
   """
   return _clean_chunks(chunks, _language(language))
 

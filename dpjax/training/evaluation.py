@@ -158,10 +158,10 @@ class Scorer:
       progress: show a bar.
 
     Returns:
-      As `evaluate`, without bits where the tokens do not hold the whole text.
+      See `evaluate`, without bits where the tokens do not hold the whole text.
 
     Raises:
-      ValueError: as `sizes`.
+      ValueError: see `sizes`.
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
@@ -189,10 +189,10 @@ class Scorer:
       questions: at least one.
 
     Returns:
-      As `dpjax.training.multiple_choice.accuracies`.
+      See `dpjax.training.multiple_choice.accuracies`.
 
     Raises:
-      ValueError: as `dpjax.training.multiple_choice.make_rows`.
+      ValueError: see `dpjax.training.multiple_choice.make_rows`.
     """
     window, _ = self.sizes()
     rows = multiple_choice.make_rows(self.tokenizer, questions, window)

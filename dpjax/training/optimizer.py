@@ -181,7 +181,7 @@ def linear(
     min_ratio: see `cosine`.
 
   Raises:
-    ValueError: as `cosine`.
+    ValueError: see `cosine`.
   """
   _check_decay(num_steps, warmup_steps, min_ratio)
   decay = optax.linear_schedule(peak, peak * min_ratio, num_steps - warmup_steps)
@@ -208,7 +208,7 @@ def warmup_stable_decay(
     min_ratio: see `cosine`.
 
   Raises:
-    ValueError: as `cosine`; the fraction is outside of 0 .. 1, or the warm-up reaches into
+    ValueError: see `cosine`; the fraction is outside of 0 .. 1, or the warm-up reaches into
       the last line.
 
   Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the line is that of Haegele et al. 2024,
