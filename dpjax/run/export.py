@@ -9,13 +9,13 @@
 `safetensors` alone: `safetensors.numpy.load_file("model.safetensors")`.
 """
 
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import dpjax
 from dpjax.errors import UserError
 
 FILE = "model.safetensors"
@@ -30,7 +30,7 @@ on {data} ({tokens:,} training tokens; {kind} of {vocab_size:,} entries).
 {scores}
 
 ```python
-import dpjax
+
 
 run = dpjax.load("{folder}")
 run.generate("...", length=100)
@@ -156,7 +156,7 @@ def _card(run: Any, folder: Path, dtype: str) -> str:
   return _CARD.format(
     name=folder.name,
     size=sum(x.size for x in jax.tree.leaves(run.params)),
-    version=dpjax.__version__,
+    version=importlib.metadata.version("dpjax"),
     step=run.step,
     data=data.name,
     tokens=data.counts["train"]["tokens"],
