@@ -27,7 +27,6 @@ import timing
 from dpjax.analysis import style
 
 LENGTHS = (1, 2, 4, 8, 16)
-SHAPES = {"2 + 8 + 2": (4, 8)}  # outer and middle layers of the paper's model
 ROWS, PLACES, SEED = 16, 256, 0
 
 
@@ -82,12 +81,9 @@ def draw(found, path):
 
   figure = Figure(figsize=(6, 3.4), layout="constrained")
   axis = figure.subplots()
-  for i, (name, cost) in enumerate(found["costs"].items()):
-    over = [cost["drafts"][str(k)] / cost["greedy"] for k in LENGTHS]
-    best = [found["if_all_right"][name]["drafts"][str(k)] / cost["greedy"] for k in LENGTHS]
-    colour = style.COLOURS[i]
-    axis.plot(LENGTHS, over, "o-", color=colour, label=f"{name} layers")
-    axis.plot(LENGTHS, best, ":", color=colour, label=f"{name} layers, if all were right")
+  for i, (name, label) in enumerate((("cost", "measured"), ("if_all_right", "if all were right"))):
+    over = [found[name]["drafts"][str(k)] / found[name]["greedy"] for k in LENGTHS]
+    axis.plot(LENGTHS, over, marker="o", label=label, **style.line(i))
   axis.axhline(1.0, color="0.3", linewidth=1)
   axis.set_xscale("log", base=2)
   axis.set_xticks(LENGTHS, [str(k) for k in LENGTHS])
@@ -117,27 +113,24 @@ def main():
   is_end = np.isin(rows, model.boundaries.space_ids)
   is_end[:, : PLACES // 8] = False  # the first segments have no context
   right = np.asarray(right_tokens(run, rows))[is_end]
-  own = (model.first.num_layers + model.last.num_layers, model.num_layers)
-  shapes = {"this run's": own, **SHAPES}
+  layers = (model.first.num_layers + model.last.num_layers, model.num_layers)
   segment = 1 / is_end[:, PLACES // 8 :].mean()
   means = {k: float(np.minimum(right, k).mean()) for k in LENGTHS}
   report = {
     "machine": timing.describe_machine(),
-    "parameters": f"{run!r}",
     "boundaries": int(is_end.sum()),
     "tokens_a_segment": segment,
     "right": means,
-    "costs": {name: costs(means, segment, *shape) for name, shape in shapes.items()},
-    "if_all_right": {
-      name: costs({k: k for k in LENGTHS}, segment, *shape) for name, shape in shapes.items()
-    },
+    "layers": layers,
+    "cost": costs(means, segment, *layers),
+    "if_all_right": costs({k: k for k in LENGTHS}, segment, *layers),
   }
   report = json.loads(json.dumps(report))
-  for name, cost in report["costs"].items():
-    for k in map(str, LENGTHS):
-      over = cost["drafts"][k] / cost["greedy"]
-      best = report["if_all_right"][name]["drafts"][k] / cost["greedy"]
-      print(f"{name}, {k}: {report['right'][k]:.2f} right, cost {over:.2f}; if all were {best:.2f}")
+  for k, right in report["right"].items():
+    over, best = (
+      report[name]["drafts"][k] / report[name]["greedy"] for name in ("cost", "if_all_right")
+    )
+    print(f"drafts of {k}: {right:.2f} right, cost {over:.2f}; if all were {best:.2f}")
   path = pathlib.Path(given.out)
   path.parent.mkdir(parents=True, exist_ok=True)
   path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

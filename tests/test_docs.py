@@ -114,6 +114,14 @@ def rows_of_the_books_documents():
     yield f"| {name.replace('-', ' | ')} | {' | '.join(scores)} |"
 
 
+def rows_of_speculation():
+  found = result("speculation")
+  for k, right in found["right"].items():
+    over, best = (x["drafts"][k] / x["greedy"] for x in (found["cost"], found["if_all_right"]))
+    assert over > 1
+    yield f"| {k} | {right:.2f} | {over:.2f} | {best:.2f} |"
+
+
 def rows_of_attention():
   for case in result("attention")["cases"]:
     ours = case["forms"]["blocks 128"]
