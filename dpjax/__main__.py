@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(command: str | None = None) -> None:
-  """Runs a command with the arguments that follow; without `command`, their first names it."""
+  """Runs a command with the given arguments; without `command`, the first argument names it."""
   if command is None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
   if command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Errors that the user of dpjax can correct, interruptions, and how a script ends."""
+"""Errors that users can correct, interruptions, and the exit of scripts."""
 
 import contextlib
 import os
@@ -7,22 +7,22 @@ from collections.abc import Collection, Iterator
 
 
 class UserError(ValueError):
-  """A setting, a file or a flag is wrong; the message is for the person who gave it.
+  """A wrong setting, file or flag, which the user can correct.
 
   The message reads `setting: expected ..., got ...`. The scripts print it without a
-  traceback and exit with status 1, and so they do with an `OSError` that names a file.
-  Every other exception, a plain `ValueError` from JAX among them, keeps its traceback: it
-  may be a defect of dpjax.
+  traceback and exit with status 1; they treat an `OSError` that names a file alike. Every
+  other exception, such as a plain `ValueError` from JAX, keeps its traceback, as it may be a
+  defect of dpjax.
   """
 
 
 class Interrupted(Exception):  # noqa: N818
-  """The run was asked to stop, and has saved.
+  """The run was asked to stop, and has saved a checkpoint.
 
   Args:
-    step: updates made.
+    step: updates made so far.
     num_steps: updates of the whole run.
-    signal: the number of the signal that asked; None where `should_stop` did.
+    signal: the number of the signal; None if `should_stop` asked.
   """
 
   def __init__(self, step: int, num_steps: int, signal: int | None = None):
@@ -32,15 +32,14 @@ class Interrupted(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
-  """Ends the program with one message and status 1 where the user can correct the error.
+  """Turns errors that users can correct into one message and exit status 1.
 
-  That is a `UserError`, and an `OSError` that names a file. With the environment variable
-  DPJAX_TRACEBACK set, both keep their traceback, too. `Interrupted` ends it as its signal
-  would have, with status 128 + its number, so that what waits for the run does not take
-  it for complete.
+  These are a `UserError`, and an `OSError` that names a file. The environment variable
+  DPJAX_TRACEBACK keeps their traceback. `Interrupted` ends the program as its signal would
+  have, with status 128 + its number, so that a scheduler does not take the run for complete.
 
   Args:
-    flags: names that get their two dashes where the message of a `UserError` begins so.
+    flags: names that get two dashes if the message of a `UserError` begins with them.
   """
   try:
     yield

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used."""
+"""Imports the public names of a package at their first use."""
 
 import ast
 import importlib
@@ -10,8 +10,8 @@ from typing import Any, cast
 def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
   """`__getattr__`, `__dir__` and `__all__` of a package, read from its own source.
 
-  A package lists its public names once, as imports for type checkers; the form `X as X`
-  tells them that X is public:
+  A package lists its public names once, as imports for type checkers, which take the form
+  `X as X` for a public name:
 
     if TYPE_CHECKING:
       from dpjax.layers.dispatcher import Dispatcher as Dispatcher
@@ -21,7 +21,7 @@ def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
       __getattr__, __dir__, __all__ = lazy.public_names(__name__)
 
   Args:
-    package: its full name; called while it is being imported.
+    package: the full name of the package, which is being imported.
   """
   module: Any = sys.modules[package]
   tree = ast.parse(module.__spec__.loader.get_source(package))

@@ -1,9 +1,9 @@
-"""Components by name, and the settings that each of them brings.
+"""Components by name, with their settings.
 
 A component is a class or a function: a Linen module, a kind of boundaries, an `optax`
-optimizer. Its settings are its own fields (or arguments) with simple values: there is no
-second list of them. What a model or a run knows anyway, such as `max_length`, is no
-setting: the component that declares such a field is given it when it is built.
+optimizer. Its settings are its fields (or arguments) with simple values, so there is no second
+list of them. Values that a model or a run supplies, such as `max_length`, are not settings; a
+component that declares such a field receives it when it is built.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
   Attributes:
     kind: float, int, str, bool or tuple.
-    default: its value unless it is given.
+    default: the default value.
     is_optional: whether it may be None.
   """
 
@@ -58,12 +58,10 @@ class Registry:
   """The components of one kind, by name.
 
   Args:
-    kind: what they are, for messages: "mixer".
-    register: how a user adds one, for messages: "dpjax.register_mixer".
-    given: names of fields that are no settings, as whoever builds a component fills
-      them in.
-    known: components by name, each as "module:attribute", which is imported when it is
-      first used.
+    kind: the kind of component for messages, such as "mixer".
+    register: the function that adds one, for messages, such as "dpjax.register_mixer".
+    given: the names of fields that are not settings, but supplied by the builder.
+    known: components by name, each as "module:attribute", imported at first use.
   """
 
   def __init__(self, kind: str, register: str, given: Collection[str], known: Mapping[str, str]):
@@ -76,15 +74,15 @@ class Registry:
     return tuple(self._components)
 
   def register(self, name: str, component: Callable) -> None:
-    """Gives a component a name for configurations.
+    """Registers a component under a name for configurations.
 
     Args:
       name: letters, digits and underscores.
-      component: a class or a function; called with its settings and with those of the
-        given fields that it declares.
+      component: a class or a function; called with its settings and the given fields that
+        it declares.
 
     Raises:
-      ValueError: another component has the name, or it is no name.
+      ValueError: another component has the name, or the name is invalid.
     """
     known = self._components.get(name)
     is_same = known is not None and _full_name(component) == _full_name(known)
@@ -101,7 +99,7 @@ class Registry:
     """The component of a name.
 
     Raises:
-      UserError: there is none; the message lists those that there are.
+      UserError: the name is unknown; the message lists the known ones.
     """
     found = self._components.get(name) if isinstance(name, str) else None
     if found is None:
@@ -120,7 +118,7 @@ class Registry:
     return typing.cast(Callable, found)
 
   def settings(self, name: str) -> dict[str, Setting]:
-    """The settings of a component, in its own order."""
+    """The settings of a component, in the order of its fields."""
     component = self.component(name)
     hints = _hints(component)
     return {
@@ -132,10 +130,10 @@ class Registry:
     }
 
   def defaults(self, name: str, key: str = "") -> ConfigDict:
-    """The section of a component, not checked: settings without a default are None.
+    """The unchecked section of a component; settings without a default are None.
 
     Raises:
-      UserError: there is no such component.
+      UserError: the component is unknown.
     """
     self.component(name, key)
     section = ConfigDict({"name": name})
@@ -161,7 +159,7 @@ class Registry:
     return section
 
   def from_dict(self, values: Mapping, key: str) -> ConfigDict:
-    """A section from what JSON made of it; settings added since have their defaults.
+    """Reads a section from JSON values; settings added since take their defaults.
 
     Raises:
       UserError: see `check`, with `key` as the section's name.
@@ -173,14 +171,14 @@ class Registry:
     return section
 
   def check(self, section: Mapping, key: str) -> None:
-    """Refuses a section that its component cannot be built from.
+    """Checks that a component can be built from a section.
 
     Args:
       section: "name" and settings.
       key: the key of the section, for messages: "model.mixer".
 
     Raises:
-      UserError: the name is unknown, a setting is unknown, missing or of a wrong type.
+      UserError: the name is unknown, or a setting is unknown, missing or of the wrong type.
     """
     values = dict(section)
     name = values.pop("name", None)
@@ -200,8 +198,8 @@ class Registry:
     """A function that makes the component of a section, with its settings bound.
 
     Args:
-      section: as `check` takes it.
-      **given: values for those of its given fields that it declares.
+      section: see `check`.
+      **given: values of given fields; the component receives those that it declares.
     """
     values = dict(section)
     component = self.component(values.pop("name"))
@@ -212,12 +210,12 @@ class Registry:
     """Makes the component that a section describes.
 
     Args:
-      section: as `check` takes it.
+      section: see `check`.
       key: the key of the section, for messages.
       **given: see `maker`.
 
     Raises:
-      UserError: the component refuses one of its settings (by a `ValueError`).
+      UserError: the component rejects a setting with a `ValueError`.
     """
     try:
       return self.maker(section, **given)()
@@ -229,7 +227,7 @@ class Registry:
 
 @functools.cache
 def load_plugins() -> None:
-  """Imports what installed packages name as their entry points "dpjax.plugins", once."""
+  """Imports the entry points "dpjax.plugins" of installed packages, once."""
   for entry_point in importlib.metadata.entry_points(group="dpjax.plugins"):
     try:
       entry_point.load()
@@ -243,7 +241,7 @@ def load_plugins() -> None:
 
 
 def as_tuple(value: Any) -> Any:
-  """Lists, of which JSON makes tuples, as tuples again, also within."""
+  """Converts lists, as JSON stores tuples, back to tuples, also nested ones."""
   if not isinstance(value, (list, tuple)):
     return value
   return tuple(as_tuple(part) for part in value)
@@ -262,7 +260,7 @@ def _hints(component: Callable) -> dict[str, Any]:
 
 
 def _setting(default: Any, hint: Any) -> Setting | None:
-  """None where it is nothing that a person can write in a configuration."""
+  """The setting for a field, or None if a configuration cannot express its value."""
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
   members = typing.get_args(hint) if is_union else (hint,)
   is_optional = types.NoneType in members or default is None
@@ -276,10 +274,10 @@ def _setting(default: Any, hint: Any) -> Setting | None:
 
 
 def check_value(key: str, value: Any, setting: Setting) -> None:
-  """Refuses a value of another type, or one that no array of 32 bits can hold.
+  """Checks that a value has the type of its setting and fits into 32 bits.
 
   Raises:
-    UserError: see above.
+    UserError: it does not.
   """
   if value is None and setting.is_optional:
     return

@@ -1,4 +1,4 @@
-"""Checks that a token mixer keeps the contract of `dpjax.layers.mixer.Mixer`.
+"""Checks that a token mixer fulfils the contract of `dpjax.layers.mixer.Mixer`.
 
   def test_my_mixer():
     dpjax.testing.check_mixer(MyMixer)
@@ -45,27 +45,27 @@ def check_mixer(
 ) -> None:
   """Checks a mixer with small random inputs and parameters, in float32 and bfloat16.
 
-  Parameters are drawn from N(0, 1/4) in place of their initial values, so that none is
-  zero. Dropout has to be off by default.
+  Parameters are drawn from N(0, 1/4) instead of their initial values, so that none is
+  zero. Dropout must be off by default.
 
   Args:
-    make: the mixer's class, or a function; called with `max_length=` and, where the mixer
-      has such a field, with `dtype=`. `functools.partial` sets other fields.
+    make: the mixer's class, or a function; called with `max_length=` and, if the mixer
+      has that field, with `dtype=`. `functools.partial` sets other fields.
     width: D.
     max_length: the longest T, at least 11.
-    reach: how many positions an output depends on, itself included; None: all before it.
-    has_cache: whether it has `init_cache` and takes `cache` and `lengths`.
+    reach: the number of positions that an output depends on, itself included; None for all.
+    has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
     takes_starts: whether it takes `starts`, and so keeps documents of a row apart.
-    leakage: how far an output may change with another document: 0, not by one bit; 1e-6
-      where a transform mixes all documents of a row, and others cancel but for rounding.
-    dropout: its field with a dropout rate; "": it has none.
-    gradients: picks, from a tree like the parameters, those whose gradient is not zero for
-      any input. A bias of attention keys, for one, has no effect.
-    relations: names of `RELATIONS`; None: all.
+    leakage: the allowed change of an output with another document: 0 for none; 1e-6 for a
+      transform of the whole row, in which other documents cancel up to rounding.
+    dropout: the field with a dropout rate; "" without one.
+    gradients: selects, from a tree like the parameters, those with a nonzero gradient for
+      every input. A bias of attention keys, for example, has none.
+    relations: names of `RELATIONS`; None checks all.
 
   Raises:
-    AssertionError: the mixer breaks a relation. The message has the relation's name, what
-      it says and where to look.
+    AssertionError: the mixer breaks a relation. The message has the relation's name, its
+      statement and where to look.
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
@@ -83,7 +83,7 @@ def check_mixer(
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-  """A mixer, with what `check_mixer` is told of it."""
+  """A mixer with the arguments of `check_mixer`."""
 
   make: Callable[..., nn.Module]
   width: int

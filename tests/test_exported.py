@@ -1,6 +1,7 @@
 """Runs that leave their place: moved without their data, exported, and loaded again."""
 
 import json
+import re
 import shutil
 
 import chex
@@ -37,7 +38,7 @@ def assert_same_params(one, other):
 
 
 @pytest.mark.parametrize("kind", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
-def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys):
+def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, monkeypatch):
   run = request.getfixturevalue(kind)
   export.main([str(run.workdir), str(tmp_path / "out")])
   assert "MiB" in capsys.readouterr().out
@@ -52,6 +53,9 @@ def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys):
   np.testing.assert_array_equal(flat["logits.kernel"], run.params["logits"]["kernel"])
   card = (tmp_path / "elsewhere/README.md").read_text()
   assert f"for {run.step} updates" in card and "| test | perplexity |" in card
+  code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+  monkeypatch.chdir(tmp_path)
+  exec(code.replace('"out"', '"elsewhere"').replace('"..."', '"the "').replace("100", "5"), {})
   modes = {path.stat().st_mode for path in (tmp_path / "elsewhere").iterdir() if path.is_file()}
   assert len(modes) == 1
   assert not any((tmp_path / "elsewhere").rglob("*.bin"))

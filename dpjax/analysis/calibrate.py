@@ -1,14 +1,14 @@
-r"""The theta with which `entropy_threshold` boundaries make segments of a wanted length.
+r"""Finds the theta at which `entropy_threshold` boundaries give segments of a target length.
 
   dpjax calibrate runs/bytes --factor=4.5
 
-reads the run's valid split with its model, and prints theta, how long segments are there,
+reads the run's valid split with its model, and prints theta, the mean length of a segment,
 and the flags for dpjax train:
 
   theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
 
-A length is in tokens: characters or bytes of those tokenizers, and tokens of the others. A
-tail shorter than a window is left out.
+Lengths are in tokens (characters or bytes, with those tokenizers). A tail shorter than a
+window is dropped.
 """
 
 import argparse
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
-  """How unsure a run's model is of each next token, [B, T], in nats.
+  """The entropy of a model's prediction of each next token, [B, T], in nats.
 
   Args:
     run: from `dpjax.load`.
-    tokens: the tokens of a text, [N], cut into B windows of T tokens, each read by itself; one of N
-      tokens where a window is longer.
+    tokens: the tokens of a text, [N], cut into B windows of T tokens, each read on its own; a
+      single window if N < T.
     window: T.
 
   Returns:
@@ -58,7 +58,7 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints theta for the run and the length that the command line names."""
+  """Prints theta for the run and the length given on the command line."""
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
   parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
   parser.add_argument("run", metavar="RUN", help="the folder of a run")
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
-  """The tokens of the text that the flags name."""
+  """The tokens of the text given by the flags."""
   if given.text is not None:
     try:
       tokens = run.tokenizer.encode(Path(given.text).read_text(encoding="utf-8"))

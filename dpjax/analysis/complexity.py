@@ -36,13 +36,13 @@ _LARGEST = 2**31  # of the sizes
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-  """How many of each there are; two add up field by field.
+  """Operations and parameters of a mixer; `+` adds two field by field.
 
   Attributes:
-    multiplications: products of real numbers, as all that follow.
-    additions: and subtractions.
-    divisions: divisions of the softmax, of attention's scores by sqrt(d/n), of the sigmoid.
-    exponentiations: exponentials of the softmax and the sigmoid.
+    multiplications: of real numbers, like all counts below.
+    additions: additions and subtractions.
+    divisions: in the softmax, in attention's scaling by sqrt(d/n), and in the sigmoid.
+    exponentiations: in the softmax and in the sigmoid.
     parameters: trainable numbers.
   """
 
@@ -90,9 +90,9 @@ parameters=128)
     length: l, tokens of the sequence and of the context window.
     width: d.
     num_heads: n, a divisor of d; 1 for the Extractors, which have none.
-    adjustment: of SHE, HE and WE: with Eq. 24. False takes off d^2 + d multiplications
+    adjustment: whether SHE, HE and WE have Eq. 24. False takes off d^2 + d multiplications
       and d^2 - d additions a token, and d^2 parameters.
-    output_projection: of SHE, HE and WE: with Eq. 25. False takes off d^2
+    output_projection: whether SHE, HE and WE have Eq. 25. False takes off d^2
       multiplications and d^2 - d additions a token, and d^2 parameters. HE without both
       is its extraction alone.
 
@@ -100,8 +100,7 @@ parameters=128)
     The counts.
 
   Raises:
-    ValueError: an argument is out of its range, or one that the mixer does not have is
-      not as by default.
+    ValueError: an argument is out of range, or it is set for a mixer that does not have it.
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
   levels = _num_levels(length)
@@ -123,7 +122,7 @@ def inference_counts(
   adjustment: bool = True,
   output_projection: bool = True,
 ) -> Counts:
-  """Counts what one more token takes, with all that came before cached, Tables 5 and 6.
+  """Counts the cost of one more token when all tokens before it are cached, Tables 5 and 6.
 
     >>> inference_counts("attention", position=10, length=128, width=128, num_heads=32)
     Counts(multiplications=68096, additions=67424, divisions=640, exponentiations=320, \
@@ -132,8 +131,7 @@ parameters=65536)
   Args:
     mixer: one of `MIXERS`.
     position: t, the tokens so far with the new one, from 1 to l.
-    length: l, tokens of the context window, on which no operation depends but the
-      parameters do.
+    length: l, tokens of the context window; only the parameters depend on it.
     width: d.
     num_heads: see `training_counts`.
     adjustment: see `training_counts`.
@@ -185,8 +183,7 @@ def fft_training_counts(
     width: d.
     adjustment: see `training_counts`.
     output_projection: see `training_counts`.
-    transform_taps: count the transforms of the taps, which all sequences of a batch
-      share.
+    transform_taps: whether to count the transforms of the taps, which a batch shares.
 
   Returns:
     The counts.
@@ -260,7 +257,7 @@ def table(
 
 
 def format_table(rows: dict[str, Counts]) -> str:
-  """Lays the counts out, a line a row, with thousands set apart."""
+  """Formats the counts as a table, with commas between thousands."""
   heads = [
     "multiplications",
     "additions",
@@ -280,7 +277,7 @@ def format_table(rows: dict[str, Counts]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table that the command line asks for."""
+  """Prints the table described by the command line."""
   parser = argparse.ArgumentParser(
     prog="dpjax complexity",
     description="Operations and parameters of one sublayer, for each token mixer.",
@@ -312,12 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """How much there is to do.
+  """The amount of work in a pass.
 
   Attributes:
-    tokens: that come in.
-    reads: pairs of such a token and one that it reads, itself included.
-    level_reads: pairs of such a token and a level at which it reads another.
+    tokens: new tokens.
+    reads: pairs of a new token and a token that it reads, itself included.
+    level_reads: pairs of a new token and a level at which it reads another token.
   """
 
   tokens: int

@@ -52,19 +52,19 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
     >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
     array([4. , 5.5])
 
-  Window i has the updates `every` i + 1 .. `every` (i + 1), counted from 1. Updates after
-  the last complete window are left out; losses that are not known too, and a window
-  without any other is NaN.
+  Window i holds the updates `every` i + 1 .. `every` (i + 1), counted from 1. Updates after
+  the last complete window are dropped. Unknown losses (NaN) are ignored; a window of
+  nothing but unknown losses is NaN.
 
   Args:
     losses: [N], nats per token.
-    every: updates of a window, from 1 to N.
+    every: updates in a window, from 1 to N.
 
   Returns:
     [N // every], float64, nats per token.
 
   Raises:
-    ValueError: `every` is out of its range.
+    ValueError: `every` is out of range.
   """
   check_every(losses, every, "the losses")
   count = len(losses) // every
@@ -72,17 +72,17 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
 
 
 def last_median(losses: np.ndarray, every: int) -> float:
-  """Takes the median of the last `every` updates, a window of their own.
+  """Takes the median of the last `every` updates.
 
   Args:
     losses: [N], nats per token.
-    every: how many, from 1 to N.
+    every: the number of updates, from 1 to N.
 
   Returns:
-    Nats per token; NaN where none is known.
+    Nats per token; NaN if none of the losses is known.
 
   Raises:
-    ValueError: `every` is out of its range.
+    ValueError: `every` is out of range.
   """
   check_every(losses, every, "the losses")
   return _median(losses[-every:])
@@ -91,20 +91,21 @@ def last_median(losses: np.ndarray, every: int) -> float:
 def table(
   runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
 ) -> dict[str, Any]:
-  """Gathers the medians of runs, and what makes them hard to compare.
+  """Collects the medians of runs, and notes on differences that make them hard to compare.
 
   Args:
     runs: at least one.
-    every: updates of a window.
-    figure: from `dpjax.analysis.plots`; what those by length and by layers are drawn over
-      may differ, too.
-    metric: a logged score to gather as well, as "valid/perplexity".
+    every: updates in a window.
+    figure: a figure of `dpjax.analysis.plots`; no note is made of the lengths in "by_length" and
+      of the layers in "by_layers".
+    metric: a logged score to collect as well, such as "valid/perplexity".
 
   Returns:
-    What JSON can hold, with None for what is not known: "every", "updates" (the last one
-    of each window), "runs", each with "name", "folder", "updates", "unknown" (losses),
-    "max_length", "num_layers", "medians" and "last"; and "notes", a sentence each. With a
-    metric also its name, "metric", and of each run "scores", pairs of update and value.
+    A dictionary that JSON can hold, with None for unknown numbers: "every", "updates" (the
+    last one of each window), "runs", each with "name", "folder", "updates", "unknown"
+    (losses), "max_length", "num_layers", "medians" and "last"; and "notes", one sentence
+    each. With a metric, also its name, "metric", and for each run "scores", pairs of update
+    and value.
 
   Raises:
     ValueError: a run has fewer updates than `every`.
@@ -137,7 +138,7 @@ def table(
 
 
 def format_table(content: Mapping[str, Any]) -> str:
-  """Lays out what `table` gives: a line a run, a column a window, notes below."""
+  """Formats the result of `table`: a line for each run, a column for each window, then notes."""
   every, updates = content["every"], content["updates"]
   rows = []
   for row in content["runs"]:
@@ -148,7 +149,7 @@ def format_table(content: Mapping[str, Any]) -> str:
 
 
 def format_scores(content: Mapping[str, Any]) -> str:
-  """Lays out the metric of what `table` gives, beside the last costs: a line a run."""
+  """Formats the metric in the result of `table` beside the last costs: one line for each run."""
   every = content["every"]
   title = f"Median cost of the last {every} batches, nats per token"
   if every == 1:
@@ -183,7 +184,7 @@ def _lay_out(
 
 
 def _notes(runs: Sequence[Record], figure: str) -> list[str]:
-  """What differs between the runs beside the mixer, and losses that are missing."""
+  """Sentences on settings that differ beside the mixer, and on missing losses."""
   free = (*_FREE, *PLACES.get(figure, ())[:1])
   columns = {key: column for key, column in differences(runs).items() if not is_of(key, free)}
   seeds = [sorted(str(run.config.get("seed")) for run in group) for group in by_seed(runs)]
@@ -225,7 +226,7 @@ def _cell(value: float | None) -> str:
 
 
 def check_every(losses: np.ndarray, every: int, whose: str) -> None:
-  """Refuses a window that is empty, or longer than the losses."""
+  """Raises a `ValueError` for a window that is empty or longer than the losses."""
   if not 1 <= every <= len(losses):
     raise UserError(
       f"every: expected at least 1 and at most the {len(losses)} updates of {whose}, got {every}"

@@ -1,4 +1,4 @@
-"""What figures read of run folders, and how they name runs. JAX is not loaded."""
+"""Reads run folders for figures, and names the runs. Does not load JAX."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ _MOST_IN_A_NAME = 3
 
 
 class Record(NamedTuple):
-  """What is drawn of a run.
+  """A run as figures need it.
 
   Attributes:
     folder: as given.
     config: its settings.
-    losses: [N], float32, the loss of every update in nats per token; NaN: not known.
-    label: may be that of several runs.
-    scores: "valid/bits_per_character" -> {update: value}, of all that the run logged.
+    losses: [N], float32, the loss of every update in nats per token; NaN if unknown.
+    label: the name in the legend; several runs may share it.
+    scores: every logged score, as "valid/bits_per_character" -> {update: value}.
   """
 
   folder: str
@@ -56,13 +56,13 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 
   Args:
     workdirs: the folders.
-    labels: one for each; None takes those of `label`.
+    labels: one for each run; None takes those of `label`.
 
   Returns:
-    A run for each folder, in their order.
+    One run for each folder, in order.
 
   Raises:
-    ValueError: a folder cannot be read, or there are more or fewer labels.
+    ValueError: a folder cannot be read, or the number of labels differs.
   """
   if labels is not None and len(labels) != len(workdirs):
     raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
@@ -81,7 +81,7 @@ def read_losses(workdir: str | Path) -> np.ndarray:
     workdir: the run's folder.
 
   Returns:
-    [N], float32, nats per token; NaN where one is not known.
+    [N], float32, nats per token; NaN if unknown.
 
   Raises:
     ValueError: there is no such folder or file, or the file is damaged.
@@ -96,7 +96,7 @@ def read_losses(workdir: str | Path) -> np.ndarray:
 
 
 def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings of a run as they stand in its folder.
+  """Reads the settings in a run's folder.
 
   Raises:
     ValueError: there is no such folder or file, or it holds no settings.
@@ -116,16 +116,15 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
 
 
 def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
-  """Reads what a run logged, from `metrics.jsonl`.
+  """Reads the scores that a run logged in `metrics.jsonl`.
 
     {"step": 20, "split": "valid", "time": 9.5, "perplexity": 7.5}
       ->  {"valid/perplexity": {20: 7.5}}
 
-  Lines that cannot be read are left out, as the last one of a run that is being trained may
-  be.
+  Lines that cannot be parsed are skipped: the last line of a run in training may be incomplete.
 
   Returns:
-    The scores by name and update; none where there is no such file.
+    The scores by name and update; empty without the file.
   """
   path = Path(workdir) / "metrics.jsonl"
   scores: dict[str, dict[int, float]] = {}
@@ -153,7 +152,7 @@ def label(config: Mapping[str, Any]) -> str:
     config: the settings of a run.
 
   Returns:
-    The name, with what departs from the mixer's usual form.
+    The name, followed by settings that differ from the mixer's usual form.
 
   Raises:
     ValueError: the settings name no mixer.
@@ -182,13 +181,13 @@ def label(config: Mapping[str, Any]) -> str:
 
 
 def distinct_labels(runs: Sequence[Record]) -> list[str]:
-  """The labels; runs that share one are told apart by the settings in which they differ.
+  """Makes labels distinct by adding the settings in which runs of one label differ.
 
     SHE of learning rates 0.1 and 0.2, and HE
       ->  "SHE, learning rate 0.1", "SHE, learning rate 0.2", "HE"
 
-  Of many such settings, those with the most values are named; where nothing differs, the
-  folders are.
+  If many settings differ, those with the most values are named; if none does, the folders
+  are.
   """
   names: list[str] = [""] * len(runs)
 
@@ -210,7 +209,7 @@ def distinct_labels(runs: Sequence[Record]) -> list[str]:
 
 
 def by_seed(runs: Sequence[Record]) -> list[list[Record]]:
-  """Puts runs together that differ in the seed alone, in the order of the first of each."""
+  """Groups runs that differ only in the seed, in the order of their first member."""
   keys = [
     (run.label, json.dumps({**run.config, "seed": None}, sort_keys=True, default=str))
     for run in runs
@@ -224,7 +223,7 @@ def by_seed(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def differences(runs: Sequence[Record]) -> dict[str, list[Any]]:
-  """The settings in which runs differ, with the value in each run; None where it has none."""
+  """The settings in which runs differ, with the value in each run; None if a run lacks it."""
   configs = [*map(_flat, _of_one_version([run.config for run in runs]))]
   keys = sorted({key for config in configs for key in config})
   columns = {
@@ -237,7 +236,7 @@ def differences(runs: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
-  """The value of a dotted key; None where there is none."""
+  """The value of a dotted key; None if it is missing."""
   value: Any = config
   for part in key.split("."):
     value = value.get(part) if isinstance(value, Mapping) else None
@@ -245,12 +244,12 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
 
 
 def is_of(key: str, places: Sequence[str]) -> bool:
-  """Whether a setting is one of these, or of a section that is."""
+  """Whether a setting is one of these, or lies in one of these sections."""
   return f"{key}.".startswith(tuple(f"{place}." for place in places))
 
 
 def _telling(runs: Sequence[Record]) -> dict[str, list[Any]]:
-  """The few settings that tell runs apart best."""
+  """The few settings that distinguish the runs best."""
   found = differences(runs)
   # Another component has other settings; its name says it all.
   sections = [key.removesuffix(".name") for key in found if key.endswith(".name")]
@@ -282,7 +281,7 @@ def _grouped(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, list[Any]]
 
 
 def _of_one_version(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-  """Settings of version 0.1 beside those of now get their names of now."""
+  """Renames settings of version 0.1 if some runs have today's names."""
   is_old = [isinstance(setting(config, "model.mixer"), str) for config in configs]
   if all(is_old) or not any(is_old):
     return [*configs]

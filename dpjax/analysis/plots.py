@@ -1,28 +1,28 @@
-"""Pictures of training, from run folders.
+"""Plots training from run folders.
 
   dpjax plots runs/she runs/attention                     writes progress.png here
   dpjax plots runs/she --metric=train/grad_norm --log=y
   dpjax plots runs/* --figure=curves --every=2000 --width=3.3in --out=costs.pdf
 
 A run folder has config.json, the settings; losses.f32, the loss of every update in nats per
-token (the mean over a batch): little-endian float32, update 1 first, NaN where one is not
-known; and metrics.jsonl, what the run logged. Nothing else is read, and JAX is not loaded. A
-run may be short, or still going on. --figure is one of
+token (the mean over a batch): little-endian float32, update 1 first, NaN if unknown; and
+metrics.jsonl, the logged scores. Nothing else is read, and JAX is not loaded. A run may be
+short, or still in training. --figure is one of
 
-  progress     median training costs, and beside them the validation's scores (the default)
+  progress     median training costs beside validation scores (the default)
   metric       a logged score, --metric, over the batch number
 
-and of "Attention Is Not All You Need Anymore", Sec. 6:
+or, from "Attention Is Not All You Need Anymore", Sec. 6:
 
   curves       medians of every 2,000 batches over the batch number (Figs. 7 and 8)
   every_batch  the cost of every batch (Fig. 9)
   by_length    the median of the last 2,000 batches over the context window (Fig. 10)
   by_layers    the same over the number of layers (Fig. 11)
 
-Over batches, runs that differ in the seed alone are one line, their mean, in a band of one
-standard deviation to each side; --seeds=separate draws each. In the last two, runs of one
-label form a line, through the mean where several share a place. A table is printed, with
-what differs between the runs beside the mixer below it.
+Runs that differ only in the seed are drawn as one line, their mean, in a band of one
+standard deviation to each side; --seeds=separate draws each run. In the last two figures,
+runs with one label form a line, through the mean where several share a place. The command
+also prints a table, and below it the settings in which the runs differ beside the mixer.
 """
 
 import argparse
@@ -69,20 +69,19 @@ def draw(
   Args:
     runs: at least one.
     figure: one of `FIGURES`.
-    every: updates of a window; "every_batch" and "metric" need none.
-    metric: of "progress" and "metric", as `find_metric` gives it.
-    seeds: "mean": runs that differ in the seed alone are one line, the mean at the batches
-      that all of them have, in a band of the standard deviation (N - 1); "separate": each
-      is one.
-    log: the axes with a logarithmic scale, of "x" and "y".
-    width: inches; below 5 it is a figure for one column of a paper.
+    every: updates in a window; "every_batch" and "metric" need none.
+    metric: the score drawn by "progress" and "metric", from `find_metric`.
+    seeds: "mean" draws runs that differ only in the seed as one line, the mean at the batches
+      that all of them have, in a band of the standard deviation (N - 1); "separate" draws each.
+    log: the axes with a logarithmic scale, from "x" and "y".
+    width: inches; a figure narrower than 5 is laid out for one column of a paper.
 
   Returns:
     The figure.
 
   Raises:
     ValueError: the figure is unknown, a run has fewer updates than `every`, or its
-      settings do not say where it has its place.
+      settings lack the length or layers to place it by.
   """
   if figure not in FIGURES:
     raise UserError(f"figure: expected one of {', '.join(FIGURES)}, got {figure}")
@@ -117,11 +116,11 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
 
   Args:
     runs: at least one.
-    metric: a name as "valid/perplexity"; None: the validation's bits per character where all
-      runs that were evaluated have them, else perplexity.
+    metric: a name such as "valid/perplexity"; None takes validation bits per character if all
+      evaluated runs have it, else perplexity.
 
   Returns:
-    Its name; None where no run was evaluated.
+    Its name; None if no run was evaluated.
 
   Raises:
     ValueError: no run has the metric.
@@ -137,10 +136,10 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
 
 
 def write(figure: "Figure", path: str | Path) -> None:
-  """Writes a figure; what kind of file, its name's end says.
+  """Writes a figure in the format given by the file's suffix.
 
   Raises:
-    ValueError: the name ends in none of `SUFFIXES`, or the file cannot be written.
+    ValueError: the suffix is not in `SUFFIXES`, or the file cannot be written.
   """
   check_suffix(path)
   dpi = 300 if figure.get_figwidth() < _NARROW else 150
@@ -148,7 +147,7 @@ def write(figure: "Figure", path: str | Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table and draws the figure that the command line asks for."""
+  """Prints the table and draws the figure described by the command line."""
   parser = argparse.ArgumentParser(
     prog="dpjax plots", description="Training costs and scores of runs, from their folders."
   )
@@ -208,7 +207,7 @@ def _draw_curves(
   metric: str | None,
   seeds: str,
 ) -> None:
-  """Draws a line a run, or a mean in a band for runs that differ in the seed alone."""
+  """Draws one line for each run, or a mean in a band for runs that differ only in the seed."""
   groups = by_seed(runs) if seeds == "mean" else [[run] for run in runs]
   first = [group[0] for group in groups]
   if seeds == "mean":
@@ -233,7 +232,7 @@ def _draw_curves(
 
 
 def _curve(run: Record, kind: str, every: int, metric: str | None) -> Mapping[int, float]:
-  """What is drawn of a run, by update."""
+  """The values to draw for a run, by update."""
   if kind == "metric":
     return run.scores.get(metric or "", {})
   if kind == "every_batch":
@@ -280,7 +279,7 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
 
 
 def _add_legend(canvas: "Figure", is_narrow: bool) -> None:
-  """One legend for all panels: on the right, or below where there is no room for that."""
+  """Adds one legend for all panels: on the right, or below if there is no room."""
   lines = {line.get_label(): line for axes in canvas.axes for line in axes.get_lines()}
   names = [textwrap.fill(str(name), 42 if is_narrow else 34) for name in lines]
   place = "outside lower left" if is_narrow else "outside right upper"
@@ -293,7 +292,7 @@ def _add_legend(canvas: "Figure", is_narrow: bool) -> None:
 
 
 def _every(runs: Sequence[Record], figure: str) -> int:
-  """The updates of a median: as the runs report them, or fewer for short runs."""
+  """The updates in a median: as the runs report them, or fewer for short runs."""
   lengths = [len(run.losses) for run in runs]
   reported = _reported(runs)
   if figure == "every_batch":
@@ -306,7 +305,7 @@ def _every(runs: Sequence[Record], figure: str) -> int:
 
 
 def _reported(runs: Sequence[Record]) -> list[int]:
-  """The updates of which each run reports the median."""
+  """The updates over which each run reports its median."""
   known = []
   for run in runs:
     every = setting(run.config, "train.median_every_steps")
@@ -341,10 +340,10 @@ def _inches(text: str) -> float:
 
 
 def check_suffix(path: str | Path) -> None:
-  """Refuses a file that is not of `SUFFIXES`.
+  """Checks that a file's suffix is in `SUFFIXES`.
 
   Raises:
-    ValueError: it is none.
+    ValueError: it is not.
   """
   if Path(path).suffix not in SUFFIXES:
     raise UserError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")

@@ -1,9 +1,9 @@
-r"""Where a model ends its segments in a text, beside how unsure of each next token it is.
+r"""Shows where a model ends its segments in a text, beside the entropy of its predictions.
 
   dpjax segmentation runs/gumbel --text="the quick brown fox" --out=segments.png
 
-The text is printed with a mark where a segment ends, and drawn with --out. Without --text
-it is the beginning of the run's test split.
+Prints the text with a mark at the end of each segment, and draws it with --out. The default
+text is the beginning of the run's test split.
 
   the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
   the·␣quick·␣brow·n·␣fox     · between tokens, where some are longer than a character
@@ -33,9 +33,8 @@ class Segmentation(NamedTuple):
     pieces: the text of each token.
     boundaries: [T], bool; True where a segment ends with the token. All False for a model
       without segments.
-    entropies: [T], float32, nats; how unsure the model, having read the token, is of the
-      next one.
-    probabilities: [T], float32; the predictor's of a boundary, None where there is none.
+    entropies: [T], float32, nats; the entropy of the model's prediction after the token.
+    probabilities: [T], float32; the predictor's probability of a boundary, None without one.
   """
 
   pieces: list[str]
@@ -45,19 +44,19 @@ class Segmentation(NamedTuple):
 
 
 def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
-  """Reads a text with a model, from a window that begins with it.
+  """Reads a text with a model, in a window that begins with the text.
 
     the model's softmax after "a" is (0.5, 0.5)  ->  entropies[0] = ln 2 = 0.693
 
-  The boundaries are those that the model itself reads the text with. A model without
-  segments has none: spikes of its entropy are not taken for them.
+  The boundaries are those of the model itself. A model without segments has none; spikes of
+  its entropy do not count.
 
   Args:
     run: from `dpjax.load`.
     text: a text, or its tokens, [T].
 
   Raises:
-    ValueError: the text has no token, or more than the model's longest window.
+    ValueError: the text has no tokens, or more than the model's longest window.
   """
   import jax
   import jax.numpy as jnp
@@ -89,11 +88,11 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
 
 def render(segmentation: Segmentation) -> str:
-  """Writes the text with a | behind each segment that is closed.
+  """Writes the text with a | after each closed segment.
 
     pieces "a", " ", "b", boundaries 0, 1, 0  ->  "a␣|b"
 
-  Where tokens are longer than a character, a · stands between those of a segment.
+  If tokens are longer than a character, a · separates the tokens of a segment.
   """
   join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
   pieces = map(visible, segmentation.pieces)
@@ -103,9 +102,9 @@ def render(segmentation: Segmentation) -> str:
 
 
 def visible(piece: str) -> str:
-  r"""Shows each character of a text so that it cannot be taken for another.
+  r"""Makes every character of a text visible and unambiguous.
 
-  What cannot be printed is as in a Python string; the marks have a backslash before them.
+  Unprintable characters are escaped as in a Python string; the marks get a backslash.
 
     >>> print(visible("a b|c\n"))
     a␣b\|c\n
@@ -123,10 +122,10 @@ def visible(piece: str) -> str:
 
 @style.applied()
 def draw(segmentation: Segmentation) -> "Figure":
-  """Draws a segmentation: tokens along x, a vertical line behind each closed segment.
+  """Draws a segmentation: tokens along x, a vertical line after each closed segment.
 
-  Bars are conditional entropies in nats. Where the model has a predictor, its
-  probabilities of a boundary follow in axes of their own, below.
+  Bars are conditional entropies in nats. If the model has a predictor, a second panel below
+  shows its probabilities of a boundary.
   """
   from matplotlib.figure import Figure
 
@@ -154,7 +153,7 @@ def draw(segmentation: Segmentation) -> "Figure":
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints and draws the segmentation that the command line asks for."""
+  """Prints and draws the segmentation described by the command line."""
   about = "The segments of a text and the conditional entropies, by a run's model."
   parser = argparse.ArgumentParser(prog="dpjax segmentation", description=about)
   parser.add_argument("run_folder", help="of dpjax train")
@@ -182,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
-  """The tokens that the flags ask for; a run that was loaded has data."""
+  """The tokens selected by the flags."""
   longest = run.window
   if length is not None and not 1 <= length <= longest:
     raise UserError(f"length: expected 1 to model.max_length = {longest}, got {length}")
@@ -192,7 +191,7 @@ def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
 
 
 def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:
-  """The text that each token adds, or the token's own text if that is unknown."""
+  """The text that each token adds, or the token's own text if unknown."""
   pieces, before = [], ""
   for i in range(len(tokens)):
     after = tokenizer.decode(tokens[: i + 1])

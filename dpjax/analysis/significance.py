@@ -4,11 +4,11 @@ r"""Tests whether one configuration is better than another, over several seeds.
     --workdir=runs/a
   dpjax significance compare runs/a runs/b --baseline=runs/none
 
-The first trains a run a seed as dpjax train does, in runs/a/seed_0 and so on, and goes on with
-what is there. The second tests the scores of each folder's runs against the baseline's.
+The first trains one run for each seed as dpjax train does, in runs/a/seed_0 and so on, and
+resumes unfinished runs. The second tests each folder's scores against the baseline's.
 
 Source: the pooling paper, Table 1: paired t-tests over 3 seeds, p < 0.05. Here p values are
-two-sided, and not corrected for the number of folders.
+two-sided, without a correction for the number of folders.
 """
 
 import argparse
@@ -28,11 +28,12 @@ class Row(NamedTuple):
   """A configuration beside the baseline.
 
   Attributes:
-    name, mean: of the configuration and of its scores.
-    deviation: their standard deviation, that of a sample (over n - 1).
-    difference: mean of its scores less the baseline's.
+    name: the configuration's name.
+    mean: the mean of its scores.
+    deviation: the sample standard deviation of its scores (over n - 1).
+    difference: the mean of its scores minus the baseline's.
     p_value: the p-value of the test.
-    verdict: "lower" or "higher" where the p value is below alpha, else "".
+    verdict: "lower" or "higher" if the p-value is below alpha, else "".
   """
 
   name: str
@@ -46,7 +47,7 @@ class Row(NamedTuple):
 def compare(
   scores: Mapping[str, Mapping[int, float]], baseline: str, alpha: float = 0.05
 ) -> list[Row]:
-  """Tests each configuration against the baseline by a paired t-test: a row for each.
+  """Tests each configuration against the baseline by a paired t-test.
 
     d_s = score of seed s - the baseline's of seed s,    s = 1 .. n
     t   = mean(d) / (deviation(d) / sqrt(n)),            p = P(|Student's t of n - 1| > |t|)
@@ -56,16 +57,16 @@ def compare(
     >>> row.name, round(row.difference, 3), round(row.p_value, 3), row.verdict
     ('pooled', -0.333, 0.057, '')
 
-  Differences without any spread give p = 0, and p = 1 where all are 0.
+  Differences that are all equal give p = 0, or p = 1 if they are all 0.
 
   Args:
-    scores: scores of each configuration, by seed.
-    baseline: a name of them.
-    alpha: below which a p value counts, in (0, 1).
+    scores: the scores of each configuration, by seed.
+    baseline: the name of the baseline in `scores`.
+    alpha: the significance level, in (0, 1).
 
   Raises:
-    ValueError: a setting is out of its range, there are fewer than 2 seeds, they are not
-      those of the baseline, or SciPy is missing.
+    ValueError: a setting is out of range, there are fewer than 2 seeds, the seeds differ
+      from the baseline's, or SciPy is missing.
   """
   if not 0 < alpha < 1:
     raise UserError(f"alpha: expected a number in (0, 1), got {alpha}")
@@ -89,10 +90,10 @@ def compare(
 def read_scores(
   folder: str | Path, score: str = "bits_per_character", split: str = "test"
 ) -> dict[int, float]:
-  """Reads a score of each run `folder`/seed_<n>, that of its best checkpoint, by seed.
+  """Reads a score of the best checkpoint of each run `folder`/seed_<n>, by seed.
 
   Raises:
-    ValueError: there are no runs, or one has no such score, or it is not finite.
+    ValueError: there are no runs, a run lacks the score, or the score is not finite.
   """
   runs = {path.name.removeprefix("seed_"): path for path in Path(folder).glob("seed_*")}
   # As the runner writes them, so that no two are one number.
@@ -104,7 +105,7 @@ def read_scores(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-  """Lays the rows out, a line each, under their heads."""
+  """Formats the rows as a table with a header."""
   width = max(len(row.name) for row in rows)
   lines = [" " * width + "      mean  deviation  difference         p"]
   for name, mean, deviation, difference, p_value, verdict in rows:
@@ -114,7 +115,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Trains or compares, as the first word of the command line says."""
+  """Trains or compares, by the first word of the command line."""
   arguments = sys.argv[1:] if arguments is None else arguments
   if arguments[:1] == ["train"]:
     return _start_training(arguments[1:])

@@ -1,4 +1,4 @@
-"""One look for all figures of the project: colours, dashes, fonts and ticks."""
+"""The style of all figures of the project: colours, dashes, fonts and ticks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _DASHES = ("-", "--", ":", "-.")
 
 @contextlib.contextmanager
 def applied(font_size: float = 10) -> Iterator[None]:
-  """Draws in the project's look; `@applied()` does so in a whole function.
+  """Applies the project's style within a block, or to a function as the decorator `@applied()`.
 
-  Matplotlib's "C0", "C1", ... are `COLOURS`, in a figure that is also saved inside.
+  Matplotlib's "C0", "C1", ... are `COLOURS`. Save the figure inside the block, too.
 
   Args:
-    font_size: points.
+    font_size: the size of the text, in points.
   """
   import matplotlib
   from matplotlib import rcsetup
@@ -46,7 +46,7 @@ def applied(font_size: float = 10) -> Iterator[None]:
 
 
 def line(i: int) -> dict[str, Any]:
-  """Of line i: as many as there are colours, then the same with another dash."""
+  """The colour and dash of line i: each colour in turn, then again with the next dash."""
   return {
     "color": COLOURS[i % len(COLOURS)],
     "linestyle": _DASHES[i // len(COLOURS) % len(_DASHES)],
@@ -54,9 +54,9 @@ def line(i: int) -> dict[str, Any]:
 
 
 def finish(figure: "Figure") -> None:
-  """Writes the ticks of all axes as plain numbers: 0.6 and 20,000, no powers of ten.
+  """Formats the ticks of all axes as plain numbers: 0.6 and 20,000, no powers of ten.
 
-  Call it last, in `applied`. Ticks that were given as a list stay as they are.
+  Call it last, within `applied`. Ticks given as a list stay as they are.
   """
   for axes in figure.axes:
     for axis in (axes.xaxis, axes.yaxis):

@@ -1,1 +1,1 @@
-"""The commands of `dpjax`, a module each."""
+"""The commands of `dpjax`, one module each."""

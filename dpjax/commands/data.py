@@ -1,4 +1,4 @@
-"""The corpora that have a name, from the command line.
+"""Lists, prepares and cleans corpora.
 
   dpjax data list
   dpjax data prepare wikitext2
@@ -6,8 +6,8 @@
   dpjax data prepare tfds:NAME
   dpjax data clean --language=fi raw.txt clean.txt
 
-`prepare` downloads a corpus and makes it ready; training does that by itself, too. `clean`
-makes a text as text8 is; "-" stands for the standard input and output.
+`prepare` downloads a corpus and prepares it, as training does by itself. `clean` writes a text
+in the alphabet of text8; "-" is standard input or output.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PART = 2**20  # characters
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Does what the first word of the command line says."""
+  """Runs the action that the first word of the command line names."""
   parser = argparse.ArgumentParser(
     prog="dpjax data",
     description=__doc__,
@@ -102,7 +102,7 @@ def _clean(given) -> None:
 
 
 def _read(name: str) -> Iterator[str]:
-  """The parts of a text, of the standard input for "-"."""
+  """The parts of a text file, or of standard input for "-"."""
   try:
     with contextlib.ExitStack() as stack:
       # Not the text that Python makes of it, which may pass over errors.

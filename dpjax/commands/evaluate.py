@@ -1,11 +1,11 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
---choices=FILE.jsonl scores multiple-choice questions instead, each line with a context, choices
-and the place of the right one, from 0: {"context": "A cat", "choices": ["sat", "mat"], "answer":
-0}. The names may be those of HellaSwag (ctx, endings, label) or of lm-evaluation-harness (query,
-choices, gold), too; `dpjax.data.questions` lists them.
+--choices=FILE.jsonl scores multiple-choice questions instead. Each line has a context, choices
+and the index of the right one: {"context": "A cat", "choices": ["sat", "mat"], "answer": 0}. The
+names of HellaSwag (ctx, endings, label) and lm-evaluation-harness (query, choices, gold) work,
+too; `dpjax.data.questions` lists them.
 
-A file of the authors' PyTorch code, on the data and with the tokenizer of a configuration:
+To score a checkpoint of the authors' PyTorch code on a configuration's data and tokenizer:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
@@ -37,7 +37,7 @@ _TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' c
 
 
 def main(_) -> None:
-  """Prints a table, and writes JSON into the run's folder."""
+  """Prints a table of scores and writes them as JSON into the run's folder."""
   import jax
 
   from dpjax import run as run_lib

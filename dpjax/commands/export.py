@@ -1,6 +1,6 @@
-"""A trained run as a small folder that others load: dpjax export RUN OUT.
+"""Exports a trained run as a small folder for others to load: dpjax export RUN OUT.
 
-`dpjax.run.export` says what the folder has.
+`dpjax.run.export` describes the folder.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from dpjax.errors import exit_on_user_error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Exports the run that the command line names."""
+  """Exports the run given on the command line."""
   about = "A trained run as a small folder that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
   parser.add_argument("run", metavar="RUN", help="the folder of a run")

@@ -1,4 +1,4 @@
-"""Flags and error handling that the scripts share."""
+"""Flags and error handling shared by the scripts."""
 
 import contextlib
 import importlib
@@ -46,10 +46,10 @@ _CACHE_BYTES = 2**31
 
 
 def define_config(required: bool = False) -> flags.FlagHolder:
-  """The flag --config=NAME[:VARIANT], or FILE; --config.KEY=VALUE changes a setting.
+  """Defines --config=NAME[:VARIANT] or --config=FILE; --config.KEY=VALUE changes a setting.
 
-  A section that is a component is chosen by its name, and then has that component's
-  settings: --config.model.mixer=we --config.model.mixer.adjustment=False.
+  A component is chosen by name, and its section then has that component's settings:
+  --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
   holder = flags.DEFINE_string(
     "config", None, "an experiment's name or file, with :VARIANT if it has variants"
@@ -84,7 +84,7 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _with_config(argv: list[str]) -> list[str]:
-  """Makes the configuration of --config a flag; gives the arguments without that."""
+  """Turns the configuration of --config into a flag; returns the arguments without it."""
   if "config" not in flags.FLAGS:
     return argv
   others, files = _take(argv, "config")
@@ -108,7 +108,7 @@ def _with_config(argv: list[str]) -> list[str]:
 
 
 def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
-  """Puts the components that arguments name into the configuration; gives the others."""
+  """Puts the components named by arguments into the configuration; returns the other arguments."""
   others, values = _take(argv, "config.model.middle")
   if values:
     raise UserError(
@@ -130,7 +130,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
 
 
 def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
-  """The arguments without --NAME=VALUE and --NAME VALUE, and these values."""
+  """The arguments without --NAME=VALUE and --NAME VALUE, and the values."""
   others, values, rest = [], [], iter(argv)
   for argument in rest:
     flag, is_joined, value = argument.partition("=")
@@ -172,7 +172,7 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def exit_out_of_memory() -> Iterator[None]:
-  """Ends the program with one message and status 1 where the memory is not enough."""
+  """Turns running out of memory into one message and exit status 1."""
   try:
     yield
   except (MemoryError, RuntimeError) as error:
@@ -191,7 +191,7 @@ def check_platform() -> None:
   """Starts JAX's backend.
 
   Raises:
-    ValueError: there is none of the platform that is asked for.
+    ValueError: the requested platform is not available.
   """
   import jax
 
@@ -260,7 +260,7 @@ def _join_processes() -> None:
 
 
 def _check_port(port: int) -> None:
-  """Raises an OSError where nobody can listen; JAX then sometimes crashes (signal 11)."""
+  """Raises an `OSError` if the port cannot be opened, where JAX may crash (signal 11)."""
   six = socket.has_dualstack_ipv6()
   socket.create_server(
     ("", port), family=socket.AF_INET6 if six else socket.AF_INET, dualstack_ipv6=six
@@ -269,7 +269,7 @@ def _check_port(port: int) -> None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, message: str) -> Iterator[None]:
-  """Ends the process with a message and status 1 where the work takes longer."""
+  """Exits with a message and status 1 if the work takes longer."""
 
   def end() -> None:
     print(message, file=sys.stderr, flush=True)
@@ -285,7 +285,7 @@ def _time_limit(seconds: float, message: str) -> Iterator[None]:
 
 
 def _set_compilation_cache() -> None:
-  """Has JAX keep what it compiles in a folder, where a later start finds it."""
+  """Has JAX keep compiled programs in a folder for later starts."""
   import jax
 
   if _CACHE.value == "":

@@ -1,7 +1,7 @@
 """Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
 
-The text is shown as it comes; of several samples the first one, and the others after it.
-What is not given is as in the run's configuration (`config.sample`).
+Prints the text as it is generated: the first sample at once, further samples after it.
+Options that are not given come from the run's configuration (`config.sample`).
 """
 
 import io
@@ -46,7 +46,7 @@ _MOST_BYTES, _MOST_SAMPLES = 2**24, 4096
 
 
 def main(_) -> None:
-  """Prints the prompt and what follows, for each sample, then how fast that was."""
+  """Prints the prompt and its continuation for each sample, then the speed."""
   from dpjax import run as run_lib
 
   if not 1 <= _NUM_SAMPLES.value <= _MOST_SAMPLES:

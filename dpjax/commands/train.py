@@ -1,6 +1,6 @@
 """Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
-Called again, it goes on where the folder's run stopped; --workdir alone is enough then.
+Called again, it resumes the run in the folder; --workdir alone is then enough.
 """
 
 import re
@@ -30,7 +30,7 @@ _MEASURE_PRODUCTS = flags.DEFINE_bool(
 
 
 def main(_) -> None:
-  """Trains, then scores the test split and shows a sample."""
+  """Trains, then scores the test split and prints a sample."""
   import jax
 
   from dpjax import run as run_lib

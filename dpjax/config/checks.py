@@ -1,6 +1,6 @@
 """The rules between the settings of a run.
 
-The file is long because every rule stands here: one place to look for a refusal.
+The file is long because every rule is here: one place to look for the cause of an error.
 """
 
 import difflib
@@ -42,16 +42,16 @@ _LARGEST_ARRAY = 2**40  # numbers
 
 
 def check(config: ConfigDict, *, limits: bool = True) -> None:
-  """Refuses a configuration that cannot run, before anything is compiled.
+  """Checks that a configuration can run, before anything is compiled.
 
   Args:
     config: all settings.
-    limits: whether to refuse numbers and sizes beyond any machine's, too. An earlier
-      version did not, and its runs are to be read.
+    limits: whether to refuse numbers and sizes beyond any machine's, too. False reads the
+      runs of versions that had no such limits.
 
   Raises:
-    ValueError: `key: expected ..., got ...`, for the first key that is unknown, of the
-      wrong type, or at odds with another.
+    ValueError: `key: expected ..., got ...`, for the first key that is unknown, has the
+      wrong type, or contradicts another.
   """
   check_keys(config, default(), "", limits)
   check_model(config.model)
@@ -143,7 +143,7 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
 
 
 def check_model(model: Mapping) -> None:
-  """Refuses the settings of a model that cannot be built.
+  """Checks that a model can be built from its settings.
 
   Raises:
     ValueError: see `check`.
@@ -184,7 +184,7 @@ def check_model(model: Mapping) -> None:
 
 
 def _check_stage(config, key: str, stage: Mapping) -> None:
-  """The widths of one stage of pooling, or of the model without, and its boundaries."""
+  """Checks the widths and boundaries of one stage of pooling, or of a model without pooling."""
   for name in ("width", "feed_forward_width"):
     _at_least(config, f"{key}.{name}", 1 if key == "model" else 0)
     _at_most(config, f"{key}.{name}", LARGEST)
@@ -278,7 +278,7 @@ def _check_training(train: ConfigDict) -> None:
 
 
 def check_seed(seed: int) -> None:
-  """Refuses a seed that JAX cannot make a random key from.
+  """Checks that JAX can make a random key from a seed.
 
   Raises:
     ValueError: see `check`.
@@ -287,11 +287,11 @@ def check_seed(seed: int) -> None:
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
-  """Refuses settings no sampler can follow.
+  """Checks the settings of a sampler.
 
   Args:
     sample: length, temperature, top_k, top_p and beyond_window.
-    prefix: the prefix of their names, for messages.
+    prefix: what messages put before these names.
 
   Raises:
     ValueError: see `check`.
@@ -324,16 +324,16 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
     {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
 
   Args:
-    settings: has both keys; 0 is "not given".
+    settings: has both keys; 0 means "not given".
     name: the keys without their unit.
-    steps_per_epoch: optimiser steps that one pass over the train split takes.
+    steps_per_epoch: optimizer steps in one pass over the train split.
 
   Returns:
     Steps, at least 1.
 
   Raises:
-    ValueError: both units are given, or none, or one is negative or not finite, or the
-      steps are too many to be counted in 32 bits.
+    ValueError: both units are given, or neither, or one is negative or not finite, or the
+      number of steps exceeds 32 bits.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
@@ -350,7 +350,7 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
 
 def _check_arrays(config) -> None:
-  """Refuses what is too large for any machine: the weights, or the numbers of one pass."""
+  """Refuses weights or activations that are too large for any machine."""
   model, train = config.model, config.train
   layers, width, hidden = model.num_layers, model.width, model.feed_forward_width
   rows, length = train.batch_size // train.accumulate_steps, model.max_length
@@ -380,7 +380,7 @@ def _check_choices(config, section: str) -> None:
 
 
 def check_choice(key: str, value) -> None:
-  """Refuses a value that is not one of a setting's `CHOICES`.
+  """Checks that a value is one of a setting's `CHOICES`.
 
   Raises:
     ValueError: see `check`.

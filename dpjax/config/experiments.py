@@ -58,7 +58,7 @@ def load(experiment: str) -> ConfigDict:
 
 
 def _folder() -> Path:
-  """Where the packaged experiments lie: in the wheel, or in a clone beside the package."""
+  """The folder of the packaged experiments: in the wheel, or beside the package in a clone."""
   package = Path(__file__).parents[1]
   wheel = package / "configs"
   return wheel if wheel.is_dir() else package.parent / "configs"
@@ -69,7 +69,7 @@ def _importable(is_first: bool) -> Iterator[None]:
   """Lets experiments import packaged ones, as `from configs import quickstart`.
 
   Args:
-    is_first: whether they come before those of a package of the user's of that name.
+    is_first: whether they take precedence over a `configs` package of the user's.
   """
   found = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(found and found.submodule_search_locations or ())]

@@ -1,4 +1,4 @@
-"""The settings of dpjax 0.1, in which components had no sections of their own."""
+"""The settings of dpjax 0.1, where components had no sections of their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -58,7 +58,7 @@ def to_sections(settings: Mapping) -> dict[str, Any]:
     {"model": {"mixer": "he", "adjustment": False}}
       -> {"model": {"mixer": {"name": "he", "adjustment": False}}}
 
-  What is in sections already stays as it is.
+  Settings that are in sections already stay as they are.
   """
   new, flat = {}, {}
   for section, values in settings.items():

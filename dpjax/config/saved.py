@@ -1,4 +1,4 @@
-"""Configurations that JSON files hold: of a run's folder, of this version or an earlier one."""
+"""Reads configurations from JSON files, written by this version or an earlier one."""
 
 from collections.abc import Mapping
 
@@ -41,9 +41,9 @@ FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """Reads a configuration from JSON values, of this version or an earlier one.
+  """Reads a configuration from JSON values, written by this version or an earlier one.
 
-  Settings that were added since it was written take their defaults.
+  Settings added since then take their defaults.
 
   Raises:
     ValueError: see `check`.
@@ -72,9 +72,9 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
-  """Lists the settings that keep `new` from continuing a run of `old`.
+  """Lists the settings that prevent `new` from resuming a run of `old`.
 
-  Each line reads `key: old there, new here`. Settings added since `old` have their defaults.
+  Each line reads `key: old there, new here`. Settings added since `old` take their defaults.
   """
   there, here = flatten(from_dict(old)), flatten(new)
   is_endless = here.get("train.schedule.name") == "constant"

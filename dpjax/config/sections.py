@@ -1,7 +1,7 @@
 """The settings of a run: every key with its default.
 
 A file of `configs/` starts from `default()` and changes what its experiment needs.
-Durations carry their unit in the key; of two units of one duration, one is set.
+Durations have their unit in the key; set one unit of each duration.
 """
 
 import difflib
@@ -32,23 +32,23 @@ def mixer(name: str, **settings) -> ConfigDict:
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
 
   Raises:
-    UserError: the name or a setting is unknown, or a value is of a wrong type.
+    UserError: the name or a setting is unknown, or a value has the wrong type.
   """
   return registry.mixers.section(name, **settings)
 
 
 def boundaries(name: str, **settings) -> ConfigDict:
-  """The section of a kind of boundaries, as `mixer`; "none" is a model without pooling."""
+  """The section of a kind of boundaries, like `mixer`; "none" gives a model without pooling."""
   return registry.boundaries.section(name, **settings)
 
 
 def optimizer(name: str, **settings) -> ConfigDict:
-  """The section of an optimizer, as `mixer`."""
+  """The section of an optimizer, like `mixer`."""
   return registry.optimizers.section(name, **settings)
 
 
 def schedule(name: str, **settings) -> ConfigDict:
-  """The section of a learning rate schedule, as `mixer`."""
+  """The section of a learning rate schedule, like `mixer`."""
   return registry.schedules.section(name, **settings)
 
 
@@ -60,15 +60,15 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
       dpjax.config.boundaries("routing", factor=2.0), width=512
     )
 
-  `model.mixer` and `model.num_layers` are those of the innermost blocks.
+  `model.mixer` and `model.num_layers` describe the innermost blocks.
 
   Args:
-    kind: a section of `boundaries`, or a name; "none": it does not pool.
-    width: D; 0: that of the tokens, and so the other settings.
-    **settings: `feed_forward_width`, of all its blocks, and another `middle`.
+    kind: a section of `boundaries`, or a name; "none" does not pool.
+    width: D; 0 keeps the width of the tokens, as 0 does in the other settings.
+    **settings: `feed_forward_width`, for all its blocks, and another `middle`.
 
   Raises:
-    UserError: a setting is unknown, or of a wrong type.
+    UserError: a setting is unknown or has the wrong type.
   """
   section = ConfigDict({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
@@ -118,7 +118,7 @@ def default_model() -> ConfigDict:
 
 
 def default() -> ConfigDict:
-  """Every setting of a run, with the values of the Dispatcher paper where it has any."""
+  """Every setting of a run, by default as in the Dispatcher paper."""
   config = ConfigDict()
   config.seed = 0
   config.model = default_model()
@@ -189,11 +189,11 @@ def default() -> ConfigDict:
 
 
 def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
-  """Makes an experiment's `tiny` variant, a minute's work on a CPU; "" leaves it whole.
+  """Applies the variant `tiny`, which trains in a minute on a CPU; "" changes nothing.
 
   Args:
     config: changed in place.
-    variant: what stood after the colon in --config=FILE:VARIANT.
+    variant: the part after the colon in --config=FILE:VARIANT.
 
   Returns:
     `config`.
@@ -229,7 +229,7 @@ def is_pooled(model: Mapping) -> bool:
 def stages_in(model: Mapping) -> dict[str, Mapping]:
   """The settings of a model and of each "middle" within it, by section name.
 
-  A middle inherits the settings that it does not set.
+  A middle inherits settings that it does not set.
   """
   stages, key = {"model": model}, "model"
   while stages[key]["middle"] is not None:
@@ -240,7 +240,7 @@ def stages_in(model: Mapping) -> dict[str, Mapping]:
 
 
 def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
-  """The mixers of a model, by the name of their section: one, or also first and last."""
+  """The mixers of a model by section: its own and, with pooling, those of first and last."""
   sections = {"model.mixer": model["mixer"]}
   for key, stage in stages_in(model).items():
     if is_pooled(stage):
@@ -272,12 +272,12 @@ def get(config, key: str) -> Any:
 
 
 def place(key: str) -> str:
-  """The name of a middle's setting in the model: `model.middle.first` -> `model.first`."""
+  """The name in the model of a middle's setting: `model.middle.first` -> `model.first`."""
   return key.replace("middle.", "")
 
 
 def component_keys(config: ConfigDict) -> list[str]:
-  """The names of all sections that are or may be a component, those of middles included."""
+  """The names of all sections that may hold a component, those of middles included."""
   keys = list(COMPONENTS)
   is_known = "middle" in config.get("model", {})  # A file may give any settings.
   for stage in stages_in(config.model) if is_known else ():
@@ -290,13 +290,13 @@ def component_keys(config: ConfigDict) -> list[str]:
 
 
 def check_keys(config, known, prefix: str, limits: bool = True) -> None:
-  """Refuses unknown and missing settings, and values of another type than the default's.
+  """Checks that a section has exactly the known settings, with the types of their defaults.
 
   Args:
     config: a section.
-    known: it, with defaults.
+    known: the same section with defaults.
     prefix: the prefix of its keys.
-    limits: as `dpjax.config.check` takes it.
+    limits: see `dpjax.config.check`.
 
   Raises:
     UserError: see `dpjax.config.check`.
@@ -318,7 +318,7 @@ def check_keys(config, known, prefix: str, limits: bool = True) -> None:
 
 
 def check_type(key: str, value, usual, limits: bool) -> None:
-  """Refuses a value of another type than the default `usual`'s."""
+  """Checks that a value has the type of the default, `usual`."""
   if value is None and place(key) in OPTIONAL:
     return
   if type(usual) is float and value == math.inf and not limits:

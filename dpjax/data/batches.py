@@ -1,30 +1,29 @@
-"""Batches as pure functions of their number: nothing to save but the step.
+"""Batches as pure functions of the step, which is all that a run must save.
 
 Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
-[b, T], where a target with weight 0 does not count. Of the B rows of a batch, a host
-asks for its own b by a slice. T is the window.
+[b, T]; a target with weight 0 does not count. A slice selects a host's own b of the batch's
+B rows. T is the window.
 
-Where there is no token, one with the id `pad_id` stands, 0 unless it is given: no number
-that counts depends on it.
+Places without a token hold `pad_id`, 0 by default; no score depends on it.
 
-Where the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also
-has "boundaries", int32 [b, T]: at each place that of the input token there, so that
+If the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also has
+"boundaries", int32 [b, T], the boundary of the input token at each place:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-It is 0 where a window is filled up.
+It is 0 in the padding.
 
-Where they are given the places at which documents begin (`DocumentStarts`), every batch also
-has "starts", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
-places, at the first of which `starts` is 1 and the input a start token:
+If they are given the places where documents begin (`DocumentStarts`), every batch also has
+"starts", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
+places. At the first one, `starts` is 1 and the input is a start token:
 
   inputs   start d_0 .. d_{n-2}       targets   d_0 .. d_{n-1}
 
-so its first token is predicted from the start token, as it is where it stands alone, and
-its last one is the input of nothing. As many targets count as without documents, and they
-are the same. A row that begins within a document begins one of its own there: `starts` is 1
-at the first place of every row. With start token 9:
+So the start token predicts the first token, as if the document stood alone, and the last token
+is no input. The targets are the same as without documents. The part of a document at the
+beginning of a row counts as a document: `starts` is 1 at the first place of every row. With
+start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  starts [1 1 0 0]
@@ -42,9 +41,9 @@ class DocumentStarts:
   """Where the documents of a stream begin, and the token that predicts each first token.
 
   Attributes:
-    begins: the places of their first tokens, int64 [number of documents], rising from 0.
-    start_id: the token that stands before them.
-    start_boundary: the boundary of that token, where there are boundaries.
+    begins: the places of their first tokens, int64 [number of documents], increasing from 0.
+    start_id: the token before each document.
+    start_boundary: the boundary of that token, if the stream has boundaries.
   """
 
   begins: np.ndarray
@@ -52,10 +51,10 @@ class DocumentStarts:
   start_boundary: int = 0
 
   def check(self, tokens: np.ndarray) -> None:
-    """Refuses places where no document of this stream can begin.
+    """Checks the places against a stream of N tokens.
 
     Raises:
-      ValueError: they do not rise from 0 to at most N - 1.
+      ValueError: they do not increase from 0 to at most N - 1.
     """
     begins = self.begins
     is_rising = begins.ndim == 1 and len(begins) > 0 and bool((begins[1:] > begins[:-1]).all())
@@ -72,7 +71,7 @@ class DocumentStarts:
 
 
 class _Rows:
-  """The stream, cut into B contiguous rows, of which batches take windows."""
+  """The stream, cut into B contiguous rows; batches are windows of these."""
 
   def __init__(
     self,
@@ -103,23 +102,23 @@ class _Rows:
     self._documents = documents
 
   def _starts(self, row_b1: np.ndarray, place_bt: np.ndarray) -> np.ndarray | None:
-    """Whether a document begins at the places of these rows; None: nobody asks."""
+    """Whether a document begins at the places of these rows; None without documents."""
     if self._documents is None:
       return None
     return self._documents.are_begun_at(row_b1 * self._rows.shape[1] + place_bt)
 
 
 class ContiguousRows(_Rows):
-  """Training batches in order, never shuffled, as the Dispatcher's authors use them.
+  """Training batches in order, never shuffled, as in the Dispatcher authors' code.
 
   The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
-  has tokens i*T .. i*T + T - 1 of every row, and as targets those one further on:
+  has tokens i*T .. i*T + T - 1 of every row, and the next token of each as its target:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 3
     step 0: tokens [[0 1 2] [5 6 7]]  targets [[1 2 3] [6 7 8]]  weights all 1
     step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
 
-  The epoch's last window is shorter, and filled up with weight 0. Step s is of epoch
+  The epoch's last window is shorter and padded with weight 0. Step s belongs to epoch
   s // steps_per_epoch, and every epoch is the same.
 
   Attributes:
@@ -150,22 +149,22 @@ class ShuffledWindows(_Rows):
 
   The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
   row is rolled by a shift of its own, drawn from 0 .. n - 1, and cut into windows of T
-  tokens; the windows come in a random order, the same for all rows. Targets are one
-  further on in the rolled row:
+  tokens; the windows come in a random order, the same for all rows. Each target is the next
+  token in the rolled row:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 2; an epoch with the shifts 2 and 0:
       rolled rows 3 4 0 1 2 and 5 6 7 8 9; its windows in the order 1 0:
     step 0: tokens [[0 1] [7 8]]  targets [[1 2] [8 9]]  weights all 1
     step 1: tokens [[3 4] [5 6]]  targets [[4 0] [6 7]]  weights all 1
 
-  Where a row's end meets its beginning (4 and 0 above) the window goes on over the
-  seam, and the target beyond it counts as any other; with documents, one begins there. A
-  rolled row's last token is a target alone and its first no target; as the shifts vary,
-  so do they. Where T does not divide n - 1, the window at the rolled row's end is shorter,
-  and filled up with weight 0.
+  A window continues over the seam where a row's end meets its beginning (4 and 0 above), and
+  the target beyond the seam counts like any other; with documents, one begins there. The last
+  token of a rolled row is only a target and the first is never one; both vary with the shift.
+  If T does not divide n - 1, the window at the rolled row's end is shorter and padded with
+  weight 0.
 
-  Shifts and order depend on the seed and the epoch alone, step s being of epoch
-  s // steps_per_epoch. They are computed, not stored.
+  Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for step s. They
+  are computed, not stored.
 
   Attributes:
     batch_size: B.
@@ -229,7 +228,7 @@ def _fill_up(
   documents: DocumentStarts | None,
   starts: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-  """A batch of what was found, [b, t + 1], t <= T: the last column is a target alone."""
+  """A batch of found tokens, [b, t + 1], t <= T; the last column is only a target."""
   real = found.shape[1] - 1
   padding = ((0, 0), (0, window - real))
   found = found.astype(np.int32)
@@ -252,7 +251,7 @@ def _fill_up(
 
 
 def _rows(stream: np.ndarray, batch_size: int) -> np.ndarray:
-  """The stream in contiguous rows, [B, n]; what does not fill them is left out."""
+  """The stream in contiguous rows, [B, n]; the remainder is dropped."""
   length = len(stream) // batch_size
   return stream[: batch_size * length].reshape(batch_size, length)
 
@@ -269,7 +268,7 @@ def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
 
 
 def check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
-  """Refuses boundaries that are not one for each token."""
+  """Checks that there is one boundary for each token."""
   if boundaries is not None and len(boundaries) != len(tokens):
     raise UserError(
       f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
@@ -279,24 +278,24 @@ def check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
 class RandomWindows:
   """Training batches of windows at any offset, as in the Extractors' paper.
 
-  The N - T windows of T + 1 tokens that a stream of N tokens has, one at each offset,
-  are drawn without replacement: an epoch has every window once, in an order that
-  depends on the seed and the epoch alone. Batch s takes draws s*B .. s*B + B - 1.
+  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. They are drawn
+  without replacement: an epoch has every window once, in an order that depends only on the
+  seed and the epoch. Batch s takes draws s*B .. s*B + B - 1.
 
     tokens 0 1 2 3 4 5 6, T = 3, B = 2; the epoch's offsets in the order 2 0 3 1
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  An epoch whose windows do not fill its last batch ends within that batch, and the next
-  one begins there. The order is computed, not stored: it takes no memory.
+  If an epoch's windows do not fill its last batch, the next epoch begins within that batch.
+  The order is computed, not stored, and takes no memory.
 
   Attributes:
     batch_size: B.
     window: T.
     steps_per_epoch: ceil((N - T) / B).
 
-  Source: Chen 2023, arXiv:2308.07661, Sec. 6; that 60,000 batches of 64 windows are
-  0.457 epochs of 8.4M tokens there makes every offset a window.
+  Source: Chen 2023, arXiv:2308.07661, Sec. 6; every offset is a window because 60,000 batches
+  of 64 windows are 0.457 epochs of 8.4M tokens there.
   """
 
   def __init__(
@@ -353,10 +352,10 @@ class RandomWindows:
 
 
 def permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
-  """Where a random permutation of 0 .. size - 1 takes the places, without its table.
+  """Maps places by a random permutation of 0 .. size - 1, without a table.
 
-  A Feistel network permutes the numbers below a power of four; what falls on `size` or
-  above goes through it again until it does not (cycle walking; Black and Rogaway 2002).
+  A Feistel network permutes the numbers below a power of four; results of `size` or above go
+  through it again until they are below (cycle walking; Black and Rogaway 2002).
   """
   half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
   mask = np.uint64((1 << int(half)) - 1)

@@ -52,10 +52,10 @@ VOCABULARIES = {
 
 
 def register_corpus(name: str, source: Source) -> None:
-  """Gives a corpus a name, by which `data.name` finds it.
+  """Registers a corpus under a name for `data.name`.
 
   Raises:
-    UserError: the name is taken, or not fit for a folder's.
+    UserError: the name is taken, or cannot be the name of a folder.
   """
   if name in (ONE_MORE, *ENTRIES) or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
@@ -63,11 +63,11 @@ def register_corpus(name: str, source: Source) -> None:
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a name, or of tfds:NAME.
+  """The corpus of a registered name, or of tfds:NAME.
 
   Raises:
-    UserError: `data.name` is unknown, or `data.language` is missing, or not one of the
-      corpus's.
+    UserError: `data.name` is unknown, or `data.language` is missing or not a language of the
+      corpus.
   """
   if name == ONE_MORE:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
@@ -89,7 +89,7 @@ def find(name: str, language: str = "") -> Source:
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:
-  """The path of a vocabulary: one of `VOCABULARIES`, downloaded, or the name itself.
+  """The path of a vocabulary: a downloaded one of `VOCABULARIES`, or `name` as a path.
 
   Raises:
     UserError: the download failed.

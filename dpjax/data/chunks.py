@@ -1,4 +1,4 @@
-"""Texts in parts, so that any size streams."""
+"""Texts in parts, so that a text of any size can be streamed."""
 
 import dataclasses
 import mmap
@@ -13,7 +13,7 @@ LEARN_BYTES = 2**30  # of text, that a vocabulary is learned on at most
 
 
 class Text(Protocol):
-  """A text in parts of about 1 MiB; each iteration yields it anew."""
+  """A text in parts of about 1 MiB; can be iterated again and again."""
 
   def __len__(self) -> int:
     """Its size in bytes, at least roughly."""
@@ -26,18 +26,18 @@ class Text(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-  """A stretch of UTF-8 text; each iteration yields it anew, in parts of type str.
+  """A range of UTF-8 text, yielded in parts of type str.
 
-  A part has up to 1 MiB and ends with a line, where there is such a place so that
-  subwords are those of the whole text (`dpjax.text.tokenizer.is_clean_cut`). Where lines
-  are longer it ends before a space, and without spaces anywhere between characters.
-  Joined, the parts are the text as it stands, line ends included.
+  A part has up to 1 MiB and ends with a line, at a place that does not change the subwords of
+  the whole text (`dpjax.text.tokenizer.is_clean_cut`). Within longer lines it ends before a
+  space, and without spaces between any two characters. Joined, the parts are the exact text,
+  line ends included.
 
   Attributes:
     content: bytes, or a mapped file.
-    begin: where in `content` the stretch begins, bytes.
-    end: where it ends.
-    source: what to call `content` in messages.
+    begin: the first byte of the range in `content`.
+    end: the byte after its last one.
+    source: the name of `content` in messages.
   """
 
   content: bytes | mmap.mmap
@@ -46,7 +46,7 @@ class Chunks:
   source: str
 
   def __len__(self) -> int:
-    """The stretch's size in bytes."""
+    """The range's size in bytes."""
     return self.end - self.begin
 
   def __iter__(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class Sample:
   """Parts of a text, spread evenly, up to `LEARN_BYTES` of them."""
 
   def __init__(self, text: Text):
-    """Takes the text; an error of reading it is kept in `error`."""
+    """Takes the text; stores an error in reading it in `error`."""
     self._text = text
     self.error: ValueError | None = None
 

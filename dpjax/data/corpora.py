@@ -1,7 +1,7 @@
-"""Texts by name or by path, in three splits, read in parts so that any size streams.
+"""Texts by name or by path, in three splits, streamed in parts.
 
-A text that has to be made first, as it has a name or is to be cleaned or cut, is kept in
-data_dir/texts/NAME as train.txt, valid.txt and test.txt.
+Named, cleaned and shortened texts are made once, in data_dir/texts/NAME, as train.txt,
+valid.txt and test.txt.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Corpus:
   Attributes:
     name: the name of the corpus.
     splits: "train", "valid" and "test".
-    about: its origin and preparation, as JSON values.
+    about: the text's origin and preparation, as JSON values.
   """
 
   name: str
@@ -57,39 +57,37 @@ def load_corpus(
   text_field: str = "text",
   separator: str = "",
 ) -> Corpus:
-  """Opens a text; it is not read before it is asked for, unless it has to be made first.
+  """Opens a text, which is read only when needed, unless it must be made first.
 
   Args:
-    name: "python_manual", the language manual that comes with Python (its text differs
-      a little between Python's versions), or of `dpjax.data.catalog`, where no path is
-      given.
+    name: without a path: "python_manual", the language manual that comes with Python (its
+      text differs a little between Python's versions), or a name of `dpjax.data.catalog`.
     path: a UTF-8 text file, which is cut into the splits in this order, at line ends
-      where there are lines; or a folder with train.txt, valid.txt (or validation.txt)
-      and test.txt. A file that ends with .jsonl has a document a line, and so have
-      train.jsonl and so on. A folder without splits holds a document in each .txt file,
-      also within folders; they are cut into the splits in the order of their paths. So
-      do folders train, valid and test. All may be packed (.gz, .xz, .bz2).
-    split_fractions: the shares of a single text, in bytes; train takes what rounding leaves.
-    language: "en", "fi", ..., of a corpus that has several, and of `clean`.
-    clean: as `dpjax.text.cleaning.clean` does.
-    max_characters: how many clean characters to take from the beginning of train, valid and
-      test; 0 takes all. A corpus that is train alone is cut into the three in this order,
-      where all three are given.
-    data_dir: where texts are kept that have a name, or are cleaned.
-    manual_dir: where files lie that were downloaded by hand; "" is data_dir/manual.
-    documents: "isolated": each split is `dpjax.data.documents.Documents`, so that its
-      tokens know where documents begin; "joined": it need not be. The text, and where it
-      is cut into splits, is the same.
-    text_field: of .jsonl: the name of the text.
-    separator: of .txt: the line between two documents.
+      if it has lines; or a folder with train.txt, valid.txt (or validation.txt)
+      and test.txt. A .jsonl file has one document on each line, as have train.jsonl and so
+      on. In a folder without these, each .txt file is a document, also in subfolders; the
+      documents are cut into the splits in the order of their paths, or taken from
+      subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2).
+    split_fractions: the shares of a single text, in bytes; train takes the rounding's rest.
+    language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
+    clean: whether to apply `dpjax.text.cleaning.clean`.
+    max_characters: the number of clean characters to take from the beginning of train, valid
+      and test; 0 takes all. If all three are given, a corpus with a train split alone is cut
+      into the three in this order.
+    data_dir: the folder for named and cleaned texts.
+    manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
+    documents: "isolated" makes each split `dpjax.data.documents.Documents`, which knows
+      where documents begin; "joined" need not. The text and its splits are the same.
+    text_field: the field of the text in .jsonl.
+    separator: the line between two documents in .txt.
 
   Returns:
     The corpus.
 
   Raises:
-    UserError: `data.<setting>: expected ..., got ...`: nothing there, an empty file or
-      split, a folder that lacks a split, no permission, an unknown name or language, a
-      file that has to be given by hand, or a download that failed.
+    UserError: `data.<setting>: expected ..., got ...`: a missing path, an empty file or
+      split, a folder without a split, no permission, an unknown name or language, a
+      file that must be downloaded by hand, or a failed download.
   """
   marks = ""
   if path:
@@ -136,7 +134,7 @@ def load_corpus(
 
 
 def _with_documents(corpus: Corpus, marks: str) -> Corpus:
-  """The corpus with documents that are known in every split."""
+  """The corpus with known documents in every split."""
   splits: dict[str, Any] = dict(corpus.splits)
   if all(isinstance(text, Documents) for text in splits.values()):
     return corpus
@@ -163,17 +161,17 @@ def open_named(
   *,
   is_head: bool = False,
 ) -> Corpus:
-  """Opens a corpus that has a name, with the splits that it has, made first if need be.
+  """Opens a named corpus with the splits that it has, and makes it first if necessary.
 
-  Where the manual folder has a folder of its name (of a corpus with languages, wiki40b/fi)
-  with train.txt, valid.txt and test.txt, plain or packed, those are the splits.
+  If the manual folder has a folder of that name (with languages, wiki40b/fi) with train.txt,
+  valid.txt and test.txt, plain or compressed, those are the splits.
 
   Args:
-    name: as `dpjax.data.catalog.find` takes it.
-    language: where it has several.
+    name: see `dpjax.data.catalog.find`.
+    language: for a corpus in several languages.
     data_dir: the folder of texts and downloads.
-    manual_dir: as `load_corpus` takes it.
-    is_head: whether the first part is enough, where there is one.
+    manual_dir: see `load_corpus`.
+    is_head: whether the first part is enough, if the corpus has one.
 
   Raises:
     UserError: see `load_corpus`.
@@ -200,7 +198,7 @@ def open_named(
 
 
 def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
-  """Whether the text of a corpus is there."""
+  """Whether the text of a corpus has been made."""
   folder = _named_folder(name, data_dir, language, is_head)
   return making.read_record(folder, {"version": catalog.find(name, language).version}) is not None
 
@@ -215,10 +213,10 @@ def _stem(name: str) -> str:
 
 
 def _given_by_hand(folder: Path) -> Iterator[tuple[str, str]] | None:
-  """The pieces of the splits in a folder, None if there are none.
+  """The pieces of the splits in a folder, None if it has none.
 
   Raises:
-    UserError: not all three are there.
+    UserError: one of the three is missing.
   """
   paths = {}
   for split in SPLITS:
@@ -266,7 +264,7 @@ def _write(folder: Path, pieces: Iterable[tuple[str, str]], name: str) -> dict[s
 
 
 def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
-  """The splits that a corpus has, and those that it lacks from the end of its train split."""
+  """The splits of a corpus; missing ones are cut from the end of its train split."""
   missing = [split for split in SPLITS if split not in corpus.splits]
   if not missing:
     return corpus
@@ -300,7 +298,7 @@ def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], folde
 def _clean_and_cut(
   corpus: Corpus, language: str, max_characters: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-  """Pairs of split and part; splits that lack begin where the one before ends."""
+  """Pairs of split and part; a missing split begins where the one before it ends."""
   from dpjax.text.cleaning import clean_chunks  # its table takes a moment to load
 
   rest: Iterator[str] = iter(())

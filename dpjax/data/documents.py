@@ -1,10 +1,10 @@
-"""Texts made of documents: where each of them begins is known.
+"""Texts that know where each of their documents begins.
 
-  a line between documents, or a title      Marked      of a text as it stands
-  a JSON object a line                      JsonLines
-  a file each                               FileDocuments
+  documents with a line between them, or with titles    Marked
+  a JSON object on each line                            JsonLines
+  a file for each document                              FileDocuments
 
-Documents of the last two are joined with a line end behind each that has none.
+`JsonLines` and `FileDocuments` add a line end to documents without one.
 """
 
 import abc
@@ -27,7 +27,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Documents(abc.ABC):
-  """A text in parts, as `dpjax.data.chunks.Text`, that knows its documents."""
+  """A text in parts, like `dpjax.data.chunks.Text`, that knows its documents."""
 
   @abc.abstractmethod
   def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Documents(abc.ABC):
 
   @abc.abstractmethod
   def documents(self) -> Iterator[Iterable[str]]:
-    """Yields the documents, none of them empty, each in parts as `Chunks` makes them.
+    """Yields the documents, none of them empty, each in parts like those of `Chunks`.
 
     Raises:
       UserError: a document cannot be read.
@@ -49,16 +49,16 @@ class Documents(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Marked(Documents):
-  r"""Documents that marks in the text set apart.
+  r"""Documents separated by marks in the text.
 
     "one\n--\ntwo\n", begins "^--\n"  ->  "one\n--\n" and "two\n"
 
   All characters stay, marks included: joined, the documents are the text.
 
   Attributes:
-    text: the whole.
+    text: the whole text.
     begins: a regular expression for bytes, in which ^ is the beginning of a line. A
-      document begins where a match ends, and where the text begins.
+      document begins at the end of each match, and at the beginning of the text.
   """
 
   text: Chunks
@@ -69,7 +69,7 @@ class Marked(Documents):
     return len(self.text)
 
   def __iter__(self) -> Iterator[str]:
-    """Yields the parts of the text, whatever its documents: a vocabulary is learned of these."""
+    """Yields the parts of the text regardless of documents; vocabularies are learned from these."""
     return iter(self.text)
 
   def documents(self) -> Iterator[Iterable[str]]:
@@ -92,11 +92,11 @@ class Marked(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class JsonLines(Documents):
-  """Documents that are strings in JSON objects, one a line; blank lines are left out.
+  """Documents that are strings in JSON objects, one on each line; blank lines are skipped.
 
   Attributes:
-    lines: the whole.
-    field: the string's name.
+    lines: the whole text.
+    field: the name of the string.
   """
 
   lines: Chunks
@@ -107,7 +107,7 @@ class JsonLines(Documents):
     return len(self.lines)
 
   def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`; a byte-order mark is left out."""
+    """See `Documents`; drops a byte-order mark."""
     content, begin, source = self.lines.content, self.lines.begin, self.lines.source
     while begin < self.lines.end:
       end = content.find(b"\n", begin, self.lines.end) + 1 or self.lines.end
@@ -132,11 +132,11 @@ class JsonLines(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class FileDocuments(Documents):
-  """Documents that are files, plain or packed, in this order; each is read whole.
+  """Documents that are files, plain or compressed, in the given order; each is read whole.
 
   Attributes:
     paths: the paths of the files.
-    size: bytes of all files on disk.
+    size: the size of all files on disk, in bytes.
   """
 
   paths: Sequence[Path]
@@ -147,18 +147,18 @@ class FileDocuments(Documents):
     return self.size
 
   def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`; byte-order marks are left out."""
+    """See `Documents`; drops byte-order marks."""
     for path in self.paths:
       yield from _document("".join(reading.text_file(path)).removeprefix("\ufeff"), str(path))
 
 
 def line_pattern(separator: str) -> str:
-  """`Marked.begins` of documents with a separator line."""
+  """`Marked.begins` for documents with a separator line."""
   return rf"^{re.escape(separator)}\r?\n"
 
 
 def _document(text: str, source: str) -> Iterator[Iterable[str]]:
-  """The document as parts, or nothing of an empty one."""
+  """The parts of a document; none if it is empty."""
   if not text:
     return
   text = text if text.endswith("\n") else text + "\n"

@@ -1,4 +1,4 @@
-"""Files from the internet: resumed, retried, checked, or given by hand."""
+"""Downloads files: resumed, retried and checked, or supplied by hand."""
 
 import dataclasses
 import re
@@ -26,14 +26,14 @@ class File:
   """A file that can be downloaded.
 
   Attributes:
-    url: http or https; or hf://datasets/OWNER/NAME/PATH or hf://OWNER/NAME/PATH, which is
-      of a repository at huggingface.co.
-    name: in the folder; "": the last part of the URL.
-    checksum: "sha256:..." or "md5:...", of a source that can be cited; "": what the
-      first download gave is recorded, and each later one must give the same.
-    size: bytes, or 0 where they are not known.
-    head_bytes: 0, or to fetch so many bytes from the beginning alone; there is no
-      `checksum` then.
+    url: http or https; or hf://datasets/OWNER/NAME/PATH or hf://OWNER/NAME/PATH for a
+      repository at huggingface.co.
+    name: the file's name in the folder; "" takes the last part of the URL.
+    checksum: "sha256:..." or "md5:..." from a source that can be cited; "" records the
+      checksum of the first download, which later ones must match.
+    size: in bytes, or 0 if unknown.
+    head_bytes: the number of bytes to fetch from the beginning, or 0 for all; without a
+      `checksum`.
   """
 
   url: str
@@ -56,10 +56,10 @@ class File:
 
 
 class Files:
-  """Where the files of corpora and vocabularies come from.
+  """The source of the files of corpora and vocabularies.
 
   Attributes:
-    manual_dir: where files lie that were got by hand.
+    manual_dir: the folder of files downloaded by hand.
   """
 
   def __init__(self, data_dir: str | Path, manual_dir: str | Path = ""):
@@ -68,22 +68,21 @@ class Files:
     self.folder = Path(data_dir, "downloads")
 
   def get(self, file: File, *, by_hand: bool = True) -> Path:
-    """Finds a file in the manual folder, or in that of downloads, or downloads it.
+    """Finds a file in the manual folder or among the downloads, or downloads it.
 
-    A transfer that breaks is taken up where it broke, in this call or the next, if the
-    server still has the same file (by ETag or Last-Modified; where it tells neither, only a
-    file with a checksum is taken up).
+    A broken transfer resumes, in this call or the next, if the server still has the same file
+    (by ETag or Last-Modified; without both, only a file with a checksum resumes).
 
     Args:
-      file: which one.
-      by_hand: whether one in the manual folder will do.
+      file: the file.
+      by_hand: whether a file in the manual folder will do.
 
     Returns:
-      Where it lies. One with `head_bytes` may have fewer bytes, and by hand more.
+      The path. With `head_bytes`, the file may be shorter, or longer if supplied by hand.
 
     Raises:
-      UserError: it cannot be had, or is not what is expected. The message says what to do
-        by hand.
+      UserError: the file cannot be downloaded, or is not the expected one. The message says
+        how to supply it by hand.
     """
     given = self.manual_dir / file.name
     if by_hand and given.is_file():
@@ -131,7 +130,7 @@ def _has_checksum(file: File, path: Path) -> bool:
 
 
 def _fetch_from_hub(file: File, partial: Path, by_hand: str) -> None:
-  """Downloads a file of huggingface.co by its own library, which resumes and retries."""
+  """Downloads a file from huggingface.co with its library, which resumes and retries."""
   import huggingface_hub
 
   if (partial / file.name).exists():
@@ -152,7 +151,7 @@ def _fetch_from_hub(file: File, partial: Path, by_hand: str) -> None:
 
 
 def _fetch(file: File, partial: Path, by_hand: str) -> None:
-  """Requests a file by HTTP until all of it is there."""
+  """Requests a file by HTTP until it is complete."""
   import requests
   import urllib3
 
@@ -180,7 +179,7 @@ def _fetch(file: File, partial: Path, by_hand: str) -> None:
 
 
 class _BrokenError(Exception):
-  """A transfer that may go better the next time."""
+  """A transfer that may succeed the next time."""
 
 
 def _session():
@@ -205,9 +204,9 @@ def _session():
 
 
 def _request(session, file: File, path: Path, bar: tqdm, by_hand: str) -> None:
-  """One request, and what comes of it, behind the bytes that there are.
+  """Makes one request and appends its bytes to those that are there.
 
-  Beside them lies which version of the file they are of: its ETag or time, and its size.
+  A file beside them records their version: the ETag or time, and the size.
   """
   note = path.with_name("version.json")
   version = read_json(note) if path.exists() else {}
@@ -281,6 +280,6 @@ def _version(response) -> dict[str, Any]:
 
 
 def _target(file: File, version: Mapping[str, Any]) -> int | None:
-  """How many bytes are wanted, as far as is known."""
+  """The number of bytes to fetch, if known."""
   known = (file.head_bytes or None, version.get("size"))
   return min((x for x in known if x is not None), default=None)

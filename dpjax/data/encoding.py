@@ -1,4 +1,4 @@
-"""A text becomes arrays of numbers, part by part, in threads."""
+"""Encodes a text as arrays of numbers, part by part, in threads."""
 
 import collections
 import concurrent.futures
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Counter:
-  r"""Counts a text that comes in parts.
+  r"""Counts the characters, words and bytes of a text in parts.
 
     ["to b", "e\n"]  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
 
-  Words are separated by white space, and each line end counts as one.
+  Words are separated by white space, and each line end counts as a word.
   """
 
   def __init__(self):
@@ -37,7 +37,7 @@ class Counter:
     self._in_word = False
 
   def add(self, part: str) -> int:
-    """Counts a part, and says how many bytes it has."""
+    """Counts a part and returns its size in bytes."""
     if not part:
       return 0
     encoded = part.encode()
@@ -62,11 +62,11 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """The tokens of a part of a text and, if asked for, their boundaries.
+  """Encodes a part of a text as tokens and, with `unigram`, boundaries.
 
   Attributes:
-    tokenizer: the tokenizer of the tokens.
-    unigram: None, or what gives the boundaries.
+    tokenizer: makes the tokens.
+    unigram: makes the boundaries, or None.
   """
 
   tokenizer: Tokenizer
@@ -81,16 +81,16 @@ class Encoder:
 
   @property
   def dtype(self) -> np.dtype:
-    """Of the tokens on disk."""
+    """The dtype of the tokens on disk."""
     return np.dtype(np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.int32)
 
   @property
   def suffixes(self) -> list[str]:
-    """Of the files, behind the split's name."""
+    """The suffixes of the files after the split's name."""
     return [".bin"] if self.unigram is None else [".bin", ".boundaries.bin"]
 
   def parts(self, text: Iterable[str]) -> Iterable[str]:
-    """The parts of a text as this takes them: boundaries need whole words."""
+    """The parts of a text; for boundaries they end with whole words."""
     return self.tokenizer.parts(text) if self.unigram is None else whole_words(text)
 
   def encode_group(self, group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
@@ -98,9 +98,9 @@ class Encoder:
     return [self(part) for part, _ in group]
 
   def groups(self, text: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Lists of parts, each with whether a document begins with it.
+    """Lists of pairs: a part, and whether a document begins with it.
 
-    Documents are encoded one by one, as they would be alone; many short ones are a group.
+    Documents are encoded one by one, as if alone; many short ones form a group.
     """
     if not isinstance(text, Documents):
       for part in self.parts(text):
@@ -119,23 +119,23 @@ class Encoder:
 
 
 def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, split: str) -> dict:
-  """Encodes a text into files of a folder, unless an earlier call has done it.
+  """Encodes a text into files in a folder, unless an earlier call has done so.
 
   Args:
     text: parts of up to about 1 MiB, or `Documents`.
     size: the size of the text in bytes, at least roughly.
     encoder: makes arrays of parts.
-    folder: where <split>.bin and its like are, and <split>.json says that they are whole.
-      Of `Documents` there is also <split>.documents.bin: at which token each of them
-      begins, int64, rising.
-    split: name of the files.
+    folder: receives <split>.bin and the like, and <split>.json once they are complete. For
+      `Documents` also <split>.documents.bin: the first token of each document, int64,
+      increasing.
+    split: the name of the files.
 
   Returns:
-    "tokens", the counts of `Counter` and, of `Documents`, "documents". One without tokens
-    is none.
+    "tokens", the counts of `Counter` and, for `Documents`, "documents". Documents without
+    tokens do not count.
 
   Raises:
-    ValueError: of the text or the tokenizer.
+    ValueError: from the text or the tokenizer.
   """
   note = folder / f"{split}.json"
   if done := making.read_json(note):
@@ -179,9 +179,9 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
 def _in_threads(
   work: Callable[[Part], Result], parts: Iterable[Part], num_threads: int = 0
 ) -> Iterator[tuple[Part, Result]]:
-  """Pairs of part and what became of it, in order; few are held at a time.
+  """Yields pairs of a part and its result, in order, and holds few at a time.
 
-  The libraries let other threads work while they do; some use all cores within a call.
+  The libraries release the interpreter's lock; some use all cores within a call.
   """
   waiting: collections.deque = collections.deque()
   num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

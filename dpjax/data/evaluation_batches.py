@@ -1,4 +1,4 @@
-"""Batches that score every token of a text once: as one stream, or each document alone."""
+"""Batches that score every token of a text once: as one stream, or by document."""
 
 import numpy as np
 
@@ -7,25 +7,25 @@ from dpjax.errors import UserError
 
 
 class EvaluationWindows:
-  """Evaluation batches that count every token of a stream once, the first included.
+  """Evaluation batches that score every token of a stream once, the first included.
 
   Target p is token p, and its input is token p - 1, or `start_id` for p = 0. Window i
-  counts targets i*S .. i*S + S - 1 (S is the stride) and has before them as many as
-  fit in T, for context alone:
+  scores targets i*S .. i*S + S - 1 (S is the stride). The targets before them, as many as
+  fit in T, are context:
 
     targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
 
   S = T evaluates without context, as the Dispatcher's authors do; S < T with context, as
-  the authors of dynamic pooling do. Windows are filled up at the end, the last batch
-  with empty rows, both with weight 0. Where there are boundaries, that of input p is the
-  boundary of token p - 1, or `start_boundary` for p = 0.
+  the authors of dynamic pooling do. Windows are padded at the end, and the last batch with
+  empty rows, both with weight 0. The boundary of input p, if any, is that of token p - 1, or
+  `start_boundary` for p = 0.
 
   With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the
   same ones for all streams of one length.
 
   Attributes:
     batch_size: B.
-    share: of all N tokens, those that are counted.
+    share: the share of the N tokens that is scored.
   """
 
   def __init__(
@@ -41,7 +41,7 @@ class EvaluationWindows:
     pad_id: int = 0,
     max_tokens: int = 0,
   ):
-    """Takes the stream, ids [N] of any integer type, N >= 1; of `max_tokens`, 0 is all.
+    """Takes the stream, ids [N] of any integer type, N >= 1; `max_tokens` = 0 takes all.
 
     Raises:
       ValueError: the stride is not in 1 .. window, or there are not N boundaries.
@@ -65,7 +65,7 @@ class EvaluationWindows:
       self.share = int((ends - self._chosen * stride).sum()) / len(tokens)
 
   def __len__(self) -> int:
-    """How many batches: ceil(ceil(N / S) / B), of all windows."""
+    """The number of batches: ceil(ceil(N / S) / B) for all windows."""
     return -(-self._num_windows // self.batch_size)
 
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -97,9 +97,9 @@ class EvaluationWindows:
 class EvaluationDocuments:
   """Evaluation batches that score each document as if it stood alone, every token once.
 
-  The windows of a document are those that `EvaluationWindows` makes of it alone. They are
-  packed: windows of T tokens and fewer stand in rows of T, one behind the other, and each
-  is a document to the model. With start token 9, T = S = 4:
+  `EvaluationWindows` makes the windows of each document. They are packed: several windows may
+  share a row of T places, and to the model each window is a document. With start token 9,
+  T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
     row 0: tokens [9 3 1 4]  targets [3 1 4 1]  starts [1 0 0 0]
@@ -148,7 +148,7 @@ class EvaluationDocuments:
     self._rows = np.array(rows)  # the first window of each, and the number of windows
 
   def __len__(self) -> int:
-    """How many batches."""
+    """The number of batches."""
     return -(-(len(self._rows) - 1) // self.batch_size)
 
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -186,7 +186,7 @@ class EvaluationDocuments:
     places[0] = start if self._documents.are_begun_at(begin) else stream[begin - 1]
 
   def _places(self, windows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where in the stream the targets of windows begin and end, and from where they count."""
+    """Where the targets of windows begin and end in the stream, and from where they count."""
     windows = np.asarray(windows, np.int64)
     number = np.searchsorted(self._num_windows, windows, "right")
     begins = self._documents.begins
@@ -201,6 +201,6 @@ class EvaluationDocuments:
 
 
 def _check_stride(window: int, stride: int) -> None:
-  """Refuses a stride beyond the window."""
+  """Checks that the stride is in 1 .. window."""
   if not 1 <= stride <= window:
     raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")

@@ -1,10 +1,10 @@
-"""How all that lies in data_dir is made: once, whole or not at all.
+"""Makes everything in data_dir: once, and complete or not at all.
 
-Of a folder "text8", or of a file "text8.zip" beside its record, there are
+A folder "text8", or a file "text8.zip" beside its record, has
 
-  text8/            whole: what was made, and its record data.json
+  text8/            the complete folder with its record, data.json
   text8.zip, text8.zip.json
-  text8.partial/    on the way, or what a process that was killed has left
+  text8.partial/    the unfinished folder, perhaps of a process that was killed
   text8.lock        locked by the process that makes it; stays, and is empty
 """
 
@@ -37,24 +37,23 @@ def make_once(
   *,
   is_file: bool = False,
 ) -> dict[str, Any]:
-  """Makes a folder, or a file, unless it is there and made of the same.
+  """Makes a folder or a file, unless it exists and was made from the same inputs.
 
-  Of several processes that ask for it, one makes it and the others wait.
+  If several processes ask for it, one makes it and the others wait.
 
   Args:
-    target: the folder or the file; what is there and made of something else is replaced.
-    made_of: what it depends on, as JSON values.
-    make: fills the folder that it is given, and says what else to record. The folder has
-      what an earlier call for the same target has left if that was killed, or raised an
-      `UnfinishedError` or one that is not a `UserError`. Where a file is asked for, it makes
-      <folder>/<target's name>.
+    target: the folder or the file; one made from other inputs is replaced.
+    made_of: the inputs, as JSON values.
+    make: fills a given folder and returns what else to record. The folder holds the files of
+      an earlier call that was killed, or that raised an `UnfinishedError` or an error other
+      than a `UserError`. To make a file, it writes <folder>/<target's name>.
     is_file: whether `target` is a file.
 
   Returns:
-    The record: `made_of` and what `make` has said.
+    The record: `made_of` and the result of `make`.
 
   Raises:
-    UserError: see `make`; data_dir cannot be written, or its disk is full.
+    UserError: from `make`; or data_dir cannot be written, or its disk is full.
   """
   made_of = json.loads(json.dumps(made_of))
   record = read_record(target, made_of, is_file=is_file)
@@ -107,11 +106,11 @@ def make_once(
 def read_record(
   target: Path, made_of: Mapping[str, Any] | None = None, *, is_file: bool = False
 ) -> dict[str, Any] | None:
-  """The record of what is there; None: nothing is, or not all, or made of something else.
+  """The record of a target; None if it is missing, incomplete or made from other inputs.
 
   Args:
-    target: as `make_once` takes it.
-    made_of: see `make_once`; None: anything.
+    target: see `make_once`.
+    made_of: see `make_once`; None accepts any inputs.
     is_file: see `make_once`.
   """
   record = read_json(_record_path(target, is_file)) if target.exists() else {}
@@ -137,7 +136,7 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """The JSON object in a file; {} where there is none."""
+  """The JSON object in a file; {} without the file."""
   try:
     content = json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError, RecursionError):
@@ -146,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-  """Writes a file whole or not at all."""
+  """Writes a JSON file completely or not at all."""
   temporary = path.with_name(path.name + ".tmp")
   with temporary.open("w", encoding="utf-8", newline="\n") as file:
     file.write(json.dumps(content, indent=2) + "\n")
@@ -163,10 +162,10 @@ def checksum(path: Path, kind: str = "sha256") -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-  """Waits until no other process has the file locked, and locks it.
+  """Waits until no other process holds the lock, and takes it.
 
   Args:
-    path: an empty file, made if it is not there; it stays.
+    path: an empty file; it is made if missing, and stays.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""Texts by path: files, packed or not, and folders of them, cut into three splits."""
+"""Texts by path: files, plain or compressed, and folders of files, cut into three splits."""
 
 import bisect
 import hashlib
@@ -22,16 +22,16 @@ SPLITS = ("train", "valid", "test")
 def open_path(
   path: Path, split_fractions: Sequence[float], field: str, texts: Path
 ) -> tuple[str, dict[str, Text], dict]:
-  """Opens what a path names, as `dpjax.data.corpora.load_corpus` says.
+  """Opens a path as `dpjax.data.corpora.load_corpus` describes.
 
   Args:
-    path: of a file or a folder.
-    split_fractions: shares of the splits, for a text that has none.
-    field: the name of the text in .jsonl.
-    texts: the folder of what has to be unpacked.
+    path: a file or a folder.
+    split_fractions: the shares of the splits, for a text without splits.
+    field: the field of the text in .jsonl.
+    texts: the folder for decompressed files.
 
   Returns:
-    A name, the splits, and which files they are, as JSON values.
+    A name, the splits, and the identity of their files, as JSON values.
 
   Raises:
     UserError: the path or the fractions cannot be used.
@@ -58,7 +58,7 @@ def open_path(
 def _from_folder(
   path: Path, split_fractions: Sequence[float], field: str, texts: Path
 ) -> tuple[str, dict[str, Text], dict]:
-  """The splits that a folder has, or its files as documents."""
+  """The splits in a folder, or its files as documents."""
   found = {split: _find_split(path, split) for split in SPLITS}
   if not any(found.values()) and (files := _text_files(path)):
     about = {"documents": _identities(files), "split_fractions": list(split_fractions)}
@@ -86,7 +86,7 @@ def _from_folder(
 
 
 def _find_split(folder: Path, split: str) -> Path | None:
-  """The file of a split, or the folder of its documents; None: there is neither."""
+  """The file of a split, or the folder of its documents; None without either."""
   stems = (split, "validation") if split == "valid" else (split,)
   kinds = [kind + packing for kind in (".txt", ".jsonl") for packing in reading.OPENERS]
   places = [folder / f"{stem}{kind}" for kind in (*kinds, "") for stem in stems]
@@ -99,7 +99,7 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) -> dict:
-  """Whole files to the splits, by their sizes on disk, at least one to each."""
+  """Divides whole files among the splits by size on disk, at least one to each."""
   if len(files) < len(SPLITS):
     raise UserError(
       f"data.path: expected files for three splits, each a document, got {len(files)} in {source}"
@@ -114,7 +114,7 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
 
 
 def _unpacked(path: Path, texts: Path) -> Path:
-  """The path of a plain file, unpacked once if it is packed."""
+  """The path of a plain file; a compressed one is decompressed once."""
   if path.suffix == "" or path.suffix not in reading.OPENERS or not path.is_file():
     return path
   digits = _identities([path])[:8]
@@ -138,7 +138,7 @@ def _identities(files: Sequence[Path]) -> str:
 
 
 def _identity(path: Path) -> list:
-  """Place, size and time of a file: those of another text differ."""
+  """The path, size and time of a file, which differ for another text."""
   found = path.stat()
   return [str(path.resolve()), found.st_size, found.st_mtime_ns]
 
@@ -159,7 +159,7 @@ def open_split(folder: Path, split: str) -> Chunks:
   """The text of a split in a folder.
 
   Raises:
-    UserError: it is not there, or empty.
+    UserError: it is missing or empty.
   """
   names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
   path = next((folder / name for name in names if (folder / name).exists()), None)
@@ -175,16 +175,16 @@ def open_split(folder: Path, split: str) -> Chunks:
 def cut_splits(
   content, fractions: Sequence[float], source: str, *, whole_lines: bool = False
 ) -> dict[str, Chunks]:
-  """Cuts a text into three, in order, by bytes; a split without a share is empty.
+  """Cuts a text into three, in order, by bytes; a split with the share 0 is empty.
 
   Args:
     content: bytes, or a mapped file.
     fractions: the shares of the splits.
-    source: what to call it in messages.
-    whole_lines: cut at line ends alone, however long the lines are; none is without one.
+    source: the name of the text in messages.
+    whole_lines: whether to cut only at line ends, however long the lines are.
 
   Raises:
-    UserError: it is too short.
+    UserError: the text is too short.
   """
   size = len(content)
   valid, test = (int(size * fraction) for fraction in fractions[1:])
@@ -209,7 +209,7 @@ def cut_splits(
 
 
 def _begin(content) -> int:
-  """Where a text begins: behind a byte-order mark, if there is one."""
+  """The beginning of a text, after a byte-order mark if there is one."""
   return len(BYTE_ORDER_MARK) if content[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK else 0
 
 

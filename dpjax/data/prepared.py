@@ -1,13 +1,13 @@
-"""A corpus as tokens on disk: encoded once, memory-mapped ever after.
+"""A corpus as tokens on disk: encoded once, then memory-mapped.
 
-A folder holds {train,valid,test}.bin (uint16, or int32 where there are more than 65,536
-ids), tokenizer.json, and data.json with what can be counted, and the checksums of the
-.bin files; with Unigram boundaries also {train,valid,test}.boundaries.bin (uint8, one a
-token) and unigram.model; of a text that knows its documents {train,valid,test}.documents.bin
-(int64, rising: the tokens with which they begin).
+A folder holds {train,valid,test}.bin (uint16, or int32 for more than 65,536 ids),
+tokenizer.json, and data.json with counts and the checksums of the .bin files. With Unigram
+boundaries it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and
+unigram.model; for a text that knows its documents, {train,valid,test}.documents.bin (int64,
+increasing: the first token of each document).
 
-Such folders lie in data_dir/tokens, for all runs. That of a run has the small files alone,
-and in its data.json "tokens", where the others are.
+These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the
+small files; "tokens" in its data.json is the path of the others.
 """
 
 import dataclasses
@@ -45,22 +45,22 @@ FORMAT = 1  # Readers without boundary support can still read the rest.
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A corpus that is ready to be batched.
+  """A corpus that is ready for batches.
 
   Attributes:
-    name: the corpus's.
-    tokenizer: the one its tokens are of.
-    splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only when they
-      are asked for, so that a model can be used where its tokens are gone.
-    counts: counts of each split: "tokens", "characters", "words", "bytes", "sha256" (of the
-      text). Words are separated by white space, and each line end counts as one.
-    boundaries: None, or of each split the Unigram boundaries of its tokens: 0 or 1,
+    name: the name of the corpus.
+    tokenizer: the tokenizer that made its tokens.
+    splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only at first use;
+      a model works without its tokens.
+    counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
+      Words are separated by white space, and each line end counts as a word.
+    boundaries: None, or for each split the Unigram boundaries of its tokens: 0 or 1,
       uint8 [N], mapped read-only.
-    unigram: None, or what gives those of another text.
-    folder: where the files are.
-    checksums: SHA-256 of the .bin files, by name; {}: an earlier version wrote them.
-    documents: None, or of each split the places at which its documents begin, int64
-      [number of documents], rising from 0, mapped read-only.
+    unigram: None, or the source of boundaries for other texts.
+    folder: the folder of the files.
+    checksums: SHA-256 of the .bin files, by name; {} from earlier versions.
+    documents: None, or for each split the places where its documents begin, int64
+      [number of documents], increasing from 0, mapped read-only.
   """
 
   name: str
@@ -75,21 +75,20 @@ class Prepared:
 
   @property
   def has_tokens(self) -> bool:
-    """Whether the arrays are there, in their sizes."""
+    """Whether the arrays exist and have their sizes."""
     arrays = (self.splits, self.boundaries, self.documents)
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, and checks that they are what was written.
+    """Reads whole splits, and checks that they have not changed.
 
     A gigabyte takes less than a second, or as long as the disk needs.
 
     Args:
-      *splits: their names; none: all.
+      *splits: the names of splits; all by default.
 
     Raises:
-      ValueError: a file has changed, or has ids that are not of the vocabulary; the
-        message names it.
+      ValueError: a file has changed, or has ids outside the vocabulary; the message names it.
     """
     for split in splits or self.splits:
       ids = self.splits[split]
@@ -112,7 +111,7 @@ class Prepared:
     """The Unigram boundaries of another text's tokens, uint8 [number of tokens].
 
     Raises:
-      ValueError: the data were prepared without.
+      ValueError: the data were prepared without boundaries.
     """
     if self.unigram is None:
       raise UserError(
@@ -122,7 +121,7 @@ class Prepared:
 
 
 class _Arrays(Mapping[str, np.ndarray]):
-  """The arrays of each split, a file each, mapped when they are asked for."""
+  """The array of each split, in a file of its own, mapped at first use."""
 
   def __init__(self, folder: Path, ending: str, dtype: np.dtype, sizes: Mapping[str, int]):
     self._folder, self._ending, self._dtype, self._sizes = folder, ending, dtype, sizes
@@ -137,11 +136,11 @@ class _Arrays(Mapping[str, np.ndarray]):
     return np.memmap(path, self._dtype, "r")
 
   def are_there(self) -> bool:
-    """Whether all files are there, in their sizes."""
+    """Whether all files exist and have their sizes."""
     return all(found == expected for _, expected, found in map(self._sizes_of, self))
 
   def _sizes_of(self, split: str) -> tuple[Path, int, int | None]:
-    """The file of a split, and how many bytes it should have and has."""
+    """The file of a split, its expected size and its size in bytes."""
     path = self._folder / f"{split}{self._ending}"
     found = path.stat().st_size if path.exists() else None
     return path, self._sizes[split] * self._dtype.itemsize, found
@@ -162,30 +161,30 @@ def prepare(
   unigram: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Prepared:
-  """Makes a tokenizer on the train split, and writes the tokens of every split, once.
+  """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
   If tokens of the same text and settings exist, they are opened; others are replaced. A
   killed call leaves `<folder>.partial`; the next call continues from its complete splits.
-  Memory does not grow with the text. A learned vocabulary sees at most 1 GiB, spread evenly
+  Memory does not grow with the text. A vocabulary is learned from at most 1 GiB, spread evenly
   over the train split.
 
   Args:
-    corpus: the text. One whose `about` is empty is taken for another each time.
-    folder: where to write.
+    corpus: the text. If its `about` is empty, it counts as a new text each time.
+    folder: receives the files.
     kind: the kind of the tokenizer.
-    shared: write not to `folder`, but within it to one whose name says what it holds.
+    shared: whether to write into a subfolder of `folder`, named after its content.
     unigram: None, or, for boundaries, {"file": a SentencePiece `.model` to load, or ""
-      to learn one on the train split, "vocab_size": how many pieces to learn}. With
-      the kinds "characters" and "bytes" only.
-    **settings: settings of the tokenizer, as `dpjax.text.tokens.train_tokenizer` takes them.
+      to learn one on the train split, "vocab_size": the number of pieces to learn}. Only with
+      the kinds "characters" and "bytes".
+    **settings: settings of the tokenizer; see `dpjax.text.tokens.train_tokenizer`.
 
   Returns:
-    `open_prepared` of the folder.
+    The result of `open_prepared` for the folder.
 
   Raises:
-    UserError: of the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
-      the boundaries (`model.boundaries....`), or there is a folder that holds something
-      else, or it cannot be written.
+    UserError: from the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
+      the boundaries (`model.boundaries....`); or the folder holds something else or cannot
+      be written.
   """
   if unigram is not None and kind not in CHARACTER_KINDS:
     raise UserError(
@@ -231,7 +230,7 @@ def prepare(
 
 
 def _made_of(kind: str, unigram: Mapping | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-  """The settings that tokens depend on, apart from the text and file names."""
+  """The settings that affect tokens, apart from the text and file names."""
   made = {"kind": kind} | {
     key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")
   }
@@ -251,14 +250,14 @@ def _digest(content: bytes) -> str:
 
 
 def write_reference(tokens: str | Path, folder: str | Path) -> None:
-  """Makes a folder of prepared data that has the small files, and says where the others are.
+  """Makes a folder with the small files of prepared data, and the path of the others.
 
   Args:
-    tokens: what `prepare` wrote.
-    folder: to make; prepared data that is there is replaced.
+    tokens: the folder that `prepare` wrote.
+    folder: the folder to make; prepared data in it is replaced.
 
   Raises:
-    UserError: there is a folder that holds something else.
+    UserError: the folder holds something else.
     OSError: it cannot be written.
   """
   tokens, folder = Path(tokens).resolve(), Path(folder).resolve()
@@ -277,13 +276,13 @@ def write_reference(tokens: str | Path, folder: str | Path) -> None:
 
 
 def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
-  """Opens what `prepare` wrote, or `write_reference`.
+  """Opens a folder that `prepare` or `write_reference` wrote.
 
-  The tokens are not opened; `Prepared.check` does it, and `splits` where one is asked for.
+  Tokens are not opened until `Prepared.check` or the first use of a split.
 
   Args:
-    folder: with data.json.
-    data_dir: "", or where to look for the tokens of a reference that has been moved.
+    folder: the folder with data.json.
+    data_dir: "", or the folder to search for the tokens of a reference that was moved.
 
   Raises:
     ValueError: a file is missing or damaged; the message names it.
@@ -334,7 +333,7 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
 
 
 def _find_tokens(folder: Path, tokens: str, data_dir: str | Path) -> Path:
-  """Where the arrays lie: beside data.json, as an earlier version had them, or elsewhere."""
+  """The folder of the arrays: beside data.json, as in an earlier version, or elsewhere."""
   places = [folder]
   if tokens:
     found = os.path.normpath(folder.resolve() / tokens)
@@ -343,7 +342,7 @@ def _find_tokens(folder: Path, tokens: str, data_dir: str | Path) -> Path:
 
 
 def count_text(chunks: Iterable[str]) -> dict:
-  r"""Counts a text that comes in parts, as `dpjax.data.encoding.Counter` does.
+  r"""Counts a text in parts, like `dpjax.data.encoding.Counter`.
 
   ["to b", "e\n"]  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
   """
@@ -378,7 +377,7 @@ def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
 
 
 def _resume(partial: Path, has_boundaries: bool) -> Encoder | None:
-  """The encoder of an interrupted call, or None if it did not get that far."""
+  """The encoder of an interrupted call, or None if it had none yet."""
   try:
     tokenizer = tokenizer_from_json(_read_text(partial / "tokenizer.json"))
     model = (partial / "unigram.model").read_bytes() if has_boundaries else None

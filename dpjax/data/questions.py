@@ -1,4 +1,4 @@
-"""Multiple-choice questions, a JSON object a line."""
+"""Multiple-choice questions, one JSON object on each line."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ANSWER = ("answer", "label", "gold")
 
 
 class Question(NamedTuple):
-  """A context, texts of which one goes on with it, and which one that is, from 0."""
+  """A context, the choices of its continuation, and the index of the right one."""
 
   context: str
   choices: tuple[str, ...]
@@ -30,16 +30,16 @@ def read_questions(path: str | Path) -> list[Question]:
       ->  Question("The cat sat on", ("the mat.", "a rat"), 0)
 
   Args:
-    path: UTF-8, a JSON object a line, with one field of each of `CONTEXT`, `CHOICES` and
-      `ANSWER`: a text, at least two texts that are not empty, and the place of the right
-      one among them, from 0, as a number or in digits. Other fields are not read.
+    path: a UTF-8 file with one JSON object on each line. It has one field of each of
+      `CONTEXT`, `CHOICES` and `ANSWER`: a text, at least two nonempty texts, and the index
+      of the right one, as a number or in digits. Other fields are ignored.
 
   Returns:
-    At least one question, in their order.
+    The questions in order, at least one.
 
   Raises:
-    ValueError: the file cannot be read, or a line is none; the message says which line and
-      which field.
+    ValueError: the file cannot be read, or a line is not a question; the message names the
+      line and the field.
   """
   path = Path(path)
   try:
@@ -81,7 +81,7 @@ def _read(line: str, place: str) -> Question:
 
 
 def _field(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> tuple[str, Any]:
-  """The one field that has one of these names."""
+  """The one field with one of these names."""
   found = [name for name in names if name in row]
   if len(found) != 1:
     raise UserError(

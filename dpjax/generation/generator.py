@@ -1,8 +1,8 @@
-"""Text from a trained model, as it comes: prompts in, continuations out.
+"""Streams the continuations of prompts by a trained model.
 
-`Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py are this.
-Each new token costs one step with a cache, or a pass over the window where a mixer has no
-`init_cache`; `dpjax.generation` has the loop.
+`Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py use this.
+Each new token costs one step with a cache, or a pass over the window if a mixer has no
+`init_cache`; the loop is in `dpjax.generation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ class Piece(NamedTuple):
   """New text of one row.
 
   Attributes:
-    text: may be "" while a character is not complete, and after the end.
-    num_tokens: how many tokens it took.
+    text: the text; "" while a character is incomplete, and after the end.
+    num_tokens: the number of tokens in it.
     is_stopped: whether the row has ended with a stop token, now or before.
   """
 
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Generator:
-  """Writes with a model; compiled once for each number of rows and size of prompts."""
+  """Generates text with a model; compiles once for each number of rows and size of prompts."""
 
   def __init__(
     self, settings: ConfigDict, sample: ConfigDict, model: LanguageModel, tokenizer: Tokenizer
@@ -80,35 +80,34 @@ class Generator:
   ) -> Iterator[list[Piece]]:
     """Continues prompts, all of their samples at once.
 
-    Settings that are None are as in the run's configuration, `config.sample`.
+    Settings that are None come from the run's configuration, `config.sample`.
 
     Args:
       params: the parameters of the model.
-      prompts: any number of any lengths; "" starts a text.
-      length: new tokens a sample, at most.
+      prompts: any number of prompts of any lengths; "" starts a text.
+      length: the maximum number of new tokens in a sample.
       temperature: at least 0; 0 always takes the most likely token.
-      top_k: draw from the k most likely tokens; 0 is all.
+      top_k: draw from the k most likely tokens; 0 means all.
       top_p: draw from the most likely tokens that reach this probability, in (0, 1].
-      beyond_window: from where one of the texts is longer than the model's window of M
-        tokens, for all of them,
-        "slide": every token comes from a full pass over the M before it;
+      beyond_window: what to do, for all rows, once a text exceeds the model's window of M
+        tokens.
+        "slide": each token takes a full pass over the M tokens before it.
         "continue": the cache goes on. Each layer of a Dispatcher reaches back 2**K - 1
-          tokens, of an Extractor and of relative attention M - 1 (so that layers above
-          others know of more); sinusoidal positions are computed as far as the text
-          goes. Attention and learned positions end with the window.
+          tokens, of an Extractor and of relative attention M - 1, so that upper layers reach
+          further; sinusoidal positions are computed as far as needed. Attention and learned
+          positions end with the window.
         "refuse": such a length is an error.
-      seed: sample i of prompt j draws from (seed, i, j) alone, whatever else is written
-        beside it.
-      num_samples: continuations of each prompt.
-      stop: texts of tokens at which a sample ends; the stop token is no part of it.
+      seed: sample i of prompt j depends only on (seed, i, j), not on the other rows.
+      num_samples: the number of continuations of each prompt.
+      stop: texts of tokens that end a sample; the stop token is not part of it.
 
     Returns:
-      An iterator of what comes, a list with a `Piece` for each row: prompt 0's samples,
-      prompt 1's, and so on. It ends when all rows are complete.
+      An iterator of lists with a `Piece` for each row: prompt 0's samples, prompt 1's, and so
+      on. It ends when all rows are complete.
 
     Raises:
-      ValueError: a setting is out of its range, a prompt is too long or has what the
-        vocabulary has not, or the model cannot do what is asked of it beyond its window.
+      ValueError: a setting is out of range, a prompt is too long or has characters outside
+        the vocabulary, or the model cannot continue beyond its window.
     """
     given: dict[str, Any] = dict(
       length=length,
@@ -202,7 +201,7 @@ class Generator:
     return found
 
   def _slide(self, rows: Sequence[Sequence[int]]) -> loop.State:
-    """The state of rows from which only their last windows are known."""
+    """The state of rows of which only the last window is known."""
     known = [row[-self._window : -1] for row in rows]
     tokens, _ = _filled(known, self._window, self._pad_id, self._window)
     counts = np.array([*map(len, known)], np.int32)
@@ -240,19 +239,19 @@ class Generator:
 
 
 def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
-  """How fast text came, by the chunks that are as large as the one before them.
+  """The speed of generation, from chunks as large as the one before them.
 
     16, 16 and 9 tokens at 5, 6 and 8 s  ->  16
 
-  The first chunk of a size is left out, as something may have been compiled for it, and so
-  is what remained of one that was cut.
+  The first chunk of each size does not count, as its time may include compilation; nor does
+  the rest of a chunk that was cut.
 
   Args:
-    counts: tokens of each chunk.
-    times: seconds, when each had come.
+    counts: the number of tokens in each chunk.
+    times: the time at the end of each chunk, in seconds.
 
   Returns:
-    Tokens a second; None where there are no such chunks.
+    Tokens per second; None without such chunks.
   """
   same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
   seconds = sum(times[i] - times[i - 1] for i in same)
@@ -266,17 +265,17 @@ def check_prompt(
   name: str,
   settings: Mapping,
 ) -> None:
-  """Refuses a prompt, or a length after it, for which a model has no room.
+  """Checks that a prompt and its continuation fit into the model.
 
   Args:
     model: `config.model`.
     tokenizer: the tokenizer of the model.
     prompt: the text.
     name: the name of the prompt, for the message.
-    settings: "length" and "beyond_window", as `Generator.stream` takes them.
+    settings: "length" and "beyond_window", see `Generator.stream`.
 
   Raises:
-    ValueError: see there.
+    ValueError: see `Generator.stream`.
   """
   ids = tokenizer.encode(prompt)
   window, beyond = model.max_length, settings["beyond_window"]
@@ -319,9 +318,10 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
 def _filled(
   rows: Sequence[Sequence[int]], window: int, fill: int = 0, size: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Rows of one size, and how long they were; few sizes, so that few programs are compiled.
+  """Pads rows to one size, and returns their lengths.
 
-  Powers of two up to the window, and then multiples of it that are.
+  Sizes are powers of two up to the window, then the window times powers of two, so that few
+  programs are compiled.
   """
   lengths = np.array([*map(len, rows)], np.int32)
   longest = int(lengths.max())
@@ -336,7 +336,7 @@ def _filled(
 
 
 def _round_up(number: int) -> int:
-  """The smallest power of two that is at least this."""
+  """The smallest power of two that is at least `size`."""
   return 1 << (number - 1).bit_length()
 
 

@@ -1,14 +1,14 @@
-"""Generation, token by token, with any model.
+"""Generates text token by token with any model.
 
-A model is a step: a function of tokens and of a cache of the tokens before them.
+A model is a step: a function of tokens and a cache of the tokens before them.
 
   logits_bcv, cache = step(tokens_bc, cache, lengths_b)
 
-`lengths` is the number of real tokens in each row of C; None: all are real. The others
-leave no trace in the cache, and their logits mean nothing.
+`lengths` is the number of real tokens in each row of C; None means all. The others are
+padding: they do not change the cache, and their logits are meaningless.
 
-  state = begin(step, cache, prompt, lengths)          the prompt, at once
-  state, tokens = advance(step, state, keys, num_tokens=16)     and so on: a chunk of text
+  state = begin(step, cache, prompt, lengths)                 reads the prompt
+  state, tokens = advance(step, state, keys, num_tokens=16)   adds a chunk of text
 
 B batch, P position of a prompt, C position of a chunk, W window, V vocabulary.
 """
@@ -28,8 +28,8 @@ class State(NamedTuple):
   """Rows of text during generation.
 
   Attributes:
-    token: [B], int32, each row's last one, which the model has not seen yet.
-    length: [B], int32, how many tokens each row has, that one among them.
+    token: [B], int32, the last token of each row, which the model has not seen yet.
+    length: [B], int32, the number of tokens in each row, that one included.
     cache: the model's cache of the tokens before it.
   """
 
@@ -46,12 +46,12 @@ def begin(
   Args:
     step: the model.
     cache: an empty cache, before any token.
-    prompt: [B, P], integers, filled up behind each row's own.
-    lengths: [B], int32, in 1 .. P: the tokens of each prompt.
-    chunk: how many positions the model may be given at once; 0: all.
+    prompt: [B, P], integers, each row padded at its end.
+    lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
+    chunk: the maximum number of positions in one call of the model; 0 means all.
 
   Returns:
-    The state from which `advance` goes on.
+    The state for `advance`.
 
   Raises:
     ValueError: the prompt is not [B, P] with P >= 1, or the lengths are not [B].
@@ -98,9 +98,9 @@ def advance(
 
   Args:
     step: the model.
-    state: from `begin`, or what the call before gave.
-    keys: [B], random keys, the same at every call.
-    num_tokens: how many, at least 1.
+    state: from `begin`, or from the previous call.
+    keys: [B], random keys, the same in every call.
+    num_tokens: the number of tokens to add, at least 1.
     temperature: see `dpjax.generation.sampling.sample`.
     top_k: see `sample`.
     top_p: see `sample`.
@@ -109,7 +109,7 @@ def advance(
     The state after them, and the new tokens, [B, num_tokens], int32.
 
   Raises:
-    ValueError: `num_tokens` < 1, or a setting of `sample` is out of its range.
+    ValueError: `num_tokens` < 1, or a setting of `sample` is out of range.
   """
   if num_tokens < 1:
     raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
@@ -133,8 +133,8 @@ class WindowCache(NamedTuple):
   """The last tokens of each row, for a model that has no other memory.
 
   Attributes:
-    tokens: [B, W], int32, the oldest first; padding behind them.
-    known: [B], int32, how many they are.
+    tokens: [B, W], int32, the oldest first, padded at the end.
+    known: [B], int32, the number of tokens without padding.
     start: [B], int32, the place of the first of them in the row.
   """
 
@@ -144,12 +144,12 @@ class WindowCache(NamedTuple):
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
-  """The cache of rows of which no token has been seen.
+  """The cache before any token.
 
   Args:
     batch: B.
     window: W, the longest sequence that the model takes.
-    pad_id: stands where there is no token yet; no result depends on it.
+    pad_id: the padding; no result depends on it.
 
   Raises:
     ValueError: a size is below 1.
@@ -167,19 +167,18 @@ def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
 def sliding_window(
   next_logits: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Step:
-  """A step of any causal model: a full pass over the last W tokens, for every token.
+  """Makes a step of any causal model: a full pass over the last W tokens for each token.
 
-  The window starts at position 0 wherever it lies in the row: what a window of training
-  looks like. W = 3, and the tokens 1 2 3 4 come one by one: the passes are over
-  [1 . .], [1 2 .], [1 2 3], [2 3 4].
+  The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
+  the tokens 1 2 3 4 one by one, the passes are over [1 . .], [1 2 .], [1 2 3] and [2 3 4].
 
   Args:
     next_logits: [B, W] tokens and the place of the first of them in the row, [B] ->
       [B, W, V] logits.
 
   Returns:
-    A step whose cache is of `init_window`. Of a chunk all logits are those of one pass,
-    over the window that ends with it.
+    A step with a cache from `init_window`. All logits of a chunk come from one pass, over the
+    window that ends with it.
   """
 
   def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):

@@ -1,12 +1,12 @@
-"""Many short prompts in one pass, as documents of a few rows.
+"""Reads many short prompts in one pass, as documents of a few rows.
 
 N prompt, R row, W place of a row, V vocabulary. Prompts 3 1 4, 1 5 and 9 2 6 in rows of 5:
 
   tokens [3 1 4 1 5]   starts [1 0 0 1 0]
          [9 2 6 . .]          [1 0 0 . .]
 
-A cache knows of one document a row, its last. So `Generator`, which goes on from each prompt,
-has a row for each; this is for what is asked of the prompts alone, such as which token is next.
+A cache holds one document for each row, its last. So `Generator`, which continues each prompt,
+gives each a row of its own; packing suits questions about prompts alone, such as the next token.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Packed(NamedTuple):
   """Prompts in rows.
 
   Attributes:
-    tokens: [R, W], int32, filled up behind each row's own.
+    tokens: [R, W], int32, each row padded at its end.
     starts: [R, W], int32, 1 at the first token of each prompt.
     rows: [N], int32, the row of each prompt.
     ends: [N], int32, the place of its last token there.
@@ -36,15 +36,15 @@ class Packed(NamedTuple):
 
 
 def pack(prompts: Sequence[Sequence[int]], width: int, fill: int = 0) -> Packed:
-  """Puts prompts into rows, the longest first, each into the first row that has room.
+  """Puts prompts into rows, the longest first, each into the first row with room.
 
   Args:
-    prompts: [N], tokens of each, 1 .. W of them.
+    prompts: N prompts of 1 .. W tokens.
     width: W.
-    fill: the token behind a row's own.
+    fill: the token that pads a row.
 
   Raises:
-    UserError: there is no prompt, or one is empty or longer than W.
+    UserError: there are no prompts, or one is empty or longer than W.
   """
   sizes = [len(prompt) for prompt in prompts]
   if not sizes or not 1 <= min(sizes) <= max(sizes) <= width:

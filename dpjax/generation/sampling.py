@@ -1,4 +1,4 @@
-"""How the next token is chosen. B batch, V vocabulary."""
+"""Samples the next token. B batch, V vocabulary."""
 
 import math
 from collections.abc import Callable
@@ -16,30 +16,28 @@ def sample(
   top_k: int | jax.Array = 0,
   top_p: float | jax.Array = 1.0,
 ) -> jax.Array:
-  """Draws a token for each row from softmax(logits / temperature), cut to its top.
+  """Draws a token for each row from softmax(logits / temperature), restricted to the top.
 
     logits [2, 1, 0, -1], top_k = 2            draws from tokens 0 and 1
     probabilities [.5, .3, .15, .05], top_p=.6 draws from tokens 0 and 1 (.5 < .6 <= .8)
 
-  The settings may be traced, so that another value compiles nothing anew; what a setting
-  does not ask for is not computed. Nothing is sorted. (Under `jax.vmap` all of it would
-  be computed; a batch is rows of `logits`.)
+  The settings may be traced, so that new values need no compilation; disabled settings cost
+  nothing. Nothing is sorted. (Under `jax.vmap` every branch would be computed; put a batch in
+  the rows of `logits` instead.)
 
   Args:
-    logits: [B, V], floats; -inf where a token must not come.
+    logits: [B, V], floats; -inf excludes a token.
     keys: [B], a random key for each row, so that a row does not depend on the others.
     temperature: at least 0; 0 takes the largest logit (the first of equals).
-    top_k: only the k most likely tokens; 0 is all. Ties with the k-th stay.
-    top_p: only the most likely tokens that together reach this probability, in (0, 1]
-      (nucleus sampling, Holtzman et al. 2020), counted after `top_k`. Ties with the last
-      of them stay, too.
+    top_k: keep only the k most likely tokens, and ties with the k-th; 0 keeps all.
+    top_p: keep only the most likely tokens that together reach this probability, in (0, 1]
+      (nucleus sampling, Holtzman et al. 2020), after `top_k`; ties with the last of them stay.
 
   Returns:
     [B], int32.
 
   Raises:
-    ValueError: `logits` is not [B, V], or a setting that is not traced is outside its
-      range.
+    ValueError: `logits` is not [B, V], or a setting that is not traced is out of range.
   """
   if logits.ndim != 2:
     raise ValueError(f"logits: expected [B, V], got the shape {logits.shape}")
@@ -67,7 +65,7 @@ def sample(
 
 
 def _check(temperature, top_k, top_p) -> None:
-  """Refuses settings outside their range, where their values are known."""
+  """Checks that the settings are in range, unless they are traced."""
   if _is_known(temperature) and not 0 <= temperature < math.inf:
     raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
   if _is_known(top_k) and top_k < 0:
@@ -97,7 +95,7 @@ def _as_it_is(x: jax.Array) -> jax.Array:
 
 
 def _first_largest(x_bv: jax.Array) -> jax.Array:
-  """The first of the largest, [B]: `jnp.argmax`, in two passes that a CPU vectorises."""
+  """The index of the first largest value, [B]: `jnp.argmax` in two passes that a CPU vectorises."""
   size = x_bv.shape[1]
   largest_b1 = jnp.max(x_bv, axis=-1, keepdims=True)
   places_bv = jax.lax.broadcasted_iota(jnp.int32, x_bv.shape, 1)
@@ -105,20 +103,20 @@ def _first_largest(x_bv: jax.Array) -> jax.Array:
 
 
 def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
-  """Puts -inf for all but the top of each row, found by bisection of its values.
+  """Sets all but the top of each row to -inf; finds the threshold by bisection.
 
     x_i stays if sum_{j: x_j > x_i} weights_j < limit
 
     x [3, 1, 2, 1], weights all 1, limit 2  ->  [3, -inf, 2, -inf];  limit 3  ->  all
 
-  The sum falls as x_i rises, so there is a least value that stays. Floats are as many as
-  int32 and in their order, and 32 halvings find it, ties and all: 32 sums over a row take
-  far less time than sorting it.
+  The sum falls as x_i rises, so there is a smallest value that stays. Mapped to int32 in the
+  same order, it takes 32 halvings to find, ties included: 32 sums over a row are much faster
+  than sorting it.
 
   Args:
     x_bv: [B, V], float32.
     weights_bv: [B, V], float32, at least 0.
-    limit: [], float32, above 0, so that the largest stays.
+    limit: [], float32, above 0, so that the largest value stays.
 
   Returns:
     [B, V].
@@ -138,7 +136,7 @@ def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
 
 
 def _rank(x: jax.Array) -> jax.Array:
-  """int32 in the order of float32: their bits, those of negative numbers turned round."""
+  """int32 in the order of float32: the bits, inverted for negative numbers."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

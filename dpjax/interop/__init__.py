@@ -1,4 +1,4 @@
-"""Conversion of models trained elsewhere."""
+"""Converts models trained elsewhere."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,13 @@
-"""Named arrays of PyTorch -> parameters of dpjax, and back, by a table.
+"""Converts named arrays of PyTorch to parameters of dpjax, and back, by a table.
 
-A table has a line for every parameter here:
+A table has an entry for every parameter of dpjax:
 
-  path here -> (its shape there, its name there)
-  path here -> (the shape of each there, a tuple of their names there)
+  path in dpjax -> (shape in PyTorch, name in PyTorch)
+  path in dpjax -> (shape of each layer in PyTorch, tuple of the layers' names)
 
-The second is of equal layers, stacked here to [num_layers, ...]. A shape is a string of
-letters, one an axis, which stand for sizes; "3" stands for 3 D, "1" for itself. Matrices
-are [out, in] there and [in, out] here.
+The second form stacks equal layers to [num_layers, ...]. A shape is a string with a letter
+for the size of each axis; "3" stands for 3 D, "1" for itself. Matrices are [out, in] in
+PyTorch and [in, out] here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,12 +23,12 @@ Table = Mapping[str, tuple[str, Names]]
 
 
 def find_state(content: Mapping) -> dict:
-  """The names and arrays of a checkpoint, or of the mapping that it holds.
+  """The names and arrays of a checkpoint, or of the mapping within it.
 
-  `torch.nn.parallel.DistributedDataParallel` puts "module." before every name; it goes.
+  Removes the "module." that `torch.nn.parallel.DistributedDataParallel` puts before names.
 
   Raises:
-    ValueError: it is no mapping.
+    ValueError: the checkpoint is not a mapping.
   """
   state = content
   if isinstance(content, Mapping):
@@ -43,15 +43,15 @@ def find_state(content: Mapping) -> dict:
 
 
 def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
-  """The table of equal layers from the lines of one.
+  """The table of equal layers from the entries of one layer.
 
     {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
       ->  {"layers/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
 
   Args:
-    lines: path and name within a layer.
-    place: path of the layers here.
-    prefixes: name of each layer there.
+    lines: the table of one layer, with paths and names within it.
+    place: the path of the layers here.
+    prefixes: the name of each layer in PyTorch.
   """
   prefixes = tuple(prefixes)
   return {
@@ -61,10 +61,11 @@ def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
 
 
 def check_names(names: Iterable[str], table: Table, models: str) -> None:
-  """Refuses names that the table lacks, and lacks of its own.
+  """Checks that the names are exactly those of the table.
 
   Raises:
-    ValueError: naming them all, and `models`, whose names they should be.
+    ValueError: names are unknown or missing; the message lists them, and the `models` that
+      have such names.
   """
   expected = {name for _, each in table.values() for name in _tuple(each)}
   unknown, missing = sorted({*names} - expected), sorted(expected - {*names})
@@ -76,12 +77,12 @@ def check_names(names: Iterable[str], table: Table, models: str) -> None:
 
 
 def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
-  """Tensors, or whatever NumPy reads, as float32."""
+  """Converts tensors, or anything that NumPy reads, to float32."""
   return {name: _as_array(value) for name, value in state.items()}
 
 
 def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
-  """The size of each letter, from the first array that has it.
+  """The size of each letter, from the first array with it.
 
   Raises:
     ValueError: `name: expected the shape ..., got ...`.
@@ -99,7 +100,7 @@ def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]
 
 
 def to_params(arrays: Mapping[str, np.ndarray], table: Table) -> dict:
-  """The parameters as a tree; axes are cut, moved and stacked, nothing else."""
+  """The parameters as a tree; axes are only split, moved and stacked."""
   params = {}
   for path, (_, names) in table.items():
     each = [_convert(arrays[name], path) for name in _tuple(names)]
@@ -108,7 +109,7 @@ def to_params(arrays: Mapping[str, np.ndarray], table: Table) -> dict:
 
 
 def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
-  """The arrays by their names there: `to_params` backwards."""
+  """The arrays by their names in PyTorch, the inverse of `to_params`."""
   flat, arrays = traverse_util.flatten_dict(params, sep="/"), {}
   for path, (_, names) in table.items():
     array = np.asarray(flat[path])

@@ -1,4 +1,4 @@
-"""The authors' PyTorch checkpoints -> (model configuration, parameters), and back, by name.
+"""Converts the authors' PyTorch checkpoints to (model configuration, parameters), and back.
 
 Source: `DispatcherModel` of dispatcher/dispatcher_model.py and of
 dispatcher/dispatcher_model_multihead.py, `TransformerModel` of dispatcher/msa_model.py,
@@ -71,40 +71,38 @@ def from_torch(
     model = dpjax.build_model(model_config)
     logits = model.apply({"params": params}, tokens).logits
 
-  Their models are told apart by the names: self-attention by its `in_proj_weight`, that of
-  dynamic token pooling, `MemTransformerLM`, by its `word_emb.weight`. The conversion of
-  the arrays is linear, so that a mapping of gradients goes the same way.
+  The names tell the models apart: self-attention has `in_proj_weight`, and dynamic token
+  pooling (`MemTransformerLM`) has `word_emb.weight`. The conversion of the arrays is linear,
+  so it also converts gradients.
 
   Args:
     state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint
-      that holds them under "model_state_dict" or "model_state". Of the latter
-      "model_config" is read, too: the kind of boundaries and the activation, which is
-      GELU where it is missing.
-    num_heads: the number of heads of self-attention, where no name or shape tells it (None: 1); of
-      `MemTransformerLM` it is read off `r_w_bias`.
+      that holds them under "model_state_dict" or "model_state". From the latter,
+      "model_config" is read, too: the kind of boundaries and the activation, GELU if missing.
+    num_heads: the number of heads of self-attention, which no name or shape tells (None: 1);
+      for `MemTransformerLM` it comes from `r_w_bias`.
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
-      they differ in the sigmoid of the gates alone.
+      they differ only in the sigmoid of the gates.
     max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which
       `MemTransformerLM` lacks.
-    boundaries: those of `MemTransformerLM`: "none", "fixed", "whitespace", "unigram", "entropy"
-      or "gumbel"; None where the file tells it, as one without pooling does.
+    boundaries: the kind of boundaries of `MemTransformerLM`: "none", "fixed", "whitespace",
+      "unigram", "entropy" or "gumbel"; None if the file tells it, as one without pooling does.
     shortening_factor: k of fixed boundaries.
-    boundary_offset: place of their first, by the authors 0; -1: k - 1.
-    space_ids: tokens that end a segment of whitespace, or that gumbel is compared with.
+    boundary_offset: the place of the first of these, 0 in the authors' code; -1 means k - 1.
+    space_ids: the tokens that end a segment of whitespace, or the reference of gumbel's scores.
     temperature: tau of gumbel.
-    sample_boundaries: gumbel: draw them in evaluation, as the authors do, too.
+    sample_boundaries: whether gumbel draws boundaries in evaluation, too, like the authors.
 
   Returns:
     `model_config`, all keys of `dpjax.config.default_model()` without dropout, and
-    `params`, float32, layers stacked to [num_layers, ...]. The Dispatcher's number of
-    levels is read off its gates, so it does not depend on `max_length`.
+    `params`, float32, with layers stacked to [num_layers, ...]. The Dispatcher's number of
+    levels comes from its gates, so it does not depend on `max_length`.
 
   Raises:
-    ValueError: names are missing or unknown, or shapes do not match; the settings do not
-      fit the file, or one that it does not tell is missing; the positions are not the
-      sinusoidal ones; or it is a Dispatcher of several heads, which the authors' code
-      computes by a reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not
-      features.
+    ValueError: names are missing or unknown, or shapes do not match; a setting contradicts
+      the file, or one that the file lacks is missing; the positions are not sinusoidal; or
+      the model is a Dispatcher with several heads, which the authors' code computes by a
+      reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not features.
   """
   if variant not in ("paper", "multihead"):
     raise UserError(f"variant: expected paper or multihead, got {variant}")
@@ -160,7 +158,7 @@ def from_torch(
 
 
 def _table(state: Mapping, mixer: Table) -> tuple[Table, int]:
-  """The table of the file, and how many layers it has."""
+  """The table of the file, and its number of layers."""
   indices = {match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}
   num_layers = max(len(indices), 1)
   return _lines(mixer, num_layers), num_layers
@@ -172,14 +170,14 @@ def _lines(mixer: Table, num_layers: int) -> Table:
 
 
 def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
-  """The parameters of a model by the authors' names: `from_torch` backwards.
+  """The parameters of a model by the authors' names, the inverse of `from_torch`.
 
     state = dpjax.interop.to_torch(run.config.model, run.params)
     torch.save({name: torch.from_numpy(x) for name, x in state.items()}, "model.pt")
 
-  Settings that such a file does not hold (heads of attention, the offset of fixed
-  boundaries) have to be given to `from_torch` again. Of a model that it does not read, the
-  parameters have their names here, joined by dots.
+  Settings that the file does not hold (attention's heads, the offset of fixed boundaries)
+  must be given to `from_torch` again. Models that `from_torch` cannot read get dpjax's names,
+  joined by dots.
 
   Args:
     model_config: `config.model` of the model.
@@ -196,7 +194,7 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 
 
 def _table_of(model: Mapping) -> Table | None:
-  """The authors' setting with the same effect as one of these settings, if any."""
+  """The table for the authors' model with the same settings, if there is one."""
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
   kind, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = kind in ("unigram", "entropy", "gumbel")
@@ -220,7 +218,7 @@ def _table_of(model: Mapping) -> Table | None:
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
-  """Refuses a Dispatcher that has, or is said to have, several heads."""
+  """Checks that a Dispatcher has one head, by its shapes and settings."""
   if num_heads != 1:
     got = f"num_heads = {num_heads}"
   elif sizes["E"] != sizes["D"]:

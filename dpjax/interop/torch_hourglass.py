@@ -1,4 +1,4 @@
-"""The authors' dynamic token pooling in PyTorch -> (model configuration, parameters).
+"""Converts the authors' dynamic token pooling in PyTorch to (model configuration, parameters).
 
 Source: `MemTransformerLM` of hourglass.py, PiotrNawrot/dynamic-pooling@1e6f360.
 
@@ -80,16 +80,16 @@ def convert(
   temperature: float,
   sample_boundaries: bool,
 ) -> tuple[ConfigDict, dict]:
-  """The work of `dpjax.interop.from_torch` where `is_hourglass`.
+  """Implements `dpjax.interop.from_torch` for an hourglass.
 
   Args:
-    content: the whole checkpoint, of which "model_config" is read, or `state`.
+    content: the whole checkpoint, for its "model_config", or `state`.
     state: names -> arrays.
-    boundaries: as `from_torch`, and so are the others.
+    boundaries: see `from_torch`, as for the others.
     num_heads: H.
     max_length: the longest T.
     shortening_factor: k of fixed boundaries.
-    boundary_offset: place of their first.
+    boundary_offset: the place of the first fixed boundary.
     space_ids: the spaces, for whitespace and gumbel.
     temperature: the temperature of gumbel.
     sample_boundaries: whether gumbel draws boundaries in evaluation, too.
@@ -161,7 +161,7 @@ def convert(
 
 
 def _recorded(content: Mapping) -> Mapping[str, Any]:
-  """The arguments of their model, where a whole checkpoint has them."""
+  """The arguments of the authors' model, if a whole checkpoint has them."""
   recorded = content.get("model_config")
   return recorded if isinstance(recorded, Mapping) else {}
 
@@ -175,7 +175,7 @@ def _has_predictor(state: Mapping) -> bool:
 
 
 def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
-  """The kind that was given, or that the file has or leaves no choice of."""
+  """The kind of boundaries: as given, as recorded in the file, or the only one that fits."""
   if not _is_pooled(state):
     possible = ("none",)
   elif not _has_predictor(state):
@@ -195,7 +195,7 @@ def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
 
 
 def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
-  """The table of the file, and how many blocks each stack has, as settings."""
+  """The table of the file, and the number of blocks in each stack, as settings."""
   matches = [match for name in state if (match := _LAYER_NAME.fullmatch(name))]
   names = ("num_layers",)
   if boundaries != "none":
@@ -208,7 +208,7 @@ def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
 
 
 def lines(depths: Sequence[int], has_predictor: bool) -> Table:
-  """The table of a model with so many blocks in each stack: in one, or in three."""
+  """The table of a model by the number of blocks in each stack, of one or three stacks."""
   places = ("layers",)
   if len(depths) == 3:
     places = ("hourglass/first", "hourglass/middle", "hourglass/last")

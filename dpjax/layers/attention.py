@@ -1,4 +1,4 @@
-"""Masked self-attention (MSA), the baseline, and that of Transformer-XL.
+"""Masked self-attention (MSA), the baseline, and Transformer-XL's relative attention.
 
 B batch, T position, H head, E feature of a head, D width, R distance.
 """
@@ -15,20 +15,20 @@ from dpjax.layers import dropout, initializers, mixer
 
 
 class SelfAttention(nn.Module):
-  """Multi-head masked self-attention, as torch.nn.MultiheadAttention.
+  """Multi-head masked self-attention, like torch.nn.MultiheadAttention.
 
-  Queries, keys and values come from one [D, 3D] matrix; all biases begin at 0.
+  Queries, keys and values come from one [D, 3D] matrix; biases are initialised to 0.
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T; has to be given.
+    max_length: the longest T; required.
     dropout: probability with which an attention weight is dropped in training.
     use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, with
       the [D, 3D] matrix drawn as one Xavier-uniform matrix.
     dtype: the dtype of the computation; parameters are float32.
-    rotary_base: base of the rotary positions (`dpjax.ops.rotate`), 10,000 in their paper; None: no
-      rotation.
+    rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper;
+      None for no rotation.
   """
 
   is_endless: ClassVar[bool] = False
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
   rotary_base: float | None = None
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     if self.rotary_base is not None and not self.rotary_base > 1:
       raise ValueError(f"rotary_base: expected None or a number above 1, got {self.rotary_base}")
@@ -113,8 +113,8 @@ class RelativePositions(NamedTuple):
 
   Attributes:
     table: [R, D], embeddings of the distances 0 .. R - 1.
-    content_bias: [H, E], added to the queries that meet keys.
-    position_bias: [H, E], added to the queries that meet positions.
+    content_bias: [H, E], added to the queries in products with keys.
+    position_bias: [H, E], added to the queries in products with positions.
   """
 
   table: jax.Array
@@ -123,12 +123,12 @@ class RelativePositions(NamedTuple):
 
 
 class SharedPositions(nn.Module):
-  """Makes `RelativePositions`; its two biases are those of all layers that it serves.
+  """Makes `RelativePositions`, whose two biases are shared by layers.
 
   Attributes:
     num_heads: H, a divisor of D.
-    dropout: dropout rate of the table, drawn once a call.
-    init_std: standard deviation of the biases, N(0, init_std**2); 0: they begin at 0.
+    dropout: the dropout rate of the table, drawn once for each call.
+    init_std: the standard deviation of the biases, N(0, init_std**2).
     dtype: the dtype of the computation; parameters are float32.
   """
 
@@ -156,7 +156,7 @@ class RelativeAttentionCache(NamedTuple):
 
   Attributes:
     attention: keys and values.
-    distances: [H, R, E], the projected table, which is computed where a row begins.
+    distances: [H, R, E], the projected table, computed at the beginning of a row.
   """
 
   attention: ops.AttentionCache
@@ -167,13 +167,13 @@ class RelativeAttention(nn.Module):
   """Multi-head attention with relative positions (`dpjax.ops.relative_attention`).
 
   Queries, keys and values come from one [D, 3D] matrix, positions from a [D, D] one; all
-  have biases, which begin at 0.
+  have biases, initialised to 0.
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T, and with a cache M: a token then meets the last M alone.
+    max_length: the longest T, and with a cache M: a token then attends to the last M tokens.
     dropout: probability with which an attention weight is dropped in training.
-    position_dropout: dropout rate of the table of distances, where the layer has its own.
+    position_dropout: the dropout rate of the table of distances, if the layer has its own.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
   """
@@ -186,7 +186,7 @@ class RelativeAttention(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     super().__post_init__()
 
@@ -211,9 +211,9 @@ class RelativeAttention(nn.Module):
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
   ) -> Any:
-    """Mixes [B, T, D]; `positions` are those that layers share.
+    """Mixes [B, T, D]; layers may share `positions`.
 
-    They have at least T distances, with a cache `max_length`.
+    They need at least T distances, or `max_length` with a cache.
     """
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     length, width = inputs.shape[1:]

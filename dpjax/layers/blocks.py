@@ -21,7 +21,7 @@ ACTIVATIONS = {
 
 
 class Norm(nn.Module):
-  """A norm over the features, with gains that begin at N(1, gain_std**2).
+  """A norm over the features, with gains initialised as N(1, gain_std**2).
 
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + 1e-5) + bias
     rms_norm    gain x / sqrt(mean(x**2) + 1e-5), without a bias
@@ -31,8 +31,8 @@ class Norm(nn.Module):
   Attributes:
     kind: "layer_norm" or "rms_norm".
     dtype: the dtype of the result.
-    gain_std: see above.
-    use_bias: of a LayerNorm.
+    gain_std: the standard deviation of the initial gains.
+    use_bias: whether a LayerNorm has a bias.
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
@@ -67,9 +67,9 @@ class FeedForward(nn.Module):
       defaults.
     dtype: the dtype of the computation; parameters are float32.
     out_width: columns of W2; None is the width of the input.
-    use_bias: False: without b1, b2 and bg.
+    use_bias: whether there are b1, b2 and bg.
 
-  Source: of swiglu, Shazeer 2020, arXiv:2002.05202.
+  Source: Shazeer 2020, arXiv:2002.05202, for swiglu.
   """
 
   hidden_width: int
@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
 
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
-    """[B, T, D] -> [B, T, `out_width`], every position by itself."""
+    """[B, T, D] -> [B, T, `out_width`], each position on its own."""
     width = inputs.shape[-1]
     # One array of rows: each product would keep a reshape of its own for the gradient.
     rows = inputs.reshape(-1, width)
@@ -115,17 +115,18 @@ class Block(nn.Module):
     norm = "pre":   x = x + drop(mix(N(x)));  x = x + drop(ffn(N(x)))
 
   Attributes:
-    make_mixer: called with `name`, gives the mixer (`dpjax.layers.mixer.Mixer`).
+    make_mixer: makes the mixer (`dpjax.layers.mixer.Mixer`) from its `name`.
     hidden_width: the width of the feed-forward network.
     norm: "post" or "pre".
     activation: "relu", "gelu" or "swiglu".
     dropout: dropout rate of both branches, before they are added.
-    hidden_dropout: within the feed-forward network.
+    hidden_dropout: the dropout rate within the feed-forward network.
     init_std: standard deviation of the feed-forward network's weights; as `FeedForward`.
     norm_init_std: standard deviation of the gains of the norms, N(1, norm_init_std**2).
     dtype: the dtype of the computation; parameters are float32.
     norm_kind: "layer_norm" or "rms_norm".
-    use_bias: False: norms and the feed-forward network have none; a mixer's are its own.
+    use_bias: whether norms and the feed-forward network have biases; mixers have a setting of
+      their own.
   """
 
   make_mixer: Callable[..., nn.Module]
@@ -149,9 +150,9 @@ class Block(nn.Module):
     cache: Any = None,
     **mixer_inputs,
   ) -> Any:
-    """[B, T, D] -> [B, T, D], and with a cache that of the mixer after it.
+    """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache.
 
-    The mixer is given `mixer_inputs`, too.
+    The mixer also receives `mixer_inputs`.
     """
     mixer = self.make_mixer(name="mixer")
     if "starts" in mixer_inputs:

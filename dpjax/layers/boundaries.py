@@ -1,10 +1,10 @@
-"""Kinds of boundaries: where segments end, and how a predictor learns it.
+"""Kinds of boundaries: they find where segments end, and may have a predictor that learns it.
 
 B batch, T position, D width.
 
-A kind is one Linen module. `dpjax.models.hourglass.Hourglass` asks it where segments end
-and how to pool them, `dpjax.training.losses.Objective` what it adds to the loss. A new kind
-subclasses `Boundaries`, and `dpjax.register_boundaries` gives it a name.
+A kind is one Linen module. `dpjax.models.hourglass.Hourglass` gets the segments and the
+pooling from it, and `dpjax.training.losses.Objective` its part of the loss. A new kind
+subclasses `Boundaries`; `dpjax.register_boundaries` gives it a name.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
@@ -23,13 +23,13 @@ from dpjax.ops.segments import METHODS
 
 
 class Found(NamedTuple):
-  """Where segments end.
+  """The ends of segments.
 
   Attributes:
     boundaries: [B, T], 0 or 1. Integers, or floats through which a gradient passes.
-    logits: [B, T], of a boundary's probability; None without a predictor.
-    probabilities: [B, T], of a boundary, where the model's output depends on them.
-    state: from `init_state`, after these tokens.
+    logits: [B, T], the logits of boundaries; None without a predictor.
+    probabilities: [B, T], the probabilities of boundaries, if the model's output uses them.
+    state: the state of `init_state` after these tokens.
   """
 
   boundaries: jax.Array
@@ -44,14 +44,14 @@ class Boundaries(nn.Module):
   Attributes:
     needs_text: whether its boundaries are computed from the text during preparation; then
       batches have "boundaries", [B, T].
-    suits_segments: whether it can pool segments again, which are no tokens: `tokens` is
-      None then, and a batch of its `loss` has "weights" alone.
+    suits_segments: whether it can also pool segments instead of tokens: `tokens` is then
+      None, and a batch of its `loss` has only "weights".
     takes_noise: whether it draws boundaries at random, and takes `noise`.
-    has_null_group: whether a learned vector and a LayerNorm go before the middle. Without
-      them the first token of each row and document has to be a boundary.
-    needs_run: whether it reads with the model of another run. Its setting `run` is the
-      folder of that run. Its field `frozen` receives the model, whose parameters are stored
-      under "frozen" and are not trained.
+    has_null_group: whether a learned vector and a LayerNorm precede the middle. Without
+      them, the first token of each row and document must be a boundary.
+    needs_run: whether it uses the model of another run. Its setting `run` is the folder of
+      that run. Its field `frozen` receives the model, whose parameters are stored under
+      "frozen" and are not trained.
     is_endless: whether it also finds boundaries beyond the model's window.
   """
 
@@ -65,7 +65,7 @@ class Boundaries(nn.Module):
 
   @property
   def pooling_method(self) -> str:
-    """The `method` of `dpjax.ops.pool_segments`: how a segment becomes a vector."""
+    """The `method` of `dpjax.ops.pool_segments`."""
     return getattr(self, "pooling", "mean")
 
   @property
@@ -75,12 +75,12 @@ class Boundaries(nn.Module):
 
   @property
   def draws_in_evaluation(self) -> bool:
-    """Whether it draws in evaluation, too."""
+    """Whether it also draws boundaries in evaluation."""
     return False
 
   @property
   def has_cache(self) -> bool:
-    """Whether it can go on from `init_state`."""
+    """Whether it has an `init_state`, from which generation can continue."""
     return True
 
   def settings_for(self, tokenizer: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Boundaries(nn.Module):
       tokenizer: from `dpjax.text`.
 
     Raises:
-      ValueError: `data.tokenizer: ...`, the kind cannot do with its tokens.
+      ValueError: `data.tokenizer: ...`, the kind does not work with its tokens.
     """
     del tokenizer
     return {}
@@ -107,18 +107,19 @@ class Boundaries(nn.Module):
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
   ) -> Found:
-    """Finds where segments end, from the tokens so far alone.
+    """Finds where segments end; each boundary may depend only on the tokens so far.
 
     Args:
-      hidden: [B, T, D], what the first stack makes of the tokens.
-      tokens: [B, T], ids; None where the vectors are those of segments.
+      hidden: [B, T, D], the output of the first stack.
+      tokens: [B, T], ids; None if the vectors are segments.
       deterministic: False in training; draws come from the "dropout" stream.
-      noise: [B, T] in (0, 1), in place of a draw.
-      start: [B], int32, how many tokens of each row came before; None: none did.
-      state: from `init_state` or the last call, if rows go on; None: rows begin.
-      lengths: [B], int32, how many tokens of each row are real; None: all.
-      starts: [B, T], 1 where a document begins, else 0; it sees nothing of what came before.
-        None: a row is one document. A kind may leave it out; then a model refuses documents.
+      noise: [B, T] in (0, 1), instead of a draw.
+      start: [B], int32, the number of earlier tokens in each row; None means 0.
+      state: from `init_state` or the last call, to continue rows; None begins rows.
+      lengths: [B], int32, the number of real tokens in each row; None means all.
+      starts: [B, T], 1 where a document begins, else 0; a document sees nothing before its
+        start. None means that each row is one document. A kind may lack this argument; the
+        model then refuses documents.
     """
     raise NotImplementedError
 
@@ -134,42 +135,42 @@ class Boundaries(nn.Module):
     previous: jax.Array | None,
     starts: jax.Array | None = None,
   ) -> jax.Array:
-    """Changes the segments that tokens read, after the middle; by default not at all.
+    """Changes the segments between the middle and the tokens; does nothing by default.
 
     Args:
-      segments: [B, S, D], of the middle, without the null group.
+      segments: [B, S, D], the output of the middle, without the null group.
       probabilities: [B, S], those of `Found` at the boundaries that end the segments.
-      previous: [B, D], what was read last, where rows go on.
-      starts: [B, S], 1 at the first segment of each document, else 0; None: there is one.
+      previous: [B, D], the last result, if rows continue.
+      starts: [B, S], 1 at the first segment of each document, else 0; None for one document.
     """
     del probabilities, previous, starts
     return segments
 
   def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
-    """The input of the last stack, [B, T, D]: what tokens read plus their own vectors."""
+    """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' own vectors."""
     del found
     return read + hidden
 
   def most_segments(self, length: int) -> int | None:
-    """How many segments any row of T tokens has; None: it depends on the tokens."""
+    """The number of segments in any row of T tokens; None if it depends on the tokens."""
     del length
     return None
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray | None:
-    """[B], the segments that end in each of the host's rows [B, T]; None: unknown there."""
+    """[B], the number of segments that end in each of the host's rows [B, T]; None if unknown."""
     del tokens
     return None
 
   def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """The boundaries' part of a batch's loss, and the targets that scores compare with.
+    """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: as `dpjax.training.losses.Objective.sums` takes it. Where rows are several
-        documents it has "starts", [B, T].
+      batch: see `dpjax.training.losses.Objective.sums`. Rows of several documents also have
+        "starts", [B, T].
 
     Returns:
-      Nats, a sum over tokens that count, float32; and [B, T], 0 or 1, or None.
+      The sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
     del output, batch
     return jnp.zeros(()), None
@@ -184,7 +185,7 @@ class Fixed(Boundaries):
 
   Attributes:
     shortening_factor: k.
-    offset: place of the first boundary; None: k - 1. The authors' code has 0.
+    offset: the place of the first boundary; None means k - 1. The authors' code has 0.
     pooling: "mean", or "last" (sub-sampling).
   """
 
@@ -195,7 +196,7 @@ class Fixed(Boundaries):
   pooling: str = "mean"
 
   def __post_init__(self):
-    """Refuses settings that no segments can have."""
+    """Checks that the settings describe segments."""
     at_least_one("shortening_factor", self.shortening_factor)
     if self.offset is not None and not 0 <= self.offset < self.shortening_factor:
       raise ValueError(
@@ -237,9 +238,9 @@ class Whitespace(Boundaries):
   """A segment ends with each token that ends a word.
 
   Attributes:
-    space_ids: those tokens; (): the tokenizer's.
+    space_ids: the tokens that end words; () takes the tokenizer's.
     pooling: see `Fixed`.
-    num_capacities: lengths that the middle is compiled for.
+    num_capacities: the number of lengths for which the middle is compiled.
   """
 
   space_ids: tuple[int, ...] = ()
@@ -247,7 +248,7 @@ class Whitespace(Boundaries):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     check_ids(self.space_ids)
     check_pooling(self.pooling)
     at_least_one("num_capacities", self.num_capacities)
@@ -285,13 +286,13 @@ class Whitespace(Boundaries):
 
 
 class SpaceByte(Boundaries):
-  """A segment ends with the first of each run of spacelike bytes: for any script, and code.
+  """A segment ends with the first of each run of spacelike bytes, in any script and in code.
 
   Attributes:
-    space_ids: tokens whose first byte is spacelike; (): the tokenizer's.
-    end_ids: tokens whose last byte is; (): likewise.
-    pooling: as in `Fixed`; SpaceByte's own is "last".
-    num_capacities: lengths that the middle is compiled for.
+    space_ids: the tokens whose first byte is spacelike; () takes the tokenizer's.
+    end_ids: the tokens whose last byte is spacelike; () takes the tokenizer's.
+    pooling: see `Fixed`; SpaceByte's own is "last".
+    num_capacities: the number of lengths for which the middle is compiled.
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
@@ -302,7 +303,7 @@ class SpaceByte(Boundaries):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     check_ids(self.space_ids)
     check_ids(self.end_ids, "end_ids")
     check_pooling(self.pooling)
@@ -351,7 +352,7 @@ class SpaceByte(Boundaries):
 
 
 def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:
-  """[B, ...], of each row's last real token in `now`, [B, T, ...], or what was before."""
+  """[B, ...], the values in `now`, [B, T, ...], at each row's last real token, else `before`."""
   if lengths is None:
     return now[:, -1]
   seen = jnp.concatenate([before[:, None].astype(now.dtype), now], axis=1)
@@ -363,19 +364,19 @@ def _is_spacelike(byte: int) -> bool:
 
 
 def at_least_one(name: str, value: int) -> None:
-  """Refuses a setting below 1."""
+  """Checks that a setting is at least 1."""
   if value < 1:
     raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 def check_pooling(pooling: str) -> None:
-  """Refuses a way of pooling that `dpjax.ops.pool_segments` does not know."""
+  """Checks that `dpjax.ops.pool_segments` knows a method of pooling."""
   if pooling not in METHODS:
     known = ", ".join(METHODS)
     raise ValueError(f"pooling: expected one of {known}, got {pooling}")
 
 
 def check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
-  """Refuses values that are not token ids."""
+  """Checks that values are token ids."""
   if not all(type(i) is int and i >= 0 for i in ids):
     raise ValueError(f"{name}: expected token ids, got {ids}")

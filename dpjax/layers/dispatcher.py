@@ -1,10 +1,10 @@
 """The Dispatcher in place of self-attention. B batch, T position, D width, K level.
 
-Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Where
-this differs from the authors' code:
-- heads split the D features; there a reshape of [B, T, D] to [B * H, T, D / H] cuts the
-  positions (the same for one head, and all published results have one);
-- K = ceil(log2(max_length)), there the floor (the same at powers of two).
+Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Differences
+from the authors' code:
+- Heads split the D features. The authors' reshape of [B, T, D] to [B * H, T, D / H] cuts the
+  positions. With one head, as in all published results, both are the same.
+- K = ceil(log2(max_length)); the authors take the floor. Powers of two give the same.
 """
 
 from typing import Any
@@ -27,9 +27,9 @@ class Dispatcher(nn.Module):
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T; has to be given.
-    num_levels: K; None is ceil(log2(max_length)), at least 1, with which the last
-      position reaches the first. Position t reaches back to t - 2**K + 1.
+    max_length: the longest T; required.
+    num_levels: K; None is ceil(log2(max_length)), at least 1, so that the last position
+      reaches the first. Position t reaches back to t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the
       whole batch (Dispatcher dropout, Sec. 2.1).
     implementation: see `dpjax.ops.shift_and_sum`.
@@ -46,7 +46,7 @@ class Dispatcher(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(
       self,
       sizes=("num_heads", "max_length", "num_levels"),
@@ -99,7 +99,7 @@ class MultiHeadDispatcher(Dispatcher):
   """The authors' later layer: matrices of full width, and gates without the sigmoid.
 
   W_in and W_out are [D, D], W_c is [D, H * K]; head h of level k reads column h * K + k.
-  Level 0 is never skipped. The attributes are those of `Dispatcher`.
+  Level 0 is never skipped. For the attributes see `Dispatcher`.
   """
 
   @nn.compact
@@ -156,7 +156,7 @@ def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:
 
 
 def _draw_levels(module, num_levels: int, deterministic: bool) -> jax.Array | None:
-  """[K] booleans, one draw for the whole batch; None where every level is kept."""
+  """[K] booleans, one draw for the whole batch; None if every level is kept."""
   if deterministic or not module.level_dropout:
     return None
   key = module.make_rng("dropout")

@@ -1,4 +1,4 @@
-"""Dropout as a module, which takes its key from the stream "dropout"."""
+"""Dropout as a module, with keys from the stream "dropout"."""
 
 import jax
 from flax import linen as nn
@@ -7,11 +7,11 @@ from dpjax import ops
 
 
 class Dropout(nn.Module):
-  """`dpjax.ops.dropout` in training, else nothing; without parameters.
+  """Applies `dpjax.ops.dropout` in training; has no parameters.
 
   Attributes:
-    rate: probability in [0, 1) that an element is set to zero.
-    after_relu: whether the inputs go through a ReLU first.
+    rate: the probability in [0, 1) that an element is set to zero.
+    after_relu: whether to apply a ReLU first.
   """
 
   rate: float

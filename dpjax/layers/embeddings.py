@@ -37,9 +37,9 @@ class TokenAndPosition(nn.Module):
     vocab_size: V.
     width: D.
     max_length: the longest T.
-    positions: "sinusoidal", added as they are; "learned", a table times sqrt(D); or
-      "none", for mixers that have their own: then the tokens are not scaled either.
-    dropout: dropout rate of the sum.
+    positions: "sinusoidal", added without a factor; "learned", a table times sqrt(D); or
+      "none", for mixers with positions of their own, where tokens are not scaled either.
+    dropout: the dropout rate of the sum.
     init_std: standard deviation of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
     dtype: the dtype of the computation; parameters are float32.
   """
@@ -66,11 +66,11 @@ class TokenAndPosition(nn.Module):
     Args:
       tokens: [B, T].
       deterministic: False in training.
-      start: [B], integers, the position of each row's first token; None: 0. With it,
-        sinusoidal positions go on beyond `max_length`, as they are a formula. Learned
-        ones cannot: there the rows from `max_length` on are nan.
-      starts: [B, T], 1 at the first token of each document, which has the position 0; None:
-        a row is one document.
+      start: [B], integers, the position of each row's first token; None means 0. With it,
+        sinusoidal positions, as a formula, continue beyond `max_length`. Learned positions
+        cannot; their rows from `max_length` on are nan.
+      starts: [B, T], 1 at the first token of each document, which has the position 0; None
+        means that each row is one document.
 
     Raises:
       ValueError: T is above `max_length` without `starts`, or `tokens` is not [B, T].
@@ -127,10 +127,9 @@ def _places(start: jax.Array, length: int) -> jax.Array:
 def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:
   """Rows of an endless table of `sinusoidal_positions`, [B, T, D].
 
-  A product of a place and a frequency in float32 would have lost its last digits, those
-  that count, by place 10,000. So angles are turns here, of which only the fraction
-  counts, in units of 2**-32 turns: integers of 32 bits, which drop whole turns by
-  themselves.
+  By place 10,000, the product of place and frequency in float32 has lost the digits that
+  matter. So angles are measured in turns, as 32-bit integers in units of 2**-32 turns, whose
+  overflow drops whole turns.
   """
   frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
   units_f = frequency_f / (2 * np.pi) * 2.0**32

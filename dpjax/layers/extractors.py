@@ -11,8 +11,8 @@ at position i, a row vector:
   SHE, HE, WE then   a = (x W_adj) * e                               (Eq. 24)
                      y = a W_out                                     (Eq. 25)
 
-with * element-wise. As they stand the sums cost O(l**2); `dpjax.ops.causal_convolution`
-has forms of them that cost O(l log l).
+with * element-wise. As written, the sums cost O(l**2); `dpjax.ops.causal_convolution` also
+has forms that cost O(l log l).
 """
 
 from typing import Any
@@ -36,12 +36,12 @@ class HE(nn.Module):
 
   Attributes:
     max_length: l, the window: the longest T, and the number of taps.
-    adjustment: with Eq. 24; without it a = e.
-    output_projection: with Eq. 25; without it y = a. Without both this is HE's
-      extraction alone, the variant that ends Sec. 5.
+    adjustment: whether to apply Eq. 24; otherwise a = e.
+    output_projection: whether to apply Eq. 25; otherwise y = a. Without both, the layer is
+      HE's extraction alone, the variant at the end of Sec. 5.
     implementation: see `dpjax.ops.causal_convolution`.
-    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's, for the taps
-      those of a convolution.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, for
+      the taps those of a convolution.
     dtype: the dtype of the computation; parameters are float32.
   """
 
@@ -53,7 +53,7 @@ class HE(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION)
     super().__post_init__()
 
@@ -87,7 +87,7 @@ class HE(nn.Module):
 class SHE(HE):
   """The super high-performance Extractor: l D**2 + 2 D**2 parameters.
 
-  The attributes are those of `HE`.
+  For the attributes see `HE`.
   """
 
   def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
@@ -101,7 +101,7 @@ class SHE(HE):
 class WE(HE):
   """The worthwhile Extractor: l D + 2 D**2 parameters.
 
-  The attributes are those of `HE`.
+  For the attributes see `HE`.
   """
 
   def _extraction(self, inputs: jax.Array, *cached):
@@ -109,7 +109,7 @@ class WE(HE):
 
 
 class ME(nn.Module):
-  """The minimalist Extractor: the sum and nothing else, l parameters.
+  """The minimalist Extractor: only the sum, l parameters.
 
   Attributes:
     max_length: l, the window: the longest T, and the number of taps.
@@ -124,7 +124,7 @@ class ME(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION)
     super().__post_init__()
 

@@ -1,4 +1,4 @@
-"""How parameters begin: as the authors' models did, by PyTorch's defaults or N(0, s**2)."""
+"""Initializers of the authors' models: PyTorch's defaults, or N(0, s**2)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 def weights(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
-  """N(0, std**2), as the Extractors' paper has it (Sec. 6); `default` where std is 0."""
+  """N(0, std**2), as in the Extractors' paper (Sec. 6); `default` if std is 0."""
   return nn.initializers.normal(std) if std else default
 
 
 def biases(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
-  """0 where `weights` are normal; else `default`."""
+  """0 if `weights` are normal, else `default`."""
   return nn.initializers.zeros if std else default
 
 

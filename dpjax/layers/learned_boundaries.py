@@ -1,4 +1,4 @@
-"""Kinds of boundaries that a predictor, a router or another model finds."""
+"""Kinds of boundaries found by a predictor, a router or another model."""
 
 import math
 from functools import partial
@@ -23,14 +23,14 @@ from dpjax.ops.entropies import check_rule
 
 
 class _Predicted(Boundaries):
-  """A predictor, Linear, GELU, Linear, of the first stack's vectors: b = [p > 0.5]."""
+  """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5]."""
 
   predictor_width: int
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   def setup(self):
-    """Makes the predictor, whose parameters are this module's."""
+    """Makes the predictor; its parameters belong to this module."""
     self._predictor = blocks.FeedForward(
       self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
     )
@@ -58,19 +58,18 @@ class _Predicted(Boundaries):
 
 
 class Unigram(_Predicted):
-  """A predictor that is taught where the pieces of a Unigram tokenizer end.
+  """A predictor that learns where the pieces of a Unigram tokenizer end.
 
   Its loss is the mean binary cross-entropy.
 
   Attributes:
-    file: a SentencePiece `.model`; "": one is trained on the train split.
-    size: its pieces, where it is trained.
-    double_sigmoid: the probabilities take the place of the logits in the loss, as in the
-      authors' code.
+    file: a SentencePiece `.model`; "" trains one on the train split.
+    size: the number of pieces to train.
+    double_sigmoid: whether the loss takes probabilities for logits, as in the authors' code.
     pooling: see `Fixed`.
-    num_capacities: lengths that the middle is compiled for.
+    num_capacities: the number of lengths for which the middle is compiled.
     predictor_width: the width of the predictor's hidden layer.
-    init_std: standard deviation of its weights; as `dpjax.layers.blocks.FeedForward`.
+    init_std: the standard deviation of its weights; see `dpjax.layers.blocks.FeedForward`.
     dtype: the dtype of the computation.
   """
 
@@ -83,7 +82,7 @@ class Unigram(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     at_least_one("size", self.size)
     at_least_one("num_capacities", self.num_capacities)
     check_pooling(self.pooling)
@@ -96,13 +95,13 @@ class Unigram(_Predicted):
 
 
 class EntropySpikes(_Predicted):
-  """A predictor that is taught the spikes of the model's own conditional entropy (Eq. 6).
+  """A predictor that learns the spikes of the model's own conditional entropy (Eq. 6).
 
-  No gradient passes through the spikes. Only tokens whose target counts have a part, and a
-  spike is sought among them alone, so that the first of them is one.
+  No gradient passes through the spikes. Only tokens with a target that counts take part;
+  spikes are sought among these, so that the first of them is a spike.
 
   Attributes:
-    left: k of Eq. 6: places before that a spike exceeds.
+    left: k of Eq. 6: the number of earlier places that a spike exceeds.
     double_sigmoid: see `Unigram`.
     pooling: see `Unigram`.
     num_capacities: see `Unigram`.
@@ -119,7 +118,7 @@ class EntropySpikes(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     at_least_one("left", self.left)
     at_least_one("num_capacities", self.num_capacities)
     check_pooling(self.pooling)
@@ -134,15 +133,15 @@ class EntropySpikes(_Predicted):
 
 
 class Gumbel(_Predicted):
-  """A predictor that learns by itself: boundaries drawn from a Gumbel-sigmoid (Eq. 5).
+  """A predictor that learns end to end, with boundaries drawn from a Gumbel-sigmoid (Eq. 5).
 
   Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7).
 
   Attributes:
     temperature: tau.
-    prior: alpha, boundaries a token, in (0, 1).
-    sample: draw in evaluation, too, as the authors' code does; else round (Sec. 3.1).
-    space_ids: tokens that the boundaries are compared with in the scores; (): the
+    prior: alpha, the expected boundaries per token, in (0, 1).
+    sample: whether to draw in evaluation, too, as in the authors' code; else round (Sec. 3.1).
+    space_ids: the reference for the boundaries' scores: tokens that end words; () takes the
       tokenizer's.
     num_capacities: see `Unigram`.
     predictor_width: see `Unigram`.
@@ -160,7 +159,7 @@ class Gumbel(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     if not self.temperature > 0:
       raise ValueError(f"temperature: expected above 0, got {self.temperature}")
     if not 0 < self.prior < 1:
@@ -211,19 +210,19 @@ class Gumbel(_Predicted):
 
 
 class Routing(Boundaries):
-  """H-Net's routing: a segment ends where the next vector points away (`dpjax.ops.route`).
+  """H-Net's routing: a segment ends where the next vector differs in direction (`dpjax.ops.route`).
 
-    y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last segment that has ended
+    y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last closed segment
 
-  with e the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. A
-  segment's vector is its last token's. Its loss is `weight` times `dpjax.ops.ratio_loss`.
+  where e are the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. The
+  vector of a segment is its last token's. The loss is `weight` times `dpjax.ops.ratio_loss`.
 
   Attributes:
-    factor: N, the tokens a segment that are aimed at, above 1.
+    factor: N, the target number of tokens per segment, above 1.
     weight: the weight of the ratio loss.
-    num_capacities: lengths that the middle is compiled for.
+    num_capacities: the number of lengths for which the middle is compiled.
     width: D.
-    dtype: the dtype of the projections of the router; the rest is float32.
+    dtype: the dtype of the router's projections; the rest is float32.
 
   Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
   """
@@ -238,7 +237,7 @@ class Routing(Boundaries):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     if not self.factor > 1:
       raise ValueError(f"factor: expected above 1, got {self.factor}")
     if not self.weight >= 0:
@@ -247,7 +246,7 @@ class Routing(Boundaries):
     super().__post_init__()
 
   def setup(self):
-    """Begins with the cosine of neighbouring vectors, and without a residual."""
+    """Initialises the router to the cosine of neighbouring vectors, and the residual to 0."""
     identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)  # noqa: E731
     shape = (self.width, self.width)
     self._query = self.param("query", identity, shape, jnp.float32)
@@ -328,19 +327,19 @@ class EntropyState(NamedTuple):
 class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
-  That model reads the same tokens, in the same windows, and is not trained any further: no
-  gradient reaches it, and `dpjax.training.optimizer` leaves it alone. `model.init` draws
-  its parameters; `dpjax.models.language_model.with_frozen` puts in the trained ones, as
-  `dpjax.train` does. Where it has no cache, the whole model has none.
+  The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
+  it, and `dpjax.training.optimizer` does not update it. `model.init` draws its parameters, and
+  `dpjax.models.language_model.with_frozen` inserts the trained ones, as `dpjax.train` does. If
+  the small model has no cache, neither has the whole model.
 
   Attributes:
-    run: the folder of its run, which has this one's vocabulary.
-    rule: "global", "monotonic" or "combined": of `dpjax.ops.entropy_threshold`.
-    theta: nats; `dpjax calibrate` finds it for a length of segments.
-    theta_add: nats, of "combined".
+    run: the folder of the small model's run, with the same vocabulary.
+    rule: "global", "monotonic" or "combined"; see `dpjax.ops.entropy_threshold`.
+    theta: nats; `dpjax calibrate` finds it for a target length of segments.
+    theta_add: nats, for the rule "combined".
     pooling: see `Fixed`.
-    num_capacities: lengths that the middle is compiled for.
-    frozen: the model, whose `max_length` is at least this one's.
+    num_capacities: the number of lengths for which the middle is compiled.
+    frozen: the small model, whose `max_length` is at least this one's.
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
   """
@@ -357,7 +356,7 @@ class EntropyThreshold(Boundaries):
   frozen: Any = None
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     if not self.run:
       raise ValueError("run: expected the folder of a run, got ''")
     check_rule(self.rule, self.theta_add)

@@ -15,25 +15,25 @@ class Mixer(Protocol):
   """The interface of a token mixer, which replaces self-attention: [B, T, D] -> [B, T, D].
 
   A mixer is a Linen module. It is causal (position t of the output depends on
-  positions 0 .. t of the input), treats the rows of a batch apart, and takes any
-  1 <= T <= `max_length`. Random choices come from the "dropout" stream, and only
-  where `deterministic` is False.
+  positions 0 .. t of the input), treats the rows of a batch independently, and takes any
+  1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if
+  `deterministic` is False.
 
-  With a cache it takes the rows in chunks of any size, down to one token, and returns the
-  same outputs as for the whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache
-  is a pytree of arrays, passed in and out, whose shapes do not depend on the chunk. A mixer
-  may leave out `init_cache`, `cache` and `lengths`; then generation takes full passes.
+  With a cache, it takes rows in chunks of any size, down to one token, and returns the same
+  outputs as for whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache is a pytree
+  of arrays, whose shapes do not depend on the chunk. A mixer may lack `init_cache`, `cache`
+  and `lengths`; generation then takes full passes.
 
-  Rows may become longer than `max_length` by chunks, where the mixer can go on: position t
-  of a Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
-  t - max_length + 1. Attention cannot, and gives nan from there on.
+  Chunks may extend rows beyond `max_length` if the mixer can continue: position t of a
+  Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
+  t - max_length + 1. Attention cannot, and returns nan beyond `max_length`.
 
-  With `starts` a row is several documents, one behind the other, and each gives what it
-  gives alone. A row may then be longer than `max_length`, its documents may not. A mixer may
-  leave out `starts`; then a model refuses them.
+  With `starts`, a row holds several documents, one after another, and each gives the same
+  outputs as alone. The row may then be longer than `max_length`; a document may not. A mixer
+  may lack `starts`; the model then refuses documents.
 
-  A mixer class may have `is_endless = False`: rows cannot go on beyond `max_length` with a
-  cache. A mixer may share positions with other layers: its method `make_positions` makes a
+  A mixer class may have `is_endless = False`: a cache cannot continue rows beyond
+  `max_length`. Mixers may share positions across layers: the method `make_positions` makes a
   module, whose result all such mixers of a model receive as `positions`.
 
   Attributes:
@@ -54,17 +54,16 @@ class Mixer(Protocol):
     """Mixes the positions of [B, T, D].
 
     Args:
-      inputs: [B, T, D]; with a cache, what comes after what it has seen.
+      inputs: [B, T, D]; with a cache, the next T positions.
       deterministic: False in training.
-      cache: None, or of `init_cache`, or what the call before gave.
-      lengths: [B], int32, with a cache: how many of a row's T positions are real, the
-        rest behind them being padding; None: all.
-      starts: [B, T], 1 where a document begins, else 0; with a cache the first of a row may
-        be 0. None: all positions of a row are of one document.
+      cache: None, or from `init_cache` or the previous call.
+      lengths: [B], int32, with a cache: the number of real positions in each row, before
+        its padding; None means all.
+      starts: [B, T], 1 where a document begins, else 0; with a cache, the first of a row may
+        be 0. None means that each row is one document.
 
     Returns:
-      [B, T, D], or with a cache that and the cache after it; outputs of padding mean
-      nothing.
+      [B, T, D], and with a cache also the new cache; outputs of padding are meaningless.
     """
     ...
 
@@ -76,12 +75,12 @@ class Mixer(Protocol):
 def check_input(
   inputs: jax.Array, *, max_length: int, num_heads: int = 1, starts: jax.Array | None = None
 ) -> None:
-  """Refuses inputs that no mixer can take.
+  """Checks the input of a mixer.
 
   Args:
     inputs: the mixer's input.
     max_length: the longest T.
-    num_heads: has to divide D.
+    num_heads: must divide D.
     starts: the mixer's `starts`; with them T may be longer.
 
   Raises:
@@ -100,7 +99,7 @@ def check_input(
 
 
 def check_takes_starts(module: Any) -> None:
-  """Refuses documents for a mixer, or a kind of boundaries, that does not take `starts`.
+  """Checks that a mixer, or a kind of boundaries, takes `starts`.
 
   Raises:
     ValueError: it does not.
@@ -120,13 +119,13 @@ def check_settings(
   rates: Sequence[str] = (),
   implementations: Collection[str] | None = None,
 ) -> None:
-  """Refuses fields of a mixer that are out of their ranges, when it is made.
+  """Checks that the fields of a new mixer are in range.
 
   Args:
     module: the mixer.
-    sizes: fields that are at least 1, or None.
-    rates: fields that are probabilities below 1.
-    implementations: known to the field `implementation`, beside None.
+    sizes: the names of fields that are at least 1, or None.
+    rates: the names of fields that are probabilities below 1.
+    implementations: the values of the field `implementation`, beside None.
 
   Raises:
     ValueError: `field: expected ..., got ...`.

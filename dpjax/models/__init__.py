@@ -1,4 +1,4 @@
-"""Whole models, by hand or from a configuration."""
+"""Complete models, built by hand or from a configuration."""
 
 from typing import TYPE_CHECKING
 

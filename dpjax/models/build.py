@@ -1,4 +1,4 @@
-"""Settings -> model: the only place where names of components become modules."""
+"""Builds models from settings: the only place where names of components become modules."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
   """Builds the model that `config.model` describes.
 
   Args:
-    model_config: the keys of `dpjax.config.default_model()`, all of them, with the
-      `vocab_size` of the tokenizer.
-    frozen: the model of the run that the boundaries read with, where they do.
+    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's
+      `vocab_size`.
+    frozen: the model of another run, for boundaries that use one.
 
   Returns:
     A Linen module: `model.init(key, tokens)` and
@@ -64,7 +64,7 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
 def _core(
   stages: Sequence[Mapping], frozen: LanguageModel | None = None, extra_length: int = 0
 ) -> Stack | Inner:
-  """The blocks of a model, or those of a middle: of its settings and of all within."""
+  """The blocks of a model or of a middle, with any pooling within."""
   model, *within = stages
   if not config_lib.is_pooled(model):
     return _stack(model, model["mixer"], model["num_layers"], extra_length)
@@ -97,18 +97,17 @@ def _core(
 
 
 def check_memory(shapes: Any, num_parts: int = 1) -> None:
-  """Refuses a model whose training state is larger than the memory of a device.
+  """Checks that the training state of a model fits into the memory of a device.
 
-  The state is the parameters and the two moments of Adam. Whether the rest of a step fits,
-  nobody knows before it is compiled; but on a CPU, arrays of a state that do not fit can
-  leave XLA waiting for ever.
+  The state is the parameters and the two moments of Adam. Whether the rest of a step fits is
+  unknown before compilation; but on a CPU, a state that does not fit can make XLA wait forever.
 
   Args:
     shapes: the shapes of the parameters.
-    num_parts: over how many devices each is divided.
+    num_parts: the number of devices that divide each parameter.
 
   Raises:
-    ValueError: it is larger.
+    ValueError: it does not fit.
   """
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
   stats = jax.local_devices()[0].memory_stats() or {}
@@ -123,7 +122,7 @@ def check_memory(shapes: Any, num_parts: int = 1) -> None:
 
 
 def _host_memory() -> int:
-  """Bytes; 0 where the system does not tell."""
+  """The memory of the machine in bytes; 0 if unknown."""
   try:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   except (AttributeError, OSError, ValueError):
@@ -212,6 +211,6 @@ def _make_positions(stacks: Sequence[Stack]) -> partial | None:
 
 
 def pad_id(settings: ConfigDict) -> int:
-  """A token that ends no word, if any: else what fills up windows needs more segments."""
+  """The id for padding: if possible a token that ends no word, so that padding adds no segments."""
   known = settings.boundaries.get("space_ids", ())
   return next((i for i in range(settings.vocab_size) if i not in known), 0)

@@ -1,4 +1,4 @@
-"""Dynamic token pooling: blocks on tokens, on segments, on tokens again.
+"""Dynamic token pooling: blocks on tokens, then on segments, then on tokens again.
 
 B batch, T position, D width, S shortened length, segments and the null group.
 
@@ -10,12 +10,12 @@ B batch, T position, D width, S shortened length, segments and the null group.
   y   = last(u + h)
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360.
-Where this differs from the authors' code:
-- the result does not depend on the other rows nor on S: what is computed at a capacity
-  too large is never read (there S is the batch's largest; the same function). What
-  dropout drops in training does: its draws have the shape of what is computed;
-- fixed segments end at k - 1, 2k - 1, ... (Eq. 2), there at 0, k, ... (`boundary_offset`);
-- gumbel rounds p in evaluation (Sec. 3.1), there it samples (`sample_boundaries`).
+Differences from the authors' code:
+- The result of a row does not depend on the other rows or on S: surplus capacity is never
+  read. (The authors take the batch's largest S; the function is the same.) Dropout does depend
+  on S, as its draws have the shape of the array.
+- Fixed segments end at k - 1, 2k - 1, ... (Eq. 2), not at 0, k, ... (`boundary_offset`).
+- Gumbel rounds p in evaluation (Sec. 3.1) instead of sampling (`sample_boundaries`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,23 +38,23 @@ from dpjax.ops.segments import take_segments
 
 
 class Hourglass(nn.Module):
-  """Three stacks, of which the middle one runs on segments.
+  """Three stacks of blocks; the middle one runs on segments.
 
   Attributes:
     first: blocks before the pooling.
-    middle: blocks on segments, or another hourglass; their mixers' `max_length` is that
-      of the tokens + 1.
-    last: blocks after the up-sampling.
-    make_boundaries: called with `name`, gives the `dpjax.layers.boundaries.Boundaries`.
-    make_positions: called with `name`, gives the positions and biases that the relative
-      attention of all three stacks shares; None where no stack has it.
-    middle_width: D of the middle where it differs, with a matrix each way; None: D.
-    make_middle_positions: as `make_positions`, of a middle that has a width of its own.
+    middle: blocks on segments, or another hourglass; their mixers' `max_length` is the
+      tokens' + 1.
+    last: blocks after the upsampling.
+    make_boundaries: makes the `dpjax.layers.boundaries.Boundaries` from their `name`.
+    make_positions: makes, from a `name`, the positions and biases that the relative
+      attention of all three stacks shares; None without relative attention.
+    middle_width: the width of the middle, with a matrix each way; None means D.
+    make_middle_positions: like `make_positions`, for a middle with a width of its own.
     norm_init_std: standard deviation of the gains of the middle's norm.
     init_std: standard deviation of the matrices of `middle_width`; see
       `dpjax.layers.blocks.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
-    norm_kind: the kind of the middle's norm, as `dpjax.layers.blocks.Norm`.
+    norm_kind: the kind of the middle's norm; see `dpjax.layers.blocks.Norm`.
     use_bias: whether the middle's norm has biases.
   """
 
@@ -90,32 +90,33 @@ class Hourglass(nn.Module):
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
 
-    With a cache the tokens go on where it ended. A single token then costs a step of the
-    outer stacks, and one of the middle if a segment ends with it (in any row).
+    With a cache, the tokens continue from it. A single token then costs a step of the outer
+    stacks, and a step of the middle if a segment ends with it in any row.
 
     Args:
       inputs: [B, T, D].
-      tokens: [B, T], ids; None where the inputs are segments.
+      tokens: [B, T], ids; None if the inputs are segments.
       deterministic: False in training.
-      boundaries: [B, T], 0 or 1, in place of the module's own.
-      boundary_noise: [B, T] in (0, 1), in place of what the boundaries draw.
+      boundaries: [B, T], 0 or 1, instead of the module's own.
+      boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
       capacity: an S that holds every row, from the data, at most T + 1, with `starts` 2 T;
-        None finds it on the device. Where it is too small the result is nan.
-      cache: None, or of `init_cache`, or of the output before.
-      start: [B], int32, with a cache: how many tokens of each row, or of its document, came
-        before.
-      lengths: [B], int32: how many of each row's T are real; None: all.
-      sizes: lengths of the outer stacks; see `dpjax.models.stack.Stack`.
+        None finds it on the device. If it is too small, the result is nan.
+      cache: None, or from `init_cache` or the previous output.
+      start: [B], int32, with a cache: the number of earlier tokens in each row's document.
+      lengths: [B], int32: the number of real tokens in each row; None means all.
+      sizes: the lengths for which the outer stacks are compiled; see
+        `dpjax.models.stack.Stack`.
       needed: see `dpjax.models.stack.Stack`.
-      starts: [B, T], 1 where a document begins, else 0. Each has a null group, or begins with
-        a boundary, and the middle is given where each begins. None: a row is one document.
+      starts: [B, T], 1 where a document begins, else 0. Each document has a null group, or
+        begins with a boundary, and the middle receives the starts. None means that each row is
+        one document.
 
     Returns:
       `HourglassOutput`.
 
     Raises:
-      ValueError: boundaries of another shape or not 0 or 1, a `capacity` out of range or
-        beside a cache, or noise for boundaries that draw nothing.
+      ValueError: boundaries have another shape or are not 0 or 1, a `capacity` is out of range
+        or given with a cache, or noise is given for boundaries that draw nothing.
     """
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
@@ -269,7 +270,7 @@ class Hourglass(nn.Module):
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
   def _projections(self, width: int) -> tuple[Callable, Callable]:
-    """Functions of arrays alone: to the width of the middle, and back."""
+    """Pure functions that project to the width of the middle, and back."""
     if self.middle_width is None:
       return lambda x: x, lambda x: x
     init = initializers.weights(self.init_std, initializers.linear_kernel)
@@ -284,7 +285,7 @@ class Hourglass(nn.Module):
 
   @nn.nowrap
   def unstack(self, params: Mapping) -> dict:
-    """The parameters with those of each layer by themselves, as `Stack.unstack`."""
+    """The parameters, separate for each layer; see `Stack.unstack`."""
     stacks = {name: getattr(self, name) for name in ("first", "middle", "last")}
     params = {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
     frozen = getattr(self.make_boundaries(parent=None), "frozen", None)
@@ -295,12 +296,12 @@ class Hourglass(nn.Module):
 
   @property
   def has_cache(self) -> bool:
-    """Whether all mixers and the boundaries can go on where a cache ends."""
+    """Whether all mixers and the boundaries have a cache."""
     parts = self.first, self.middle, self.last, self.make_boundaries(parent=None)
     return all(part.has_cache for part in parts)
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
-    """The cache of B rows of width D of which no token has been seen."""
+    """The cache of B rows of width D before the first token."""
     return HourglassCache(
       self.first.init_caches(batch, width),
       self.middle.init_caches(batch, self.middle_width or width),
@@ -321,7 +322,7 @@ def _check_documents(kind: Boundaries) -> None:
 
 
 def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
-  """The lengths that the middle is compiled for."""
+  """The lengths for which the middle is compiled."""
   most = kind.most_segments(length)
   if has_documents and most is not None:
     # One a document more than of a row: room for few documents, and for many.
@@ -344,21 +345,21 @@ def _at_boundaries(found: Found, size: int) -> jax.Array | None:
 def _read_segments(
   step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths, starts
 ):
-  """The vectors that the tokens of a chunk read, and the cache after it.
+  """The upsampled segments for the tokens of a chunk, and the new cache.
 
   Args:
-    step: the step of the middle stack, as `Stack.with_caches` gives it.
+    step: the step of the middle stack, from `Stack.with_caches`.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk; with
       `starts` and null groups [B, 2 C, D], those of each document.
     kind: the kind of the boundaries.
-    found: where they are, [B, C].
-    cache: before the chunk.
-    start: [B], the tokens before it.
-    lengths: [B], how many of the chunk's are real, or None for all.
-    starts: [B, C], of `starts_in_chunk`, or None.
+    found: the boundaries, [B, C].
+    cache: the cache before the chunk.
+    start: [B], the number of tokens before the chunk.
+    lengths: [B], the number of real tokens in the chunk, or None for all.
+    starts: [B, C], from `starts_in_chunk`, or None.
 
   Returns:
-    [B, C, D]; the last vector that the row's real tokens read, [B, D]; the middle's caches.
+    [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
   """
   b_bc = found.boundaries.astype(jnp.int32)
   batch, chunk = b_bc.shape

@@ -15,12 +15,12 @@ from dpjax.ops.explicit_axes import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):
-  """What a model knows of the tokens so far.
+  """The cache of a model after the tokens so far.
 
   Attributes:
-    length: [B], int32, how many of each row it has seen, or of its last document.
-    layers: the cache of each layer's mixer, one after the other; of a model with token
-      pooling a `dpjax.models.hourglass.HourglassCache`.
+    length: [B], int32, the number of tokens so far in each row's last document.
+    layers: the cache of each layer's mixer in order; with token pooling, a
+      `dpjax.models.hourglass.HourglassCache`.
   """
 
   length: jax.Array
@@ -28,17 +28,17 @@ class LanguageModelCache(NamedTuple):
 
 
 class LanguageModelOutput(NamedTuple):
-  """What a language model returns.
+  """The output of a language model.
 
   Attributes:
     logits: [B, T, V]; row t is for token t + 1.
-    boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. Of a
-      number type as `dpjax.models.hourglass.HourglassOutput` says.
-    boundary_logits: [B, T], of the predictor; None without one.
-    cache: after these tokens, where one was given.
-    boundary_probabilities: [B, T], where the boundaries have them beside logits.
-    inner: `dpjax.models.hourglass.Stage`, where segments are pooled again.
-    hidden: [B, T, D], of which `LanguageModel.output_layer` makes the logits.
+    boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. For the
+      dtype see `dpjax.models.hourglass.HourglassOutput`.
+    boundary_logits: [B, T], the predictor's logits; None without one.
+    cache: the new cache, if one was given.
+    boundary_probabilities: [B, T], if the boundaries have them beside logits.
+    inner: a `dpjax.models.hourglass.Stage`, if segments are pooled again.
+    hidden: [B, T, D], the input of `LanguageModel.output_layer`, which makes the logits.
   """
 
   logits: jax.Array
@@ -57,21 +57,21 @@ class LanguageModel(nn.Module):
     vocab_size: V.
     width: D.
     max_length: the longest T.
-    layers: the blocks, one after the other; or None with
-    make_hourglass: called with `name`, gives a `dpjax.models.hourglass.Hourglass`.
-    make_positions: called with `name`, gives the positions and biases that the relative
-      attention of all `layers` shares; None where they have none.
+    layers: the blocks in order; None with an hourglass.
+    make_hourglass: makes a `dpjax.models.hourglass.Hourglass` from its `name`, or None.
+    make_positions: makes, from a `name`, the positions and biases that the relative
+      attention of all `layers` shares; None without relative attention.
     positions: "sinusoidal", "learned" or "none".
-    dropout: dropout rate of the embeddings.
-    final_norm: a norm before the output layer (pre-norm models have it).
-    init_std: standard deviation of embeddings and output weights, N(0, init_std**2), the biases
-      being 0; 0: U(-0.1, 0.1), the biases 0.
+    dropout: the dropout rate of the embeddings.
+    final_norm: whether there is a norm before the output layer, as in pre-norm models.
+    init_std: standard deviation of embeddings and output weights, N(0, init_std**2);
+      0: U(-0.1, 0.1). Biases are 0.
     norm_init_std: standard deviation of the gains of the final norm.
     dtype: the dtype of the computation; parameters are float32.
-    norm_kind: the kind of the final norm, as `dpjax.layers.blocks.Norm`.
-    use_bias: False: the final norm and the logits have none.
-    tie_embeddings: the logits are products with the token table, without a bias, in the
-      place of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
+    norm_kind: the kind of the final norm; see `dpjax.layers.blocks.Norm`.
+    use_bias: whether the final norm and the logits have biases.
+    tie_embeddings: whether the logits are products with the token table, without a bias,
+      instead of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
   """
 
   vocab_size: int
@@ -105,29 +105,29 @@ class LanguageModel(nn.Module):
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
-    With a cache the tokens go on where it ended, and the logits are those of a pass over
-    the whole rows:
+    With a cache, the tokens continue from it, and the logits equal those of a pass over whole
+    rows:
 
       cache = model.init_cache(batch)
       output = model.apply(variables, prompt, cache=cache)
       output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
 
-    It is for inference, without dropout, and has no gradients.
+    Caches are for inference, without dropout or gradients.
 
     Args:
       tokens: [B, T], integers in [0, V).
-      deterministic: False in training: dropout draws from the "dropout" stream.
-      boundaries: [B, T], 0 or 1, where the segments of a model with token pooling end,
-        in place of its own.
+      deterministic: False in training, where dropout draws from the "dropout" stream.
+      boundaries: [B, T], 0 or 1, the ends of segments for a model with token pooling,
+        instead of its own.
       boundary_noise: see `dpjax.models.hourglass.Hourglass`.
       capacity: see `dpjax.models.hourglass.Hourglass`.
-      cache: None, or of `init_cache`, or of the output before.
-      lengths: [B], int32, with a cache: how many of each row's tokens are real, those
-        behind them being padding that leaves no trace; None: all.
-      starts: [B, T], 1 at the first token of each document, else 0: a row is several
-        documents, each of which gives what it gives alone; a row may then be longer than
-        `max_length`, a document may not. With a cache the first of a row may be 0: it goes
-        on in its document. None: a row is one document, and costs nothing more.
+      cache: None, or from `init_cache` or the previous output.
+      lengths: [B], int32, with a cache: the number of real tokens in each row, before its
+        padding, which has no effect; None means all.
+      starts: [B, T], 1 at the first token of each document, else 0. A row then holds several
+        documents, and each gives the same outputs as alone; the row may be longer than
+        `max_length`, a document may not. With a cache, the first of a row may be 0 to
+        continue its document. None means that each row is one document.
 
     Returns:
       `LanguageModelOutput`.
@@ -135,8 +135,8 @@ class LanguageModel(nn.Module):
     Raises:
       ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
         wrong, or given to a model without token pooling; a cache is given in training or
-        to `init`; there are lengths without one; or `starts` are wrong, or given to a model
-        whose mixers or boundaries do not take them.
+        to `init`; `lengths` are given without a cache; or `starts` are wrong, or given to a
+        model whose mixers or boundaries do not take them.
     """
     if cache is not None and not deterministic:
       raise ValueError("deterministic: expected True with a cache, got False")
@@ -228,21 +228,21 @@ class LanguageModel(nn.Module):
     return automatic_axes(of_tokens)(tokens, variables, args, kwargs)
 
   def output_layer(self, params: Mapping) -> tuple[jax.Array, jax.Array | None]:
-    """What makes the logits of `LanguageModelOutput.hidden`: a kernel [D, V] and a bias [V].
+    """The kernel [D, V] and bias [V] that make logits from `LanguageModelOutput.hidden`.
 
       logits = hidden @ kernel + bias
 
-    A model without biases, or with tied embeddings, has None in the place of the bias.
+    The bias is None in a model without biases or with tied embeddings.
     """
     if self.tie_embeddings:
       return params["embedding"]["tokens"]["embedding"].T, None
     return params["logits"]["kernel"], params["logits"].get("bias")
 
   def unstack(self, params: Mapping) -> dict:
-    """The parameters with those of each layer by themselves, a copy of them.
+    """A copy of the parameters, separate for each layer.
 
-    `apply` with a cache takes either form. This one costs a step of one token no copying,
-    where steps are in a loop: make it before the loop.
+    `apply` with a cache takes either form. With this one, made before a loop over single
+    tokens, the steps copy no parameters.
     """
     if self.layers is not None:
       return {**params, "layers": self.layers.unstack(params["layers"])}
@@ -251,13 +251,13 @@ class LanguageModel(nn.Module):
 
   @property
   def has_cache(self) -> bool:
-    """Whether all mixers have one: else each new token takes a pass over the window."""
+    """Whether all mixers have a cache; else each new token takes a pass over the window."""
     if self.layers is not None:
       return self.layers.has_cache
     return self._hourglass().has_cache
 
   def init_cache(self, batch: int) -> LanguageModelCache:
-    """The cache of B rows of which no token has been seen; it needs no parameters."""
+    """The cache of B rows before the first token; it needs no parameters."""
     if self.layers is not None:
       layers = self.layers.init_caches(batch, self.width)
     else:
@@ -271,7 +271,7 @@ class LanguageModel(nn.Module):
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
-  """A model's parameters with these for the frozen model that its boundaries read with."""
+  """A model's parameters, with these for the frozen model that its boundaries use."""
   inner = params["hourglass"]
   boundaries = {**inner["boundary_predictor"], "frozen": frozen}
   return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

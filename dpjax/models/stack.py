@@ -1,4 +1,4 @@
-"""Blocks one after the other. B batch, T position, D width, S shortened length."""
+"""A stack of blocks. B batch, T position, D width, S shortened length."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +14,17 @@ from dpjax.layers import attention
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Equal blocks, whose parameters are stacked, [num_layers, ...].
+  """Equal blocks with stacked parameters, [num_layers, ...].
 
-  Scanned and unrolled layers store them alike, so that either form reads the
-  other's checkpoints.
+  Scanned and unrolled layers store parameters alike, so each form reads the other's
+  checkpoints.
 
   Attributes:
-    num_layers: number of blocks.
-    make_block: called with `name`, gives a `dpjax.layers.blocks.Block`.
+    num_layers: the number of blocks.
+    make_block: makes a `dpjax.layers.blocks.Block` from its `name`.
     has_positions: whether its mixers take `positions` that layers share.
-    scan_layers: compile one layer and loop over it; else compile each layer.
-    remat: keep only each layer's input for the gradient, and compute the rest again.
+    scan_layers: whether to compile one layer and loop over it; else compiles each layer.
+    remat: whether to keep only each layer's input for the gradient, and recompute the rest.
   """
 
   num_layers: int
@@ -44,16 +44,16 @@ class Stack:
     needed: jax.Array | None = None,
     starts: jax.Array | None = None,
   ) -> jax.Array:
-    """Applies the blocks within a compact method of the module that they belong to.
+    """Applies the blocks; call it within a compact method of the module that contains them.
 
     Args:
       x_btd: [B, T, D].
-      name: the name of their parameters in that module.
+      name: the name of the parameters in that module.
       deterministic: False in training.
-      positions: `dpjax.layers.attention.SharedPositions`, where the mixers share them.
-      sizes: capacities of `dpjax.ops.run_at_capacity` up to T; (): there are none.
-      needed: int scalar, how many positions will be read, where there are capacities.
-      starts: [B, T], 1 where a document begins, else 0; None: a row is one document.
+      positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
+      sizes: the capacities of `dpjax.ops.run_at_capacity`, up to T; () for T alone.
+      needed: int scalar, with capacities: the number of positions that will be read.
+      starts: [B, T], 1 where a document begins, else 0; None for one document.
 
     Returns:
       [B, T, D].
@@ -99,17 +99,18 @@ class Stack:
   def with_caches(
     self, width: int, *, name: str, positions: nn.Module | None = None
   ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """The blocks as a function that goes on where their caches end.
+    """The blocks as a function that continues from their caches.
 
-      function(x_btd, caches, lengths, starts) -> [B, T, D], the caches after it
+      function(x_btd, caches, lengths, starts) -> [B, T, D], new caches
 
-    `lengths`, [B], is how many positions of each row are real; None: all. `starts`, [B, T],
-    is where documents begin; None: nowhere. The function closes over arrays alone, so that
-    it may be called within `lax.cond` and the like.
+    `lengths`, [B], is the number of real positions in each row; None means all. `starts`,
+    [B, T], marks the beginnings of documents; None means none. The function closes only over
+    arrays, so that it may be called within `lax.cond` and the like. Call `with_caches` within
+    a compact method, like `__call__`.
 
     Args:
       width: D.
-      name: see `__call__`; call this, too, within a compact method.
+      name: see `__call__`.
       positions: see `__call__`.
     """
     block = self.make_block(name=name)
@@ -144,20 +145,20 @@ class Stack:
     return function
 
   def unstack(self, params: Mapping) -> dict:
-    """The parameters of each layer by themselves, under "0", "1", ...: a copy of them."""
+    """A copy of the parameters, separate for each layer, under "0", "1", ...."""
     return {str(i): _layer(params, i) for i in range(self.num_layers)}
 
   @property
   def has_cache(self) -> bool:
-    """Whether its mixers can go on where a cache ends."""
+    """Whether its mixers have a cache."""
     return hasattr(self.make_mixer(), "init_cache")
 
   def init_caches(self, batch: int, width: int) -> tuple:
-    """One for each layer, of B rows of width D."""
+    """A cache for each layer, for B rows of width D."""
     return tuple(self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers))
 
   def make_mixer(self) -> Any:
-    """A mixer of the blocks on its own, without parameters."""
+    """A mixer of the blocks, without parameters."""
     block: Any = self.make_block
     return block.keywords["make_mixer"](parent=None)
 
@@ -165,7 +166,7 @@ class Stack:
 def _given(
   positions: attention.RelativePositions | None, starts: jax.Array | None
 ) -> dict[str, Any]:
-  """The optional arguments of mixers that are given."""
+  """The optional arguments of mixers without those that are None."""
   given = {"positions": positions, "starts": starts}
   return {name: value for name, value in given.items() if value is not None}
 

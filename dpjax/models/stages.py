@@ -16,13 +16,12 @@ class HourglassCache(NamedTuple):
 
   Attributes:
     first: caches of the first stack's layers.
-    middle: caches of the middle stack, which has seen the null group and the segments that
-      have ended.
+    middle: caches of the middle stack, which has seen the null group and all closed segments.
     last: caches of the last stack.
-    segment: the open segment's vectors.
-    latest: [B, D], what the middle stack made of the last segment that has ended: what
-      tokens read until the next one has.
-    boundaries: from `dpjax.layers.boundaries.Boundaries.init_state`.
+    segment: the open segment.
+    latest: [B, D], the middle stack's output for the last closed segment, for tokens until
+      the next one closes.
+    boundaries: the state of `dpjax.layers.boundaries.Boundaries.init_state`.
   """
 
   first: tuple
@@ -34,14 +33,14 @@ class HourglassCache(NamedTuple):
 
 
 class Stage(NamedTuple):
-  """Where a second pooling, of segments, has its boundaries: S segments of the one outside.
+  """The boundaries of a second pooling, of the S segments of the outer one.
 
   Attributes:
-    boundaries: [B, S], as in `HourglassOutput`.
-    boundary_logits: as in `HourglassOutput`.
-    boundary_probabilities: as in `HourglassOutput`.
+    boundaries: [B, S]; see `HourglassOutput`.
+    boundary_logits: see `HourglassOutput`.
+    boundary_probabilities: see `HourglassOutput`.
     inner: the stage within this one, or None.
-    starts: [B, S], where documents begin; None: a row is one.
+    starts: [B, S], 1 where a document begins; None for one document.
   """
 
   boundaries: jax.Array
@@ -56,11 +55,10 @@ class HourglassOutput(NamedTuple):
 
   Attributes:
     hidden: [B, T, D].
-    boundaries: [B, T], 0 or 1. Integers, but where gumbel draws them: floats through
-      which a gradient passes.
-    boundary_logits: [B, T], logits of a boundary's probability; None without a predictor.
-    cache: after these tokens, where one was given.
-    boundary_probabilities: [B, T], where the kind of boundaries gives them.
+    boundaries: [B, T], 0 or 1. Integers, or with gumbel floats that pass a gradient.
+    boundary_logits: [B, T], the logits of boundaries; None without a predictor.
+    cache: the new cache, if one was given.
+    boundary_probabilities: [B, T], if the kind of boundaries has them.
     inner: the boundaries of a pooling in the middle; None without one, or with a cache.
   """
 
@@ -74,19 +72,19 @@ class HourglassOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-  """An hourglass in place of a middle stack: its tokens are segments.
+  """An hourglass in place of a middle stack, with segments for tokens.
 
-  Its methods are those of `dpjax.models.stack.Stack`; a cache is the number of segments
-  of each row's document so far, [B], and the hourglass's own.
+  It has the methods of `dpjax.models.stack.Stack`. Its cache is the number of segments so far
+  in each row's document, [B], and the hourglass's own cache.
 
   Attributes:
-    make_hourglass: called with `name`, gives an `Hourglass` whose boundaries suit segments.
+    make_hourglass: makes an `Hourglass`, with boundaries that suit segments, from its `name`.
   """
 
   make_hourglass: Callable[..., Any]
 
   def __call__(self, x_bsd, *, name: str, lengths: jax.Array, **options):
-    """As `Stack.__call__`, and the `Stage`; `lengths`, [B], is the number of segments."""
+    """Like `Stack.__call__`, and returns the `Stage`; `lengths`, [B], is the number of segments."""
     del options["positions"]
     output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
     return output.hidden, Stage(*output[1:3], *output[4:], starts=options.get("starts"))

@@ -1,4 +1,4 @@
-"""The papers' equations as pure functions on arrays; they need JAX alone."""
+"""The papers' equations as pure functions on arrays; they need only JAX."""
 
 from dpjax.ops.attention import causal_attention, relative_attention, relative_positions
 from dpjax.ops.attention_cache import (

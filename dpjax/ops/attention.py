@@ -3,9 +3,9 @@
 B batch, T position, H head, E feature of a head, D width, R distance; Q query and S key
 of a tile.
 
-Long inputs are attended to in tiles, after Dao et al. 2022, arXiv:2205.14135, Alg. 1 and
-4: a block of queries meets a block of keys at a time, those ahead of it never, and the
-backward pass computes the weights again.
+Long inputs are processed in tiles, after Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4: one
+block of queries and one block of keys at a time. Future blocks are skipped, and the backward
+pass recomputes the weights.
 """
 
 import jax
@@ -35,32 +35,32 @@ def causal_attention(
   starts: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
-  """Attends from every position to itself and to those before it.
+  """Attends from every position to itself and to all positions before it.
 
     weights[b, h, t, s] = softmax over s <= t of queries[b, t, h] . keys[b, s, h] / sqrt(E)
     output[b, t, h]     = sum over s <= t of weights[b, h, t, s] values[b, s, h]
 
-  Up to one block, T <= `block_size`, all weights are built at once, O(B H T T) memory;
-  without dropout by `jax.nn.dot_product_attention`, in the form that it takes by itself.
-  Beyond, they are built a tile of block_size x block_size at a time, those of the future
-  never, and again in the backward pass: O(B H block_size**2 + B H T E) memory, for the
-  gradient too, and half of the work where tiles are many; reverse-mode derivatives only.
-  The softmax is taken in float32, in float64 where an argument has it, and its gradient
-  rounded to the dtype of `queries`.
+  Up to one block, T <= `block_size`, all weights are computed at once, with O(B H T T) memory;
+  without dropout by `jax.nn.dot_product_attention`, with its default implementation. Longer
+  inputs take one tile of block_size x block_size at a time, skip future tiles, and recompute
+  the weights in the backward pass: O(B H block_size**2 + B H T E) memory, also for the
+  gradient, half of the work if there are many tiles, and reverse-mode derivatives only. The
+  softmax is in float32, or in float64 if an argument is, and its gradient is rounded to the
+  dtype of `queries`.
 
   Args:
     queries: [B, T, H, E], floats.
-    keys: as `queries`.
-    values: as `queries`.
-    dropout_rate: probability in [0, 1) that a weight is set to zero, the others
-      growing by 1 / (1 - dropout_rate).
-    dropout_key: random key, needed where `dropout_rate` > 0. What is dropped depends on
-      `block_size`, too.
-    starts: [B, T], 1 at the first token of each document, else 0: a position attends to
-      its own document alone, and a tile in which no two positions of one document meet
-      is skipped. None: a row is one document.
-    block_size: the most queries, and keys, of a tile; at least T: all at once. None:
-      128 where `jax.default_backend` is a CPU, else 1,024.
+    keys: [B, T, H, E], floats.
+    values: [B, T, H, E], floats.
+    dropout_rate: the probability in [0, 1) that a weight is set to zero; the others are
+      scaled by 1 / (1 - dropout_rate).
+    dropout_key: a random key, required if `dropout_rate` > 0. The draw also depends on
+      `block_size`.
+    starts: [B, T], 1 at the first token of each document, else 0: a position attends only
+      to its own document, and tiles without two positions of one document are skipped. None
+      means that each row is one document.
+    block_size: the maximum number of queries and of keys in a tile; T or more computes all
+      weights at once. None: 128 if `jax.default_backend` is a CPU, else 1,024.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -108,20 +108,20 @@ def relative_attention(
   starts: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
-  """Attends to oneself and the past, by content and by distance.
+  """Attends from every position to itself and the past, by content and by distance.
 
     score[b, h, t, s] = ((queries[b, t, h] + content_bias[h]) . keys[b, s, h]
                        + (queries[b, t, h] + position_bias[h]) . positions[t - s, h])
                         / sqrt(E)
     output[b, t, h]   = sum over s <= t of softmax(score[b, h, t])[s] values[b, s, h]
 
-  There is no memory of earlier windows. Time, memory and derivatives are as in
-  `causal_attention`, and so is the dtype of the softmax.
+  There is no memory of earlier windows. For time, memory, derivatives and the dtype of the
+  softmax see `causal_attention`.
 
   Args:
     queries: [B, T, H, E], floats.
-    keys: as `queries`.
-    values: as `queries`.
+    keys: [B, T, H, E], floats.
+    values: [B, T, H, E], floats.
     positions: [R, H, E], R >= T; row r is for the distance r = t - s.
     content_bias: [H, E], u of the source, the authors' `r_w_bias`.
     position_bias: [H, E], v of the source, the authors' `r_r_bias`.
@@ -206,7 +206,7 @@ def _check_key(dropout_rate: float, dropout_key) -> None:
 
 
 def _block_size(block_size: int | None, queries_bthe) -> int:
-  """Positions of a block, blocks being as even as they can; 0 where one holds all."""
+  """The number of positions in each of the most even blocks; 0 if one block holds all."""
   length = queries_bthe.shape[1]
   if block_size is None:
     on_cpu = jax.default_backend() == "cpu"
@@ -220,7 +220,7 @@ def _block_size(block_size: int | None, queries_bthe) -> int:
 
 
 def _align(by_distance_bhtr: jax.Array) -> jax.Array:
-  """Moves row t to the left by T - 1 - t; what comes in from the right is of the future.
+  """Moves row t to the left by T - 1 - t; entries that enter from the right lie in the future.
 
   Rows [c b a], [f e d], [i h g]  ->  [a . .], [e d .], [i h g].
   """
@@ -238,7 +238,7 @@ def _places(starts, queries_bthe) -> jax.Array | None:
 
 
 def _is_met(place_bt: jax.Array) -> jax.Array:
-  """[B, 1, T, S], whether key s lies in the document of query t, and not ahead of it."""
+  """[B, 1, T, S], whether key s is in the document of query t, and not after it."""
   index_t = jnp.arange(place_bt.shape[1], dtype=jnp.int32)
   lag_ts = index_t[:, None] - index_t[None]
   return ((lag_ts >= 0)[None] & (lag_ts[None] <= place_bt[..., None]))[:, None]

@@ -1,16 +1,16 @@
-"""Causal attention a chunk at a time: keys and values of the past lie in a cache.
+"""Causal attention in chunks, with the keys and values of earlier tokens in a cache.
 
-A cache has a fixed number of places for every row, and rows may be of different lengths:
-a chunk goes on in each row where that row ended. A chunk of T tokens is a prompt, one of
-one token a step. What comes out is what `causal_attention` and `relative_attention` say
-of the whole sequence, however it is cut into chunks. Nothing in a cache depends on the
-values of padding, and shapes never change, so one compilation serves all steps.
+A cache has a fixed number of places for every row. Rows may have different lengths; a chunk
+continues each row at its end. A chunk may be a prompt or a single token. The outputs are those
+of `causal_attention` and `relative_attention` for the whole sequence, for any division into
+chunks. Padding never affects a cache, and shapes never change, so one compilation serves all
+steps.
 
-With M places, absolute attention ends with token M - 1. Relative attention goes on: its
+With M places, absolute attention ends with token M - 1. Relative attention continues: its
 cache is a ring of the last M tokens.
 
-B batch, C position in the chunk, M place in the cache, N key that a query meets, H head,
-E feature of a head, R distance.
+B batch, C position in the chunk, M place in the cache, N key of a query, H head, E feature of a
+head, R distance.
 """
 
 from typing import NamedTuple
@@ -30,20 +30,18 @@ from dpjax.ops.products import sum_dtype
 class AttentionCache(NamedTuple):
   """Keys and values of the tokens so far, for one layer.
 
-  Token t of a row lies at place t mod M. What lies from `length` on counts for nothing,
-  if only it is finite. So a row is begun anew, or taken back to an earlier token, by a
-  smaller `length`:
+  Token t of a row is at place t mod M. Places from `length` on are ignored, but must be
+  finite. So a smaller `length` restarts a row, or returns to an earlier token:
 
     cache._replace(length=jnp.zeros_like(cache.length))
 
-  Once a row is longer than M, its first tokens are gone, and it can only be begun anew.
+  A row longer than M has lost its first tokens and can only be restarted.
 
   Attributes:
-    keys: [B, H, M, E], floats; heads go first, as the products want them, or every step
-      would make a transposed copy of the cache.
-    values: as `keys`.
-    length: [B], int32, the tokens so far of each row, also of those that are gone. Where a
-      document begins, the row begins anew, and they are those of its last document.
+    keys: [B, H, M, E], floats; heads come first, so that no step transposes the cache.
+    values: [B, H, M, E], floats.
+    length: [B], int32, the number of tokens so far in each row's last document, including
+      lost ones.
   """
 
   keys: jax.Array
@@ -58,15 +56,15 @@ def init_attention_cache(
   features: int,
   dtype: DTypeLike = jnp.float32,
 ) -> AttentionCache:
-  """A cache of no tokens.
+  """An empty cache.
 
   Args:
     batch: B.
-    max_length: M, the longest sequence that it can hold, or how many of the last tokens
-      of a longer one.
+    max_length: M, the longest sequence in the cache, or the number of last tokens that it
+      keeps of a longer one.
     num_heads: H.
     features: E, of one head.
-    dtype: in which keys and values are kept, a float.
+    dtype: the dtype of keys and values, a float.
 
   Returns:
     Zeros; 2 B M H E floats and B integers, whatever the number of tokens.
@@ -97,47 +95,47 @@ def causal_attention_cached(
   lengths: ArrayLike | None = None,
   starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
-  """Attends from every token of a chunk to itself and to those before it.
+  """Attends from every token of a chunk to itself and to all tokens before it.
 
   Token c of the chunk is token t = cache.length[b] + c of row b. With the keys k and the
-  values v of the whole row so far, those of the chunk among them,
+  values v of the whole row so far, including the chunk,
 
     weights[b, h, c, s] = softmax over s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
     output[b, c, h]     = sum over s <= t of weights[b, h, c, s] v[b, s, h]
 
-  Of two rows of one feature, M = 4 and keys of 0, so that all weights are alike, the
-  first is at its third token, and the second, a token behind, has none in this chunk:
+  An example with two rows, one feature, M = 4 and keys of 0, so that all weights are equal.
+  The first row receives its third token, the second nothing:
 
     cache:  values [[6 4 . .] [5 . . .]]  length [2 1]
     chunk:  values [[2 9] [7 7]]          lengths [1 0]
     output: [[4 0] [0 0]]
     cache:  values [[6 4 2 .] [5 . . .]]  length [3 1]
 
-  Takes O(B C M H E) time, for a step as for a prompt, and O(B H C M) memory. The softmax
-  is taken in float32, or float64 as the queries. Equal to `causal_attention` up to
-  rounding; keys and values are rounded to the dtype of the cache before anything reads
-  them.
+  Takes O(B C M H E) time and O(B H C M) memory. The softmax is in float32, or in float64 if
+  the queries are. Equals `causal_attention` up to rounding; keys and values are first rounded
+  to the dtype of the cache.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
-    keys: as `queries`.
-    values: as `queries`.
-    cache: the cache of the tokens before the chunk. Where it is donated under `jit`, the new one
-      lies in the same memory.
-    lengths: [B], integers in 0 .. C, of each row the tokens that are real; what comes
-      after them is padding, of any value, even nan. None: all are real.
-    starts: [B, C], 1 where a document begins, else 0: its tokens are counted from 0 and meet
-      each other alone. A chunk may then be longer than M. None: all rows go on in theirs.
+    keys: [B, C, H, E], floats.
+    values: [B, C, H, E], floats.
+    cache: the cache of the tokens before the chunk. If donated under `jit`, its memory holds
+      the new one.
+    lengths: [B], integers in 0 .. C, the number of real tokens in each row. The rest is
+      padding, of any value, even nan. None means all.
+    starts: [B, C], 1 where a document begins, else 0: its tokens count from 0 and attend only
+      to each other. A chunk may then be longer than M. None continues all documents.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    A row, or a document, must not grow longer than M. Under `jit` nobody can tell: the
-    outputs of tokens from M on are nan. Such tokens are not kept, but `length` counts them.
+    A row, or a document, must not exceed M tokens. Under `jit`, where this cannot raise an
+    error, outputs from token M on are nan; the cache drops these tokens, but `length` counts
+    them.
 
   Raises:
-    ValueError: shapes or dtypes do not match, or C > M without `starts`; where they are not
-      traced, also if `lengths` are outside of 0 .. C, `starts` are not 0 or 1, or, without
-      them, a row grows longer than M.
+    ValueError: shapes or dtypes do not match, or C > M without `starts`. Unless traced, also
+      if `lengths` are outside of 0 .. C, `starts` are not 0 or 1, or, without them, a row
+      exceeds M tokens.
 
   Source: see `causal_attention`.
   """
@@ -178,22 +176,21 @@ def relative_attention_cached(
   lengths: ArrayLike | None = None,
   starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
-  """Attends to oneself and the last tokens before, by content and by distance.
+  """Attends from every token to itself and the last tokens, by content and by distance.
 
-  Token c of the chunk is token t = cache.length[b] + c of row b. It meets the last M
-  tokens, itself among them: those with t - M < s <= t. With the keys k and the values v
-  of the whole row so far, those of the chunk among them,
+  Token c of the chunk is token t = cache.length[b] + c of row b. It attends to the last M
+  tokens, itself included: t - M < s <= t. With the keys k and the values v of the whole row
+  so far, including the chunk,
 
     score[b, h, c, s] = ((queries[b, c, h] + content_bias[h]) . k[b, s, h]
                        + (queries[b, c, h] + position_bias[h]) . positions[t - s, h])
                         / sqrt(E)
     output[b, c, h]   = sum over t - M < s <= t of softmax(score[b, h, c])[s] v[b, s, h]
 
-  A row may be of any length. Up to M tokens, the output is that of `relative_attention`
-  up to rounding, as in `causal_attention_cached`. From then on the cache is a ring, and
-  the output is that of `relative_attention` of the last M tokens alone, at the last of
-  them. Of a row of one feature, with M = 4, where keys, positions and biases are 0, so
-  that all weights are alike:
+  A row may have any length. Up to M tokens, the output equals `relative_attention` up to
+  rounding, as in `causal_attention_cached`. From then on the cache is a ring, and the output
+  equals the last output of `relative_attention` for the last M tokens. An example with one
+  row, one feature, M = 4, and keys, positions and biases of 0, so that all weights are equal:
 
     cache:  values [[6 4 2 9]]  length [4]
     chunk:  values [[5 8]]
@@ -203,14 +200,14 @@ def relative_attention_cached(
   The next token, t = 6, goes to place 2; the places 0 .. 3 are then at the distances
   (t - m) mod M = [2 1 0 3] from it.
 
-  Takes O(B C (M + C) H E) time and O(B H C (M + C)) memory, a step no more than M: a
-  query meets every distance once, and each row picks those that it needs. The softmax is
-  taken in float32.
+  Takes O(B C (M + C) H E) time and O(B H C (M + C)) memory, and for a single token M in place
+  of M + C: a query computes every distance once, and each row selects from these. The softmax
+  is in float32.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
-    keys: as `queries`.
-    values: as `queries`.
+    keys: [B, C, H, E], floats.
+    values: [B, C, H, E], floats.
     positions: [R, H, E], R >= M; row r is for the distance r = t - s.
     content_bias: [H, E], u of the source.
     position_bias: [H, E], v of the source.
@@ -219,16 +216,16 @@ def relative_attention_cached(
     starts: see `causal_attention_cached`.
 
   Returns:
-    [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk,
-    of each row the last M tokens.
+    [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the last M
+    tokens of each row.
 
   Raises:
     ValueError: shapes or dtypes do not match, C > M without `starts`, or there are too few
-      positions; where they are not traced, also if `lengths` are outside of 0 .. C or
-      `starts` are not 0 or 1.
+      positions. Unless traced, also if `lengths` are outside of 0 .. C or `starts` are not 0
+      or 1.
 
-  Source: see `relative_attention`; the ring is a memory of the last M tokens, Dai et al.
-  2019, arXiv:1901.02860, Sec. 3.2, that moves on with every token.
+  Source: see `relative_attention`; the ring is the memory of Dai et al. 2019,
+  arXiv:1901.02860, Sec. 3.2, for the last M tokens, updated with every token.
   """
   lengths = _check(queries, keys, values, cache, lengths, starts is not None)
   max_length, heads = cache.keys.shape[2], queries.shape[2:]
@@ -280,7 +277,7 @@ def relative_attention_cached(
 def _check(
   queries, keys, values, cache: AttentionCache, lengths, has_starts: bool
 ) -> jax.Array | None:
-  """Raises unless the arguments match; the lengths as int32."""
+  """Checks the arguments and returns the lengths as int32."""
   if not (queries.ndim == 4 and queries.shape == keys.shape == values.shape):
     raise ValueError(
       "queries, keys, values: expected one shape [B, C, H, E], got "
@@ -318,7 +315,7 @@ def _check(
 
 
 def _check_room(cache: AttentionCache, new) -> None:
-  """Raises if a row is known to grow longer than the cache."""
+  """Raises if a row grows longer than the cache, unless traced."""
   if isinstance(cache.length, core.Tracer) or isinstance(new, core.Tracer):
     return
   longest = (np.asarray(cache.length) + np.asarray(new)).max()
@@ -329,11 +326,11 @@ def _check_room(cache: AttentionCache, new) -> None:
 
 
 def _tokens(queries, cache: AttentionCache, lengths, starts, *, is_ring: bool):
-  """Where the tokens of a chunk belong.
+  """The positions of a chunk's tokens and their places in the cache.
 
   Returns:
-    The number of every token in its row or document, [B, C]; its place in the cache,
-    [B, C], beyond the end where a scatter is to drop it; and the new length, [B].
+    The position of every token in its row or document, [B, C]; its place in the cache,
+    [B, C], beyond the end for tokens that a scatter must drop; and the new length, [B].
   """
   batch, chunk = queries.shape[:2]
   max_length = cache.keys.shape[2]
@@ -357,7 +354,7 @@ def _tokens(queries, cache: AttentionCache, lengths, starts, *, is_ring: bool):
 
 
 def _append(keys, values, cache: AttentionCache, place_bc, length_b) -> AttentionCache:
-  """The cache with the tokens of the chunk at their places."""
+  """Writes the tokens of the chunk into the cache."""
   head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
 
   @jax.vmap  # Rows apart, so that a batch may lie on several devices.
@@ -374,19 +371,19 @@ def _append(keys, values, cache: AttentionCache, place_bc, length_b) -> Attentio
 
 
 def _as_kept(new_bche, cache: AttentionCache, lengths) -> jax.Array:
-  """Keys or values of a chunk as in a cache, [B, H, C, E]; padding is 0."""
+  """Keys or values of a chunk in the cache's layout, [B, H, C, E], with padding of 0."""
   new_bche = _zero_padding(new_bche, lengths)
   return new_bche.astype(cache.keys.dtype).swapaxes(1, 2)
 
 
 def _ages(cache: AttentionCache) -> jax.Array:
-  """How far each place of a ring lies behind the last token, [B, M]."""
+  """The distance of each place of a ring from the last token, [B, M]."""
   place_m = jnp.arange(cache.keys.shape[2], dtype=jnp.int32)
   return (cache.length[:, None] - 1 - place_m[None]) % len(place_m)
 
 
 def _distances(cache: AttentionCache, batch: int, chunk: int) -> jax.Array:
-  """From the tokens of a chunk to those before it and to each other, [B, C, M + C]."""
+  """Distances from the tokens of a chunk to earlier tokens and to each other, [B, C, M + C]."""
   token_c = jnp.arange(chunk, dtype=jnp.int32)
   to_past_bcm = 1 + token_c[None, :, None] + _ages(cache)[:, None]
   to_own_cc = token_c[:, None] - token_c[None]
@@ -411,7 +408,7 @@ def _scores(queries_bche, keys_bhme) -> jax.Array:
 def _attend(scores_bhcn, is_met_bcn, values: list[jax.Array], dtype) -> jax.Array:
   """Softmax of the scores over sqrt(E), and the sum of the values [B, H, M, E].
 
-  N goes through the places of all arrays of values, one array after the other.
+  N runs over the places of all arrays of values, one array after another.
   """
   features = values[0].shape[3]
   scores_bhcn = jnp.where(is_met_bcn[:, None], scores_bhcn * features**-0.5, -jnp.inf)

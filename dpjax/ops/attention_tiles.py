@@ -1,4 +1,4 @@
-"""Attention in tiles: O(T) memory, in the gradient too; `dpjax.ops.attention` chooses it."""
+"""Attention in tiles, with O(T) memory, also for the gradient; used by `dpjax.ops.attention`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ from dpjax.ops.products import sum_dtype
 
 
 class _Inputs(NamedTuple):
-  """The arrays that tiles are cut from; T is a multiple of the block.
+  """The arrays to cut into tiles; T is a multiple of the block.
 
   Attributes:
-    queries: [H, B, T, E]. With heads first, what all rows share, the positions, meets
-      them in one product a head.
+    queries: [H, B, T, E]. With heads first, each head takes one product with the positions,
+      which all rows share.
     keys: [B, T, H, E].
     values: [B, T, H, E].
-    relative: None, or ([H, T + S, E], [H, E], [H, E]): positions, the farthest first and
-      S of the future behind them, and the two biases.
+    relative: None, or ([H, T + S, E], [H, E], [H, E]): positions, the farthest first, then
+      S future ones, and the two biases.
   """
 
   queries: jax.Array
@@ -38,8 +38,8 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
     keys: [B, T, H, E].
     values: [B, T, H, E].
     relative: positions [T, H, E] and biases, or None.
-    place_bt: [B, T], of `dpjax.ops.documents.document_places`; None: a row is one document.
-    dropout_rate: dropout rate of the weights.
+    place_bt: [B, T], from `dpjax.ops.documents.document_places`; None for one document.
+    dropout_rate: the dropout rate of the weights.
     key: the key of the dropout.
     size: the size of a block.
   """
@@ -69,7 +69,7 @@ def _attend_tiles(dropout_rate, size, inputs: _Inputs, place_bt, key) -> jax.Arr
 
 
 def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
-  """Also what the backward pass needs: the logarithm of every softmax's sum, [H, B, T]."""
+  """Also returns, for the backward pass, the logarithm of every softmax's sum, [H, B, T]."""
   values_hbte = inputs.values
 
   def tile(state, i, j):
@@ -165,9 +165,9 @@ class _Parts(NamedTuple):
 
 
 def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array, _Parts]:
-  """[H, B, Q, S], -inf where the key is ahead or of another document.
+  """The scores of block i of queries and block j of keys, [H, B, Q, S].
 
-  They are those of block i of queries and block j of keys.
+  Future keys and keys of other documents get -inf.
   """
   queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
   if inputs.relative is None:
@@ -199,9 +199,9 @@ def _product(spec: str, x, y) -> jax.Array:
 
 
 def _for_tiles(tile, state, blocks: int, place_bt):
-  """Folds state = tile(state, i, j) over all tiles in which a query and a key meet.
+  """Folds state = tile(state, i, j) over all tiles in which a query sees a key.
 
-  Without documents these are all tiles that are not of the future alone.
+  Without documents, these are all tiles except those entirely in the future.
   """
   i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
   if place_bt is None:
@@ -233,12 +233,12 @@ def _put(x, part, i, size: int) -> jax.Array:
 
 
 def _first_distance(positions_hre, i, j, size: int):
-  """Where the 2 S positions begin that a tile meets: the farthest first."""
+  """The first of the 2 S positions of a tile, the farthest."""
   return positions_hre.shape[1] - (2 + i - j) * size
 
 
 def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
-  """As `_align`, of a tile: row q of [Q, 2 Q] moves to the left by Q - 1 - q.
+  """Like `_align` for a tile: row q of [Q, 2 Q] moves to the left by Q - 1 - q.
 
   Rows [a b c d], [e f g h]  ->  [b c], [e f].
   """

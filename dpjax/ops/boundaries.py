@@ -1,6 +1,6 @@
-"""Where segments end: rules, samples and targets for the boundaries of `segments`.
+"""Boundaries of segments: rules, samples and losses.
 
-A boundary of 1 says that a segment ends with that token. Letters: B batch, T position,
+A boundary of 1 means that a segment ends with that token. Letters: B batch, T position,
 V vocabulary.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
@@ -37,18 +37,18 @@ def fixed_boundaries(
 
   Args:
     shape: (B, T).
-    factor: tokens of a segment, at least 1.
-    offset: place of the first boundary, 0 <= offset < factor. None is factor - 1, so
-      that all segments are of one size; the authors' code has 0.
-    start: [B], integers, the place t of each row's first token; None: 0.
-    starts: [B, T], 1 at the first token of each document, else 0: there t is 0. None: a row
-      is one document.
+    factor: the number of tokens in a segment, at least 1.
+    offset: the place of the first boundary, 0 <= offset < factor. None is factor - 1, which
+      makes all segments equally long; the authors' code has 0.
+    start: [B], integers, the place t of each row's first token; None means 0.
+    starts: [B, T], 1 at the first token of each document, where t is 0, else 0. None means
+      that each row is one document.
 
   Returns:
-    [B, T], int32, without `start` and `starts` all rows alike.
+    [B, T], int32; without `start` and `starts`, all rows are equal.
 
   Raises:
-    ValueError: `factor` or `offset` is out of range, `shape` is not of two numbers, or
+    ValueError: `factor` or `offset` is out of range, `shape` does not have two numbers, or
       `start` is not [B].
 
   Source: the pooling paper, Eq. 2.
@@ -81,14 +81,13 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
 
   Args:
     tokens: [B, T], integers: ids of the vocabulary.
-    space_ids: the ids that count as a space, at least one; the newline's, too, where
-      the alphabet has one.
+    space_ids: the ids of spaces, at least one; include the newline's if there is one.
 
   Returns:
     [B, T], int32.
 
   Raises:
-    ValueError: there is no space id, or the tokens are not integers [B, T].
+    ValueError: `space_ids` is empty, or the tokens are not integers [B, T].
 
   Source: the pooling paper, Sec. 3 (whitespace).
   """
@@ -119,17 +118,17 @@ def spacelike_boundaries(
 
     b_t = 1 where x_t is spacelike and x_{t-1} is not
 
-  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 0]]. A byte is spacelike if it
-  is no ASCII letter, no digit and no continuation byte of UTF-8 (0x80 .. 0xBF). A token of
-  several bytes begins with one and ends with another.
+  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 0]]. A byte is spacelike unless it
+  is an ASCII letter, a digit or a continuation byte of UTF-8 (0x80 .. 0xBF). The first and the
+  last byte of a token may differ.
 
   Args:
     tokens: [B, T], integers: ids of the vocabulary.
-    space_ids: tokens whose first byte is spacelike.
-    end_ids: tokens whose last byte is; None: the same.
-    previous: [B], whether the token before each row's first ends with a spacelike byte,
-      where rows go on; None: it does not.
-    starts: [B, T], 1 at the first token of each document, before which there is no other.
+    space_ids: the tokens whose first byte is spacelike.
+    end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
+    previous: [B], whether the token before each row ends with a spacelike byte, to continue
+      rows; None means that it does not.
+    starts: [B, T], 1 at the first token of each document, else 0.
 
   Returns:
     [B, T], int32.
@@ -162,22 +161,22 @@ def gumbel_sigmoid(
     soft = sigmoid((logit(p) + log u - log(1 - u)) / temperature)
     b    = 1 where soft > 0.5, else 0,   db = dsoft (straight-through)
 
-  with p = sigmoid(logits) and u uniform in (0, 1), so b is 1 with probability p at any
+  with p = sigmoid(logits) and u uniform in (0, 1), so that b is 1 with probability p at any
   temperature. With temperature 0.5 and noise 0.5, whose logit is 0,
   [-1, 2] -> [0, 1], and the derivatives are those of sigmoid(2 logits): [0.21, 0.035].
 
   Args:
     logits: [B, T], floats: the predictor's log-odds, logit(p).
     temperature: above 0; the paper's is 0.5.
-    key: random key that u is drawn with; either this or `noise` is given.
+    key: a random key for the draw of u; give either this or `noise`.
     noise: [B, T], u itself, in (0, 1).
 
   Returns:
-    [B, T], float32, or float64 as the logits, exactly 0.0 or 1.0.
+    [B, T], float32, or float64 for such logits, exactly 0.0 or 1.0.
 
   Raises:
-    ValueError: not one of `key` and `noise` is given, or an argument is not as above.
-      Values are looked at outside of `jit` only.
+    ValueError: both or neither of `key` and `noise` are given, or an argument has a wrong
+      shape or, unless traced, is out of range.
 
   Source: the pooling paper, Eq. 4.
   """
@@ -206,7 +205,7 @@ def binomial_prior_loss(
   weights: ArrayLike | None = None,
   starts: ArrayLike | None = None,
 ) -> jax.Array:
-  """How unlikely a row's number of boundaries is under a binomial prior.
+  """The negative log-probability of a row's number of boundaries under a binomial prior.
 
     loss = -ln Binomial(k; L, alpha) / L
          = -(ln L! - ln k! - ln (L - k)! + k ln alpha + (L - k) ln(1 - alpha)) / L
@@ -217,15 +216,15 @@ def binomial_prior_loss(
 
   Args:
     boundaries: [B, T], zeros and ones; floats get a gradient.
-    alpha: prior probability of a boundary, in (0, 1).
-    weights: [B, T], 1 where a token counts and 0 where not. None: all count.
-    starts: [B, T], 1 at the first token of each document, else 0: each has a k and an L of
-      its own, and the row's loss is the mean of theirs by their L. None: a row is one
-      document.
+    alpha: the prior probability of a boundary, in (0, 1).
+    weights: [B, T], 1 where a token counts, else 0. None means that all count.
+    starts: [B, T], 1 at the first token of each document, else 0. Each document has its own
+      k and L, and the row's loss is the mean of theirs, weighted by L. None means that each
+      row is one document.
 
   Returns:
-    [B], nats per token, float32, or float64 as the boundaries. A row in which no token
-    counts gives 0, and zero gradient.
+    [B], nats per token, float32, or float64 for such boundaries. A row in which no token
+    counts gives 0, with zero gradient.
 
   Raises:
     ValueError: `alpha` is out of range, or the shapes are not [B, T].
@@ -271,7 +270,7 @@ def _straight_through_jvp(primals, tangents):
 
 
 def _open_uniform(key, shape):
-  """Uniform in (0, 1), neither end of it: the odd multiples of 2**-24."""
+  """Uniform in the open interval (0, 1): the odd multiples of 2**-24."""
   return jax.random.uniform(key, shape, jnp.float32) + 2.0**-24
 
 

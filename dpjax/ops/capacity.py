@@ -1,7 +1,7 @@
-"""Static shapes for data whose real length is known on the device alone.
+"""Static shapes for data whose real length is known only on the device.
 
-A sequence lies in an array of the longest length; what is computed on it is compiled for
-a few lengths (capacities), and at run time the smallest that holds the real one is taken.
+A sequence is stored in an array of the maximum length. Its computation is compiled for a few
+lengths, the capacities; at run time, the smallest sufficient one is selected.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 
 
 def capacities(longest: int, number: int) -> tuple[int, ...]:
-  """Evenly spaced capacities up to the longest, which holds anything.
+  """Evenly spaced capacities up to the longest.
 
     capacities(9, 4)  ->  (3, 5, 7, 9)
 
   Args:
-    longest: the last of them, at least 1.
-    number: how many, at least 1; fewer come out where `longest` is smaller.
+    longest: the last capacity, at least 1.
+    number: the number of capacities, at least 1; at most `longest` are returned.
 
   Returns:
-    Rising, ceil(longest * i / number) for i = 1 .. number.
+    ceil(longest * i / number) for i = 1 .. number, increasing.
 
   Raises:
     ValueError: an argument is below 1.
@@ -40,31 +40,30 @@ def run_at_capacity(
   inputs: jax.Array,
   *others: Any,
 ) -> jax.Array:
-  """Runs a function on the first positions alone, as many as the data needs.
+  """Runs a function only on the first positions, as many as the data needs.
 
     output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
     output[:, c:] = 0
 
-  The function must be causal, so that its first `needed` outputs are the same whatever c
-  is. (Random draws of the function's own may differ with c.) Time follows c, forward and
-  backward. The backward pass computes the function again
-  within its branch: plain gradients of `lax.switch` keep what every branch would need.
-  So between the two passes only the arguments are kept.
+  The function must be causal, so that its first `needed` outputs do not depend on c. (Its
+  random draws may depend on c.) Time is proportional to c, forward and backward. The backward
+  pass recomputes the function within its branch, because plain gradients of `lax.switch` store
+  the residuals of every branch; here only the arguments are stored.
 
   Args:
-    function: [B, c, ...] and `others` -> [B, c, ...]; closes over no traced value.
-    sizes: capacities, rising; the last is S. A single one runs without a switch, and with
-      JAX's own gradient.
-    needed: int scalar, at most S, positions whose outputs will be read; where there is a
-      single size, or all are to be computed, it may be None.
+    function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
+    sizes: increasing capacities; the last is S. A single one needs no switch, and has JAX's
+      own gradient.
+    needed: int scalar, at most S, the number of positions whose outputs will be read; None
+      computes all.
     inputs: [B, S, ...], floats.
-    *others: pytrees that the function takes whole; gradients reach their floats.
+    *others: further arguments, pytrees of any shape; their floats get gradients.
 
   Returns:
     [B, S, ...].
 
   Raises:
-    ValueError: the sizes do not rise, or end elsewhere than at S.
+    ValueError: the sizes do not increase, or the last is not S.
   """
   sizes = tuple(sizes)
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))

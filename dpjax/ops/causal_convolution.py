@@ -1,4 +1,4 @@
-"""Causal convolution over time, what every Extractor mixes tokens with.
+"""Causal convolution over time, with which every Extractor mixes tokens.
 
 Letters: B batch, T position, L tap, D feature read, E feature written.
 
@@ -26,7 +26,7 @@ def causal_convolution(
   starts: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
-  """Adds up the inputs so far, each times the tap of its distance.
+  """Sums the inputs so far, each times the tap of its distance.
 
     y[b, t] = sum over s <= t of inputs[b, s] * filters[t - s]
 
@@ -35,50 +35,46 @@ def causal_convolution(
   the taps 2 and 3, the inputs 1, 10 become 2, 23. Inputs shorter than the filter
   use its first taps.
 
-  Sums are carried in float32, in float64 where an argument has it. Where both
-  arguments are bfloat16, or both float16, the first three below multiply them as they
-  are, for the gradients too, so that tensor cores can; a CPU multiplies in float32.
-  "scan" does so with matrix taps alone, the others being no products of matrices; that
-  and "toeplitz" then have no forward derivatives (`jax.jvp`).
-  All implementations are this one function, values and gradients, up to rounding:
+  Sums are in float32, or in float64 if an argument is. If both arguments are bfloat16, or both
+  float16, the first three implementations below multiply in that dtype, also in the gradients,
+  to use tensor cores ("scan" only for matrix taps, as the others are not matrix products); a
+  CPU multiplies in float32. "scan" and "toeplitz" then have no forward-mode derivatives
+  (`jax.jvp`). All implementations compute the same values and gradients, up to rounding:
 
-  - "scan", the sum over the lags as it stands and the reference, O(T**2): the least
-    memory, and the only one where a later inf or nan leaves the past alone.
-  - "conv", XLA's convolution, O(T**2), which carries sums of bfloat16 and float16 as
-    XLA will; on a CPU many times slower within a loop, such as that over the layers of
-    a model.
-  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2), its memory
-    too; for matrix taps with that of the inputs.
-  - "fft", products of Fourier transforms, O(T log T); with matrix taps for one row,
-    B = 1, half as much memory again. XLA computes an FFT of a batch that is spread over
-    devices on each of them.
-  - "dft", the same with the transforms as matrix products in two steps, O(T**1.5).
+  - "scan", the sum over the lags as written, O(T**2): the reference, with the least memory,
+    and the only one in which a later inf or nan does not affect earlier outputs.
+  - "conv", XLA's convolution, O(T**2); XLA chooses the dtype of sums of bfloat16 and float16.
+    On a CPU it is many times slower within a loop, such as the loop over layers.
+  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory;
+    for matrix taps the matrix holds inputs.
+  - "fft", products of Fourier transforms, O(T log T); for matrix taps and one row, B = 1, it
+    takes half as much memory again. XLA computes the FFT of a distributed batch on every
+    device.
+  - "dft", the same with each transform as two matrix products, O(T**1.5).
 
-  In the last two a position sees rounding errors of later ones, about 1e-7 of them,
-  and for that reason all their products have float32's full precision, for arguments
-  in bfloat16 too: in that, errors of 1e-2 would tell of the future. Products of
-  the others have that of `jax.default_matmul_precision`, which matters where a
-  platform has a faster float32 than that of IEEE.
+  In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size.
+  So their products have the full precision of float32, also for bfloat16, whose errors of 1e-2
+  would reveal the future. The products of the others follow `jax.default_matmul_precision`,
+  which matters on platforms with a faster float32 than IEEE's.
 
   With `starts`, a document sees nothing of those before it:
 
     y[b, t] = sum over t - o_t <= s <= t of inputs[b, s] * filters[t - s]
 
-  with o_t the place of t within its document. "scan" leaves out the lags beyond o_t. All
-  others divide the row into blocks of up to 32 positions and in pairs of 1, 2, 4, ...
-  blocks. Within a block they go lag by lag. What the left half of a pair gives to the right
-  one, they compute at once: it passes between tokens of a single document, the one that the
-  middle of the pair lies in, so the rest counts as 0 on both sides. That takes O(log T)
-  times the work of a row without documents at most, so "fft" takes O(T log(T)**2), and no
-  document sees rounding errors of another.
+  with o_t the place of t within its document. "scan" skips the lags beyond o_t. The others
+  divide the row into blocks of up to 32 positions, and these into pairs of 1, 2, 4, ... blocks.
+  Within a block they go lag by lag. The contribution of the left half of a pair to the right
+  half is one convolution: only the document at the middle of the pair crosses it, so all other
+  inputs are set to 0. This takes at most O(log T) times the work of a row without documents,
+  for "fft" O(T log(T)**2), and no document sees rounding errors of another.
 
   Args:
     inputs: [B, T, D], floats.
     filters: [L], [L, D] or [L, D, E], floats; L at least 1 and, without `starts`, at least T.
     starts: [B, T], 1 at the first token of each document, else 0. Documents, not rows, have
-      at most L tokens; inputs of L tokens ago or more count as 0. None: a row is one
+      at most L tokens; inputs L or more tokens ago count as 0. None means that each row is one
       document.
-    implementation: one of the names above, or None: `choose_implementation`.
+    implementation: one of the names above; None takes that of `choose_implementation`.
 
   Returns:
     [B, T, D], with matrix taps [B, T, E], in the dtype of `inputs`.
@@ -143,14 +139,14 @@ _FASTEST = (
 
 
 def choose_implementation(rank: int, batch: int, length: int, platform: str, devices: int) -> str:
-  """The implementation that None stands for in `causal_convolution`.
+  """The default implementation of `causal_convolution`.
 
   Args:
     rank: the rank of the filters.
     batch: B.
     length: T.
-    platform: from `jax.default_backend`.
-    devices: from `jax.device_count`.
+    platform: the platform, such as `jax.default_backend()`.
+    devices: the number of devices, such as `jax.device_count()`.
 
   Returns:
     Its name.
@@ -256,7 +252,7 @@ def _scan(x_btd, w, dtype, place_bt=None):
 
 
 def _of_documents(implementation, x_btd, w, dtype, place_bt):
-  """Blocks lag by lag, and from the left half of each pair of 1, 2, 4, .. to the right one."""
+  """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks."""
   batch, length, width = x_btd.shape
   doublings = (-(-length // _BLOCK) - 1).bit_length()
   size = -(-length // 2**doublings)
@@ -352,16 +348,15 @@ def _fft(x_btd, w, _):
 
 
 def _of_rows(transform, x):
-  """A transform of the last axis as one of a matrix.
+  """A transform of the last axis, with the others merged into one.
 
-  XLA:CPU refuses some layouts that it gives itself to arrays of more axes, where a batch
-  is spread over devices.
+  For a distributed batch, XLA:CPU rejects layouts that it chooses itself for more axes.
   """
   return transform(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def _multiply(x_bdf, w):
-  """The transforms' product, [f], [d, f] or [d, e, f] for the taps."""
+  """The product of the transforms, [f], [d, f] or [d, e, f] for the taps."""
   if w.ndim < 3:
     return x_bdf * _lead(w, 3)
   if x_bdf.shape[0] == 1:
@@ -380,7 +375,7 @@ def _dft_matrices(length, dtype):
 
   The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'),
   of which no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r,
-  k and u < S, j and r < R. That many tell the convolution of two arrays of T'.
+  k and u < S, j and r < R. They determine the convolution of two arrays of T'.
 
   Returns:
     [k, c, u] and [k, j, c, c', r], c and c' the real and the imaginary part.

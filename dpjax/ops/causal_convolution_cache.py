@@ -1,10 +1,10 @@
-"""Causal convolution token by token, with caches that are passed in and out.
+"""Causal convolution token by token, with explicit caches.
 
 Letters: B batch, C positions of a chunk, T position, L tap, D feature read, E feature
 written, K inputs of the smallest block, J doublings of it, U inputs of a block.
 
-The equation is that of `causal_convolution`. Both caches are pytrees of arrays whose
-shapes never change, which suits `lax.scan` and donated arguments of `jax.jit`.
+The equation is that of `causal_convolution`. Both caches are pytrees of arrays of constant
+shapes, for `lax.scan` and donated arguments of `jax.jit`.
 
 Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
 on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
@@ -33,8 +33,8 @@ class ConvolutionCache(NamedTuple):
   A step costs O(L D), with matrix taps O(L D E).
 
   Attributes:
-    inputs: [B, L, D], a ring: position t is at t modulo L; zeros where nothing was yet.
-    length: [B] int32, how many inputs a row has had.
+    inputs: [B, L, D], a ring: position t is at t modulo L; zeros for missing inputs.
+    length: [B] int32, the number of inputs so far in each row.
   """
 
   inputs: jax.Array
@@ -42,32 +42,31 @@ class ConvolutionCache(NamedTuple):
 
 
 class OnlineConvolutionCache(NamedTuple):
-  """The last L inputs, and what they already give to outputs to come.
+  """The last L inputs, and their contributions to future outputs.
 
-  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of
-  O(D T L): a step adds up the inputs of the last few steps only, what those before
-  give is there already. Each time that a power of two of steps is complete, an FFT
-  computes what the inputs of all of them give to the next so many outputs. The block
-  that ends with a step is the largest power of two that divides the step's number,
+  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L): a
+  step sums the inputs of only the last few steps, as the contributions of earlier ones have
+  been computed. Whenever a power-of-two number of steps is complete, an FFT computes the
+  contribution of their inputs to as many future outputs. The block that ends with a step is
+  the largest power of two that divides the number of the step,
 
     step     1  2  3  4  5  6  7  8
     block    1  2  1  4  1  2  1  8
 
-  and takes the place of the smaller ones before it: after step 7 there are blocks of
-  4, 2 and 1, and after step 8 one of 8. Blocks of less than K inputs are not worth an
-  FFT. A power of two that is at least L counts as all inputs so far, and so does a
-  longer chunk; there the count begins again. Steps are counted for all rows together,
-  though a row may have an input in some of them only. A block is computed by the step
-  after it, so that step takes longer than others.
+  and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
+  after step 8 one of 8. Blocks of fewer than K inputs take no FFT. A power of two that is at
+  least L, or a longer chunk, covers all inputs so far, and the count of steps restarts. All
+  rows share the count, though a row may lack an input in some steps. The step after a block
+  computes it, and so takes longer than others.
 
   Attributes:
-    inputs: [B, L, D], as in `ConvolutionCache`.
-    length: [B] int32, as there.
-    begun: [B, J + 1] int32, the length when step was last a multiple of K 2**j.
-    pending: J + 1 arrays [B, K 2**j, D], the last one [B, L, D], float32 or float64:
-      what block j gives to the outputs from position `begun[:, j]` on. But for the
-      last it counts while step has the bit K 2**j.
-    step: [] int32, calls since the count began, less than K 2**J.
+    inputs: [B, L, D]; see `ConvolutionCache`.
+    length: [B] int32; see `ConvolutionCache`.
+    begun: [B, J + 1] int32, the length when `step` was last a multiple of K 2**j.
+    pending: J + 1 arrays [B, K 2**j, D], the last one [B, L, D], float32 or float64: the
+      contribution of block j to the outputs from position `begun[:, j]` on. Except for the
+      last, it is valid while `step` has the bit K 2**j.
+    step: [] int32, the number of calls since the count began, less than K 2**J.
   """
 
   inputs: jax.Array
@@ -83,9 +82,9 @@ _Cache = TypeVar("_Cache", ConvolutionCache, OnlineConvolutionCache)
 def init_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32
 ) -> ConvolutionCache:
-  """A `ConvolutionCache` of rows that had no inputs yet.
+  """An empty `ConvolutionCache`.
 
-  For 2 rows, 3 taps and a width of 5 the inputs are zeros of shape (2, 3, 5), and the
+  For 2 rows, 3 taps and a width of 5, the inputs are zeros of shape (2, 3, 5), and the
   length is [0, 0].
 
   Args:
@@ -119,17 +118,17 @@ def init_online_convolution_cache(
   *,
   block: int = 32,
 ) -> OnlineConvolutionCache:
-  """An `OnlineConvolutionCache` of rows that had no inputs yet.
+  """An empty `OnlineConvolutionCache`.
 
-  For 300 taps there are blocks of 32, 64, 128 and 256 inputs, and every 512 steps one of
-  all: J = 4.
+  For 300 taps there are blocks of 32, 64, 128 and 256 inputs, and every 512 steps a block of
+  all inputs: J = 4.
 
   Args:
     batch: B.
     num_taps: L.
     width: D.
     dtype: the dtype of the inputs.
-    block: K, a power of two; a step adds up to as many inputs.
+    block: K, a power of two; a step sums up to as many inputs.
 
   Returns:
     The cache.
@@ -161,40 +160,39 @@ def causal_convolution_cached(
   lengths: ArrayLike | None = None,
   starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, _Cache]:
-  """Goes on with every row of a causal convolution where its cache ended.
+  """Continues every row of a causal convolution from its cache.
 
     y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
 
-  Up to L positions this is `causal_convolution` of all inputs so far, in whatever
-  chunks they came. That refuses more than L; here an input leaves the sum L positions
-  later, as if taps of zero followed. For the taps 2, 3 the chunks [1], [10, 100]
+  Up to L positions, this equals `causal_convolution` of all inputs so far, for any division
+  into chunks. `causal_convolution` refuses more than L; here an input leaves the sum L
+  positions later, as if followed by taps of zero. For the taps 2, 3 the chunks [1], [10, 100]
   become [2], [23, 230].
 
-  Sums are carried in float32, in float64 where an argument has it. With a chunk of one
-  position a `ConvolutionCache` adds up the sum as it stands. A longer chunk costs
-  about `causal_convolution` of L + C positions and has its rounding errors; where an
-  input is inf or nan, outputs of the same chunk before it may be too, and with an
-  `OnlineConvolutionCache` some after it has left the sum.
+  Sums are in float32, or in float64 if an argument is. With a chunk of one position, a
+  `ConvolutionCache` computes the sum directly. A longer chunk costs about
+  `causal_convolution` of L + C positions and has its rounding errors: an input of inf or nan
+  may also affect earlier outputs of its chunk, and with an `OnlineConvolutionCache` some
+  outputs after it has left the sum.
 
   Args:
     inputs: [B, C, D], floats, C at least 1.
-    taps: [L], [L, D] or [L, D, E], floats; with an `OnlineConvolutionCache` not the
-      last. The same ones at every call.
+    taps: [L], [L, D] or [L, D, E], floats; [L, D, E] not with an `OnlineConvolutionCache`.
+      The same in every call.
     cache: the cache of the inputs so far.
-    lengths: [B] integers in 0..C: of each row the first so many inputs are real. The
-      others leave no trace, whatever they are; the outputs there mean nothing. None:
-      all are real.
-    starts: [B, C], 1 where a document begins, else 0: it sees nothing of what came before,
-      as if its row began there. None: all rows go on in theirs.
+    lengths: [B] integers in 0..C: the number of real inputs in each row. The rest, of any
+      value, has no effect, and its outputs are meaningless. None means all.
+    starts: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
+      its row began there. None continues all documents.
 
   Returns:
     [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
     this chunk in it.
 
   Raises:
-    ValueError: an array has the wrong rank, size or kind of dtype, the cache is not
-      one of the two or not of these sizes and this dtype, it can't be used with these
-      taps, lengths that are not traced are outside of 0..C, or starts are not 0 or 1.
+    ValueError: an array has the wrong rank, size or kind of dtype; the cache is of another
+      kind, size or dtype, or does not work with these taps; or, unless traced, lengths are
+      outside of 0..C, or starts are not 0 or 1.
   """
   inputs, taps = jnp.asarray(inputs), jnp.asarray(taps)
   _check(inputs, taps, cache)
@@ -270,25 +268,25 @@ def _range(size):
 
 
 def _power_of_two(size):
-  """The smallest one that is at least `size`."""
+  """The smallest power of two that is at least `size`."""
   return 1 << (size - 1).bit_length()
 
 
 def _block_sizes(block, num_taps):
-  """Of all blocks, [K, 2 K, .., L]."""
+  """The sizes of all blocks, [K, 2 K, .., L]."""
   doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
   return [*(block << j for j in range(doublings)), num_taps]
 
 
 def _positions(ring_bld, start_b, count):
-  """[B, count, D] of a ring, the positions from `start_b` on."""
+  """The positions of a ring from `start_b` on, [B, count, D]."""
   slots_bu = (start_b[:, None] + _range(count)[None]) % ring_bld.shape[1]
   take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
   return take(ring_bld, slots_bu)
 
 
 def _written(cache, inputs, lengths_b):
-  """The ring with the first `lengths_b` of `inputs` in it, rows independent."""
+  """Writes the first `lengths_b` of `inputs` into the ring, for each row."""
   ring_bld, length_b = cache.inputs, cache.length
   num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
   if chunk == 1:
@@ -305,7 +303,7 @@ def _written(cache, inputs, lengths_b):
 
 
 def _begun_anew(cache, is_new_b):
-  """The cache without what the rows that begin anew have had."""
+  """The cache with an empty row where a document begins."""
 
   def clear(x_bld):
     return jnp.where(is_new_b[:, None, None], jnp.zeros((), x_bld.dtype), x_bld)
@@ -331,7 +329,7 @@ def _latest(ring_bld, length_b, count):
 
 
 def _step(x_b1d, taps, cache, lengths_b):
-  """One position. Written before it is read, as XLA would copy the ring otherwise."""
+  """Takes one position. Writes the ring before reading it, as XLA would copy it otherwise."""
   dtype = sum_dtype(x_b1d, taps)
   w = taps.astype(dtype)
   ring_bld = _written(cache, x_b1d, lengths_b)
@@ -403,7 +401,7 @@ def _online_step(x_b1d, taps, cache, lengths_b):
 
 
 def _smallest_block(cache):
-  """K."""
+  """The size K of the smallest block."""
   num_taps, doublings = cache.inputs.shape[1], len(cache.pending) - 1
   if doublings:
     return cache.pending[0].shape[1]

@@ -1,4 +1,4 @@
-"""Documents that lie one after the other in a row and do not see each other.
+"""Documents that follow one another in a row and do not see each other.
 
 `starts` [B, T] is 1 at the first token of each document and 0 elsewhere. All masks come
 from the place of each token within its document: token t sees tokens t - o_t .. t.
@@ -22,7 +22,7 @@ from dpjax.ops.lengths import is_real
 
 
 def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = False) -> jax.Array:
-  """Refuses starts that are not 0 or 1, or rows that do not begin with 1.
+  """Checks that starts are 0 or 1, and that rows begin with 1.
 
   Under `jit` and other transformations the values are unknown, and only the shape and the
   dtype are checked.
@@ -30,7 +30,7 @@ def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = Fal
   Args:
     starts: [B, T], integers or bools.
     shape: (B, T).
-    goes_on: whether rows may begin with 0, because they go on in the document before.
+    goes_on: whether rows may begin with 0, to continue the document before.
 
   Returns:
     [B, T], int32.
@@ -63,8 +63,7 @@ def document_places(starts: ArrayLike, before: jax.Array | None = None) -> jax.A
 
   Args:
     starts: [B, T], 0 or 1.
-    before: [B], integers, the tokens of each row's document before the first of these;
-      None: none.
+    before: [B], integers, the number of earlier tokens in each row's document; None means 0.
 
   Returns:
     [B, T], int32.
@@ -83,7 +82,7 @@ def starts_in_chunk(
   Args:
     starts: [B, C], 0 or 1.
     shape: (B, C).
-    lengths: [B], of `dpjax.ops.lengths.check_lengths`; None: all tokens are real.
+    lengths: [B], from `dpjax.ops.lengths.check_lengths`; None means all.
 
   Raises:
     ValueError: see `check_starts`.
@@ -93,11 +92,11 @@ def starts_in_chunk(
 
 
 def document_length(starts: jax.Array, before: jax.Array, lengths: jax.Array | None) -> jax.Array:
-  """The tokens so far of each row's last document, after a chunk: [B], int32.
+  """The number of tokens in each row's last document after a chunk, [B], int32.
 
   Args:
-    starts: [B, C], of `starts_in_chunk`.
-    before: [B], int32, the same before the chunk.
+    starts: [B, C], from `starts_in_chunk`.
+    before: [B], int32, the number before the chunk.
     lengths: see `starts_in_chunk`.
   """
   place_bc = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Dropout whose random numbers cost half of the usual ones."""
+"""Dropout with half as many random bits as usual."""
 
 from functools import partial
 
@@ -10,18 +10,18 @@ _STEPS = 2**16
 
 
 def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """Sets elements to zero at random; the others grow, so that means stay.
+  """Sets elements to zero at random, and scales the others to keep the mean.
 
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
 
   An element takes 16 random bits, half of a draw of `jax.random`, whose time and
-  memory are a good part of a training step on CPU. So the probability is the nearest
+  memory are a large part of a training step on CPU. So the probability is the nearest
   multiple of 2**-16 to `rate`, within 0.00001.
 
   Args:
     inputs: [...], floats.
-    rate: probability in [0, 1); 0 takes no random numbers.
-    key: random key.
+    rate: the probability in [0, 1); 0 draws no random numbers.
+    key: a random key.
 
   Returns:
     Same shape and dtype as `inputs`.
@@ -45,7 +45,7 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """`dropout` of relu(inputs), which keeps only its output for the gradient.
+  """`dropout` of relu(inputs); stores only its output for the gradient.
 
     d output / d input = 1 / (1 - rate)   where output > 0, else 0
 
@@ -60,7 +60,7 @@ def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     See `dropout`.
 
   Raises:
-    ValueError: likewise.
+    ValueError: see `dropout`.
   """
   return _relu_dropout(rate, inputs, key)
 

@@ -1,4 +1,4 @@
-"""Boundaries where a model is unsure of the next token.
+"""Boundaries at tokens after which a model's prediction is uncertain.
 
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
@@ -30,7 +30,7 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
     logits: [B, T, V], floats; at least one of every V is finite.
 
   Returns:
-    [B, T], nats, float32, or float64 as the logits.
+    [B, T], nats, float32, or float64 for such logits.
 
   Source: the pooling paper, Sec. 3 (entropy).
   """
@@ -47,18 +47,18 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 def entropy_spikes(
   entropies: jax.Array, left: int = 2, *, starts: ArrayLike | None = None
 ) -> jax.Array:
-  """Ends a segment where the entropy is above that of the few tokens before.
+  """Ends a segment where the entropy exceeds that of the preceding tokens.
 
     b_t = 1 where H_t > H_i for all i in t - left .. t - 1
 
-  Where fewer than `left` tokens come before, those that do count, so token 0 is
-  always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
+  Near the beginning, fewer than `left` tokens are compared, so b_0 is always 1.
+  With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
 
   Args:
     entropies: [B, T], floats, nats; no nan.
-    left: how many tokens to look back to, at least 1.
-    starts: [B, T], 1 at the first token of each document, else 0: none before it counts.
-      None: a row is one document.
+    left: the number of preceding tokens to compare with, at least 1.
+    starts: [B, T], 1 at the first token of each document, else 0; earlier tokens are not
+      compared. None means that each row is one document.
 
   Returns:
     [B, T], int32, with no gradient.
@@ -100,28 +100,28 @@ def entropy_threshold(
     "monotonic":  b_t = 1 where H_t - H_{t-1} > theta
     "combined":   b_t = 1 where H_t > theta and H_t - H_{t-1} > theta_add and b_{t-1} = 0
 
-  with H_{-1} = -inf and b_{-1} = 0: the first token always exceeds the one before it.
+  with H_{-1} = -inf and b_{-1} = 0, so that the first difference is infinite.
   With theta 1, [[2, 3, 0, 2]] -> global [[1, 1, 0, 1]], monotonic [[1, 0, 0, 1]]; with
   theta_add 0, too, combined [[1, 0, 0, 1]].
 
   Args:
-    entropies: H, [B, T], floats, nats: how unsure a model that has read tokens 0 .. t is
-      of token t + 1.
-    rule: a name of `RULES`.
-    theta: see above.
-    theta_add: see `theta`; 0 unless the rule is "combined".
-    previous: H_{-1} and b_{-1}, each [B], where rows go on; None: they begin.
-    starts: [B, T], 1 at the first token of each document, else 0: there they begin anew.
+    entropies: H, [B, T], floats, nats: the entropy of a model's prediction of token t + 1
+      from tokens 0 .. t.
+    rule: a name in `RULES`.
+    theta: the threshold, in nats.
+    theta_add: the second threshold, in nats; 0 unless the rule is "combined".
+    previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
+    starts: [B, T], 1 at the first token of each document, else 0; t counts from there.
 
   Returns:
     [B, T], int32, with no gradient.
 
   Raises:
-    ValueError: the rule is unknown, `theta_add` is not for it, or the entropies are not
+    ValueError: the rule is unknown, it has no `theta_add`, or the entropies are not
       floats [B, T].
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
-  bytelatent/data/patcher.py. Its "combined" asks for b_{t-1} = 0 at t = 1 alone, and its
+  bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
   first token is always a boundary.
   """
   check_rule(rule, theta_add)
@@ -152,23 +152,23 @@ def entropy_threshold(
 def entropy_theta(
   entropies: ArrayLike, factor: float, rule: str = "global", theta_add: float = 0.0
 ) -> float:
-  """The theta with which `entropy_threshold` makes segments of a mean length.
+  """The theta at which `entropy_threshold` gives segments of a mean length.
 
     share of boundaries = 1 / factor, as nearly as ties allow
 
-  It is the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic").
-  "combined" keeps `theta_add` as it is: the number of boundaries never grows with theta,
-  and bisection finds it. It lies between two entropies, so that rounding changes nothing.
-  With [[1, 2, 3, 4]] and factor 2, 2.5.
+  It is the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic"). For
+  "combined" with its `theta_add`, bisection finds it, as the number of boundaries never grows
+  with theta. It lies between two entropies, so that rounding changes nothing. With
+  [[1, 2, 3, 4]] and factor 2, it is 2.5.
 
   Args:
     entropies: [B, T], floats, nats, of a text in B windows.
-    factor: tokens a segment, at least 1.
+    factor: the target number of tokens per segment, at least 1.
     rule: see `entropy_threshold`.
     theta_add: see `entropy_threshold`.
 
   Returns:
-    theta, of float32.
+    theta, float32.
 
   Raises:
     ValueError: see `entropy_threshold`; or the factor is below what the rule can reach.
@@ -206,10 +206,10 @@ def entropy_theta(
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> None:
-  """Refuses a rule that `entropy_threshold` has not, or a `theta_add` that it ignores.
+  """Checks that a rule is known, and has a `theta_add` if one is given.
 
   Raises:
-    ValueError: see above.
+    ValueError: it is not, or has not.
   """
   if rule not in RULES:
     near = difflib.get_close_matches(str(rule), RULES, n=1)

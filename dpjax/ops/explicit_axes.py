@@ -1,4 +1,4 @@
-"""Meshes with explicit axes, the default of `jax.make_mesh`."""
+"""Support for meshes with explicit axes, the default of `jax.make_mesh`."""
 
 import functools
 import inspect
@@ -13,12 +13,11 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def automatic_axes(function: _Function) -> _Function:
-  """Lets a function take arrays that lie on a mesh with explicit axes.
+  """Lets a function take arrays on a mesh with explicit axes.
 
-  JAX refuses many reshapes, gathers and loops where an axis is explicit. Within the
-  function all axes are automatic: the compiler places the arrays. An axis of a result is
-  sharded like the same axis of the first argument where both have the same size, and
-  else not at all:
+  JAX refuses many reshapes, gathers and loops over explicit axes. Within the function all axes
+  are automatic: the compiler places the arrays. An axis of a result is sharded like the same
+  axis of the first argument if both have the same size, and otherwise not at all:
 
     causal_convolution(f32[16@data, 12, 6], f32[12, 6, 5]) -> f32[16@data, 12, 5]
 
@@ -26,10 +25,10 @@ def automatic_axes(function: _Function) -> _Function:
   results whose shardings are known before the call.
 
   Args:
-    function: takes an array, and then anything; returns a pytree of arrays.
+    function: takes an array and any other arguments; returns a pytree of arrays.
 
   Returns:
-    The function.
+    The wrapped function.
   """
   name = next(iter(inspect.signature(function).parameters))
 

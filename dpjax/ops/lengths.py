@@ -1,4 +1,4 @@
-"""How many positions of each row are real. B batch, C position of a chunk."""
+"""The number of real positions in each row. B batch, C position of a chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 
 def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
-  """Raises unless the lengths are integers [B] in 0 .. C; where traced, only by shape.
+  """Checks that lengths are integers [B] in 0 .. C; if traced, only their shape and dtype.
 
   Args:
     lengths: [B], integers.
@@ -35,12 +35,12 @@ def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
 
 
 def is_real(lengths: jax.Array, chunk: int) -> jax.Array:
-  """Which positions are real, [B, C].
+  """Whether each position is real, [B, C].
 
     lengths [2, 0], C = 3  ->  [[True, True, False], [False, False, False]]
 
   Args:
-    lengths: [B], of `check_lengths`.
+    lengths: [B], from `check_lengths`.
     chunk: C.
   """
   return jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]

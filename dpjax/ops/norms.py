@@ -1,4 +1,4 @@
-"""Norms over the features that keep one array of their input's size for the gradient."""
+"""Norms over the features that store one array of the input's size for the gradient."""
 
 from functools import partial
 
@@ -16,9 +16,9 @@ def layer_norm(
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The variance is that of the deviations, so that a large mean costs it no digits; all is
-  computed in float32, in float64 where the inputs have it. Reverse-mode derivatives only,
-  which keep the inputs and two numbers a vector.
+  The variance is computed from the deviations, so that a large mean costs no digits, in
+  float32, or in float64 for such inputs. Only reverse-mode derivatives, which store the
+  inputs and two numbers for each vector.
 
   Args:
     inputs: [..., D], floats.

@@ -9,7 +9,7 @@ from jax import lax
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
-  """The dtype of sums of the arrays: float64 if one of them has it, else float32."""
+  """The dtype for sums of the arrays: float64 if one of them is, else float32."""
   is_wide = any(x.dtype == jnp.float64 for x in arrays)
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
@@ -19,11 +19,11 @@ def dot_general(
 ) -> jax.Array:
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a product of two matrices.
 
-  The same numbers. But the gradients then sum over one axis, where over two XLA:CPU would
-  first copy the whole of a factor, transposed.
+  The numbers are the same, but the gradients then sum over one axis. For a sum over two,
+  XLA:CPU would first make a transposed copy of a factor.
 
   Args:
-    lhs: [..., D]; other shapes go to `jax.lax.dot_general` as they are.
+    lhs: [..., D]; any other product goes to `jax.lax.dot_general` unchanged.
     rhs: [D, ...].
     dimension_numbers: see `jax.lax.dot_general`.
     **options: see `jax.lax.dot_general`.

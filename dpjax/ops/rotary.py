@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with their position.
+"""Rotary positions: queries and keys are rotated by angles proportional to their position.
 
 B batch, T position, H head, E feature of a head.
 """
@@ -19,7 +19,7 @@ def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndar
   Args:
     length: T.
     features: E, of one head, even.
-    base: positive; the slowest pair turns once in about 2 pi base positions.
+    base: positive; the slowest pair turns once in about 2 pi base positions (E large).
 
   Returns:
     [T, E / 2], float32, computed in float64: distant positions lose no digits.
@@ -38,26 +38,26 @@ def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndar
 
 @automatic_axes
 def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
-  """Turns the pairs of features (i, i + E / 2) by their angles.
+  """Rotates the pairs of features (i, i + E / 2) by their angles.
 
     output[i]         = x[i] cos(angles[i]) - x[i + E / 2] sin(angles[i])
     output[i + E / 2] = x[i] sin(angles[i]) + x[i + E / 2] cos(angles[i])
 
-  The product of a query and a key that are both turned depends on the distance of their
-  positions alone.
+  The product of a rotated query and a rotated key depends on their positions only through the
+  distance.
 
   Args:
     inputs: [B, T, H, E], floats.
-    angles: [B, T, E / 2] or [1, T, E / 2], of `rotary_angles`.
+    angles: [B, T, E / 2] or [1, T, E / 2], from `rotary_angles`.
 
   Returns:
-    [B, T, H, E], in the dtype of `inputs`; computed in float32, or float64 as the inputs.
+    [B, T, H, E], in the dtype of `inputs`; computed in float32, or in float64 for such inputs.
 
   Raises:
     ValueError: the shapes do not match.
 
-  Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); halves as here, another
-  order of the features, are those of GPT-NeoX and Llama.
+  Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); pairs across halves, another
+  order of the features, as here, are those of GPT-NeoX and Llama.
   """
   batch, length, _, features = inputs.shape
   if angles.shape not in [(size, length, features // 2) for size in (1, batch)] or features % 2:

@@ -10,7 +10,7 @@ The first token of a row is always a boundary, so that no token reads the null g
 Letters: B batch, T position (token), S segment, D feature, E feature of the projections.
 
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
-hnet/utils/train.py. Same numbers; their kernel for the scan is an associative scan here.
+hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.
 """
 
 import jax
@@ -31,18 +31,18 @@ def route(
   start: jax.Array | None = None,
   starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """The probability that a segment ends with each token, and whether one does.
+  """The probability of a boundary at each token, and the boundaries.
 
     p_t = clip((1 - cos(h_{t-1} W_q, h_t W_k)) / 2, 0, 1),  p_0 = 1
     b_t = [p_t > 1/2]
 
   Args:
     hidden: [B, T, D], floats.
-    query_kernel: [D, E], of the vector before.
-    key_kernel: [D, E], of the token's own vector.
-    previous: [B, D], the vector before each row's first, where rows go on; None: zeros.
-    start: [B], integers, how many tokens of each row came before; None: none did.
-    starts: [B, T], 1 at the first token of each document, else 0: there p is 1, too.
+    query_kernel: W_q, [D, E], for the previous vector.
+    key_kernel: W_k, [D, E], for the token's own vector.
+    previous: [B, D], the vector before each row's first, to continue rows; None for zeros.
+    start: [B], integers, the number of earlier tokens in each row; None means 0.
+    starts: [B, T], 1 at the first token of each document, where p is 1, too, else 0.
 
   Returns:
     p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
@@ -82,7 +82,7 @@ def smooth_segments(
   previous: jax.Array | None = None,
   starts: ArrayLike | None = None,
 ) -> jax.Array:
-  """Blends each segment into those before it, by how sure its boundary was.
+  """Smooths segments over time, weighted by the probabilities of their boundaries.
 
     q_m = clip(p_m, 1e-4, 1 - 1e-4)
     e_m = q_m z_m + (1 - q_m) e_{m-1},  e_{-1} = 0
@@ -90,11 +90,11 @@ def smooth_segments(
   Args:
     segments: z, [B, S, D], floats.
     probabilities: p, [B, S], of the boundaries that end them.
-    previous: e_{-1}, [B, D], where rows go on.
-    starts: [B, S], 1 at the first segment of each document, else 0: there e_{m-1} is 0.
+    previous: e_{-1}, [B, D], to continue rows; None for zeros.
+    starts: [B, S], 1 at the first segment of each document, where e_{m-1} is 0, else 0.
 
   Returns:
-    e, [B, S, D], carried in at least float32, in the dtype of `segments`.
+    e, [B, S, D], in the dtype of `segments`, computed in at least float32.
 
   Raises:
     ValueError: the shapes do not match.
@@ -122,9 +122,9 @@ def smooth_segments(
 
 
 def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Array:
-  """Ones, through which the gradient reaches the probability of what was chosen.
+  """Ones that pass the gradient to the probability of each decision.
 
-    c_t = p_t if b_t else 1 - p_t;  1, with the gradient of c_t
+    c_t = p_t if b_t else 1 - p_t;  the result is 1, with the gradient of c_t
 
   Args:
     probabilities: [B, T], floats.
@@ -146,15 +146,15 @@ def ratio_loss(
   *,
   weights: jax.Array | None = None,
 ) -> jax.Array:
-  """Pulls the share of boundaries to 1 / N; 1 where it is reached, and the least there.
+  """Pulls the share of boundaries towards 1 / N, where the loss has its minimum, 1.
 
     L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
 
   Args:
     boundaries: [B, T], 0 or 1.
     probabilities: [B, T], floats.
-    factor: N, the tokens a segment that are aimed at, above 1.
-    weights: [B, T], 1 where a token counts; None: everywhere.
+    factor: N, the target number of tokens per segment, above 1.
+    weights: [B, T], 1 where a token counts, else 0; None means that all count.
 
   Returns:
     A scalar, at least float32.
@@ -177,7 +177,7 @@ def ratio_loss(
 
 
 def _unit(vectors: jax.Array) -> jax.Array:
-  """Vectors of length 1, of zeros where they are; in at least float32."""
+  """Normalises vectors to length 1, in at least float32; zeros stay zeros."""
   vectors = vectors.astype(sum_dtype(vectors))
   squares = jnp.sum(vectors * vectors, axis=-1, keepdims=True)
   return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))

@@ -1,22 +1,21 @@
-"""Pooling of tokens into segments of any length, and the way back.
+"""Pooling of tokens into segments of any length, and upsampling back.
 
-A boundary of 1 says that a segment ends with that token. Rows have different numbers
-of segments, so both directions have static shapes: `pool_segments` fills as many places
-as it is told, and no result depends on how many those are or on the batch's other rows.
+A boundary of 1 means that a segment ends with that token. Rows have different numbers of
+segments, but shapes must be static: `pool_segments` has a fixed number of places, on which no
+result depends, nor on the other rows of the batch.
 
-    h                  [B, T, D]   one vector a token
-    s = pool_segments  [B, S-1, D] one vector a segment
-    null, s            [B, S, D]   a learned vector, the null group, goes before them
-    upsample_segments  [B, T, D]   the vector of the last segment that has ended
+    h                  [B, T, D]   a vector for each token
+    s = pool_segments  [B, S-1, D] a vector for each segment
+    null, s            [B, S, D]   with a learned vector, the null group, in front
+    upsample_segments  [B, T, D]   the vector of the last closed segment
 
-The future does not leak: segment m is read from its last token on, so a token that
-closes a segment already sees it, and tokens of an open segment see the one before; in
-a row's first segment that is the null group. The last segment of a row, where no
-boundary ends it, is never read.
+No future leaks: segment m is available from its last token on. So a token that closes a
+segment sees it, and tokens of an open segment see the segment before it, or the null group in
+a row's first segment. An open segment at the end of a row is never used.
 
-Where a row has several documents (`starts`), each has a null group before its segments, and
-a segment ends with its document. So the places of a row are those of its documents, one
-behind the other:
+If a row has several documents (`starts`), each has a null group before its segments, and a
+segment ends with its document. The places of a row are those of its documents, one after
+another:
 
     h           a  b  c  d  e  f
     starts      1  0  0  1  0  0
@@ -24,14 +23,14 @@ behind the other:
     places      null, ab, null, def
     read        0  1  1  2  2  3
 
-c, whose segment nothing ends, is in no place: the null group of the next document is there.
+c, whose segment is never closed, has no place; the next document's null group follows.
 
 Letters: B batch, T position (token), S segments and the null group, D feature.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
-code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. Differences: it builds a
-matrix [B, T, S] of weights where here every token is added to its segment, with the
-same values and gradients; the null group is the caller's here.
+code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. Differences: the authors build a
+matrix [B, T, S] of weights; here every token is added to its segment, with the same values and
+gradients. The caller supplies the null group.
 """
 
 import functools
@@ -51,17 +50,17 @@ METHODS = ("mean", "last")
 
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
-  """Raises unless the boundaries are zeros and ones of this shape.
+  """Checks that boundaries are zeros and ones of this shape.
 
   Under `jit` and other transformations the values are unknown, and only the shape
-  and the dtype are looked at.
+  and the dtype are checked.
 
   Args:
     boundaries: [B, T], bools, integers or floats.
     shape: (B, T).
 
   Raises:
-    ValueError: the shape is another, or a value is neither 0 nor 1.
+    ValueError: the shape differs, or a value is neither 0 nor 1.
   """
   array = boundaries if isinstance(boundaries, jax.Array) else np.asarray(boundaries)
   shape = tuple(shape)
@@ -93,10 +92,10 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
     boundaries: [B, T], zeros and ones of any dtype; they get no gradient.
 
   Returns:
-    [B, T], int32, never falling along a row.
+    [B, T], int32, nondecreasing along a row.
 
   Raises:
-    ValueError: `boundaries` is not of this kind.
+    ValueError: `boundaries` are not such.
 
   Source: the pooling paper, Sec. 3.
   """
@@ -112,7 +111,7 @@ def pool_segments(
   method: str = "mean",
   starts: ArrayLike | None = None,
 ) -> jax.Array:
-  """One vector for every segment: the mean of its tokens, or its last token.
+  """Pools every segment to one vector: the mean of its tokens, or its last token.
 
     mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
     last: s_m = h_l of the l with id_l = m and b_l = 1
@@ -123,13 +122,13 @@ def pool_segments(
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
 
-  The null group is not in it. Places without a segment are zero. The last segment, which
-  nothing closes, has its mean if the capacity has room for it, and no last token;
-  `upsample_segments` never reads it. Segments from `capacity` on are dropped: then
-  `upsample_segments` gives nan to the tokens that would read them.
+  The result has no null group. Places without a segment are zero. An open segment at the end
+  has its mean if there is room, and no last token; `upsample_segments` never uses it.
+  Segments from `capacity` on are dropped, and `upsample_segments` gives nan to tokens that
+  would use them.
 
-  Sums are carried in float32, segment by segment: a segment's result does not depend
-  on other segments, nor on `capacity`.
+  Sums are in float32, separately for each segment: the result does not depend on other
+  segments or on `capacity`.
 
   Gradients: "mean" gives float boundaries a gradient, as the authors' code does:
   token l has the weight w_l = 1 + (id_l - stop_gradient(id_l)) in its segment, which is 1,
@@ -137,26 +136,26 @@ def pool_segments(
 
     ds_m / dw_l = (h_l - s_m) / n_m,   dw_l / db_i = 1 for i < l, else 0.
 
-  It has reverse-mode derivatives only. Boundaries that are bools or integers get none
-  and cost nothing for it; with "last" boundaries of any dtype get none (zero).
+  Only reverse-mode derivatives. Boundaries that are bools or integers get no gradient, at no
+  cost; with "last", boundaries of any dtype get zero.
 
   Args:
     inputs: [B, T, D], floats.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    capacity: how many segments a row has room for, at least 0; static. T is always
+    capacity: the number of places for segments in a row, at least 0; static. T is always
       enough, and so is the largest number of boundaries in a row.
     method: "mean" or "last".
     starts: [B, T], 1 at the first token of each document, else 0, for kinds of boundaries
-      with a null group. Each document but the first then has a place before those of its
-      segments, where the caller puts its null group (`segment_starts`, one place further).
-      None: a row is one document.
+      with a null group. Each document but the first then has a place before its segments, for
+      the caller's null group (`segment_starts`, one place further). None means that each row
+      is one document.
 
   Returns:
     [B, capacity, D], in the dtype of `inputs`.
 
   Raises:
-    ValueError: an argument is not as above. Values of boundaries are looked at outside
-      of `jit` only.
+    ValueError: an argument is not as above. Values of boundaries are checked only outside of
+      `jit`.
 
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
@@ -185,24 +184,23 @@ def pool_segments(
 def upsample_segments(
   segments: jax.Array, boundaries: ArrayLike, *, starts: ArrayLike | None = None
 ) -> jax.Array:
-  """Gives every token the vector of the last segment that has ended.
+  """Gives every token the vector of the last closed segment.
 
     u_t = segments[sum over i <= t of b_i]
 
-  Index 0 is the null group, read before the first boundary; a token that closes a
-  segment reads that segment. For one feature, null group 9, and the boundaries
+  Index 0 is the null group, for tokens before the first boundary; a token that closes a
+  segment gets that segment. For one feature, null group 9, and the boundaries
   [0, 1, 0, 0, 1, 0]:
 
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
-  Vectors after the row's last closed segment are not read. A token whose segment
-  is not there, because S is too small, gets nan: nothing is clamped or wraps around.
+  Vectors after the row's last closed segment are not used. If S is too small for a token's
+  segment, the token gets nan.
 
-  The gradient of a segment is the sum over the tokens that read it, in float32.
-  Boundaries get none (zero).
+  The gradient of a segment is the sum over its readers, in float32. Boundaries get zero.
 
   Args:
-    segments: [B, S, D], floats: the null group, then the segments in turn; with `starts`
+    segments: [B, S, D], floats: the null group, then the segments in order; with `starts`
       those of each document.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
     starts: see `pool_segments`.
@@ -211,8 +209,8 @@ def upsample_segments(
     [B, T, D], in the dtype of `segments`.
 
   Raises:
-    ValueError: an argument is not as above. Values of boundaries are looked at outside
-      of `jit` only.
+    ValueError: an argument is not as above. Values of boundaries are checked only outside of
+      `jit`.
 
   Source: the pooling paper, Sec. 3.
   """
@@ -230,7 +228,7 @@ def upsample_segments(
 
 
 def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
-  """segments[b, index[b, t]], and nan where the index, which never falls, is too large."""
+  """segments[b, index[b, t]], and nan if the index, nondecreasing in t, is too large."""
   # The cast makes the gradient's sum one of float32.
   wide_bsd = segments.astype(sum_dtype(segments))
   return _take(wide_bsd, index, jnp.nan).astype(segments.dtype)
@@ -241,16 +239,16 @@ def segment_starts(
 ) -> jax.Array:
   """The starts of documents among the places of segments.
 
-  With a null group a document begins with it, else with its first segment, which its first
-  token has to end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0]:
-  [1, 0, 1, 0], of null, ab, null, def.
+  A document begins with its null group, or without one with its first segment, which its first
+  token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
+  result is [1, 0, 1, 0], for null, ab, null, def.
 
   Args:
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    starts: [B, T], 1 at the first token of each document, else 0; in a chunk, where rows go
-      on, the places are those of the null groups and segments that are complete in it.
-    capacity: as in `pool_segments`; here the first null group counts.
-    has_null_group: whether null groups go before the segments of each document.
+    starts: [B, T], 1 at the first token of each document, else 0; in a chunk of longer rows,
+      the places are those of the null groups and segments completed in it.
+    capacity: see `pool_segments`; here it includes the first null group.
+    has_null_group: whether a null group precedes the segments of each document.
 
   Returns:
     [B, capacity], int32, 0 or 1.
@@ -261,7 +259,7 @@ def segment_starts(
 
 
 def _ids(boundaries, starts=None):
-  """The place of each token's segment; with `starts` that of its document's first is 0."""
+  """The place of each token's segment; with `starts`, counted from 0 in each document."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
   if starts is None:
@@ -270,21 +268,21 @@ def _ids(boundaries, starts=None):
 
 
 def sum_of_segments(values, ids, capacity):
-  """Row by row: over the whole batch at once a row's surplus would fall into the next."""
+  """Sums row by row: over the whole batch, a row's surplus would fall into the next row."""
   return jax.vmap(
     functools.partial(jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True)
   )(values, ids)
 
 
 def _take(vectors, index, fill_value):
-  """vectors[b, index[b, t]], and `fill_value` where the index is too large."""
+  """vectors[b, index[b, t]], and `fill_value` if the index is too large."""
   return jax.vmap(
     lambda row, i: row.at[i].get(mode="fill", fill_value=fill_value, indices_are_sorted=True)
   )(vectors, index)
 
 
 def _mean(inputs, ids, capacity):
-  """The means [B, S, D] and the sizes [B, S, 1], empty segments taken for 1."""
+  """The means [B, S, D] and the sizes [B, S, 1], with 1 for empty segments."""
   wide_btd = inputs.astype(sum_dtype(inputs))
   sums_bsd = sum_of_segments(wide_btd, ids, capacity)
   sizes_bs = sum_of_segments(jnp.ones_like(ids), ids, capacity)
@@ -322,7 +320,7 @@ def _mean_backward(capacity, kept, by_means):
 
 
 def _sums_to_the_end(values, goes_on):
-  """s_t = values_t + s_{t+1} where the document goes on with t + 1, else 0; [B, T]."""
+  """s_t = values_t + s_{t+1} if the document continues at t + 1, else 0; [B, T]."""
 
   def join(later, earlier):
     more = jnp.where(earlier[1], later[0], 0)

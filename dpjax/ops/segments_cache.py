@@ -1,4 +1,4 @@
-"""Pooling of segments a chunk at a time: what is known of the open one lies in a cache.
+"""Pooling of segments in chunks, with the open segment in a cache.
 
 B batch, C position in the chunk, D feature.
 """
@@ -17,11 +17,11 @@ from dpjax.ops.products import sum_dtype
 
 
 class SegmentCache(NamedTuple):
-  """The segment of each row that no boundary has ended yet.
+  """The open segment of each row.
 
   Attributes:
     total: [B, D], float32 or float64, the sum of its tokens.
-    count: [B], int32, how many they are.
+    count: [B], int32, the number of its tokens.
   """
 
   total: jax.Array
@@ -29,12 +29,12 @@ class SegmentCache(NamedTuple):
 
 
 def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -> SegmentCache:
-  """The cache of rows of which no token has been seen: zeros.
+  """The cache before the first token: zeros.
 
   Args:
     batch: B, at least 1.
     width: D, at least 1.
-    dtype: the dtype of the inputs; the total is float64 where this is, and else float32.
+    dtype: the dtype of the inputs; the total is float64 for float64, else float32.
 
   Raises:
     ValueError: a size is below 1.
@@ -56,35 +56,35 @@ def pool_segments_cached(
   lengths: ArrayLike | None = None,
   starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, SegmentCache]:
-  """The segments that end within a chunk, of which the first may have begun before it.
+  """Pools the segments that end within a chunk; the first may have begun before it.
 
-  `dpjax.ops.pool_segments` of the whole rows, however they are cut. For one feature and a
-  row whose open segment has the tokens 4 and 6:
+  Equals `dpjax.ops.pool_segments` of whole rows, for any division into chunks. For one feature
+  and a row whose open segment has the tokens 4 and 6:
 
     chunk  [2, 30, 50, 8], boundaries [1, 0, 1, 0]
     mean:  [4, 40, 0, 0],  cache total 8, count 1
     last:  [2, 50, 0, 0]
 
-  As many places are filled as the row has boundaries in the chunk; the others are zero.
-  Sums are carried in float32, in float64 where the inputs have it.
+  Each boundary in the chunk fills a place; the others are zero. Sums are in float32, or in
+  float64 for such inputs.
 
   Args:
     inputs: [B, C, D], floats, C >= 1.
     boundaries: [B, C], zeros and ones: 1 where a segment ends.
-    cache: from `init_segment_cache`, or what the call before gave.
+    cache: from `init_segment_cache` or the previous call.
     method: "mean" or "last".
-    lengths: [B], int32, in 0 .. C: so many of the chunk's first tokens are real, and the
-      rest leaves no trace, whatever its inputs and boundaries are. None: all are real.
+    lengths: [B], int32, in 0 .. C: the number of real tokens in each row. The rest, with any
+      inputs and boundaries, has no effect. None means all.
     starts: [B, C], 1 where a document begins, else 0, for kinds of boundaries with a null
-      group. Each such document has a place before those of its segments, where the caller
-      puts its null group (`dpjax.ops.segment_starts`). None: all rows go on in theirs.
+      group. Each such document has a place before its segments, for the caller's null group
+      (`dpjax.ops.segment_starts`). None continues all documents.
 
   Returns:
     [B, C, D], with `starts` [B, 2 C, D], in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
-    ValueError: an argument is not as above, or the cache is of other rows. Values are
-      looked at outside of `jit` only.
+    ValueError: an argument is not as above, or the cache does not match the rows. Values are
+      checked only outside of `jit`.
 
   Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
   """

@@ -4,8 +4,8 @@ Letters: B batch, T position, H head, E feature of a head, K level.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
 fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py. Differences: with
-more than one head its reshape cuts positions, here heads are an axis of their
-own; sums here are carried in float32 or more.
+several heads, the authors' reshape cuts positions, while heads here are an axis of
+their own; sums here are in float32 or more.
 """
 
 import jax
@@ -19,12 +19,12 @@ from dpjax.ops.products import sum_dtype
 
 
 def num_levels(max_length: int) -> int:
-  """Levels whose shifts 1, 2, 4, ... reach across `max_length` positions.
+  """The number of levels with shifts 1, 2, 4, ... that reach across `max_length` positions.
 
   The smallest K with 2**K >= max_length: 1 -> 0, 2 -> 1, 5 -> 3, 512 -> 9.
 
   Args:
-    max_length: positions, at least 1.
+    max_length: the number of positions, at least 1.
 
   Returns:
     ceil(log2(max_length)).
@@ -52,38 +52,40 @@ def shift_and_sum(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  Position t ends with t - 2**K + 1 .. t in it and nothing later, for O(T * K)
-  work; levels with 2**k >= T do nothing and are not run. For one head of one
-  feature and two levels whose gates are 1,
+  The result at position t depends on positions t - 2**K + 1 .. t. The work is O(T * K);
+  levels with 2**k >= T have no effect and are skipped. For one head of one feature and
+  two levels with gates of 1,
 
     [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
 
-  Sums are carried in float32, in float64 where an argument has it.
+  Sums are in float32, or in float64 if an argument is. The implementations are
 
-  Implementations: "loop", Alg. 1 to the letter and the reference; "unrolled",
-  static shifts; "recompute", whose backward pass keeps `values` and `gates`
-  alone and recomputes the levels, a block of features at a time, so that
-  training takes O(B * T * D) memory, D = H * E, instead of O(B * T * D * K);
-  "matrix", two products with banded matrices in O(T**1.5) work, which is for
-  hardware that multiplies matrices much faster than it reads memory, and which
-  keeps as little but skips no work of a dropped level, rounds bfloat16 between
-  the two, and lets the past see a later inf or nan; "pallas", kernels for a
-  GPU and a TPU that read and write the values a few times instead of at every
-  level (`dpjax.ops.experimental.shift_and_sum_pallas`), of which the same is true, and which
-  compute a batch that `jax.jit` spreads over devices on each of them (unless
-  within `jax.shard_map`). The last three have reverse-mode derivatives only.
+  - "loop", Alg. 1 to the letter: the reference.
+  - "unrolled", with static shifts.
+  - "recompute", whose backward pass stores only `values` and `gates` and recomputes the
+    levels, one block of features at a time. Training takes O(B * T * D) memory,
+    D = H * E, instead of O(B * T * D * K).
+  - "matrix", two products with banded matrices, O(T**1.5) work, for hardware with matrix
+    products much faster than its memory. It stores as little as "recompute", but skips no
+    work of a dropped level, rounds bfloat16 between the two products, and lets a later inf
+    or nan affect the past.
+  - "pallas", kernels for a GPU and a TPU that read and write the values a few times instead
+    of at every level (`dpjax.ops.experimental.shift_and_sum_pallas`), with the properties
+    of "matrix". If `jax.jit` distributes a batch, every device computes all of it (except
+    within `jax.shard_map`).
+
+  The last three have only reverse-mode derivatives.
 
   Args:
     values: [B, T, H, E], floats.
-    gates: [B, T, H, K], floats without unit; the paper's lie in (0, 1).
-    level_keep: [K] booleans: a level with False is skipped as a whole, its work
-      too (but by "matrix" and "pallas"), and nothing is rescaled (Dispatcher
-      dropout, Sec. 2.1). None keeps all.
-    starts: [B, T], 1 at the first token of each document, else 0: what a document gives is
-      what it gives alone, as gates[t, k] counts as 0 where t - 2**k lies before it. None:
-      a row is one document.
-    implementation: "loop", "unrolled", "recompute", "matrix", "pallas", or None
-      for the best measured.
+    gates: [B, T, H, K], floats without unit; the paper's are in (0, 1).
+    level_keep: [K] booleans: a level with False is skipped, including its work (except
+      by "matrix" and "pallas"), without rescaling (Dispatcher dropout, Sec. 2.1). None
+      keeps all.
+    starts: [B, T], 1 at the first token of each document, else 0: a document gives the same
+      result as alone, because gates[t, k] counts as 0 if t - 2**k lies before it. None means
+      that each row is one document.
+    implementation: one of the names above; None takes the fastest as measured.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -117,14 +119,14 @@ def shift_and_sum(
 
 @automatic_axes
 def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) -> jax.Array:
-  """The matrix that the levels of `shift_and_sum` multiply to.
+  """The matrix of `shift_and_sum`, a product of its levels.
 
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
   where D_k is the diagonal matrix of gates[:, k] and S shifts by one position,
-  so that shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. It
-  is lower triangular with a diagonal of ones: the layer's counterpart of an
-  attention map. For T = 3 and two levels with the gates a and b,
+  so that shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. M is
+  lower triangular with a diagonal of ones, and corresponds to an attention map. For
+  T = 3 and two levels with the gates a and b,
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
@@ -133,11 +135,11 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
     level_keep: see `shift_and_sum`.
 
   Returns:
-    [B, H, T, T], float32, or float64 as the gates; axes 2 and 3 are the reading and the
-    read position.
+    [B, H, T, T], float32, or float64 for such gates; axis 2 is the output position, axis 3
+    the input position.
 
   Raises:
-    ValueError: as in `shift_and_sum`.
+    ValueError: see `shift_and_sum`.
   """
   if gates.ndim != 4:
     raise ValueError(f"gates: expected [B, T, H, K], got shape {gates.shape}")
@@ -171,7 +173,7 @@ def _check(values, gates, level_keep):
 
 
 def _run_if(keep, level, v):
-  """level(v), or v itself, without the level's work, where `keep` is False."""
+  """level(v) if `keep` is True, else v without the level's work."""
   return level(v) if keep is None else lax.cond(keep, level, lambda v: v, v)
 
 

@@ -1,13 +1,13 @@
-"""Shift-and-sum with a cache: it goes on where it stopped, token by token.
+"""Shift-and-sum token by token, with a cache.
 
-Level k reads what it was given 2**k positions before, so the last 2**k working values
-of each level are all that the past leaves behind.
+Level k reads its input 2**k positions before, so a cache of the last 2**k inputs of each level
+suffices.
 
 Letters: B batch, C position in a chunk, H head, E feature of a head, K level, S place
 of the rings, M place that a chunk touches.
 
-Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; neither the paper nor the authors'
-code keeps a cache, they compute the whole window again for every token.
+Source: Alg. 1 of aclanthology.org/2022.clasp-1.3. The paper and the authors' code have no
+cache and recompute the whole window for every token.
 """
 
 from typing import NamedTuple
@@ -25,13 +25,13 @@ from dpjax.ops.products import sum_dtype
 
 
 class ShiftAndSumCache(NamedTuple):
-  """The cache of `shift_and_sum_cached`: working values of the last tokens.
+  """The cache of `shift_and_sum_cached`: the inputs v_k of each level at the last tokens.
 
   Attributes:
-    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k working values
-      v_k of level k lie from place 2**k - 1 on, that of position t in the place t mod
-      2**k of them. Zero where there was no token yet.
-    length: [B], int32: the tokens so far of each row.
+    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k values v_k of level k
+      begin at place 2**k - 1; among them, position t has place t mod 2**k. Zero before the
+      first token.
+    length: [B], int32: the number of tokens so far in each row.
   """
 
   ring: jax.Array
@@ -55,7 +55,7 @@ def init_shift_and_sum_cache(
     num_heads: H.
     features: E, the features of a head.
     num_levels: K, the levels of the gates; 0 for an empty cache.
-    dtype: the dtype of values and gates; the ring is float64 where this is, and else float32.
+    dtype: the dtype of values and gates; the ring is float64 for float64, else float32.
 
   Returns:
     ring [B, 2**K - 1, H, E] and length [B].
@@ -89,11 +89,10 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  where v_k of positions before the chunk comes from the cache. The outputs of all
-  chunks, one after the other, are those of `shift_and_sum` on the whole row, however
-  the row is cut and however long it becomes: there is no last position, and position
-  t always ends with t - 2**K + 1 .. t in it. Sums are carried in float32, in float64
-  where an argument has it.
+  where v_k of positions before the chunk comes from the cache. The outputs of all chunks
+  together are those of `shift_and_sum` on the whole row, for any division into chunks. A row
+  may have any length; position t always depends on t - 2**K + 1 .. t. Sums are in float32, or
+  in float64 if an argument is.
 
   For one head of one feature and two levels whose gates are 1, the row 1, 10, 100,
   1000 in chunks of three tokens and one:
@@ -104,30 +103,29 @@ def shift_and_sum_cached(
   The first place of the ring is v_0 of the last position, the two others are v_1 of
   the last even and the last odd position.
 
-  A chunk of one token takes O(H * E * K) work, a chunk of C tokens C times that at
-  most. Jit it with the cache donated (`jax.jit(..., donate_argnums=2)`), so that the
-  ring is written in its place and not copied; inside a `lax.scan` that carries the
-  cache it is so by itself.
+  A chunk of one token takes O(H * E * K) work, a chunk of C tokens at most C times that. Jit it
+  with the cache donated (`jax.jit(..., donate_argnums=2)`) to update the ring in place; a
+  `lax.scan` that carries the cache does so by itself.
 
   Args:
     values: [B, C, H, E], floats, C >= 1.
-    gates: [B, C, H, K], floats without unit; the paper's lie in (0, 1).
-    cache: the cache of the tokens before, by `init_shift_and_sum_cache` or an earlier call. Its
-      rows may have different lengths.
-    lengths: [B], integers in 0 .. C: so many of the chunk's first tokens are real, the
-      rest is padding. Padding, even nan, leaves no trace in the cache, and its outputs
-      are zero. None: all are real. Under `jit` the numbers are not checked.
-    starts: [B, C], 1 where a document begins, else 0: it sees nothing of what came before,
-      as if its row began there. None: all rows go on in theirs.
+    gates: [B, C, H, K], floats without unit; the paper's are in (0, 1).
+    cache: from `init_shift_and_sum_cache` or the previous call. Its rows may have different
+      lengths.
+    lengths: [B], integers in 0 .. C: the number of real tokens in each row, before its
+      padding. Padding, even nan, does not affect the cache, and its outputs are zero. None
+      means all. Under `jit`, the values are not checked.
+    starts: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
+      its row began there. None continues all documents.
 
   Returns:
     The outputs [B, C, H, E], in the dtype of `values`, and the cache after the real
     tokens of the chunk.
 
   Raises:
-    ValueError: the shapes do not match one another or the cache, which has a number
-      of levels of its own; an array has the wrong kind of dtype; `lengths` are not
-      in 0 .. C, or `starts` are not 0 or 1.
+    ValueError: the shapes do not match each other or the cache, with its number of levels;
+      an array has the wrong kind of dtype; `lengths` are not in 0 .. C, or `starts` are not 0
+      or 1.
   """
   _check(values, gates, cache)
   if lengths is not None:
@@ -184,7 +182,7 @@ def shift_and_sum_cached(
 
 
 def _places(length, sizes):
-  """The places [B, M] of the next `sizes[k]` positions, 2**k at most, of every level."""
+  """The places [B, M] of the next `sizes[k]` positions, at most 2**k, of every level."""
   token_m = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
   # Both the place where a level begins and, as bits, what is left of a position there.
   ones_m = np.repeat(2 ** np.arange(len(sizes), dtype=np.int32) - 1, sizes)
@@ -200,12 +198,12 @@ def _write(ring, places, values):
 
 
 def _newest(v_bche, past_bmhe, lengths):
-  """The last M real values of past and chunk, each at its index modulo M.
+  """The last M real values of past and chunk, each at its position modulo M.
 
   Args:
     v_bche: [B, C, H, E], the values of the chunk, C > M.
     past_bmhe: [B, M, H, E], the M values before them; M is a power of two.
-    lengths: [B], how many of the chunk are real, or None for all.
+    lengths: [B], the number of real values in the chunk, or None for all.
 
   Returns:
     [B, M, H, E].

@@ -1,1 +1,1 @@
-"""Probes of long-range recall: tasks without text, by the distance of what is to be recalled."""
+"""Probes of long-range recall: synthetic tasks with accuracy by distance."""

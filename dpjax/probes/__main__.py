@@ -1,16 +1,16 @@
-r"""Probes of long-range recall: of mixers trained for them, or of a run.
+r"""Probes long-range recall, of mixers trained for it or of a trained run.
 
   dpjax probes --train --work=runs/probes --json=probes.json --out=probes.png
   dpjax probes runs/quickstart --out=probe.png
 
-With --train, small models of each mixer, with as many parameters, learn tasks that need no
-text (`dpjax.probes.tasks`): recall, copying, induction. Accuracy is told by the distance of
-the answer, on rows as long as those of training and 2 and 4 times as long. Each (task,
-mixer, seed) is a file in --work once it is done, so the same command goes on where it was
-stopped; --part=1/3 does a third of them, and --summary only reads what is there.
+With --train, small models of equal size, one for each mixer, learn synthetic tasks
+(`dpjax.probes.tasks`): recall, copying, induction. The result is accuracy by the distance of
+the answer, on rows as long as in training and 2 and 4 times as long. Each (task, mixer, seed)
+becomes a file in --work, so the same command resumes an interrupted comparison; --part=1/3
+does a third of the work, and --summary only reads existing files.
 
-With a run of `dpjax train`, random tokens are shown to it twice: how many nats has the second
-time, and how many the first?
+For a run of `dpjax train`, the command presents random tokens twice, and compares the nats per
+token of the first and the second time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TINY = dict(length=16, window=4, width=16, num_steps=12, batch_size=8, num_test_
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Trains and tests what the command line asks for, prints a table and writes files."""
+  """Trains and tests as the command line says, prints a table and writes files."""
   given = _parse(arguments)
   with exit_on_user_error(vars(given)):
     if given.out:
@@ -158,13 +158,13 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _settings_in(work: Path) -> dict[str, Any]:
-  """Those of the results in a folder; {}: there are none."""
+  """The settings of the results in a folder; {} without results."""
   path = work / "settings.json"
   return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def _check_folder(work: Path, values: dict[str, Any]) -> None:
-  """Refuses settings that are not those of its results."""
+  """Checks that the settings are those of the folder's results."""
   for name, found in _settings_in(work).items():
     if values.get(name, found) != found:
       expected = f"{found}, as for the results in {work}, or another folder"

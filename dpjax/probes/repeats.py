@@ -1,4 +1,4 @@
-"""How a trained run recalls: sequences of random tokens, twice. T tokens of a row."""
+"""Measures recall of a trained run on random sequences that repeat. T tokens of a row."""
 
 import math
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def score(run: "Run", periods: Sequence[int], num_rows: int, seed: int) -> dict[str, Any]:
-  """Scores n random tokens and the same tokens once more, for each period n.
+  """Scores n random tokens and their repetition, for each period n.
 
     period 3: reads 5 2 9 5 2, of 5 2 9 5 2 9
     first time: predicts 2 9; again: predicts 2 9
 
-  Each answer stands n - 1 positions before the one that predicts it. The first token is
-  left out both times: nothing tells that the repetition begins. Tokens are uniform over the
-  vocabulary, so the first time nothing is to be known of them.
+  Each answer is n - 1 positions before the one that predicts it. The first token does not count,
+  as nothing indicates the repetition. Tokens are uniform over the vocabulary, so the first
+  time they are unpredictable.
 
   Args:
     run: from `dpjax.load`.
-    periods: n, at least 2, with 2 n - 1 within the model's window.
-    num_rows: the number of rows of each period.
+    periods: values of n, at least 2, with 2 n - 1 within the model's window.
+    num_rows: the number of rows for each period.
     seed: the seed of the tokens.
 
   Returns:
@@ -77,7 +77,7 @@ def score(run: "Run", periods: Sequence[int], num_rows: int, seed: int) -> dict[
 
 
 def default_periods(window: int) -> list[int]:
-  """Powers of 2 and the longest that fits."""
+  """Powers of 2, and the longest period that fits."""
   most = (window + 1) // 2
   if most < 2:
     raise UserError(f"run: expected a model.max_length of at least 3, got {window}")
@@ -85,7 +85,7 @@ def default_periods(window: int) -> list[int]:
 
 
 def format_table(content: dict[str, Any]) -> str:
-  """A line for each distance."""
+  """Formats a line for each distance."""
   lines = [
     f"{content['mixer']}: random tokens twice, {content['vocabulary']:,} entries "
     f"(ln {math.log(content['vocabulary']):.3f}), reach {content['reach'] or 'all'}",
@@ -102,7 +102,7 @@ def format_table(content: dict[str, Any]) -> str:
 
 @style.applied()
 def draw(content: dict[str, Any]) -> "Figure":
-  """Draws nats and accuracy over distance, the first time and again."""
+  """Draws nats and accuracy over distance, of the first time and the repetition."""
   from matplotlib.figure import Figure
 
   canvas = Figure(figsize=(9, 3.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What models recalled, by distance: one JSON of all results, a table and a picture."""
+"""Reports recall by distance: a JSON of all results, a table and a figure."""
 
 import json
 import os
@@ -20,15 +20,15 @@ def summarise(settings: Mapping, records: Sequence[Mapping], chance: Mapping) ->
   """Accuracies by distance, mean and deviation over seeds.
 
   Args:
-    settings: settings of the comparison, with "window", "num_layers" and "length".
+    settings: the settings of the comparison, with "window", "num_layers" and "length".
     records: from `dpjax.probes.training.train`, with "mixer", "task" and "seed".
-    chance: by task, the accuracy of a guess.
+    chance: the accuracy of a guess for each task.
 
   Returns:
     JSON values: "settings", "chance", "mixers", and "results" for each task, mixer and length
-    with the distances of bins, "from" and "to" (both included), "mean" and "deviation" of
-    each (None: it has no answer), and the same of the distances up to the least of the reaches
-    ("near") and of those beyond ("far").
+    with the distances of bins, "from" and "to" (both included), the "mean" and "deviation" of
+    each (None without answers), and the same for distances up to the smallest reach ("near")
+    and beyond it ("far").
   """
   mixers = {
     record["mixer"]: {x: record[x] for x in ("parameters", "width", "feed_forward_width", "reach")}
@@ -82,7 +82,7 @@ def _over_seeds(found: Sequence[Mapping], low: int, high: int) -> tuple[float | 
 
 
 def format_table(content: Mapping[str, Any]) -> str:
-  """A line for each task and mixer: accuracy near and far, for each length of test rows."""
+  """Formats accuracy near and far, for each task, mixer and length of test rows."""
   lengths = sorted({row["length"] for row in content["results"]})
   by_key = {(row["task"], row["mixer"], row["length"]): row for row in content["results"]}
   split = content["near"]
@@ -115,7 +115,7 @@ def _cell(score: Sequence[float | None] | None) -> str:
 
 @style.applied()
 def draw(content: Mapping[str, Any]) -> "Figure":
-  """Draws accuracy over distance: a row of panels a task, a column a length of test rows."""
+  """Draws accuracy over distance: a row of panels for each task, a column for each length."""
   from matplotlib.figure import Figure
 
   results = content["results"]

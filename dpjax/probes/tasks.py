@@ -1,20 +1,20 @@
-"""Recall, copying and induction: rows of random tokens whose answers stand further back.
+"""Recall, copying and induction: rows of random tokens with answers earlier in the row.
 
-B rows, T tokens of a row, V entries of the vocabulary. Token 0 fills up, 1 separates, 2 is
-the trigger; those from 3 on are contents. An answer's distance is how many positions stand
-between it and the position that predicts it, plus one: a model whose position t reaches back
-to t - R is right by chance alone where the distance is above R.
+B rows, T tokens of a row, V entries of the vocabulary. Token 0 is padding, 1 the separator, 2
+the trigger; tokens from 3 on are contents. The distance of an answer is the difference of its
+position and the position that predicts it. A model whose position t reaches back to t - R can
+only guess beyond distance R.
 
   recall     k=a 0 k=b 0 | b a b    pairs of a key and a value, then keys: predict their values
   copying    7 4 6 1 7 4 6          tokens, 1, the same tokens again
-  induction  7 4 2 9 6 5 8 2        what followed the trigger, once more: predict 9
+  induction  7 4 2 9 6 5 8 2        predict the token that followed the trigger: 9
 
 Sources: Arora et al. 2023, arXiv:2312.04927 (multi-query associative recall); Jelassi et al.
 2024, arXiv:2402.01032 (copying); Olsson et al. 2022, arXiv:2209.11895, and Gu and Dao 2023,
-arXiv:2312.00752 (induction heads). Where this differs: a pair of recall is one token, of
-`NUM_KEYS` x `NUM_KEYS`, as a model of this size takes far more updates to find that a value
-belongs to the key before it than to look up a key; and its rows have `NUM_KEYS` pairs
-whatever their length, so that longer ones are further to see and no more to remember.
+arXiv:2312.00752 (induction heads). Differences: a pair of recall is one of `NUM_KEYS` x
+`NUM_KEYS` tokens, because small models need far more updates to learn that a value belongs to
+the key before it than to look up a key; and rows of any length have `NUM_KEYS` pairs, so that
+longer rows have longer distances but no more to remember.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Rows:
   """Rows of a task; all fields are int32, [B, T].
 
   Attributes:
-    tokens: what the model reads.
+    tokens: the inputs of the model.
     targets: the answers at the positions that predict them, else 0.
-    distances: those of the answers; 0 where there is none.
+    distances: the distances of the answers, else 0.
   """
 
   tokens: np.ndarray
@@ -45,22 +45,22 @@ class Rows:
 
 
 def num_contents(longest: int) -> int:
-  """Contents that all tasks have enough of, for rows of up to `longest` tokens."""
+  """The number of contents that suffices for all tasks with rows of up to `longest` tokens."""
   return max(NUM_KEYS * (2 + NUM_KEYS), longest // 2)
 
 
 def recall(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
   """Draws rows of multi-query associative recall.
 
-  The first half has a pair of each key and a random value, at random places, and 0
-  elsewhere; the second half are random keys. Key i is the token 3 + i, value j is
+  The first half has a pair of each key and a random value, at random places, and 0 elsewhere;
+  the second half consists of random keys. Key i is the token 3 + i, value j is
   3 + `NUM_KEYS` + j and their pair 3 + `NUM_KEYS` (2 + i) + j.
 
   Args:
-    rng: generator of random numbers.
+    rng: the generator of random numbers.
     num_rows: B.
     length: T, even and at least 2 `NUM_KEYS`.
-    contents: how many there are; it takes the first `NUM_KEYS` (2 + `NUM_KEYS`).
+    contents: the number of contents; the task uses the first `NUM_KEYS` (2 + `NUM_KEYS`).
   """
   del contents
   half = length // 2
@@ -81,14 +81,14 @@ def recall(rng: np.random.Generator, num_rows: int, length: int, contents: int) 
 def copying(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
   """Draws rows of n different tokens, the separator, the tokens again, and 0.
 
-  n is 1 to T / 2, each alike, and the distance of all answers of the row, which the
-  separator and the tokens behind it predict.
+  n is uniform in 1 .. T / 2, and is the distance of all answers of the row. The separator and
+  the tokens after it predict them.
 
   Args:
-    rng: generator of random numbers.
+    rng: the generator of random numbers.
     num_rows: B.
     length: T, even.
-    contents: how many there are, at least T / 2.
+    contents: the number of contents, at least T / 2.
   """
   half = length // 2
   copied = FIRST_CONTENT + _distinct(rng, num_rows, contents)[:, :half]
@@ -102,15 +102,16 @@ def copying(rng: np.random.Generator, num_rows: int, length: int, contents: int)
 
 
 def induction(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
-  """Draws rows of random tokens with the trigger once within and once more at the end.
+  """Draws rows of random tokens with the trigger once inside and again at the end.
 
-  The answer at the end is the token that followed; its distance is 1 to T - 2, each alike.
+  The answer at the end is the token after the first trigger; its distance is uniform in
+  1 .. T - 2.
 
   Args:
-    rng: generator of random numbers.
+    rng: the generator of random numbers.
     num_rows: B.
     length: T, at least 3.
-    contents: how many there are; it takes the first `NUM_NOISE`.
+    contents: the number of contents; the task uses the first `NUM_NOISE`.
   """
   del contents
   rows = _empty(num_rows, length)
@@ -132,7 +133,7 @@ TASKS: dict[str, Callable[[np.random.Generator, int, int, int], Rows]] = {
 
 
 def chance(task: str, contents: int) -> float:
-  """The accuracy of a guess among all that an answer of the task can be."""
+  """The accuracy of a guess among all possible answers of the task."""
   return 1 / {"recall": NUM_KEYS, "copying": contents, "induction": NUM_NOISE}[task]
 
 
@@ -147,8 +148,8 @@ class TaskBatches:
     contents: entries of the vocabulary.
     seed: the seed of the random numbers.
     stream: `TRAINING` or `TEST`.
-    has_starts: say by "starts" that each row is a document: a mixer whose `max_length` is
-      below T then takes it, and sees `max_length` positions as ever.
+    has_starts: whether "starts" mark each row as a document, so that a mixer with a
+      `max_length` below T takes it, and sees `max_length` positions as usual.
   """
 
   task: str
@@ -165,12 +166,12 @@ class TaskBatches:
     return TASKS[self.task](rng, self.batch_size, self.window, self.contents)
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step; what is no answer has weight 0."""
+    """The given rows of the batch of a step; targets that are not answers have weight 0."""
     return to_batch(self.draw(step), rows, self.has_starts)
 
 
 def to_batch(drawn: Rows, rows: slice, has_starts: bool) -> dict[str, np.ndarray]:
-  """What `dpjax.training.step` takes of rows."""
+  """Converts rows to a batch for `dpjax.training.step`."""
   found = {
     "tokens": drawn.tokens[rows],
     "targets": drawn.targets[rows],
@@ -188,5 +189,5 @@ def _empty(num_rows: int, length: int) -> Rows:
 
 
 def _distinct(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
-  """[B, count], the numbers below `count` in another order each row."""
+  """[B, count], a random permutation of 0 .. count - 1 in each row."""
   return rng.permuted(np.tile(np.arange(count), (num_rows, 1)), axis=1)

@@ -1,4 +1,4 @@
-"""Mixers of equal size, trained on a task and tested by distance. B rows, T tokens of a row."""
+"""Trains mixers of equal size on a task, and tests them by distance. B rows, T tokens of a row."""
 
 import bisect
 import dataclasses
@@ -30,17 +30,17 @@ FACTORS = (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What all models of a comparison share.
+  """The settings that all models of a comparison share.
 
   Attributes:
     length: T in training.
-    window: l of the Extractors and 2**K of the Dispatchers, a power of 2. With half of T, two
-      layers reach over a row of training and end within the longer rows of tests.
-    width: D of attention; the others have as many parameters.
-    num_layers: blocks.
-    num_steps: updates.
-    batch_size: B; twice as many of induction, whose rows have one answer.
-    learning_rate: the peak.
+    window: l of the Extractors and 2**K of the Dispatchers, a power of 2. With T / 2, two
+      layers reach across a row of training, but not across the longer rows of tests.
+    width: D of attention; the other models have as many parameters.
+    num_layers: the number of blocks.
+    num_steps: the number of updates.
+    batch_size: B; twice as many for induction, whose rows have one answer.
+    learning_rate: the peak learning rate.
     num_test_rows: the number of test rows of each length; a multiple of 2 B.
   """
 
@@ -55,16 +55,16 @@ class Settings:
 
   @property
   def lengths(self) -> list[int]:
-    """Of test rows."""
+    """The lengths of test rows."""
     return [factor * self.length for factor in FACTORS]
 
   @property
   def contents(self) -> int:
-    """Of the vocabulary."""
+    """The number of contents in the vocabulary."""
     return tasks.num_contents(max(self.lengths))
 
   def check(self) -> None:
-    """Refuses what no task or model can have.
+    """Checks that the settings suit all tasks and models.
 
     Raises:
       UserError: `setting: expected ..., got ...`.
@@ -92,8 +92,8 @@ class Settings:
 def model_config(settings: Settings, mixer: str, width: int, hidden_width: int) -> ConfigDict:
   """`config.model` of a mixer in the frame of configs/modern_transformer.py.
 
-  The frame has no positions: attention's are rotary, a Dispatcher's its levels, an
-  Extractor's its taps. So all of them read rows longer than those of training.
+  The frame has no positions of its own, as attention has rotary positions, a Dispatcher its
+  levels and an Extractor its taps. So all models read rows longer than in training.
   """
   model = config_lib.load("modern_transformer").model
   known, given = registry.mixers.settings(mixer), {}
@@ -121,9 +121,9 @@ def model_config(settings: Settings, mixer: str, width: int, hidden_width: int) 
 
 
 def reach(model: Mapping) -> int | None:
-  """How many positions back a plain stack reads; None: all, or nobody knows.
+  """The number of earlier positions that a stack reads; None if unlimited or unknown.
 
-  A layer reads 2**K - 1 back with a Dispatcher, l - 1 with an Extractor; layers add up.
+  A layer reads 2**K - 1 positions back with a Dispatcher, l - 1 with an Extractor; layers add.
   """
   mixer, layers = model["mixer"], model["num_layers"]
   if config_lib.is_pooled(model):
@@ -135,17 +135,17 @@ def reach(model: Mapping) -> int | None:
 
 
 def num_parameters(model: Mapping) -> int:
-  """Of a model's settings."""
+  """The number of parameters of a model, from its settings."""
   ids = jnp.zeros((1, 1), jnp.int32)
   shapes = jax.eval_shape(lambda: build_model(model).init(jax.random.key(0), ids))
   return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
-  """A mixer's `config.model` with as many parameters as attention's, and how many.
+  """A mixer's `config.model` with as many parameters as attention's, and their number.
 
-  The width is the largest multiple of 8 with no more of them, its feed-forward networks
-  being 8 / 3 as wide; these are then made wider up to attention's number.
+  The width is the largest multiple of 8 that does not exceed it, with feed-forward networks
+  8 / 3 times as wide; these are then widened to attention's number of parameters.
   """
 
   def count(width: int, more: int = 0) -> int:
@@ -208,9 +208,9 @@ class Trainee:
       seed: the seed of parameters and rows.
 
     Returns:
-      JSON values: "parameters", "width", "feed_forward_width", "reach", "loss", the mean of
-      the last tenth of the updates, "seconds" of the processor, and "tests": for each length
-      "hits" and "counts" of the answers by their distance, from 0 on.
+      JSON values: "parameters", "width", "feed_forward_width", "reach", "loss" (the mean over
+      the last tenth of the updates), "seconds" of processor time, and "tests": for each length
+      the "hits" and "counts" of answers by distance, from 0 on.
 
     Raises:
       FloatingPointError: the loss is not finite.
@@ -239,7 +239,7 @@ class Trainee:
     }
 
   def test(self, params: dict, task: str, length: int, seed: int) -> dict[str, list[int]]:
-    """Counts right answers of test rows by their distance: "hits" and "counts", each [T]."""
+    """Counts right answers in test rows by distance: "hits" and "counts", each [T]."""
     batches = self._rows(task, length, seed, tasks.TEST)
     hits, counts = np.zeros((2, length), np.int64)
     for step in range(self._settings.num_test_rows // batches.batch_size):

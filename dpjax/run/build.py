@@ -23,7 +23,7 @@ from dpjax.training import evaluation, loop, losses
 
 
 def with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
-  """A copy of the configuration with what its tokenizer says."""
+  """A copy of the configuration with the settings that follow from the tokenizer."""
   size = config.model.vocab_size
   if size not in (0, tokenizer.vocab_size):
     raise UserError(
@@ -38,7 +38,7 @@ def with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
 
 
 def model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module:
-  """The model of a configuration, or the one that is given in its place."""
+  """The model of a configuration, or the given model instead."""
   if model is None:
     return build_model(config.model, frozen)
   built = model if isinstance(model, nn.Module) else model(config.model)
@@ -99,7 +99,7 @@ def generator(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> Generator
 
 
 def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
-  """Batch -> how long its rows become where tokens alone tell it; None: the device says."""
+  """A function from a batch to its capacity, if the tokens determine it; else None."""
   kinds = build_boundaries(settings)
   # Several processes would have to agree on it.
   if not kinds or jax.process_count() > 1:
@@ -136,12 +136,12 @@ def train_batches(config: ConfigDict, data: Any):
 
 
 def needs_run(config: ConfigDict) -> bool:
-  """Whether the boundaries read with the model of another run."""
+  """Whether the boundaries use the model of another run."""
   return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
 def origin(data: prepared.Prepared) -> dict[str, str]:
-  """The inputs of a run that must not change on resume, and are not settings."""
+  """Inputs of a run beside its settings that must not change on resume."""
   origin = {
     "tokenizer": data.tokenizer.to_json(),
     "training text": data.counts["train"]["sha256"],
@@ -152,5 +152,5 @@ def origin(data: prepared.Prepared) -> dict[str, str]:
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
-  """The model that the boundaries of a saved run read with, where they do."""
+  """The frozen model of a saved run's boundaries, if they use one."""
   return build_model(workdir_lib.read_frozen(workdir)) if needs_run(config) else None

@@ -1,4 +1,4 @@
-"""The matrices that a Dispatcher applies to a text."""
+"""The dispatch matrices of a model for a text."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def dispatch_matrices(model: Any, params: dict, tokens: np.ndarray) -> list[np.n
     tokens: [T].
 
   Raises:
-    UserError: a layer is no Dispatcher, or the model pools tokens.
+    UserError: a layer is not a Dispatcher, or the model pools tokens.
   """
   stack = model.layers if isinstance(model, LanguageModel) else None
   if stack is None:

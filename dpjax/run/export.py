@@ -1,9 +1,9 @@
-"""A trained run as a small folder that others load.
+"""Exports a trained run as a small folder for others to load.
 
   config.json           the settings
   data/                 the tokenizer, and the sizes of the corpus; no tokens
-  model.safetensors     the parameters, by their names joined by dots
-  README.md             what it is, its scores, and how to load it
+  model.safetensors     the parameters, with names joined by dots
+  README.md             a model card: description, scores, and how to load the model
 
 `dpjax.load(OUT)` gives a run that scores any text and generates. The parameters need
 `safetensors` alone: `safetensors.numpy.load_file("model.safetensors")`.
@@ -30,7 +30,7 @@ on {data} ({tokens:,} training tokens; {kind} of {vocab_size:,} entries).
 {scores}
 
 ```python
-
+import dpjax
 
 run = dpjax.load("{folder}")
 run.generate("...", length=100)
@@ -46,11 +46,12 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
 
   Args:
     run: from `dpjax.load` or `dpjax.train`.
-    folder: new, or empty.
-    dtype: the dtype of the parameters there: "float32" keeps every bit, "bfloat16" halves the size.
+    folder: a new or empty folder.
+    dtype: the dtype of the stored parameters: "float32" keeps every bit, "bfloat16" halves the
+      size.
 
   Raises:
-    ValueError: the folder has files, the run has none, or another dtype is asked for.
+    ValueError: the folder is not empty, the run has no folder, or the dtype is unknown.
   """
   import jax
   import jax.numpy as jnp
@@ -84,15 +85,15 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   """The parameters of an exported run, and its step.
 
   Args:
-    folder: as `save` writes it.
-    shapes: the model's parameters, abstract, with the places where they will lie.
-    step: that it has to be of; None: any.
+    folder: a folder that `save` wrote.
+    shapes: the abstract parameters of the model, with their shardings.
+    step: the expected step; None accepts any.
 
   Returns:
-    The parameters, in the dtypes of the model, and the updates made.
+    The parameters, in the dtypes of the model, and the step.
 
   Raises:
-    ValueError: the file is damaged, or of another model or step.
+    ValueError: the file is damaged, or belongs to another model or step.
   """
   import jax
   import numpy as np

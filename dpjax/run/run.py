@@ -1,4 +1,4 @@
-"""A trained model with its settings and vocabulary, read by `load`."""
+"""Trained models with their settings and vocabulary."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +31,11 @@ class Run:
   """A trained model with everything that you need to use it.
 
   Attributes:
-    config: its settings; `config.model.vocab_size` is filled in.
+    config: the settings, with `config.model.vocab_size`.
     model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
-    params: its parameters.
-    tokenizer: `encode` and `decode`.
-    step: updates made.
+    params: the parameters.
+    tokenizer: has `encode` and `decode`.
+    step: the number of updates made.
     data: the prepared corpus, or None.
     workdir: the run's folder, or None.
   """
@@ -57,28 +57,29 @@ class Run:
 
   @property
   def name(self) -> str:
-    """The mixer's, or that of the class of a model made in Python."""
+    """The name of the mixer, or of the class of a model made in Python."""
     is_own = not isinstance(self.model, LanguageModel)
     return type(self.model).__name__ if is_own else self.config.model.mixer.name
 
   @property
   def window(self) -> int:
-    """The most tokens that the model sees at once, `config.model.max_length`."""
+    """The maximum number of tokens that the model sees at once, `config.model.max_length`."""
     return self.config.model.max_length
 
   def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
-    """Scores a text, its first token included.
+    """Scores a text, including its first token.
 
     Args:
-      text: not empty.
-      window: tokens the model sees at once; 0 is the configuration's.
-      stride: tokens that each window scores, the others are context; 0 likewise.
+      text: a text, not empty.
+      window: the number of tokens that the model sees at once; 0 takes the configuration's.
+      stride: the number of tokens that each window scores, with the others as context; 0 takes
+        the configuration's.
 
     Returns:
-      "nats_per_token", "perplexity", "perplexity_per_word" and, unless the tokens have lost
+      "nats_per_token", "perplexity", "perplexity_per_word" and, unless tokenization loses
       some of the text, "bits_per_character" and "bits_per_byte"
-      (`dpjax.training.metrics.text_scores`); with token pooling also
-      those of `dpjax.training.metrics.boundary_scores`.
+      (`dpjax.training.metrics.text_scores`); with token pooling also the scores of
+      `dpjax.training.metrics.boundary_scores`.
 
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
@@ -103,22 +104,22 @@ class Run:
     documents: str = "",
     progress: bool = False,
   ) -> dict[str, float]:
-    """Scores a split of the run's corpus, each of its tokens once.
+    """Scores a split of the run's corpus, every token once.
 
     Args:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated": each document is scored as if it stood alone, from a start
-        token on; "joined": the text is one; "": as `config.data.documents`.
-      progress: show a bar.
+      documents: "isolated" scores each document as if it stood alone, after a start token;
+        "joined" scores one text; "" follows `config.data.documents`.
+      progress: whether to show a progress bar.
 
     Returns:
       See `score`.
 
     Raises:
-      ValueError: there is no such split, its tokens have changed since they were
-        prepared, the window is longer than the model's, or nothing is known of documents.
+      ValueError: there is no such split, its tokens have changed since preparation, the
+        window is longer than the model's, or the documents are unknown.
     """
     documents = self._documents(documents)
     data = self._data_with(split, documents)
@@ -127,18 +128,18 @@ class Run:
     return self._score_split(self.params, split, data, documents, **size)
 
   def choose(self, questions: str | Path | Sequence[Question]) -> dict[str, float]:
-    """Answers multiple-choice questions: which choice is the likeliest behind the context?
+    """Answers multiple-choice questions with the most likely continuation of the context.
 
     Args:
-      questions: at least one, or a file of them (`dpjax.data.questions.read_questions`).
+      questions: at least one question, or a file (`dpjax.data.questions.read_questions`).
 
     Returns:
       "questions", their number; "chance"; "accuracy", by the sum of the log-likelihoods of
-      a choice's tokens; "accuracy_per_byte", by that sum over its bytes; and the standard
+      a choice's tokens; "accuracy_per_byte", by that sum divided by the bytes; and the standard
       errors of both, "..._error" (`dpjax.training.multiple_choice`).
 
     Raises:
-      ValueError: there is no question, one cannot be read, or a choice is longer than the
+      ValueError: there are no questions, one cannot be read, or a choice is longer than the
         window, `config.eval.window`.
     """
     if isinstance(questions, str | Path):
@@ -148,10 +149,10 @@ class Run:
     return self._scorer.choose(self.params, questions)
 
   def tokens(self, split: str = "test") -> np.ndarray:
-    """The tokens of a split of the run's corpus, [N], made again where they are gone.
+    """The tokens of a split of the run's corpus, [N]; recreates missing files.
 
     Raises:
-      ValueError: there is no such split, or they cannot be made again.
+      ValueError: there is no such split, or its tokens cannot be recreated.
     """
     return self._data_with(split).splits[split]
 
@@ -207,7 +208,7 @@ class Run:
     making.write_json(self.workdir / f"{name}.json", content)
 
   def write_choices(self, path: str | Path, scores: Mapping[str, float]) -> None:
-    """Writes what `choose` gave for a file into the run's folder, as JSON."""
+    """Writes the scores of `choose` for a file into the run's folder, as JSON."""
     if self.workdir is None or jax.process_index() != 0:
       return
     path = Path(path)
@@ -225,12 +226,12 @@ class Run:
     Args:
       prompt: a text, or texts of any lengths; "" starts a text.
       **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
-        beyond_window of `dpjax.generation.Generator.stream`; by default as in the run's
-        configuration, `config.sample`.
+        beyond_window of `dpjax.generation.Generator.stream`; the defaults are those of
+        `config.sample`.
 
     Returns:
-      The continuations, without the prompt, one for each sample; of several prompts, a
-      list of them for each.
+      The continuations, without the prompt, one for each sample; for several prompts, a list
+      for each.
 
     Raises:
       ValueError: see `dpjax.generation.Generator.stream`.
@@ -244,14 +245,14 @@ class Run:
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
   def stream(self, prompt: str | Sequence[str], **settings: Any) -> Iterator[list[generator.Piece]]:
-    """Continues a prompt, or several at once, and yields text as it comes.
+    """Continues a prompt, or several at once, and yields text as it is generated.
 
     Args:
       prompt: see `generate`.
       **settings: see `generate`.
 
     Returns:
-      See `dpjax.generation.Generator.stream`, to which this goes.
+      See `dpjax.generation.Generator.stream`.
 
     Raises:
       ValueError: see `dpjax.generation.Generator.stream`.
@@ -260,15 +261,15 @@ class Run:
     return self._generator.stream(self.params, prompts, **settings)
 
   def dispatch_matrices(self, text: str) -> list[np.ndarray]:
-    """How much each position of a text reads of each other, in the layers of a Dispatcher.
+    """The dispatch matrices of a text in the layers of a Dispatcher.
 
-      matrices[layer][h, t, s]: what position t takes of the values of position s
+      matrices[layer][h, t, s]: the weight of the value at position s for position t
 
-    These are the counterpart of attention maps: lower triangular, with ones on the diagonal
+    They correspond to attention maps: lower triangular, with ones on the diagonal
     (`dpjax.ops.dispatch_matrix`).
 
     Args:
-      text: of at most `window` tokens, at least one.
+      text: a text of 1 to `window` tokens.
 
     Returns:
       For each layer [H, T, T], float32.
@@ -316,15 +317,14 @@ def load(
   Args:
     workdir: a folder that `train` or `Run.save` wrote.
     step: the step of the checkpoint; None is the best by validation.
-    model: the `model` that was given to `train`, if any.
+    model: the `model` given to `train`, if any.
 
   Returns:
-    The run, its parameters replicated or sharded as in training. A checkpoint that is
-    damaged is named in a warning, and the one before it is read, unless `step` asks for
-    it.
+    The run, with parameters replicated or sharded as in training. If a checkpoint is damaged,
+    a warning names it, and the one before it is read, unless `step` was given.
 
   Raises:
-    ValueError: there is no run, no such step, or no checkpoint that is whole.
+    ValueError: there is no run, no such step, or no intact checkpoint.
     OSError: a file cannot be read.
   """
   workdir = Path(workdir)
@@ -349,14 +349,14 @@ def load(
 def generate(
   run: Run | str | Path, prompt: str | Sequence[str], **settings: Any
 ) -> list[str] | list[list[str]]:
-  """Continues a prompt, or several: `Run.generate` of a run, or of a run's folder.
+  """Continues a prompt, or several, with a run: `Run.generate` as a function.
 
     dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
 
   Args:
-    run: from `load`, or its folder.
+    run: a run from `load`, or a run's folder.
     prompt: a text, or texts of any lengths; "" starts a text.
-    **settings: as `Run.generate` takes them.
+    **settings: see `Run.generate`.
 
   Returns:
     See `Run.generate`.
@@ -369,7 +369,7 @@ def generate(
 
 
 def table(scores: Mapping[str, float]) -> str:
-  """Formats scores for people, one a line."""
+  """Formats scores as a table, one on each line."""
   lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")

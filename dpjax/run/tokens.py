@@ -1,4 +1,4 @@
-"""The tokens that `config.data` asks for, shared by all runs."""
+"""Prepares the tokens that `config.data` describes, shared by all runs."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from dpjax.run.workdir import not_writable, on_first_process
 
 
 def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
-  """Opens the corpus in `folder`, having made it first where it is missing.
+  """Opens the corpus in `folder`, and makes it first if it is missing.
 
-  The tokens are made in data_dir/tokens, for all runs that want the same, and `folder`
-  refers to them.
+  The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
+  to them.
 
   Args:
-    config: `config.data` says what to make.
-    folder: all processes of a run must see the same.
-    anew: make it even if there is one.
+    config: describes the corpus in `config.data`.
+    folder: the folder, the same for all processes of a run.
+    anew: whether to replace an existing corpus.
 
   Returns:
     The corpus as tokens.
@@ -44,10 +44,10 @@ def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> pre
 
 
 def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  """Opens the corpus in `folder`; where its tokens are gone, makes them again in data_dir.
+  """Opens the corpus in `folder`, and recreates missing tokens in data_dir.
 
   Raises:
-    ValueError: they cannot be made, or come out others.
+    ValueError: the tokens cannot be recreated, or differ.
   """
   data = _open(config, folder)
   if data.has_tokens:
@@ -57,10 +57,10 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
 
 
 def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prepared:
-  """The same corpus with its documents, in data_dir, made unless it is there.
+  """The same corpus with its documents, in data_dir, made if missing.
 
   Raises:
-    ValueError: it says nothing of documents, or comes out with another vocabulary.
+    ValueError: its documents are unknown, or the vocabulary differs.
   """
   config = config.copy_and_resolve_references()
   config.data.documents = "isolated"
@@ -80,7 +80,7 @@ def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
 
 
 def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  """The tokens that the run began with, made again."""
+  """Recreates the tokens that the run began with."""
   before = _open(config, folder)
   gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
   try:
@@ -103,7 +103,7 @@ def _contents(data: prepared.Prepared) -> tuple:
 
 
 def _make_tokens(config: ConfigDict) -> prepared.Prepared:
-  """The tokens in data_dir, made unless they are there."""
+  """The tokens in data_dir, made if missing."""
   tokens = Path(config.data.data_dir, "tokens")
   return prepared.prepare(_load_corpus(config), tokens, shared=True, **_tokenizer_settings(config))
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the authors' PyTorch code as runs."""
+"""Reads checkpoints of the authors' PyTorch code as runs."""
 
 from pathlib import Path
 
@@ -14,21 +14,21 @@ from dpjax.run.run import Run
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
 
-  Their files hold no vocabulary: `config.data` has to make the one that they trained with,
-  as configs/dispatcher_wikitext2.py does. The authors of the pooling paper number characters
-  by frequency, which dpjax does not: read their files with `dpjax.interop.from_torch`, and
-  number tokens as they do.
+  These files hold no vocabulary: `config.data` must make the authors' vocabulary, as
+  configs/dispatcher_wikitext2.py does. The authors of the pooling paper number characters by
+  frequency, unlike dpjax: read their files with `dpjax.interop.from_torch`, and number tokens
+  by frequency.
 
   Args:
-    file: as their scripts save it.
+    file: a file that the authors' scripts saved.
     config: names mixer, heads, longest input, data and tokenizer.
-    folder: where the tokens are prepared, unless they are there.
+    folder: the folder of the tokens, prepared if missing.
 
   Returns:
     A `Run` without a working directory.
 
   Raises:
-    ValueError: PyTorch is missing, or the file is not of this configuration.
+    ValueError: PyTorch is missing, or the file does not match the configuration.
   """
   try:
     import torch  # pyright: ignore[reportMissingImports]  (optional)

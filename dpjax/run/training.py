@@ -26,7 +26,7 @@ from dpjax.training import optimizer as optimizers
 
 
 def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
-  """Makes the tokens that a run needs, as `train` does first.
+  """Prepares the tokens of a run, the first step of `train`.
 
   Args:
     config: from `dpjax.config`.
@@ -64,25 +64,24 @@ def train(
   Args:
     config: from `dpjax.config`.
     workdir: the run's folder, created if missing.
-    model: replaces the model of `config.model`: a module, or a function
-      of `config.model`, with its `vocab_size`, that gives one. Its
-      `apply({"params": params}, tokens, deterministic=..., rngs=...)` returns something
-      with `logits`, [B, T, V]. To go on, or to load the run, takes the same one again.
-    optimizer: replaces the optimizer of `config.train`, its schedule and
-      clipping.
-    callbacks: called with each report; one that returns True ends the training.
-    should_stop: asked after every update, beside signals.
+    model: replaces the model of `config.model`: a module, or a function that makes one from
+      `config.model` with its `vocab_size`. `apply({"params": params}, tokens,
+      deterministic=..., rngs=...)` must return an object with `logits`, [B, T, V]. Pass the
+      same model to resume or load the run.
+    optimizer: replaces the optimizer of `config.train`, with its schedule and clipping.
+    callbacks: functions of each report; training ends if one returns True.
+    should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure, for about a second, how fast matrix products are
-      here, and to report what share of that training reaches: `model_flops_utilisation`.
+    measure_products: whether to measure the speed of matrix products, for about a second, and
+      to report training's share of it as `model_flops_utilisation`.
 
   Returns:
-    The run with the parameters that were best by validation, and their test scores.
+    The run with the best parameters by validation, and their test scores.
 
   Raises:
     ValueError: `setting: expected ..., got ...`.
     dpjax.training.loop.NonFiniteError: the training diverged.
-    dpjax.errors.Interrupted: a signal or `should_stop` did; it has saved.
+    dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
   config_lib.check(config)
   with workdir_lib.hold(Path(workdir)):
@@ -167,7 +166,7 @@ def _train(
 
 
 def _shapes(model: Any, has_documents: bool) -> Any:
-  """The parameters' shapes; refuses a model that does not keep documents apart."""
+  """The shapes of the parameters; checks that the model keeps documents apart."""
   ids = jnp.zeros((1, 1), jnp.int32)
   known = {"starts": ids + 1} if has_documents else {}
   try:
@@ -181,7 +180,7 @@ def _shapes(model: Any, has_documents: bool) -> Any:
 
 
 def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
-  """Checks what it can, then makes the tokens of a run unless it resumes."""
+  """Checks the settings, then prepares the tokens of a run unless it resumes."""
   goes_on = workdir_lib.check(workdir, config)
   others = {"train.initial_run": config.train.initial_run}
   if build.needs_run(config):
@@ -235,7 +234,7 @@ def _initial_params(folder: str, shapes, data: prepared.Prepared, model) -> dict
 
 
 def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
-  """The run that a setting names, if it has this one's vocabulary."""
+  """The run that a setting names, which must have the same vocabulary."""
   try:
     other = load(folder, model=model)
   except UserError as error:
@@ -249,7 +248,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
 
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
-  """The run whose model the boundaries read with; None: none, or the folder has it."""
+  """The run whose model the boundaries use; None without one, or if the folder has it."""
   if not build.needs_run(config) or workdir_lib.has_saved(workdir):
     return None
   key = "model.boundaries.run"
@@ -259,14 +258,14 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 
 def check_frozen(run: Run, key: str = "run") -> None:
-  """Refuses a run whose model the boundaries of another cannot read with.
+  """Checks that the boundaries of another run can use a run's model.
 
   Args:
     run: from `load`.
-    key: the key of the setting that names it.
+    key: the setting that names the run.
 
   Raises:
-    ValueError: its boundaries are drawn, or read with a model themselves.
+    ValueError: its boundaries are drawn at random, or use a model themselves.
   """
   kinds = build_boundaries(run.config.model)
   if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):

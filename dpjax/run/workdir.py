@@ -1,14 +1,14 @@
 """The files in a run's folder.
 
-config.json      the settings, as they were given
-frozen.json      those of the model that boundaries read with, where they do
-data/            the vocabulary, how long the texts are, and where in data_dir/tokens
-                 the tokens of each split lie; with unigram boundaries, their model
+config.json      the settings, as given
+frozen.json      the settings of the model that boundaries use, if any
+data/            the vocabulary, the sizes of the texts, and the path of their tokens in
+                 data_dir/tokens; with unigram boundaries, their model
 checkpoints/     last/ and best/ (by validation)
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
-scores_<split>_<step>.json    of a whole split, written by train.py and evaluate.py
-lock             locked by the process that trains; names its host and number
+scores_<split>_<step>.json    scores of a whole split, by train.py and evaluate.py
+lock             locked by the training process; names its host and number
 """
 
 import contextlib
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def hold(workdir: Path) -> Iterator[None]:
-  """Keeps other runs out of the folder, which is made if needed, while the block runs.
+  """Locks the folder against other runs while the block runs; makes it if missing.
 
-  The operating system releases the lock when the process ends, however it ends. Of several
-  processes of one run, the first one holds the lock for all.
+  The operating system releases the lock when the process ends. With several processes in one
+  run, the first one holds the lock for all.
 
   Raises:
     UserError: another process trains in the folder, or it cannot be written.
@@ -77,10 +77,10 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
 
 
 def check(workdir: Path, config: ConfigDict) -> bool:
-  """Whether the folder holds a run of this configuration to go on with.
+  """Whether the folder holds a run of this configuration to resume.
 
   Raises:
-    ValueError: it holds a run of another configuration.
+    ValueError: the folder holds a run of another configuration.
   """
   path = workdir / "config.json"
   if (workdir / export.FILE).exists():
@@ -113,7 +113,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-  """Whether a folder has, or is to have, parameters: of a run, or of an exported one."""
+  """Whether a folder belongs to a run or an exported run."""
   return (folder / "checkpoints").is_dir() or (folder / export.FILE).exists()
 
 
@@ -123,12 +123,12 @@ def has_saved(workdir: Path) -> bool:
 
 
 def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Makes the folder this configuration's, once all is known to be in order.
+  """Writes the configuration into the folder, once everything has been checked.
 
   Args:
     workdir: the folder.
-    config: as it was given.
-    frozen: settings of the model that boundaries read with, where they do.
+    config: the configuration as given.
+    frozen: the settings of the model that boundaries use, if any.
 
   Raises:
     ValueError: it cannot be written.
@@ -158,7 +158,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def read_frozen(workdir: Path) -> ConfigDict:
-  """The settings of the model that the boundaries of a run read with.
+  """The settings of the model that the boundaries of a run use.
 
   Raises:
     ValueError: they cannot be read.
@@ -178,7 +178,7 @@ def _read_json(path: Path) -> dict:
 
 
 def on_first_process(work: Callable[[], None]) -> None:
-  """Does it once for all processes, which wait, and all raise what it raises."""
+  """Runs a function on the first process; the others wait, and all raise its error."""
   if jax.process_count() > 1:
     # The first one to be sent has a short time limit, which long work would exceed.
     multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))

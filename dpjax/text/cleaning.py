@@ -1,26 +1,25 @@
-r"""Text made as plain as text8: lower-case words of one alphabet, spaces, line ends.
+r"""Cleans text as in text8: lower-case words of one alphabet, spaces and line ends.
 
   "Built in 1907, the \"Mill\""  ->  "built in one nine zero seven the mill"
 
 In this order:
 
-  1. wiki40b's marks of structure become line ends, wherever they stand
-  2. Unicode NFKC; NFC where look-alike characters are not folded
-  3. of each character: a letter of the alphabet stays, in lower case; a decimal digit
-     is spelt out, a word of its own; a diacritic of the language vanishes; any
-     other letter that looks like one of the alphabet becomes that one; a space and a
-     line end stay; all else becomes a space
-  4. a run of spaces becomes one space, a run of line ends and spaces one line end;
-     none is left at the begin and at the end
+  1. Structure marks of wiki40b become line ends, anywhere in the text.
+  2. Unicode NFKC; NFC if look-alike characters are not folded.
+  3. A letter of the alphabet stays, in lower case; a decimal digit is spelt out as a word; a
+     diacritic of the language is removed; any other letter that looks like one of the
+     alphabet becomes that letter; spaces and line ends stay; everything else becomes a space.
+  4. A run of spaces becomes one space, a run of line ends and spaces one line end; none
+     stays at the beginning or the end.
 
-What comes out is left as it is by a second time.
+Cleaning a clean text changes nothing.
 
 Source: Sec. 4.1 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); `cleaners/`
-of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes go by NFKC
-and by Unicode's table of confusables (UTS 39), as the package confusable-homoglyphs has it,
-not by a list of its own; a mark that is not between line ends does not survive as words;
-Hebrew diacritics vanish, where they became spaces and cut words; Vietnamese may come
-decomposed; and digits of all scripts count as digits.
+of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes follow NFKC
+and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs), not a list
+of our own; marks that are not between line ends are removed as well; Hebrew diacritics are
+removed, instead of becoming spaces that cut words; Vietnamese may be decomposed; and digits of
+all scripts count as digits.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ def _expect(setting: str, expected: str, others: list[str]):
 
 @dataclasses.dataclass(frozen=True)
 class Language:
-  """The characters that cleaning keeps, and how digits are spelt out.
+  """The characters that cleaning keeps, and the names of digits.
 
     Language("abcdefghijklmnopqrstuvwxyz", ("zero", "one", "two", "three", "four",
              "five", "six", "seven", "eight", "nine"))
@@ -57,13 +56,13 @@ class Language:
 
   Attributes:
     alphabet: the letters, and signs if any, in lower case; no spaces, no digits.
-    digits: the names of 0 to 9, of letters of the alphabet.
+    digits: the names of 0 to 9, in letters of the alphabet.
     fold_confusables: whether characters that look like a letter of the alphabet become
       that letter.
-    diacritics: characters that are taken away, so that the word stays whole.
+    diacritics: characters to remove without splitting a word.
 
   Raises:
-    ValueError: `alphabet: ...`, `digits: ...` or `diacritics: ...`, it is not so.
+    ValueError: `alphabet: ...`, `digits: ...` or `diacritics: ...`, one is not as above.
   """
 
   alphabet: str
@@ -165,30 +164,30 @@ LANGUAGES: dict[str, Language] = {
 
 
 def clean(text: str, language: str | Language) -> str:
-  r"""Cleans a text, as the head of this module describes.
+  r"""Cleans a text; see the module's docstring for the steps.
 
     clean("Νοthing_NEWLINE_ in 19\t cafés", "en")  ->  "nothing\nin one nine caf s"
 
-  where the first two letters were Greek.
+  The first two letters are Greek.
 
   Args:
-    text: any.
-    language: a name of `LANGUAGES`, or any other language by what is kept of it.
+    text: any text.
+    language: a name in `LANGUAGES`, or a `Language`.
 
   Raises:
-    ValueError: `data.language: ...`, there is none of that name.
+    ValueError: `data.language: ...`, the name is unknown.
   """
   return "".join(clean_chunks([text], language))
 
 
 def clean_chunks(chunks: Iterable[str], language: str | Language) -> Iterator[str]:
-  """The same of a text that comes in parts, cut anywhere; in parts, of other lengths.
+  """Cleans a text in parts, cut anywhere, and yields parts of other lengths.
 
     ["Mi", "ll_NEW", "LINE_ 1", "9"]  ->  joined, "mill", a line end and "one nine"
 
-  Joined, the result is that of `clean` on the joined text. No more is held than the
-  longest chunk and some ten thousand characters, unless a text goes on without any
-  character below U+0300, as Chinese may.
+  Joined, the result equals `clean` on the joined text. Memory is limited to the longest chunk
+  and some ten thousand characters, unless a text has no character below U+0300 for long, as
+  Chinese may.
 
   Raises:
     ValueError: see `clean`.
@@ -230,7 +229,7 @@ def _map_characters(text: str, language: Language) -> str:
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
-  """Cuts a text anew, where steps 1 to 3 give the same of the parts as of the whole."""
+  """Cuts a text again, at places where steps 1 to 3 treat the parts like the whole."""
   held, size, enough = [], 0, _BLOCK
   for chunk in chunks:
     for begin in range(0, len(chunk), _BLOCK):
@@ -248,7 +247,7 @@ def _cut(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _last_place(text: str) -> int:
-  """The last place to cut before, 0 if there is none, as far as the text's end tells."""
+  """The last safe place to cut, 0 if there is none."""
   for place in range(len(text) - _REACH, 0, -1):
     # Nothing below U+0300 joins in a normal form what stands before it.
     if text[place] < "\u0300":
@@ -286,7 +285,7 @@ class _Table(dict):
   def _fold(self, character: str) -> str:
     """The letter of the alphabet that a character looks like, if any.
 
-    Signs and digits look like letters too, a stroke like l: they are none.
+    Signs and digits that look like letters, such as a stroke for l, do not count.
     """
     if unicodedata.category(character)[0] != "L":
       return ""

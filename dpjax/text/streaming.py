@@ -1,6 +1,6 @@
-r"""Text from tokens that come a few at a time, as it can be shown.
+r"""Decodes tokens to text a few at a time, for display.
 
-Of the bytes of "e\u00e9 e" one by one, each as soon as it is certain:
+For the bytes of "e\u00e9 e", one by one:
 
   push([101])  ->  "e"      push([195])  ->  ""   (half a character)
   push([169])  ->  "\u00e9"      push([32, 101])  ->  " e"      finish()  ->  ""
@@ -22,13 +22,13 @@ _LONGEST = 64
 
 
 class TextStream:
-  r"""Decodes tokens as they come; what was given out is never taken back.
+  r"""Decodes tokens as they arrive, and never changes earlier output.
 
     "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
 
-  Text comes out at once, with two exceptions. Up to three final U+FFFD that may be the
+  Text is returned at once, with two exceptions. Up to three final U+FFFD that may be the
   beginning of a character wait for the next token. (A real U+FFFD of "characters" does not
-  wait.) If a BPE decodes a row of bytes together, they wait for the end of the row.
+  wait.) If a BPE decodes a run of bytes together, they wait for the end of the run.
 
   A push decodes its own tokens and a few before them, not the whole text. It works for
   every tokenizer of dpjax, for loaded BPE with the decoder of GPT-2, Llama or Gemma, and
@@ -54,10 +54,10 @@ class TextStream:
       ids: [N], in 0 .. V - 1; N may be 0.
 
     Returns:
-      The text that has become certain; "" if none has.
+      The new text that is certain, perhaps "".
 
     Raises:
-      ValueError: an id is outside 0 .. V - 1; nothing is taken then.
+      ValueError: an id is outside 0 .. V - 1; the call then has no effect.
     """
     new = as_ids(ids, self._tokenizer.vocab_size).tolist()
     self._waiting += new
@@ -86,7 +86,7 @@ class TextStream:
     return new
 
   def finish(self) -> str:
-    """Ends the text: gives out the rest, and begins a new one."""
+    """Ends the text: returns the rest, and begins a new text."""
     rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
     self._begin()
     return rest
@@ -98,12 +98,12 @@ class TextStream:
     self._marks: set[int] = set()  # the tokens without text at the window's end
 
   def _certain(self, text: str) -> int:
-    """How many characters no later token can change."""
+    """The number of characters that no later token can change."""
     end = text[-self._open :] if self._open else ""
     return len(text) - (len(end) - len(end.rstrip("\N{REPLACEMENT CHARACTER}")))
 
   def _shorten(self, text: str) -> None:
-    """Drops tokens from the window's front, all but enough for what is still open."""
+    """Drops the oldest tokens of the window that the open text does not need."""
     start, kept = len(self._window), 0
     while start and kept < _KEPT:
       start -= 1
@@ -114,7 +114,7 @@ class TextStream:
     self._shown = len(self._tokenizer.decode(self._window)) - waiting
 
   def _is_empty(self, i: int) -> bool:
-    """Whether a token has no text, such as a mark, wherever it stands."""
+    """Whether a token has no text in any context, such as a mark."""
     if i not in self._empty:
       text = self._tokenizer.decode([*self._words, i])
       self._empty[i] = len(text) == self._length_word

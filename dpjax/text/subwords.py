@@ -1,4 +1,4 @@
-"""SentencePiece and BPE: subwords, which keep the whole text if they are learned here."""
+"""SentencePiece and BPE subwords; those trained here are lossless."""
 
 import base64
 import io
@@ -103,16 +103,16 @@ _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
 
 class SentencePiece(Tokenizer):
-  r"""SentencePiece, as Unigram or as BPE; one that is learned here is lossless.
+  r"""SentencePiece, as Unigram or BPE; models trained here are lossless.
 
-  A line end is the piece of "\n" where the model has it, else its end-of-sentence id.
+  A line end is the piece of "\n" if the model has it, else its end-of-sentence id.
   """
 
   def __init__(self, kind: str, model: bytes):
     """Takes the content of a `.model` file.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the content is not a model.
     """
     import sentencepiece
 
@@ -145,7 +145,7 @@ class SentencePiece(Tokenizer):
 
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
-    """Learns `vocab_size` pieces; bytes, three marks and the line end are of them."""
+    """Learns `vocab_size` pieces, including bytes, three marks and the line end."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -195,7 +195,7 @@ class SentencePiece(Tokenizer):
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
 
   def _encode_marks(self, line: str) -> list[int]:
-    """Encodes a text that has U+2581 itself, which would come back as a space."""
+    """Encodes a text that contains U+2581, which would decode as a space."""
     first, *rest = self._processor.encode(line.split(_SPACE_MARK))
     return first + [i for ids in rest for i in (*self._mark_ids, *ids)]
 
@@ -223,12 +223,12 @@ class SentencePiece(Tokenizer):
 
 
 class BytePairs(Tokenizer):
-  """BPE of the `tokenizers` library: as GPT-2 has it, or as a file describes it.
+  """BPE of the `tokenizers` library: GPT-2's, or as described by a file.
 
-  Most files cut a text into words before they merge its pieces, by rules of their own.
-  GPT-2's rule cuts at every line end, so lines are encoded side by side; Llama 3's joins
-  some line ends to what is before them, and Llama 2's does not cut at all. Which it is
-  is tried on a text when the file is loaded. All give the ids of the whole text.
+  Most files cut a text into words before merging, each with its own rules. GPT-2's rule cuts at
+  every line end, so lines can be encoded in parallel; Llama 3's joins some line ends to the
+  text before them, and Llama 2's does not cut at all. Loading a file tests its rule on a text.
+  The ids are always those of the whole text.
   """
 
   kind = "bpe"
@@ -237,7 +237,7 @@ class BytePairs(Tokenizer):
     """Takes the library's tokenizer.
 
     Raises:
-      ValueError: it is none of BPE.
+      ValueError: it is not BPE.
     """
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
@@ -296,7 +296,7 @@ class BytePairs(Tokenizer):
 
   @classmethod
   def train(cls, chunks: Iterable[str], vocab_size: int) -> "BytePairs":
-    """Learns `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges of them."""
+    """Learns `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges."""
     from tokenizers import models, pre_tokenizers, trainers
 
     if vocab_size < 257:
@@ -320,7 +320,7 @@ class BytePairs(Tokenizer):
     return np.array(list(itertools.chain.from_iterable(f.ids for f in found)), np.int32)
 
   def _can_cut(self, places: str, probe: str) -> bool:
-    """Whether a text that is cut at all of these places has the ids of the whole."""
+    """Whether cutting a text at all of these places preserves its ids."""
     # Pieces with a line end or a space inside can go across a place.
     probe += self._crossing
     whole = self._encode_parts([probe])
@@ -369,15 +369,15 @@ class BytePairs(Tokenizer):
 
 
 def _is_lossless(tokenizer: Tokenizer, probe: str) -> bool:
-  """Whether a text comes back, with spaces in front and without."""
+  """Whether decoding restores a text, with and without leading spaces."""
   texts = probe, probe.lstrip()
   return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
 def _cut_as_bpe(text: str, least: int = 1) -> list[str]:
-  r"""Cuts a text where GPT-2's rule cuts in any case: before a "\n" and a non-space.
+  r"""Cuts a text where GPT-2's rule always cuts: before a "\n" followed by a non-space.
 
-  Each part but the last has at least so many characters.
+  Each part but the last has at least the given number of characters.
   """
   parts, begin = [], 0
   while begin < len(text):
@@ -389,7 +389,7 @@ def _cut_as_bpe(text: str, least: int = 1) -> list[str]:
 
 
 def _byte_level(model):
-  """Byte-level BPE without a space in front of the text, round a model."""
+  """Byte-level BPE around a model, without adding a leading space."""
   from tokenizers import Tokenizer as LibraryTokenizer
   from tokenizers import decoders, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""The base class of tokenizers, and helpers that several of them share."""
+"""The base class of tokenizers, and shared helpers."""
 
 import abc
 import json
@@ -20,17 +20,17 @@ class Tokenizer(abc.ABC):
   r"""Text to ids 0 .. vocab_size - 1, and back.
 
   Attributes:
-    kind: its name in configurations and files.
+    kind: the name in configurations and files.
     vocab_size: V, the number of ids.
     start_id: the id from which a model predicts the first token of a text: the line end, if
       the vocabulary has one.
-    unknown_id: the id of text that the vocabulary lacks; None if it has everything.
-    lossless: `decode(encode(text)) == text`, for any text without unknown parts.
-    space_ids: ids of the space and the line end, in this order, where they are tokens of
-      their own whatever stands beside them: "characters" (those that the text had)
-      and "bytes". Subwords join them to other pieces, and have none.
-    open_ids: those whose text the next tokens can still change: bytes, where a row of
-      them is decoded together.
+    unknown_id: the id for text outside the vocabulary; None if it covers everything.
+    lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
+    space_ids: the ids of the space and the line end, in this order, if they are always tokens
+      of their own: in "characters" (if the text had them) and "bytes". Subwords join them to
+      other pieces, and have none.
+    open_ids: the ids whose text later tokens can change: bytes, if a run of them is decoded
+      together.
   """
 
   kind: str
@@ -44,10 +44,10 @@ class Tokenizer(abc.ABC):
   def encode(self, text: str) -> np.ndarray:
     """The ids of a text, int32 [N].
 
-    Encoding a long text in the parts that `parts` makes of it gives the same ids.
+    Encoding the `parts` of a long text gives the same ids.
 
     Raises:
-      ValueError: `text: ...`, it has a lone surrogate, which no file in UTF-8 can hold.
+      ValueError: `text: ...`, it has a lone surrogate, which UTF-8 cannot encode.
     """
     try:
       text.encode()
@@ -62,26 +62,25 @@ class Tokenizer(abc.ABC):
     """`encode` of a text without lone surrogates."""
 
   def parts(self, chunks: Iterable[str]) -> Iterable[str]:
-    """Cuts a text anew, so that its parts have the ids of the whole.
+    """Cuts a text again, so that the parts together have the ids of the whole.
 
     Args:
-      chunks: the text in parts that end with its lines, if possible at clean cuts
+      chunks: the text in parts that end with lines, if possible at clean cuts
         (`is_clean_cut`).
 
     Returns:
       The same text in parts.
 
     Raises:
-      ValueError: `data.tokenizer_file: ...`, while iterating: there is no such place in
-        a long text.
+      ValueError: `data.tokenizer_file: ...`, while iterating: a long text has no such place.
     """
     return chunks
 
   def keeps_text(self, ids: np.ndarray) -> bool:
-    """Whether the ids [N] of a text hold all of it: nothing was lost or unknown.
+    """Whether the ids [N] represent all of a text, without lost or unknown parts.
 
-    Of ids that do not, -ln P is not that of the text, so bits per character and per
-    byte would be too low.
+    Otherwise -ln P of the ids is not that of the text, and bits per character and per byte
+    would be too low.
     """
     size = 2**24  # Of mapped ids, few are held at a time.
     blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
@@ -89,7 +88,7 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """The text of ids [N], which are any in 0 .. vocab_size - 1."""
+    """The text of ids [N], each in 0 .. vocab_size - 1."""
 
   def character_ends(self, text: str) -> np.ndarray:
     r"""The place of each character's last token among `encode(text)`.
@@ -97,7 +96,7 @@ class Tokenizer(abc.ABC):
     "b\u00e9 b"  ->  "characters": 0 1 2 3; "bytes": 0 2 3 4
 
     Returns:
-      int64 [number of characters], rising.
+      int64 [number of characters], increasing.
 
     Raises:
       ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
@@ -107,7 +106,7 @@ class Tokenizer(abc.ABC):
     )
 
   def as_bytes(self) -> list[bytes]:
-    """The UTF-8 bytes of each id, which are at least one.
+    """The UTF-8 bytes of each id, at least one.
 
     Raises:
       ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
@@ -126,7 +125,7 @@ class Tokenizer(abc.ABC):
     """The tokenizer that `fields` came from."""
 
   def to_json(self) -> str:
-    """All of it, vocabulary included, as JSON; `tokenizer_from_json` reads it."""
+    """The whole tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
     content = {"format": FORMAT, "kind": self.kind, **self.fields()}
     return json.dumps(content, ensure_ascii=False)
 
@@ -144,11 +143,11 @@ def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def cut_lines(text: str, longest: int) -> Iterator[str]:
-  r"""Cuts a text into its lines, and lines of more than `longest` before a space.
+  r"""Cuts a text into lines, and lines longer than `longest` before a space.
 
     "one\ntwo three\n", 6  ->  "one\n", "two", " three", "\n"
 
-  Only "\n" ends a line. Where no space is in reach, the cut falls anywhere.
+  Only "\n" ends a line. Without a space in reach, the cut may be anywhere.
   """
   for line in re.findall(r"[^\n]*\n|[^\n]+", text):
     if len(line) <= longest:
@@ -164,15 +163,14 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
 
 
 def is_clean_cut(before: str, after: str) -> bool:
-  r"""Whether subwords are the same if a text is cut here, between two lines.
+  r"""Whether a cut between two lines preserves the subwords.
 
-  "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is none: what
-  splits a text into words takes the white space before a word all together, but for its
-  last character.
+  "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is not: splitting
+  into words groups the white space before a word, except for its last character.
 
   Args:
     before: the text before the cut, or its last two characters.
-    after: the text behind it, or its first two.
+    after: the text after the cut, or its first two characters.
   """
   if not before.endswith("\n") or not after:
     return False
@@ -182,7 +180,7 @@ def is_clean_cut(before: str, after: str) -> bool:
 
 
 def _is_space(character: str) -> bool:
-  """Whether Unicode has it as white space; Python also counts four separators."""
+  """Whether Unicode classifies it as white space; Python adds four separators."""
   return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
@@ -190,7 +188,7 @@ def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
   """The content of a vocabulary file.
 
   Raises:
-    ValueError: `setting: ...`, it is empty, no regular file, or cannot be read.
+    ValueError: `setting: ...`, the file is empty, not a regular file, or cannot be read.
   """
   path = Path(file)
   try:
@@ -209,7 +207,7 @@ def read_json(text: str | bytes):
   """The value of a JSON text.
 
   Raises:
-    ValueError: it is damaged, or nested too deeply to be read.
+    ValueError: the text is damaged, or nested too deeply.
   """
   try:
     return json.loads(text)
@@ -218,12 +216,12 @@ def read_json(text: str | bytes):
 
 
 def file_error(expected: str, got: str, setting: str = "data.tokenizer_file") -> UserError:
-  """The error for a vocabulary file that is not what it should be."""
+  """The error for a vocabulary file of the wrong kind."""
   return UserError(f"{setting}: expected {expected}, got {got}")
 
 
 def size_error(expected: str, got: int, setting: str = "data.tokenizer_size") -> UserError:
-  """The error for a vocabulary that cannot have the size asked for."""
+  """The error for a vocabulary that cannot have the requested size."""
   return UserError(f"{setting}: expected {expected}, got {got}")
 
 
@@ -231,7 +229,7 @@ def library_tokenizer(content: dict):
   """A tokenizer of the `tokenizers` library from its own JSON.
 
   Raises:
-    ValueError: it is none.
+    ValueError: the JSON is not a tokenizer.
   """
   from tokenizers import Tokenizer as LibraryTokenizer
 

@@ -1,6 +1,6 @@
 r"""Tokenizers by name: trained on a text, loaded from a file, saved as JSON.
 
-Of train_tokenizer("characters", ["to be\n", "or not"]):
+With train_tokenizer("characters", ["to be\n", "or not"]):
 
   encode("be\n")  ->  [2, 3, 0]        decode([2, 3, 8])  ->  "be\ufffd"
 """
@@ -26,9 +26,9 @@ __all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json", "trai
 
 
 class Characters(Tokenizer):
-  """One id a character, in the order of their code points, and one for all unknown.
+  """One id for each character, in the order of code points.
 
-  The last id, V - 1, is that of unknown characters; it is decoded as U+FFFD.
+  The last id, V - 1, stands for all unknown characters, and decodes as U+FFFD.
   """
 
   kind = "characters"
@@ -85,7 +85,7 @@ class Characters(Tokenizer):
 
 
 class Bytes(Tokenizer):
-  """The bytes of UTF-8 as ids; decoding puts U+FFFD for what is not UTF-8."""
+  """The bytes of UTF-8 as ids; invalid UTF-8 decodes as U+FFFD."""
 
   kind = "bytes"
   vocab_size = 256
@@ -143,26 +143,27 @@ def train_tokenizer(
   r"""Makes a tokenizer: learned from a text, or loaded from a vocabulary file.
 
   Args:
-    kind: a key of `KINDS`. "characters" and "bytes" need nothing more.
-    chunks: the text in parts, best cut after line ends; gone through once or twice,
-      so not a bare iterator.
-    vocab_size: V of a vocabulary that is learned; where the text has too few pieces,
-      the result of "wordpiece" and "bpe" is smaller.
-    file: a vocabulary to load in place of learning one. SentencePiece: a `.model`.
-      WordPiece: a `vocab.txt`, one piece a line, of which `[UNK]` has to be one;
+    kind: a key of `KINDS`. "characters" and "bytes" have no settings.
+    chunks: the text in parts, preferably cut after line ends; may be iterated twice, so not
+      a bare iterator.
+    vocab_size: V of a learned vocabulary; if the text has too few pieces, "wordpiece" and
+      "bpe" give fewer.
+    file: a vocabulary to load instead of learning one. SentencePiece: a `.model`.
+      WordPiece: a `vocab.txt`, one piece on each line, including `[UNK]`;
       without `[SEP]`, `<eos>` is added for the line end. BPE: a `tokenizer.json`, or a
-      merges file `<any>merges.txt` with its `<any>vocab.json` beside it, or their folder.
-    lower_text: "wordpiece" alone: lower-case the text first.
-    lower_pieces: "wordpiece" alone: lower-case the pieces, found in the cased text.
-    restrict: "wordpiece" alone: only the pieces that this text has.
+      merges file `<any>merges.txt` beside its `<any>vocab.json`, or their folder.
+    lower_text: only for "wordpiece": whether to lower-case the text first.
+    lower_pieces: only for "wordpiece": whether to lower-case the pieces, found in the cased
+      text.
+    restrict: only for "wordpiece": whether to keep only the pieces in this text.
 
   Returns:
     The tokenizer; equal arguments give an equal one.
 
   Raises:
     ValueError: an unknown kind (`data.tokenizer`), a file that is missing, empty or
-      of another kind (`data.tokenizer_file`), a size the text or the kind does not
-      admit (`data.tokenizer_size`), or a setting of another kind.
+      of another kind (`data.tokenizer_file`), an impossible size (`data.tokenizer_size`), or
+      a setting of another kind.
   """
   if kind not in KINDS:
     near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)
@@ -195,10 +196,10 @@ def train_tokenizer(
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-  """Reads what `Tokenizer.to_json` wrote.
+  """Reads a tokenizer from the JSON of `Tokenizer.to_json`.
 
   Raises:
-    ValueError: it is damaged, or of a later format.
+    ValueError: the JSON is damaged, or of a later format.
   """
   expected = "tokenizer.json: expected the JSON of a tokenizer, got"
   try:

@@ -1,6 +1,6 @@
-r"""Unigram boundaries: where words are cut, by SentencePiece, to teach a predictor.
+r"""Unigram boundaries: SentencePiece's cuts of words, as targets for a predictor.
 
-Of a model that cuts "ab" | "c" and "c" | "ba":
+With a model that cuts "ab" | "c" and "c" | "ba":
 
   text        a b c _ c b a _ _ a b c \n c      (_ is the space)
   boundaries  0 1 0 1 1 0 0 1 1 0 1 0 1  0
@@ -29,23 +29,23 @@ _MOST_WORDS = 2**21  # that are remembered
 
 
 class UnigramBoundaries:
-  """The segmentation of a Unigram model, as one number a character.
+  """The segmentation of a Unigram model, one number for each character.
 
-  Each word, which is what stands between spaces and line ends, is cut by itself:
+  Each word, between spaces and line ends, is cut on its own:
 
     b_t = 1  where t is the last character of a piece that is not its word's last one,
              and where t is a space or a line end
     b_t = 0  elsewhere
 
-  So a segment closes with the space after the word, which also shows that the next one
-  begins. The text around a word does not move its boundaries. The authors' code puts the
-  boundaries of the first word of a stream one character late; this does not.
+  So a segment closes with the space after the word. The context of a word does not affect its
+  boundaries. The authors' code puts the boundaries of the first word of a stream one character
+  late; this does not.
 
-  A word that the model changes in length, because it normalises it or spells it in
-  bytes, is one piece. One of more than 2^14 characters is cut in parts of that length.
+  A word whose length the model changes, by normalisation or by spelling it in bytes, is one
+  piece. A word of more than 2^14 characters is cut into parts of that length.
 
   Attributes:
-    model: the SentencePiece model, as `train_unigram` and `load_unigram` give it.
+    model: the SentencePiece model, from `train_unigram` or `load_unigram`.
 
   Source: Sec. 3.1.2 of the pooling paper.
   """
@@ -76,8 +76,8 @@ class UnigramBoundaries:
   def __call__(self, text: str) -> np.ndarray:
     """The boundaries of a text, uint8 [number of characters].
 
-    Parts of a text give the same as the whole, where no word goes across their ends:
-    `whole_words` makes such parts.
+    Parts of a text give the same result as the whole if they do not divide words; see
+    `whole_words`.
     """
     words = text.replace("\n", " ").split(" ")
     if len(self._found) > _MOST_WORDS:
@@ -91,16 +91,16 @@ class UnigramBoundaries:
   def of_tokens(self, text: str, tokenizer: Tokenizer) -> np.ndarray:
     r"""The boundaries of a text's tokens, uint8 [number of tokens].
 
-    A character's boundary is that of its last token, so that of the model above
+    A character's boundary belongs to its last token; with the model above,
 
       "b\u00e9 b" in bytes, which are b, C3, A9, space, b  ->  0 0 0 1 0
 
     Args:
-      text: any; as for `__call__`, parts of one should have whole words.
-      tokenizer: one of the kind "characters" or "bytes".
+      text: a text; parts of a longer text must not divide words.
+      tokenizer: a tokenizer of the kind "characters" or "bytes".
 
     Raises:
-      ValueError: `data.tokenizer: ...`, it is of another kind.
+      ValueError: `data.tokenizer: ...`, the tokenizer has another kind.
     """
     ends = tokenizer.character_ends(text)
     boundaries = np.zeros(ends[-1] + 1 if len(ends) else 0, np.uint8)
@@ -128,7 +128,7 @@ class UnigramBoundaries:
 
 
 def whole_words(chunks: Iterable[str]) -> Iterator[str]:
-  r"""Cuts a text that comes in parts anew, so that no word is cut.
+  r"""Cuts a text in parts again, so that no word is divided.
 
     "ab c", "d", "e\nf", "g"  ->  "ab ", "cde\n", "fg"
 
@@ -148,23 +148,23 @@ def whole_words(chunks: Iterable[str]) -> Iterator[str]:
 def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   """Learns a Unigram model, with the settings of the pooling paper's authors.
 
-  Every character that is not white space is a piece; words are cut into pieces of up to
-  16 characters, which do not cross between scripts nor between digits; nothing is
-  normalised but runs of spaces. The same chunks give the same model.
+  Every character except white space is a piece. Words are cut into pieces of up to 16
+  characters, which do not mix scripts or join digits. Only runs of spaces are normalised. Equal
+  chunks give equal models.
 
   Args:
-    chunks: the text in parts, of lines of any length.
-    vocab_size: how many pieces, three marks (unknown, begin, end) among them.
+    chunks: the text in parts, with lines of any length.
+    vocab_size: the number of pieces, including three marks (unknown, begin, end).
 
   Returns:
     The model, as the content of a SentencePiece `.model` file.
 
   Raises:
-    ValueError: `model.boundaries.size: ...`, the text does not admit that many or that few;
+    ValueError: `model.boundaries.size: ...`, the text does not allow this number of pieces;
       `data.path: ...`, the text has no words, or is not UTF-8.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
-  models (identity normalisation, as in that of 200 pieces).
+  models (identity normalisation, as in their model of 200 pieces).
   """
   import sentencepiece
 
@@ -215,11 +215,11 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
 
 
 def load_unigram(file: str | Path) -> bytes:
-  """The content of a SentencePiece `.model` file, which is of the type Unigram.
+  """The content of a SentencePiece `.model` file of the type Unigram.
 
   Raises:
-    ValueError: `model.boundaries.file: ...`, it cannot be read, is no SentencePiece model,
-      or is of another type, as "bpe".
+    ValueError: `model.boundaries.file: ...`, the file cannot be read, is not a SentencePiece
+      model, or has another type, such as "bpe".
   """
   model = read_file(file, "model.boundaries.file")
   try:
@@ -234,7 +234,7 @@ def _size_error(expected: str, got: int) -> UserError:
 
 
 def _lengths(word: str, pieces: list[str]) -> list[int]:
-  """How many of a word's characters each piece has; none has 0."""
+  """The number of a word's characters in each piece, at least 1."""
   lengths = [len(piece) for piece in pieces]
   # The mark that stands for a space before the word.
   if sum(lengths) == len(word) + 1 and pieces[0][0] == _SPACE_MARK:
@@ -245,10 +245,10 @@ def _lengths(word: str, pieces: list[str]) -> list[int]:
 
 
 def _model_type(model: bytes) -> int:
-  """The type that a model says it has.
+  """The type recorded in a model.
 
   Raises:
-    ValueError: it is no message of SentencePiece's.
+    ValueError: the content is not a message of SentencePiece.
   """
   from google.protobuf.message import DecodeError
   from sentencepiece import sentencepiece_model_pb2

@@ -22,11 +22,10 @@ class WordPiece(Tokenizer):
   r"""BERT's WordPiece, cased, with a line-end token for each "\n"; not lossless.
 
   The library's pieces are mapped to those of the vocabulary: optionally lower-cased, and
-  optionally restricted to those of the train split. Restricted, the vocabulary is
-  in the order of the Dispatcher's authors, which their checkpoints need: `<unk>`,
-  `<pad>`, `<sos>`, `<eos>`, then the pieces by falling frequency, ties by their
-  characters. Else it is the file's, as it stands, and a line ends with its `[SEP]`, or
-  with an `<eos>` that is added.
+  optionally restricted to those of the train split. A restricted vocabulary has the order of
+  the Dispatcher's authors, for their checkpoints: `<unk>`, `<pad>`, `<sos>`, `<eos>`, then the
+  pieces by decreasing frequency, ties by their characters. Otherwise it is the file's, and a
+  line ends with its `[SEP]`, or with an added `<eos>`.
   """
 
   kind = "wordpiece"
@@ -58,7 +57,7 @@ class WordPiece(Tokenizer):
     lower_pieces: bool,
     restrict: bool,
   ) -> "WordPiece":
-    """Loads the raw pieces, or learns them, and makes the vocabulary of them."""
+    """Loads or learns the raw pieces, and makes the vocabulary from them."""
     if file:
       raw = _bert(_read_pieces(file))
     else:
@@ -73,7 +72,7 @@ class WordPiece(Tokenizer):
     return cls(raw, pieces, lower_text, lower_pieces)
 
   def _encode(self, text: str) -> np.ndarray:
-    """A text that does not end with a line end gets none."""
+    """Encodes a text without adding a line end."""
     return self._table[_encode_raw(self._raw, text, self._lower_text)]
 
   def decode(self, ids) -> str:
@@ -152,7 +151,7 @@ def _learn_pieces(
 
 
 def _read_pieces(file: str) -> dict[str, int]:
-  """Reads a vocab.txt: piece to number of its line."""
+  """Reads a vocab.txt, as a mapping from pieces to line numbers."""
   expected = (
     "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
     "other mark is needed: without [SEP], <eos> is added for the line end)"
@@ -183,7 +182,7 @@ def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
 
 
 def _restrict(raw, raw_pieces, chunks: Iterable[str], lower: bool) -> list[str]:
-  """The pieces of a text, most frequent first, behind the authors' four marks."""
+  """The authors' four marks, then the pieces of a text, most frequent first."""
   counts_raw = np.zeros(len(raw_pieces) + 1, np.int64)
   for chunk in chunks:
     counts_raw += np.bincount(_encode_raw(raw, chunk, lower), minlength=len(counts_raw))

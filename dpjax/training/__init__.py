@@ -1,4 +1,4 @@
-"""Losses, optimisers, steps, checkpoints and the training loop."""
+"""Losses, optimizers, steps, checkpoints and the training loop."""
 
 from typing import TYPE_CHECKING
 

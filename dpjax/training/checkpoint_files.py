@@ -1,4 +1,4 @@
-"""Checkpoints as files: read with a check of every array, and told what is damaged."""
+"""Reads the files of checkpoints, checks every array, and detects damage."""
 
 import contextlib
 import dataclasses
@@ -23,11 +23,11 @@ FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before
 
 
 def fingerprints(state: TrainState) -> list[int]:
-  """One number for each array: the sum of its 32-bit words, each times its place.
+  """One number for each array: the sum of its 32-bit words, weighted by place.
 
     sum over i of words[i] * (2 i + 1)  mod 2**32
 
-  Integers add up the same in any order, so it is the same on any devices.
+  Sums of integers do not depend on their order, so the result is the same on all devices.
   """
   return _fingerprints_of(as_dict(state))
 
@@ -51,7 +51,7 @@ def _fingerprints(tree) -> list[jax.Array]:
 
 @contextlib.contextmanager
 def _silent_coroutines():
-  """Orbax abandons coroutines where a file is damaged, each with a page of its state."""
+  """Silences coroutines that Orbax abandons, with a page of output each, at a damaged file."""
   hook = sys.unraisablehook
   sys.unraisablehook = lambda _: None
   try:
@@ -62,7 +62,7 @@ def _silent_coroutines():
 
 
 class _RefusedError(UserError):
-  """The checkpoint is whole, and not to be used."""
+  """The checkpoint is intact, but must not be used."""
 
 
 class DamagedError(Exception):
@@ -70,10 +70,10 @@ class DamagedError(Exception):
 
 
 def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
-  """Reads the parts of a state that `target` has, and the meta, in all processes alike.
+  """Reads the parts of a state in `target`, and the meta, with the same result in all processes.
 
   Raises:
-    DamagedError: it is damaged for at least one process.
+    DamagedError: the checkpoint is damaged for at least one process.
     Exception: at least one process could not read it for another reason.
   """
   found, error = None, None
@@ -94,7 +94,7 @@ def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, d
 def _read_files(
   folder: Any, target: dict, origin: Mapping[str, str]
 ) -> tuple[dict, dict, list[int]]:
-  """The value of `read` and its saved fingerprints; waits for no other process."""
+  """The result of `read` and its saved fingerprints, without waiting for other processes."""
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
   meta = dict(ocp.JsonCheckpointHandler().restore(folder / "meta"))
   if meta["format"] > FORMAT:
@@ -133,7 +133,7 @@ def _read_files(
 
 
 def _check_arrays(saved: Mapping[str, tuple], target: dict, folder: Path) -> None:
-  """Refuses arrays of other names, shapes or dtypes than the model's."""
+  """Checks the names, shapes and dtypes of arrays against the model's."""
   wanted = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(target):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -169,7 +169,7 @@ _UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, NotImplemente
 
 
 def _damage_or_cause(error: Exception, folder: Path) -> Exception:
-  """Turns an error of reading into a `DamagedError` if it proves damage."""
+  """Turns a read error into a `DamagedError` if it proves damage."""
   if isinstance(error, (_RefusedError, MemoryError, jax.errors.JaxRuntimeError)):
     return error
   each: BaseException | None = error
@@ -193,7 +193,7 @@ def _damage_or_cause(error: Exception, folder: Path) -> Exception:
 
 
 def _read_all(folder: Path) -> None:
-  """Reads every file, for the errors of the file system alone."""
+  """Reads every file, to find errors of the file system."""
 
   def fail(error: OSError) -> None:
     # A folder that is missing is damage, as a file is.
@@ -208,7 +208,7 @@ def _read_all(folder: Path) -> None:
 
 
 def raise_together(error: Exception | None, folder: Path) -> None:
-  """Raises in all processes if one has an error, damage being the least of them."""
+  """Raises in all processes if one has an error; damage comes last."""
   own = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
   worst = max(every := gather(own))
   if worst == 0:
@@ -220,13 +220,13 @@ def raise_together(error: Exception | None, folder: Path) -> None:
 
 
 def gather(number: int) -> list[int]:
-  """The number of every process; all have to ask."""
+  """Gathers a number from every process; all must call it."""
   if jax.process_count() == 1:
     return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()
 
 
 def as_dict(state: TrainState) -> dict:
-  """The parts of a state by name, without an average that there is not."""
+  """The parts of a state by name, without a missing average."""
   parts = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
   return {name: part for name, part in parts.items() if part is not None}

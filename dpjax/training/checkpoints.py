@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, and checked when read."""
+"""Checkpoints: written completely or not at all, and checked when read."""
 
 import dataclasses
 import logging
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """One that was read.
+  """A checkpoint that was read.
 
   Attributes:
-    step: updates made.
+    step: the number of updates made.
     state: the train state.
-    meta: what was saved beside it, with the "format".
+    meta: the values saved beside it, with the "format".
   """
 
   step: int
@@ -45,9 +45,9 @@ class Parameters(NamedTuple):
   """The parameters of a checkpoint.
 
   Attributes:
-    step: updates made.
+    step: the number of updates made.
     params: the model's parameters.
-    meta: as of `Checkpoint`.
+    meta: see `Checkpoint`.
   """
 
   step: int
@@ -58,13 +58,13 @@ class Parameters(NamedTuple):
 class Checkpoints:
   """The checkpoints of a run: the last ones, and the best by validation.
 
-  Each holds parameters, optimiser state, random key and step (which is the position in
-  the data), and also the configuration, the vocabulary and a format version. It includes
-  fingerprints of the arrays, since the file format does not detect all damage.
+  Each holds parameters, optimizer state, random key and step (the position in the data), and
+  also the configuration, the vocabulary and a format version. It includes fingerprints of the
+  arrays, since the file format does not detect all damage.
 
   Args:
     folder: the folder of the run's checkpoints.
-    keep: how many of the last to keep; None only reads, and changes nothing.
+    keep: the number of last checkpoints to keep; None opens the folder read-only.
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
@@ -83,7 +83,7 @@ class Checkpoints:
     return sorted({*self._last.all_steps(), *self._best.all_steps()})
 
   def best_step(self) -> int | None:
-    """The step that was best by validation, if any was saved."""
+    """The best step by validation, if one was saved."""
     return self._best.latest_step()
 
   def save(
@@ -94,13 +94,13 @@ class Checkpoints:
     origin: Mapping[str, str] | None = None,
     best: bool = False,
   ) -> None:
-    """Writes a checkpoint in the background; the state may be used up at once.
+    """Writes a checkpoint in the background; the state may be donated at once.
 
     Args:
-      state: its step becomes the checkpoint's.
-      meta: anything JSON can hold.
-      origin: what the run is made from, by name: its vocabulary, a hash of its text.
-      best: put it in place of the best, too.
+      state: the state; its step becomes the checkpoint's.
+      meta: JSON values.
+      origin: inputs of the run by name: its vocabulary, a hash of its text.
+      best: whether it also replaces the best.
     """
     step = int(state.step)
     meta = {
@@ -127,22 +127,22 @@ class Checkpoints:
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
   ) -> Checkpoint | None:
-    """Reads the newest undamaged checkpoint, to go on from it.
+    """Reads the newest undamaged checkpoint, to resume from it.
 
-    Damaged ones are moved into the folder "damaged", out of the way of those to come. A
-    checkpoint is damaged if a file is missing or cannot be parsed, or if its arrays do
-    not match their fingerprints. An error of the file system is not damage.
+    Damaged ones are moved into the folder "damaged". A checkpoint is damaged if a file is
+    missing or cannot be parsed, or if its arrays do not match their fingerprints. An error of
+    the file system is not damage.
 
     Args:
       abstract: shapes, dtypes and shardings of the state.
-      origin: what the run is made from now, by name, as in `save`.
+      origin: the current inputs of the run by name; see `save`.
 
     Returns:
-      The checkpoint, or None where there is none.
+      The checkpoint, or None without one.
 
     Raises:
-      ValueError: there are checkpoints, and all are damaged, or one is of a later format,
-        another origin or another model.
+      ValueError: all checkpoints are damaged, or one has a later format, another origin or
+        another model.
       OSError: the file system could not read one. Nothing is moved.
     """
     self._check_alike()
@@ -179,16 +179,15 @@ class Checkpoints:
     Args:
       abstract: shapes, dtypes and shardings of the parameters.
       step: the step of the checkpoint; None is the best by validation.
-      origin: as in `restore`, of which it may be a part.
-      part: "params", or "average" of a run that has one.
+      origin: see `restore`; may be a part of it.
+      part: "params", or "average" for a run that has one.
 
     Returns:
       The parameters.
 
     Raises:
-      ValueError: there is no such step, nothing that is whole, or one is refused as in
-        `restore`.
-      OSError: as in `restore`.
+      ValueError: there is no such step, no intact checkpoint, or a mismatch; see `restore`.
+      OSError: see `restore`.
     """
     self._check_alike()
     known = self.steps()
@@ -213,12 +212,12 @@ class Checkpoints:
     return Parameters(step, tree[part], meta)
 
   def wait(self) -> None:
-    """Returns when all that was saved is on disk."""
+    """Waits until all checkpoints are on disk."""
     self._last.wait_until_finished()
     self._best.wait_until_finished()
 
   def close(self) -> None:
-    """Waits, and lets go of the folder."""
+    """Waits for writes, and releases the folder."""
     self.wait()
     self._last.close()
     self._best.close()

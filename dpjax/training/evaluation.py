@@ -1,4 +1,4 @@
-"""Scores of whole texts, each of their tokens counted once."""
+"""Scores whole texts, every token once."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,16 @@ class EvalStep(Protocol):
 
 
 class EvaluationBatches(Protocol):
-  """Batches that weight each token of a text once (`dpjax.data.batches`).
+  """Batches that weight every token of a text once (`dpjax.data.batches`).
 
   Attributes:
-    batch_size: rows of a batch.
+    batch_size: the number of rows in a batch.
   """
 
   batch_size: int
 
   def __len__(self) -> int:
-    """How many there are."""
+    """The number of batches."""
     ...
 
   def batch(self, index: int, rows: slice) -> Mapping[str, np.ndarray]:
@@ -61,15 +61,15 @@ def evaluate(
 
   Args:
     eval_step: from `dpjax.training.step.jit_eval_step`.
-    params: the model's.
-    windows: the text, each token weighted once.
-    counts: counts of the text, as `dpjax.training.metrics.text_scores` takes them.
+    params: the model's parameters.
+    windows: the text, with every token weighted once.
+    counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
     mesh: the devices.
-    progress: show a bar.
-    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
+    progress: whether to show a progress bar.
+    capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
 
   Returns:
-    The scores of `text_scores`, and those of `dpjax.training.metrics.boundary_scores`.
+    The scores of `text_scores` and of `dpjax.training.metrics.boundary_scores`.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
@@ -86,7 +86,7 @@ def evaluate(
 
 
 def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.DocumentStarts:
-  """Documents that begin at these places, each behind the tokenizer's start token."""
+  """Documents that begin at these places, each after the tokenizer's start token."""
   start_id = tokenizer.start_id
   return batches.DocumentStarts(begins, start_id, int(start_id in tokenizer.space_ids))
 
@@ -96,15 +96,15 @@ class Scorer:
   """Scores texts with one model, compiled once.
 
   Attributes:
-    model: `apply({"params": params}, tokens)` has `logits`.
-    objective: what it was trained for.
+    model: the model; `apply({"params": params}, tokens)` has `logits`.
+    objective: the loss of its training.
     tokenizer: the tokenizer of the texts.
-    longest: the model's window, tokens.
-    window: tokens it sees at once; 0 is all that it can.
-    stride: tokens it scores of them, the others being context; 0 is the window.
-    batch_size: rows at once.
-    pad_id: the token that fills rows up.
-    capacity: as `evaluate` takes it.
+    longest: the model's longest window, in tokens.
+    window: the number of tokens that it sees at once; 0 means `longest`.
+    stride: the number of these that it scores, with the others as context; 0 means the window.
+    batch_size: the number of rows in a batch.
+    pad_id: the token that pads rows.
+    capacity: see `evaluate`.
   """
 
   model: nn.Module
@@ -118,7 +118,7 @@ class Scorer:
   capacity: Callable[[Mapping[str, np.ndarray]], int | None]
 
   def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
-    """The window and the stride in tokens; 0 is the scorer's own.
+    """The window and the stride in tokens; 0 takes the scorer's.
 
     Raises:
       ValueError: the window is longer than the model's.
@@ -141,24 +141,24 @@ class Scorer:
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """Scores a text, its first token included.
+    """Scores a text, including its first token.
 
     Args:
-      params: the model's.
+      params: the model's parameters.
       tokens: the tokens of the text, [N].
-      counts: counts of the text, as `dpjax.training.metrics.text_scores` takes them.
-      boundaries: those of a Unigram model, [N], where the model needs them.
-      documents: the places at which its documents begin, to score each of them as if it
-        stood alone; None: it is one.
+      counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
+      boundaries: the boundaries of a Unigram model, [N], if the model needs them.
+      documents: the places where documents begin, to score each as if it stood alone; None
+        for one document.
       window: see `sizes`.
       stride: see `sizes`.
-      max_tokens: that are scored, in windows drawn once for all texts of one length, which
-        stand for the text: a share of it is taken to have that share of its characters. 0:
-        all, and so with `documents`.
-      progress: show a bar.
+      max_tokens: the number of tokens to score, in windows drawn once for all texts of one
+        length; characters and other counts are estimated from the share of tokens. 0, or with
+        `documents`, scores all.
+      progress: whether to show a progress bar.
 
     Returns:
-      See `evaluate`, without bits where the tokens do not hold the whole text.
+      See `evaluate`; without bits if the tokens do not represent the whole text.
 
     Raises:
       ValueError: see `sizes`.
@@ -185,7 +185,7 @@ class Scorer:
     """Answers multiple-choice questions by the likelihood of each choice.
 
     Args:
-      params: the model's.
+      params: the model's parameters.
       questions: at least one.
 
     Returns:
@@ -211,7 +211,7 @@ class Scorer:
 
   @property
   def _num_rows(self) -> int:
-    """Whole rows for every device; those without text count nothing."""
+    """The number of rows, a multiple of the devices; rows without text do not count."""
     return -(-self.batch_size // self._mesh.size) * self._mesh.size
 
   @cached_property

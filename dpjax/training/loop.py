@@ -1,4 +1,4 @@
-"""The order of things in training: restore, step, report, evaluate, save."""
+"""The training loop: restore, step, report, evaluate, save."""
 
 import dataclasses
 import math
@@ -28,8 +28,8 @@ class TrainBatches(Protocol):
   """Batches as a function of the step alone (`dpjax.data.batches`).
 
   Attributes:
-    batch_size: rows of a batch.
-    window: tokens of a row.
+    batch_size: the number of rows in a batch.
+    window: the number of tokens in a row.
   """
 
   batch_size: int
@@ -53,33 +53,34 @@ class Callback(Protocol):
     """Takes a report.
 
     Args:
-      step: that the report is of.
+      step: the step of the report.
       metrics: as in metrics.jsonl, with the split before the name: "train/loss",
         "valid/nats_per_token".
-      state: the newest, of this step or the next one. The next update uses it up.
+      state: the newest state, of this step or the next one. The next update donates it.
 
     Returns:
-      True to end the training here, as at its last step: it is scored and saved, and the
-      same call trains no further (one with more steps, or without callbacks, does). Of
-      several processes all have to answer alike.
+      True to end the training here as at its last step: it is scored and saved, and the same
+      call trains no further (a call with more steps, or without callbacks, does). All
+      processes must return the same.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The model, optimiser and settings of an update.
+  """The model, optimizer and settings of an update.
 
   Attributes:
     model: takes [B, T] tokens.
     optimizer: from `dpjax.training.optimizer`.
     objective: the loss to minimise.
-    accumulate_steps: parts of a batch.
+    accumulate_steps: the number of parts of a batch.
     parameters: "replicated" or "sharded".
-    capacity: batch -> that of `dpjax.models.hourglass.Hourglass`, where it is known.
+    capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
-    ema_decay: of an average of the parameters, which is then what is scored; 0: none.
-    learning_rate: that of the optimizer by the update, for the reports; None: not known.
+    ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
+    learning_rate: maps an update to the optimizer's learning rate, for reports; None if
+      unknown.
   """
 
   model: nn.Module
@@ -95,14 +96,14 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-  """The number of updates, in all and between reports, evaluations and checkpoints.
+  """The number of updates in total, and between reports, evaluations and checkpoints.
 
   Attributes:
-    num_steps: in all.
-    eval_every_steps: between two evaluations; there is one at the end, too.
-    log_every_steps: between two reports, of the mean loss since the last.
-    median_every_steps: between two reports of the median loss of as many.
-    checkpoint_every_steps: between two checkpoints; the best by validation and the end
+    num_steps: the total number of updates.
+    eval_every_steps: updates between evaluations; the last update is followed by one, too.
+    log_every_steps: updates between reports, each of the mean loss since the last.
+    median_every_steps: updates between reports of their median loss.
+    checkpoint_every_steps: updates between checkpoints; the best by validation and the end
       are saved, too.
   """
 
@@ -130,42 +131,41 @@ def fit(
   profile: tuple[int, int] | None = None,
   measure_products: bool = False,
 ) -> None:
-  """Trains to the last step, going on from the newest checkpoint in `workdir`.
+  """Trains to the last step, from the newest checkpoint in `workdir` if there is one.
 
   The state after step n depends only on the seed and the batches before it. So a run that
-  was stopped or killed ends like one that never stopped (on the same machine, bit for
-  bit). The metrics of a step are read while the next one runs. Between its batch and that,
-  no step moves anything else to the device, or, on an accelerator, from it: it would raise
-  (`jax.transfer_guard`). SIGTERM and SIGINT end the step, save, and raise `Interrupted`.
+  was stopped or killed ends like one that never stopped (on the same machine, bit for bit).
+  The metrics of a step are read while the next one runs. Except for batches and metrics, a
+  step that transfers data to the device, or from an accelerator, raises an error
+  (`jax.transfer_guard`). SIGTERM and SIGINT finish the step, save, and raise `Interrupted`.
 
   Args:
-    trainer: what to train, and how.
-    batches: what to train on.
-    evaluate: parameters -> scores of the validation split, "nats_per_token" and
-      "perplexity" among them.
-    durations: in updates.
+    trainer: the model and the settings of an update.
+    batches: the training batches.
+    evaluate: maps parameters to scores of the validation split, including "nats_per_token"
+      and "perplexity".
+    durations: the durations in updates.
     workdir: the run's folder, which exists.
-    keep_checkpoints: how many of the last to keep.
-    patience: evaluations without a new best after which the training ends; 0: never.
-    initial: drawn parameters -> those to begin with, where there is no checkpoint; None:
-      the drawn ones.
-    meta: saved with each checkpoint. Where its "validation", how that is scored, is not
-      a checkpoint's to go on from, the best begins anew.
-    origin: saved likewise, and refused where a checkpoint to go on from has another: the
-      vocabulary, or a hash of the text.
-    callbacks: told of each report, in their order.
-    should_stop: asked after every update, beside signals; of several processes all have
-      to answer alike.
+    keep_checkpoints: the number of last checkpoints to keep.
+    patience: training ends after this number of evaluations without a new best; 0 never.
+    initial: maps the drawn parameters to the initial ones, if there is no checkpoint; None
+      keeps the drawn ones.
+    meta: values saved with each checkpoint. If its "validation", the method of scoring,
+      differs from the checkpoint's, the search for the best restarts.
+    origin: values saved with each checkpoint, which must match on resume: the vocabulary, or
+      a hash of the text.
+    callbacks: functions of each report, called in order.
+    should_stop: called after every update; training also stops at signals. All processes
+      must get the same answer.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure, for about a second, how fast matrix products are
-      here, and to report what share of that training reaches.
+    measure_products: whether to measure the speed of matrix products, for about a second, and
+      to report training's share of it.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
-    Interrupted: a signal came, or `should_stop` said so.
-    ValueError: the batch does not divide over the devices, no checkpoint is whole, or it
-      has another origin or is of another model, or the updates of `profile` are not all
-      to come.
+    Interrupted: a signal or `should_stop` stopped training.
+    ValueError: the batch does not divide over the devices, no checkpoint is intact, a
+      checkpoint has another origin or model, or updates of `profile` lie in the past.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
@@ -298,10 +298,10 @@ def fit(
 
 
 class _Meter:
-  """Reads what a step measured once the next one is under way; reports means, medians.
+  """Reads the metrics of a step while the next one runs; reports means and medians.
 
-  A step takes as long as from the reading of the one before to its own. Where none is
-  under way, as after an evaluation or a checkpoint, it takes as long as from `start`.
+  The time of a step is measured between the reading of the previous step and its own. After
+  an evaluation or a checkpoint, with no step running, it is measured from `start`.
   """
 
   def __init__(
@@ -321,22 +321,22 @@ class _Meter:
     self.mean = math.nan  # of the losses since the report before
 
   def start(self) -> None:
-    """A step begins; what was done since the last one was read is not part of it."""
+    """Marks the beginning of a step, which excludes earlier work."""
     if self._pending is None:
       self._since = time.perf_counter()
 
   def read_previous(
     self, step: int, measured: Mapping[str, jax.Array], is_timed: bool = True
   ) -> None:
-    """Takes what step `step` is measuring and reads what the one before measured.
+    """Takes the pending metrics of step `step`, and reads those of the step before.
 
-    The speed leaves out a step that is not timed: it was compiled first.
+    The speed excludes an untimed step, which included compilation.
     """
     previous, self._pending = self._pending, (step, measured, is_timed)
     self._read(previous)
 
   def read_pending(self) -> None:
-    """Waits for the newest step; afterwards the state is known to be finite."""
+    """Waits for the newest step, and so verifies that the state is finite."""
     pending, self._pending = self._pending, None
     self._read(pending)
 

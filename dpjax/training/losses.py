@@ -1,4 +1,4 @@
-"""What is minimised. B batch, T position, V vocabulary."""
+"""Losses. B batch, T position, V vocabulary."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from dpjax.ops.products import dot_general, sum_dtype
 def cross_entropy(
   logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Sums the nats of the targets that count.
+  """Sums the nats of all targets that count.
 
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  Sums, and not their quotient, so that parts of a batch add up to the whole. Reverse-mode
-  derivatives only, which keep the logits as they are.
+  These are sums, not their quotient, so that parts of a batch add up to the whole. Only
+  reverse-mode derivatives, which store the logits in their dtype.
 
   Args:
-    logits: [B, T, V], floats; the softmax is taken in float32, or float64 as they are.
+    logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
     targets: [B, T], integers in [0, V).
-    weights: [B, T], 1 where a target counts and 0 where it does not.
+    weights: [B, T], 1 where a target counts, else 0.
 
   Returns:
     nats and count, scalars.
@@ -49,7 +49,7 @@ def _check_shapes(name: str, axis: str, array, targets, weights) -> None:
 
 @jax.custom_vjp
 def _nats_of_tokens(logits, targets) -> jax.Array:
-  """[B, T], -log softmax(logits)[target]; of [B, T, V] it keeps the logits alone."""
+  """[B, T], -log softmax(logits)[target]; stores only the logits for the gradient."""
   return _nats_forward(logits, targets)[0]
 
 
@@ -92,15 +92,15 @@ def output_nats(
   targets: jax.Array,
   weights: jax.Array,
 ) -> jax.Array:
-  """`cross_entropy` of hidden @ kernel + bias, whose [B, T, V] logits never exist whole.
+  """`cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
 
-  They are made in pieces of positions, once each: where derivatives are asked for, a piece
-  also gives its part of them, which the derivative of the sum only scales. Reverse-mode
-  derivatives, by hidden, kernel and bias alone.
+  The logits are computed in pieces of positions, once each. With derivatives, each piece also
+  computes its gradients at once, which the backward pass only scales. Reverse-mode derivatives
+  with respect to hidden, kernel and bias only.
 
   Args:
-    hidden: [B, T, D], floats; products are in their dtype, sums in float32, or float64 of
-      such.
+    hidden: [B, T, D], floats; products are in this dtype, sums in float32, or in float64 for
+      float64.
     kernel: [D, V], floats.
     bias: [V], or None.
     targets: see `cross_entropy`.
@@ -167,9 +167,9 @@ def _logits(h_btd, kernel, bias):
 
 
 def _cut(hidden, kernel, targets, weights):
-  """Pieces of positions, [pieces, B, t, ...], the last one filled up without weight.
+  """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0.
 
-  Not of rows: each piece lies on all devices, as the batch does.
+  Pieces of positions, unlike rows, are distributed over the devices like the batch.
   """
   batch, length = targets.shape
   logits_bytes = batch * length * kernel.shape[1] * hidden.dtype.itemsize
@@ -185,13 +185,13 @@ def _cut(hidden, kernel, targets, weights):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """The loss of the tokens, and those of the boundaries where a model pools them.
+  """The loss of the tokens and, with token pooling, of the boundaries.
 
     loss = nats / count + boundary_nats / count
 
   Attributes:
-    boundaries: the kinds, whose `loss` is the second term, the outermost first; (): no
-      pooling. That of segments has a mean over segments in the place of that over tokens.
+    boundaries: the kinds of boundaries, whose `loss` is the second term, the outermost first;
+      () without pooling. The loss of pooled segments is a mean over segments, not tokens.
   """
 
   boundaries: Sequence[Boundaries] = ()
@@ -202,19 +202,18 @@ class Objective:
     batch: Mapping[str, jax.Array],
     output_layer: tuple[jax.Array, jax.Array | None] | None = None,
   ) -> dict[str, jax.Array]:
-    """What a batch adds to the loss and to the scores.
+    """A batch's contribution to the loss and to the scores.
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: "tokens", "targets", "weights", each [B, T], and what the boundaries need; where
-        rows are several documents, "starts", [B, T], 1 at the first token of each.
-      output_layer: kernel and bias that make the logits of `output.hidden`: the nats then
-        come from those (`output_nats`), unless the boundaries read the logits anyway.
+      batch: "tokens", "targets", "weights", each [B, T], and any inputs of the boundaries; for
+        rows of several documents also "starts", [B, T], 1 at the first token of each.
+      output_layer: the kernel and bias that make logits from `output.hidden`, for
+        `output_nats`; ignored if the boundaries read the logits anyway.
 
     Returns:
-      Float32 scalars that `add_sums` adds up: "nats" and "count" (`cross_entropy`);
-      with token pooling also "boundary_nats", and what
-      `dpjax.training.metrics.boundary_scores` reads.
+      Float32 scalars for `add_sums`: "nats" and "count" (`cross_entropy`); with token pooling
+      also "boundary_nats", and the sums for `dpjax.training.metrics.boundary_scores`.
     """
     weights = batch["weights"]
     if output_layer is None or any(kind.reads_logits for kind in self.boundaries):
@@ -255,7 +254,7 @@ class Objective:
 
 
 def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Sums of two batches together; of what ends in "_max", the larger."""
+  """Adds the sums of two batches; takes the larger of names that end in "_max"."""
   return {
     name: jnp.maximum(value, right[name]) if name.endswith("_max") else value + right[name]
     for name, value in left.items()
@@ -279,12 +278,12 @@ def _count_segments(boundaries, weights, starts, has_null_group: bool) -> dict[s
 
 
 def _null_groups(starts, is_real) -> jax.Array:
-  """[B], one for each document that has real tokens."""
+  """[B], the number of documents with real tokens."""
   if starts is None:
     return is_real[:, 0]
   return jnp.sum(starts.astype(is_real.dtype) * is_real, axis=1)
 
 
 def _is_real(weights) -> jax.Array:
-  """[B, T]: a text's end is filled up behind the last target that counts."""
+  """[B, T], whether a position is real, up to the last target that counts."""
   return (jax.lax.cummax(weights, axis=1, reverse=True) > 0).astype(jnp.float32)

@@ -1,32 +1,32 @@
-"""Scores of a text that add up over batches, and the figures that people compare."""
+"""Sums over the batches of a text, and the scores computed from them."""
 
 import math
 from collections.abc import Mapping
 
 
 def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
-  """Turns the nats of a whole text into figures per token, word, character and byte.
+  """Converts the nats of a whole text to scores per token, word, character and byte.
 
     perplexity           = exp(nats / tokens)
     perplexity_per_word  = exp(nats / words)
     bits_per_character   = nats / ln 2 / characters
     bits_per_byte        = nats / ln 2 / bytes
 
-  Perplexity per token depends on the tokenizer; the other three do not, so models with
-  different tokenizers can be compared by them. Bits are of a text that its tokens hold
-  whole (`dpjax.text.tokenizer.Tokenizer.keeps_text`): one that was lower-cased takes
-  fewer, though its characters are as many. Perplexity per word is given of any, as
-  word-level benchmarks have it: compare it where the tokens hold as much of the text.
+  Perplexity per token depends on the tokenizer. The other three do not, and can compare models
+  with different tokenizers. Bits need tokens that represent the whole text
+  (`dpjax.text.tokenizer.Tokenizer.keeps_text`): a lower-cased text takes fewer bits for as
+  many characters. Perplexity per word is always given, as in word-level benchmarks; compare it
+  only between tokens that represent equally much of the text.
 
   Args:
-    nats: -ln P(tokens), the sum over all of them.
-    counts: how many "tokens" and "words" the text has and, unless its tokens have lost
-      some of it, "characters" and "bytes", each at least 1. Words are separated by white
-      space, and each line end counts as one, as word-level benchmarks have it.
+    nats: -ln P(tokens), the sum over all tokens.
+    counts: the number of "tokens" and "words" in the text and, unless tokenization loses some
+      of it, of "characters" and "bytes", each at least 1. Words are separated by white space,
+      and each line end counts as a word, as in word-level benchmarks.
 
   Returns:
-    "nats_per_token" and those above, bits only where "characters" and "bytes" are given;
-    an overflowing perplexity is infinite.
+    "nats_per_token" and the scores above, bits only with "characters" and "bytes"; an
+    overflowing perplexity is infinite.
   """
   scores = {
     "nats_per_token": nats / counts["tokens"],
@@ -41,14 +41,14 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
-  """Sums with those of one more batch; of what ends in "_max", the larger.
+  """Adds the sums of one more batch; takes the larger of names that end in "_max".
 
   Args:
-    sums: so far; {} at first.
-    measured: of a batch, scalars of any kind, read here; None adds nothing.
+    sums: the sums so far; {} at first.
+    measured: the sums of a batch, scalars of any kind; None adds nothing.
 
   Returns:
-    Python floats, so in float64.
+    Python floats, which have 64 bits.
   """
   if measured is None:
     return dict(sums)
@@ -62,7 +62,7 @@ def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]
 
 
 def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
-  """Figures of the boundaries of a model with token pooling.
+  """Scores of the boundaries of a model with token pooling.
 
     boundary_loss            = boundary_nats / count
     p_ones                   = boundaries / count
@@ -79,8 +79,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     sums: from `dpjax.training.losses.Objective.sums`, added up over batches.
 
   Returns:
-    The above and "segments_max"; precision to accuracy where boundaries have targets. A
-    quotient by 0 is infinite, 0 / 0 nan. Nothing where there is no token pooling.
+    The above and "segments_max"; precision to accuracy only for boundaries with targets. A
+    quotient by 0 is infinite, 0 / 0 is nan. {} without token pooling.
   """
   if "boundaries" not in sums:
     return {}
@@ -108,7 +108,7 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def for_json(scores: Mapping[str, float]) -> dict[str, float | None]:
-  """The scores with None for what is not finite, which JSON has no number for."""
+  """The scores with None for numbers that are not finite, which JSON lacks."""
   return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 

@@ -1,10 +1,10 @@
-"""Which of several texts a model takes to go on with a context.
+"""Multiple-choice questions: the most likely of several continuations of a context.
 
-As lm-evaluation-harness scores its multiple-choice tasks
-(EleutherAI/lm-evaluation-harness:lm_eval/api/model.py and task.py). It differs in three
-ways: a start token stands before the context where the window has room for it, as wherever
-dpjax scores a text; lengths are of bytes (its `acc_bytes`), where its `acc_norm` counts
-characters, the same for ASCII; and no space is put beside white space.
+Scores follow lm-evaluation-harness
+(EleutherAI/lm-evaluation-harness:lm_eval/api/model.py and task.py), with three differences: a
+start token precedes the context if the window has room for it, as in all scores of dpjax;
+lengths are in bytes (its `acc_bytes`), while its `acc_norm` counts characters, the same for
+ASCII; and no space is added beside white space.
 """
 
 import math
@@ -24,7 +24,7 @@ _PARTS = (8, 4, 2, 1)  # Rows are as long as the window over one of these.
 
 
 class Row(NamedTuple):
-  """A choice behind its context: `inputs` and `targets` [N], the last `count` are scored."""
+  """A context and a choice: `inputs` and `targets` [N], of which the last `count` are scored."""
 
   inputs: np.ndarray
   targets: np.ndarray
@@ -32,12 +32,12 @@ class Row(NamedTuple):
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, choice: str) -> tuple[np.ndarray, np.ndarray]:
-  """The tokens of a context and, as they are behind it, of a choice.
+  """The tokens of a context, and of a choice that follows it.
 
-    "a cat ", "sat"  ->  tokens of "a cat", those that "a cat sat" has beyond their number
+    "a cat ", "sat"  ->  the tokens of "a cat", the further tokens of "a cat sat"
 
-  White space at the end of the context goes to the choice. Where neither has any at the
-  joint, a space is put there, unless the context is empty.
+  White space at the end of the context moves to the choice. If there is none between the two, a
+  space is inserted, unless the context is empty.
   """
   stripped = context.rstrip()
   space = context[len(stripped) :]
@@ -48,7 +48,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, choice: str) -> tuple[np.nda
 
 
 def make_row(context: np.ndarray, choice: np.ndarray, start_id: int, window: int) -> Row:
-  """What the model reads, and what it predicts.
+  """The inputs and targets of a context and a choice.
 
     start token 9, context 3 1 4, choice 1 5  ->  inputs 9 3 1 4 1, targets 3 1 4 1 5, count 2
     the same, window 3                        ->  inputs     1 4 1, targets     4 1 5
@@ -56,19 +56,19 @@ def make_row(context: np.ndarray, choice: np.ndarray, start_id: int, window: int
   Args:
     context: [N], N >= 0.
     choice: [M], 1 <= M <= window.
-    start_id: the token before a text's first.
-    window: the most tokens that the model sees; what comes before them is cut.
+    start_id: the start token.
+    window: the maximum number of tokens that the model sees; earlier ones are cut.
   """
   ids = np.concatenate([[start_id], context, choice]).astype(np.int32)[-window - 1 :]
   return Row(ids[:-1], ids[1:], len(choice))
 
 
 def make_rows(tokenizer: Tokenizer, questions: Sequence[Question], window: int) -> list[Row]:
-  """A row for every choice of every question, in their order.
+  """A row for every choice of every question, in order.
 
   Raises:
-    ValueError: a choice has no token, or more than the window; the message says which
-      question it is of, from 1.
+    ValueError: a choice has no tokens, or more than the window; the message has the number of
+      its question, from 1.
   """
   rows = []
   for number, question in enumerate(questions, 1):
@@ -93,20 +93,20 @@ def log_likelihoods(
   batch_size: int,
   pad_id: int = 0,
 ) -> np.ndarray:
-  """Scores rows, several at once, those of similar lengths together.
+  """Scores rows in batches of similar lengths.
 
   Args:
     step: from `dpjax.training.step.jit_row_step`.
-    params: the model's.
+    params: the model's parameters.
     rows: from `make_row`.
     mesh: the devices.
-    window: the longest row; batches are that long, or a half, a quarter or an eighth of it.
-    batch_size: rows of a batch, a multiple of the number of devices.
-    pad_id: the token that fills rows up.
+    window: the longest row; batches have this length, or a half, a quarter or an eighth of it.
+    batch_size: the number of rows in a batch, a multiple of the number of devices.
+    pad_id: the token that pads rows.
 
   Returns:
-    [number of rows], float64: the sum of log softmax(logits)[target] over the targets that
-    are scored, in nats.
+    [number of rows], float64: the sum of log softmax(logits)[target] over the scored targets,
+    in nats.
   """
   found = np.zeros(len(rows))
   mine = sharding.process_rows(batch_size)
@@ -127,19 +127,19 @@ def log_likelihoods(
 
 
 def accuracies(likelihoods: np.ndarray, questions: Sequence[Question]) -> dict[str, float]:
-  """How often the right choice is the most likely one.
+  """The accuracy of the most likely choices.
 
     accuracy           of the largest log-likelihood
     accuracy_per_byte  of the largest log-likelihood over the UTF-8 bytes of the choice
 
   Args:
-    likelihoods: the likelihoods of the choices of all questions, one question after the other.
+    likelihoods: the log-likelihoods of all choices, question by question.
     questions: at least one.
 
   Returns:
     "questions", their number; "chance", the accuracy of guessing; and the above, each with
-    its standard error, "..._error": s / sqrt(N), s of N - 1; nan for one question. Of equal
-    choices, the first one is taken.
+    its standard error, "..._error": s / sqrt(N), with s over N - 1; nan for one question. The
+    first of equal choices wins.
   """
   right, per_byte, at = [], [], 0
   for question in questions:
@@ -158,7 +158,7 @@ def accuracies(likelihoods: np.ndarray, questions: Sequence[Question]) -> dict[s
 
 
 def _batches(rows: Sequence[Row], window: int, batch_size: int) -> Iterator[tuple[int, list[int]]]:
-  """The length of each batch, and the numbers of its rows."""
+  """The length of each batch, and the indices of its rows."""
   lengths = [-(-window // part) for part in _PARTS]
   by_length: dict[int, list[int]] = {length: [] for length in lengths}
   for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""How many operations the matrix products of training take, and how fast they could be."""
+"""Counts the operations of training's matrix products, and measures their maximum speed."""
 
 import math
 import time
@@ -17,10 +17,11 @@ def count_products(function: Callable, *arguments: Any) -> int:
   """Counts the operations of a function's matrix products, without running it.
 
   A product of [p, q] and [q, r] takes p q r multiplications and as many additions. A loop
-  counts each time round, one of an unknown number once; of branches, the largest counts.
+  counts all iterations, or one if their number is unknown; the largest of several branches
+  counts.
 
   Args:
-    function: of arrays; may hold anything that JAX traces.
+    function: a function of arrays that JAX can trace.
     *arguments: arrays, or their shapes as `jax.ShapeDtypeStruct`.
   """
   return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
@@ -53,19 +54,19 @@ def _inner(values):
 
 
 class Utilisation:
-  """What share of the machine's matrix products the products of training take.
+  """The speed of training as a share of the machine's matrix products.
 
-  A step counts as three times the forward pass: as the model computes it, what a causal
-  mask hides included, but nothing that is computed again for the gradient, and nothing that
-  is no matrix product. A model with token pooling is counted at the segments that it had:
-  the counts at three lengths give those between (a second pooling counts as the first's).
+  A step counts as three forward passes, including parts hidden by a causal mask, but without
+  recomputation for the gradient and without operations other than matrix products. A model
+  with token pooling counts at its number of segments, interpolated from three lengths (a
+  second pooling counts like the first).
 
   Args:
     model: called as in training.
-    params: its parameters, or their shapes.
-    window: tokens of a row.
+    params: the model's parameters, or their shapes.
+    window: the number of tokens in a row.
     has_pooling: whether the model takes `capacity`.
-    rate: operations a second of the largest product, on all devices.
+    rate: the operations per second of the largest product, on all devices.
   """
 
   def __init__(self, model: nn.Module, params: Any, window: int, has_pooling: bool, rate: float):
@@ -83,10 +84,10 @@ class Utilisation:
     self._rate = rate
 
   def operations(self, segments: float = 0.0) -> float:
-    """Of training on one token.
+    """The number of operations of training on one token.
 
     Args:
-      segments: segments of a row, on average; 0 without token pooling.
+      segments: the mean number of segments in a row; 0 without token pooling.
     """
     # Lagrange's polynomial through the known counts.
     return sum(
@@ -95,7 +96,7 @@ class Utilisation:
     )
 
   def scores(self, tokens_per_second: float, boundaries: Mapping[str, float]) -> dict[str, float]:
-    """The speed in operations, and its share of the largest product's.
+    """The speed in operations per second, and its share of the largest product's.
 
     Args:
       tokens_per_second: the speed of training.
@@ -106,11 +107,11 @@ class Utilisation:
 
 
 def product_rate(dtype: Any = jnp.float32) -> float:
-  """Operations a second of a large matrix product on one device: the most of a few runs.
+  """Operations per second of a large matrix product on one device, the maximum of a few runs.
 
   Args:
-    dtype: the dtype of the square matrices. Their size doubles from 1,024 on until a product
-      takes 20 ms, or to 8,192.
+    dtype: the dtype of the square matrices. Their size doubles from 1,024 until a product
+      takes 20 ms, at most to 8,192.
   """
   multiply = jax.jit(lambda x: x @ x)
 

@@ -16,7 +16,7 @@ def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
 
   Args:
     train: has "schedule" and "learning_rate".
-    num_steps: updates in all.
+    num_steps: the total number of updates.
   """
   return registry.schedules.build(
     train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
@@ -29,7 +29,7 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
   Args:
     train: has "optimizer", "schedule", "learning_rate" and "clip_norm", and may have
       "decay_mask".
-    num_steps: updates in all.
+    num_steps: the total number of updates.
   """
   given: dict[str, Any] = dict(learning_rate=build_schedule(train, num_steps))
   if train.get("decay_mask", "all") == "matrices":
@@ -39,11 +39,11 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
 
 
 def decays(params: Any) -> Any:
-  """Which parameters a weight decay of matrices alone is for: a tree of bools.
+  """The mask for weight decay of matrices: a tree of bools.
 
-  Not for norms and biases (of any name that ends with "scale" or "bias"), nor for the
-  tables of tokens and positions, whether or not they give the logits too, nor for the
-  null group of token pooling. For all else, convolution taps among it.
+  False for norms and biases (any name that ends with "scale" or "bias"), for the tables of
+  tokens and positions, tied or not, and for the null group of token pooling. True for all
+  others, including convolution taps.
   """
 
   def of_leaf(path, leaf):
@@ -59,13 +59,13 @@ def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings: Any
   """The learning rate of each update, counted from 0, by the name of a schedule.
 
   Args:
-    schedule: a name of `dpjax.registry.schedules`.
+    schedule: a name in `dpjax.registry.schedules`.
     peak: the highest rate.
-    num_steps: updates in all.
+    num_steps: the total number of updates.
     **settings: settings of the schedule, such as `warmup_steps`.
 
   Raises:
-    UserError: the name or a setting is unknown or out of its range.
+    UserError: the name or a setting is unknown, or a setting is out of range.
   """
   section = registry.schedules.section(schedule, **settings)
   return registry.schedules.build(section, "schedule", peak=peak, num_steps=num_steps)
@@ -74,12 +74,12 @@ def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings: Any
 def make_optimizer(
   name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
-  """An update rule by its name, after clipping.
+  """An update rule by name, preceded by clipping.
 
   Args:
-    name: a name of `dpjax.registry.optimizers`.
-    rate: learning rate, or a function of the update's number.
-    clip_norm: longest gradient, all parameters taken as one vector; 0: no limit.
+    name: a name in `dpjax.registry.optimizers`.
+    rate: the learning rate, or a function of the update's number.
+    clip_norm: the maximum global norm of the gradient; 0 for no limit.
     **settings: settings of the optimizer, such as `b1`.
 
   Returns:
@@ -100,9 +100,9 @@ def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
 
 
 def without_frozen(update) -> optax.GradientTransformation:
-  """Leaves parameters under "frozen" as they are, with no part in norms and no moments.
+  """Excludes parameters under "frozen" from updates, norms and moments.
 
-  Where there are none, states and updates are those of `update` itself.
+  Without such parameters, states and updates are those of `update` itself.
   """
 
   def init(params):
@@ -135,7 +135,7 @@ def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
 
   Args:
     peak: the highest rate.
-    warmup_steps: updates until it is reached.
+    warmup_steps: the number of updates until the peak.
 
   Raises:
     ValueError: `warmup_steps` is negative.
@@ -146,7 +146,7 @@ def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
 def cosine(
   peak: float, num_steps: int, *, warmup_steps: int = 0, min_ratio: float = 0.0
 ) -> optax.Schedule:
-  """A warm-up as `constant` has it, then half a cosine down to the lowest rate.
+  """The warm-up of `constant`, then half a cosine down to the lowest rate.
 
     peak (m + (1 - m) (1 + cos(pi x)) / 2),  m = min_ratio,
     x = (k - warmup_steps) / (num_steps - warmup_steps)
@@ -155,12 +155,12 @@ def cosine(
 
   Args:
     peak: the highest rate.
-    num_steps: updates in all.
-    warmup_steps: updates until the peak is reached.
-    min_ratio: the lowest rate over the peak.
+    num_steps: the total number of updates.
+    warmup_steps: the number of updates until the peak.
+    min_ratio: the lowest rate divided by the peak.
 
   Raises:
-    ValueError: the warm-up leaves no step to the cosine, or a ratio is outside of 0 .. 1.
+    ValueError: the warm-up leaves no steps for the cosine, or a ratio is outside of 0 .. 1.
   """
   _check_decay(num_steps, warmup_steps, min_ratio)
   decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps, min_ratio)
@@ -170,7 +170,7 @@ def cosine(
 def linear(
   peak: float, num_steps: int, *, warmup_steps: int = 0, min_ratio: float = 0.0
 ) -> optax.Schedule:
-  """A warm-up as `constant` has it, then a straight line down to the lowest rate.
+  """The warm-up of `constant`, then a straight line down to the lowest rate.
 
     peak (1 - (1 - min_ratio) x),  x = (k - warmup_steps) / (num_steps - warmup_steps)
 
@@ -196,23 +196,23 @@ def warmup_stable_decay(
   decay_fraction: float = 0.2,
   min_ratio: float = 0.0,
 ) -> optax.Schedule:
-  """A warm-up and the peak as `constant` has them, then a straight line at the end.
+  """The warm-up and peak of `constant`, then a straight line at the end.
 
-  The last round(decay_fraction num_steps) updates, at least one, go down as `linear` does.
+  The last round(decay_fraction num_steps) updates, at least one, decrease as in `linear`.
 
   Args:
     peak: see `cosine`.
     num_steps: see `cosine`.
     warmup_steps: see `cosine`.
-    decay_fraction: see above.
+    decay_fraction: the share of updates in the final decrease.
     min_ratio: see `cosine`.
 
   Raises:
-    ValueError: see `cosine`; the fraction is outside of 0 .. 1, or the warm-up reaches into
-      the last line.
+    ValueError: see `cosine`; or the fraction is outside of 0 .. 1, or the warm-up overlaps the
+      final decrease.
 
-  Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the line is that of Haegele et al. 2024,
-  arXiv:2405.18392.
+  Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the straight line is that of Haegele et al.
+  2024, arXiv:2405.18392.
   """
   if not 0 < decay_fraction <= 1:
     raise ValueError(f"decay_fraction: expected a number in (0, 1], got {decay_fraction}")
@@ -261,16 +261,16 @@ def muon(
 ) -> optax.GradientTransformation:
   """`optax.contrib.muon` for the matrices of blocks, Adam for everything else.
 
-  A kernel of stacked layers, [layers, in, out], is one matrix a layer; the embedding, the
-  output layer, biases, gains and convolution taps are Adam's.
+  A kernel of stacked layers, [layers, in, out], is one matrix for each layer. Adam updates the
+  embedding, the output layer, biases, gains and convolution taps.
 
   Args:
-    learning_rate: the rate of both optimisers.
+    learning_rate: the learning rate of both optimizers.
     ns_steps: Newton-Schulz iterations.
     beta: the decay of the momentum.
-    eps: added to norms, and in Adam.
-    weight_decay: decay of the matrices.
-    nesterov: whether the momentum looks ahead.
+    eps: the epsilon of norms and of Adam.
+    weight_decay: the weight decay of the matrices.
+    nesterov: whether to use Nesterov momentum.
     adaptive: whether to scale by the dual norm of the gradient.
     adam_b1: see `optax.adam`.
     adam_b2: see `optax.adam`.
@@ -294,7 +294,7 @@ def muon(
 
 
 def _matrices(params: Any) -> Any:
-  """Which axes of each parameter are a matrix's; None for what is Adam's."""
+  """The axes of each parameter that form a matrix; None for Adam's parameters."""
 
   def of_leaf(path, leaf):
     names = [str(getattr(key, "key", key)) for key in path]

@@ -1,4 +1,4 @@
-"""A trace of a few updates, for xprof or Perfetto."""
+"""Traces a few updates for xprof or Perfetto."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +9,17 @@ from dpjax.errors import UserError
 
 
 class Profiler:
-  """Traces updates START + 1 to STOP; a context, whose end ends a trace that is under way.
+  """A context that traces updates START + 1 to STOP; leaving it ends an open trace.
 
   Args:
-    updates: START and STOP; None: no trace.
-    folder: where the trace goes.
-    first: the update that the run begins or goes on after.
-    num_steps: updates of the whole run.
+    updates: START and STOP; None for no trace.
+    folder: the folder for the trace.
+    first: the number of updates already made.
+    num_steps: the total number of updates.
     say: prints a line.
 
   Raises:
-    ValueError: these updates are not all to come.
+    ValueError: some of these updates lie outside of the run.
   """
 
   def __init__(
@@ -46,13 +46,13 @@ class Profiler:
       self._end()
 
   def begin(self, done: int) -> None:
-    """The update after `done` ones begins."""
+    """Marks the beginning of the update after `done` updates."""
     if done == self._start:
       jax.profiler.start_trace(self._folder)
       self._is_tracing = True
 
   def end(self, done: int, result) -> None:
-    """Update `done` was started, and gives the arrays in `result`."""
+    """Marks the end of update `done`, which returns the arrays in `result`."""
     if self._is_tracing and done == self._stop:
       jax.block_until_ready(result)
       self._end()

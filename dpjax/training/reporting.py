@@ -1,4 +1,4 @@
-"""Where a run's scores go: the terminal or a log, metrics.jsonl, losses.f32, TensorBoard."""
+"""Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
 import json
 import logging
@@ -27,18 +27,15 @@ class Reporter:
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
   "loss": ...}; the time is in seconds since 1970. `losses.f32` has the loss of every
-  update, the first one first, as little-endian float32 (4 bytes each; NaN where it is
-  not known).
-  A run that is taken up at an earlier step writes the steps since again: what the files
-  have of them is dropped first. Lines that cannot be read are moved into
-  `metrics.jsonl.damaged`, with a warning.
-  Where standard error is no terminal, it has a line for each report of training instead of
-  a progress bar.
+  update in order, as little-endian float32 (4 bytes each; NaN if unknown). A run that resumes
+  from an earlier step first drops later steps from the files. Lines that cannot be read are
+  moved to `metrics.jsonl.damaged`, with a warning. If standard error is not a terminal, each
+  report of training prints a line instead of updating a progress bar.
 
   Args:
     workdir: the run's folder, which exists.
-    step: the step at which the run begins or goes on.
-    num_steps: updates of the whole run, for the progress bar.
+    step: the step at which the run begins or resumes.
+    num_steps: the total number of updates, for the progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -77,14 +74,14 @@ class Reporter:
         self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
-    """One more step is done."""
+    """Counts one more step."""
     self._bar.update()
     self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
     if self._is_first:
       self._losses.write(np.array([loss], "<f4").tobytes())
 
   def median(self, num_steps: int) -> tuple[float, int]:
-    """The median of the known losses of the last steps, and how many those are."""
+    """The median of the known losses of the last steps, and their number."""
     if not self._is_first:
       return math.nan, 0
     self._losses.seek(-4 * num_steps, os.SEEK_END)
@@ -125,7 +122,7 @@ class Reporter:
 
 
 def _open_losses(path: Path, step: int):
-  """The file with the losses of `step` updates, to be read and written on at its end."""
+  """Opens the file with the losses of `step` updates, to read and append."""
   # Unbuffered: what a step reported outlives a kill.
   file = path.open("r+b" if path.exists() else "w+b", buffering=0)
   known = file.seek(0, os.SEEK_END) // 4
@@ -157,7 +154,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-  """The step of a line of `metrics.jsonl`; None of what is not one."""
+  """The step of a line of `metrics.jsonl`; None for a damaged line."""
   try:
     content = json.loads(line.decode("utf-8"))
   except ValueError:

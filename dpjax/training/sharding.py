@@ -1,4 +1,4 @@
-"""How a run lies on its devices: one axis, over which the batch is split."""
+"""The layout of a run on its devices: one axis that divides the batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,14 +18,14 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
 
 
 def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
-  """Where each array of a train state lies.
+  """The sharding of each array of a train state.
 
   Args:
     state: a pytree of arrays or of their shapes.
     mesh: from `make_mesh`.
-    parameters: "replicated", every device holds all; or "sharded", an array is cut
-      along its longest axis that the number of devices divides, and is replicated
-      where there is none.
+    parameters: "replicated", where every device holds all; or "sharded", where an array is
+      divided along its longest axis that the number of devices divides, or replicated if it
+      has none.
 
   Returns:
     The same pytree, of `NamedSharding`.
@@ -44,11 +44,11 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
 
 
 def check_rows(batch_size: int, accumulate_steps: int = 1) -> None:
-  """Refuses a batch that cannot be cut evenly.
+  """Checks that a batch can be divided evenly.
 
   Args:
-    batch_size: rows of all devices together.
-    accumulate_steps: parts, one after the other, each of them on all devices.
+    batch_size: the number of rows on all devices.
+    accumulate_steps: the number of sequential parts, each of them on all devices.
 
   Raises:
     ValueError: the rows do not divide.

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def stop_signal():
-  """Gives a function of the step: the signal that asked the run to stop, or None."""
+  """Yields a function of the step that returns the signal to stop, or None."""
   if jax.process_count() > 1:
     # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
     def agreed(step: int) -> int | None:

@@ -19,15 +19,14 @@ _TOKENS_ALONE = losses.Objective()
 
 
 class TrainState(struct.PyTreeNode):
-  """All that a run needs to go on.
+  """The state of a run, sufficient to resume it.
 
   Attributes:
-    step: updates made, int32; batch `step` is the next one to read.
+    step: the number of updates made, int32; batch `step` is the next.
     params: the model's parameters, float32.
-    opt_state: the optimiser's.
-    key: dropout of update `step` draws from fold_in(key, step).
-    average: the parameters averaged over all updates, with exponentially falling weights;
-      None: there is none.
+    opt_state: the state of the optimizer.
+    key: the random key; dropout of update `step` draws from fold_in(key, step).
+    average: the exponential moving average of the parameters, or None.
   """
 
   step: jax.Array
@@ -38,7 +37,7 @@ class TrainState(struct.PyTreeNode):
 
   @property
   def scored(self) -> Any:
-    """The parameters that a run is judged by and gives: the average, where there is one."""
+    """The parameters to score and return: the average if there is one."""
     return self.params if self.average is None else self.average
 
 
@@ -54,7 +53,7 @@ def init_state(
     model: takes [B, T] tokens.
     optimizer: from `dpjax.training.optimizer`.
     seed: the seed of parameters and dropout.
-    has_average: whether it has an average of parameters.
+    has_average: whether the state has an average of the parameters.
 
   Returns:
     The state (under `jax.eval_shape`, its shapes).
@@ -78,27 +77,27 @@ def train_step(
   ema_decay: float = 0.0,
   learning_rate: optax.Schedule | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One update by the mean loss of the batch's tokens.
+  """Makes one update with the mean loss of the batch's tokens.
 
-  With `accumulate_steps` A the batch is taken in A parts one after the other, whose
-  summed gradients are divided by the summed weights: without dropout the result is that
-  of A = 1, whatever the parts hold.
+  With `accumulate_steps` A, the batch is processed in A sequential parts, and the summed
+  gradients are divided by the summed weights. Without dropout, the result equals that of
+  A = 1.
 
   Args:
     model: called with `deterministic=False` and the random stream "dropout".
     optimizer: the optimizer of the state.
     accumulate_steps: A, a divisor of B.
-    state: before the update.
-    batch: "tokens", "targets", "weights", each [B, T], and what the objective needs; where
-      rows are several documents, "starts", [B, T], 1 at the first token of each.
-    objective: what is minimised.
-    capacity: see `dpjax.models.hourglass.Hourglass`, where the data tells it.
-    ema_decay: of the state's average, where it has one; see `add_to_average`.
-    learning_rate: that of the optimizer, to report it.
+    state: the state before the update.
+    batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
+      rows of several documents also "starts", [B, T], 1 at the first token of each.
+    objective: the loss to minimise.
+    capacity: see `dpjax.models.hourglass.Hourglass`; None if the data do not determine it.
+    ema_decay: the decay of the state's average, if it has one; see `add_to_average`.
+    learning_rate: maps an update to the optimizer's learning rate, for the report.
 
   Returns:
-    The state after it, and "loss" (nats per token), "grad_norm" (before clipping),
-    "learning_rate" where it is given, and the objective's sums.
+    The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
+    if given, and the objective's sums.
   """
   key = jax.random.fold_in(state.key, state.step)
 
@@ -147,13 +146,13 @@ def train_step(
 
 
 def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> Any:
-  """The average of parameters with those after update `step`, counted from 0.
+  """Adds the parameters after update `step`, counted from 0, to their average.
 
     average + (params - average) (1 - decay) / (1 - decay**(step + 1))
 
-  Weights fall by `decay` with each update into the past, and add up to 1: it is
-  `optax.ema` with `debias`, in a form that needs no correction when it is read. What does
-  not change, as frozen parameters, stays as it is, bit for bit.
+  The weight of each earlier update falls by `decay`, and the weights sum to 1. This equals
+  `optax.ema` with `debias`, in a form without a correction at the end. Constant parameters,
+  such as frozen ones, keep every bit.
   """
   log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
@@ -161,12 +160,12 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
 
 
 def _output_layer(model: nn.Module, params: Any) -> Any:
-  """Kernel and bias of the logits; None of a model that may make them otherwise."""
+  """The kernel and bias of the logits; None for other models than `LanguageModel`."""
   return model.output_layer(params) if type(model) is LanguageModel else None
 
 
 def _documents(batch: Batch) -> dict[str, Any]:
-  """What the model is told of a batch's documents."""
+  """The model's arguments for a batch's documents."""
   return {"starts": batch["starts"]} if "starts" in batch else {}
 
 
@@ -183,7 +182,7 @@ def jit_train_step(
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """`train_step` compiled for a mesh: (state, batch, capacity=None).
 
-  The state that goes in is used up (donated). Every capacity is compiled for itself.
+  The input state is donated. Each capacity is compiled separately.
   """
 
   def step(state, batch, capacity=None):
@@ -262,7 +261,7 @@ def abstract_state(
   parameters: str = "replicated",
   has_average: bool = False,
 ) -> TrainState:
-  """The shapes, dtypes and places (`sharding.state_sharding`) of a state."""
+  """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
   shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -279,7 +278,7 @@ def jit_init(
   parameters: str = "replicated",
   has_average: bool = False,
 ) -> TrainState:
-  """`init_state`, made where it will lie."""
+  """`init_state`, computed on the devices of its sharding."""
   abstract = abstract_state(model, optimizer, seed, mesh, parameters, has_average)
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   make = jax.jit(lambda: init_state(model, optimizer, seed, has_average), out_shardings=places)

@@ -1,7 +1,7 @@
-"""The corpora that have a name, a file each: what they are, and how their text is made.
+"""The named corpora, one module each, with their origin and the code that makes their text.
 
-Each of the modules has `SOURCES`, by name. A source's generator takes the files that it
-asks for, in the manual folder or downloaded, to pairs of split and text, in any pieces:
+Each module has `SOURCES`, by name. A source's generator gets its files, from the manual
+folder or by download, and yields pairs of split and text, in pieces of any size:
 
   def read(files: Files):
     path = files.get(File("https://host/text.zip"))

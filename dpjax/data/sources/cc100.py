@@ -1,16 +1,16 @@
-"""CC-100: web text in a hundred languages, of which a beginning is taken.
+"""CC-100: web text in a hundred languages; we take the beginning of one.
 
 Web pages of Common Crawl of 2018, chosen as for XLM-R (Conneau et al., ACL 2020; Wenzek et
 al., LREC 2020). Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi
 likewise). Licence: the preparers claim no rights; Common Crawl's terms of use hold for the
 pages.
 
-One split, "train": the first documents as they stand, until 520M characters are full:
-enough for the pooling paper's 400M for training and 2M and 2M after them, which are cut once
-the text is cleaned. Of the file only the first 256 MiB are fetched; they unpack to about a
-billion bytes. A paragraph is a line, a blank line ends a document; one that the cut goes
-through is left out. By hand: cc100-en.txt.xz in the manual folder, all of it or as much of
-its beginning.
+One split, "train": the first documents, unchanged, up to 520M characters. That is enough for
+the pooling paper's 400M characters of training and 2M each of validation and test, which are
+cut after cleaning. Only the first 256 MiB of the file are downloaded; they decompress to
+about a billion bytes. Each line is a paragraph, and a blank line ends a document; the last,
+incomplete document is dropped. By hand: put cc100-en.txt.xz, or its first 256 MiB, into the
+manual folder.
 """
 
 import lzma
@@ -43,7 +43,7 @@ def read_documents(path: Path) -> Iterator[str]:
   """The documents of an .xz file, or of the beginning of one, blank lines included.
 
   Raises:
-    UserError: it is no .xz file, damaged, or not UTF-8.
+    UserError: the file is not .xz, damaged, or not UTF-8.
   """
   rest = b""
   try:

@@ -1,18 +1,18 @@
 """106 English children's books of Project Gutenberg, 35 MB.
 
-Which: childrens_books.tsv beside this module, with id, split, title, author; it is ours, as
-are the splits, whole books: 100 train, 3 validation, 3 test. Source:
+The list is childrens_books.tsv beside this module (id, split, title, author). The choice is
+ours, as are the splits of whole books: 100 train, 3 validation, 3 test. Source:
 https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from the mirror of Project
 Gutenberg's foundation. Public domain in the USA; elsewhere some of the later authors are
 still protected.
 
-The books stand in the order of the list, a line <|endofbook|> between two. Header, licence
-and footer are cut off (the lines `*** START OF ...` and `*** END OF ...`), and the credits at
-the beginning; line ends are LF. Nothing else is changed, so this text is not byte for byte
-the prepared one that was made of older copies (GITenberg): that has no [Illustration] and
-page marks, no transcribers' notes, no _ of italics, ASCII quotes and dashes, at most two
-blank lines in a row. Who has the prepared train.txt, valid.txt and test.txt puts them into
-the manual folder's childrens_books.
+The books follow the order of the list, with a line <|endofbook|> between two. We remove
+header, licence and footer (by the lines `*** START OF ...` and `*** END OF ...`) and the
+credits at the beginning, and make line ends LF. Nothing else changes, so the text differs from
+the prepared one that was made of older copies (GITenberg), which has no [Illustration] and
+page marks, no transcribers' notes, no _ for italics, ASCII quotes and dashes, and at most two
+blank lines in a row. To use the prepared train.txt, valid.txt and test.txt, put them into
+childrens_books in the manual folder.
 """
 
 import csv
@@ -60,11 +60,10 @@ def read(files: Files) -> Iterator[tuple[str, str]]:
 
 
 def read_book(path: Path) -> str:
-  """A book's own text, from one of Project Gutenberg's files.
+  """The text of a book without Project Gutenberg's header and footer.
 
   Raises:
-    UserError: it is not UTF-8, or its first or last line of Project Gutenberg's is
-      missing.
+    UserError: the file is not UTF-8, or Project Gutenberg's first or last line is missing.
   """
   try:
     text = path.read_text(encoding="utf-8-sig")  # also makes line ends LF

@@ -1,14 +1,13 @@
 """The One Billion Word benchmark: sentences of news, in English, tokenised and shuffled.
 
-A sentence a line, 0.8 billion words. Train is the 99 shards of the training part, in the
-order in which the archive has them, which is always the same. Of the 50 held-out shards the
-first (heldout-00000) is the test split, as in the literature (Jozefowicz et al. 2016,
-"Exploring the Limits of Language Modeling"), and the second (heldout-00001) is validation:
-no paper of ours names one, and what is chosen by it must not be the test split. The others
-are not used.
+One sentence on each line, 0.8 billion words. Train is the 99 training shards in the archive's
+order, which is always the same. The first of the 50 held-out shards (heldout-00000) is the
+test split, as in the literature (Jozefowicz et al. 2016, "Exploring the Limits of Language
+Modeling"). The second (heldout-00001) is validation: the papers name none, and models must
+not be chosen on the test split. The other shards are not used.
 
 Source: Chelba et al. 2013, arxiv.org/abs/1312.3005; statmt.org/lm-benchmark. Licence: none
-is stated; the sentences are of the news crawl of WMT 2011, given for research.
+is stated; the sentences come from the news crawl of WMT 2011, released for research.
 """
 
 from collections.abc import Iterator

@@ -1,18 +1,17 @@
 """OpenWebText: 8,013,769 web pages that Reddit links to, English (Gokaslan and Cohen 2019).
 
-An open counterpart of what GPT-2 was trained on. Source:
+An open counterpart of GPT-2's training text. Source:
 https://huggingface.co/datasets/Skylion007/openwebtext, 80 Parquet files of about 301 MB, 39.8
 GB of text; home: https://skylion007.github.io/OpenWebTextCorpus. Licence: CC0 for the
 packaging; the pages are their authors'.
 
-Splits: none are published. Ours: of the documents, counted from 0 over all files, those with
-i % 1000 == 998 are validation, with i % 1000 == 999 test, the others train (so every part of
-the corpus has its share).
+Splits: none are published. We count documents from 0 over all files; document i is validation
+if i % 1000 == 998, test if i % 1000 == 999, and train otherwise, so that every part of the
+corpus contributes to each split.
 
-A document stands as it is, then a line end and the line <|endoftext|>, after the last one
-too: GPT-2's mark, a single token for a byte-level BPE that knows it. It is on a line of its
-own, as the children's books have theirs, so that words and lines of two pages never run
-together, for whatever tokenizer.
+Each document, the last one included, is followed by a line end and the line <|endoftext|>:
+GPT-2's mark, a single token for a byte-level BPE that knows it. On a line of its own it keeps
+words and lines of two pages apart with any tokenizer.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
 """Penn Treebank in Mikolov's preparation: the Wall Street Journal, from the manual folder.
 
-A sentence a line, in lower case, with a space at either end; of 10,000 words, numbers as N;
-all other words are `<unk>`. Sections 0-20, 21-22 and 23-24 are train, validation and test:
-929,589, 73,760 and 82,430 tokens with one `<eos>` a line.
+One sentence on each line, in lower case, with a space at either end; 10,000 words, with N for
+numbers and `<unk>` for all other words. Sections 0-20, 21-22 and 23-24 are train, validation
+and test: 929,589, 73,760 and 82,430 tokens with an `<eos>` for each line.
 
-Its licence forbids others to give it away, so nothing is downloaded. The manual folder must
-have `simple-examples.tgz`, or the three files of that archive that are needed:
-ptb.train.txt, ptb.valid.txt and ptb.test.txt.
+The licence forbids redistribution, so nothing is downloaded. The manual folder must have
+`simple-examples.tgz`, or three files of that archive: ptb.train.txt, ptb.valid.txt and
+ptb.test.txt.
 
 Source: Mikolov et al. 2010, "Recurrent neural network based language model",
 fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993. Licence: the Linguistic Data Consortium's
@@ -26,7 +26,7 @@ NAMES = {split: f"ptb.{split}.txt" for split in ("train", "valid", "test")}
 
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
-  """The three files, from the archive or as they are."""
+  """The three files, from the archive or the folder."""
   archive = files.manual_dir / ARCHIVE
   paths = {split: files.manual_dir / name for split, name in NAMES.items()}
   if archive.exists():

@@ -1,4 +1,4 @@
-"""Text out of archives and Parquet files, in pieces, nothing of them unpacked to disk."""
+"""Streams text out of archives and Parquet files, without unpacking them to disk."""
 
 import bz2
 import codecs
@@ -30,7 +30,7 @@ _DAMAGES = (
 
 
 def _pieces(file: IO[bytes]) -> Iterator[str]:
-  """The text of a file, as it stands; one of an empty file is ""."""
+  """The pieces of a file's text; "" for an empty file."""
   decoder = codecs.getincrementaldecoder("utf-8")()
   while block := file.read(PIECE):
     yield decoder.decode(block)
@@ -38,15 +38,15 @@ def _pieces(file: IO[bytes]) -> Iterator[str]:
 
 
 def damage(path: Path, expected: str, error: Exception) -> UserError:
-  """The error of a file that cannot be read as what it should be."""
+  """The error for a file that cannot be read in its format."""
   return UserError(f"{path}: expected {expected}, got {error}")
 
 
 def text_file(path: Path) -> Iterator[str]:
-  """A UTF-8 text, packed (.xz, .gz, .bz2) or not, as it stands.
+  """The exact text of a UTF-8 file, plain or compressed (.xz, .gz, .bz2).
 
   Raises:
-    UserError: it is not UTF-8, or the archive is damaged.
+    UserError: the text is not UTF-8, or the file is damaged.
   """
   try:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
@@ -56,11 +56,11 @@ def text_file(path: Path) -> Iterator[str]:
 
 
 def zip_member(path: Path, member: str) -> Iterator[str]:
-  """A member of a zip archive, whose own checksum is compared at the end.
+  """The text of a member of a zip archive; its checksum is compared at the end.
 
   Raises:
-    UserError: the archive is damaged or lacks it, or has names that lead out of it, or the
-      text is not UTF-8.
+    UserError: the archive is damaged, lacks the member, or has paths that lead out of it, or
+      the text is not UTF-8.
   """
   try:
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
@@ -71,20 +71,20 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
 
 
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
-  """The text of some members of a tar.gz archive, which is gone through once.
+  """The text of some members of a tar.gz archive, which is read once.
 
   Args:
     path: the archive.
-    wanted: by split, a regular expression for the end of the members' paths (whole names
-      of a file and of the folders before it), and how many there are; the rest of the
-      archive after the last is not read.
+    wanted: for each split, a regular expression for the end of the members' paths (whole
+      names of a file and of the folders before it), and the number of members; reading stops
+      after the last.
 
   Returns:
-    Pairs of split and piece, member after member in the order of the archive.
+    Pairs of split and piece, in the order of the archive.
 
   Raises:
-    UserError: the archive is cut off or damaged, has fewer such members, or names that lead
-      out of it, or their text is not UTF-8.
+    UserError: the archive is cut off or damaged, has fewer such members or paths that lead
+      out of it, or the text is not UTF-8.
   """
   left = {split: count for split, (_, count) in wanted.items()}
   try:
@@ -118,10 +118,10 @@ def _check_names(names: list[str]) -> None:
 
 
 def parquet_texts(path: Path) -> Iterator[str]:
-  """The column `text` of a Parquet file, row by row; a row without is "".
+  """The column `text` of a Parquet file, row by row; null gives "".
 
   Raises:
-    UserError: it is damaged, or has no such column.
+    UserError: the file is damaged, or has no such column.
   """
   import pyarrow as pa
   import pyarrow.parquet as pq
@@ -142,22 +142,21 @@ def parquet_texts(path: Path) -> Iterator[str]:
 def hub_parquet(
   files: Files, corpus: str, repository: str, folder: str, split: str
 ) -> Iterator[Path]:
-  """The Parquet files of a split of a dataset at huggingface.co, each when it is its turn.
+  """Yields the Parquet files of a split of a dataset at huggingface.co, one at a time.
 
-  They are FOLDER/SPLIT-00000-of-00019.parquet and so on. A copy of the repository may lie
-  in the manual folder, by the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...);
-  what it lacks is downloaded, and compared with the sizes and checksums that the site
-  tells.
+  They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
+  the repository under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
+  Missing files are downloaded and compared with the site's sizes and checksums.
 
   Args:
-    files: where they are from.
-    corpus: what to call them.
+    files: finds or downloads a file.
+    corpus: the name of the corpus.
     repository: OWNER/NAME.
-    folder: the folder of the repository.
-    split: what the files' names begin with.
+    folder: the folder in the repository.
+    split: the beginning of the files' names.
 
   Raises:
-    UserError: no list, or not every file of the split is in it, or a file cannot be had.
+    UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
   """
   local = files.manual_dir / corpus / folder
   names = _in_order(split, [path.name for path in local.glob(f"{split}-*")])
@@ -181,7 +180,7 @@ def hub_parquet(
 
 
 def _in_order(split: str, names: list[str]) -> list[str]:
-  """The names that a split of as many files has; []: it is not known how many."""
+  """The file names of a split in order; [] if their number is unknown."""
   pattern = re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet")
   counts = {found[1] for name in names if (found := pattern.fullmatch(name))}
   count = counts.pop() if len(counts) == 1 else "0"
@@ -189,7 +188,7 @@ def _in_order(split: str, names: list[str]) -> list[str]:
 
 
 def _list_hub(repository: str, folder: str) -> dict[str, tuple[int, str]]:
-  """By file name, the size and the checksum that the site tells."""
+  """The site's size and checksum of each file, by name."""
   import huggingface_hub
 
   try:

@@ -10,19 +10,18 @@ class Source:
 
   Attributes:
     title: a short description.
-    read: a generator function of `dpjax.data.download.Files`, and of `language` and
-      `is_head` where there are languages and a head, that yields pairs of a split,
+    read: a generator function of `dpjax.data.download.Files` (and of `language` and
+      `is_head`, if the corpus has languages and a head) that yields pairs of a split,
       "train", "valid" or "test", and a piece of its text. Missing splits are cut from the
       end of train.
-    licence: in a few words.
+    licence: the licence in a few words.
     size: the size of its text or download, such as "5 MB".
     source: its origin.
-    languages: one of which the user names; (): there is only one.
-    head: of train, valid and test, how many clean characters its first part, which
-      `is_head` asks for, is sure to hold; (): there is none.
+    languages: the languages to choose from; () if there is only one.
+    head: the clean characters of train, valid and test that the first part, read with
+      `is_head`, certainly holds; () if there is no such part.
     version: raise it when the same files give another text.
-    documents: where its documents begin, as `dpjax.data.documents.Marked.begins`; "": that
-      cannot be told.
+    documents: how documents begin, see `dpjax.data.documents.Marked.begins`; "" if unknown.
   """
 
   title: str

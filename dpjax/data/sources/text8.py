@@ -2,9 +2,9 @@
 
 The first 10^8 characters of the text of the English Wikipedia of March 2006: letters a to z
 and single spaces alone, digits spelt out, one line without an end. Train is the first 90%,
-validation and test are the 5% each that follow, as in the literature (Mikolov et al. 2012,
+validation and test are the next 5% each, as in the literature (Mikolov et al. 2012,
 "Subword language modeling with neural networks"): 90M, 5M and 5M characters. (Of n
-characters, n // 20 each; train takes what rounding leaves.)
+characters, n // 20 each; train takes the rounding's rest.)
 """
 
 import zipfile
@@ -24,7 +24,7 @@ ARCHIVE = File(
 
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
-  """The three stretches of the one text in the archive."""
+  """The three parts of the one text in the archive."""
   path = files.get(ARCHIVE)
   try:
     with zipfile.ZipFile(path) as archive:

@@ -1,8 +1,8 @@
 """Any text corpus of TensorFlow Datasets, as the name tfds:NAME or tfds:NAME/CONFIG.
 
-Its feature "text" is taken, example after example, each with a line end behind it where it
-has none; splits are its train, validation and test. Many of its builders need no TensorFlow
-(https://www.tensorflow.org/datasets/tfless_tfds); others say that they do.
+Takes the feature "text" of each example, and adds a line end to those without one; the
+splits are the dataset's train, validation and test. Many builders need no TensorFlow
+(https://www.tensorflow.org/datasets/tfless_tfds); the others say that they do.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BATCH = 1024  # examples; one by one takes thirty times as long
 
 
 def source(name: str) -> Source:
-  """The corpus of a name that begins with `PREFIX`."""
+  """The corpus for a name that begins with `PREFIX`."""
 
   def read(files: Files) -> Iterator[tuple[str, str]]:
     import tensorflow_datasets as tfds

@@ -4,16 +4,16 @@ Source: https://huggingface.co/datasets/google/wiki40b, the Parquet files of wha
 (wiki40b 1.3) keeps in a bucket; en: 19 + 1 or 2 + 2 files, 6.2 GB. Licence: CC BY-SA 3.0.
 Splits: train, validation, test, about 90/5/5 % of the articles.
 
-An article is as published, its structure in marker lines; the next follows at once:
+Articles are as published, with their structure in marker lines, one directly after another:
 
   "\n_START_ARTICLE_\nAhti\n_START_PARAGRAPH_\nAhti on ..._NEWLINE_Se ..."
 
-Some languages of the repository have that text (en, de ...), others (he, sk ...) what Python
-prints of its bytes, b'\n_START_ARTICLE_\n\xd7\x90...'; this is undone.
+Some languages of the repository have that text (en, de ...); others (he, sk ...) have Python's
+representation of its bytes, b'\n_START_ARTICLE_\n\xd7\x90...', which we decode.
 
-The head is 520M characters of train and 4M each of validation and test, for work on 400M and
-2M that are left after cleaning (the pooling paper's; cleaning takes away less than a fifth).
-Files are fetched one by one, as they are read: for the head of "en" two of 19.
+The head is 520M characters of train and 4M each of validation and test. The pooling paper
+uses 400M and 2M after cleaning, which removes less than a fifth. Files are downloaded one by
+one, as they are read: for the head of "en", two of 19.
 """
 
 import ast
@@ -31,7 +31,7 @@ HEAD_CHARACTERS = {"train": 520 * 10**6, "valid": 4 * 10**6, "test": 4 * 10**6}
 
 
 def read(files: Files, language: str, is_head: bool = False) -> Iterator[tuple[str, str]]:
-  """The articles of a language; a split's head ends with a whole one."""
+  """The articles of a language; a split's head ends with a whole article."""
   for split, most in HEAD_CHARACTERS.items():
     left = most if is_head else math.inf
     stem = "validation" if split == "valid" else split
@@ -47,7 +47,7 @@ def read(files: Files, language: str, is_head: bool = False) -> Iterator[tuple[s
 
 
 def _plain(text: str, path: Path) -> str:
-  """An article, from what Python prints of its bytes where it is that."""
+  """An article, decoded if it is Python's representation of bytes."""
   if not text.startswith(("b'", 'b"')):
     return text
   try:

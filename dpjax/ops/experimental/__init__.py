@@ -1,1 +1,1 @@
-"""Implementations that no target hardware has measured yet; `dpjax.ops` chooses them by name."""
+"""Implementations not yet measured on their hardware; `dpjax.ops` selects them by name."""

@@ -1,12 +1,12 @@
-"""Shift-and-sum as two products with banded matrices, for what multiplies matrices fast.
+"""Shift-and-sum as two products with banded matrices, for hardware with fast matrix products.
 
 Letters: S sequence, N position, H head, E feature of a head, K level, W band, M block.
 
-The first levels let a position reach W - 1 back, and are one lower triangular matrix whose
-band is W wide. To the others, whose shifts are multiples of W, the positions p, p + W,
-p + 2 W, ... are a sequence of their own, in which they shift by 1, 2, 4, ...: the same
-again. With W = sqrt(T) that is O(T**1.5 D) work, all of it in matrix products, in place of
-O(T log T D) that moves every number through memory once a level.
+The first levels reach W - 1 positions back and form one lower triangular matrix with a band of
+width W. The others shift by multiples of W. In the sequence p, p + W, p + 2 W, ... they shift by
+1, 2, 4, ..., and so form another such matrix. With W = sqrt(T) this takes O(T**1.5 D) work, all
+in matrix products, instead of O(T log T D) that moves every number through memory at each
+level.
 """
 
 from functools import partial
@@ -19,14 +19,13 @@ from dpjax.ops.products import sum_dtype
 
 @jax.custom_vjp
 def matrix_form(values: jax.Array, gates: jax.Array, level_keep: jax.Array | None) -> jax.Array:
-  """`dpjax.ops.shift_and_sum`, of which it is an implementation.
+  """An implementation of `dpjax.ops.shift_and_sum`.
 
-  Kept for the gradient are `values` and `gates` alone; beside them it takes memory for
-  O(B H T**1.5) numbers of the matrices. A level that is dropped has gates of 0, and its
-  work is not saved. Products of float32 have its full precision; where `values` are
-  bfloat16 or float16, so are the matrices and what goes from one product to the other,
-  while each product sums in float32, or float64 where an argument has it. An inf or nan
-  reaches up to 2 sqrt(T) positions of the past, by products with 0.
+  The gradient stores only `values` and `gates`; the matrices take O(B H T**1.5) numbers. A
+  dropped level has gates of 0 and costs as much as others. Products of float32 have its full
+  precision. If `values` are bfloat16 or float16, so are the matrices and the result of the
+  first product, while each product sums in float32, or in float64 if an argument is. An inf
+  or nan affects up to 2 sqrt(T) earlier positions, through products with 0.
 
   Args:
     values: [B, T, H, E], floats.
@@ -66,7 +65,7 @@ def _both_passes(values, gates, level_keep):
 
 
 def _multiply(v_snhe, c_snhk):
-  """All levels of K as one product with a matrix of which a block is [W, 2 W]."""
+  """All K levels as one product with a matrix of blocks [W, 2 W]."""
   sequences, length, heads, features = v_snhe.shape
   a_snhw = _bands(c_snhk)
   width = min(a_snhw.shape[3], length)
@@ -95,10 +94,10 @@ def _multiply(v_snhe, c_snhk):
 
 
 def _bands(c_snhk):
-  """[S, N, H, W], W = 2**K: what each position takes of the one w before it.
+  """[S, N, H, W], W = 2**K: the weight of the input w positions before each position.
 
-  The shifts of w are its binary digits, so there is one way back for each w, and a level
-  doubles how many there are.
+  The binary digits of w are its shifts, so each w has one path, and each level doubles the
+  number of paths.
   """
   a_snhw = jnp.ones((*c_snhk.shape[:3], 1), c_snhk.dtype)
   for k in range(c_snhk.shape[3]):

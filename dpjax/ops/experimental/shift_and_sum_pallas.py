@@ -4,28 +4,27 @@ Letters: B batch, T position, H head, E feature of a head, K level; in a pass, N
 sequence, J level, and C block of features.
 
 A program holds the rows of a tile, vectors over a block of features, as the elements of
-a Python list, so that a shift is but another index: between two levels no row leaves the
+a Python list, so that a shift only changes an index: between two levels, no row leaves the
 registers or moves between threads. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1
-rows from before the tile, and backward from behind it too: the halo, whose levels are
-computed twice. Its rows are the neighbour's, and so for a GPU in its cache.
+rows before the tile, and backward also after it: the halo, whose levels are computed twice.
+Its rows belong to the neighbouring tile, and so are in a GPU's cache.
 
 Higher levels shift by multiples of some s = 2**k. They are the levels 1, 2, .. of the
 sequences of the rows p, p + s, p + 2 * s, .., and the reshape
 
   [B, T, H, E] -> [B, T / s, s * H, E]
 
-makes each of them a head. So one kernel does every pass, of log2(tile) levels or fewer,
-and where a pass is one tile long, as the last is where the levels reach across T, it has
-no halo.
+makes each of them a head. So one kernel computes every pass, of log2(tile) levels or fewer.
+A pass of a single tile, such as the last one if the levels reach across T, has no halo.
 
-A pass reads and writes its rows once. Without halos and gates (K / E of what the values
-are) the traffic in arrays of B * T * H * E is therefore 2 * P for P passes forward, and
-3 * Q + 2 * (Q - 1) for Q passes backward, which computes their inputs again. By default
-P is 1 for T up to 64 and 2 up to 4,096; Q is 1 up to 16, 2 up to 256 and 3 up to 4,096.
-Level by level it is 2 or 3 * K forward and about twice that backward.
+A pass reads and writes its rows once. Without halos and gates (K / E the size of the values),
+the memory traffic in arrays of B * T * H * E is therefore 2 * P for P passes forward, and
+3 * Q + 2 * (Q - 1) for Q passes backward, which recomputes their inputs. By default, P is 1
+for T up to 64 and 2 up to 4,096; Q is 1 up to 16, 2 up to 256 and 3 up to 4,096. Level by
+level it would be 2 or 3 * K forward and about twice that backward.
 
-JAX 0.11 and 0.12 call Pallas's Triton backend deprecated. Of what it offers, the kernels
-use only loads, stores, arithmetic and a sum over one vector.
+JAX 0.11 and 0.12 deprecate Pallas's Triton backend. The kernels use only its loads, stores,
+arithmetic and sums over one vector.
 """
 
 import functools
@@ -56,25 +55,25 @@ def shift_and_sum(
   tile: int = TILE,
   backward_tile: int = BACKWARD_TILE,
 ) -> jax.Array:
-  """`dpjax.ops.shift_and_sum` by kernels, for arrays that it has checked.
+  """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
-  Sums, also those between two passes, are in float32. What does not fill tiles and
-  blocks is padded: T to a multiple of some power of 2 below T, E to one of 128 on a TPU
-  and else of 32, or, below that, to a power of 2. A dropped level costs as much as a
-  kept one. Reverse-mode derivatives only, which keep `values` and `gates` alone.
+  Sums, also between two passes, are in float32. Arrays are padded to fill tiles and blocks: T
+  to a multiple of some power of 2 below T, E to a multiple of 128 on a TPU and of 32
+  elsewhere, or, below that, to a power of 2. A dropped level costs as much as a kept one.
+  Only reverse-mode derivatives, which store only `values` and `gates`.
 
-  XLA cannot divide a kernel over devices, and gathers a divided batch instead: divide it
-  by `jax.shard_map` (with check_vma=False).
+  XLA cannot distribute a kernel over devices, and gathers a distributed batch instead: use
+  `jax.shard_map` (with check_vma=False).
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
     gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
-    interpret: run the kernels as JAX operations; None: where the platform is a CPU.
-    platform: whose kernels, "gpu" or "tpu", or, only to interpret those of a GPU,
-      "cpu"; None: JAX's default backend.
-    tile: rows of a tile in the forward pass, a power of 2, at least 2.
-    backward_tile: the same in the backward pass.
+    interpret: whether to run the kernels as JAX operations; None does so on a CPU.
+    platform: "gpu" or "tpu", or "cpu" to interpret the kernels of a GPU; None takes JAX's
+      default backend.
+    tile: the rows of a tile in the forward pass, a power of 2, at least 2.
+    backward_tile: the rows of a tile in the backward pass.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -156,10 +155,10 @@ class _Pass(NamedTuple):
 
 
 def _split(length, levels, tile):
-  """The passes, and T padded so that the tiles of each fill it.
+  """The passes, and T padded to whole tiles of each pass.
 
-  The last passes have log2(tile) levels, and the first what is left, as its halo is
-  then a small part of what it reads.
+  The last passes have log2(tile) levels. The first has the remaining ones, so that its halo is
+  a small part of its input.
   """
   most = tile.bit_length() - 1
   firsts = [0, *range(levels % most or most, levels, most)]
@@ -198,8 +197,8 @@ def _pad(x, axis, size):
 class _Plan:
   """The grid and the blocks of one pass over [B, T, H, C, E / C].
 
-  The grid is (blocks of features, G, tiles, B): a GPU runs neighbours on its first axis
-  side by side. The rows before, in and behind a tile are its "past", "own" and "future".
+  The grid is (blocks of features, G, tiles, B): a GPU runs neighbours on the first axis side by
+  side. The rows before, in and after a tile are its "past", "own" and "future".
   """
 
   def __init__(self, shape, one, options):
@@ -234,7 +233,7 @@ class _Plan:
     )(*arrays)
 
   def rows(self, x, sides):
-    """The inputs of `call` that hold rows of x."""
+    """The arguments of `call` for rows of x."""
     x = x.reshape(self.shape)
     return [(x, self.rows_spec(side)) for side in sides]
 
@@ -246,7 +245,7 @@ class _Plan:
     )
 
   def gates(self, gates, sides):
-    """Those that hold gates, a halo's in a line: [B, G, N / halo, 1, halo * J]."""
+    """The arguments of `call` for gates; a halo's are in a line: [B, G, N / halo, 1, halo * J]."""
     one, line = self.one, self.halo * self.one.levels
     gates = gates[..., one.first : one.first + one.levels]
     gates = jnp.moveaxis(gates.reshape(*self.shape[:3], one.levels), 1, 2)
@@ -263,7 +262,7 @@ class _Plan:
     return [(gates, spec(side)) for side in sides]
 
   def _place(self, side):
-    """A block's rows and, by the tile, its index among blocks of that many."""
+    """The number of rows in a block, and its index as a function of the tile."""
     halos = self.one.rows // self.halo
     last = self.tiles * halos - 1
     return {
@@ -308,7 +307,7 @@ def _zero_unless(is_there, x):
 
 
 def _next_level(v, gate, k, is_whole):
-  """The rows of level k + 1 that those of level k, {position: row}, are enough for."""
+  """The rows of level k + 1 that follow from those of level k, {position: row}."""
   shift = 2**k
   return {
     t: row + gate(t, k) * v[t - shift] if t - shift in v else row
@@ -342,9 +341,9 @@ def _forward_kernel(plan, *refs, sides):
 
 
 def _backward(x, g, gates, one, dtype, options):
-  """The gradients of one pass by its input x and its gates, from that by its result.
+  """The gradients of one pass with respect to its input x and gates, from that of its result.
 
-  With g_k the gradient by v_k, the rows before level k of the pass,
+  With g_k the gradient with respect to v_k, the rows before level k of the pass,
 
     dgates[t, k] = sum over e of g_{k+1}[t] * v_k[t - 2**k]
     g_k[t] = g_{k+1}[t] + gates[t + 2**k, k] * g_{k+1}[t + 2**k].

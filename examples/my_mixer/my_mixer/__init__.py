@@ -51,7 +51,7 @@ class MinGRU(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Refuses settings out of their ranges."""
+    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("max_length", "expansion"))
     super().__post_init__()
 
