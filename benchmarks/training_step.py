@@ -22,13 +22,11 @@ A step is the gradient of the mean loss of a fixed batch, clipping where the pap
 and an update by Adam: `dpjax.training.step.jit_train_step` here, `benchmarks/
 torch_models.py` there, eager unless --compile_torch. Both have the same number of
 parameters, the same batch and rates of dropout, and the same number of threads or the same
-GPU. Every part but "lengths" has the machine to
-itself first, and then a busy neighbour: a process that copies 256 MiB again and again, on one
-core. Each model is a process of its own, and its "utilisation" is the share of a large matrix
-product's rate that its own products reach, in the JAX of that run (`dpjax.training.operations`).
-The processes take turns step by step, and ratios
-are medians over repetitions of paired times. Where PyTorch is not installed, the rows of
-dpjax stand alone.
+GPU. Every part but "lengths" first has the machine to itself, and then a busy neighbour: a
+process that copies 256 MiB again and again, on one core. Each model is a process of its own, and
+its "utilisation" is the share of a large matrix product's rate that its own products reach, in
+the JAX of that run (`dpjax.training.operations`). The processes take turns step by step, and
+ratios are medians over repetitions of paired times. Without PyTorch, only dpjax is timed.
 
 The allocator is glibc's as it is by default, "usual", or as `timing.ALLOCATOR` sets it,
 "quiet", for both sides; attention, and parts other than "dispatcher", have the quiet one

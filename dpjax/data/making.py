@@ -145,8 +145,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON file completely or not at all."""
-  temporary = path.with_name(path.name + ".tmp")
+  """Writes a JSON file completely or not at all; makes its folder if missing."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   with temporary.open("w", encoding="utf-8", newline="\n") as file:
     file.write(json.dumps(content, indent=2) + "\n")
     file.flush()

@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       content, table, draw = _compare(given)
     print(table)
     if given.json:
-      from dpjax.probes import report
+      from dpjax.data import making
 
-      report.write_json(content, Path(given.json))
+      making.write_json(Path(given.json), content)
     if given.out:
       plots.write(draw(content), given.out)
 
@@ -103,6 +103,7 @@ def _compare(given: argparse.Namespace):
 
   from dpjax import registry
   from dpjax.commands import flags as command_line
+  from dpjax.data import making
   from dpjax.probes import report, tasks, training
 
   work = Path(given.work)
@@ -119,7 +120,7 @@ def _compare(given: argparse.Namespace):
   _check_folder(work, values)
   if given.train:
     command_line.check_platform()
-    report.write_json(dataclasses.asdict(settings), work / "settings.json")
+    making.write_json(work / "settings.json", dataclasses.asdict(settings))
     trainees = functools.cache(functools.partial(training.Trainee, settings))
     share = jobs[first - 1 :: count]
     for number, (task, mixer, seed) in enumerate(share, 1):
@@ -127,7 +128,7 @@ def _compare(given: argparse.Namespace):
       if path.exists():
         continue
       found = trainees(mixer).run(task, seed)
-      report.write_json({"task": task, "mixer": mixer, "seed": seed, **found}, path)
+      making.write_json(path, {"task": task, "mixer": mixer, "seed": seed, **found})
       loss, seconds = found["loss"], found["seconds"]
       print(f"[{number} of {len(share)}] {path.stem}: loss {loss:.3f}, {seconds} s", flush=True)
   paths = [work / f"{task}_{mixer}_{seed}.json" for task, mixer, seed in jobs]

@@ -1,9 +1,6 @@
 """Reports recall by distance: a JSON of all results, a table and a figure."""
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,11 +145,3 @@ def draw(content: Mapping[str, Any]) -> "Figure":
   canvas.legend(handles, labels, loc="outside right upper", frameon=False)
   style.finish(canvas)
   return canvas
-
-
-def write_json(content: Mapping[str, Any], path: Path) -> None:
-  """Writes the content whole or not at all."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(f"{path.name}.{os.getpid()}")  # Parts of the work may write at once.
-  partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-  partial.replace(path)
