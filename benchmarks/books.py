@@ -1,26 +1,24 @@
-r"""Mixers in today's Transformer and in the papers' own, and documents apart or joined.
+"""Trains mixers in today's Transformer on children's books, and documents apart or joined.
 
-  python benchmarks/books.py --books=FOLDER --sentences=FOLDER --work=runs/books \
-      --out=results
+  python benchmarks/books.py --books=FOLDER --work=runs/books --out=results --models=models
 
-FOLDER of --books has train.txt, valid.txt and test.txt, with the line <|endofbook|> between
-two books (of the children's books: docs/reproduce.md), that of --sentences Penn Treebank's.
-Trains each run for 2,000 updates of 16 rows of 128 tokens, the same rows for all of one
-text, and writes what is done so far:
+FOLDER has train.txt, valid.txt and test.txt, with the line <|endofbook|> between two books (the
+children's books of docs/reproduce.md). Each run takes 2,000 updates of 16 rows of 128 tokens,
+the same rows for all runs. The results so far go to
 
-  OUT/books_mixers.json, .png   configs/modern_transformer.py:small with attention and with
-                                the papers' mixers, and the frame of the Extractors paper
-                                (configs/extractors_childrens_books.py, 4 layers) with the
-                                same mixers: at the modern frame's width, and ("equal") at the
-                                width that gives it as many parameters as modern attention
-                                has; and ("pooled") the modern frame on characters, windows of
-                                512, with 1 + 4 + 1 layers of attention
-  OUT/books_documents.json      the modern frame with isolated and with joined documents: books,
-                                which are long, and sentences, which are short; all are scored
+  OUT/books_mixers.json, .png   "modern": configs/modern_transformer.py:small with attention and
+                                the papers' mixers. "equal": attention in the frame of the
+                                Extractors paper (configs/extractors_childrens_books.py, 4
+                                layers), with modern attention's number of parameters.
+                                "pooled": the modern frame on characters, windows of 512, with
+                                1 + 4 + 1 layers of attention. "peak": attention at half and
+                                double its frame's learning rate
+  OUT/books_documents.json      the modern frame with isolated and with joined documents, scored
                                 by document, each as if it stood alone
+  MODELS                        exports of `MODELS`, without the paths of this machine
 
-A run that stands in --work is not trained again, one that was interrupted goes on; --only
-takes those whose name has this, --steps a shorter trial.
+Finished runs in --work are not trained again, and interrupted ones resume. --only selects runs
+whose name contains a text, --steps makes a shorter trial.
 """
 
 import argparse
@@ -37,15 +35,19 @@ from dpjax.analysis import style
 sys.path.append(str(Path(__file__).parents[1]))  # configs, beside an installed dpjax
 
 STEPS, ROWS, WINDOW = 2_000, 16, 128
-# Each frame takes the best of these rates for attention, by validation, for all of its mixers.
-PEAKS = (1e-3, 2e-3, 4e-3, 8e-3)
-PEAK = {"modern": 4e-3, "pooled": 4e-3, "papers": 2e-3, "equal": 2e-3}
+# The best of 1, 2, 4 and 8e-3 for each frame's attention, by validation; for all of its mixers.
+PEAK = {"modern": 4e-3, "equal": 2e-3, "pooled": 4e-3}
 DOCUMENTS_PEAK = 1e-3
 MODERN = ("attention", "dispatcher", "he", "we", "me")
-PAPERS = ("attention_4", "he", "we", "me")
 POOLED = ("whitespace", "routing")
-FRAMES = {"modern": "-", "papers": "--", "equal": ":", "pooled": "-."}  # and their dashes
+DASHES = {"modern": "-", "equal": ":", "pooled": "-."}
 DOCUMENTS = ("attention", "dispatcher")
+MODELS = {
+  "dispatcher-books": "modern-dispatcher",
+  "we-books": "modern-we",
+  "whitespace-books": "pooled-whitespace",
+  "routing-books": "pooled-routing",
+}
 
 
 def modern(mixer: str) -> Any:
@@ -59,13 +61,13 @@ def modern(mixer: str) -> Any:
   return config
 
 
-def papers(mixer: str, width: int = 128) -> Any:
+def equal() -> Any:
   """The frame of the Extractors paper, with the modern one's layers, batches and dropout."""
   from configs import extractors_childrens_books
 
-  config = extractors_childrens_books.get_config(mixer)
-  config.model.update(dict(num_layers=4, max_length=WINDOW, dropout=0.0, width=width))
-  config.model.feed_forward_width = 4 * width
+  config = extractors_childrens_books.get_config("attention_4")
+  config.model.update(dict(num_layers=4, max_length=WINDOW, dropout=0.0, width=96))
+  config.model.feed_forward_width = 4 * 96
   config.train.batch_size = ROWS
   return config
 
@@ -88,50 +90,33 @@ def runs() -> dict[str, Callable[[], Any]]:
   found: dict[str, Callable[[], Any]] = {}
   for mixer in MODERN:
     found[f"modern-{mixer}"] = lambda mixer=mixer: modern(mixer)
-  for mixer in PAPERS:
-    found[f"papers-{mixer.split('_')[0]}"] = lambda mixer=mixer: papers(mixer)
+  found["equal-attention"] = equal
   for kind in POOLED:
     found[f"pooled-{kind}"] = lambda kind=kind: pooled(kind)
-  found["equal-attention"] = lambda: papers("attention_4", 96)
-  for peak in PEAKS:
-    found[f"peak-modern-{peak}"] = lambda: modern("attention")
-    found[f"peak-equal-{peak}"] = lambda: papers("attention_4", 96)
-  for text in ("books", "sentences"):
-    for mixer in DOCUMENTS:
-      for documents in ("joined", "isolated"):
-        found[f"{text}-{mixer}-{documents}"] = lambda mixer=mixer: modern(mixer)
+  for factor in (0.5, 2):
+    found[f"peak-modern-{factor * PEAK['modern']}"] = lambda: modern("attention")
+    found[f"peak-equal-{factor * PEAK['equal']}"] = equal
+  for mixer in DOCUMENTS:
+    for documents in ("joined", "isolated"):
+      found[f"books-{mixer}-{documents}"] = lambda mixer=mixer: modern(mixer)
   return found
 
 
-def configure(name: str, make: Callable[[], Any], books: Path, sentences: Path, steps: int) -> Any:
+def configure(name: str, make: Callable[[], Any], books: Path, steps: int) -> Any:
   """A run's configuration."""
   config = make()
-  if name.startswith("sentences"):
-    config.data.path = str(sentences)
-  else:
-    config.data.path, config.data.separator = str(books), "<|endofbook|>"
+  config.data.path, config.data.separator = str(books), "<|endofbook|>"
   if name.endswith("isolated"):
     config.data.documents = "isolated"
-  train = config.train
-  train.num_steps = steps
-  train.eval_every_steps = max(1, steps // 8)
-  train.checkpoint_every_steps = max(1, steps // 8)
   frame, _, rest = name.partition("-")
   is_peak = frame == "peak"
+  train = config.train
   train.learning_rate = float(rest.split("-")[1]) if is_peak else PEAK.get(frame, DOCUMENTS_PEAK)
+  train.num_steps = steps
+  train.eval_every_steps = train.checkpoint_every_steps = max(1, steps // 8)
   train.eval_every_epochs = 0.0
   config.sample.prompt = ""
   return config
-
-
-def as_documents(folder: Path, out: Path) -> Path:
-  """A line of text -> a document."""
-  out.mkdir(parents=True, exist_ok=True)
-  for split in ("train", "valid", "test"):
-    lines = (folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
-    text = "".join(json.dumps({"text": line.strip()}) + "\n" for line in lines if line.strip())
-    (out / f"{split}.jsonl").write_text(text, encoding="utf-8")
-  return out
 
 
 def train(name: str, config: Any, workdir: Path) -> dict[str, Any]:
@@ -162,8 +147,7 @@ def report(done: Sequence[dict[str, Any]], out: Path) -> None:
   machine = timing.describe_machine()
   for file in ("books_mixers", "books_documents"):
     is_mixers = file == "books_mixers"
-    frames = tuple(FRAMES)
-    rows = [x for x in done if (x["name"].startswith(frames) if is_mixers else "by_document" in x)]
+    rows = [x for x in done if is_mixers != ("by_document" in x)]
     if not rows:
       continue
     result = {
@@ -194,13 +178,15 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
   from matplotlib import pyplot as plt
 
   figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-  mixers = list(dict.fromkeys(row["name"].split("-")[1] for row in rows))
+  mixers = (*MODERN, *POOLED)
   for row in rows:
-    frame, mixer = row["name"].split("-")
+    frame, mixer, *rate = row["name"].split("-")
+    if rate:
+      continue
     points = [[point["step"], point["bits_per_character"]] for point in row["valid"]]
     color = style.line(mixers.index(mixer))["color"]
     label = f"{mixer}, {frame} ({row['parameters'] / 1e6:.1f}M)"
-    axis.plot(*zip(*points, strict=True), FRAMES[frame], color=color, label=label)
+    axis.plot(*zip(*points, strict=True), DASHES[frame], color=color, label=label)
   axis.set(xlabel="updates", ylabel="bits per character, validation")
   axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
   style.finish(figure)
@@ -208,25 +194,49 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
   plt.close(figure)
 
 
+def publish(work: Path, models: Path) -> None:
+  """Exports `MODELS` as a reader of the books has them: without the paths of this machine."""
+  import dpjax
+  from dpjax.data import making
+
+  for name, run in MODELS.items():
+    folder = models / name
+    dpjax.load(work / run).save(folder, dtype="bfloat16")
+    config, data = (making.read_json(folder / x) for x in ("config.json", "data/data.json"))
+    config["data"] |= {"path": "", "separator": "", "data_dir": "data"}
+    data["name"] = config["data"]["name"]
+    data["made"]["corpus"]["files"] = [
+      [Path(path).name, *rest] for path, *rest in data["made"]["corpus"]["files"]
+    ]
+    del data["tokens"]
+    making.write_json(folder / "config.json", config)
+    making.write_json(folder / "data/data.json", data)
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8").replace("on text (", "on 100 children's books (")
+    card.write_text(text, encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name in ("books", "sentences", "work", "out"):
+  for name in ("books", "work", "out"):
     parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=True)
+  parser.add_argument("--models", type=Path, help="a folder for exports; by default none")
   parser.add_argument("--only", default="", help="the runs whose name has this")
   parser.add_argument("--steps", type=int, default=STEPS, help="updates of each")
   given = parser.parse_args(arguments)
-  sentences = as_documents(given.sentences, given.work / "sentences")
   done = []
   for name, make in runs().items():
     file = given.work / f"{name}.json"
     if given.only in name and not file.exists():
-      config = configure(name, make, given.books, sentences, given.steps)
+      config = configure(name, make, given.books, given.steps)
       config.data.data_dir = str(given.work / "data")
       found = {**train(name, config, given.work / name), "steps": given.steps}
       file.write_text(json.dumps(found), encoding="utf-8")
     if file.exists():
       done.append(json.loads(file.read_text(encoding="utf-8")))
   report(done, given.out)
+  if given.models:
+    publish(given.work, given.models)
 
 
 if __name__ == "__main__":
