@@ -1,4 +1,4 @@
-"""Would a hourglass gain from drafting its own text? What its outer layers guess alone.
+"""Measures whether an hourglass would gain from drafting its own text with its outer layers.
 
   python benchmarks/speculation.py RUN --out results/speculation
 

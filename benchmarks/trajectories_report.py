@@ -1,10 +1,10 @@
-r"""What the runs of `benchmarks/trajectories.py` say, as JSON and pictures.
+r"""Reports the runs of `benchmarks/trajectories.py` as JSON and pictures.
 
   python benchmarks/trajectories_report.py runs/trajectories --out=results/trajectories
 
-Writes OUT/same.json, seeds.json and sizes.json, of what is done so far, and a picture of
-each. Losses are nats a token; differences of losses are relative, and the root mean square
-of every 20 updates.
+Writes OUT/same.json, seeds.json and sizes.json for the runs so far, and a picture of each.
+Models of an earlier report stay unless their runs are in the folder. Losses are in nats per
+token; differences of losses are relative, and the root mean square of every 20 updates.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import timing
-from trajectories import ATTENTION
+from trajectories import ATTENTION, POOLING
 
 from dpjax.analysis import style
 
@@ -255,15 +255,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = make(done)
     if not models:
       continue
+    for name, model in models.items():
+      seconds = sum(row["seconds"] for row in done if row["name"] == name)
+      model["minutes"] = round(seconds / 60, 1)
+    file = given.out / f"{experiment}.json"
+    if file.exists():
+      models = json.loads(file.read_text(encoding="utf-8"))["models"] | models
+    models = {name: models[name] for name in (*ATTENTION, *POOLING) if name in models}
     content = {
       "command": f"python benchmarks/trajectories.py --only={experiment}",
       "machine": {key: machine[key] for key in ("device", "processor", "cores", "jax")},
-      "runs": len(done),
-      "minutes": round(sum(row["seconds"] for row in done) / 60, 1),
       "models": models,
     }
-    text = json.dumps(content, indent=1) + "\n"
-    (given.out / f"{experiment}.json").write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     figure = draw(models)
     figure.savefig(given.out / f"{experiment}.png", dpi=110)
     plt.close(figure)

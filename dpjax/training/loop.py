@@ -165,7 +165,7 @@ def fit(
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal or `should_stop` stopped training.
     ValueError: the batch does not divide over the devices, no checkpoint is intact, a
-      checkpoint has another origin or model, or updates of `profile` lie in the past.
+      checkpoint has another origin or model, or updates of `profile` lie outside of the run.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)

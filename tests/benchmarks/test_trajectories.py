@@ -126,3 +126,13 @@ def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
   assert len(sizes["gumbel"]["points"]) == 4
   for name in ("same", "seeds", "sizes"):
     assert (out / f"{name}.png").stat().st_size > 10_000
+  # A later report keeps models whose runs are gone, and replaces the others.
+  for path in tmp_path.glob("*.json"):
+    row = json.loads(path.read_text()) | {"seconds": 60.0}
+    path.unlink()
+    if row["name"] == "msa":
+      path.write_text(json.dumps(row))
+  report.main([str(tmp_path), f"--out={out}"])
+  later = json.loads((out / "same.json").read_text())["models"]
+  assert list(later) == list(same) and later["gumbel"] == same["gumbel"]
+  assert (same["msa"]["minutes"], later["msa"]["minutes"]) == (0.1, 4.0)
