@@ -127,10 +127,9 @@ def _close(found: Any, expected: Any, message: str, tolerance: float = 1e-5) -> 
 
 
 def _causality(case: _Case) -> None:
-  """An output depends on inputs up to its position, as far back as promised, no others.
+  """An output depends only on inputs up to its position, as far back as `reach` says.
 
-  Look at shifts and masks; at sums and normalisation over positions or rows; and at what
-  `reach` promises.
+  Look at shifts and masks, at sums and normalisation over positions or rows, and at `reach`.
   """
   mix = case.with_params(case())
   distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)
@@ -149,7 +148,7 @@ def _causality(case: _Case) -> None:
 
 
 def _rows(case: _Case) -> None:
-  """A change of one row changes that row's outputs alone.
+  """A change of one row changes only that row's outputs.
 
   Look at sums and normalisation over the batch.
   """
@@ -160,9 +159,9 @@ def _rows(case: _Case) -> None:
 
 
 def _lengths(case: _Case) -> None:
-  """Any length gives the beginning of what the longest gives, with the shape [B, T, D].
+  """A shorter input gives the beginning of the longest input's outputs, with the shape [B, T, D].
 
-  Look at padding to a size, at what is divided by T, and at positions counted from the end.
+  Look at padding to a size, at divisions by T, and at positions counted from the end.
   """
   mix, inputs = case.with_params(case()), case.draw(case.max_length)
   lengths = (1, 2, 5, 8, case.max_length)
@@ -178,7 +177,7 @@ def _lengths(case: _Case) -> None:
 def _parameters(case: _Case) -> None:
   """Parameters do not depend on the length of the input.
 
-  Look at what sets their shapes: `max_length` may, T may not.
+  Look at their shapes, which may depend on `max_length`, but not on T.
   """
   short, long = (
     jax.eval_shape(case().init, jax.random.key(0), case.draw(length)) for length in (1, _LENGTH)
@@ -226,7 +225,7 @@ def _refusals(case: _Case) -> None:
 # jax.nn.dot_product_attention mixes the two dtypes itself.
 @jax.numpy_dtype_promotion("standard")
 def _bfloat16(case: _Case) -> None:
-  """In bfloat16, outputs and gradients are those of float32, but for rounding.
+  """In bfloat16, outputs and gradients are those of float32 up to rounding.
 
   Outputs have the dtype of the field `dtype` (without one, of the inputs); parameters stay
   float32. Look at sums over positions, which need float32, and at the dtype of the result.
@@ -260,7 +259,7 @@ def _bfloat16(case: _Case) -> None:
 
 
 def _dropout(case: _Case) -> None:
-  """Dropout is drawn from the "dropout" key, in training alone; without the key it raises.
+  """Dropout is drawn from the "dropout" key, only in training; without the key it raises.
 
   Look at `deterministic` and at `make_rng("dropout")`.
   """
@@ -288,7 +287,7 @@ def _dropout(case: _Case) -> None:
 
 
 def _no_key(case: _Case) -> None:
-  """Without dropout, training needs no key and gives what evaluation gives.
+  """Without dropout, training needs no key and gives the same outputs as evaluation.
 
   Look at `make_rng`, which a rate of 0 should not reach.
   """
@@ -298,7 +297,7 @@ def _no_key(case: _Case) -> None:
 
 
 def _gradients(case: _Case) -> None:
-  """Every number of every parameter has a gradient, finite and not zero.
+  """Every number of every parameter has a finite, nonzero gradient.
 
   Look at parameters that are not used, and at `stop_gradient`, `round` and `argmax`.
   """
@@ -315,10 +314,10 @@ def _gradients(case: _Case) -> None:
 
 
 def _chunks(case: _Case) -> None:
-  """Chunks of any size, with padding, give by a cache what the whole rows give.
+  """With a cache, chunks of any size, with padding, give the same outputs as whole rows.
 
-  Look at what a row keeps of padding (`lengths`; 0 is a length, too), and at what the cache
-  keeps from one chunk to the next: its arrays have the same shapes and dtypes throughout.
+  Look at whether padding enters the cache (`lengths`; 0 is a length, too), and at the cache from
+  one chunk to the next: its arrays must keep their shapes and dtypes.
   """
   if not _has_cache(case):
     return
@@ -354,10 +353,10 @@ def _by_chunks(case: _Case, inputs: jax.Array, chunks, starts: np.ndarray | None
 
 
 def _tokens(case: _Case) -> None:
-  """Tokens one by one, without `lengths`, give by a cache what the whole rows give.
+  """With a cache, tokens one by one, without `lengths`, give the same outputs as whole rows.
 
-  One compiled program serves all of them. Look at positions, which the cache has to count,
-  and at shapes that depend on how many tokens there were.
+  One compiled program serves all of them. Look at positions, which the cache must count,
+  and at shapes that depend on the number of earlier tokens.
   """
   if not _has_cache(case):
     return
@@ -378,11 +377,11 @@ def _tokens(case: _Case) -> None:
 
 
 def _documents(case: _Case) -> None:
-  """Each document of a row gives what it gives alone, and changes no other one.
+  """Each document of a row gives the same outputs as alone, and changes no other document.
 
-  Outputs, and gradients by inputs and parameters. The row is longer than its documents,
-  which may be as long as `max_length`. Look at what a position reads before its document's
-  first (`starts`), and at positions, which are counted from there.
+  This holds for outputs, and for gradients of inputs and parameters. The row is longer than its
+  documents, which may be as long as `max_length`. Look at whether a position reads beyond the
+  start of its document (`starts`), and at positions, which count from there.
   """
   if not _takes_starts(case):
     return
@@ -426,10 +425,10 @@ def _documents(case: _Case) -> None:
 
 
 def _document_chunks(case: _Case) -> None:
-  """Chunks in which documents begin give by a cache what the whole rows give.
+  """With a cache, chunks in which documents begin give the same outputs as whole rows.
 
-  Look at what the cache keeps of a document after the next one has begun in a chunk, of
-  which positions it counts, and at `starts` of padding, which are none.
+  Look at whether the cache drops a document when the next one begins within a chunk, at the
+  positions that it counts, and at `starts` in padding, which must be ignored.
   """
   if not _takes_starts(case) or not _has_cache(case):
     return

@@ -7,19 +7,19 @@ l context window, t tokens so far with the new one, d width, n heads, K levels.
 
 Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
 HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
-sequence of l tokens; what is masked is not counted, so that token t reads t tokens; a
+sequence of l tokens; masked positions do not count, so that token t reads t tokens; a
 product with a [p, q] matrix takes p q multiplications and (p - 1) q additions a token; no
 biases. Where this differs from the tables: the additions of attention in inference are
 
   (3 (d-1) d/n + t (d/n - 1) + (t-1) d/n + (t-1)) n + (d-1) d = 2td + 4d^2 - 5d - n,
 
-as Table 5 has it before simplification; what it has after, 2td - tn + t + 4d^2 - 5d - 1,
-is the same for one head alone, and does not add up to Tables 3 and 7 for more.
+as in Table 5 before simplification. Its simplified form, 2td - tn + t + 4d^2 - 5d - 1, is
+right only for one head, and does not add up to Tables 3 and 7 for more.
 
-The counts for tokens t = 1 .. l add up to those of training, for every mixer here: they
-are one function of how many tokens come in and how many they read. The FFT, which needs
-the whole sequence, has no counts for one token. (One file above 400 lines: the rules, their
-sums and the limits of sizes are read side by side.)
+For every mixer here, the counts for tokens t = 1 .. l add up to those of training: both are
+one function of the number of new tokens and of the tokens that they read. The FFT needs the
+whole sequence and has no counts for one token. (This file is above 400 lines to keep the
+rules, their sums and the limits of sizes side by side.)
 """
 
 import argparse

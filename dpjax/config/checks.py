@@ -350,7 +350,7 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
 
 def _check_arrays(config) -> None:
-  """Refuses weights or activations that are too large for any machine."""
+  """Checks that weights and activations are not too large for any machine."""
   model, train = config.model, config.train
   layers, width, hidden = model.num_layers, model.width, model.feed_forward_width
   rows, length = train.batch_size // train.accumulate_steps, model.max_length

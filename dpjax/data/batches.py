@@ -83,11 +83,11 @@ class _Rows:
     pad_id: int = 0,
     documents: DocumentStarts | None = None,
   ):
-    """Takes the stream, ids [N] of any integer type, and what fills up a window.
+    """Takes the stream, ids [N] of any integer type, and the id for padding.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens, or there are not N boundaries, or
-        documents begin elsewhere.
+      ValueError: a row has fewer than T + 1 tokens, there are not N boundaries, or a
+        document begins outside of the stream.
     """
     check_boundaries(boundaries, tokens)
     if documents is not None:
@@ -311,8 +311,8 @@ class RandomWindows:
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
-      ValueError: there is no window, as N < T + 1, or there are not N boundaries, or
-        documents begin elsewhere.
+      ValueError: N < T + 1, there are not N boundaries, or a document begins outside of the
+        stream.
     """
     check_boundaries(boundaries, tokens)
     if documents is not None:

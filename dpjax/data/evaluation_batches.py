@@ -123,8 +123,8 @@ class EvaluationDocuments:
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, there are not N boundaries, or
-        documents begin elsewhere.
+      ValueError: the stride is not in 1 .. window, there are not N boundaries, or a
+        document begins outside of the stream.
     """
     check_boundaries(boundaries, tokens)
     documents.check(tokens)

@@ -2,7 +2,7 @@
 
 Web pages of Common Crawl of 2018, chosen as for XLM-R (Conneau et al., ACL 2020; Wenzek et
 al., LREC 2020). Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi
-likewise). Licence: the preparers claim no rights; Common Crawl's terms of use hold for the
+in the same way). Licence: the preparers claim no rights; Common Crawl's terms of use hold for the
 pages.
 
 One split, "train": the first documents, unchanged, up to 520M characters. That is enough for
