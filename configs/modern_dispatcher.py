@@ -1,12 +1,12 @@
-"""The Dispatcher in the place of attention in today's Transformer, on children's books.
+"""The Dispatcher instead of attention in today's Transformer, on children's books.
 
   python train.py --config=configs/modern_dispatcher.py --workdir=runs/modern_dispatcher
   python train.py --config=configs/modern_dispatcher.py:small --workdir=runs/small_dispatcher
   python train.py --config=configs/modern_dispatcher.py:tiny --workdir=runs/tiny
 
-All but the mixer is that of configs/modern_transformer.py, variants and data included (it
-downloads them into data/, or takes --config.data.path). There are no
-positions: a Dispatcher tells distances by its levels.
+Everything but the mixer comes from configs/modern_transformer.py, including variants and data
+(downloaded into data/, or from --config.data.path). There are no positions: a Dispatcher
+tells distances by its levels.
 
 Parameters:      6.7M, small 1.3M; vocabulary 5,000
 Hardware, hours: not yet timed

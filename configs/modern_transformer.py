@@ -71,7 +71,7 @@ def get_config(variant: str = ""):
   config.sample.length = 100
   if variant == "small":
     model.update(dict(num_layers=4, width=128, feed_forward_width=344, max_length=128, dropout=0.0))
-    train.update(dict(batch_size=16, num_steps=2_000, eval_every_steps=500))
+    train.update(dict(batch_size=16, num_steps=2_000, eval_every_steps=500, learning_rate=4e-3))
     train.schedule.warmup_steps = 100
     variant = ""
   return config_lib.apply_variant(config, variant)

@@ -1,12 +1,12 @@
-"""The Extractor WE in the place of attention in today's Transformer, on children's books.
+"""The Extractor WE instead of attention in today's Transformer, on children's books.
 
   python train.py --config=configs/modern_we.py --workdir=runs/modern_we
   python train.py --config=configs/modern_we.py:small --workdir=runs/small_we
   python train.py --config=configs/modern_we.py:tiny --workdir=runs/tiny
 
-All but the mixer is that of configs/modern_transformer.py, variants and data included (it
-downloads them into data/, or takes --config.data.path). There are no
-positions: an Extractor tells distances by its taps.
+Everything but the mixer comes from configs/modern_transformer.py, including variants and data
+(downloaded into data/, or from --config.data.path). There are no positions: an Extractor
+tells distances by its taps.
 
 Parameters:      7.2M, small 1.4M; vocabulary 5,000
 Hardware, hours: not yet timed

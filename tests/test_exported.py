@@ -126,3 +126,19 @@ def test_what_is_wrong(run, tmp_path, capsys):
     export.main([str(run.workdir), str(tmp_path / "new"), "--dtype=int8"])
   assert not (tmp_path / "new").exists()
   assert config_lib.from_dict(config).model.width == 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dispatcher", "we", "whitespace", "routing"])
+def test_a_trained_model_of_the_clone_scores_and_generates(name):
+  folder = helpers.ROOT / f"models/{name}-books"
+  files = [path for path in folder.rglob("*") if path.is_file()]
+  assert sum(path.stat().st_size for path in files) < 5_000_000
+  for path in ("config.json", "data/data.json"):
+    assert not re.search(r'"[^"]*[/\\\\][^"]*"', (folder / path).read_text()), "a path of a machine"
+  run = dpjax.load(folder)
+  text = "Once upon a time there was a little girl who lived with her mother in the wood. "
+  assert run.score(text)["bits_per_character"] < 2.2
+  assert run.score(text[::-1])["bits_per_character"] > 3
+  (found,) = run.generate(text, length=20, temperature=0)
+  assert len(found) >= 20
