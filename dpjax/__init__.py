@@ -1,7 +1,7 @@
 """dpjax: language models cheaper than self-attention.
 
-`import dpjax` costs nothing; each name below is loaded when it is first used, so that
-`dpjax.ops` needs JAX alone.
+`import dpjax` costs nothing; each name below is loaded at its first use, so that `dpjax.ops`
+needs only JAX.
 """
 
 from typing import TYPE_CHECKING

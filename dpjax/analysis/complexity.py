@@ -3,7 +3,7 @@
   dpjax complexity --length=128 --width=128 --num_heads=32
   dpjax complexity --inference=64
 
-l context window, t tokens so far with the new one, d width, n heads, K levels.
+l context window, t tokens so far (including the new one), d width, n heads, K levels.
 
 Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
 HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
@@ -13,8 +13,8 @@ biases. Where this differs from the tables: the additions of attention in infere
 
   (3 (d-1) d/n + t (d/n - 1) + (t-1) d/n + (t-1)) n + (d-1) d = 2td + 4d^2 - 5d - n,
 
-as in Table 5 before simplification. Its simplified form, 2td - tn + t + 4d^2 - 5d - 1, is
-right only for one head, and does not add up to Tables 3 and 7 for more.
+as in Table 5 before simplification. The simplified form, 2td - tn + t + 4d^2 - 5d - 1, agrees
+only for a single head; with more heads it is inconsistent with Tables 3 and 7.
 
 For every mixer here, the counts for tokens t = 1 .. l add up to those of training: both are
 one function of the number of new tokens and of the tokens that they read. The FFT needs the
@@ -82,7 +82,7 @@ parameters=128)
   The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
   1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
   shared by the heads; the multi-head one has them [d, d], [d, n K] and [d, d], and no
-  sigmoid. Level k reads only where there is a token 2**k before: gates and sums of
+  sigmoid. Level k reads only tokens with another one 2**k before: gates and sums of
   l - 2**k tokens are counted.
 
   Args:
@@ -130,7 +130,7 @@ parameters=65536)
 
   Args:
     mixer: one of `MIXERS`.
-    position: t, the tokens so far with the new one, from 1 to l.
+    position: t, the number of tokens so far, including the new one, from 1 to l.
     length: l, tokens of the context window; only the parameters depend on it.
     width: d.
     num_heads: see `training_counts`.
@@ -391,7 +391,7 @@ def _linear(times: int, inputs: int, outputs: int) -> Counts:
 
 
 def _num_levels(length: int) -> int:
-  """K, at least 1, as of the layer; as `dpjax.ops.num_levels`, which would load JAX."""
+  """K as in the layer, at least 1; `dpjax.ops.num_levels` would load JAX."""
   return max(1, (length - 1).bit_length())
 
 

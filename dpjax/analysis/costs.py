@@ -184,7 +184,7 @@ def _lay_out(
 
 
 def _notes(runs: Sequence[Record], figure: str) -> list[str]:
-  """Sentences on settings that differ beside the mixer, and on missing losses."""
+  """Sentences on settings that differ besides the mixer, and on missing losses."""
   free = (*_FREE, *PLACES.get(figure, ())[:1])
   columns = {key: column for key, column in differences(runs).items() if not is_of(key, free)}
   seeds = [sorted(str(run.config.get("seed")) for run in group) for group in by_seed(runs)]

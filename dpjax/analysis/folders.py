@@ -181,7 +181,7 @@ def label(config: Mapping[str, Any]) -> str:
 
 
 def distinct_labels(runs: Sequence[Record]) -> list[str]:
-  """Makes labels distinct by adding the settings in which runs of one label differ.
+  """Makes labels unique by appending the settings that differ between runs with the same label.
 
     SHE of learning rates 0.1 and 0.2, and HE
       ->  "SHE, learning rate 0.1", "SHE, learning rate 0.2", "HE"
@@ -297,7 +297,7 @@ def _of_one_version(configs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Settings by their full names, as `dpjax.config.flatten`."""
+  """Settings by their full names, like `dpjax.config.flatten`."""
   flat = {}
   for key, value in settings.items():
     more = isinstance(value, Mapping)

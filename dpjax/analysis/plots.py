@@ -22,7 +22,7 @@ or, from "Attention Is Not All You Need Anymore", Sec. 6:
 Runs that differ only in the seed are drawn as one line, their mean, in a band of one
 standard deviation to each side; --seeds=separate draws each run. In the last two figures,
 runs with one label form a line, through the mean where several share a place. The command
-also prints a table, and below it the settings in which the runs differ beside the mixer.
+also prints a table, and below it the settings besides the mixer in which the runs differ.
 """
 
 import argparse

@@ -228,7 +228,7 @@ def _fill_up(
   documents: DocumentStarts | None,
   starts: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-  """A batch of found tokens, [b, t + 1], t <= T; the last column is only a target."""
+  """A padded batch from tokens [b, t + 1], t <= T; the last column is only a target."""
   real = found.shape[1] - 1
   padding = ((0, 0), (0, window - real))
   found = found.astype(np.int32)

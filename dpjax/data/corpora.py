@@ -68,7 +68,7 @@ def load_corpus(
       on. In a folder without these, each .txt file is a document, also in subfolders; the
       documents are cut into the splits in the order of their paths, or taken from
       subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2).
-    split_fractions: the shares of a single text, in bytes; train takes the rounding's rest.
+    split_fractions: the shares of a single text, in bytes; train takes the rounding error.
     language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
     clean: whether to apply `dpjax.text.cleaning.clean`.
     max_characters: the number of clean characters to take from the beginning of train, valid

@@ -136,7 +136,7 @@ def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
 
 
 def _rank(x: jax.Array) -> jax.Array:
-  """int32 in the order of float32: the bits, inverted for negative numbers."""
+  """Maps float32 to int32 in the same order: the bits, all but the sign inverted if negative."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -19,7 +19,7 @@ def biases(std: float, default: nn.initializers.Initializer) -> nn.initializers.
 
 
 def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
-  """U(-bound, bound), with bound = 1/sqrt(fan_in) the biases of torch.nn.Linear."""
+  """U(-bound, bound); with bound = 1/sqrt(fan_in), the biases of torch.nn.Linear."""
 
   def initialize(key, shape, dtype=jnp.float32):
     return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -28,7 +28,7 @@ def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
 
 
 def norm_gains(std: float) -> nn.initializers.Initializer:
-  """N(1, std**2), the gains of a LayerNorm; all 1 where std is 0."""
+  """N(1, std**2), the gains of a LayerNorm; all 1 if std is 0."""
 
   def initialize(key, shape, dtype=jnp.float32):
     return 1 + std * jax.random.normal(key, shape, dtype)

@@ -125,7 +125,7 @@ def check_settings(
     module: the mixer.
     sizes: the names of fields that are at least 1, or None.
     rates: the names of fields that are probabilities below 1.
-    implementations: the values of the field `implementation`, beside None.
+    implementations: the values of the field `implementation` besides None.
 
   Raises:
     ValueError: `field: expected ..., got ...`.

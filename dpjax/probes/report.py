@@ -14,7 +14,7 @@ NUM_BINS = 16  # of distances, for each length
 
 
 def summarise(settings: Mapping, records: Sequence[Mapping], chance: Mapping) -> dict[str, Any]:
-  """Accuracies by distance, mean and deviation over seeds.
+  """Summarises accuracy by distance: mean and standard deviation over seeds.
 
   Args:
     settings: the settings of the comparison, with "window", "num_layers" and "length".
@@ -66,7 +66,7 @@ def summarise(settings: Mapping, records: Sequence[Mapping], chance: Mapping) ->
 
 
 def _over_seeds(found: Sequence[Mapping], low: int, high: int) -> tuple[float | None, float | None]:
-  """Mean and deviation of the accuracies at distances from `low` to `high`."""
+  """Mean and standard deviation, over seeds, of the accuracy at distances from `low` to `high`."""
   each = []
   for scores in found:
     hits, counts = (sum(scores[name][low : high + 1]) for name in ("hits", "counts"))

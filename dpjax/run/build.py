@@ -141,7 +141,7 @@ def needs_run(config: ConfigDict) -> bool:
 
 
 def origin(data: prepared.Prepared) -> dict[str, str]:
-  """Inputs of a run beside its settings that must not change on resume."""
+  """Inputs of a run, besides its settings, that must not change on resume."""
   origin = {
     "tokenizer": data.tokenizer.to_json(),
     "training text": data.counts["train"]["sha256"],

@@ -76,8 +76,8 @@ class UnigramBoundaries:
   def __call__(self, text: str) -> np.ndarray:
     """The boundaries of a text, uint8 [number of characters].
 
-    Parts of a text give the same result as the whole if they do not divide words; see
-    `whole_words`.
+    Segmenting a text in parts gives the same result as segmenting it whole, if no part splits a
+    word; see `whole_words`.
     """
     words = text.replace("\n", " ").split(" ")
     if len(self._found) > _MOST_WORDS:

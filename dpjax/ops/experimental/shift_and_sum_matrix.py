@@ -65,7 +65,7 @@ def _both_passes(values, gates, level_keep):
 
 
 def _multiply(v_snhe, c_snhk):
-  """All K levels as one product with a matrix of blocks [W, 2 W]."""
+  """Computes all K levels as one product with a matrix that consists of blocks [W, 2 W]."""
   sequences, length, heads, features = v_snhe.shape
   a_snhw = _bands(c_snhk)
   width = min(a_snhw.shape[3], length)
