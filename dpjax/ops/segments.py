@@ -1,8 +1,8 @@
 """Pooling of tokens into segments of any length, and upsampling back.
 
 A boundary of 1 means that a segment ends with that token. Rows have different numbers of
-segments, but shapes must be static: `pool_segments` has a fixed number of places, on which no
-result depends, nor on the other rows of the batch.
+segments, but shapes must be static: `pool_segments` has a fixed number of places, and results
+depend neither on that number nor on the other rows of the batch.
 
     h                  [B, T, D]   a vector for each token
     s = pool_segments  [B, S-1, D] a vector for each segment
