@@ -10,7 +10,7 @@ class UserError(ValueError):
   """A wrong setting, file or flag, which the user can correct.
 
   The message reads `setting: expected ..., got ...`. The scripts print it without a
-  traceback and exit with status 1; they treat an `OSError` that names a file alike. Every
+  traceback and exit with status 1, and so they do for an `OSError` that names a file. Every
   other exception, such as a plain `ValueError` from JAX, keeps its traceback, as it may be a
   defect of dpjax.
   """

@@ -379,9 +379,9 @@ def _tokens(case: _Case) -> None:
 def _documents(case: _Case) -> None:
   """Each document of a row gives the same outputs as alone, and changes no other document.
 
-  This holds for outputs, and for gradients of inputs and parameters. The row is longer than its
-  documents, which may be as long as `max_length`. Look at whether a position reads beyond the
-  start of its document (`starts`), and at positions, which count from there.
+  This holds for outputs, and for gradients with respect to inputs and parameters. The row is
+  longer than its documents, which may be as long as `max_length`. Look at whether a position
+  reads before the start of its document (`starts`), and at positions, which count from there.
   """
   if not _takes_starts(case):
     return

@@ -82,7 +82,7 @@ parameters=128)
   The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
   1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
   shared by the heads; the multi-head one has them [d, d], [d, n K] and [d, d], and no
-  sigmoid. Level k reads only tokens with another one 2**k before: gates and sums of
+  sigmoid. Level k counts only tokens that have a token 2**k before them: gates and sums of
   l - 2**k tokens are counted.
 
   Args:

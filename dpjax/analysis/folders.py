@@ -40,7 +40,7 @@ class Record(NamedTuple):
     folder: as given.
     config: its settings.
     losses: [N], float32, the loss of every update in nats per token; NaN if unknown.
-    label: the name in the legend; several runs may share it.
+    label: the run's label; several runs may share it.
     scores: every logged score, as "valid/bits_per_character" -> {update: value}.
   """
 

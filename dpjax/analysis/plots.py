@@ -19,9 +19,9 @@ or, from "Attention Is Not All You Need Anymore", Sec. 6:
   by_length    the median of the last 2,000 batches over the context window (Fig. 10)
   by_layers    the same over the number of layers (Fig. 11)
 
-Runs that differ only in the seed are drawn as one line, their mean, in a band of one
-standard deviation to each side; --seeds=separate draws each run. In the last two figures,
-runs with one label form a line, through the mean where several share a place. The command
+Figures over batches draw runs that differ only in the seed as one line, their mean, in a band
+of one standard deviation to each side; --seeds=separate draws each run. In the last two
+figures, runs with one label form a line, through the mean if several share a place. The command
 also prints a table, and below it the settings besides the mixer in which the runs differ.
 """
 

@@ -6,8 +6,8 @@
   dpjax data prepare tfds:NAME
   dpjax data clean --language=fi raw.txt clean.txt
 
-`prepare` downloads a corpus and prepares it, as training does by itself. `clean` writes a text
-in the alphabet of text8; "-" is standard input or output.
+`prepare` downloads a corpus and prepares it, as training does by itself. `clean` cleans a text
+like text8, in the alphabet of the language; "-" is standard input or output.
 """
 
 import argparse

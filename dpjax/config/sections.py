@@ -64,8 +64,9 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
 
   Args:
     kind: a section of `boundaries`, or a name; "none" does not pool.
-    width: D; 0 keeps the width of the tokens, as 0 does in the other settings.
-    **settings: `feed_forward_width`, for all its blocks, and another `middle`.
+    width: D; 0 takes the width of the stage around it.
+    **settings: `feed_forward_width`, for all its blocks (0 as for `width`), and another
+      `middle`.
 
   Raises:
     UserError: a setting is unknown or has the wrong type.

@@ -1,4 +1,4 @@
-"""Batches as pure functions of the step, which is all that a run must save.
+"""Batches as pure functions of the step, so that the data need no other state.
 
 Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
 [b, T]; a target with weight 0 does not count. A slice selects a host's own b of the batch's
@@ -86,8 +86,8 @@ class _Rows:
     """Takes the stream, ids [N] of any integer type, and the id for padding.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens, there are not N boundaries, or a
-        document begins outside of the stream.
+      ValueError: a row has fewer than T + 1 tokens, there are not N boundaries, or the
+        documents do not pass `DocumentStarts.check`.
     """
     check_boundaries(boundaries, tokens)
     if documents is not None:
@@ -311,8 +311,8 @@ class RandomWindows:
     """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
 
     Raises:
-      ValueError: N < T + 1, there are not N boundaries, or a document begins outside of the
-        stream.
+      ValueError: N < T + 1, there are not N boundaries, or the documents do not pass
+        `DocumentStarts.check`.
     """
     check_boundaries(boundaries, tokens)
     if documents is not None:

@@ -71,7 +71,7 @@ class Files:
     """Finds a file in the manual folder or among the downloads, or downloads it.
 
     A broken transfer resumes, in this call or the next, if the server still has the same file
-    (by ETag or Last-Modified; without both, only a file with a checksum resumes).
+    (by ETag or Last-Modified; without either, only a file with a checksum resumes).
 
     Args:
       file: the file.

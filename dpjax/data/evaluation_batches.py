@@ -97,9 +97,9 @@ class EvaluationWindows:
 class EvaluationDocuments:
   """Evaluation batches that score each document as if it stood alone, every token once.
 
-  `EvaluationWindows` makes the windows of each document. They are packed: several windows may
-  share a row of T places, and to the model each window is a document. With start token 9,
-  T = S = 4:
+  The windows of a document are those of `EvaluationWindows` for that document alone. They are
+  packed: several windows may share a row of T places, and to the model each window is a
+  document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
     row 0: tokens [9 3 1 4]  targets [3 1 4 1]  starts [1 0 0 0]
@@ -123,8 +123,8 @@ class EvaluationDocuments:
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, there are not N boundaries, or a
-        document begins outside of the stream.
+      ValueError: the stride is not in 1 .. window, there are not N boundaries, or the documents
+        do not pass `DocumentStarts.check`.
     """
     check_boundaries(boundaries, tokens)
     documents.check(tokens)

@@ -1,6 +1,6 @@
 """Makes everything in data_dir: once, and complete or not at all.
 
-A folder "text8", or a file "text8.zip" beside its record, has
+For a folder "text8", or a file "text8.zip" beside its record, there are
 
   text8/            the complete folder with its record, data.json
   text8.zip, text8.zip.json

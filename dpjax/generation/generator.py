@@ -97,7 +97,7 @@ class Generator:
           further; sinusoidal positions are computed as far as needed. Attention and learned
           positions end with the window.
         "refuse": such a length is an error.
-      seed: sample i of prompt j depends only on (seed, i, j), not on the other rows.
+      seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample; the stop token is not part of it.
 
@@ -336,7 +336,7 @@ def _filled(
 
 
 def _round_up(number: int) -> int:
-  """The smallest power of two that is at least `size`."""
+  """The smallest power of two that is at least `number`."""
   return 1 << (number - 1).bit_length()
 
 

@@ -85,7 +85,7 @@ def convert(
   Args:
     content: the whole checkpoint, for its "model_config", or `state`.
     state: names -> arrays.
-    boundaries: see `from_torch`, as for the others.
+    boundaries: see `from_torch`, also for the others.
     num_heads: H.
     max_length: the longest T.
     shortening_factor: k of fixed boundaries.

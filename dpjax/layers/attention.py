@@ -123,7 +123,7 @@ class RelativePositions(NamedTuple):
 
 
 class SharedPositions(nn.Module):
-  """Makes `RelativePositions`, whose two biases are shared by layers.
+  """Makes `RelativePositions`, which layers share, including the two biases.
 
   Attributes:
     num_heads: H, a divisor of D.

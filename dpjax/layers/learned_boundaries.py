@@ -210,7 +210,7 @@ class Gumbel(_Predicted):
 
 
 class Routing(Boundaries):
-  """H-Net's routing: a segment ends where the next vector differs in direction (`dpjax.ops.route`).
+  """H-Net's routing (`dpjax.ops.route`): segments end where neighbouring vectors differ.
 
     y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last closed segment
 

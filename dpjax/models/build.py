@@ -104,7 +104,7 @@ def check_memory(shapes: Any, num_parts: int = 1) -> None:
 
   Args:
     shapes: the shapes of the parameters.
-    num_parts: the number of devices that divide each parameter.
+    num_parts: the number of devices over which each parameter is divided.
 
   Raises:
     ValueError: it does not fit.

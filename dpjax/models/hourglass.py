@@ -42,8 +42,8 @@ class Hourglass(nn.Module):
 
   Attributes:
     first: blocks before the pooling.
-    middle: blocks on segments, or another hourglass; their mixers' `max_length` is the
-      tokens' + 1.
+    middle: blocks on segments, or another hourglass; their mixers' `max_length` is that of the
+      tokens plus 1.
     last: blocks after the upsampling.
     make_boundaries: makes the `dpjax.layers.boundaries.Boundaries` from their `name`.
     make_positions: makes, from a `name`, the positions and biases that the relative

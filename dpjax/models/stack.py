@@ -23,7 +23,7 @@ class Stack:
     num_layers: the number of blocks.
     make_block: makes a `dpjax.layers.blocks.Block` from its `name`.
     has_positions: whether its mixers take `positions` that layers share.
-    scan_layers: whether to compile one layer and loop over it; else compiles each layer.
+    scan_layers: whether to compile one layer and loop over it; otherwise each is compiled.
     remat: whether to keep only each layer's input for the gradient, and recompute the rest.
   """
 

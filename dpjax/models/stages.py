@@ -55,7 +55,7 @@ class HourglassOutput(NamedTuple):
 
   Attributes:
     hidden: [B, T, D].
-    boundaries: [B, T], 0 or 1. Integers, or with gumbel floats that pass a gradient.
+    boundaries: [B, T], 0 or 1. Integers, or, if gumbel draws them, floats that pass a gradient.
     boundary_logits: [B, T], the logits of boundaries; None without a predictor.
     cache: the new cache, if one was given.
     boundary_probabilities: [B, T], if the kind of boundaries has them.

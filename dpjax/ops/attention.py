@@ -206,7 +206,7 @@ def _check_key(dropout_rate: float, dropout_key) -> None:
 
 
 def _block_size(block_size: int | None, queries_bthe) -> int:
-  """The number of positions in each of the most even blocks; 0 if one block holds all."""
+  """The size of blocks that are as even as possible; 0 if one block holds all positions."""
   length = queries_bthe.shape[1]
   if block_size is None:
     on_cpu = jax.default_backend() == "cpu"

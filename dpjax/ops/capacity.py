@@ -46,7 +46,7 @@ def run_at_capacity(
     output[:, c:] = 0
 
   The function must be causal, so that its first `needed` outputs do not depend on c. (Its
-  random draws may depend on c.) Time is proportional to c, forward and backward. The backward
+  random draws may depend on c.) Time depends on c, not on S, forward and backward. The backward
   pass recomputes the function within its branch, because plain gradients of `lax.switch` store
   the residuals of every branch; here only the arguments are stored.
 
@@ -57,7 +57,7 @@ def run_at_capacity(
     needed: int scalar, at most S, the number of positions whose outputs will be read; None
       computes all.
     inputs: [B, S, ...], floats.
-    *others: further arguments, pytrees of any shape; their floats get gradients.
+    *others: further arguments, any pytrees; their floats get gradients.
 
   Returns:
     [B, S, ...].

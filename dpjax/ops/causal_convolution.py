@@ -64,9 +64,10 @@ def causal_convolution(
   with o_t the place of t within its document. "scan" skips the lags beyond o_t. The others
   divide the row into blocks of up to 32 positions, and these into pairs of 1, 2, 4, ... blocks.
   Within a block they go lag by lag. The contribution of the left half of a pair to the right
-  half is one convolution: only the document at the middle of the pair crosses it, so all other
-  inputs are set to 0. This takes at most O(log T) times the work of a row without documents,
-  for "fft" O(T log(T)**2), and no document sees rounding errors of another.
+  half is one convolution: only the document at the middle of the pair crosses it, so inputs and
+  outputs of all other documents are set to 0. This takes at most O(log T) times the work of a
+  row without documents, for "fft" O(T log(T)**2), and no document sees rounding errors of
+  another.
 
   Args:
     inputs: [B, T, D], floats.

@@ -55,9 +55,9 @@ class OnlineConvolutionCache(NamedTuple):
 
   and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
   after step 8 one of 8. Blocks of fewer than K inputs take no FFT. A power of two that is at
-  least L, or a longer chunk, covers all inputs so far, and the count of steps restarts. All
-  rows share the count, though a row may lack an input in some steps. The step after a block
-  computes it, and so takes longer than others.
+  least L, or a chunk of more than one position, covers all inputs so far, and the count of
+  steps restarts. All rows share the count, though a row may lack an input in some steps. The
+  step after a block computes it, and so takes longer than others.
 
   Attributes:
     inputs: [B, L, D]; see `ConvolutionCache`.

@@ -117,8 +117,8 @@ def entropy_threshold(
     [B, T], int32, with no gradient.
 
   Raises:
-    ValueError: the rule is unknown, it has no `theta_add`, or the entropies are not
-      floats [B, T].
+    ValueError: the rule is unknown, `theta_add` is given for a rule without it, or the
+      entropies are not floats [B, T].
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
   bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
@@ -152,7 +152,7 @@ def entropy_threshold(
 def entropy_theta(
   entropies: ArrayLike, factor: float, rule: str = "global", theta_add: float = 0.0
 ) -> float:
-  """The theta at which `entropy_threshold` gives segments of a mean length.
+  """The theta at which `entropy_threshold` gives segments of a given mean length.
 
     share of boundaries = 1 / factor, as nearly as ties allow
 
@@ -206,10 +206,10 @@ def entropy_theta(
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> None:
-  """Checks that a rule is known, and has a `theta_add` if one is given.
+  """Checks that a rule is known, and that it uses `theta_add` unless that is 0.
 
   Raises:
-    ValueError: it is not, or has not.
+    ValueError: the rule is unknown, or has no `theta_add`.
   """
   if rule not in RULES:
     near = difflib.get_close_matches(str(rule), RULES, n=1)

@@ -16,9 +16,9 @@ def layer_norm(
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The variance is computed from the deviations, so that a large mean costs no digits, in
-  float32, or in float64 for such inputs. Only reverse-mode derivatives, which store the
-  inputs and two numbers for each vector.
+  The variance is computed from the deviations, so that a large mean costs no digits. Everything
+  is computed in float32, or in float64 for such inputs. Only reverse-mode derivatives, which
+  store the inputs and two numbers for each vector.
 
   Args:
     inputs: [..., D], floats.

@@ -95,7 +95,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
     [B, T], int32, nondecreasing along a row.
 
   Raises:
-    ValueError: `boundaries` are not such.
+    ValueError: `boundaries` are not as above.
 
   Source: the pooling paper, Sec. 3.
   """
@@ -259,7 +259,7 @@ def segment_starts(
 
 
 def _ids(boundaries, starts=None):
-  """The place of each token's segment; with `starts`, counted from 0 in each document."""
+  """The place of each token's segment; with `starts`, after one more place for each null group."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
   if starts is None:

@@ -70,9 +70,9 @@ def shift_and_sum(
     work of a dropped level, rounds bfloat16 between the two products, and lets a later inf
     or nan affect the past.
   - "pallas", kernels for a GPU and a TPU that read and write the values a few times instead
-    of at every level (`dpjax.ops.experimental.shift_and_sum_pallas`), with the properties
-    of "matrix". If `jax.jit` distributes a batch, every device computes all of it (except
-    within `jax.shard_map`).
+    of at every level (`dpjax.ops.experimental.shift_and_sum_pallas`). It stores as little as
+    "recompute", and a dropped level costs as much as a kept one. If `jax.jit` distributes a
+    batch, every device computes all of it (except within `jax.shard_map`).
 
   The last three have only reverse-mode derivatives.
 

@@ -144,8 +144,8 @@ def num_parameters(model: Mapping) -> int:
 def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
   """A mixer's `config.model` with as many parameters as attention's, and their number.
 
-  The width is the largest multiple of 8 that does not exceed it, with feed-forward networks
-  8 / 3 times as wide; these are then widened to attention's number of parameters.
+  The width is the largest multiple of 8 at which the model has at most attention's parameters,
+  with feed-forward networks 8 / 3 times as wide; these are then widened to reach them.
   """
 
   def count(width: int, more: int = 0) -> int:

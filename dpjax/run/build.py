@@ -99,7 +99,7 @@ def generator(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> Generator
 
 
 def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
-  """A function from a batch to its capacity, if the tokens determine it; else None."""
+  """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
   kinds = build_boundaries(settings)
   # Several processes would have to agree on it.
   if not kinds or jax.process_count() > 1:

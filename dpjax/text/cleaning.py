@@ -16,8 +16,8 @@ Cleaning a clean text changes nothing.
 
 Source: Sec. 4.1 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); `cleaners/`
 of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes follow NFKC
-and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs), not a list
-of our own; marks that are not between line ends are removed as well; Hebrew diacritics are
+and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs), not the list
+in that code; marks that are not between line ends are removed as well; Hebrew diacritics are
 removed, instead of becoming spaces that cut words; Vietnamese may be decomposed; and digits of
 all scripts count as digits.
 """

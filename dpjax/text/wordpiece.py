@@ -72,7 +72,7 @@ class WordPiece(Tokenizer):
     return cls(raw, pieces, lower_text, lower_pieces)
 
   def _encode(self, text: str) -> np.ndarray:
-    """Encodes a text without adding a line end."""
+    """Encodes a text without adding a line end at its end."""
     return self._table[_encode_raw(self._raw, text, self._lower_text)]
 
   def decode(self, ids) -> str:

@@ -147,7 +147,7 @@ def fit(
     durations: the durations in updates.
     workdir: the run's folder, which exists.
     keep_checkpoints: the number of last checkpoints to keep.
-    patience: training ends after this number of evaluations without a new best; 0 never.
+    patience: training ends after this number of evaluations without a new best; 0 means never.
     initial: maps the drawn parameters to the initial ones, if there is no checkpoint; None
       keeps the drawn ones.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,

@@ -254,7 +254,7 @@ class Objective:
 
 
 def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Adds the sums of two batches; takes the larger of names that end in "_max"."""
+  """Adds the sums of two batches; for names that end in "_max", takes the larger value."""
   return {
     name: jnp.maximum(value, right[name]) if name.endswith("_max") else value + right[name]
     for name, value in left.items()

@@ -41,7 +41,7 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
-  """Adds the sums of one more batch; takes the larger of names that end in "_max".
+  """Adds the sums of one more batch; for names that end in "_max", takes the larger value.
 
   Args:
     sums: the sums so far; {} at first.

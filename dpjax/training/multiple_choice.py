@@ -127,7 +127,7 @@ def log_likelihoods(
 
 
 def accuracies(likelihoods: np.ndarray, questions: Sequence[Question]) -> dict[str, float]:
-  """The accuracy of the most likely choices.
+  """The share of questions whose most likely choice is right.
 
     accuracy           of the largest log-likelihood
     accuracy_per_byte  of the largest log-likelihood over the UTF-8 bytes of the choice

@@ -54,7 +54,7 @@ def _inner(values):
 
 
 class Utilisation:
-  """The speed of training as a share of the machine's matrix products.
+  """The speed of training as a share of the speed of the machine's matrix products.
 
   A step counts as three forward passes, including parts hidden by a causal mask, but without
   recomputation for the gradient and without operations other than matrix products. A model

@@ -5,12 +5,12 @@ al., LREC 2020). Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed;
 in the same way). Licence: the preparers claim no rights; Common Crawl's terms of use hold for the
 pages.
 
-One split, "train": the first documents, unchanged, up to 520M characters. That is enough for
+One split, "train": the first documents, unchanged, until they reach 520M characters, enough for
 the pooling paper's 400M characters of training and 2M each of validation and test, which are
 cut after cleaning. Only the first 256 MiB of the file are downloaded; they decompress to
-about a billion bytes. Each line is a paragraph, and a blank line ends a document; the last,
-incomplete document is dropped. By hand: put cc100-en.txt.xz, or its first 256 MiB, into the
-manual folder.
+about a billion bytes. Each line is a paragraph, and a blank line ends a document; a document
+that is cut off at the end of the file is dropped. By hand: put cc100-en.txt.xz, or its first
+256 MiB, into the manual folder.
 """
 
 import lzma

@@ -3,9 +3,9 @@
 As in the archives: each line is a paragraph, a heading or empty, with a space at either end;
 rare words are `<unk>`, and numbers look like `1 @,@ 000`. With an `<eos>` for each line,
 WikiText-2 has 2,088,628, 217,646 and 245,569 tokens for training, validation and test (720
-articles), 33,278 of them different. WikiText-103 has 103,227,021 tokens for training (28,595
-articles), 267,735 of them different, and the same validation and test. The "raw" versions
-keep rare words.
+articles), and a vocabulary of 33,278. WikiText-103 has 103,227,021 tokens for training (28,595
+articles), a vocabulary of 267,735, and the same validation and test. The "raw" versions keep
+rare words.
 
 Source: Merity et al. 2016, "Pointer Sentinel Mixture Models", arxiv.org/abs/1609.07843,
 Table 1. Licence: CC BY-SA (3.0 by the paper's page, 4.0 by its later copies).
