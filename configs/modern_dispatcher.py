@@ -9,8 +9,8 @@ Everything but the mixer comes from configs/modern_transformer.py, including var
 tells distances by its levels.
 
 Parameters:      6.7M, small 1.3M; vocabulary 5,000
-Hardware, hours: not yet timed
-Test perplexity: not yet measured
+Hardware, hours: small a quarter of an hour on one core of an AMD EPYC
+Test perplexity: small 74.9 (docs/results.md)
 """
 
 from configs import modern_transformer

@@ -21,8 +21,8 @@ Wolf 2017, arXiv:1608.05859 (tied embeddings); Touvron et al. 2023, arXiv:2302.1
 of them together).
 
 Parameters:      7.7M, small 1.4M; vocabulary 5,000
-Hardware, hours: not yet timed
-Test perplexity: not yet measured
+Hardware, hours: small a quarter of an hour on one core of an AMD EPYC
+Test perplexity: small 58.6 (docs/results.md)
 """
 
 from dpjax import config as config_lib

@@ -9,8 +9,8 @@ Everything but the mixer comes from configs/modern_transformer.py, including var
 tells distances by its taps.
 
 Parameters:      7.2M, small 1.4M; vocabulary 5,000
-Hardware, hours: not yet timed
-Test perplexity: not yet measured
+Hardware, hours: small a quarter of an hour on one core of an AMD EPYC
+Test perplexity: small 57.0 (docs/results.md)
 """
 
 from configs import modern_transformer

@@ -16,6 +16,7 @@ from reproduce import pages, papers, report
 from tests import helpers, test_imports
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+import books  # noqa: E402
 import suite  # noqa: E402
 import training_step  # noqa: E402
 
@@ -31,6 +32,10 @@ def assert_said(*words: str, page: str = RESULTS) -> None:
 
 def result(name: str) -> dict:
   return json.loads((helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
+
+
+def books_mixers() -> dict:
+  return {run["name"]: run for run in result("books_mixers")["runs"]}
 
 
 def rows_of_shift_and_sum():
@@ -105,6 +110,27 @@ def rows_of_flags():
 def rows_of_documents():
   for name, rows in result("documents")["cases"].items():
     yield f"| {name.replace('_', ' ')} | {rows['one']['ratio']:.2f} | {rows['many']['ratio']:.2f} |"
+
+
+def rows_of_the_books_mixers():
+  frames = {"modern": "today's", "equal": "the paper's", "pooled": "pooled"}
+  for name, run in books_mixers().items():
+    frame, mixer, *rate = name.split("-")
+    perplexity = "-" if frame == "pooled" else f"{run['test']['perplexity']:.2f}"
+    if not rate:
+      yield (
+        f"| {frames[frame]} | {mixer} | {run['parameters'] / 1e6:.2f}M | {perplexity} "
+        f"| {run['test']['bits_per_character']:.3f} |"
+      )
+
+
+def rows_of_their_rates():
+  runs = books_mixers()
+  for frame, label in (("modern", "today's"), ("equal", "the paper's")):
+    rate = books.PEAK[frame]
+    names = f"peak-{frame}-{rate / 2}", f"{frame}-attention", f"peak-{frame}-{rate * 2}"
+    scores = (f"{runs[name]['test']['perplexity']:.2f}" for name in names)
+    yield f"| {label} | {rate:g} | {' | '.join(scores)} |"
 
 
 def rows_of_the_books_documents():
@@ -188,6 +214,38 @@ def rows_of_the_childrens_books():
       f"| {run['name']} | {run['parameters'] / 1e6:.2f}M | {first:.3f} | {last:.3f} "
       f"| {run['test']['perplexity']:.1f} | {run['test']['bits_per_character']:.3f} |"
     )
+
+
+def test_what_is_said_of_the_mixers_is_what_they_reached():
+  scores = {name: run["test"]["perplexity"] for name, run in books_mixers().items()}
+  now = scores["modern-attention"]
+  better = [1 - x / y for x, y in ((now, scores["equal-attention"]),)]
+  better += [1 - scores[f"modern-{mixer}"] / now for mixer in ("he", "we")]
+  assert_said(
+    f"today's frame is better than the paper's by {better[0]:.0%}",
+    f"HE and WE are {better[1]:.0%} and {better[2]:.0%} better than attention",
+  )
+  said = ", ".join(f"{scores[f'modern-{mixer}']:.1f}" for mixer in ("attention", "we", "he"))
+  assert_said(f"test perplexity {said}", page=README)
+  for mixer, config in (("attention", "transformer"), ("dispatcher", "dispatcher"), ("we", "we")):
+    header = (helpers.ROOT / f"configs/modern_{config}.py").read_text(encoding="utf-8")
+    assert_said(f"small {scores[f'modern-{mixer}']:.1f}", page=header)
+  assert min(scores["modern-me"], scores["modern-dispatcher"]) > now
+  for frame in ("modern", "equal"):
+    valid = {
+      name: run["valid"][-1]["bits_per_character"]
+      for name, run in books_mixers().items()
+      if name.removeprefix("peak-").startswith(f"{frame}-")
+      and (name.startswith("peak") or name.endswith("attention"))
+    }
+    assert len(valid) == 3 and min(valid, key=valid.get) == f"{frame}-attention"
+
+
+def test_the_table_of_the_trained_models_has_their_scores():
+  page = (helpers.ROOT / "models/README.md").read_text(encoding="utf-8")
+  for name, run in books.MODELS.items():
+    score = books_mixers()[run]["test"]["bits_per_character"]
+    assert re.search(rf"^\| `{name}` \|.*\| {score:.3f} \|$", page, re.MULTILINE), name
 
 
 def test_what_is_said_of_the_childrens_books_is_what_their_runs_reached():

@@ -29,6 +29,7 @@ DOCS = helpers.ROOT / "docs"
 PAGES = [
   helpers.ROOT / "README.md",
   *(DOCS / f"{name}.md" for name in ("index", "how_it_works", "faq")),
+  helpers.ROOT / "models/README.md",
   *sorted(DOCS.glob("guides/*.md")),
   *sorted(DOCS.glob("api/*.md")),
 ]
@@ -123,6 +124,7 @@ def folder(tmp_path_factory):
   for name in ("quickstart", "configs/quickstart.py"):
     (folder / name).write_text(EXPERIMENT, encoding="utf-8")
   (folder / "my.txt").write_text(f"{LINE}\n" * 120, encoding="utf-8")
+  (folder / "models").symlink_to(helpers.ROOT / "models")
   with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
     patch.chdir(folder)
     dpjax.train(dpjax.config.load("quickstart"), "runs/quickstart")
