@@ -113,6 +113,8 @@ def configure(name: str, make: Callable[[], Any], books: Path, steps: int) -> An
   train = config.train
   train.learning_rate = float(rest.split("-")[1]) if is_peak else PEAK.get(frame, DOCUMENTS_PEAK)
   train.num_steps = steps
+  # A trial may be shorter than the warm-up.
+  train.schedule.warmup_steps = min(train.schedule.warmup_steps, steps // 2)
   train.eval_every_steps = train.checkpoint_every_steps = max(1, steps // 8)
   train.eval_every_epochs = 0.0
   config.sample.prompt = ""

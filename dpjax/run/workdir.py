@@ -42,8 +42,14 @@ def hold(workdir: Path) -> Iterator[None]:
   run, the first one holds the lock for all.
 
   Raises:
-    UserError: another process trains in the folder, or it cannot be written.
+    UserError: another process trains in the folder, it is an exported run, or it cannot be
+      written.
   """
+  if (workdir / export.FILE).exists():
+    raise UserError(
+      f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
+      "train on, take a new workdir and it as train.initial_run"
+    )
   with contextlib.ExitStack() as held:
     on_first_process(lambda: _lock(workdir, held))
     yield
@@ -83,11 +89,6 @@ def check(workdir: Path, config: ConfigDict) -> bool:
     ValueError: the folder holds a run of another configuration.
   """
   path = workdir / "config.json"
-  if (workdir / export.FILE).exists():
-    raise UserError(
-      f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
-      "train on, take a new workdir and it as train.initial_run"
-    )
   if not path.exists():
     if (workdir / "checkpoints").exists():
       raise UserError(
