@@ -94,11 +94,17 @@ class Authors:
     """The parameters by their names."""
     return {name: x.detach().numpy().copy() for name, x in self.model.state_dict().items()}
 
-  def update(self, batch: Batch, rate: float) -> float:
-    """One update of their training loop; the loss of the tokens before it, nats a token."""
+  def update(self, batch: Batch, rate: float) -> tuple[float, float]:
+    """One update of their training loop.
+
+    Returns:
+      The loss of the tokens before it, nats a token, and the share of positions at which a
+      segment ends, 0 without pooling.
+    """
     self.optimizer.param_groups[0]["lr"] = rate
     self.optimizer.zero_grad()
     tokens, targets = (torch.from_numpy(batch[x].T.astype(np.int64)) for x in ("tokens", "targets"))
+    stats: Mapping[str, float] = {}
     if self.name in ATTENTION:
       logits = self.model(tokens)
       loss = total = nn.functional.cross_entropy(
@@ -112,13 +118,15 @@ class Authors:
       # Of what dropout 0 leaves to draw, the Gumbel noise alone is drawn by this function.
       drawn = mock.patch.object(torch, "rand", lambda *_, **__: noise)
       with contextlib.nullcontext() if noise is None else drawn:
-        nats, _, aux, _ = self.model(tokens, targets, None if boundaries is None else boundaries.T)
+        nats, stats, aux, _ = self.model(
+          tokens, targets, None if boundaries is None else boundaries.T
+        )
       loss = nats.mean()
       total = loss + aux
     total.backward()
     nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
     self.optimizer.step()
-    return loss.item()
+    return loss.item(), stats.get("p_ones", 0.0)
 
   def spoil(self, fault: str) -> None:
     """Puts one of `FAULTS` into the model, so that a comparison can be seen to notice it."""

@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import timing
-from trajectories import ATTENTION, POOLING
+from trajectories import ATTENTION, BATCH, LENGTH, POOLING
 
 from dpjax.analysis import style
 
@@ -26,6 +26,7 @@ from matplotlib import pyplot as plt
 
 WINDOW = 20  # updates that are put together
 FIRST = 100  # updates in which little may differ
+LAST_BIT = 2.0**-24  # of a loss in float32, relative: no floor is lower
 MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats a token: 2% of perplexity
 BITS_MARGIN = 0.02 * math.log(2)  # nats a character
 SIDES = ("authors", "dpjax")
@@ -46,6 +47,12 @@ def differences(here: np.ndarray, there: np.ndarray, window: int = WINDOW) -> np
   size = min(len(here), len(there)) // window * window
   relative = (here[:size] - there[:size]) / there[:size]
   return np.sqrt(np.mean(relative.reshape(-1, window) ** 2, axis=1))
+
+
+def first_apart(here: Sequence[float], there: Sequence[float]) -> int | None:
+  """The first update whose shares of boundaries differ by one position or more; None if none."""
+  apart = np.abs(np.subtract(here, there)) > 0.5 / (BATCH * LENGTH)
+  return int(apart.argmax()) if apart.any() else None
 
 
 def equivalence(here: Sequence[float], there: Sequence[float], margin: float) -> dict[str, Any]:
@@ -74,29 +81,40 @@ def equivalence(here: Sequence[float], there: Sequence[float], margin: float) ->
 
 
 def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
-  """Of each model both losses, their difference, the floor's, and those of faults."""
-  by_name: dict[str, dict[str, np.ndarray]] = {}
+  """Of each model both losses, their difference, the floor's, and those of faults.
+
+  "boundaries_differ_at" is the first update whose segments are not as many as the authors'.
+  """
+  by_name: dict[str, dict[str, Mapping]] = {}
   for row in done:
-    by_name.setdefault(row["name"], {})[row["side"]] = np.asarray(row["losses"])
+    by_name.setdefault(row["name"], {})[row["side"]] = row
   models = {}
-  for name, sides in by_name.items():
-    if not {"authors", "again", "dpjax"} <= sides.keys():
+  for name, rows in by_name.items():
+    if not {"authors", "again", "dpjax"} <= rows.keys():
       continue
+    sides = {side: np.asarray(row["losses"]) for side, row in rows.items()}
     theirs = sides["authors"]
     found = {side: differences(x, theirs) for side, x in sides.items() if side != "authors"}
-    after = slice(FIRST // WINDOW, None)
-    over_floor = {
-      side: float((found[side][after] / found["again"][after]).max())
-      for side in ("dpjax", "exact_adam")
-      if side in found
-    }
+    floor = np.maximum(found["again"], LAST_BIT)
+    over = {side: found[side] / floor for side in ("dpjax", "exact_adam") if side in found}
+    ends = {side: row.get("p_ones", ()) for side, row in rows.items()}
+    apart = {side: first_apart(ends[side], ends["authors"]) for side in ("again", *over)}
+    apart = {side: update for side, update in apart.items() if update is not None}
     means = {
       side: sides[side][: len(found["dpjax"]) * WINDOW].reshape(-1, WINDOW).mean(axis=1)
       for side in SIDES
     }
     models[name] = {
       "most_of_first_100": float(np.abs(sides["dpjax"][:FIRST] / theirs[:FIRST] - 1).max()),
-      "most_over_floor_after": over_floor,
+      "most_over_floor_after": {
+        side: float(x[FIRST // WINDOW :].max()) for side, x in over.items()
+      },
+      "boundaries_differ_at": apart,
+      "most_over_floor_until_then": {
+        side: float(x[: apart[side] // WINDOW].max(initial=0))
+        for side, x in over.items()
+        if side in apart
+      },
       "loss": {side: x.round(5).tolist() for side, x in means.items()},
       "difference": {side: [float(f"{y:.3g}") for y in x] for side, x in found.items()},
     }
@@ -248,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", type=Path, default=Path("results/trajectories"))
   given = parser.parse_args(arguments)
   given.out.mkdir(parents=True, exist_ok=True)
-  machine = timing.describe_machine()
+  described = timing.describe_machine()
+  machine = {key: described[key] for key in ("device", "processor", "cores", "jax")}
   for experiment, (make, draw) in EXPERIMENTS.items():
     files = sorted(given.work.glob(f"{experiment}-*.json"))
     done = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -257,14 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
       continue
     for name, model in models.items():
       seconds = sum(row["seconds"] for row in done if row["name"] == name)
-      model["minutes"] = round(seconds / 60, 1)
+      model |= {"minutes": round(seconds / 60, 1), "machine": machine}
     file = given.out / f"{experiment}.json"
     if file.exists():
       models = json.loads(file.read_text(encoding="utf-8"))["models"] | models
     models = {name: models[name] for name in (*ATTENTION, *POOLING) if name in models}
     content = {
       "command": f"python benchmarks/trajectories.py --only={experiment}",
-      "machine": {key: machine[key] for key in ("device", "processor", "cores", "jax")},
       "models": models,
     }
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
