@@ -409,10 +409,23 @@ def test_what_is_said_of_the_quickstart_is_measured():
 def test_the_page_on_faithfulness_has_the_trajectories_numbers():
   page = (DOCS / "faithful.md").read_text(encoding="utf-8")
   for name, model in result("trajectories/same")["models"].items():
-    over = model["most_over_floor_after"]
-    exact = f"{over['exact_adam']:.1f}" if "exact_adam" in over else "-"
     first = model["most_of_first_100"]
-    assert_said(f"| {name} | {first:.1e} | {over['dpjax']:.1f} | {exact} |", page=page)
+    ours, exact = (over_floor(model, side) for side in ("dpjax", "exact_adam"))
+    assert_said(f"| {name} | {first:.1e} | {ours} | {exact} |", page=page)
+  entropy = result("trajectories/same")["models"]["entropy"]["boundaries_differ_at"]
+  assert_said(f"from update {entropy['again']} on; ours from {entropy['dpjax']}", page=page)
+
+
+def over_floor(model, side: str) -> str:
+  """A cell of the table of trajectories."""
+  if side not in model["most_over_floor_after"]:
+    return "-"
+  most = model["most_over_floor_after"][side]
+  said = f"{most:.1f}" if most < 100 else f"{most:.0f}"
+  if side in model["boundaries_differ_at"]:
+    until = model["most_over_floor_until_then"][side]
+    said += f" ({until:.1f} until update {model['boundaries_differ_at'][side]})"
+  return said
 
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
