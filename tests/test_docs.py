@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 
+import numpy as np
 import pytest
 
 import dpjax
@@ -414,6 +415,24 @@ def test_the_page_on_faithfulness_has_the_trajectories_numbers():
     assert_said(f"| {name} | {first:.1e} | {ours} | {exact} |", page=page)
   entropy = result("trajectories/same")["models"]["entropy"]["boundaries_differ_at"]
   assert_said(f"from update {entropy['again']} on; ours from {entropy['dpjax']}", page=page)
+
+
+def test_the_page_on_faithfulness_has_the_seeds_numbers():
+  page = (DOCS / "faithful.md").read_text(encoding="utf-8")
+  models = result("trajectories/seeds")["models"]
+  assert models.keys() == {"dispatcher", "msa", "none", "whitespace"}
+  for name, model in models.items():
+    theirs, ours = (
+      f"{np.mean(model[side]):.3f} ({np.std(model[side], ddof=1):.3f})"
+      for side in ("authors", "dpjax")
+    )
+    difference = f"{model['difference']:+.4f} ± {model['half_interval_90']:.4f}"
+    assert model["is_equivalent"] and len(model["authors"]) == len(model["dpjax"]) == 5
+    assert_said(
+      f"| {name} | {theirs} | {ours} | {difference} | {model['margin']:.4f} "
+      f"| {model['p_value']:.1g} |",
+      page=page,
+    )
 
 
 def over_floor(model, side: str) -> str:
