@@ -460,6 +460,9 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   )
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
   assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", page=README)
+  beside = result("trajectories/same")["models"].values()
+  most = max(model["most_of_first_100"] for model in beside)
+  assert_said(f"equal to {most:.2e}", page=README)
 
 
 def test_one_version_stands_everywhere():
