@@ -53,7 +53,7 @@ FAULTS = (  # (model, fault)
   ("whitespace", "epsilon"),
   ("whitespace", "tanh_gelu"),
 )
-EXACT_ADAM = ("none", "fixed4", "whitespace", "unigram", "gumbel")  # where that is above the floor
+EXACT_ADAM = ("none", "fixed4", "whitespace", "unigram", "gumbel")  # above the floor else
 SAME_STEPS, FAULT_STEPS, SEED_STEPS, SIZE_STEPS = 1000, 300, 1200, 1000
 LENGTH, BATCH = 256, 4
 SIZES = ((48, 3), (64, 3), (96, 4), (128, 6))  # width, layers

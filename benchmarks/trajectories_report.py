@@ -97,8 +97,8 @@ def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
     found = {side: differences(x, theirs) for side, x in sides.items() if side != "authors"}
     floor = np.maximum(found["again"], LAST_BIT)
     over = {side: found[side] / floor for side in ("dpjax", "exact_adam") if side in found}
-    ends = {side: row.get("p_ones", ()) for side, row in rows.items()}
-    apart = {side: first_apart(ends[side], ends["authors"]) for side in ("again", *over)}
+    ends = rows["authors"]["p_ones"]
+    apart = {side: first_apart(rows[side]["p_ones"], ends) for side in ("again", *over)}
     apart = {side: update for side, update in apart.items() if update is not None}
     means = {
       side: sides[side][: len(found["dpjax"]) * WINDOW].reshape(-1, WINDOW).mean(axis=1)
