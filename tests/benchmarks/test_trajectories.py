@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 
 import numpy as np
@@ -141,6 +142,14 @@ def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
   assert all(model["is_equivalent"] for model in seeds.values()) and len(seeds) == 4
   assert sizes["dispatcher"]["at_one_million"] == pytest.approx(-0.1, abs=1e-3)
   assert len(sizes["gumbel"]["points"]) == 4
+  points = sizes["gumbel"]["points"]
+  fit = stats.linregress(
+    [math.log10(x["parameters"]) for x in points for _ in x["differences"]],
+    [y for x in points for y in x["differences"]],
+  )
+  assert sizes["gumbel"]["slope_a_decade"] == pytest.approx(fit.slope)
+  interval = sizes["gumbel"]["slope_half_interval_90"]
+  assert interval == pytest.approx(fit.stderr * stats.t.ppf(0.95, 6))
   for name in ("same", "seeds", "sizes"):
     assert (out / f"{name}.png").stat().st_size > 10_000
   # A later report keeps models whose runs are gone, and replaces the others.
