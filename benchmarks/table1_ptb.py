@@ -1,7 +1,7 @@
 r"""Table 1 of the Dispatcher's paper on Penn Treebank, from runs at its size.
 
   python train.py --config=configs/dispatcher_ptb.py --config.data.path=ptb \
-      --config.train.accumulate_steps=5 --workdir=runs/dispatcher_ptb
+      --config.train.accumulate_steps=5 --config.train.patience=10 --workdir=runs/dispatcher_ptb
   python benchmarks/table1_ptb.py runs/dispatcher_ptb runs/msa_ptb --out=results/table1_ptb
 
 Writes what each run has reached so far, finished or not, into OUT/dispatcher.json and
@@ -40,6 +40,12 @@ def hours_of(reports: list[dict]) -> float:
   return sum(gap for gap in gaps if gap < STOPPED_S) / 3600
 
 
+def has_lost_patience(curve: list[dict], patience: int) -> bool:
+  """Whether the last `patience` evaluations gave no new best (`config.train.patience`)."""
+  scores = [point["valid_perplexity"] for point in curve]
+  return 0 < patience <= len(scores) - 1 - scores.index(min(scores))
+
+
 def authors_perplexity(run, split: str) -> float:
   """Perplexity of all targets of B rows in windows of T, each without context."""
   rows, window = run.config.eval.batch_size, run.config.model.max_length
@@ -72,8 +78,9 @@ def describe(folder: Path) -> dict:
   num_steps = config_lib.steps_in(run.config.train, "num", steps_per_epoch=text.steps_per_epoch)
   machine = timing.describe_machine()
   best = min(curve, key=lambda point: point["valid_perplexity"])
+  is_finished = steps >= num_steps or has_lost_patience(curve, run.config.train.patience)
   row = {
-    "is_finished": steps >= num_steps,
+    "is_finished": is_finished,
     "test_perplexity": None,
     "test_perplexity_authors_protocol": None,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
@@ -87,7 +94,7 @@ def describe(folder: Path) -> dict:
     "curve": curve,
     "machine": {key: machine[key] for key in ("device", "processor", "cores")},
   }
-  if row["is_finished"]:
+  if is_finished:
     row["test_perplexity"] = run.score_split("test")["perplexity"]
     row["test_perplexity_authors_protocol"] = authors_perplexity(run, "test")
   return row

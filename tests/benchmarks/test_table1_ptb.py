@@ -44,3 +44,17 @@ def test_a_finished_run(finished, tmp_path):
 def test_hours_are_those_of_the_pieces_alone():
   times = [0.0, 600.0, 1200.0, 90_000.0, 90_600.0]
   assert table1_ptb.hours_of([{"time": time} for time in times]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+  ("scores", "patience", "expected"),
+  [
+    ([9.0, 7.0, 8.0, 7.5, 7.2], 3, True),
+    ([9.0, 7.0, 8.0, 7.5, 7.2], 4, False),
+    ([9.0, 7.0, 8.0, 7.5, 7.2], 0, False),
+    ([9.0, 7.0, 8.0, 6.9], 2, False),
+  ],
+)
+def test_a_run_that_lost_patience_is_finished(scores, patience, expected):
+  curve = [{"valid_perplexity": score} for score in scores]
+  assert table1_ptb.has_lost_patience(curve, patience) == expected
