@@ -19,7 +19,8 @@ two processes, --list shows it. There are three experiments:
   seeds  Everything by itself, with dropout: 5 seeds a side. The validation split is scored
          by one program. Equivalence is tested by two one-sided t-tests (Welch's), with a
          margin of 2% of perplexity, or of 0.02 bits a character.
-  sizes  Ours alone: the difference between variants over sizes, at equal tokens.
+  sizes  Ours alone: the difference between variants over sizes, at equal tokens. The largest
+         Dispatcher and self-attention also at a lower rate, and the authors' Dispatcher.
 
 Models are 48 to 128 wide, with windows of 256 tokens; --small makes them, and the runs,
 small enough to try the program.
@@ -58,8 +59,10 @@ SAME_STEPS, FAULT_STEPS, SEED_STEPS, SIZE_STEPS = 1000, 300, 1200, 1000
 LENGTH, BATCH = 256, 4
 SIZES = ((48, 3), (64, 3), (96, 4), (128, 6))  # width, layers
 SEEDS = 5
+PLATEAU_SEEDS = 8  # how long a plateau is differs far more than a loss does
 PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # of "same": the papers'
 OWN_PEAK = 1e-3  # of the others, which have few updates
+LOWER_PEAK = 3e-4  # beside it, where the Dispatcher of 6 layers rests on a plateau at OWN_PEAK
 CHARACTERS = {"train": 2_000_000, "valid": 100_000, "test": 100_000}
 
 
@@ -75,6 +78,7 @@ class Cell:
     width: D.
     num_layers: of all stacks together.
     num_steps: updates.
+    peak: the rate's, of "seeds" and "sizes".
   """
 
   experiment: str
@@ -84,12 +88,14 @@ class Cell:
   width: int = 128
   num_layers: int = 4
   num_steps: int = SAME_STEPS
+  peak: float = OWN_PEAK
 
   @property
   def stem(self) -> str:
     """Of its file."""
     size = f"{self.width}x{self.num_layers}"
-    return f"{self.experiment}-{self.name}-{self.side}-{self.seed}-{size}-{self.num_steps}"
+    stem = f"{self.experiment}-{self.name}-{self.side}-{self.seed}-{size}-{self.num_steps}"
+    return stem if self.peak == OWN_PEAK else f"{stem}-{self.peak}"
 
 
 def cells(small: bool = False) -> list[Cell]:
@@ -115,7 +121,17 @@ def cells(small: bool = False) -> list[Cell]:
     Cell("sizes", name, "dpjax", seed, *size, num_steps=SIZE_STEPS)
     for i, size in enumerate(SIZES)
     for name in (*ATTENTION, *POOLING)
-    for seed in range(3 if i < 2 else 1)
+    for seed in range(3 if i < 2 or name in ATTENTION else 1)
+  ]
+  found += [
+    Cell("sizes", name, side, seed, *SIZES[-1], num_steps=SIZE_STEPS, peak=peak)
+    for name, side, peak, seeds in (
+      ("dispatcher", "authors", OWN_PEAK, PLATEAU_SEEDS),
+      ("dispatcher", "dpjax", OWN_PEAK, PLATEAU_SEEDS),
+      ("dispatcher", "dpjax", LOWER_PEAK, 3),
+      ("msa", "dpjax", LOWER_PEAK, 3),
+    )
+    for seed in range(seeds)
   ]
   if small:
     found = [
@@ -159,7 +175,7 @@ class Texts:
     config.seed = cell.seed
     config.model.width, config.model.max_length = cell.width, LENGTH
     train = config.train
-    train.batch_size, train.learning_rate = BATCH, OWN_PEAK
+    train.batch_size, train.learning_rate = BATCH, cell.peak
     train.num_steps, train.num_epochs = cell.num_steps, 0.0
     train.eval_every_steps, train.eval_every_epochs = cell.num_steps, 0.0
     train.checkpoint_every_steps = cell.num_steps
@@ -258,7 +274,7 @@ class Bench:
     data = self.texts.prepared(cell)
     config = build.with_vocabulary(self.texts.config(cell), data.tokenizer)
     model = self._model_of_authors(cell, data, dropout=config.model.dropout)
-    rates = authors.rates(cell.name, OWN_PEAK, cell.num_steps)
+    rates = authors.rates(cell.name, cell.peak, cell.num_steps)
     for batch, rate in zip(self.texts.batches(cell, self.reference, data), rates, strict=False):
       model.update(batch, rate)
     settings, params = interop.from_torch(model.state(), **self._settings(cell, data))

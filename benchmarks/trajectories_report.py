@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import timing
-from trajectories import ATTENTION, BATCH, LENGTH, POOLING
+from trajectories import ATTENTION, BATCH, LENGTH, LOWER_PEAK, OWN_PEAK, POOLING, SIZES
 
 from dpjax.analysis import style
 
@@ -137,13 +137,20 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
 
   In nats a token for the Dispatcher less self-attention, in bits a character for
   boundaries less none; the line is linear in the logarithm of the baseline's parameters,
-  and its slope has a 90% interval, from Student's t of what the line leaves.
+  and its slope has a 90% interval, from Student's t of what the line leaves. "largest" has
+  the validation losses of the largest size by model, side and peak rate, and seed.
   """
   from scipy import special
 
   by_name: dict[str, dict[tuple, dict[int, Mapping]]] = {}
+  largest: dict[str, dict[int, float]] = {}
   for row in done:
     size = row["width"], row["num_layers"]
+    if row["name"] in ATTENTION and size == SIZES[-1]:
+      run = f"{row['name']}, {row['side']}, {row['peak']:g}"
+      largest.setdefault(run, {})[row["seed"]] = row["valid"]
+    if (row["side"], row["peak"]) != ("dpjax", OWN_PEAK):
+      continue
     by_name.setdefault(row["name"], {}).setdefault(size, {})[row["seed"]] = row
   models = {}
   for name in by_name.keys() & PAPER.keys():
@@ -171,6 +178,8 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
       "at_one_million": float(start + 6 * slope),
       "points": points,
     }
+  if "dispatcher" in models:
+    models["dispatcher"]["largest"] = largest
   return models
 
 
@@ -244,6 +253,11 @@ def draw_sizes(models: Mapping[str, Any]) -> Any:
     for point in model["points"]:
       axis.plot([point["parameters"]] * len(point["differences"]), point["differences"], "C0o")
     x = np.array([point["parameters"] for point in model["points"]])
+    of_dispatcher, of_msa = (
+      model.get("largest", {}).get(f"{kind}, dpjax, {LOWER_PEAK:g}", {}) for kind in ATTENTION
+    )
+    lower = [of_dispatcher[seed] - of_msa[seed] for seed in of_dispatcher.keys() & of_msa.keys()]
+    axis.plot([x[-1]] * len(lower), lower, "C2^", label=f"peak rate {LOWER_PEAK:g}")
     line = model["at_one_million"] + model["slope_a_decade"] * (np.log10(x) - 6)
     axis.plot(x, line, "C0", label="here")
     axis.axhline(model["paper"], color="C1", linestyle="--", label="the paper, at its size")

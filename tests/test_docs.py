@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import dpjax
 from dpjax.layers import extractors
@@ -433,6 +434,41 @@ def test_the_page_on_faithfulness_has_the_seeds_numbers():
       f"| {model['p_value']:.1g} |",
       page=page,
     )
+
+
+def test_the_page_on_faithfulness_has_the_differences_over_sizes():
+  page = (DOCS / "faithful.md").read_text(encoding="utf-8")
+  models = result("trajectories/sizes")["models"]
+  assert models.keys() == {"dispatcher", "fixed4", "whitespace", "unigram", "entropy", "gumbel"}
+  means = {}
+  for name, model in models.items():
+    cells = []
+    for point in model["points"]:
+      values = point["differences"]
+      spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+      cells.append(f"{np.mean(values):+.3f}{spread}")
+      means.setdefault(name, []).append(np.mean(values))
+    slope, interval = model["slope_a_decade"], model["slope_half_interval_90"]
+    assert slope > interval
+    assert_said(
+      f"| {name} | {' | '.join(cells)} | {slope:+.3f} ± {interval:.3f} | {model['paper']:+.3f} |",
+      page=page,
+    )
+  runs = models["dispatcher"]["largest"]
+  for run, by_seed in runs.items():
+    name, side, rate = run.split(", ")
+    losses = ", ".join(f"{x:.2f}" for x in sorted(by_seed.values()))
+    assert_said(f"| {name} | {side} | {rate} | {losses} |", page=page)
+  ours, theirs = ([*runs[f"dispatcher, {side}, 0.001"].values()] for side in ("dpjax", "authors"))
+  assert_said(
+    f"medians of {np.median(theirs):.2f} (theirs) and {np.median(ours):.2f}",
+    f"p = {stats.mannwhitneyu(ours, theirs).pvalue:.2f}",
+    page=page,
+  )
+  lower = [np.mean([*runs[f"{name}, dpjax, 0.0003"].values()]) for name in ("dispatcher", "msa")]
+  assert_said(f"the Dispatcher is {lower[0] - lower[1]:.3f} behind attention", page=page)
+  assert min(means.pop("dispatcher")) > 0
+  assert np.min(list(means.values())) > models["fixed4"]["paper"]
 
 
 def over_floor(model, side: str) -> str:
