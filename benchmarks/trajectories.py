@@ -43,6 +43,8 @@ from typing import Any
 
 import numpy as np
 
+from dpjax.errors import exit_on_user_error
+
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # configs, beside a package that is installed elsewhere
 
@@ -405,7 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for i, cell in enumerate(todo):
     print(f"{i + 1} of {len(todo)}: {cell.stem}", flush=True)
     if not given.list:
-      found = json.dumps(bench(cell))
+      with exit_on_user_error():
+        found = json.dumps(bench(cell))
       (given.work / f"{cell.stem}.json").write_text(found, encoding="utf-8")
 
 

@@ -284,6 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("work", type=Path, help="with what the runs wrote")
   parser.add_argument("--out", type=Path, default=Path("results/trajectories"))
   given = parser.parse_args(arguments)
+  if not any(given.work.glob("*-*.json")):
+    parser.error(
+      f"work: expected a folder with runs of benchmarks/trajectories.py, got {given.work}"
+    )
   given.out.mkdir(parents=True, exist_ok=True)
   described = timing.describe_machine()
   machine = {key: described[key] for key in ("device", "processor", "cores", "jax")}

@@ -179,3 +179,13 @@ def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
   later = json.loads((out / "same.json").read_text())["models"]
   assert list(later) == list(same) and later["gumbel"] == same["gumbel"]
   assert (same["msa"]["minutes"], later["msa"]["minutes"]) == (0.1, 3.0)
+
+
+def test_wrong_folders_end_in_one_message(tmp_path, capsys):
+  flags = [f"--{x}={tmp_path / x}" for x in ("reference", "ptb", "vocabulary", "text8", "work")]
+  with pytest.raises(SystemExit, match=r"data\.path: expected .*, got .*ptb"):
+    trajectories.main([*flags, "--only=sizes-msa-dpjax-0-48x3-1000"])
+  with pytest.raises(SystemExit):
+    report.main([str(tmp_path / "none"), f"--out={tmp_path / 'out'}"])
+  assert "expected a folder with runs" in capsys.readouterr().err
+  assert not (tmp_path / "out").exists()
