@@ -26,6 +26,8 @@ from unittest import mock
 
 import numpy as np
 
+from dpjax.errors import UserError
+
 try:
   import torch
   from torch import nn
@@ -295,6 +297,8 @@ def _pooling(reference, name, vocab_size, width, num_layers, dropout) -> nn.Modu
 def _pooling_module(reference: Path, name: str) -> Any:
   """A module of theirs; they import each other by name."""
   folder = str(reference / "dynamic-pooling")
+  if not Path(folder).is_dir():
+    raise UserError(f"reference: expected the authors' repository in {folder}, got no such folder")
   if folder not in sys.path:
     sys.path.insert(0, folder)
   return importlib.import_module(name)
@@ -303,7 +307,7 @@ def _pooling_module(reference: Path, name: str) -> Any:
 def _load(file: Path) -> Any:
   spec = importlib.util.spec_from_file_location(f"authors_{file.stem}", file)
   if spec is None or spec.loader is None or not file.exists():
-    raise FileNotFoundError(f"{file}: expected a file of the authors' repository, got none")
+    raise UserError(f"reference: expected the authors' repository with {file}, got no such file")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module

@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for i, cell in enumerate(todo):
     print(f"{i + 1} of {len(todo)}: {cell.stem}", flush=True)
     if not given.list:
-      with exit_on_user_error():
+      with exit_on_user_error(vars(given)):
         found = json.dumps(bench(cell))
       (given.work / f"{cell.stem}.json").write_text(found, encoding="utf-8")
 

@@ -41,6 +41,23 @@ def test_a_finished_run(finished, tmp_path):
   assert row["paper_test_perplexity"] == 35.40 and (tmp_path / "validation.png").exists()
 
 
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_run_that_ended_early(finished, tmp_path, monkeypatch, patience):
+  workdir = shutil.copytree(finished[0], tmp_path / "dispatcher_ptb", symlinks=True)
+  config = json.loads((workdir / "config.json").read_text())
+  config["train"]["patience"] = patience
+  (workdir / "config.json").write_text(json.dumps(config))
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  for line in lines:
+    if line["split"] == "valid":
+      line["perplexity"] = 50.0 + line["step"]
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+  monkeypatch.setattr(table1_ptb.config_lib, "steps_in", lambda *_, **__: 99)
+  row = table1_ptb.describe(workdir)
+  assert row["num_steps"] == 99 and row["is_finished"] == bool(patience)
+  assert (row["test_perplexity"] is not None) == bool(patience)
+
+
 def test_hours_are_those_of_the_pieces_alone():
   times = [0.0, 600.0, 1200.0, 90_000.0, 90_600.0]
   assert table1_ptb.hours_of([{"time": time} for time in times]) == pytest.approx(0.5)

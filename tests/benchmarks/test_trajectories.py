@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dpjax.errors import UserError
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
@@ -189,3 +190,15 @@ def test_wrong_folders_end_in_one_message(tmp_path, capsys):
     report.main([str(tmp_path / "none"), f"--out={tmp_path / 'out'}"])
   assert "expected a folder with runs" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  ("name", "missing"), [("msa", "no such file"), ("fixed4", "no such folder")]
+)
+def test_a_wrong_checkout_of_the_authors_code(name, missing, tmp_path):
+  pytest.importorskip("torch", reason="no dependency of dpjax")
+  import authors
+
+  sizes = {"vocab_size": 11, "width": 8, "num_layers": 3, "length": 16, "dropout": 0.0, "seed": 0}
+  with pytest.raises(UserError, match=f"reference: expected .*, got {missing}"):
+    authors.Authors(tmp_path, name, **sizes)
