@@ -2,35 +2,39 @@ r"""Table 1 of the Dispatcher's paper on Penn Treebank, from runs at its size.
 
   python train.py --config=configs/dispatcher_ptb.py --config.data.path=ptb \
       --config.train.accumulate_steps=5 --config.train.patience=10 --workdir=runs/dispatcher_ptb
-  python benchmarks/table1_ptb.py runs/dispatcher_ptb runs/msa_ptb --out=results/table1_ptb
+  python benchmarks/table1_ptb.py runs/dispatcher_ptb runs/msa_ptb
 
 Writes what each run has reached so far, finished or not, into OUT/dispatcher.json and
-OUT/msa.json: the validation curve of all its pieces, hours, and, of a finished run, the
-test perplexity of its best epoch, with every token counted once, and by the protocol of the
-authors' code: ten rows, windows of 512 tokens without context, each row's first token no
-target. A picture has both curves over the epochs.
+OUT/msa.json: the validation curve of all its pieces, hours, and the test perplexity of its
+best epoch, with every token counted once, and by the protocol of the authors' code: ten rows,
+windows of 512 tokens without context, each row's first token no target. A picture has both
+curves over the epochs. The runs go into the table's report in REPORTS, too, from which
+`python -m reproduce report` makes its page. Rows whose folders are not given stay as they are.
 """
 
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
-import jax
-import timing
 from matplotlib import pyplot as plt
 
+sys.path.append(str(Path(__file__).parents[1]))  # reproduce and configs
 import dpjax
 from dpjax import config as config_lib
 from dpjax.analysis import style
 from dpjax.data import batches
+from reproduce import experiment, papers, report, scales
 
-PAPER = {"dispatcher": 35.40, "msa": 40.58}  # test perplexity
-NAMES = {"dispatcher": "plain Dispatcher", "msa": "masked self-attention"}
+TABLE = papers.TABLES["dispatcher-table1"]
+ROWS = {row.name.rpartition("/")[2]: row for row in TABLE.rows if row.group == "PTB"}
 STOPPED_S = 3600.0  # between two reports: the run was not running
+# A vocabulary's size is counted, and its file is a place.
+_FREE = ("model.vocab_size", "data.tokenizer_file")
 
 
 def hours_of(reports: list[dict]) -> float:
@@ -57,47 +61,62 @@ def authors_perplexity(run, split: str) -> float:
   return math.exp(nats / count)
 
 
-def describe(folder: Path) -> dict:
-  """What a run has reached."""
+def describe(name: str, folder: Path) -> tuple[dict, dict]:
+  """What a run has reached, for OUT; and its record for `reproduce.report`."""
   lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-  reports = [json.loads(line) for line in lines]
+  hours = hours_of([json.loads(line) for line in lines])
   run = dpjax.load(folder)
+  config = run.config
+  changes = scales.differences(ROWS[name].config, config)
+  changes = {key: change for key, change in changes.items() if key not in _FREE}
+  flags = [f"--config={ROWS[name].config}", "--config.data.path=ptb"]
+  flags += [f"--config.{key}={now}" for key, (_, now) in changes.items()]
+  record = experiment.left_out(ROWS[name], config.seed, "paper", "")
+  record |= experiment.describe(run, folder)
   text = batches.ContiguousRows(
-    run.data.splits["train"], run.config.train.batch_size, run.config.model.max_length
+    run.data.splits["train"], config.train.batch_size, config.model.max_length
   )
   curve = [
     {
-      "epoch": report["step"] / text.steps_per_epoch,
-      "step": report["step"],
-      "valid_perplexity": report["perplexity"],
+      "epoch": point["step"] / text.steps_per_epoch,
+      "step": point["step"],
+      "valid_perplexity": point["perplexity"],
     }
-    for report in reports
-    if report["split"] == "valid"
+    for point in record["validation"]
   ]
-  steps = max(report["step"] for report in reports)
-  num_steps = config_lib.steps_in(run.config.train, "num", steps_per_epoch=text.steps_per_epoch)
-  machine = timing.describe_machine()
-  best = min(curve, key=lambda point: point["valid_perplexity"])
-  is_finished = steps >= num_steps or has_lost_patience(curve, run.config.train.patience)
+  steps = record["step"]
+  num_steps = config_lib.steps_in(config.train, "num", steps_per_epoch=text.steps_per_epoch)
+  is_finished = steps >= num_steps or has_lost_patience(curve, config.train.patience)
+  scores = run.score_split("test")
+  authors = authors_perplexity(run, "test")
+  record |= {
+    "status": "done" if is_finished else "partial",
+    "reason": "" if is_finished else f"{steps:,} of {num_steps:,} updates are done",
+    "changes": changes,
+    "text": "penn_treebank",
+    "num_steps": num_steps,
+    "best_step": run.step,
+    "scores": scores | {papers.AUTHORS: authors, "median_cost": record["costs"]["last"]},
+    "minutes": round(60 * hours, 1),
+    "command": " ".join(["python train.py", *flags]),
+  }
   row = {
+    "paper_test_perplexity": ROWS[name].paper[papers.PERPLEXITY],
     "is_finished": is_finished,
-    "test_perplexity": None,
-    "test_perplexity_authors_protocol": None,
-    "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
+    "test_perplexity": scores["perplexity"],
+    "test_perplexity_authors_protocol": authors,
+    "parameters": record["parameters"],
     "steps": steps,
     "num_steps": num_steps,
     "epochs": steps / text.steps_per_epoch,
-    "best_epoch": best["epoch"],
-    "best_valid_perplexity": best["valid_perplexity"],
-    "hours": hours_of(reports),
-    "training_tokens": run.data.counts["train"]["tokens"],
+    "best_epoch": run.step / text.steps_per_epoch,
+    "best_valid_perplexity": min(point["valid_perplexity"] for point in curve),
+    "hours": hours,
+    "training_tokens": record["tokens"]["train"],
     "curve": curve,
-    "machine": {key: machine[key] for key in ("device", "processor", "cores")},
+    "machine": record["machine"],
   }
-  if is_finished:
-    row["test_perplexity"] = run.score_split("test")["perplexity"]
-    row["test_perplexity_authors_protocol"] = authors_perplexity(run, "test")
-  return row
+  return row, record
 
 
 @style.applied()
@@ -106,7 +125,7 @@ def draw(rows: dict[str, dict], file: Path) -> None:
   figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
   for name, row in rows.items():
     points = [(point["epoch"], point["valid_perplexity"]) for point in row["curve"]]
-    axis.plot(*zip(*points, strict=True), marker=".", label=NAMES.get(name, name))
+    axis.plot(*zip(*points, strict=True), marker=".", label=ROWS[name].label)
   axis.set(
     xlabel="epoch",
     ylabel="validation perplexity",
@@ -123,19 +142,32 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("folders", nargs="+", type=Path, help="NAME_ptb, trained or training")
   parser.add_argument("--out", type=Path, default=Path("results/table1_ptb"))
+  parser.add_argument("--reports", type=Path, default=Path("results/reproduce"))
   given = parser.parse_args(arguments)
+  folders = {folder.name.partition("_")[0]: folder for folder in given.folders}
+  if unknown := folders.keys() - ROWS.keys():
+    parser.error(f"folders: expected names that begin with {', '.join(ROWS)}, got {unknown.pop()}")
   given.out.mkdir(parents=True, exist_ok=True)
-  rows = {folder.name.partition("_")[0]: describe(folder) for folder in given.folders}
-  for name, row in rows.items():
-    content = {"paper_test_perplexity": PAPER.get(name), **row}
-    text = json.dumps(content, indent=1) + "\n"
-    (given.out / f"{name}.json").write_text(text, encoding="utf-8")
+  records = {}
+  for content in report.read(given.reports, "paper"):
+    if content["table"] == TABLE.name:
+      runs = [run for row in content["rows"] for run in row["runs"]]
+      records = {run["row"]: run for run in runs}
+  for name, folder in folders.items():
+    row, record = describe(name, folder)
+    records[record["row"]] = record
+    path = given.out / f"{name}.json"
+    path.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     print(
-      f"{NAMES.get(name, name)}: {row['steps']:,} of {row['num_steps']:,} steps in "
-      f"{row['hours']:.1f} hours, best validation {row['best_valid_perplexity']:.2f}, "
-      f"test {row['test_perplexity'] or 'not yet'}"
+      "{}: {steps:,} of {num_steps:,} steps in {hours:.1f} hours, best validation "
+      "{best_valid_perplexity:.2f}, test {test_perplexity:.2f}".format(ROWS[name].label, **row)
     )
-  draw(rows, given.out / "validation.png")
+  paths = {name: given.out / f"{name}.json" for name in ROWS}
+  draw(
+    {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()},
+    given.out / "validation.png",
+  )
+  report.write(report.summarise(TABLE, "paper", records.values()), given.reports)
 
 
 if __name__ == "__main__":

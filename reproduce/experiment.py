@@ -107,12 +107,12 @@ def do(
     record["resumed"] = (workdir / "checkpoints").exists()
     try:
       run, scores = run_lib.train(config, workdir, should_stop=should_stop)
-      record |= _describe(run, workdir) | {"status": "done", "best_step": run.step}
+      record |= describe(run, workdir) | {"status": "done", "best_step": run.step}
       record["num_steps"] = record["step"]
       record["scores"] = scores | {"median_cost": record["costs"]["last"]}
     except Interrupted as error:
       run = run_lib.load(workdir, error.step)
-      record |= _describe(run, workdir) | {"status": "partial", "reason": str(error)}
+      record |= describe(run, workdir) | {"status": "partial", "reason": str(error)}
       record["num_steps"] = error.num_steps
       if error.signal is None:
         scores = run.score_split("valid", progress=True)
@@ -153,7 +153,8 @@ def about() -> dict[str, Any]:
   }
 
 
-def _describe(run: run_lib.Run, workdir: Path) -> dict[str, Any]:
+def describe(run: run_lib.Run, workdir: Path) -> dict[str, Any]:
+  """What a record has of a run that was trained, or is being trained, in a folder."""
   assert run.data is not None
   return _curves(workdir, run.config) | {
     "tokens": {split: counts["tokens"] for split, counts in run.data.counts.items()},

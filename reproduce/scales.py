@@ -118,15 +118,21 @@ def configure(name: str, scale: str) -> ConfigDict:
 
 
 def changes(name: str, scale: str) -> dict[str, list]:
-  """What a configuration has otherwise than the paper: {"model.width": [512, 128]}.
+  """What a configuration has otherwise than the paper at a scale, as `differences`."""
+  return differences(name, configure(name, scale))
 
-  What changes no number is left out: places, the seed, samples.
+
+def differences(name: str, config: ConfigDict) -> dict[str, list]:
+  """What `config` has otherwise than the paper's "FILE:VARIANT": {"model.width": [512, 128]}.
+
+  What changes no number is left out: places, the seed, samples. A setting that `config` does
+  not have is None.
   """
-  there, here = map(config_lib.flatten, (load(name), configure(name, scale)))
+  there, here = map(config_lib.flatten, (load(name), config))
   found = {
-    key: [there[key], here[key]]
+    key: [there[key], here.get(key)]
     for key in there
-    if there[key] != here[key] and not key.startswith(_FREE)
+    if there[key] != here.get(key) and not key.startswith(_FREE)
   }
   return json.loads(json.dumps(found))
 

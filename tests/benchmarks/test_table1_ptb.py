@@ -1,4 +1,4 @@
-"""Rows of Table 1 from small runs: curves of all pieces, and both protocols."""
+"""Rows of Table 1 from small runs: curves of all pieces, both protocols, and the report."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dpjax
+from reproduce import pages, report
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
@@ -18,14 +19,17 @@ import table1_ptb  # noqa: E402
 
 def test_a_finished_run(finished, tmp_path):
   workdir = shutil.copytree(finished[0], tmp_path / "dispatcher_ptb", symlinks=True)
-  table1_ptb.main([str(workdir), f"--out={tmp_path}"])
+  table1_ptb.main([str(workdir), f"--out={tmp_path}", f"--reports={tmp_path}"])
   row = json.loads((tmp_path / "dispatcher.json").read_text())
   run = dpjax.load(workdir)
   assert row["is_finished"] and row["steps"] == row["num_steps"] == 12
   assert [point["step"] for point in row["curve"]] == [6, 12]
   assert row["test_perplexity"] == finished[2]["perplexity"]
   best = min(row["curve"], key=lambda point: point["valid_perplexity"])
-  assert row["best_epoch"] == best["epoch"]
+  assert (
+    row["best_epoch"] == best["epoch"]
+    and row["best_valid_perplexity"] == (best["valid_perplexity"])
+  )
   # By hand: 8 rows in windows of 19, the first token of each row no target.
   ids = np.asarray(run.data.splits["test"])
   rows = ids[: len(ids) // 8 * 8].reshape(8, -1)
@@ -39,6 +43,18 @@ def test_a_finished_run(finished, tmp_path):
   expected = math.exp(np.concatenate(nats, axis=1).mean())
   assert row["test_perplexity_authors_protocol"] == pytest.approx(expected, rel=1e-5)
   assert row["paper_test_perplexity"] == 35.40 and (tmp_path / "validation.png").exists()
+  # The page has the row without any training.
+  (content,) = report.read(tmp_path, "paper")
+  expected = [row["test_perplexity"], row["test_perplexity_authors_protocol"]]
+  page = pages.page([content])
+  assert " | 12 of 12 | 35.40 | {:.2f} | {:.2f} | ".format(*expected) in page
+  assert "- `model.width` 512 -> " in page and str(tmp_path) not in json.dumps(content)
+  # The other row leaves this one as it is.
+  workdir.rename(tmp_path / "msa_ptb")
+  table1_ptb.main([str(tmp_path / "msa_ptb"), f"--out={tmp_path}", f"--reports={tmp_path}"])
+  (both,) = report.read(tmp_path, "paper")
+  assert [x["name"] for x in both["rows"] if x["runs"]] == ["ptb/msa", "ptb/dispatcher"]
+  assert both["rows"][1] == content["rows"][1]
 
 
 @pytest.mark.parametrize("patience", [0, 1])
@@ -53,9 +69,16 @@ def test_a_run_that_ended_early(finished, tmp_path, monkeypatch, patience):
       line["perplexity"] = 50.0 + line["step"]
   (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
   monkeypatch.setattr(table1_ptb.config_lib, "steps_in", lambda *_, **__: 99)
-  row = table1_ptb.describe(workdir)
+  row, record = table1_ptb.describe("dispatcher", workdir)
   assert row["num_steps"] == 99 and row["is_finished"] == bool(patience)
-  assert (row["test_perplexity"] is not None) == bool(patience)
+  assert record["status"] == ("done" if patience else "partial")
+  assert record["reason"] == ("" if patience else "12 of 99 updates are done")
+
+
+def test_a_run_of_another_model_is_refused(tmp_path, capsys):
+  with pytest.raises(SystemExit):
+    table1_ptb.main([str(tmp_path / "we_ptb"), f"--out={tmp_path / 'out'}"])
+  assert "got we" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_hours_are_those_of_the_pieces_alone():
