@@ -395,6 +395,24 @@ def test_the_papers_numbers_and_ours_are_those_of_the_reports():
       )
 
 
+def test_what_is_said_of_the_papers_size_is_measured():
+  row = result("table1_ptb/dispatcher")
+  epochs = f"{row['epochs']:.0f} of 60 epochs"
+  score = f"{row['test_perplexity']:.2f}"
+  faithful = (DOCS / "faithful.md").read_text(encoding="utf-8")
+  curve = [point["valid_perplexity"] for point in row["curve"]]
+  assert curve == sorted(curve, reverse=True)
+  assert_said(epochs, f"test perplexity {score}", page=README)
+  assert_said(
+    f"{epochs} in {row['hours']:.1f} hours",
+    f"validation perplexity {row['best_valid_perplexity']:.2f}",
+    f"test perplexity {score}, {row['test_perplexity_authors_protocol']:.2f} by the",
+    page=faithful,
+  )
+  header = (helpers.ROOT / "configs/dispatcher_ptb.py").read_text(encoding="utf-8")
+  assert_said(f"ours {score} after {epochs}", page=header)
+
+
 def test_what_is_said_of_the_quickstart_is_measured():
   measured = result("quickstart")
   assert_said(
