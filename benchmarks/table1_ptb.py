@@ -152,6 +152,10 @@ def main(arguments: list[str] | None = None) -> None:
   folders = {folder.name.partition("_")[0]: folder for folder in given.folders}
   if unknown := folders.keys() - ROWS.keys():
     parser.error(f"folders: expected names that begin with {', '.join(ROWS)}, got {unknown.pop()}")
+  for folder in folders.values():
+    reports = folder / "metrics.jsonl"
+    if not (reports.is_file() and '"valid"' in reports.read_text(encoding="utf-8")):
+      parser.error(f"folders: expected runs of at least one epoch, got {folder}")
   given.out.mkdir(parents=True, exist_ok=True)
   records = {}
   for content in report.read(given.reports, "paper"):

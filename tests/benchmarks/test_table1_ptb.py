@@ -75,10 +75,14 @@ def test_a_run_that_ended_early(finished, tmp_path, monkeypatch, patience):
   assert record["reason"] == ("" if patience else "12 of 99 updates are done")
 
 
-def test_a_run_of_another_model_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["we_ptb", "msa_ptb", "dispatcher_ptb"])
+def test_other_folders_are_refused(tmp_path, capsys, name):
+  (tmp_path / "dispatcher_ptb").mkdir()
+  (tmp_path / "dispatcher_ptb" / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
   with pytest.raises(SystemExit):
-    table1_ptb.main([str(tmp_path / "we_ptb"), f"--out={tmp_path / 'out'}"])
-  assert "got we" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    table1_ptb.main([str(tmp_path / name), f"--out={tmp_path / 'out'}"])
+  got = "got we" if name == "we_ptb" else f"got {tmp_path / name}"
+  assert got in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_hours_are_those_of_the_pieces_alone():
