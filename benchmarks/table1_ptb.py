@@ -12,7 +12,7 @@ curves over the epochs. The runs go into the table's report in REPORTS, too, fro
 `python -m reproduce report` makes its page. Rows whose folders are not given stay as they are.
 
 The committed run had JAX_THREEFRY_PARTITIONABLE=0 from update 69 on: other random bits for
-dropout, that cost less on one CPU device.
+dropout, which cost less on one CPU device.
 """
 
 import argparse

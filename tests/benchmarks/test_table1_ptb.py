@@ -26,10 +26,8 @@ def test_a_finished_run(finished, tmp_path):
   assert [point["step"] for point in row["curve"]] == [6, 12]
   assert row["test_perplexity"] == finished[2]["perplexity"]
   best = min(row["curve"], key=lambda point: point["valid_perplexity"])
-  assert (
-    row["best_epoch"] == best["epoch"]
-    and row["best_valid_perplexity"] == (best["valid_perplexity"])
-  )
+  assert row["best_epoch"] == best["epoch"]
+  assert row["best_valid_perplexity"] == best["valid_perplexity"]
   # By hand: 8 rows in windows of 19, the first token of each row no target.
   ids = np.asarray(run.data.splits["test"])
   rows = ids[: len(ids) // 8 * 8].reshape(8, -1)
