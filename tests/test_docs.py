@@ -402,7 +402,9 @@ def test_what_is_said_of_the_papers_size_is_measured():
   faithful = (DOCS / "faithful.md").read_text(encoding="utf-8")
   curve = [point["valid_perplexity"] for point in row["curve"]]
   assert curve == sorted(curve, reverse=True)
-  assert_said(epochs, f"test perplexity {score}", page=README)
+  assert row["test_perplexity"] < 1.03 * row["paper_test_perplexity"]
+  said = f"test perplexity {score}, within 3% of the paper's {row['paper_test_perplexity']:.2f}"
+  assert_said(epochs, said, page=README)
   assert_said(
     f"{epochs} in {row['hours']:.1f} hours",
     f"validation perplexity {row['best_valid_perplexity']:.2f}",
