@@ -10,7 +10,7 @@ is downloaded into data/. Other places: --config.data.path, a folder with these 
 and --config.data.tokenizer_file.
 
 Parameters:      15.1M (the paper says 17M); 1,220,032 training tokens, vocabulary 8,558
-Hardware, hours: one GPU; 120 steps of 20 x 512 tokens an epoch, 60 epochs; 8.5 minutes
+Hardware, hours: one GPU; 120 steps of 20 x 512 tokens an epoch, 60 epochs; 8.7 minutes
                  an epoch on two CPU cores
 Test perplexity: the paper's 35.40; ours 36.33 after 35 of 60 epochs
 """
