@@ -28,8 +28,10 @@ jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-# What is imported stays: the collector need not look at it again and again.
+# What is imported stays: the collector need not look at it again and again, nor often at
+# the many small objects of a trace.
 gc.freeze()
+gc.set_threshold(100_000)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

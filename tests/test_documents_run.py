@@ -87,7 +87,7 @@ def test_scores_say_what_they_are_of(isolated):
 
 
 @pytest.mark.parametrize(
-  "batches", [pytest.param("contiguous", marks=pytest.mark.slow), "shuffled_windows"]
+  "batches", ["contiguous", pytest.param("shuffled_windows", marks=pytest.mark.slow)]
 )
 def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(isolated, tmp_path, batches):
   folder, config, _, _ = isolated

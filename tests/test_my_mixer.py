@@ -161,7 +161,13 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("relation, breakage, message", BROKEN)
+FIRST = {relation: breakage for relation, breakage, _ in reversed(BROKEN)}
+
+
+@pytest.mark.parametrize(
+  "relation, breakage, message",
+  [helpers.slow_unless(FIRST[case[0]] is case[1], *case) for case in BROKEN],
+)
 def test_the_contract_finds_what_is_broken(min_gru, relation, breakage, message):
   class Broken(min_gru):
     rate: float = 0.0

@@ -47,6 +47,7 @@ def workdir(finished, tmp_path_factory):
   return shutil.copytree(finished[0], tmp_path_factory.mktemp("runs") / "small", symlinks=True)
 
 
+@pytest.mark.slow
 def test_a_workdir_alone_goes_on(text, finished, tmp_path, capsys):
   config = run_lib.load(finished[0]).config
   asked = iter(range(99))

@@ -56,7 +56,9 @@ def _silent_coroutines():
   sys.unraisablehook = lambda _: None
   try:
     yield
+  except Exception:
     gc.collect()
+    raise
   finally:
     sys.unraisablehook = hook
 
@@ -77,11 +79,11 @@ def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, d
     Exception: at least one process could not read it for another reason.
   """
   found, error = None, None
-  with _silent_coroutines():
-    try:
+  try:
+    with _silent_coroutines():
       found = _read_files(folder, target, origin)
-    except Exception as caught:
-      error = _damage_or_cause(caught, folder)
+  except Exception as caught:
+    error = _damage_or_cause(caught, folder)
   raise_together(error, folder)
   assert found is not None
   tree, meta, expected = found

@@ -46,7 +46,9 @@ def test_the_sums_of_each_alone():
   "settings",
   [
     pytest.param(dict(mixer="relative_attention"), marks=pytest.mark.slow),
-    dict(mixer="dispatcher", num_levels=4, positions="sinusoidal"),
+    pytest.param(
+      dict(mixer="dispatcher", num_levels=4, positions="sinusoidal"), marks=pytest.mark.slow
+    ),
     dict(mixer="she", positions="learned"),
     pytest.param(
       dict(mixer="attention", boundaries="fixed", shortening_factor=3), marks=pytest.mark.slow

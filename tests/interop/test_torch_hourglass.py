@@ -128,6 +128,7 @@ def test_the_model_its_loss_and_every_gradient(case):
   check_scores(expected, sums)
 
 
+@pytest.mark.slow
 def test_six_updates():
   golden = helpers.golden("J_train_hourglass_fixed")
   config, params = convert(helpers.part(golden, "param/"), "fixed")

@@ -97,9 +97,8 @@ CASES = {
     dict(name="whitespace", space_ids=(SPACE, 3, 4)), dict(name="gumbel", num_capacities=3)
   ),
 }
-QUICK = ("dispatcher", "whitespace")
 cases = pytest.mark.parametrize(
-  "case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+  "case", [helpers.slow_unless(case == "dispatcher", case) for case in CASES]
 )
 
 

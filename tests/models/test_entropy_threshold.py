@@ -78,6 +78,7 @@ def test_boundaries_are_those_of_the_frozen_models_entropies(parts):
   assert abs(logits[:, 8:] - whole.logits[:, 8:]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_chunks_say_what_the_whole_says(parts):
   model, params, run, h, rule = parts
   assert model.has_cache

@@ -75,13 +75,7 @@ def kinds(tree):
   return jax.tree.map(jax.typeof, tree)
 
 
-@pytest.mark.parametrize(
-  "case",
-  [
-    case if case in ("whitespace", "gumbel") else pytest.param(case, marks=pytest.mark.slow)
-    for case in CASES
-  ],
-)
+@pytest.mark.parametrize("case", [helpers.slow_unless(x == "whitespace", x) for x in CASES])
 def test_chunks_are_the_whole(case):
   schedule, settings = CASES[case]
   model = make(**{"boundaries": case, **settings})
@@ -126,7 +120,9 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("mixers, is_online", [("dispatchers", False), ("extractors", True)])
+@pytest.mark.parametrize(
+  "mixers, is_online", [helpers.slow_unless(False, "dispatchers", False), ("extractors", True)]
+)
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, monkeypatch):
   if is_online:
     monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)

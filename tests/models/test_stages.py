@@ -90,6 +90,7 @@ def test_causal_and_the_same_in_any_batch_at_any_capacity(kind):
   np.testing.assert_allclose(at_least.logits, whole.logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @every_kind
 def test_chunks_say_what_the_whole_says(kind):
   _, model, params, _, whole = prepare(kind)

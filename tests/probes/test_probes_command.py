@@ -47,6 +47,7 @@ def test_accuracies_are_means_over_seeds():
   assert len(axes.get_legend_handles_labels()[1]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_trains_once_and_reads_what_is_there(tmp_path, capsys, monkeypatch):
   usual = ["--work", f"{tmp_path}/work", "--mixers=me,attention", "--seeds=2", "--tasks=induction"]
   more = ["--json", f"{tmp_path}/all.json", "--out", f"{tmp_path}/all.svg"]

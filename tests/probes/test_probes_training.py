@@ -11,6 +11,7 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.models.build import build_model
 from dpjax.probes import tasks, training
+from tests import helpers
 
 TINY = training.Settings(
   length=16, window=4, width=16, num_steps=10, batch_size=8, num_test_rows=32
@@ -19,18 +20,27 @@ TINY = training.Settings(
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.parametrize("mixer", registry.mixers.names())
-def test_sizes_are_equal_and_reach_is_what_a_change_reaches(mixer):
-  settings = training.Settings()
-  size = training.equal_model(settings, "attention")[1]
-  assert training.equal_model(settings, mixer)[1] == pytest.approx(size, rel=0.02)
+@pytest.fixture(scope="module")
+def size_of_attention():
+  return training.equal_model(training.Settings(), "attention")[1]
+
+
+QUICK = ("attention", "dispatcher", "he")
+
+
+@pytest.mark.parametrize(
+  "mixer", [helpers.slow_unless(name in QUICK, name) for name in registry.mixers.names()]
+)
+def test_sizes_are_equal_and_reach_is_what_a_change_reaches(mixer, size_of_attention):
+  size = training.equal_model(training.Settings(), mixer)[1]
+  assert size == pytest.approx(size_of_attention, rel=0.02)
   config, size = training.equal_model(TINY, mixer)
   model = build_model(config)
   tokens = np.random.default_rng(2).integers(3, 60, size=(1, 29)).astype(np.int32)
   known = {}
   if mixer in training.EXTRACTORS:
     known["starts"] = jnp.zeros((1, 29), jnp.int32).at[:, 0].set(1)
-  variables = model.init(jax.random.key(1), jnp.asarray(tokens[:, :2]))
+  variables = jax.jit(model.init)(jax.random.key(1), jnp.asarray(tokens[:, :2]))
   assert size == sum(leaf.size for leaf in jax.tree.leaves(variables))
 
   @jax.jit
@@ -75,6 +85,7 @@ def test_hits_are_counted_by_distance():
   assert sum(scores["hits"]) > 0 == scores["counts"][0]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_again_and_another_gives_others():
   trainee = training.Trainee(TINY, "dispatcher")
   found = [trainee.run("recall", seed) for seed in (0, 0, 1)]
@@ -84,6 +95,7 @@ def test_a_seed_gives_the_same_numbers_again_and_another_gives_others():
   assert [*found[0]["tests"]] == ["16", "32", "64"]
 
 
+@pytest.mark.slow
 def test_attention_learns_to_recall():
   settings = dataclasses.replace(
     TINY, width=32, num_steps=260, batch_size=16, learning_rate=1e-2, num_test_rows=64

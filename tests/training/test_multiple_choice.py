@@ -28,6 +28,7 @@ QUESTIONS = [
 
 def plain(run, question):
   """The log-likelihood of each choice, one at a time, with no padding."""
+  apply = jax.jit(lambda ids: run.model.apply({"params": run.params}, ids).logits)
   found = []
   for choice in question.choices:
     context = question.context.rstrip()
@@ -38,8 +39,7 @@ def plain(run, question):
     ids = [run.tokenizer.start_id, *run.tokenizer.encode(context + between + choice)]
     count = len(between + choice)
     ids = np.array(ids[-run.window - 1 :], np.int32)
-    logits = run.model.apply({"params": run.params}, ids[None, :-1]).logits
-    logits = np.asarray(logits, np.float64)[0]
+    logits = np.asarray(apply(ids[None, :-1]), np.float64)[0]
     nats = 0.0
     for place in range(len(ids) - 1 - count, len(ids) - 1):
       exps = [math.exp(x) for x in logits[place]]
@@ -69,6 +69,7 @@ def test_few_lengths_are_compiled():
   assert max(len(numbers) for _, numbers in batches) == 4
 
 
+@pytest.mark.slow
 def test_a_pooled_model_too(text):
   """What is padded behind a row adds nothing to it."""
   config = helpers.pooled_config(text, "fixed").model

@@ -1,4 +1,4 @@
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ LOGITS = f"f32[{BATCH},{LENGTH},{VOCAB}]", f"f32[{BATCH * LENGTH},{VOCAB}]"
 
 
 @pytest.mark.parametrize(
-  "boundaries, is_whole", [(None, False), ("fixed", False), ("entropy", True)]
+  "boundaries, is_whole",
+  [(None, False), ("fixed", False), helpers.slow_unless(False, "entropy", True)],
 )
 def test_the_logits_never_lie_in_memory_whole(monkeypatch, boundaries, is_whole):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
@@ -183,10 +184,11 @@ def test_each_part_and_each_step_drops_out_anew():
 
 @pytest.fixture(scope="module")
 def runs(standard_promotion):
-  """7 steps with dropout on 1 device, and on 8, replicated and sharded."""
+  """`runs(num_devices, parameters)`: 7 steps with dropout, as that many devices take them."""
   model = make_model(**DROPOUT)
   update = optimizer.make_optimizer("adam", 1e-3, clip_norm=0.5)
 
+  @cache
   def run(num_devices, parameters):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
     first = step.jit_init(model, update, 5, mesh, parameters)
@@ -199,14 +201,16 @@ def runs(standard_promotion):
       seen.append(float(metrics["loss"]))
     return first, given, state, seen
 
-  cases = {"1": (1, "replicated"), "replicated": (8, "replicated"), "sharded": (8, "sharded")}
-  return {name: run(*case) for name, case in cases.items()}
+  return run
 
 
-@pytest.mark.parametrize("name", ["replicated", "sharded"])
-def test_eight_devices_train_as_one(runs, name):
-  first, _, last, seen = runs[name]
-  expected_first, _, expected, expected_seen = runs["1"]
+PARAMETERS = [helpers.slow_unless(False, "replicated"), "sharded"]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_eight_devices_train_as_one(runs, parameters):
+  first, _, last, seen = runs(8, parameters)
+  expected_first, _, expected, expected_seen = runs(1, "replicated")
   jax.tree.map(np.testing.assert_array_equal, first.params, expected_first.params)
   # Sums over the batch are rounded in another order: 1.2e-7 was measured, of parameters
   # of size 1 that 20 steps of Adam had moved by up to 0.02.
@@ -220,22 +224,26 @@ def test_eight_devices_train_as_one(runs, name):
 
 
 def test_the_sharded_state_lies_in_eight_parts(runs):
-  state = runs["sharded"][2]
+  state = runs(8, "sharded")[2]
   for params in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
     array = params["layers"]["feed_forward"]["hidden"]["kernel"]
     assert array.shape == (2, WIDTH, 20)
     assert {shard.data.shape for shard in array.addressable_shards} == {(2, 3, 20)}
     assert len(array.sharding.device_set) == 8
-  replicated = runs["replicated"][2]
-  for leaf in jax.tree.leaves(replicated.params):
+
+
+@pytest.mark.slow
+def test_the_replicated_state_lies_whole_on_each_device(runs):
+  for leaf in jax.tree.leaves(runs(8, "replicated")[2].params):
     assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 8
 
 
-def test_the_state_that_goes_in_is_used_up(runs):
-  for _, given, last, _ in runs.values():
-    leaves = jax.tree.leaves((given.params, given.opt_state))
-    assert all(leaf.is_deleted() for leaf in leaves)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last.params))
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_the_state_that_goes_in_is_used_up(runs, parameters):
+  _, given, last, _ = runs(8, parameters)
+  leaves = jax.tree.leaves((given.params, given.opt_state))
+  assert all(leaf.is_deleted() for leaf in leaves)
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last.params))
 
 
 def test_evaluation_sums_the_nats_without_dropout(plain_update):
