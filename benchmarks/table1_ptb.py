@@ -11,8 +11,8 @@ windows of 512 tokens without context, each row's first token no target. A pictu
 curves over the epochs. The runs go into the table's report in REPORTS, too, from which
 `python -m reproduce report` makes its page. Rows whose folders are not given stay as they are.
 
-The committed run had JAX_THREEFRY_PARTITIONABLE=0 from update 69 on: other random bits for
-dropout, which cost less on one CPU device.
+The committed runs had JAX_THREEFRY_PARTITIONABLE=0, the Dispatcher's from update 69 on: other
+random bits for dropout, which cost less on one CPU device.
 """
 
 import argparse

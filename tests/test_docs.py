@@ -395,24 +395,46 @@ def test_the_papers_numbers_and_ours_are_those_of_the_reports():
       )
 
 
-def test_what_is_said_of_the_papers_size_is_measured():
-  row = result("table1_ptb/dispatcher")
-  epochs = f"{row['epochs']:.0f} of 60 epochs"
-  score = f"{row['test_perplexity']:.2f}"
-  faithful = (DOCS / "faithful.md").read_text(encoding="utf-8")
-  curve = [point["valid_perplexity"] for point in row["curve"]]
-  assert curve == sorted(curve, reverse=True)
-  assert row["test_perplexity"] < 1.03 * row["paper_test_perplexity"]
-  said = f"test perplexity {score}, within 3% of the paper's {row['paper_test_perplexity']:.2f}"
-  assert_said(epochs, said, page=README)
+@pytest.mark.parametrize("name", ["dispatcher", "msa"])
+def test_what_is_said_of_the_papers_size_is_measured(name):
+  row = result(f"table1_ptb/{name}")
+  epochs, score = f"{row['epochs']:.0f} of 60 epochs", f"{row['test_perplexity']:.2f}"
   assert_said(
     f"{epochs} in {row['hours']:.1f} hours",
-    f"validation perplexity {row['best_valid_perplexity']:.2f}",
-    f"test perplexity {score}, {row['test_perplexity_authors_protocol']:.2f} by the",
-    page=faithful,
+    f"validation perplexity {row['best_valid_perplexity']:.2f}, test perplexity {score}",
+    f"{row['test_perplexity_authors_protocol']:.2f} by the authors' protocol",
+    page=(DOCS / "faithful.md").read_text(encoding="utf-8"),
   )
-  header = (helpers.ROOT / "configs/dispatcher_ptb.py").read_text(encoding="utf-8")
-  assert_said(f"ours {score} after {epochs}", page=header)
+  header = (helpers.ROOT / f"configs/{name}_ptb.py").read_text(encoding="utf-8")
+  minutes = 60 * row["hours"] / row["epochs"]
+  assert_said(f"{minutes:.1f} minutes an epoch", f"ours {score} after {epochs}", page=header)
+
+
+def test_what_is_said_of_the_gain_at_the_papers_size_is_measured():
+  dispatcher, msa = (result(f"table1_ptb/{name}") for name in ("dispatcher", "msa"))
+  curves = [[point["valid_perplexity"] for point in row["curve"]] for row in (dispatcher, msa)]
+  for curve in curves:
+    assert curve == sorted(curve, reverse=True)
+  ratios = [theirs / ours for ours, theirs in zip(*curves, strict=False)]
+  assert ratios[0] < 1 < min(ratios[1:])
+  most, last, count = max(ratios), ratios[-1], len(ratios)
+  papers = [row["paper_test_perplexity"] for row in (dispatcher, msa)]
+  scores = [row["test_perplexity"] for row in (dispatcher, msa)]
+  assert scores[0] < 1.03 * papers[0]
+  last = f"{last:.2f} times"
+  assert_said(
+    f"{dispatcher['epochs']:.0f} of 60 epochs: test perplexity {scores[0]:.2f}, within 3% of the "
+    f"paper's {papers[0]:.2f}",
+    f"has had {msa['epochs']:.0f}: {scores[1]:.2f}, not yet the paper's {papers[1]:.2f}",
+    f"After epoch {count} the baseline's validation perplexity is {last} the Dispatcher's",
+    f"{papers[1] / papers[0]:.2f} times apart",
+    page=README,
+  )
+  assert_said(
+    f"{most:.2f} times at most, {last} after epoch {count}",
+    f"{papers[1] / papers[0]:.2f} times apart",
+    page=(DOCS / "faithful.md").read_text(encoding="utf-8"),
+  )
 
 
 def test_what_is_said_of_the_quickstart_is_measured():
