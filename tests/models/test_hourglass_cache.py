@@ -121,7 +121,8 @@ BEYOND = {
 
 
 @pytest.mark.parametrize(
-  "mixers, is_online", [helpers.slow_unless(False, "dispatchers", False), ("extractors", True)]
+  "mixers, is_online",
+  [pytest.param("dispatchers", False, marks=pytest.mark.slow), ("extractors", True)],
 )
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(mixers, is_online, monkeypatch):
   if is_online:

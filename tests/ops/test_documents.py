@@ -72,7 +72,7 @@ def test_shift_and_sum(implementation):
   check(partial(ops.shift_and_sum, implementation=implementation), of_tokens)
 
 
-@pytest.mark.parametrize("block_size", [None, 8, helpers.slow_unless(False, 16)])
+@pytest.mark.parametrize("block_size", [None, 8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operator", [ops.causal_attention, ops.relative_attention])
 def test_attention(operator, block_size):
   of_tokens = [draw(BATCH, LENGTH, HEADS, FEATURES, seed=seed) for seed in range(3)]

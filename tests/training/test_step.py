@@ -109,7 +109,7 @@ LOGITS = f"f32[{BATCH},{LENGTH},{VOCAB}]", f"f32[{BATCH * LENGTH},{VOCAB}]"
 
 @pytest.mark.parametrize(
   "boundaries, is_whole",
-  [(None, False), ("fixed", False), helpers.slow_unless(False, "entropy", True)],
+  [(None, False), ("fixed", False), pytest.param("entropy", True, marks=pytest.mark.slow)],
 )
 def test_the_logits_never_lie_in_memory_whole(monkeypatch, boundaries, is_whole):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
@@ -204,7 +204,7 @@ def runs(standard_promotion):
   return run
 
 
-PARAMETERS = [helpers.slow_unless(False, "replicated"), "sharded"]
+PARAMETERS = [pytest.param("replicated", marks=pytest.mark.slow), "sharded"]
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
