@@ -425,7 +425,7 @@ def test_what_is_said_of_the_gain_at_the_papers_size_is_measured():
   assert_said(
     f"{dispatcher['epochs']:.0f} of 60 epochs: test perplexity {scores[0]:.2f}; the paper's is "
     f"{papers[0]:.2f}",
-    f"has had {msa['epochs']:.0f}: {scores[1]:.2f}; the paper's is {papers[1]:.2f}",
+    f"was trained for {msa['epochs']:.0f}: {scores[1]:.2f}; the paper's is {papers[1]:.2f}",
     "Both are within 3%",
     f"After epoch {count} the baseline's validation perplexity is {last} the Dispatcher's",
     f"{papers[1] / papers[0]:.2f} times apart",
