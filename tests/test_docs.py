@@ -438,6 +438,19 @@ def test_what_is_said_of_the_gain_at_the_papers_size_is_measured():
   )
 
 
+def test_what_is_said_of_seeds_at_the_papers_size_is_measured():
+  names = ("dispatcher_seed1", "dispatcher", "msa")
+  curves = [result(f"table1_ptb/{name}")["curve"] for name in names]
+  epochs = len(curves[0])
+  second, first, attention = (curve[epochs - 1]["valid_perplexity"] for curve in curves)
+  assert_said(
+    f"validation perplexity {second:.2f} after {epochs} epochs, the first {first:.2f}, attention "
+    f"{attention:.2f}: {second / first - 1:.1%} between the seeds, {attention / first - 1:.0%} "
+    "between the models",
+    page=(DOCS / "faithful.md").read_text(encoding="utf-8"),
+  )
+
+
 def test_what_is_said_of_the_quickstart_is_measured():
   measured = result("quickstart")
   assert_said(
