@@ -13,8 +13,8 @@ curves over the epochs. The runs go into the table's report in REPORTS, too, fro
 A folder such as runs/dispatcher_seed1, with config.seed=1, goes to OUT/dispatcher_seed1.json
 and into the picture, not into the report.
 
-The committed runs had JAX_THREEFRY_PARTITIONABLE=0, the Dispatcher's from update 69 on: other
-random bits for dropout, which cost less on one CPU device.
+The committed runs had JAX_THREEFRY_PARTITIONABLE=0, the Dispatcher's with seed 0 from update 69
+on: other random bits for dropout, which cost less on one CPU device.
 """
 
 import argparse
