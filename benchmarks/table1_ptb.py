@@ -10,8 +10,7 @@ best epoch, with every token counted once, and by the protocol of the authors' c
 windows of 512 tokens without context, each row's first token no target. A picture has both
 curves over the epochs. The runs go into the table's report in REPORTS, too, from which
 `python -m reproduce report` makes its page. Rows whose folders are not given stay as they are.
-A folder such as runs/dispatcher_seed1, with config.seed=1, goes to OUT/dispatcher_seed1.json
-and into the picture, not into the report.
+A run of another seed than 0 goes to OUT/NAME_seedN.json and into the picture alone.
 
 The committed runs had JAX_THREEFRY_PARTITIONABLE=0, the Dispatcher's with seed 0 from update 69
 on: other random bits for dropout, which cost less on one CPU device.
@@ -68,23 +67,17 @@ def authors_perplexity(run, split: str) -> float:
   return math.exp(nats / count)
 
 
-def row_of(name: str):
-  """The row of Table 1 that a run belongs to: "dispatcher" for "dispatcher_seed1"."""
-  return ROWS.get(name.partition("_")[0])
-
-
 def describe(name: str, folder: Path) -> tuple[dict, dict]:
   """What a run has reached, for OUT; and its record for `reproduce.report`."""
-  table_row = row_of(name)
   lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
   hours = hours_of([json.loads(line) for line in lines])
   run = dpjax.load(folder)
   config = run.config
-  changes = scales.differences(table_row.config, config)
+  changes = scales.differences(ROWS[name].config, config)
   changes = {key: change for key, change in changes.items() if key not in _FREE}
-  flags = [f"--config={table_row.config}", "--config.data.path=ptb"]
+  flags = [f"--config={ROWS[name].config}", "--config.data.path=ptb"]
   flags += [f"--config.{key}={now}" for key, (_, now) in changes.items()]
-  record = experiment.left_out(table_row, config.seed, "paper", "")
+  record = experiment.left_out(ROWS[name], config.seed, "paper", "")
   record |= experiment.describe(run, folder)
   text = batches.ContiguousRows(
     run.data.splits["train"], config.train.batch_size, config.model.max_length
@@ -114,7 +107,7 @@ def describe(name: str, folder: Path) -> tuple[dict, dict]:
     "command": " ".join(["python train.py", *flags]),
   }
   row = {
-    "paper_test_perplexity": table_row.paper[papers.PERPLEXITY],
+    "paper_test_perplexity": ROWS[name].paper[papers.PERPLEXITY],
     "is_finished": is_finished,
     "seed": config.seed,
     "test_perplexity": scores["perplexity"],
@@ -133,13 +126,17 @@ def describe(name: str, folder: Path) -> tuple[dict, dict]:
   return row, record
 
 
+def _model(name: str) -> str:
+  return name.partition("_")[0]
+
+
 @style.applied()
 def draw(rows: dict[str, dict], file: Path) -> None:
   """Validation perplexity over epochs, one curve a run."""
   figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
   for name, row in rows.items():
     points = [(point["epoch"], point["valid_perplexity"]) for point in row["curve"]]
-    label = f"{row_of(name).label}, seed {row['seed']}"
+    label = f"{ROWS[_model(name)].label}, seed {row['seed']}"
     axis.plot(*zip(*points, strict=True), marker=".", label=label)
   axis.set(
     xlabel="epoch",
@@ -159,11 +156,9 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--out", type=Path, default=Path("results/table1_ptb"))
   parser.add_argument("--reports", type=Path, default=Path("results/reproduce"))
   given = parser.parse_args(arguments)
-  folders = {folder.name.removesuffix("_ptb"): folder for folder in given.folders}
-  for name in folders:
-    if row_of(name) is None:
-      parser.error(f"folders: expected names that begin with {', '.join(ROWS)}, got {name}")
-  for folder in folders.values():
+  if unknown := {_model(folder.name) for folder in given.folders} - ROWS.keys():
+    parser.error(f"folders: expected names that begin with {', '.join(ROWS)}, got {unknown.pop()}")
+  for folder in given.folders:
     reports = folder / "metrics.jsonl"
     if not (reports.is_file() and '"valid"' in reports.read_text(encoding="utf-8")):
       parser.error(f"folders: expected runs of at least one epoch, got {folder}")
@@ -173,9 +168,12 @@ def main(arguments: list[str] | None = None) -> None:
     if content["table"] == TABLE.name:
       runs = [run for row in content["rows"] for run in row["runs"]]
       records = {run["row"]: run for run in runs}
-  for name, folder in folders.items():
+  for folder in given.folders:
+    name = _model(folder.name)
     row, record = describe(name, folder)
-    if name in ROWS:
+    if row["seed"]:
+      name += f"_seed{row['seed']}"
+    else:
       records[record["row"]] = record
     path = given.out / f"{name}.json"
     path.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
       "{}: {steps:,} of {num_steps:,} steps in {hours:.1f} hours, best validation "
       "{best_valid_perplexity:.2f}, test {test_perplexity:.2f}".format(name, **row)
     )
-  paths = [path for path in sorted(given.out.glob("*.json")) if row_of(path.stem)]
+  paths = [path for path in sorted(given.out.glob("*.json")) if _model(path.stem) in ROWS]
   draw({path.stem: json.loads(path.read_text()) for path in paths}, given.out / "validation.png")
   report.write(report.summarise(TABLE, "paper", records.values()), given.reports)
 

@@ -427,6 +427,8 @@ def test_what_is_said_of_the_gain_at_the_papers_size_is_measured():
     f"{papers[0]:.2f}",
     f"was trained for {msa['epochs']:.0f}: {scores[1]:.2f}; the paper's is {papers[1]:.2f}",
     "Both are within 3%",
+    f"of the Dispatcher after {dispatcher['epochs']:.0f} of 60 epochs, of attention after "
+    f"{msa['epochs']:.0f};",
     f"After epoch {count} the baseline's validation perplexity is {last} the Dispatcher's",
     f"{papers[1] / papers[0]:.2f} times apart",
     page=README,
@@ -442,11 +444,14 @@ def test_what_is_said_of_seeds_at_the_papers_size_is_measured():
   names = ("dispatcher_seed1", "dispatcher", "msa")
   curves = [result(f"table1_ptb/{name}")["curve"] for name in names]
   epochs = len(curves[0])
-  second, first, attention = (curve[epochs - 1]["valid_perplexity"] for curve in curves)
+  curves = [[point["valid_perplexity"] for point in curve[:epochs]] for curve in curves]
+  second, first, attention = (curve[-1] for curve in curves)
+  is_behind = np.greater(curves[0], curves[2])
+  assert is_behind[:2].all() and not is_behind[2:].any()
   assert_said(
     f"validation perplexity {second:.2f} after {epochs} epochs, the first {first:.2f}, attention "
     f"{attention:.2f}: {second / first - 1:.1%} between the seeds, {attention / first - 1:.0%} "
-    "between the models",
+    "between the models. That seed was behind attention for two epochs",
     page=(DOCS / "faithful.md").read_text(encoding="utf-8"),
   )
 

@@ -54,14 +54,14 @@ def test_a_finished_run(finished, tmp_path):
   assert [x["name"] for x in both["rows"] if x["runs"]] == ["ptb/msa", "ptb/dispatcher"]
   assert both["rows"][1] == content["rows"][1]
   # Another seed has a file of its own, and no row.
-  workdir = (tmp_path / "msa_ptb").rename(tmp_path / "dispatcher_seed1")
+  workdir = (tmp_path / "msa_ptb").rename(tmp_path / "dispatcher_ptb")
   config = json.loads((workdir / "config.json").read_text())
   (workdir / "config.json").write_text(json.dumps(config | {"seed": 13}))
   rows, page = tmp_path / "dispatcher.json", tmp_path / "dispatcher-table1.json"
   before = rows.read_bytes(), page.read_bytes()
   table1_ptb.main([str(workdir), f"--out={tmp_path}", f"--reports={tmp_path}"])
   assert (rows.read_bytes(), page.read_bytes()) == before
-  other = json.loads((tmp_path / "dispatcher_seed1.json").read_text())
+  other = json.loads((tmp_path / "dispatcher_seed13.json").read_text())
   assert other["curve"] == row["curve"] and other["seed"] == 13
 
 
