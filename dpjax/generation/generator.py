@@ -154,37 +154,36 @@ class Generator:
 
   def _pieces(self, params, rows, keys, draw, length, stop_ids, beyond_window):
     streams = [TextStream(self._tokenizer) for _ in rows]
-    is_stopped = [False] * len(rows)
-    is_cached, done = self._has_cache, 0
+    ends = [len(row) + length for row in rows]
+    is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
       own_params = self._by_layer(params)
       state = self._begin(own_params, *_filled(rows, self._window), keys)
     else:
       own_params, state = params, self._slide(rows)
-    while done < length and not all(is_stopped):
-      living = [row for row, ends in zip(rows, is_stopped, strict=True) if not ends]
-      longest = max(map(len, living))
+    while living := [n for n, row in enumerate(rows) if not is_stopped[n] and len(row) < ends[n]]:
+      longest = max(len(rows[number]) for number in living)
       if is_cached and longest > self._window and beyond_window == "slide":
         is_cached, own_params, state = False, params, self._slide(rows)
       state, tokens = self._advance[is_cached](own_params, state, keys, draw)
-      tokens = np.asarray(tokens)[:, : length - done]
-      if is_cached and beyond_window == "slide":
-        # Those drawn beyond the window are not the model's.
-        tokens = tokens[:, : self._window + 1 - longest]
-      done += tokens.shape[1]
-      pieces = []
-      for number, (row, new) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-        if is_stopped[number]:
-          pieces.append(Piece("", 0, True))
+      pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
+      for number, new in enumerate(np.asarray(tokens).tolist()):
+        if number not in living:
           continue
-        row.extend(new)
+        # A row takes no more than the model says. Its part of the state went further, but is
+        # not used again: either the row is complete, or all rows slide now.
+        most = ends[number]
+        if is_cached and beyond_window == "slide":
+          most = min(most, self._window + 1)
+        new = new[: most - len(rows[number])]
         count = next((i for i, token in enumerate(new) if token in stop_ids), None)
         is_stopped[number] = count is not None
-        text = streams[number].push(new[:count])
-        if is_stopped[number] or done == length:
-          text += streams[number].finish()
         used = len(new) if count is None else count + 1
-        pieces.append(Piece(text, used, is_stopped[number]))
+        rows[number] += new[:used]
+        text = streams[number].push(new[:count])
+        if is_stopped[number] or len(rows[number]) == ends[number]:
+          text += streams[number].finish()
+        pieces[number] = Piece(text, used, is_stopped[number])
       yield pieces
 
   def _stop_ids(self, stop: Sequence[str]) -> set[int]:

@@ -1,6 +1,7 @@
 """Texts of small models that were not trained, within their windows and beyond them."""
 
 import dataclasses
+import functools
 import itertools
 from functools import partial
 
@@ -12,6 +13,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise, tokens_per_second
 from dpjax.models.build import build_model, pad_id
 from dpjax.text.tokens import Bytes, train_tokenizer
@@ -46,24 +48,78 @@ def write(maker, prompts, **settings) -> list[str]:
   return ["".join(piece.text for piece in row) for row in rows]
 
 
-def greedy_by_hand(maker, prompts, length: int, reach: int = WINDOW) -> list[str]:
-  """From a full pass for every token, over the last `reach` of them."""
+@functools.cache
+def pass_by_hand(generator):
+  """The logits after the tokens [1, N], padded to a window, the first of them at a place."""
+  model, reach = generator._model, generator._window
+
+  @jax.jit
+  def call(params, tokens, count, place, keys):
+    noise = _noise(keys, place, reach)
+    known = {"boundary_noise": noise} if generator._draws_boundaries else {}
+    return model.apply({"params": params}, tokens, **known).logits[0, count - 1]
+
+  return call
+
+
+@functools.cache
+def step_by_hand(generator):
+  """The logits after one more token, with the cache of those before."""
+  model = generator._model
+
+  @jax.jit
+  def call(params, token, cache, keys):
+    noise = _noise(keys, cache.length, 1)
+    known = {"boundary_noise": noise} if generator._draws_boundaries else {}
+    output = model.apply({"params": params}, token, cache=cache, **known)
+    return output.logits[0, 0], output.cache
+
+  return call
+
+
+def by_hand(
+  maker, prompt: str, length: int, *, temperature=0.0, key=None, goes_on=False
+) -> tuple[list[int], list[bool]]:
+  """A row alone, token by token: a full pass over the last window for each.
+
+  Or, where the cache goes on, a step of one token for each, those of the prompt too.
+
+  Returns:
+    The tokens, and for each whether another one was almost as good.
+  """
   generator, params = maker
-  tokenizer, model = generator._tokenizer, generator._model
-  call = jax.jit(lambda tokens: model.apply({"params": params}, tokens).logits)
-  texts = []
-  for prompt in prompts:
-    row = tokenizer.encode(prompt).tolist() or [tokenizer.start_id]
-    for _ in range(length):
-      seen = row[-reach:]
+  key, tokenizer = jax.random.key(0) if key is None else key, generator._tokenizer
+  row = tokenizer.encode(prompt).tolist() or [tokenizer.start_id]
+  reach, before, is_close = generator._window, len(row), []
+  if goes_on:
+    cache = generator._model.init_cache(1)
+    for token in row[:-1]:
+      _, cache = step_by_hand(generator)(params, np.array([[token]]), cache, key[None])
+  for _ in range(length):
+    seen = row[-reach:]
+    if goes_on:
+      last = np.array([row[-1:]])
+      logits, cache = step_by_hand(generator)(params, last, cache, key[None])
+    else:
       # Behind what is real stands anything: the model is causal.
-      padded = np.zeros((1, reach), np.int32)
-      padded[0, : len(seen)] = seen
-      best, second = np.sort(np.asarray(call(padded)[0, len(seen) - 1]))[:-3:-1]
-      assert best - second > 1e-3
-      row.append(int(jnp.argmax(call(padded)[0, len(seen) - 1])))
-    texts.append(tokenizer.decode(row[-length:]))
-  return texts
+      tokens = np.zeros((1, reach), np.int32)
+      tokens[0, : len(seen)] = seen
+      place = np.array([len(row) - len(seen)], np.int32)
+      logits = pass_by_hand(generator)(params, tokens, len(seen), place, key[None])
+    if temperature:
+      noise = jax.random.gumbel(jax.random.fold_in(key, len(row)), logits.shape)
+      logits = logits / temperature + noise
+    best, second = np.sort(np.asarray(logits))[:-3:-1]
+    is_close.append(bool(best - second < 1e-3))
+    row.append(int(jnp.argmax(logits)))
+  return row[before:], is_close
+
+
+def greedy_by_hand(maker, prompts, length: int) -> list[str]:
+  """From a full pass for every token."""
+  rows = [by_hand(maker, prompt, length) for prompt in prompts]
+  assert not any(any(is_close) for _, is_close in rows)
+  return [maker[0]._tokenizer.decode(tokens) for tokens, _ in rows]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +154,7 @@ def test_what_goes_on_is_what_a_longer_model_says():
   maker, longer = make(num_levels=3), make(num_levels=3, max_length=64)
   prompts = ["abc", "hij abc defg ab cd ef gab j ihg fed"]
   texts = write(maker, prompts, length=23, temperature=0.0, beyond_window="continue")
-  assert texts == greedy_by_hand(longer, prompts, 23, 64)
+  assert texts == greedy_by_hand(longer, prompts, 23)
   # Which is not what a window says.
   assert texts[:1] != write(maker, prompts[:1], length=23, temperature=0.0)
 
@@ -321,6 +377,91 @@ def test_a_mixer_without_a_cache_writes_by_full_passes():
   assert write(maker, ["j"], length=5, temperature=0.0) == [texts[1][:5]]
   with pytest.raises(ValueError, match="beyond_window: expected slide or refuse with a m"):
     write(maker, prompts, length=3, beyond_window="continue")
+
+
+def draw_case(maker, rng) -> dict:
+  """Prompts of any lengths, and settings that these allow."""
+  kind = maker[0]._settings
+  beyond = rng.choice(["slide", "slide", "slide", "continue", "refuse"])
+  if not maker[0]._has_cache and beyond == "continue":
+    beyond = "slide"
+  sizes, count = rng.integers(0, WINDOW + 1, size=3).tolist(), 1
+  if rng.integers(4) == 0:
+    sizes, count = sizes[:1], 3
+  longest = WINDOW + 1 - max(1, *sizes)
+  is_endless = beyond == "slide" or (beyond == "continue" and kind.mixer.name != "attention")
+  length = int(rng.integers(1, 2 * WINDOW + 4 if is_endless else longest + 1))
+  prompts = ["".join(rng.choice(list(LETTERS), size)) for size in sizes]
+  return dict(
+    prompts=prompts,
+    num_samples=count,
+    length=length,
+    beyond_window=str(beyond),
+    temperature=float(rng.choice([0.0, 0.7, 1.6])),
+    seed=int(rng.integers(100)),
+  )
+
+
+def check_case(maker, case: dict, rng) -> None:
+  """Each row is the row alone, up to a token that another one almost was."""
+  generator, params = maker
+  decode, rows = generator._tokenizer.decode, []
+  settings = dict(temperature=case["temperature"], goes_on=case["beyond_window"] == "continue")
+  for j, prompt in enumerate(case["prompts"]):
+    for i in range(case["num_samples"]):
+      key = jax.random.fold_in(jax.random.fold_in(jax.random.key(case["seed"]), i), j)
+      rows.append((prompt, *by_hand(maker, prompt, case["length"], key=key, **settings)))
+  # Some of what the longest prompt's row, or another, writes at first ends rows.
+  _, written, _ = max(rows, key=lambda row: len(row[0])) if rng.integers(3) else rows[0]
+  stops = set(rng.choice(written[:5], rng.integers(0, 3)).tolist())
+  chunks = generator.stream(params, **case, stop=[decode([i]) for i in stops])
+  for (_, tokens, is_close), pieces in zip(rows, zip(*chunks, strict=True), strict=True):
+    count = next((n for n, token in enumerate(tokens) if token in stops), None)
+    used = len(tokens) if count is None else count + 1
+    found, certain = "".join(piece.text for piece in pieces), count
+    if any(is_close[:used]):
+      found, certain = found[: is_close.index(True)], is_close.index(True)
+    else:
+      ends = sum(piece.num_tokens for piece in pieces), pieces[-1].is_stopped
+      assert ends == (used, count is not None), (case, stops)
+    assert found == decode(tokens[:certain]), (case, stops)
+
+
+def test_a_row_is_the_row_alone(dispatcher):
+  rng = np.random.default_rng(5)
+  for _ in range(12):
+    check_case(dispatcher, draw_case(dispatcher, rng), rng)
+  # The longer row stops in the chunk in which it would leave the window.
+  maker = make(max_length=24)
+  case = dict(prompts=["abc hij def gab cde fg", "abc"], num_samples=1, length=30)
+  for seed in range(3):
+    check_case(maker, dict(**case, beyond_window="slide", temperature=1.0, seed=seed), rng)
+
+
+SEARCHED = {
+  **{
+    name: dict(mixer=name, positions="sinusoidal") for name in ("dispatcher_multihead", "attention")
+  },
+  **{name: dict(mixer=name, positions="sinusoidal") for name in ("she", "he", "we", "me")},
+  "relative_attention": dict(mixer="relative_attention", positions="none"),
+  "dispatcher": dict(num_levels=3),
+  "words": dict(boundaries="whitespace", **POOLED),
+  "fixed": dict(boundaries="fixed", shortening_factor=3, **POOLED),
+  "drawn": dict(boundaries="gumbel", sample_boundaries=True, **POOLED),
+  "routing": dict(boundaries="routing", **POOLED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SEARCHED, "no cache"])
+def test_any_row_is_the_row_alone(name, monkeypatch):
+  number = [*SEARCHED, "no cache"].index(name)
+  monkeypatch.setattr(generator_lib, "_CHUNK", (16, 5, 7)[number % 3])
+  monkeypatch.setattr(generator_lib, "_CHUNK_OF_PASSES", (4, 3, 1)[number % 3])
+  maker = make(**SEARCHED[name]) if name in SEARCHED else without_cache()
+  rng = np.random.default_rng(number)
+  for _ in range(20):
+    check_case(maker, draw_case(maker, rng), rng)
 
 
 def test_padding_is_a_token_of_the_vocabulary():
