@@ -150,10 +150,12 @@ class Generator:
       top_p=jnp.float32(settings["top_p"]),
     )
     length, beyond_window = settings["length"], settings["beyond_window"]
-    return self._pieces(params, rows, keys, draw, length, stop_ids, beyond_window)
+    streams = [
+      TextStream(self._tokenizer, prompt) for prompt in prompts for _ in range(num_samples)
+    ]
+    return self._pieces(params, rows, streams, keys, draw, length, stop_ids, beyond_window)
 
-  def _pieces(self, params, rows, keys, draw, length, stop_ids, beyond_window):
-    streams = [TextStream(self._tokenizer) for _ in rows]
+  def _pieces(self, params, rows, streams, keys, draw, length, stop_ids, beyond_window):
     ends = [len(row) + length for row in rows]
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:

@@ -26,6 +26,9 @@ class TextStream:
 
     "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
 
+  After a prompt, this is what `decode` adds to the prompt's text: WordPiece puts a space before
+  a word unless it is the first, for example.
+
   Text is returned at once, with two exceptions. Up to three final U+FFFD that may be the
   beginning of a character wait for the next token. (A real U+FFFD of "characters" does not
   wait.) If a BPE decodes a run of bytes together, they wait for the end of the run.
@@ -35,8 +38,8 @@ class TextStream:
   for SentencePiece models without denormalisation rules.
   """
 
-  def __init__(self, tokenizer: Tokenizer):
-    """Begins a text of this tokenizer."""
+  def __init__(self, tokenizer: Tokenizer, prompt: str = ""):
+    """Begins a text of this tokenizer, or goes on from a prompt."""
     self._tokenizer = tokenizer
     self._open = 0 if tokenizer.kind in _WHOLE else _OPEN
     # Text that stands for what came before a window: SentencePiece decodes the first
@@ -46,6 +49,12 @@ class TextStream:
     self._length_word = len(tokenizer.decode(self._words))
     self._empty: dict[int, bool] = {}
     self._begin()
+    if prompt:
+      self.push(tokenizer.encode(prompt))
+      shown = tokenizer.decode(self._window + self._waiting)
+      self._shown = len(shown)
+      # A space at its end may have no token; the next word then brings it again.
+      self._drops_space = prompt[-1].isspace() and not shown[-1:].isspace()
 
   def push(self, ids: Sequence[int] | np.ndarray) -> str:
     """Takes the next tokens.
@@ -77,7 +86,7 @@ class TextStream:
       self._window.append(i)
     text = self._tokenizer.decode(self._window)
     certain = max(self._shown, self._certain(text))
-    new = text[self._shown : certain]
+    new = self._without_space(text[self._shown : certain])
     self._shown = certain
     if not text:  # marks and dropped spaces, of which one is as good as many
       self._window = list(dict.fromkeys(self._window))
@@ -88,6 +97,7 @@ class TextStream:
   def finish(self) -> str:
     """Ends the text: returns the rest, and begins a new text."""
     rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
+    rest = self._without_space(rest)
     self._begin()
     return rest
 
@@ -96,6 +106,13 @@ class TextStream:
     self._waiting: list[int] = []  # open ones, whose text is not certain
     self._shown = 0  # how many characters of the window's text were given out
     self._marks: set[int] = set()  # the tokens without text at the window's end
+    self._drops_space = False  # whether the prompt has the space of the next word
+
+  def _without_space(self, new: str) -> str:
+    if new and self._drops_space:
+      self._drops_space = False
+      return new.removeprefix(" ")
+    return new
 
   def _certain(self, text: str) -> int:
     """The number of characters that no later token can change."""

@@ -248,6 +248,18 @@ def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
   assert found[0] == "" and found[1].startswith(texts[1])
 
 
+def test_a_text_goes_on_from_its_prompt():
+  """WordPiece, whose decoder puts a space before a word, but not before the first."""
+  line = "the cat sat on a mat"
+  maker = make(train_tokenizer("wordpiece", [line] * 2, vocab_size=31))
+  tokenizer, prompts = maker[0]._tokenizer, ["the cat", "the cat ", "the", ""]
+  texts = write(maker, prompts, length=5, temperature=0.0)
+  for prompt, text in zip(prompts, texts, strict=True):
+    tokens, _ = by_hand(maker, prompt, 5)
+    assert prompt + text == tokenizer.decode([*tokenizer.encode(prompt), *tokens])
+  assert texts[0] == " " + texts[1] and not texts[3].startswith(" ")
+
+
 def test_a_character_that_stays_incomplete_is_shown_at_the_end():
   maker = make(Bytes(), mixer="me", positions="sinusoidal")
   # Nothing but the first byte of two is ever drawn.

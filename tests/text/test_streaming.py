@@ -212,3 +212,38 @@ def test_a_row_of_bytes_waits_for_its_end():
   assert stream.push([at]) == 3 * "\ufffd" + "at"
   assert [stream.push([i]) for i in (first, last)] == ["", ""]
   assert stream.finish() == "\u00e9"
+
+
+def metaspace():
+  """BPE whose pieces begin with the mark of a space, which a text's first piece loses."""
+  raw = library.Tokenizer(library.models.BPE())
+  raw.pre_tokenizer = library.pre_tokenizers.Metaspace()
+  raw.decoder = library.decoders.Metaspace()
+  raw.train_from_iterator(LINES, library.trainers.BpeTrainer(vocab_size=61, show_progress=False))
+  return BytePairs(raw)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FAMILIES, "metaspace"])
+def test_a_text_goes_on_from_its_prompt(tokenizers, name):
+  of_name = {**tokenizers, "metaspace": metaspace()}
+  tokenizer = of_name[name] if name in of_name else BytePairs(family(name))
+  count, loses_space = 0, np.array_equal(tokenizer.encode("on "), tokenizer.encode("on"))
+  for text in (
+    "the cat sat on the mat",
+    "don't\nsat \u6f22\u6f22\ufffd on",
+    97 * "\u6f22" + " the",
+  ):
+    ids = tokenizer.encode(text)
+    for cut in range(len(ids)):
+      prompt = tokenizer.decode(ids[:cut])
+      if not np.array_equal(tokenizer.encode(prompt), ids[:cut]):
+        continue  # within a character, say
+      expected, count = tokenizer.decode(ids), count + 1
+      is_word_end = expected[len(prompt) :].startswith(" ")
+      for before in [prompt, prompt + " "][: 1 + (loses_space and is_word_end)]:
+        stream = TextStream(tokenizer, before)
+        found = [*map(stream.push, ids[cut:, None]), stream.finish()]
+        assert before + "".join(found) == expected
+  assert count > 15 and loses_space == (name in ("wordpiece", "lost"))
+  # Without a prompt, a text begins; as it does after its end.
+  assert stream.push(ids) + stream.finish() == expected == streamed(tokenizer, [ids])
