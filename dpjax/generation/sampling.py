@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+# Below it, float32 may not hold logits / temperature, and at last not the temperature itself.
+_COLDEST = 1e-20
+
 
 def sample(
   logits: jax.Array,
@@ -28,7 +31,8 @@ def sample(
   Args:
     logits: [B, V], floats; -inf excludes a token.
     keys: [B], a random key for each row, so that a row does not depend on the others.
-    temperature: at least 0; 0 takes the largest logit (the first of equals).
+    temperature: at least 0; 0, or less than 1e-20, takes the largest logit (the first of
+      equals).
     top_k: keep only the k most likely tokens, and ties with the k-th; 0 keeps all.
     top_p: keep only the most likely tokens that together reach this probability, in (0, 1]
       (nucleus sampling, Holtzman et al. 2020), after `top_k`; ties with the last of them stay.
@@ -61,7 +65,7 @@ def sample(
     noise_bv = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
     return _first_largest(noise_bv + scaled_bv)
 
-  return _if(temperature == 0, _first_largest, draw, logits)
+  return _if(temperature < _COLDEST, _first_largest, draw, logits)
 
 
 def _check(temperature, top_k, top_p) -> None:

@@ -97,9 +97,9 @@ class TextStream:
   def finish(self) -> str:
     """Ends the text: returns the rest, and begins a new text."""
     rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
-    rest = self._without_space(rest)
+    new = self._without_space(rest)
     self._begin()
-    return rest
+    return new
 
   def _begin(self) -> None:
     self._window: list[int] = []  # the last tokens, without those that wait

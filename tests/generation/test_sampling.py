@@ -116,6 +116,18 @@ def test_settings_traced_or_not_are_those_of_a_plain_sampler():
   assert len(traces) == 1 and len(expected_all) > 6
 
 
+@pytest.mark.parametrize("temperature", [1e-12, 1e-25, 1e-36, 1e-37, 1e-38, 1e-40, 1e-45, 1e-50])
+def test_temperatures_that_float32_cannot_divide_by_are_greedy(temperature):
+  logits = 200 * jax.random.normal(jax.random.key(4), (7, 53)).at[:, ::5].set(-jnp.inf)
+  keys = jax.random.split(jax.random.key(9), 7)
+  expected = jnp.argmax(logits, axis=1)
+  for settings in ({}, dict(top_k=3), dict(top_p=0.7)):
+    known = sample(logits, keys, temperature=temperature, **settings)
+    traced = compiled(logits, keys, temperature=temperature, **settings)
+    np.testing.assert_array_equal(known, expected)
+    np.testing.assert_array_equal(traced, expected)
+
+
 def test_bfloat16_logits():
   logits = jnp.array([[1, 3, 2, 3, 0]], jnp.bfloat16)
   keys = jax.random.split(jax.random.key(0), 1)
