@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +176,19 @@ def test_every_public_name_is_there():
   assert "module 'dpjax' has no attribute 'nothing'" in done.stderr
 
 
-# At its first start, pyright fetches what it runs on.
+def check_types(lines: list[str], folder: Path) -> list[dict]:
+  """What pyright says of a user's script. At its first start, it fetches what it runs on."""
+  (folder / "face.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+  done = subprocess.run(
+    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "face.py"],
+    cwd=folder,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  return json.loads(done.stdout)["generalDiagnostics"]
+
+
 @pytest.mark.slow
 def test_a_type_checker_knows_every_public_name(tmp_path):
   names = public_names()
@@ -184,15 +197,7 @@ def test_a_type_checker_knows_every_public_name(tmp_path):
     lines += [f"from {package} import {name}" for name in names[package]]
     lines += [f"reveal_type({package}.{name})" for name in names[package]]
   wrong = [f"{package}.nothing" for package in FACES]
-  (tmp_path / "face.py").write_text("\n".join(lines + wrong) + "\n", encoding="utf-8")
-  done = subprocess.run(
-    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "face.py"],
-    cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-  )
-  found = json.loads(done.stdout)["generalDiagnostics"]
+  found = check_types(lines + wrong, tmp_path)
   types = [x["message"] for x in found if x["severity"] == "information"]
   assert len(types) == sum(map(len, names.values()))
   assert not [message for message in types if 'Unknown"' in message]
@@ -200,3 +205,26 @@ def test_a_type_checker_knows_every_public_name(tmp_path):
   assert [x["range"]["start"]["line"] for x in errors] == [
     len(lines) + i for i in range(len(wrong))
   ], errors
+
+
+TYPES = {
+  'run.generate("a", length=3, stop=["b"])': "list[str]",
+  'run.generate(["a", "b"], top_p=0.5, beyond_window="refuse")': "list[list[str]]",
+  'dpjax.generate("run", "a", temperature=0.0, top_k=2)': "list[str]",
+  'dpjax.generate(run, ("a", "b"), seed=5, num_samples=2)': "list[list[str]]",
+  'run.stream("a", length=3)': "Iterator[list[Piece]]",
+  "run.model": "LanguageModel",
+}
+MISTYPED = ['run.generate("a", lenght=3)', 'dpjax.generate(run, "a", length="3")', "run.stream(3)"]
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_a_run(tmp_path):
+  pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/index.md", "README.md")]
+  lines = "\n".join(re.search(r"```python\n(.*?)```", page, re.S)[1] for page in pages).splitlines()
+  found = check_types([*lines, *map("reveal_type({})".format, TYPES), *MISTYPED], tmp_path)
+  types = [x["message"] for x in found if x["severity"] == "information"]
+  assert [re.search(r' is "(.*)"', message)[1] for message in types] == [*TYPES.values()]
+  errors = {x["range"]["start"]["line"] for x in found if x["severity"] != "information"}
+  begin = len(lines) + len(TYPES)
+  assert sorted(errors) == [*range(begin, begin + len(MISTYPED))], found

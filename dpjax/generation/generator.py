@@ -7,7 +7,7 @@ Each new token costs one step with a cache, or a pass over the window if a mixer
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,19 @@ class Piece(NamedTuple):
   text: str
   num_tokens: int
   is_stopped: bool
+
+
+class Sampling(TypedDict, total=False):
+  """The settings of `Generator.stream`, for type checkers."""
+
+  length: int | None
+  temperature: float | None
+  top_k: int | None
+  top_p: float | None
+  beyond_window: str | None
+  seed: int
+  num_samples: int
+  stop: Sequence[str]
 
 
 class Generator:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
@@ -219,7 +220,7 @@ class LanguageModel(nn.Module):
     return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
 
   @nn.nowrap
-  def apply(self, variables: Mapping, tokens: jax.Array, *args, **kwargs) -> Any:
+  def apply(self, variables: Mapping, tokens: ArrayLike, *args, **kwargs) -> Any:
     """`flax.linen.Module.apply`, also for arrays on a mesh with explicit axes."""
 
     def of_tokens(tokens, variables, args, kwargs):

@@ -37,7 +37,7 @@ def with_vocabulary(config: ConfigDict, tokenizer: Tokenizer) -> ConfigDict:
   return config
 
 
-def model(config: ConfigDict, model, frozen: LanguageModel | None) -> nn.Module:
+def model(config: ConfigDict, model, frozen: LanguageModel | None) -> Any:
   """The model of a configuration, or the given model instead."""
   if model is None:
     return build_model(config.model, frozen)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from dpjax.data import making, prepared
 from dpjax.data.questions import Question, read_questions
 from dpjax.errors import UserError
 from dpjax.generation import generator
+from dpjax.generation.generator import Sampling
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
 from dpjax.run import build, dispatch, export
@@ -32,7 +33,8 @@ class Run:
 
   Attributes:
     config: the settings, with `config.model.vocab_size`.
-    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
+    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; a model
+      made in Python may have another class.
     params: the parameters.
     tokenizer: has `encode` and `decode`.
     step: the number of updates made.
@@ -41,7 +43,7 @@ class Run:
   """
 
   config: ConfigDict
-  model: nn.Module
+  model: LanguageModel
   params: dict
   tokenizer: Tokenizer
   step: int
@@ -220,7 +222,15 @@ class Run:
     }
     making.write_json(self.workdir / f"choices_{path.stem}_{self.step}.json", content)
 
-  def generate(self, prompt: str | Sequence[str], **settings: Any) -> list[str] | list[list[str]]:
+  @overload
+  def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
+
+  @overload
+  def generate(self, prompt: Sequence[str], **settings: Unpack[Sampling]) -> list[list[str]]: ...
+
+  def generate(
+    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
+  ) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:
@@ -244,7 +254,9 @@ class Run:
     count = len(texts) // len(prompts)
     return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
 
-  def stream(self, prompt: str | Sequence[str], **settings: Any) -> Iterator[list[generator.Piece]]:
+  def stream(
+    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
+  ) -> Iterator[list[generator.Piece]]:
     """Continues a prompt, or several at once, and yields text as it is generated.
 
     Args:
@@ -289,8 +301,7 @@ class Run:
 
   @cached_property
   def _generator(self) -> generator.Generator:
-    model: Any = self.model
-    return build.generator(self.config, model, self.tokenizer)
+    return build.generator(self.config, self.model, self.tokenizer)
 
   def _score_split(
     self, params, split: str, data: Any, documents: str = "", **size
@@ -346,8 +357,18 @@ def load(
   return Run(config, built, params, data.tokenizer, at, data, workdir)
 
 
+@overload
+def generate(run: Run | str | Path, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
+
+
+@overload
 def generate(
-  run: Run | str | Path, prompt: str | Sequence[str], **settings: Any
+  run: Run | str | Path, prompt: Sequence[str], **settings: Unpack[Sampling]
+) -> list[list[str]]: ...
+
+
+def generate(
+  run: Run | str | Path, prompt: str | Sequence[str], **settings: Unpack[Sampling]
 ) -> list[str] | list[list[str]]:
   """Continues a prompt, or several, with a run: `Run.generate` as a function.
 
