@@ -185,8 +185,8 @@ class Generator:
       for number, new in enumerate(np.asarray(tokens).tolist()):
         if number not in living:
           continue
-        # A row takes no more than the model says. Its part of the state went further, but is
-        # not used again: either the row is complete, or all rows slide now.
+        # What is drawn beyond the window is not the model's. The state of a row that is cut
+        # has gone further, and is not used again: the row is complete, or all slide next.
         most = ends[number]
         if is_cached and beyond_window == "slide":
           most = min(most, self._window + 1)
