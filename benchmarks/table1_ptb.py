@@ -47,7 +47,7 @@ def hours_of(reports: list[dict]) -> float:
   times = [report["time"] for report in reports]
   gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
   longest = STOPPED * statistics.median(gaps or [0.0])
-  return sum(gap for gap in gaps if gap <= longest) / 3600
+  return math.fsum(gap for gap in gaps if gap <= longest) / 3600
 
 
 def has_lost_patience(curve: list[dict], patience: int) -> bool:

@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not models:
       continue
     for name, model in models.items():
-      seconds = sum(row["seconds"] for row in done if row["name"] == name)
+      seconds = math.fsum(row["seconds"] for row in done if row["name"] == name)
       model |= {"minutes": round(seconds / 60, 1), "machine": machine}
     file = given.out / f"{experiment}.json"
     if file.exists():

@@ -1,6 +1,7 @@
 """Reports for people, in Markdown, of what `reproduce.report` keeps of tables."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def page(contents: Sequence[Content]) -> str:
     done = [run.get("status") == "done" for run in runs] + [not y["left_out"] for y in points]
     done += [row.get("agrees", False) for row in rows]
     of_all = x.get("planned") or len(rows) * max(x.get("seeds", 1), 1)
-    minutes = sum(run["minutes"] for run in runs)
+    minutes = math.fsum(run["minutes"] for run in runs)
     anchor = re.sub(r"[^\w -]", "", _heading(x).lower()).replace(" ", "-")
     overview += (
       f"| `{x['table']}` | {x['source']} | {x['scale']} | {sum(done)} of {of_all} "
@@ -306,7 +307,7 @@ def _origin(records: Sequence[Content]) -> str:
   dates = sorted({x["date"] for x in records})
   lines += [f"- Date: {' to '.join(dict.fromkeys(dates[:1] + dates[-1:]))}."] * bool(dates)
   lines += [f"- Command: `{x['command']}`" for x in records]
-  minutes = sum(x.get("minutes", 0) for x in records)
+  minutes = math.fsum(x.get("minutes", 0) for x in records)
   return "\n".join(dict.fromkeys(lines + [f"- {minutes:.1f} minutes in all."] * bool(minutes)))
 
 

@@ -262,6 +262,15 @@ def test_settings_of_all_rows_are_said_once_and_others_of_whom():
   assert "- `train.learning_rate` 1 -> 0.01 (`y/same`)\n" in text
 
 
+def test_minutes_are_summed_exactly():
+  # The built-in sum of Python 3.11 gives a little less, shown as 0.3.
+  ran = [record("a.py:none", seed, bits=1.5, minutes=0.05) for seed in range(7)]
+  content = report.summarise(SMALL, "cpu", ran)
+  assert "- 0.4 minutes in all." in pages.markdown(content)
+  ran = [record("a.py:none", seed, bits=1.5, minutes=x) for seed, x in enumerate([1e16, 3, -1e16])]
+  assert "| 3 | [section]" in pages.page([report.summarise(SMALL, "cpu", ran)])
+
+
 def test_texts_machines_and_times_are_said():
   ran = [
     record("a.py:none", 0, bits=1.5),
