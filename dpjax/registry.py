@@ -12,6 +12,8 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -62,12 +64,21 @@ class Registry:
     register: the function that adds one, for messages, such as "dpjax.register_mixer".
     given: the names of fields that are not settings, but supplied by the builder.
     known: components by name, each as "module:attribute", imported at first use.
+    needs: a field that every component has; "" for none.
   """
 
-  def __init__(self, kind: str, register: str, given: Collection[str], known: Mapping[str, str]):
-    self._kind, self._register = kind, register
+  def __init__(
+    self,
+    kind: str,
+    register: str,
+    given: Collection[str],
+    known: Mapping[str, str],
+    needs: str = "",
+  ):
+    self._kind, self._register, self._needs = kind, register, needs
     self._given = frozenset(given) | {"parent", "name"}
     self._components: dict[str, str | Callable] = dict(known)
+    self._origins: dict[str, str] = {}
 
   def names(self) -> tuple[str, ...]:
     """All names, in the order in which they were registered."""
@@ -82,7 +93,8 @@ class Registry:
         it declares.
 
     Raises:
-      ValueError: another component has the name, or the name is invalid.
+      ValueError: another component has the name, the name is invalid, or the component lacks
+        a field.
     """
     known = self._components.get(name)
     is_same = known is not None and _full_name(component) == _full_name(known)
@@ -93,7 +105,25 @@ class Registry:
       )
     if known is not None and known is not component and not is_same:
       raise ValueError(f"{self._kind}: expected a name that is free, got {name}")
+    if self._needs:
+      fields = inspect.signature(component).parameters
+      takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+      if self._needs not in fields and not takes_any:
+        raise ValueError(
+          f"{self._kind}: expected a class or function that takes {self._needs}, got "
+          f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
+        )
     self._components[name] = component
+    # The module that calls, which may be another than the component's.
+    self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
+
+  def origin(self, name: str) -> str | None:
+    """The module that registered a component, for --plugin; None for those of dpjax.
+
+    None also for those of the program itself, which nobody can import.
+    """
+    origin = self._origins.get(name)
+    return None if origin == "__main__" else origin
 
   def component(self, name: Any, key: str = "") -> Callable:
     """The component of a name.
@@ -240,6 +270,23 @@ def load_plugins() -> None:
       )
 
 
+def import_plugin(module: str) -> None:
+  """Imports a module that registers components.
+
+  Raises:
+    UserError: it cannot be imported.
+  """
+  try:
+    importlib.import_module(module)
+  except Exception as error:  # A program of the user's, with errors of any type.
+    if os.environ.get("DPJAX_TRACEBACK"):
+      raise
+    raise UserError(
+      f"--plugin: expected a module that can be imported, got {module} "
+      f"({type(error).__name__}: {' '.join(str(error).split())})"
+    ) from error
+
+
 def as_tuple(value: Any) -> Any:
   """Converts lists, as JSON stores tuples, back to tuples, also nested ones."""
   if not isinstance(value, (list, tuple)):
@@ -305,6 +352,7 @@ mixers = Registry(
     "we": "dpjax.layers.extractors:WE",
     "me": "dpjax.layers.extractors:ME",
   },
+  needs="max_length",
 )
 boundaries = Registry(
   "boundaries",

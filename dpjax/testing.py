@@ -66,10 +66,12 @@ def check_mixer(
   Raises:
     AssertionError: the mixer breaks a relation. The message has the relation's name, its
       statement and where to look.
+    TypeError: the mixer has no field `max_length`.
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
   case = _Case(make, width, max_length, reach, has_cache, takes_starts, leakage, dropout, gradients)
+  case()  # A class that cannot be made breaks no relation: its own error is the message.
   for name in RELATIONS if relations is None else relations:
     relation = RELATIONS[name]
     try:
@@ -129,7 +131,8 @@ def _close(found: Any, expected: Any, message: str, tolerance: float = 1e-5) -> 
 def _causality(case: _Case) -> None:
   """An output depends only on inputs up to its position, as far back as `reach` says.
 
-  Look at shifts and masks, at sums and normalisation over positions or rows, and at `reach`.
+  Look at shifts and masks, at sums and normalisation over positions or rows, and at `reach`, an
+  argument of `check_mixer`: a field of that name has no effect.
   """
   mix = case.with_params(case())
   distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)

@@ -194,6 +194,22 @@ def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
     testing.check_mixer(min_gru, max_length=3)
 
 
+def test_a_field_named_reach_is_not_the_contracts():
+  class Decay(nn.Module):
+    max_length: int
+    reach: int = 5
+
+    @nn.compact
+    def __call__(self, inputs, *, deterministic=True):
+      x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
+      return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / self.reach
+
+  testing.check_mixer(Decay, reach=2, relations=["causality"])
+  message = "(?s)an\nargument of `check_mixer`: a field of that name .*output t"
+  with pytest.raises(AssertionError, match=message):
+    testing.check_mixer(Decay, relations=["causality"])
+
+
 def test_a_mixer_without_a_cache_is_checked_without_it():
   class Decay(nn.Module):
     """Without a cache, a dtype, dropout."""

@@ -161,6 +161,22 @@ def test_a_setting_without_a_default_has_to_be_given(mixers):
   assert config_lib.mixer("needs", width=7).width == 7
 
 
+def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
+  class Short(nn.Module):
+    rate: float = 0.5
+
+    def __call__(self, inputs, *, deterministic=True):
+      return self.rate * inputs
+
+  message = "^mixer: expected a class or function that takes max_length, got .*Short.*takes rate"
+  with pytest.raises(ValueError, match=message):
+    dpjax.register_mixer("short", Short)
+  assert "short" not in mixers.names()
+  dpjax.register_mixer("any", lambda **settings: Short())
+  with pytest.raises(TypeError, match="unexpected keyword argument 'max_length'"):
+    dpjax.testing.check_mixer(Short)
+
+
 def test_names_are_free_once(mixers):
   dpjax.register_mixer("decay", Decay)
   dpjax.register_mixer("decay", Decay)  # a module that is imported again
