@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -18,6 +19,7 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import registry
+from dpjax.__main__ import COMMANDS
 from dpjax.config import old as old_settings
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
@@ -266,6 +268,18 @@ def arguments(*argv):
     for name in flags.FLAGS:
       flags.FLAGS[name].unparse()
     flags.FLAGS.unparse_flags()
+
+
+def command(name: str, *words):
+  """Runs `dpjax NAME WORDS` here; gives what it exits with."""
+  module = COMMANDS.get(name, ["reproduce.__main__"])[0]
+  with arguments(name, *words):
+    try:
+      # By its path, since other tests have imported some.
+      runpy.run_path(str(ROOT / f"{module.replace('.', '/')}.py"), run_name="__main__")
+      return None
+    except SystemExit as end:
+      return end.code
 
 
 def cases(table: str) -> list[tuple[str, ...]]:

@@ -1,11 +1,14 @@
 """The rules between the settings, and what a configuration is read back from."""
 
+import copy
 import json
 import re
 
 import jax.numpy as jnp
+import ml_collections
 import pytest
 
+import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
 
@@ -38,6 +41,51 @@ LEAST = {
   0: """model.vocab_size train.window train.num_steps train.schedule.warmup_steps train.clip_norm
         train.learning_rate train.optimizer.eps eval.window eval.stride model.norm_init_std""",
 }
+
+
+def test_the_name_of_a_component_is_its_section():
+  config, expected = config_lib.default(), config_lib.default()
+  expected.model.mixer = config_lib.mixer("we")
+  expected.model.last.mixer = config_lib.mixer("he")
+  expected.model.boundaries = config_lib.boundaries("fixed")
+  expected.train.optimizer = config_lib.optimizer("adamw")
+  expected.train.schedule = config_lib.schedule("cosine")
+  copies = (config, copy.deepcopy(config), config.copy_and_resolve_references())
+  for mine in copies:
+    mine.model.mixer, mine.model.last.mixer, mine.model.boundaries = "we", "he", "fixed"
+    mine.train.optimizer, mine.train.schedule = "adamw", "cosine"
+    assert mine == expected and expected == mine
+    config_lib.check(mine)
+    with pytest.raises(dpjax.UserError, match="^mixer: expected one of .*did you mean we[?]"):
+      mine.model.mixer = "wee"
+  # Sections of a plain ConfigDict fit as before.
+  plain = ml_collections.ConfigDict(expected.to_dict())
+  assert plain == expected and expected == plain
+  config.model = plain.model
+  config.model.mixer = "me"
+  assert config.model.mixer == config_lib.mixer("me")
+  config.model.middle = "fixed"
+  with pytest.raises(dpjax.UserError, match=r"^model.middle: .*dpjax.config.middle\('fixed'\)"):
+    config_lib.check(config)
+
+
+def test_paths_may_begin_with_a_tilde(monkeypatch):
+  monkeypatch.setenv("HOME", "/home/somebody")
+  config = changed({"model.boundaries": "unigram", "data.separator": "~/x"})
+  config.data.update(dict(path="~/a", data_dir="~/b", manual_dir="~/c", tokenizer_file="~/d"))
+  config.train.initial_run, config.model.boundaries.file = "~/e", "~"
+  found = config_lib.flatten(config_lib.expand_paths(config))
+  before = config_lib.flatten(config)
+  assert {key: x for key, x in found.items() if x != before[key]} == {
+    "data.path": "/home/somebody/a",
+    "data.data_dir": "/home/somebody/b",
+    "data.manual_dir": "/home/somebody/c",
+    "data.tokenizer_file": "/home/somebody/d",
+    "train.initial_run": "/home/somebody/e",
+    "model.boundaries.file": "/home/somebody",
+  }
+  config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
+  assert config_lib.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
 
 @pytest.mark.parametrize("least", LEAST)

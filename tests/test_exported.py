@@ -63,6 +63,15 @@ def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, 
   assert loaded.score_split("test") == run.score_split("test")
 
 
+def test_scores_go_into_an_exported_folder_only_where_asked(run, tmp_path, capsys):
+  run.save(tmp_path / "out")
+  before = sorted((tmp_path / "out").rglob("*"))
+  for more in ([], [f"--out={tmp_path / 'scores'}"]):
+    assert not helpers.command("evaluate", f"--workdir={tmp_path / 'out'}", *more)
+  assert sorted((tmp_path / "out").rglob("*")) == before
+  assert [x.name for x in (tmp_path / "scores").iterdir()] == [f"scores_test_{run.step}.json"]
+
+
 def test_bfloat16_halves_it(run, tmp_path):
   run.save(tmp_path / "whole")
   run.save(tmp_path / "half", dtype="bfloat16")

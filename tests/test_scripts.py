@@ -4,6 +4,7 @@ Most cases run the scripts' functions in this process, which saves a start of JA
 """
 
 import contextlib
+import errno
 import io
 import json
 import re
@@ -239,6 +240,106 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
   assert message == "model.mixer.rate: expected at most 1, got 1.5"
   message = call("train", *flags_of_run, "--plugin", "no_plugin")
   assert message is not None and message.startswith("--plugin: expected a module that")
+
+
+@pytest.fixture
+def copying(text, tmp_path, monkeypatch):
+  """A run with a mixer of a plugin, which the program that reads it has not imported."""
+  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.setattr(registry.mixers, "_origins", {})
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "copies.py").write_text(PLUGIN)
+  config = helpers.small_config(text, num_steps=2)
+  registry.import_plugin("copies")
+  config.model.mixer = config_lib.mixer("copy")
+  run_lib.train(config, tmp_path / "run")
+  del registry.mixers._components["copy"], sys.modules["copies"]
+  yield tmp_path / "run"
+  sys.modules.pop("copies", None)
+
+
+def test_a_run_says_which_plugin_it_needs(copying, tmp_path, monkeypatch, capsys):
+  for name, *arguments in (
+    ("export", copying, tmp_path / "exported"),
+    ("evaluate", f"--workdir={copying}"),
+    ("train", f"--workdir={copying}"),
+    ("generate", f"--workdir={copying}", "--prompt=the ", "--length=3"),
+    ("segmentation", copying),
+    ("calibrate", copying, "--factor=2.5"),
+    ("probes", copying, "--num_test_rows=3"),
+    ("plots", copying, f"--out={tmp_path}/x.png"),
+  ):
+    for plugin in ([], ["--plugin=copies"]):
+      capsys.readouterr()
+      with monkeypatch.context() as patch:
+        patch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+        patch.delitem(sys.modules, "copies", raising=False)
+        message = helpers.command(name, *arguments, *plugin)
+      if plugin or name == "plots":  # which builds no model
+        assert not message, (name, message)
+      else:
+        needed = f"plugin: expected copies, with which the run in {copying} was trained, got none"
+        assert str(message).removeprefix("--").startswith(needed), (name, message)
+  assert json.loads((tmp_path / "exported/config.json").read_text())["plugins"] == ["copies"]
+
+
+def test_flags_of_a_file_are_those_of_the_command_line(tmp_path, monkeypatch):
+  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "of_a_file.py").write_text(PLUGIN)
+  lines = ["--config=quickstart", "--config.model.mixer=copy", "--config.model.mixer.rate=1.5"]
+  (tmp_path / "flags").write_text("\n".join([*lines, "--plugin=of_a_file"]))
+  message = call("train", f"--workdir={tmp_path / 'run'}", f"--flagfile={tmp_path / 'flags'}")
+  assert message == "model.mixer.rate: expected at most 1, got 1.5"
+
+
+def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, capsys):
+  home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+  shutil.copytree(workdir, home / "run", symlinks=True)
+  shutil.copytree(workdir, home / "seeds/seed_0", symlinks=True)
+  shutil.copytree(workdir, home / "seeds/seed_1", symlinks=True)
+  shutil.copy(text, home / "text.txt")
+  (home / "prompt.txt").write_text("the cat")
+  (home / "mine.py").write_text("from configs.quickstart import get_config")
+  elsewhere.mkdir()
+  monkeypatch.chdir(elsewhere)
+  monkeypatch.setenv("HOME", str(home))
+  for command in (
+    "evaluate --workdir=~/run --split=valid --out=~/scores",
+    "export ~/run ~/exported",
+    "generate --workdir=~/run --prompt_file=~/prompt.txt --length=3",
+    "segmentation ~/run --text=~ --out=~/segments.png",
+    "calibrate ~/run --factor=2.5 --text=~/text.txt",
+    "probes ~/run --num_test_rows=3 --json=~/probes.json --out=~/probes.png",
+    "plots ~/run --out=~/plots.png --json=~/plots.json",
+    "significance compare ~/seeds --baseline=~/seeds",
+    "data clean --language=en ~/text.txt ~/clean.txt",
+    "train --workdir=~/new --config=~/mine.py --config.data.path=~/text.txt "
+    "--config.data.data_dir=~/data --prepare_only",
+  ):
+    capsys.readouterr()
+    message = helpers.command(*command.split())
+    assert not message, (command, message)
+    printed = capsys.readouterr().out
+    assert command[:4] != "segm" or "\n1 tokens" in printed  # A text is no path.
+  names = "scores/scores_valid_12.json exported/model.safetensors probes.json probes.png plots.png "
+  names += "plots.json clean.txt new/config.json data/tokens"
+  assert [name for name in names.split() if not (home / name).exists()] == []
+  assert not [*elsewhere.iterdir()]
+  assert json.loads((home / "new/config.json").read_text())["data"]["path"] == f"{home}/text.txt"
+  assert run_lib.load("~/exported").step == 12
+
+
+def test_a_full_disk_leaves_one_line_and_no_file(workdir, monkeypatch, capsys):
+  def fails(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  before = sorted(workdir.rglob("*"))
+  monkeypatch.setattr("dpjax.data.making.os.fsync", fails)
+  message = call("evaluate", f"--workdir={workdir}", "--split=train")
+  place = re.escape(str(workdir / "scores_train_12.json"))
+  assert re.fullmatch(rf"{place}: expected to read or write it, got: No space .*", message)
+  assert sorted(workdir.rglob("*")) == before
 
 
 def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):

@@ -12,13 +12,14 @@ window is dropped.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import UserError
 
 if TYPE_CHECKING:
   import jax
@@ -59,9 +60,11 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints theta for the run and the length given on the command line."""
+  from dpjax.commands import flags as command_line
+
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
   parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
-  parser.add_argument("run", metavar="RUN", help="the folder of a run")
+  parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
   about = "wanted mean length of segments, in tokens of the run"
   parser.add_argument("--factor", type=float, required=True, help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
@@ -69,19 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "--theta_add", type=float, default=0.0, help="second threshold in nats, for combined"
   )
   parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
-  parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to read instead")
+  parser.add_argument(
+    "--text", metavar="FILE", type=os.path.expanduser, help="a UTF-8 text to read instead"
+  )
   about = "tokens read at once: model.max_length of the run to train; default: this run's"
   parser.add_argument("--window", type=int, help=about)
   parser.add_argument("--length", type=int, help="number of tokens to read; default: all")
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
+  with command_line.parsed(parser, arguments) as given:
     from dpjax import ops
     from dpjax import run as run_lib
-    from dpjax.commands import flags as command_line
     from dpjax.ops.entropies import check_rule
 
     rule = given.rule, given.theta_add
     check_rule(*rule)  # before anything is read
+    if given.text is not None and not Path(given.text).is_file():
+      raise UserError(f"text: expected a file with a text, got {given.text}")
     command_line.check_platform()
     run = run_lib.load(given.run)
     run_lib.check_frozen(run)

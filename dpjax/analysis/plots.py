@@ -27,6 +27,7 @@ also prints a table, and below it the settings besides the mixer in which the ru
 
 import argparse
 import json
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ import numpy as np
 
 from dpjax.analysis import costs, style
 from dpjax.analysis.folders import Record, by_seed, distinct_labels, read_runs, setting
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import UserError
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -148,12 +149,16 @@ def write(figure: "Figure", path: str | Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table and draws the figure described by the command line."""
+  from dpjax.commands import flags as command_line
+
   parser = argparse.ArgumentParser(
     prog="dpjax plots", description="Training costs and scores of runs, from their folders."
   )
-  parser.add_argument("run_folder", nargs="+", help="of dpjax train")
+  parser.add_argument("run_folder", nargs="+", type=os.path.expanduser, help="of dpjax train")
   parser.add_argument(
-    "--out", help=f"a file: {', '.join(SUFFIXES)}; by default FIGURE.png in the current folder"
+    "--out",
+    type=os.path.expanduser,
+    help=f"a file: {', '.join(SUFFIXES)}; by default FIGURE.png in the current folder",
   )
   parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
   parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
@@ -169,9 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
   parser.add_argument("--width", default="9in", help="of the figure, as 3.3in, 8.4cm or 84mm")
-  parser.add_argument("--json", help="a file for the table")
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
+  parser.add_argument("--json", type=os.path.expanduser, help="a file for the table")
+  with command_line.parsed(parser, arguments) as given:
     figure = given.figure or ("metric" if given.metric else "progress")
     out = given.out or f"{figure}.png"
     check_suffix(out)

@@ -12,13 +12,14 @@ Source: the pooling paper, Fig. 2.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dpjax.analysis import plots, style
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import UserError
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -154,17 +155,17 @@ def draw(segmentation: Segmentation) -> "Figure":
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints and draws the segmentation described by the command line."""
+  from dpjax.commands import flags as command_line
+
   about = "The segments of a text and the conditional entropies, by a run's model."
   parser = argparse.ArgumentParser(prog="dpjax segmentation", description=about)
-  parser.add_argument("run_folder", help="of dpjax train")
+  parser.add_argument("run_folder", type=os.path.expanduser, help="of dpjax train")
   parser.add_argument("--text", help="else the beginning of the test split")
   about = "tokens to show; else all of --text, or up to 120 of the split"
   parser.add_argument("--length", type=int, help=about)
-  parser.add_argument("--out", help=f"a file: {', '.join(plots.SUFFIXES)}")
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
+  parser.add_argument("--out", type=os.path.expanduser, help=f"a file: {', '.join(plots.SUFFIXES)}")
+  with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib
-    from dpjax.commands import flags as command_line
 
     if given.out:
       plots.check_suffix(given.out)

@@ -14,6 +14,7 @@ two-sided, without a correction for the number of folders.
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpjax.errors import Interrupted, UserError, exit_on_user_error
+from dpjax.errors import Interrupted, UserError
 
 
 class Row(NamedTuple):
@@ -116,18 +117,21 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Trains or compares, by the first word of the command line."""
+  from dpjax.commands import flags as command_line
+
   arguments = sys.argv[1:] if arguments is None else arguments
   if arguments[:1] == ["train"]:
     return _start_training(arguments[1:])
   parser = argparse.ArgumentParser(prog="dpjax significance")
   parser.add_argument("command", choices=("train", "compare"), help="train --help is more")
-  parser.add_argument("folder", nargs="+", help="with the runs seed_<n>")
-  parser.add_argument("--baseline", required=True, help="the folder to compare with")
+  parser.add_argument("folder", nargs="+", type=os.path.expanduser, help="with the runs seed_<n>")
+  parser.add_argument(
+    "--baseline", required=True, type=os.path.expanduser, help="the folder to compare with"
+  )
   parser.add_argument("--score", default="bits_per_character")
   parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
   parser.add_argument("--alpha", type=float, default=0.05)
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
+  with command_line.parsed(parser, arguments) as given:
     folders = dict.fromkeys(str(Path(x)) for x in [given.baseline, *given.folder])
     scores = {x: read_scores(x, given.score, given.split) for x in folders}
     baseline, *_ = folders
@@ -144,7 +148,7 @@ def _start_training(arguments: Sequence[str]) -> None:
   # Defined here alone, since absl's flags are those of the whole process.
   flags.adopt_module_key_flags(command_line)
   config = command_line.define_config(required=True)
-  workdir = flags.DEFINE_string("workdir", None, "of the runs seed_<n>", required=True)
+  workdir = flags.DEFINE(command_line.PATH, "workdir", None, "of the runs seed_<n>", required=True)
   seeds = flags.DEFINE_list("seeds", "0,1,2", "of the runs")
   sys.argv = [sys.argv[0], *arguments]
   command_line.start(lambda _: _train(config.value, workdir.value, seeds.value))

@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     action="store_true",
     help="only the first part, enough for 400M characters, if the corpus has one",
   )
-  prepare.add_argument("--manual_dir", default="", help="data_dir/manual")
+  prepare.add_argument("--manual_dir", type=os.path.expanduser, default="", help="data_dir/manual")
   for command in (listing, prepare):
-    command.add_argument("--data_dir", default="data", help="data")
+    command.add_argument("--data_dir", type=os.path.expanduser, default="data", help="data")
   cleaning = commands.add_parser("clean", help="clean a text as text8 is cleaned")
-  cleaning.add_argument("source", help="a text in UTF-8, or -")
-  cleaning.add_argument("target", help="the clean one, or -")
+  cleaning.add_argument("source", type=os.path.expanduser, help="a text in UTF-8, or -")
+  cleaning.add_argument("target", type=os.path.expanduser, help="the clean one, or -")
   cleaning.add_argument("--language", required=True)
   given = parser.parse_args(arguments)
   try:

@@ -1,5 +1,8 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
+The scores also go into the run's folder, or into that of --out, as JSON. An exported model's
+folder is left as it is.
+
 --choices=FILE.jsonl scores multiple-choice questions instead. Each line has a context, choices
 and the index of the right one: {"context": "A cat", "choices": ["sat", "mat"], "answer": 0}. The
 names of HellaSwag (ctx, endings, label) and lm-evaluation-harness (query, choices, gold) work,
@@ -10,6 +13,7 @@ dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -19,7 +23,7 @@ from dpjax.errors import UserError
 
 _CONFIG = command_line.define_config()
 flags.adopt_module_key_flags(command_line)
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder")
+_WORKDIR = flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder")
 _SPLIT = flags.DEFINE_enum("split", "test", ("train", "valid", "test"), "what to score")
 _STEP = flags.DEFINE_integer("step", None, "checkpoint to score; default: the best by validation")
 _WINDOW = flags.DEFINE_integer("window", 0, "tokens the model sees at once; 0: eval.window")
@@ -30,14 +34,23 @@ _DOCUMENTS = flags.DEFINE_enum(
   ("", "joined", "isolated"),
   "isolated: score each document as if it stood alone; '': as data.documents",
 )
-_CHOICES = flags.DEFINE_string(
-  "choices", None, "a .jsonl of multiple-choice questions, to answer instead of scoring a split"
+_CHOICES = flags.DEFINE(
+  command_line.PATH,
+  "choices",
+  None,
+  "a .jsonl of multiple-choice questions, to answer instead of scoring a split",
 )
-_TORCH = flags.DEFINE_string("torch_checkpoint", None, "a file of the authors' code")
+_TORCH = flags.DEFINE(command_line.PATH, "torch_checkpoint", None, "a file of the authors' code")
+_OUT = flags.DEFINE(
+  command_line.PATH,
+  "out",
+  None,
+  "a folder for the scores as JSON; default: that of the run, and none for an exported model",
+)
 
 
 def main(_) -> None:
-  """Prints a table of scores and writes them as JSON into the run's folder."""
+  """Prints a table of scores and writes them as JSON."""
   import jax
 
   from dpjax import run as run_lib
@@ -54,11 +67,13 @@ def main(_) -> None:
     )
   if _TORCH.value and _STEP.value is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
-  of_a_split = [x for x in (_SPLIT, _WINDOW, _STRIDE, _DOCUMENTS) if x.present]
+  of_a_split = [x for x in (_SPLIT, _WINDOW, _STRIDE, _DOCUMENTS, _OUT) if x.present]
   if _CHOICES.value and of_a_split:
     raise UserError(
       f"--{of_a_split[0].name}: expected none with --choices, got {of_a_split[0].value}"
     )
+  if _CHOICES.value and not Path(_CHOICES.value).is_file():
+    raise UserError(f"choices: expected to read a file, got {_CHOICES.value}")
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
@@ -76,7 +91,8 @@ def main(_) -> None:
     alone = ", each document as if it stood alone" if is_isolated else ""
     print(f"The {_SPLIT.value} split, by {_TORCH.value or f'step {run.step}'}{alone}:")
     print(run_lib.table(scores))
-  run.write_scores(_SPLIT.value, scores, **size)
+  if _OUT.value or not _is_exported(run):
+    run.write_scores(_SPLIT.value, scores, folder=_OUT.value, **size)
 
 
 def _choose(run: Any, path: str) -> None:
@@ -89,7 +105,14 @@ def _choose(run: Any, path: str) -> None:
       shown = f"{scores[name]:.4f} +- {scores[f'{name}_error']:.4f}"
       print(f"  {name.replace('_', ' '):22s}{shown}")
     print(f"  {'chance':22s}{scores['chance']:.4f}")
-  run.write_choices(path, scores)
+  if not _is_exported(run):
+    run.write_choices(path, scores)
+
+
+def _is_exported(run: Any) -> bool:
+  from dpjax.run import export
+
+  return run.workdir is not None and (run.workdir / export.FILE).exists()
 
 
 if __name__ == "__main__":

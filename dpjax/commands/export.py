@@ -4,26 +4,25 @@
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpjax.errors import exit_on_user_error
+from dpjax.commands import flags as command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
   about = "A trained run as a small folder that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
-  parser.add_argument("run", metavar="RUN", help="the folder of a run")
-  parser.add_argument("out", metavar="OUT", help="a new folder")
+  parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
+  parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help="a new folder")
   parser.add_argument(
     "--step", type=int, help="checkpoint to export; default: the best by validation"
   )
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
+  with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib
-    from dpjax.commands import flags as command_line
     from dpjax.run import export
 
     command_line.check_platform()

@@ -1,7 +1,7 @@
 """Flags and error handling shared by the scripts."""
 
+import argparse
 import contextlib
-import importlib
 import importlib.util
 import logging as std_logging
 import os
@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.errors import UserError, exit_on_user_error
 
 _COORDINATOR = flags.DEFINE_string(
@@ -30,9 +31,8 @@ _PROCESS_ID = flags.DEFINE_integer(
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "several processes that find each other (Slurm, TPU pods)"
 )
-flags.DEFINE_multi_string(
-  "plugin", [], "a module that registers mixers, boundaries or optimizers when imported"
-)
+_ABOUT_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
+flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
 _JOIN_SECONDS = flags.DEFINE_integer(
   "join_seconds", 300, "how long to wait for the other processes", lower_bound=1
 )
@@ -43,6 +43,17 @@ _CACHE = flags.DEFINE_string(
   "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none",
 )
 _CACHE_BYTES = 2**31
+
+
+class _Path(flags.ArgumentParser):
+  """The value of a flag that is a path; a shell leaves the ~ of --name=~/file as it is."""
+
+  def parse(self, argument: str) -> str:
+    """Puts the user's folder for ~."""
+    return os.path.expanduser(argument)
+
+
+PATH = _Path()
 
 
 def define_config(required: bool = False) -> flags.FlagHolder:
@@ -67,13 +78,30 @@ def start(main: Callable[[Sequence[str]], None]) -> None:
   app.run(lambda argv: _run(main, argv), flags_parser=_parse)
 
 
+@contextlib.contextmanager
+def parsed(
+  parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> Iterator[argparse.Namespace]:
+  """Parses the arguments of a command that has no flags of absl, and adds --plugin.
+
+  User errors in the block exit with a message and status 1.
+  """
+  parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_ABOUT_PLUGIN)
+  given = parser.parse_args(arguments)
+  with exit_on_user_error(vars(given)), exit_out_of_memory():
+    for module in given.plugin:
+      registry.import_plugin(module)
+    yield given
+
+
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
+    argv = flags.FLAGS.read_flags_from_files(list(argv))
     # A configuration may name what a plugin registers.
-    _, plugins = _take(list(argv), "plugin")
+    _, plugins = _take(argv, "plugin")
     for module in plugins:
-      _import_plugin(module)
-    rest = flags.FLAGS(_with_config(list(argv)))
+      registry.import_plugin(module)
+    rest = flags.FLAGS(_with_config(argv))
     if len(rest) > 1:
       raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
     return rest
@@ -139,18 +167,6 @@ def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
     else:
       others.append(argument)
   return others, values
-
-
-def _import_plugin(module: str) -> None:
-  try:
-    importlib.import_module(module)
-  except Exception as error:  # A program of the user's, with errors of any type.
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    raise UserError(
-      f"--plugin: expected a module that can be imported, got {module} "
-      f"({type(error).__name__}: {' '.join(str(error).split())})"
-    ) from error
 
 
 def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:

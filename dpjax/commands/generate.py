@@ -17,10 +17,11 @@ from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
 flags.adopt_module_key_flags(command_line)
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
+_WORKDIR = flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
 _STEP = flags.DEFINE_integer("step", None, "checkpoint to use; default: the best by validation")
 _PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")
-_PROMPT_FILE = flags.DEFINE_string(
+_PROMPT_FILE = flags.DEFINE(
+  command_line.PATH,
   "prompt_file",
   None,
   "a file with it, - being the standard input; its last line end is not part of the prompt",

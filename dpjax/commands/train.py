@@ -14,7 +14,7 @@ from dpjax.errors import UserError
 
 _CONFIG = command_line.define_config()
 flags.adopt_module_key_flags(command_line)
-_WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder", required=True)
+_WORKDIR = flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
 _PREPARE_ONLY = flags.DEFINE_bool(
   "prepare_only", False, "make the tokens that the run needs, and stop"
 )

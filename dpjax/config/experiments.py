@@ -25,7 +25,7 @@ def load(experiment: str) -> ConfigDict:
   Raises:
     UserError: there is no such experiment, or it raises an error.
   """
-  path, _, variant = experiment.partition(":")
+  path, _, variant = os.path.expanduser(experiment).partition(":")
   packaged = _folder() / f"{path}.py"
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)

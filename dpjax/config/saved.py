@@ -22,6 +22,7 @@ from dpjax.registry import ConfigDict
 # it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
+  "plugins",
   "data.data_dir",
   "data.manual_dir",
   "model.remat",

@@ -6,6 +6,7 @@ Durations have their unit in the key; set one unit of each duration.
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,8 +23,39 @@ COMPONENTS = {
   "train.optimizer": registry.optimizers,
   "train.schedule": registry.schedules,
 }
+# Settings that name files and folders.
+_PATHS = (
+  "data.path",
+  "data.data_dir",
+  "data.manual_dir",
+  "data.tokenizer_file",
+  "train.initial_run",
+  "model.boundaries.file",
+  "model.boundaries.run",
+)
 # Sections that may be None: mixers that are the model's, and no middle of its own.
 OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
+
+
+class Section(ConfigDict):
+  """A section that holds components, and takes the name of one for its section of defaults.
+
+  config.model.mixer = "we"    as    config.model.mixer = dpjax.config.mixer("we")
+  """
+
+  def __setitem__(self, key, value):
+    registry = _BY_NAME.get(key)
+    if registry is not None and isinstance(value, str):
+      value = registry.defaults(value)
+    elif isinstance(self.get(key), Section) and type(value) is ConfigDict:
+      value = Section(value)
+    super().__setitem__(key, value)
+
+  def __eq__(self, other):
+    return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
+
+
+_BY_NAME = {key.rpartition(".")[2]: registry for key, registry in COMPONENTS.items()}
 
 
 def mixer(name: str, **settings) -> ConfigDict:
@@ -71,7 +103,7 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
   Raises:
     UserError: a setting is unknown or has the wrong type.
   """
-  section = ConfigDict({"width": 0, "feed_forward_width": 0})
+  section = Section({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
   if isinstance(kind, str):
     kind = boundaries(kind)
@@ -85,7 +117,7 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
 def _add_pooling(section: ConfigDict) -> None:
   section.boundaries = boundaries("none")
   for name in ("first", "last"):
-    stack = section[name] = ConfigDict()
+    stack = section[name] = Section()
     stack.num_layers = 2
     stack.mixer = None  # None: model.mixer
   section.middle = None  # None: num_layers blocks of the tokens' width; or `middle`
@@ -93,7 +125,7 @@ def _add_pooling(section: ConfigDict) -> None:
 
 def default_model() -> ConfigDict:
   """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
-  model = ConfigDict()
+  model = Section()
   model.mixer = mixer("dispatcher")
   model.vocab_size = 0  # V; 0: the tokenizer's
   model.num_layers = 6
@@ -120,8 +152,10 @@ def default_model() -> ConfigDict:
 
 def default() -> ConfigDict:
   """Every setting of a run, by default as in the Dispatcher paper."""
-  config = ConfigDict()
+  config = Section()
   config.seed = 0
+  # The modules that registered its components, which --plugin imports: training writes them.
+  config.plugins = ()
   config.model = default_model()
 
   data = config.data = ConfigDict()
@@ -146,7 +180,7 @@ def default() -> ConfigDict:
   data.lower_pieces = False  # WordPiece: lower-case the pieces
   data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
 
-  train = config.train = ConfigDict()
+  train = config.train = Section()
   # In order; or "random_windows", at any offset; or "shuffled_windows", of rolled rows.
   train.batches = "contiguous"
   train.batch_size = 20  # rows of all devices together
@@ -254,6 +288,26 @@ def known_keys() -> list[str]:
   return sorted(flatten(default()))
 
 
+def plugins_in(config: Mapping) -> tuple[str, ...]:
+  """The modules of others that registered the components of a configuration, for --plugin."""
+  found = set()
+  for key, name in flatten(config).items():
+    section, _, last = key.rpartition(".")
+    if last == "name" and place(section) in COMPONENTS:
+      found.add(COMPONENTS[place(section)].origin(name))
+  return tuple(sorted(found - {None}))
+
+
+def expand_paths(config: ConfigDict) -> ConfigDict:
+  """The configuration with the user's folder for a ~ that a path begins with."""
+  flat, config = flatten(config), config.copy_and_resolve_references()
+  for key in _PATHS:
+    if isinstance(flat.get(key), str):
+      parent, _, last = key.rpartition(".")
+      get(config, parent)[last] = os.path.expanduser(flat[key])
+  return config
+
+
 def flatten(config: Mapping, prefix: str = "") -> dict:
   """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
   flat = {}
@@ -327,7 +381,8 @@ def check_type(key: str, value, usual, limits: bool) -> None:
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
-    raise UserError(f"{key}: expected a section of settings, got {value!r}")
+    by = f", by dpjax.config.middle({value!r})" if place(key) == "model.middle" else ""
+    raise UserError(f"{key}: expected a section of settings{by}, got {value!r}")
 
 
 def unknown_key(key: str, known: Iterable[str]) -> UserError:

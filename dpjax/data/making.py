@@ -148,11 +148,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-  with temporary.open("w", encoding="utf-8", newline="\n") as file:
-    file.write(json.dumps(content, indent=2) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  try:
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+      file.write(json.dumps(content, indent=2) + "\n")
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except OSError as error:
+    temporary.unlink(missing_ok=True)
+    # That a disk is full comes without the file's name.
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def checksum(path: Path, kind: str = "sha256") -> str:

@@ -1,6 +1,7 @@
 """Trained models with their settings and vocabulary."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -184,9 +185,11 @@ class Run:
     window: int = 0,
     stride: int = 0,
     documents: str = "",
+    folder: str | Path | None = None,
   ) -> None:
-    """Writes the scores of `score_split` into the run's folder, as JSON."""
-    if self.workdir is None or self.data is None:
+    """Writes the scores of `score_split` into a folder, by default the run's, as JSON."""
+    folder = folder or self.workdir
+    if folder is None or self.data is None:
       return
     documents = self._documents(documents)
     counts = dict(self._data_by(documents).counts[split])  # Of all processes together.
@@ -207,7 +210,7 @@ class Run:
       "documents": documents,
       "counts": counts,
     }
-    making.write_json(self.workdir / f"{name}.json", content)
+    making.write_json(Path(folder, f"{name}.json"), content)
 
   def write_choices(self, path: str | Path, scores: Mapping[str, float]) -> None:
     """Writes the scores of `choose` for a file into the run's folder, as JSON."""
@@ -297,7 +300,7 @@ class Run:
 
   def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
     """Writes a small folder to load elsewhere; see `dpjax.run.export.save`."""
-    export.save(self, folder, dtype)
+    export.save(self, os.path.expanduser(folder), dtype)
 
   @cached_property
   def _generator(self) -> generator.Generator:
@@ -338,7 +341,7 @@ def load(
     ValueError: there is no run, no such step, or no intact checkpoint.
     OSError: a file cannot be read.
   """
-  workdir = Path(workdir)
+  workdir = Path(os.path.expanduser(workdir))
   config = workdir_lib.read_config(workdir)
   data = prepared.open_prepared(workdir / "data", config.data.data_dir)
   config = build.with_vocabulary(config, data.tokenizer)

@@ -45,6 +45,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     raise UserError(
       f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     ) from error
+  config = config_lib.expand_paths(config)
   config_lib.check(config)
   settings = config.model
   if settings.mixer.name == "relative_attention":

@@ -1,5 +1,6 @@
 """Trains the model of a configuration."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   Raises:
     ValueError: `setting: expected ..., got ...`.
   """
+  config, workdir = config_lib.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
-  with workdir_lib.hold(Path(workdir)):
-    data = _prepare(config, Path(workdir))
-    workdir_lib.claim(Path(workdir), config)
+  with workdir_lib.hold(workdir):
+    data = _prepare(config, workdir)
+    workdir_lib.claim(workdir, config)
   return data
 
 
@@ -83,15 +85,16 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
+  config, workdir = config_lib.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
-  with workdir_lib.hold(Path(workdir)):
+  with workdir_lib.hold(workdir):
     extras = dict(
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
       measure_products=measure_products,
     )
-    return _train(config, Path(workdir), model, optimizer, extras)
+    return _train(config, workdir, model, optimizer, extras)
 
 
 def _train(

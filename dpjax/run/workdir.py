@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
     try:
       if frozen is not None:
         write_json(workdir / "frozen.json", frozen.to_dict())
-      write_json(workdir / "config.json", config.to_dict())
+      plugins = {"plugins": config_lib.plugins_in(config)}
+      write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
       raise not_writable(workdir, error) from error
 
@@ -150,12 +152,25 @@ def read_config(workdir: Path) -> ConfigDict:
   """The settings of the run in a folder.
 
   Raises:
-    ValueError: there is no run, or its settings cannot be read.
+    ValueError: there is no run, or its settings cannot be read; or they need a plugin that is
+      not imported.
   """
   path = workdir / "config.json"
   if not path.exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  return config_lib.from_dict(_read_json(path))
+  settings = _read_json(path)
+  try:
+    return config_lib.from_dict(settings)
+  except UserError as error:
+    plugins = settings.get("plugins")
+    plugins = plugins if isinstance(plugins, list) else []
+    missing = [str(name) for name in plugins if name not in sys.modules]
+    if not missing:
+      raise
+    raise UserError(
+      f"plugin: expected {' and '.join(missing)}, with which the run in {workdir} was trained, "
+      f"got none (--plugin={missing[0]}, or import {missing[0]} in Python): {error}"
+    ) from error
 
 
 def read_frozen(workdir: Path) -> ConfigDict:
