@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -18,7 +17,6 @@ import sys
 
 import pytest
 
-from dpjax import __main__ as dpjax_command
 from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
 from tests import helpers
 
@@ -184,6 +182,26 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
   {generate} --coordinator=a:1234 {two} --process_id=-1 | --process_id
   {generate} --coordinator=a:1 --num_processes=0 --process_id=0 | --num_processes
+  # Numbers and files that ended in a traceback, or for which a command waited.
+  {evaluate} --choices={fifo} | choices: expected to read a file, got .*fifo
+  {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
+  {calibrate} --text={nothing} | --text: expected a file with a text, got .*no_such
+  {calibrate} --rule=combined --theta_add=nan | --theta_add: expected a finite number, got nan
+  probes {run} --num_test_rows=99999999999 | --num_test_rows: expected 1 to 16,777,216
+  probes --train --num_test_rows=99999999999 | --num_test_rows: expected an integer below
+  probes --train --seeds=99999999999 | --seeds: expected 1 to 1,000, got 99999999999
+  probes --train --part=1/{many_digits}{many_digits}{many_digits} | --part: expected i/n
+  {summary}={damaged_probes} | --work: expected JSON in .*settings.json, got: Expecting
+  {summary}={other_probes} | --work: expected the settings of results in .*got bright
+  {summary}={typed_probes} | --length: expected a value of type int, got '32'
+  {summary}={damaged_record} | --work: expected JSON in .*recall_me_0.json
+  {summary}={other_record} | --work: expected results of this command in .*KeyError
+  {summary}={listed_record} | --work: expected a file with a JSON object, got .*me_0.json
+  {summary}={piped_record} | --work: expected a file with a JSON object, got .*me_0.json
+  export {damaged_scores} {new} | --run: expected scores in .*scores_test_12.json, got JSON
+  export {other_scores} {new} | --run: expected scores in .*scores_test_12.json, got KeyError
+  export {piped_scores} {new} | --run: expected scores in .*scores_test_12.json, got KeyError
+  export {folder_of_model} {new} | model.safetensors: expected a whole file of safetensors
 """)
 MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
@@ -286,6 +304,8 @@ def places(text, finished, tmp_path_factory):
     "of_text/config.json": json.dumps(settings),
     "odd/losses.f32": "7 bytes",
     "none_yet/losses.f32": "",
+    "damaged_scores/scores_test_12.json": "{",
+    "other_scores/scores_test_12.json": '{"split": "test"}',
     "no_checkpoints/checkpoints": None,
     "no_data/data": None,
   }
@@ -302,6 +322,12 @@ def places(text, finished, tmp_path_factory):
     "nones.py": "def get_config():\n  pass\n",
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
+    "damaged_probes/settings.json": "{",
+    "other_probes/settings.json": '{"bright": 3}',
+    "typed_probes/settings.json": '{"length": "32"}',
+    "damaged_record/recall_me_0.json": "{",
+    "other_record/recall_me_0.json": '{"mixer": "me"}',
+    "listed_record/recall_me_0.json": "[1]",
     "seeds/seed_0/scores_test_12.json": json.dumps({"scores": scores}),
     "seeds/seed_1/scores_test_12.json": json.dumps({"scores": scores}),
   }
@@ -316,6 +342,13 @@ def places(text, finished, tmp_path_factory):
       path.write_text(content, encoding="latin-1")
   (root / "folder").mkdir()
   os.mkfifo(root / "fifo")
+  (root / "piped_record").mkdir()
+  os.mkfifo(root / "piped_record/recall_me_0.json")
+  shutil.copytree(root / "run", root / "piped_scores", symlinks=True)
+  (root / "piped_scores/scores_test_12.json").unlink()
+  os.mkfifo(root / "piped_scores/scores_test_12.json")
+  shutil.copytree(root / "run", root / "folder_of_model", symlinks=True)
+  (root / "folder_of_model/model.safetensors").mkdir()
   with (root / "sparse").open("wb") as file:
     file.truncate(2**40)
   known = {path.stem: path for path in root.iterdir()}
@@ -329,6 +362,8 @@ def places(text, finished, tmp_path_factory):
     evaluate=f"evaluate --workdir={known['run']}",
     generate=f"generate --workdir={known['run']}",
     plot=f"plots {known['run']} --out=new.png",
+    calibrate=f"calibrate {known['run']} --factor=2.5",
+    summary="probes --summary --mixers=me --work",
     compare=f"significance compare {known['seeds']} --baseline={known['seeds']}",
     train_seeds=f"significance train --config={quickstart} --workdir=new",
     two="--num_processes=2",
@@ -375,13 +410,9 @@ def expect(pattern, message):
 
 def call(command, capsys):
   """Runs a command here; gives what its exit says and prints."""
-  name, *_ = words = shlex.split(command)
-  module = dpjax_command.COMMANDS.get(name, ["reproduce.__main__"])[0]
-  # By its path, since other tests have imported some.
-  path = helpers.ROOT / f"{module.replace('.', '/')}.py"
-  with helpers.arguments(*words), limited(), pytest.raises(SystemExit) as end:
-    runpy.run_path(str(path), run_name="__main__")
-  code, complaint = end.value.code, capsys.readouterr().err
+  with limited():
+    code = helpers.command(*shlex.split(command))
+  complaint = capsys.readouterr().err
   assert code not in (None, 0), "expected a message"
   return complaint + (code if isinstance(code, str) else "")
 

@@ -209,7 +209,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
   """Checks that a rule is known, and that it uses `theta_add` unless that is 0.
 
   Raises:
-    ValueError: the rule is unknown, or has no `theta_add`.
+    ValueError: the rule is unknown, or has no `theta_add`; or that is not finite.
   """
   if rule not in RULES:
     near = difflib.get_close_matches(str(rule), RULES, n=1)
@@ -217,6 +217,8 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
     raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
+  if not math.isfinite(theta_add):
+    raise UserError(f"theta_add: expected a finite number, got {theta_add}")
 
 
 def _check_entropies(entropies) -> None:

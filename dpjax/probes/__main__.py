@@ -15,21 +15,24 @@ token of the first and the second time.
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dpjax.analysis import plots
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import UserError
 
+_MOST_SEEDS = 1000
 # Of --tiny, a few seconds a model.
 TINY = dict(length=16, window=4, width=16, num_steps=12, batch_size=8, num_test_rows=16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Trains and tests as the command line says, prints a table and writes files."""
-  given = _parse(arguments)
-  with exit_on_user_error(vars(given)):
+  from dpjax.commands import flags as command_line
+
+  with command_line.parsed(_parser(), arguments) as given:
     if given.out:
       plots.check_suffix(given.out)
     if bool(given.run) == (given.train or given.summary):
@@ -50,13 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
       plots.write(draw(content), given.out)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
   about = "Long-range recall of mixers, or of a run, by distance."
   parser = argparse.ArgumentParser(prog="dpjax probes", description=about)
-  parser.add_argument("run", nargs="?", metavar="RUN", help="its folder, of dpjax train")
+  parser.add_argument(
+    "run", nargs="?", metavar="RUN", type=os.path.expanduser, help="its folder, of dpjax train"
+  )
   parser.add_argument("--train", action="store_true", help="train mixers for the tasks")
   parser.add_argument("--summary", action="store_true", help="read what --work has, train nothing")
-  parser.add_argument("--work", default="runs/probes", help="a folder for what is done")
+  parser.add_argument(
+    "--work", type=os.path.expanduser, default="runs/probes", help="a folder for what is done"
+  )
   parser.add_argument("--mixers", help="a,b; else all that are registered")
   parser.add_argument("--tasks", help="a,b; else recall,copying,induction")
   parser.add_argument("--seeds", type=int, default=3, help="0, 1, ..: how many")
@@ -74,13 +81,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   }
   for name, text in about.items():
     parser.add_argument(f"--{name}", type=float if name == "learning_rate" else int, help=text)
-  parser.add_argument("--json", help="a file for the results")
-  parser.add_argument("--out", help=f"a picture: {', '.join(plots.SUFFIXES)}")
+  parser.add_argument("--json", type=os.path.expanduser, help="a file for the results")
+  parser.add_argument(
+    "--out", type=os.path.expanduser, help=f"a picture: {', '.join(plots.SUFFIXES)}"
+  )
   parser.set_defaults(settings=tuple(about))
-  return parser.parse_args(arguments)
+  return parser
 
 
 def _probe_run(given: argparse.Namespace):
+  from dpjax import config as config_lib
   from dpjax import run as run_lib
   from dpjax.commands import flags as command_line
   from dpjax.probes import repeats
@@ -89,8 +99,8 @@ def _probe_run(given: argparse.Namespace):
     if getattr(given, name) is not None and name != "num_test_rows":
       raise UserError(f"{name}: expected --train with it, got the folder of a run")
   rows = 64 if given.num_test_rows is None else given.num_test_rows
-  if rows < 1:
-    raise UserError(f"num_test_rows: expected at least 1, got {rows}")
+  if not 1 <= rows <= config_lib.LARGEST:
+    raise UserError(f"num_test_rows: expected 1 to {config_lib.LARGEST:,}, got {rows}")
   command_line.check_platform()
   run = run_lib.load(given.run)
   content = repeats.score(run, repeats.default_periods(run.window), rows, seed=0)
@@ -107,17 +117,23 @@ def _compare(given: argparse.Namespace):
   from dpjax.probes import report, tasks, training
 
   work = Path(given.work)
-  values: dict[str, Any] = dict(TINY) if given.tiny else _settings_in(work)
+  there = _read(work / "settings.json") if (work / "settings.json").exists() else {}
+  if not {*there} <= {*given.settings}:
+    raise UserError(f"work: expected the settings of results in {work}, got {', '.join(there)}")
+  values: dict[str, Any] = dict(TINY) if given.tiny else dict(there)
   values |= {x: getattr(given, x) for x in given.settings if getattr(given, x) is not None}
   settings = training.Settings(**values)
   settings.check()
   mixers = _chosen("mixers", given.mixers, registry.mixers.names())
   names = _chosen("tasks", given.tasks, tuple(tasks.TASKS))
-  if given.seeds < 1:
-    raise UserError(f"seeds: expected at least 1, got {given.seeds}")
+  if not 1 <= given.seeds <= _MOST_SEEDS:
+    raise UserError(f"seeds: expected 1 to {_MOST_SEEDS:,}, got {given.seeds}")
   first, count = _part(given.part)
   jobs = [(x, y, seed) for seed in range(given.seeds) for x in names for y in mixers]
-  _check_folder(work, values)
+  for name, before in there.items():
+    if values.get(name, before) != before:
+      expected = f"{before}, as for the results in {work}, or another folder"
+      raise UserError(f"{name}: expected {expected}, got {values[name]}")
   if given.train:
     command_line.check_platform()
     making.write_json(work / "settings.json", dataclasses.asdict(settings))
@@ -132,12 +148,15 @@ def _compare(given: argparse.Namespace):
       loss, seconds = found["loss"], found["seconds"]
       print(f"[{number} of {len(share)}] {path.stem}: loss {loss:.3f}, {seconds} s", flush=True)
   paths = [work / f"{task}_{mixer}_{seed}.json" for task, mixer, seed in jobs]
-  records = [json.loads(path.read_text("utf-8")) for path in paths if path.exists()]
+  records = [_read(path) for path in paths if path.exists()]
   if not records:
     raise UserError(f"work: expected a folder with results, got {work} without")
   missing = len(paths) - len(records)
   chance = {task: tasks.chance(task, settings.contents) for task in names}
-  content = report.summarise(dataclasses.asdict(settings), records, chance)
+  try:
+    content = report.summarise(dataclasses.asdict(settings), records, chance)
+  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    raise UserError(f"work: expected results of this command in {work}, got {error!r}") from error
   note = f"\n\n{missing} of {len(paths)} models are missing." if missing else ""
   return content, report.format_table(content) + note, report.draw
 
@@ -153,23 +172,22 @@ def _chosen(flag: str, names: str | None, known: Sequence[str]) -> list[str]:
 
 def _part(text: str) -> tuple[int, int]:
   first, _, count = text.partition("/")
-  if not (first.isdigit() and count.isdigit() and 1 <= int(first) <= int(count)):
+  are_numbers = first.isdecimal() and count.isdecimal() and len(text) < 20
+  if not (are_numbers and 1 <= int(first) <= int(count)):
     raise UserError(f"part: expected i/n with 1 <= i <= n, got {text}")
   return int(first), int(count)
 
 
-def _settings_in(work: Path) -> dict[str, Any]:
-  """The settings of the results in a folder; {} without results."""
-  path = work / "settings.json"
-  return json.loads(path.read_text("utf-8")) if path.exists() else {}
-
-
-def _check_folder(work: Path, values: dict[str, Any]) -> None:
-  """Checks that the settings are those of the folder's results."""
-  for name, found in _settings_in(work).items():
-    if values.get(name, found) != found:
-      expected = f"{found}, as for the results in {work}, or another folder"
-      raise UserError(f"{name}: expected {expected}, got {values[name]}")
+def _read(path: Path) -> dict[str, Any]:
+  """The JSON object in a file of --work."""
+  try:
+    # Another, as a pipe that nobody writes to, may have no end.
+    content = json.loads(path.read_text("utf-8")) if path.is_file() else None
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f"work: expected JSON in {path}, got: {error}") from error
+  if not isinstance(content, dict):
+    raise UserError(f"work: expected a file with a JSON object, got {path}")
+  return content
 
 
 if __name__ == "__main__":

@@ -69,6 +69,9 @@ class Settings:
     Raises:
       UserError: `setting: expected ..., got ...`.
     """
+    for field in dataclasses.fields(self):
+      setting = registry.Setting(type(field.default), field.default, False)
+      registry.check_value(field.name, getattr(self, field.name), setting)
     least, rows = 2 * tasks.NUM_KEYS, self.batch_size
     is_power = self.window >= 2 and self.window & (self.window - 1) == 0
     for name, is_right, expected in (

@@ -64,6 +64,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
+  card = _card(run, folder, dtype)  # before anything is written
   (folder / "data").mkdir(parents=True, exist_ok=True)
   names = (
     "config.json",
@@ -76,7 +77,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
   flat: Any = {".".join(path): x for path, x in _flatten(params)}
   save_file(flat, folder / FILE, {"step": str(run.step)})
-  (folder / "README.md").write_text(_card(run, folder, dtype), encoding="utf-8")
+  (folder / "README.md").write_text(card, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   (folder / FILE).chmod((folder / "README.md").stat().st_mode)
 
@@ -127,7 +128,7 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
         # Through the host, which holds one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(shape.dtype)
         place[last] = jax.device_put(array, shape.sharding)
-  except (SafetensorError, ValueError) as error:
+  except (OSError, SafetensorError, ValueError) as error:
     if isinstance(error, UserError):
       raise
     raise UserError(f"{path}: expected a whole file of safetensors, got {error}") from error
@@ -147,12 +148,15 @@ def _card(run: Any, folder: Path, dtype: str) -> str:
 
   rows = []
   for path in sorted((run.workdir or folder).glob(f"scores_*_{run.step}.json")):
-    content = json.loads(path.read_text(encoding="utf-8"))
-    rows += [
-      f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |"
-      for name, value in content["scores"].items()
-      if value is not None
-    ]
+    try:
+      content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+      rows += [
+        f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |"
+        for name, value in content["scores"].items()
+        if value is not None
+      ]
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+      raise UserError(f"run: expected scores in {path}, got {error!r}") from error
   data: Any = run.data
   return _CARD.format(
     name=folder.name,

@@ -76,7 +76,7 @@ def test_the_command_trains_once_and_reads_what_is_there(tmp_path, capsys, monke
     ("--train some/run", "--run: expected the folder of a run, or --train or --summary, got both"),
     ("--train --mixers=we,wee", "--mixers: expected some of dispatcher, .*, me, got wee"),
     ("--train --tasks=", "--tasks: expected some of recall, copying, induction, got none"),
-    ("--train --seeds=0", "--seeds: expected at least 1, got 0"),
+    ("--train --seeds=0", "--seeds: expected 1 to 1,000, got 0"),
     ("--train --part=3/2", "--part: expected i/n with 1 <= i <= n, got 3/2"),
     ("--train --length=14", "--length: expected an even number from 16 on, got 14"),
     ("--train --window=12", "--window: expected a power of 2 up to 32, got 12"),
