@@ -11,6 +11,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
+from dpjax.config import sections
 
 
 def changed(settings: dict):
@@ -74,7 +75,7 @@ def test_paths_may_begin_with_a_tilde(monkeypatch):
   config = changed({"model.boundaries": "unigram", "data.separator": "~/x"})
   config.data.update(dict(path="~/a", data_dir="~/b", manual_dir="~/c", tokenizer_file="~/d"))
   config.train.initial_run, config.model.boundaries.file = "~/e", "~"
-  found = config_lib.flatten(config_lib.expand_paths(config))
+  found = config_lib.flatten(sections.expand_paths(config))
   before = config_lib.flatten(config)
   assert {key: x for key, x in found.items() if x != before[key]} == {
     "data.path": "/home/somebody/a",
@@ -85,7 +86,7 @@ def test_paths_may_begin_with_a_tilde(monkeypatch):
     "model.boundaries.file": "/home/somebody",
   }
   config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
-  assert config_lib.expand_paths(config).model.boundaries.run == "/home/somebody/f"
+  assert sections.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
 
 @pytest.mark.parametrize("least", LEAST)

@@ -1,5 +1,6 @@
 """The notebooks of examples/: what is committed is clean, and every cell runs."""
 
+import inspect
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpjax import testing
 from tests import helpers
 
 EXAMPLES = helpers.ROOT / "examples"
@@ -93,6 +95,15 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   assert kinds.count("display_data") >= 2 and "error" not in kinds
   assert len(written) < 1_000_000
   assert not re.search(r"/(work|tmp|home|Users|root)/|[A-Z]:\\", written)
+
+
+def test_the_stored_message_of_the_contract_is_todays():
+  content = json.loads((EXAMPLES / "your_own.ipynb").read_text(encoding="utf-8"))
+  outputs = [x for cell in content["cells"] for x in cell.get("outputs", ())]
+  texts = ["".join(x.get("text", "")) for x in outputs]
+  assert f"keeps the contract: {', '.join(testing.RELATIONS)}\n" in texts
+  causality = inspect.getdoc(testing.RELATIONS["causality"])
+  assert f"causality: {causality}\nan output depends on later inputs\n" in texts
 
 
 @pytest.mark.slow

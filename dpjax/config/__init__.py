@@ -24,7 +24,6 @@ if TYPE_CHECKING:
   from dpjax.config.sections import component_keys as component_keys
   from dpjax.config.sections import default as default
   from dpjax.config.sections import default_model as default_model
-  from dpjax.config.sections import expand_paths as expand_paths
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
   from dpjax.config.sections import is_pooled as is_pooled
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
   from dpjax.config.sections import mixers_in as mixers_in
   from dpjax.config.sections import optimizer as optimizer
   from dpjax.config.sections import place as place
-  from dpjax.config.sections import plugins_in as plugins_in
   from dpjax.config.sections import schedule as schedule
   from dpjax.config.sections import stages_in as stages_in
   from dpjax.config.sections import unknown_key as unknown_key

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dpjax import config as config_lib
+from dpjax.config import sections
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
 from dpjax.models.build import build_model
@@ -45,7 +46,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     raise UserError(
       f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     ) from error
-  config = config_lib.expand_paths(config)
+  config = sections.expand_paths(config)
   config_lib.check(config)
   settings = config.model
   if settings.mixer.name == "relative_attention":

@@ -11,6 +11,7 @@ import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
+from dpjax.config import sections
 from dpjax.data import prepared
 from dpjax.errors import UserError
 from dpjax.generation import generator
@@ -39,7 +40,7 @@ def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
   Raises:
     ValueError: `setting: expected ..., got ...`.
   """
-  config, workdir = config_lib.expand_paths(config), Path(os.path.expanduser(workdir))
+  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.hold(workdir):
     data = _prepare(config, workdir)
@@ -85,7 +86,7 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
-  config, workdir = config_lib.expand_paths(config), Path(os.path.expanduser(workdir))
+  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.hold(workdir):
     extras = dict(

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax.config import ConfigDict
+from dpjax.config import ConfigDict, sections
 from dpjax.data.making import write_json
 from dpjax.errors import UserError
 from dpjax.run import export
@@ -140,7 +140,7 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
     try:
       if frozen is not None:
         write_json(workdir / "frozen.json", frozen.to_dict())
-      plugins = {"plugins": config_lib.plugins_in(config)}
+      plugins = {"plugins": sections.plugins_in(config)}
       write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
       raise not_writable(workdir, error) from error
