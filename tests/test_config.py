@@ -65,9 +65,9 @@ def test_the_name_of_a_component_is_its_section():
   config.model = plain.model
   config.model.mixer = "me"
   assert config.model.mixer == config_lib.mixer("me")
-  config.model.middle = "fixed"
-  with pytest.raises(dpjax.UserError, match=r"^model.middle: .*dpjax.config.middle\('fixed'\)"):
-    config_lib.check(config)
+  plain = ml_collections.ConfigDict({**expected.to_dict(), "train": {"optimizer": "adamw"}})
+  with pytest.raises(dpjax.UserError, match=r"^train.optimizer: .*dpjax.config.optimizer\('adam"):
+    config_lib.check(plain)
 
 
 def test_paths_may_begin_with_a_tilde(monkeypatch):
@@ -104,6 +104,7 @@ REFUSED = [
   ("model", 3, "expected a section of settings, got 3"),
   ("model.first", 3, "expected a section of settings, got 3"),
   ("model.mixer", ("he",), r"expected a section of settings, got \('he',\)"),
+  ("model.middle", "fixed", r"expected a section .*, by dpjax.config.middle\('fixed'\), got"),
   ("model.mixer", None, "expected a section of settings, got None"),
   ("model.mixer.num_level", 3, "expected a setting of dispatcher, .* nearest known is"),
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),

@@ -381,7 +381,9 @@ def check_type(key: str, value, usual, limits: bool) -> None:
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
-    by = f", by dpjax.config.middle({value!r})" if place(key) == "model.middle" else ""
+    last, is_name = key.rpartition(".")[2], isinstance(value, str)
+    is_made = is_name and (place(key) in COMPONENTS or last == "middle")
+    by = f", by dpjax.config.{last}({value!r})" if is_made else ""
     raise UserError(f"{key}: expected a section of settings{by}, got {value!r}")
 
 
