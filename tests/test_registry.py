@@ -15,6 +15,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.layers.boundaries import Boundaries, Found
+from dpjax.probes import training
 from dpjax.registry import Registry, Setting
 from tests import helpers
 
@@ -175,6 +176,19 @@ def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
   dpjax.register_mixer("any", lambda **settings: Short())
   with pytest.raises(TypeError, match="unexpected keyword argument 'max_length'"):
     dpjax.testing.check_mixer(Short)
+
+
+def test_fields_of_somebody_elses_mixer_mean_what_he_likes(mixers):
+  class Other(Decay):
+    num_levels: int = 99
+    num_heads: int = 7
+    rotary_base: float = 3.0
+
+  dpjax.register_mixer("other", Other)
+  config = config_lib.default()
+  config.model.mixer = "other"
+  config_lib.check(config)
+  assert training.reach(config.model) is None
 
 
 def test_names_are_free_once(mixers):

@@ -102,7 +102,7 @@ def check(config: ConfigDict, *, limits: bool = True) -> None:
     levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
     for key, section in mixers_in(config.model).items():
       _expect(
-        (section.get("num_levels") or 0) <= levels,
+        (_of_ours(section, "num_levels") or 0) <= levels,
         f"{key}.num_levels",
         f"at most {levels}, which reach over model.max_length = {longest}",
         section.get("num_levels"),
@@ -220,7 +220,7 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
   for name, section in mixers.items():
-    heads = section.get("num_heads", 1) if section else 1
+    heads = _of_ours(section, "num_heads") or 1
     _expect(
       stage["width"] % heads == 0,
       f"{name}.num_heads",
@@ -228,7 +228,7 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
       heads,
     )
     _expect(
-      (section or {}).get("rotary_base") is None or stage["width"] // heads % 2 == 0,
+      _of_ours(section, "rotary_base") is None or stage["width"] // heads % 2 == 0,
       f"{name}.rotary_base",
       "None where a head has an odd number of features",
       f"{stage['width']} // {heads} = {stage['width'] // heads} of them",
@@ -251,6 +251,13 @@ def _check_stage(config, key: str, stage: Mapping) -> None:
   _expect(
     stage["middle"] is None, f"{key}.middle", f"None with {key}.boundaries = none", "a section"
   )
+
+
+def _of_ours(mixer: Mapping | None, name: str):
+  """A setting of a mixer of dpjax; None of another's, where the name may mean anything."""
+  if mixer is None or not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
+    return None
+  return mixer.get(name)
 
 
 def _check_training(train: ConfigDict) -> None:

@@ -23,7 +23,7 @@ from dpjax.training import sharding
 from dpjax.training import step as step_lib
 
 # Their window is `max_length`; that of a Dispatcher is 2**num_levels.
-EXTRACTORS = ("she", "he", "we", "me")
+EXTRACTORS, DISPATCHERS = ("she", "he", "we", "me"), ("dispatcher", "dispatcher_multihead")
 # Test rows are so many times as long as those of training.
 FACTORS = (1, 2, 4)
 
@@ -131,7 +131,7 @@ def reach(model: Mapping) -> int | None:
   mixer, layers = model["mixer"], model["num_layers"]
   if config_lib.is_pooled(model):
     return None
-  if "num_levels" in mixer:
+  if mixer["name"] in DISPATCHERS:
     levels = mixer["num_levels"] or max(1, ops.num_levels(model["max_length"]))
     return layers * (2**levels - 1)
   return layers * (model["max_length"] - 1) if mixer["name"] in EXTRACTORS else None
