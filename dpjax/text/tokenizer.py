@@ -14,6 +14,8 @@ FORMAT = 1
 # Of a vocabulary that is learned: far more than any has, and what the libraries that
 # learn it still have memory for.
 MOST_PIECES = 2**24
+# Of a vocabulary file: several times the largest that are known.
+_MOST_BYTES = 2**27
 
 
 class Tokenizer(abc.ABC):
@@ -76,15 +78,39 @@ class Tokenizer(abc.ABC):
     """
     return chunks
 
+  def encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a context and of its continuation: together, those of the whole text.
+
+    A piece that spans the border belongs to the continuation. With the piece "b c":
+
+      "a b", " c"  ->  the ids of "a", " " and of "b c"
+
+    Returns:
+      The longest common prefix of the ids of the whole and of the context alone; and the rest.
+
+    Raises:
+      ValueError: see `encode`.
+    """
+    ids, alone = self.encode(context + continuation), self.encode(context)
+    size = min(len(ids), len(alone))
+    size = next(iter(np.flatnonzero(ids[:size] != alone[:size])), size)
+    return ids[:size], ids[size:]
+
   def keeps_text(self, ids: np.ndarray) -> bool:
     """Whether the ids [N] represent all of a text, without lost or unknown parts.
 
     Otherwise -ln P of the ids is not that of the text, and bits per character and per byte
     would be too low.
     """
+    return self.lossless and not self.count_unknown(ids)
+
+  def count_unknown(self, ids: np.ndarray) -> int:
+    """The number of ids [N] that stand for unknown parts of a text."""
+    if self.unknown_id is None:
+      return 0
     size = 2**24  # Of mapped ids, few are held at a time.
     blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
-    return self.lossless and not any(self.unknown_id in block for block in blocks)
+    return sum(int(np.count_nonzero(block == self.unknown_id)) for block in blocks)
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -188,13 +214,16 @@ def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
   """The content of a vocabulary file.
 
   Raises:
-    ValueError: `setting: ...`, the file is empty, not a regular file, or cannot be read.
+    ValueError: `setting: ...`, the file is empty, too large, not a regular file, or cannot be
+      read.
   """
   path = Path(file)
   try:
     # Opening a pipe would wait, and some devices never end.
     if path.exists() and not path.is_file():
       raise file_error("a readable file", f"{file} (no regular file)", setting)
+    if path.stat().st_size > _MOST_BYTES:
+      raise file_error(f"at most {_MOST_BYTES:,} bytes", f"{file}, which has more", setting)
     content = path.read_bytes()
   except OSError as error:
     raise file_error("a readable file", f"{file} ({error.strerror})", setting) from error
@@ -229,16 +258,43 @@ def library_tokenizer(content: dict):
   """A tokenizer of the `tokenizers` library from its own JSON.
 
   Raises:
-    ValueError: the JSON is not a tokenizer.
+    ValueError: the JSON is not a tokenizer, or one of its ids is too large.
   """
   from tokenizers import Tokenizer as LibraryTokenizer
 
-  return library_call(lambda: LibraryTokenizer.from_str(json.dumps(content)))
-
-
-def library_call(read, *arguments):
-  """Calls a reader of the `tokenizers` library, whose errors are plain Exceptions."""
   try:
-    return read(*arguments)
-  except Exception as error:
-    raise UserError(f"the tokenizers library answers: {error}") from error
+    added = [token["id"] for token in content.get("added_tokens") or ()]
+    check_ids([*content["model"]["vocab"].values(), *added])
+  except (AttributeError, KeyError, TypeError) as error:
+    raise UserError("not the JSON of a tokenizer with a vocabulary") from error
+  return library_call(LibraryTokenizer.from_str, json.dumps(content))
+
+
+def check_ids(ids: list[int]) -> None:
+  """Checks that a small file does not ask for a large model: ids may have gaps, but not many.
+
+  Raises:
+    ValueError: an id is too large, or no id.
+  """
+  most = 2 * len(ids) + 2**16
+  wrong = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
+  if wrong is not None:
+    raise UserError(f"the id {wrong!r} in a vocabulary of {len(ids):,} pieces")
+
+
+def library_call(call, *arguments, **options):
+  """Calls the `tokenizers` library, whose errors are plain Exceptions, or panics.
+
+  Raises:
+    ValueError: the library raises an error.
+  """
+  try:
+    return call(*arguments, **options)
+  except BaseException as error:
+    # A panic is no Exception.
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+      raise
+    answer = " ".join(str(error).split())
+    raise UserError(
+      f"tokenizer: expected one that the tokenizers library can use, got its answer: {answer}"
+    ) from error

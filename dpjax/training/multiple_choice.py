@@ -43,8 +43,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, choice: str) -> tuple[np.nda
   space = context[len(stripped) :]
   if stripped and not space and not choice[0].isspace():
     space = " "
-  context_ids = tokenizer.encode(stripped)
-  return context_ids, tokenizer.encode(stripped + space + choice)[len(context_ids) :]
+  return tokenizer.encode_pair(stripped, space + choice)
 
 
 def make_row(context: np.ndarray, choice: np.ndarray, start_id: int, window: int) -> Row:

@@ -1,7 +1,14 @@
+import io
+
 import numpy as np
 import pytest
+import sentencepiece
+import tokenizers as library
+from tokenizers import decoders, pre_tokenizers
 
 from dpjax.text import tokenizer
+from dpjax.text.tokens import train_tokenizer
+from tests import helpers
 
 
 def test_cut_lines_keeps_every_character():
@@ -31,8 +38,6 @@ def test_as_ids_takes_lists_and_arrays():
 
 def test_clean_cuts_are_those_that_change_no_subword():
   """By the library itself, at every place between two lines of a tricky text."""
-  from dpjax.text.tokens import train_tokenizer
-
   text = "one\ntwo\n\nthree \n four\n\n\n  five\n\t\nsix\u2003\nseven\n\u2003eight \nnine\n"
   bpe = train_tokenizer("bpe", [text * 3, "\n\n\n\n" * 9], vocab_size=275)
   whole = bpe.encode(text * 2).tolist()
@@ -48,3 +53,49 @@ def test_clean_cuts_are_those_that_change_no_subword():
   assert clean == 4
   for before, after in (("one", "two"), ("", "a"), ("one\n", ""), ("a\n\n", "b")):
     assert not tokenizer.is_clean_cut(before, after)
+
+
+def spanning(kind: str, lines: list[str], folder) -> str:
+  """A vocabulary with pieces of several words, as a file."""
+  file = folder / ("tokenizer.json" if kind == "bpe" else "spanning.model")
+  if kind == "bpe":
+    raw = library.Tokenizer(library.models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+      vocab_size=320, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(lines, trainer)
+    raw.save(str(file))
+  else:
+    model = io.BytesIO()
+    settings = dict(split_by_whitespace=False, vocab_size=97, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(lines), model_writer=model, **settings
+    )
+    file.write_bytes(model.getvalue())
+  return str(file)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "bpe", "wordpiece", "characters"])
+def test_a_pair_has_the_ids_of_the_whole_text(kind, tmp_path):
+  """The context is the longest common prefix of the whole's ids and of its own."""
+  draw = np.random.default_rng(11)
+  lines = [" ".join(draw.choice(helpers.WORDS[:5], size=9)) for _ in range(90)]
+  spans = kind in ("sentencepiece_unigram", "bpe")
+  file = spanning(kind, lines, tmp_path) if spans else ""
+  known = train_tokenizer(kind, lines, vocab_size=31, file=file)
+  others = 0
+  for line in lines:
+    place = int(draw.integers(len(line)))
+    context, rest = line[:place], line[place:]
+    ids, of_rest = known.encode_pair(context, rest)
+    whole, alone = known.encode(line), known.encode(context)
+    assert np.concatenate([ids, of_rest]).tolist() == whole.tolist()
+    assert ids.tolist() == alone[: len(ids)].tolist()
+    ends = len(ids) in (len(whole), len(alone))
+    assert ends or whole[len(ids)] != alone[len(ids)]
+    others += len(ids) < len(alone)
+  # Where pieces span the border, the context alone has other ids.
+  assert others > 40 if spans else others == 0 or kind == "wordpiece"
