@@ -15,6 +15,7 @@ from dpjax.errors import UserError
 from dpjax.text.tokenizer import (
   Tokenizer,
   as_ids,
+  check_ids,
   cut_lines,
   file_error,
   library_call,
@@ -117,6 +118,8 @@ class SentencePiece(Tokenizer):
     import sentencepiece
 
     try:
+      if not model:
+        raise RuntimeError("empty")
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
       raise UserError("not a SentencePiece model") from error
@@ -282,7 +285,8 @@ class BytePairs(Tokenizer):
         raise UserError("another name")
       vocabulary = merges.with_name(merges.name[: -len("merges.txt")] + "vocab.json")
       read_file(merges)
-      read_file(vocabulary)
+      ids = read_json(read_file(vocabulary))
+      check_ids([*ids.values()] if isinstance(ids, dict) else [])
       model = library_call(models.BPE.from_file, str(vocabulary), str(merges))
       return cls(_byte_level(model))
     except ValueError as error:
@@ -291,7 +295,7 @@ class BytePairs(Tokenizer):
       raise file_error(
         "a tokenizer.json of BPE, or <any>merges.txt with "
         "<any>vocab.json beside it, or their folder",
-        file,
+        f"{file} ({error})",
       ) from error
 
   @classmethod
@@ -316,7 +320,7 @@ class BytePairs(Tokenizer):
     return self._encode_parts(_cut_as_bpe(text, BLOCK) if self._is_like_gpt2 else [text])
 
   def _encode_parts(self, parts: list[str]) -> np.ndarray:
-    found = self._raw.encode_batch_fast(parts, add_special_tokens=False)
+    found = library_call(self._raw.encode_batch_fast, parts, add_special_tokens=False)
     return np.array(list(itertools.chain.from_iterable(f.ids for f in found)), np.int32)
 
   def _can_cut(self, places: str, probe: str) -> bool:
@@ -328,8 +332,8 @@ class BytePairs(Tokenizer):
 
   @cached_property
   def _crossing(self) -> str:
-    ids = [[i] for i in range(self.vocab_size)]
-    pieces = self._raw.decode_batch(ids, skip_special_tokens=False)
+    ids = [[i] for i in sorted(self._raw.get_vocab().values())]
+    pieces = library_call(self._raw.decode_batch, ids, skip_special_tokens=False)
     found = filter(re.compile(r"\n[^\n]|\S[\n ]").search, pieces)
     return "".join(f"x{piece}x .{piece} x" for piece in found)
 
@@ -356,7 +360,8 @@ class BytePairs(Tokenizer):
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
-    return self._raw.decode(as_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False)
+    ids = as_ids(ids, self.vocab_size).tolist()
+    return library_call(self._raw.decode, ids, skip_special_tokens=False)
 
   def fields(self) -> dict:
     """See `Tokenizer`."""

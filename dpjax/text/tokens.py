@@ -7,6 +7,7 @@ With train_tokenizer("characters", ["to be\n", "or not"]):
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -17,12 +18,21 @@ from dpjax.text.tokenizer import (
   MOST_PIECES,
   Tokenizer,
   as_ids,
+  file_error,
+  read_file,
   read_json,
   size_error,
 )
 from dpjax.text.wordpiece import WordPiece
 
-__all__ = ["CHARACTER_KINDS", "KINDS", "Tokenizer", "tokenizer_from_json", "train_tokenizer"]
+__all__ = [
+  "CHARACTER_KINDS",
+  "KINDS",
+  "Tokenizer",
+  "load_tokenizer",
+  "tokenizer_from_json",
+  "train_tokenizer",
+]
 
 
 class Characters(Tokenizer):
@@ -181,7 +191,10 @@ def train_tokenizer(
       )
   if kind in CHARACTER_KINDS:
     if file:
-      raise UserError(f"data.tokenizer_file: expected none with the tokenizer {kind}, got {file}")
+      raise UserError(
+        f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}, got "
+        f"{file}"
+      )
     return Characters.train(chunks) if kind == "characters" else Bytes()
   if not file and vocab_size > MOST_PIECES:
     raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
@@ -195,7 +208,36 @@ def train_tokenizer(
   return SentencePiece.train(kind, chunks, vocab_size)
 
 
-def tokenizer_from_json(text: str) -> Tokenizer:
+def load_tokenizer(place: str | Path, setting: str = "data.tokenizer_file") -> Tokenizer | None:
+  """The tokenizer of a run.
+
+  Args:
+    place: the run's folder, or its data/tokenizer.json.
+    setting: the setting that names it, for messages.
+
+  Returns:
+    The tokenizer; None if the place is of another kind, such as a vocabulary for
+    `train_tokenizer`.
+
+  Raises:
+    ValueError: `setting: ...`, the file is damaged, or cannot be read.
+  """
+  path, in_run = Path(place), Path(place, "data", "tokenizer.json")
+  is_run = in_run.is_file()
+  if not is_run and (path.suffix != ".json" or not path.is_file()):
+    return None
+  path = in_run if is_run else path
+  content = read_file(path, setting)
+  try:
+    found = read_json(content)
+    # Other libraries' files have no kind.
+    is_own = is_run or isinstance(found, dict) and "kind" in found
+    return tokenizer_from_json(content) if is_own else None
+  except ValueError as error:
+    raise file_error("a tokenizer.json", f"{path} ({error})", setting) from error
+
+
+def tokenizer_from_json(text: str | bytes) -> Tokenizer:
   """Reads a tokenizer from the JSON of `Tokenizer.to_json`.
 
   Raises:
@@ -218,5 +260,5 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     raise UserError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
   try:
     return KINDS[kind].from_fields(kind, content)
-  except (KeyError, TypeError, ValueError, AttributeError) as error:
+  except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
     raise UserError(f"{expected} a damaged {kind}: {error}") from error

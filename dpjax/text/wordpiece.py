@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dpjax.errors import UserError
 from dpjax.text.tokenizer import (
   Tokenizer,
   as_ids,
   cut_lines,
   file_error,
+  library_call,
   library_tokenizer,
   read_file,
   size_error,
@@ -100,6 +102,8 @@ class WordPiece(Tokenizer):
   def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
     """See `Tokenizer`."""
     raw = library_tokenizer(fields["tokenizer"])
+    if max(raw.get_vocab().values(), default=0) >= raw.get_vocab_size():
+      raise UserError("ids with gaps")
     return cls(raw, fields["pieces"], fields["lower_text"], fields["lower_pieces"])
 
 
@@ -176,7 +180,7 @@ def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
   r"""The library's ids of a text, and one past its last id for each "\n"."""
   lines = _lower(text, lower).split("\n")
   line_end = [raw.get_vocab_size()]
-  found = raw.encode_batch_fast(lines, add_special_tokens=False)
+  found = library_call(raw.encode_batch_fast, lines, add_special_tokens=False)
   ids = list(itertools.chain.from_iterable(f.ids + line_end for f in found))
   return np.array(ids[:-1], np.int32)
 

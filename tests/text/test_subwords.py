@@ -8,7 +8,9 @@ import sentencepiece
 import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers
 
+from dpjax.errors import UserError
 from dpjax.text import subwords
+from dpjax.text import tokenizer as tokenizer_lib
 from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
@@ -277,6 +279,65 @@ def test_ids_with_gaps(tmp_path):
   (tmp_path / "tokenizer.json").write_text(json.dumps(content))
   tokenizer = train_tokenizer("bpe", [], file=str(tmp_path / "tokenizer.json"))
   assert tokenizer.vocab_size == 402 and tokenizer.decode([401, 400]) == "zzz"
+
+
+# Changes to a small tokenizer.json, and what is said of them. A panic is no Exception.
+WRONG = {
+  "the id 2147483648": lambda content: content["model"]["vocab"].update(zzz=2**31),
+  "the id 999999": lambda content: content["model"]["vocab"].update(zzz=999_999),
+  "the id -1": lambda content: content["model"]["vocab"].update(zzz=-1),
+  "the id 1.5": lambda content: content["model"]["vocab"].update(zzz=1.5),
+  "the id 4294967296": lambda content: content["added_tokens"][0].update(id=2**32),
+  "answer: .*charsmap": lambda content: content.update(
+    normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+  ),
+  "answer: .*parenthesis": lambda content: content["pre_tokenizer"].update(
+    type="Split", pattern={"Regex": "(x+x+"}, behavior="Isolated", invert=False
+  ),
+  "not the JSON of a tokenizer": lambda content: content.update(model=[]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_small_file_that_asks_for_much_or_breaks_the_library(tmp_path, message, is_own):
+  content = json.loads(family("no rule").to_str())
+  WRONG[message](content)
+  if is_own:
+    content = {"format": 1, "kind": "bpe", "tokenizer": content}
+    with pytest.raises(UserError, match=f"^tokenizer.json: expected .*{message}") as caught:
+      tokenizer_from_json(json.dumps(content))
+  else:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"^data.tokenizer_file: .*{file}.*{message}") as caught:
+      train_tokenizer("bpe", [], file=str(file))
+  assert "\n" not in str(caught.value)
+
+
+def test_ids_of_other_files(gpt2, monkeypatch):
+  folder, _ = gpt2
+  vocabulary = json.loads((folder / "vocab.json").read_text())
+  (folder / "vocab.json").write_text(json.dumps(vocabulary | {"zzz": 2**31}))
+  with pytest.raises(UserError, match="^data.tokenizer_file: .*the id 2147483648"):
+    train_tokenizer("bpe", [], file=str(folder))
+  known = json.loads(train_tokenizer("wordpiece", LINES, vocab_size=29).to_json())
+  known["tokenizer"]["model"]["vocab"]["cat"] = 77
+  with pytest.raises(UserError, match="^tokenizer.json: .*ids with gaps"):
+    tokenizer_from_json(json.dumps(known))
+  monkeypatch.setattr(tokenizer_lib, "_MOST_BYTES", 1000)
+  with pytest.raises(UserError, match="^data.tokenizer_file: expected at most 1,000 bytes, got"):
+    train_tokenizer("bpe", [], file=str(folder / "tokenizer.json"))
+
+
+def test_a_text_that_breaks_the_library_is_named():
+  content = json.loads(family("no rule").to_str())
+  rule = dict(type="Split", pattern={"Regex": "(x+x+)+y"}, behavior="Isolated", invert=False)
+  content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rule, content["pre_tokenizer"]]}
+  content = {"format": 1, "kind": "bpe", "tokenizer": content}
+  tokenizer = tokenizer_from_json(json.dumps(content))
+  with pytest.raises(UserError, match="^tokenizer: expected .* answer: .*retry-limit"):
+    tokenizer.encode("x" * 61)
 
 
 def test_normalised_text_is_lost(tmp_path):

@@ -207,8 +207,11 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
     ('{"format": 1, "kind": "characters", "characters": "ba"}', "a damaged characters"),
     ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "a damaged sentencep"),
     ('{"format": 1, "kind": "sentencepiece_bpe", "model": "AAAA"}', "a damaged sentencep"),
+    ('{"format": 1, "kind": "sentencepiece_bpe", "model": ""}', "a damaged sentencep"),
+    ('{"format": 1, "kind": "sentencepiece_unigram", "model": "CgA="}', "a damaged sentencep"),
     ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "a damaged bpe"),
     ('{"format": 1, "kind": "wordpiece", "tokenizer": null}', "a damaged wordpiece"),
+    (f'{{"format": 1, "kind": "bpe", "tokenizer": {"[" * 400 + "]" * 400}}}', "a damaged bpe"),
   ],
 )
 def test_damaged_json(text, reason):
