@@ -14,7 +14,6 @@ window is dropped.
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,10 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
   """The tokens of the text given by the flags."""
   if given.text is not None:
-    try:
-      tokens = run.tokenizer.encode(Path(given.text).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-      raise UserError(f"text: expected a text in UTF-8, got {error}") from error
+    from dpjax.data.sources import reading
+
+    tokens = run.tokenizer.encode(reading.read_text(given.text, "text"))
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {given.text}")
     return tokens

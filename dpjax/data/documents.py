@@ -149,7 +149,7 @@ class FileDocuments(Documents):
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`; drops byte-order marks."""
     for path in self.paths:
-      yield from _document("".join(reading.text_file(path)).removeprefix("\ufeff"), str(path))
+      yield from _document(reading.read_text(path), str(path))
 
 
 def line_pattern(separator: str) -> str:

@@ -1,16 +1,21 @@
 """Texts by path and by name, whole, cleaned or cut: what they hold, and that they are whole."""
 
+import argparse
 import builtins
+import gzip
 import os
 import sys
+import types
 
 import pytest
 
+from dpjax.analysis import calibrate
 from dpjax.data import catalog, chunks, corpora
 from dpjax.data.corpora import load_corpus
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean
+from dpjax.text.tokens import Bytes
 
 SPLITS = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
 
@@ -280,3 +285,19 @@ def test_the_first_part_is_taken_where_it_is_enough(monkeypatch, tmp_path, sizes
   with pytest.raises(ZeroDivisionError):
     load_corpus("wiki40b", language="fi", max_characters=sizes, data_dir=tmp_path)
   assert asked == [head]
+
+
+def test_a_text_is_read_as_data_path_reads_it(tmp_path):
+  """With its line ends, and without a byte-order mark; packed, too."""
+  content = b"\xef\xbb\xbf" + b"a\r\nb\rc\n\xef\xbb\xbf" * 41
+  (tmp_path / "text.txt").write_bytes(content)
+  (tmp_path / "text.txt.gz").write_bytes(gzip.compress(content))
+  run = types.SimpleNamespace(tokenizer=Bytes())
+  for name in ("text.txt", "text.txt.gz"):
+    corpus = load_corpus(path=tmp_path / name, data_dir=tmp_path)
+    expected = "".join(joined(corpus).values())
+    found = calibrate._tokens(run, argparse.Namespace(text=str(tmp_path / name)))
+    assert run.tokenizer.decode(found) == expected == content[3:].decode()
+  os.mkfifo(tmp_path / "pipe")
+  with pytest.raises(UserError, match="^text: expected .*no regular file"):
+    calibrate._tokens(run, argparse.Namespace(text=str(tmp_path / "pipe")))

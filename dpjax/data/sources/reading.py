@@ -55,6 +55,25 @@ def text_file(path: Path) -> Iterator[str]:
     raise damage(path, "a text in UTF-8", error) from error
 
 
+def read_text(path: str | Path, setting: str = "data.path") -> str:
+  """A text as `data.path` reads it: UTF-8 without a byte-order mark, line ends as they are.
+
+  Raises:
+    UserError: `setting: ...`, it is no regular file, is not UTF-8, or is damaged.
+    OSError: it cannot be found.
+  """
+  path = Path(path)
+  path.stat()  # raises what is wrong with the path
+  # Opening a pipe would wait, and some devices never end.
+  if not path.is_file():
+    raise UserError(f"{setting}: expected a text in UTF-8, got {path} (no regular file)")
+  try:
+    return "".join(text_file(path)).removeprefix("\ufeff")
+  except UserError as error:
+    cause = error.__cause__
+    raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({cause})") from error
+
+
 def zip_member(path: Path, member: str) -> Iterator[str]:
   """The text of a member of a zip archive; its checksum is compared at the end.
 
