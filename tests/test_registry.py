@@ -115,6 +115,81 @@ def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, text, tmp_pat
   assert len(run.generate("the ", length=5, temperature=0)[0]) == 5
 
 
+class AfterRare(Boundaries):
+  """A segment ends with a letter that is rare in the train split; no `file`, no `size`."""
+
+  needs_text = True
+  share: float = 0.05
+  others: str = ""
+
+  def learn(self, text):
+    letters = "".join(text)
+    rare = {x for x in letters if letters.count(x) < self.share * len(letters)}
+    return "".join(sorted(rare | {*self.others})).encode()
+
+  def of_text(self, text, tokenizer, learned):
+    assert len(tokenizer.encode(text)) == len(text)
+    return np.array([x in learned.decode() for x in text], int)
+
+  def __call__(self, hidden, tokens, **given):
+    return Found((tokens % 3 == 0).astype(jnp.int32))
+
+  def loss(self, output, batch):
+    targets = batch["boundaries"]
+    return (targets * batch["weights"]).sum(), targets
+
+
+def pooled_by_text(monkeypatch, text, kind, **settings):
+  monkeypatch.setattr(registry.boundaries, "_components", dict(registry.boundaries._components))
+  dpjax.register_boundaries("by_text", kind)
+  config = helpers.small_config(text, num_steps=2)
+  config.model.boundaries = dpjax.config.boundaries("by_text", **settings)
+  config.model.first.num_layers = config.model.last.num_layers = 1
+  return config
+
+
+def test_boundaries_of_somebody_elses_that_need_the_text(monkeypatch, text, tmp_path):
+  """Their settings, and what they learned, say which tokens they are."""
+  for i, others in enumerate(("", "x", "")):
+    config = pooled_by_text(monkeypatch, text, AfterRare, others=others)
+    config.data.data_dir = str(tmp_path / "data")
+    data = dpjax.run.prepare(config, tmp_path / str(i))
+    whole = data.tokenizer.decode(data.splits["train"])
+    rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
+    assert 1 < len(rare) < 15 and data.learned.decode() == "".join(sorted(rare))
+    for split, ids in data.splits.items():
+      expected = [x in rare for x in data.tokenizer.decode(ids)]
+      np.testing.assert_array_equal(data.boundaries[split], expected)
+    assert data.segment("no xat").tolist() == [x in rare for x in "no xat"]
+  assert len([*(tmp_path / "data/tokens").glob("*/data.json")]) == 2
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "shape", "twos"])
+def test_boundaries_of_a_text_that_are_none_are_refused(monkeypatch, text, tmp_path, wrong):
+  class Wrong(Boundaries):
+    needs_text = True
+
+    def of_text(self, text, tokenizer, learned):
+      if wrong == "nothing":
+        return super().of_text(text, tokenizer, learned)
+      return np.full(len(text) + (wrong == "shape"), 2 * (wrong == "twos"))
+
+  config = pooled_by_text(monkeypatch, text, Wrong)
+  expected = "a kind with of_text" if wrong == "nothing" else "0 or 1 for each of"
+  with pytest.raises(dpjax.UserError, match=f"^model.boundaries: expected {expected}"):
+    dpjax.run.prepare(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_of_boundaries_that_need_the_text(monkeypatch, text, tmp_path):
+  config = pooled_by_text(monkeypatch, text, AfterRare)
+  run, scores = dpjax.train(config, tmp_path / "run")
+  assert scores["boundary_loss"] > 0 and 0 < scores["recall"] < 1
+  run.save(tmp_path / "small")
+  new = "a cat and one rat in a bat"
+  assert dpjax.load(tmp_path / "small").score(new) == run.score(new)
+
+
 def test_an_unknown_name_lists_the_known_and_says_how_to_add_one(mixers):
   with pytest.raises(dpjax.UserError) as error:
     config_lib.mixer("dispacher")

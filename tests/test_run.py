@@ -16,6 +16,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import batches, prepared
+from dpjax.layers import learned_boundaries
 from dpjax.run import build
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
@@ -538,7 +539,7 @@ def test_going_on_with_another_unigram_model_is_refused(text, taught, tmp_path, 
   shutil.copytree(workdir, tmp_path / "run")
   shutil.rmtree(tmp_path / "run" / "data")
   other = train_unigram([text.read_text()], 29)
-  monkeypatch.setattr(prepared, "load_unigram", lambda file: other)
+  monkeypatch.setattr(learned_boundaries, "load_unigram", lambda file: other)
   config = unigram_config(text)
   config.train.num_steps = 14
   with pytest.raises(ValueError, match="workdir: expected the unigram model that its"):

@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from dpjax.data import chunks, making
 from dpjax.data.documents import Documents
+from dpjax.errors import UserError
 from dpjax.text.tokens import Tokenizer
-from dpjax.text.unigram import UnigramBoundaries, whole_words
+from dpjax.text.unigram import whole_words
 
 LARGE_BYTES = 2**25  # from here on a bar is shown
 
@@ -62,21 +63,27 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """Encodes a part of a text as tokens and, with `unigram`, boundaries.
+  """Encodes a part of a text as tokens and, with `segment`, boundaries.
 
   Attributes:
     tokenizer: makes the tokens.
-    unigram: makes the boundaries, or None.
+    segment: makes the boundaries of a text's tokens, or None.
   """
 
   tokenizer: Tokenizer
-  unigram: UnigramBoundaries | None = None
+  segment: Callable[[str, Tokenizer], np.ndarray] | None = None
 
   def __call__(self, part: str) -> list[np.ndarray]:
     """The arrays of `suffixes`."""
     arrays = [self.tokenizer.encode(part).astype(self.dtype)]
-    if self.unigram is not None:
-      arrays.append(self.unigram.of_tokens(part, self.tokenizer).astype(np.uint8))
+    if self.segment is not None:
+      found = np.asarray(self.segment(part, self.tokenizer))
+      if found.shape != arrays[0].shape or not np.isin(found, (0, 1)).all():
+        raise UserError(
+          f"model.boundaries: expected 0 or 1 for each of {len(arrays[0])} tokens of a text, got "
+          f"{found.shape} of {found.dtype}"
+        )
+      arrays.append(found.astype(np.uint8))
     return arrays
 
   @property
@@ -87,11 +94,11 @@ class Encoder:
   @property
   def suffixes(self) -> list[str]:
     """The suffixes of the files after the split's name."""
-    return [".bin"] if self.unigram is None else [".bin", ".boundaries.bin"]
+    return [".bin"] if self.segment is None else [".bin", ".boundaries.bin"]
 
   def parts(self, text: Iterable[str]) -> Iterable[str]:
     """The parts of a text; for boundaries they end with whole words."""
-    return self.tokenizer.parts(text) if self.unigram is None else whole_words(text)
+    return self.tokenizer.parts(text) if self.segment is None else whole_words(text)
 
   def encode_group(self, group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
     """The arrays of each part of `groups`, one by one."""
@@ -143,7 +150,7 @@ def encode_text(text: Iterable[str], size: int, encoder: Encoder, folder: Path, 
   counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
   suffixes = encoder.suffixes + [".documents.bin"] * isinstance(text, Documents)
   # Those of words remember them, and are not for several threads.
-  num_threads = 0 if encoder.unigram is None else 1
+  num_threads = 0 if encoder.segment is None else 1
   files = [(folder / f"{split}{suffix}").open("wb") for suffix in suffixes]
   try:
     with tqdm(

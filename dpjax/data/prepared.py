@@ -1,16 +1,17 @@
 """A corpus as tokens on disk: encoded once, then memory-mapped.
 
 A folder holds {train,valid,test}.bin (uint16, or int32 for more than 65,536 ids),
-tokenizer.json, and data.json with counts and the checksums of the .bin files. With Unigram
-boundaries it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and
-unigram.model; for a text that knows its documents, {train,valid,test}.documents.bin (int64,
-increasing: the first token of each document).
+tokenizer.json, and data.json with counts and the checksums of the .bin files. With boundaries
+of the text it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and what
+their kind learned, as unigram.model; for a text that knows its documents,
+{train,valid,test}.documents.bin (int64, increasing: the first token of each document).
 
 These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the
 small files; "tokens" in its data.json is the path of the others.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -27,20 +28,16 @@ from dpjax.data.chunks import Sample
 from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.data.encoding import Counter, Encoder, encode_text
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import read_json
+from dpjax.text.tokenizer import read_file, read_json
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
   tokenizer_from_json,
   train_tokenizer,
 )
-from dpjax.text.unigram import (
-  UnigramBoundaries,
-  load_unigram,
-  train_unigram,
-)
 
 FORMAT = 1  # Readers without boundary support can still read the rest.
+_LEARNED = "unigram.model"  # of any kind of boundaries; named after the first one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +51,10 @@ class Prepared:
       a model works without its tokens.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word.
-    boundaries: None, or for each split the Unigram boundaries of its tokens: 0 or 1,
-      uint8 [N], mapped read-only.
-    unigram: None, or the source of boundaries for other texts.
+    boundaries: None, or for each split the boundaries that were computed from its text: 0 or
+      1 for each token, uint8 [N], mapped read-only.
+    learned: what their kind learned from the train split, b"" if nothing.
+    kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name; {} from earlier versions.
     documents: None, or for each split the places where its documents begin, int64
@@ -68,7 +66,8 @@ class Prepared:
   splits: Mapping[str, np.ndarray]
   counts: Mapping[str, dict]
   boundaries: Mapping[str, np.ndarray] | None = None
-  unigram: UnigramBoundaries | None = None
+  learned: bytes = b""
+  kind: Any = None
   folder: Path = Path()
   checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
   documents: Mapping[str, np.ndarray] | None = None
@@ -108,16 +107,14 @@ class Prepared:
         )
 
   def segment(self, text: str) -> np.ndarray:
-    """The Unigram boundaries of another text's tokens, uint8 [number of tokens].
+    """The boundaries of another text's tokens, uint8 [number of tokens].
 
     Raises:
-      ValueError: the data were prepared without boundaries.
+      ValueError: the data were prepared, or opened, without boundaries.
     """
-    if self.unigram is None:
-      raise UserError(
-        f"data: expected {self.name} with Unigram boundaries, got it prepared without"
-      )
-    return self.unigram.of_tokens(text, self.tokenizer)
+    if self.boundaries is None or self.kind is None:
+      raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
+    return _encoder(self.tokenizer, self.kind, self.learned)(text)[1]
 
 
 class _Arrays(Mapping[str, np.ndarray]):
@@ -155,10 +152,10 @@ class _Arrays(Mapping[str, np.ndarray]):
 def prepare(
   corpus: Corpus,
   folder: str | Path,
-  kind: str,
+  kind: str | Tokenizer,
   *,
   shared: bool = False,
-  unigram: Mapping[str, Any] | None = None,
+  boundaries: Any = None,
   **settings: Any,
 ) -> Prepared:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
@@ -171,12 +168,11 @@ def prepare(
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
     folder: receives the files.
-    kind: the kind of the tokenizer.
+    kind: the kind of the tokenizer, or the tokenizer itself.
     shared: whether to write into a subfolder of `folder`, named after its content.
-    unigram: None, or, for boundaries, {"file": a SentencePiece `.model` to load, or ""
-      to learn one on the train split, "vocab_size": the number of pieces to learn}. Only with
-      the kinds "characters" and "bytes".
-    **settings: settings of the tokenizer; see `dpjax.text.tokens.train_tokenizer`.
+    boundaries: None, or a kind of boundaries that needs the text, such as
+      `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
+    **settings: settings of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
   Returns:
     The result of `open_prepared` for the folder.
@@ -186,31 +182,32 @@ def prepare(
       the boundaries (`model.boundaries....`); or the folder holds something else or cannot
       be written.
   """
-  if unigram is not None and kind not in CHARACTER_KINDS:
-    raise UserError(
-      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with Unigram boundaries, got {kind}"
-    )
   made = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
     "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    **_made_of(kind, unigram, settings),
+    **_made_of(kind, boundaries, settings),
   }
+  if boundaries is not None and made["kind"] not in CHARACTER_KINDS:
+    raise UserError(
+      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
+      f"{type(boundaries).__name__} boundaries, got {made['kind']}"
+    )
   folder = Path(folder)
   if shared:
     digits = _digest(json.dumps(made, sort_keys=True).encode())[:8]
-    folder /= f"{corpus.name}_{kind}_{digits}"
+    folder /= f"{corpus.name}_{made['kind']}_{digits}"
   _check_replaceable(folder)
-  made_of = {"format": FORMAT, "name": corpus.name, "unigram": unigram is not None, "made": made}
+  has_boundaries = boundaries is not None
+  made_of = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
   def make(partial: Path) -> dict[str, Any]:
-    encoder = _resume(partial, unigram is not None)
+    encoder = _resume(partial, boundaries)
     if encoder is None:
-      encoder = _make_encoder(corpus, kind, unigram, settings)
-      if encoder.unigram is not None:
-        (partial / "unigram.model").write_bytes(encoder.unigram.model)
-      (partial / "tokenizer.json").write_text(
-        encoder.tokenizer.to_json(), encoding="utf-8", newline="\n"
-      )
+      tokenizer, learned = _learn(corpus, kind, boundaries, settings)
+      if learned:
+        (partial / _LEARNED).write_bytes(learned)
+      (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
+      encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, len(text), encoder, partial, split)
@@ -226,22 +223,25 @@ def prepare(
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
   making.make_once(folder, made_of, make)
-  return open_prepared(folder)
+  return open_prepared(folder, boundaries=boundaries)
 
 
-def _made_of(kind: str, unigram: Mapping | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _made_of(kind: str | Tokenizer, boundaries: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
   """The settings that affect tokens, apart from the text and file names."""
-  made = {"kind": kind} | {
+  known = kind if isinstance(kind, Tokenizer) else None
+  if known is None and settings.get("file"):
+    whole = {key: value for key, value in settings.items() if key != "restrict"}
+    known = train_tokenizer(str(kind), (), **whole)
+  name = kind.kind if isinstance(kind, Tokenizer) else kind
+  made: dict[str, Any] = {"kind": name} | {
     key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")
   }
-  if settings.get("file"):
-    whole = {key: value for key, value in settings.items() if key != "restrict"}
-    made["vocabulary"] = _digest(train_tokenizer(kind, (), **whole).to_json().encode())
-  elif kind not in CHARACTER_KINDS:
+  if known is not None:
+    made["vocabulary"] = _digest(known.to_json().encode())
+  elif name not in CHARACTER_KINDS:
     made["vocab_size"] = settings.get("vocab_size", 0)
-  if unigram is not None:
-    file = unigram.get("file")
-    made["unigram"] = _digest(load_unigram(file)) if file else unigram["vocab_size"]
+  if boundaries is not None:
+    made["unigram"] = boundaries.text_settings()
   return made
 
 
@@ -265,7 +265,7 @@ def write_reference(tokens: str | Path, folder: str | Path) -> None:
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
-  for name in ("tokenizer.json", "unigram.model"):
+  for name in ("tokenizer.json", _LEARNED):
     if (tokens / name).exists():
       shutil.copyfile(tokens / name, partial / name)
   content = making.read_json(tokens / "data.json")
@@ -275,7 +275,9 @@ def write_reference(tokens: str | Path, folder: str | Path) -> None:
   os.replace(partial, folder)
 
 
-def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
+def open_prepared(
+  folder: str | Path, data_dir: str | Path = "", boundaries: Any = None
+) -> Prepared:
   """Opens a folder that `prepare` or `write_reference` wrote.
 
   Tokens are not opened until `Prepared.check` or the first use of a split.
@@ -283,6 +285,7 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
   Args:
     folder: the folder with data.json.
     data_dir: "", or the folder to search for the tokens of a reference that was moved.
+    boundaries: None, or the kind of boundaries that `prepare` was given, for other texts.
 
   Raises:
     ValueError: a file is missing or damaged; the message names it.
@@ -321,15 +324,17 @@ def open_prepared(folder: str | Path, data_dir: str | Path = "") -> Prepared:
   places: dict[str, Any] = dict(folder=tokens, checksums=checksums, documents=documents)
   if not has_boundaries:
     return Prepared(name, tokenizer, splits, counts, **places)
-  boundaries = _Arrays(tokens, ".boundaries.bin", np.dtype(np.uint8), sizes)
-  path = folder / "unigram.model"
+  arrays = _Arrays(tokens, ".boundaries.bin", np.dtype(np.uint8), sizes)
+  path = folder / _LEARNED
   try:
-    unigram = UnigramBoundaries(path.read_bytes())
+    learned = read_file(path, str(path)) if path.exists() else b""
+    _encoder(tokenizer, boundaries, learned)("")
   except (OSError, ValueError) as error:
     raise UserError(
-      f"{path}: expected the Unigram model of prepared data, got another file, or none ({error})"
+      f"{path}: expected what the boundaries of prepared data learned, got another file, or none "
+      f"({error})"
     ) from error
-  return Prepared(name, tokenizer, splits, counts, boundaries, unigram, **places)
+  return Prepared(name, tokenizer, splits, counts, arrays, learned, boundaries, **places)
 
 
 def _find_tokens(folder: Path, tokens: str, data_dir: str | Path) -> Path:
@@ -359,29 +364,34 @@ def _check_replaceable(folder: Path) -> None:
     )
 
 
-def _make_encoder(corpus: Corpus, kind: str, unigram: Mapping | None, settings: Mapping) -> Encoder:
+def _learn(
+  corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
+) -> tuple[Tokenizer, bytes]:
+  """The tokenizer of a text, and what its boundaries learn."""
   text = corpus.splits["train"]
   sample = Sample(text)
   learns = kind not in CHARACTER_KINDS and not settings.get("file")
   try:
-    tokenizer = train_tokenizer(kind, sample if learns else text, **settings)
-    segmentation = None if unigram is None else _segmentation(sample, **unigram)
+    known = isinstance(kind, Tokenizer)
+    tokenizer = kind if known else train_tokenizer(kind, sample if learns else text, **settings)
+    return tokenizer, b"" if boundaries is None else boundaries.learn(sample)
   except ValueError as error:
     # Libraries wrap what goes wrong within the text that they are given.
     raise sample.error or error from error
-  return Encoder(tokenizer, segmentation)
 
 
-def _segmentation(text: Iterable[str], file: str = "", vocab_size: int = 0):
-  return UnigramBoundaries(load_unigram(file) if file else train_unigram(text, vocab_size))
+def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
+  if boundaries is None:
+    return Encoder(tokenizer)
+  return Encoder(tokenizer, functools.partial(boundaries.of_text, learned=learned))
 
 
-def _resume(partial: Path, has_boundaries: bool) -> Encoder | None:
+def _resume(folder: Path, boundaries: Any) -> Encoder | None:
   """The encoder of an interrupted call, or None if it had none yet."""
   try:
-    tokenizer = tokenizer_from_json(_read_text(partial / "tokenizer.json"))
-    model = (partial / "unigram.model").read_bytes() if has_boundaries else None
-    return Encoder(tokenizer, None if model is None else UnigramBoundaries(model))
+    tokenizer = tokenizer_from_json(_read_text(folder / "tokenizer.json"))
+    path = folder / _LEARNED
+    return _encoder(tokenizer, boundaries, path.read_bytes() if path.exists() else b"")
   except (OSError, ValueError):
     return None
 
@@ -403,6 +413,6 @@ def _changed(path: Path, expected: str, got: str) -> UserError:
 
 def _read_text(path: Path) -> str:
   try:
-    return path.read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
+    return read_file(path, str(path)).decode()
+  except UnicodeDecodeError as error:
     raise UserError(f"{path}: expected a readable file of prepared data, got {error}") from error

@@ -9,7 +9,8 @@ subclasses `Boundaries`; `dpjax.register_boundaries` gives it a name.
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,6 +21,9 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.ops.segments import METHODS
+
+# Fields that are no settings, as in `dpjax.registry.boundaries`.
+_GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "name")
 
 
 class Found(NamedTuple):
@@ -42,8 +46,8 @@ class Boundaries(nn.Module):
   """The base of all kinds: fields are settings, and every method has a default.
 
   Attributes:
-    needs_text: whether its boundaries are computed from the text during preparation; then
-      batches have "boundaries", [B, T].
+    needs_text: whether it has boundaries that are computed from the text during preparation, by
+      `of_text`; then batches have "boundaries", [B, T].
     suits_segments: whether it can also pool segments instead of tokens: `tokens` is then
       None, and a batch of its `loss` has only "weights".
     takes_noise: whether it draws boundaries at random, and takes `noise`.
@@ -94,6 +98,32 @@ class Boundaries(nn.Module):
     """
     del tokenizer
     return {}
+
+  def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
+    """The boundaries of a text, for a kind with `needs_text`.
+
+    Args:
+      text: a part of a text, perhaps empty. Parts do not divide words.
+      tokenizer: from `dpjax.text`, of the kind "characters" or "bytes".
+      learned: the result of `learn`.
+
+    Returns:
+      0 or 1 for each token of `tokenizer.encode(text)`, [N].
+    """
+    raise UserError(
+      "model.boundaries: expected a kind with of_text, as it says needs_text, got "
+      f"{type(self).__name__} without"
+    )
+
+  def learn(self, text: Iterable[str]) -> bytes:
+    """What `of_text` has to know of the train split, given in parts; it is kept with the tokens."""
+    del text
+    return b""
+
+  def text_settings(self) -> Any:
+    """The settings on which `of_text` depends, as JSON; by default all, and the class's name."""
+    fields = [x.name for x in dataclasses.fields(self) if x.name not in _GIVEN]
+    return [type(self).__name__, *([name, str(getattr(self, name))] for name in fields)]
 
   def __call__(
     self,

@@ -1,11 +1,14 @@
 """Kinds of boundaries found by a predictor, a router or another model."""
 
+import hashlib
 import math
-from functools import partial
+from collections.abc import Iterable
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 
@@ -20,6 +23,9 @@ from dpjax.layers.boundaries import (
   newest,
 )
 from dpjax.ops.entropies import check_rule
+from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
+
+_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # which remembers words
 
 
 class _Predicted(Boundaries):
@@ -87,6 +93,18 @@ class Unigram(_Predicted):
     at_least_one("num_capacities", self.num_capacities)
     check_pooling(self.pooling)
     super().__post_init__()
+
+  def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
+    """See `Boundaries`."""
+    return _segmentation(learned).of_tokens(text, tokenizer)
+
+  def learn(self, text: Iterable[str]) -> bytes:
+    """The SentencePiece model; see `Boundaries`."""
+    return load_unigram(self.file) if self.file else train_unigram(text, self.size)
+
+  def text_settings(self) -> Any:
+    """See `Boundaries`."""
+    return hashlib.sha256(load_unigram(self.file)).hexdigest() if self.file else self.size
 
   def loss(self, output, batch):
     """See `Boundaries`."""

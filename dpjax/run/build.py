@@ -135,6 +135,12 @@ def train_batches(config: ConfigDict, data: Any):
   return batches.ContiguousRows(tokens, *size, **options)
 
 
+def text_boundaries(config: ConfigDict) -> Any:
+  """The kind of boundaries, if it needs the text; else None."""
+  kinds = build_boundaries(config.model)
+  return kinds[0] if kinds and kinds[0].needs_text else None
+
+
 def needs_run(config: ConfigDict) -> bool:
   """Whether the boundaries use the model of another run."""
   return registry.boundaries.component(config.model.boundaries.name).needs_run
@@ -146,8 +152,8 @@ def origin(data: prepared.Prepared) -> dict[str, str]:
     "tokenizer": data.tokenizer.to_json(),
     "training text": data.counts["train"]["sha256"],
   }
-  if data.unigram is not None:
-    origin["unigram model"] = hashlib.sha256(data.unigram.model).hexdigest()
+  if data.learned:
+    origin["unigram model"] = hashlib.sha256(data.learned).hexdigest()
   return origin
 
 

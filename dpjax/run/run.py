@@ -92,7 +92,7 @@ class Run:
       raise UserError(f"text: expected at least one token, got none in {text!r}")
     counts = {"tokens": len(tokens), **prepared.count_text([text])}
     boundaries = None
-    if self.data is not None and self.data.unigram is not None:
+    if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)
     return self._scorer.score(
       self.params, tokens, counts, boundaries=boundaries, window=window, stride=stride
@@ -343,7 +343,8 @@ def load(
   """
   workdir = Path(os.path.expanduser(workdir))
   config = workdir_lib.read_config(workdir)
-  data = prepared.open_prepared(workdir / "data", config.data.data_dir)
+  kind = build.text_boundaries(config)
+  data = prepared.open_prepared(workdir / "data", config.data.data_dir, kind)
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.model(config, model, build.saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.

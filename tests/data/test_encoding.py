@@ -22,7 +22,7 @@ TEXT = "".join(PARTS)
 @pytest.mark.parametrize("with_boundaries", [False, True])
 def test_all_is_of_the_whole_text(tmp_path, with_boundaries):
   unigram = UnigramBoundaries(train_unigram(PARTS, 17)) if with_boundaries else None
-  encoder = Encoder(train_tokenizer("characters", PARTS), unigram)
+  encoder = Encoder(train_tokenizer("characters", PARTS), unigram and unigram.of_tokens)
   result = encode_text(PARTS, 0, encoder, tmp_path, "train")
   tokens = np.fromfile(tmp_path / "train.bin", np.uint16)
   np.testing.assert_array_equal(tokens, encoder.tokenizer.encode(TEXT))

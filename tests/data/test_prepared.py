@@ -8,6 +8,7 @@ from dpjax.data import chunks, corpora, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
 from dpjax.errors import UserError
+from dpjax.layers import Unigram
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
 from tests.text.test_subwords import family
 
@@ -279,7 +280,7 @@ def test_counts_that_lack_one(tmp_path, corpus, key):
 
 @pytest.mark.parametrize("name", ["train.bin", "test.bin", "valid.boundaries.bin"])
 def test_a_changed_file_is_found_when_it_is_checked(tmp_path, corpus, name):
-  prepare(corpus, tmp_path / "data", "characters", unigram=UNIGRAM).check()
+  prepare(corpus, tmp_path / "data", "characters", boundaries=UNIGRAM).check()
   file = tmp_path / "data" / name
   content = bytearray(file.read_bytes())
   split, *_ = name.split(".")
@@ -331,16 +332,16 @@ def test_later_format(tmp_path, corpus):
     open_prepared(tmp_path / "data")
 
 
-UNIGRAM = {"file": "", "vocab_size": 18}
+UNIGRAM = Unigram(1, size=18)
 
 
 @pytest.mark.parametrize("chunk_bytes", [11, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
   monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
-  data = prepare(corpus, tmp_path / "data", kind, unigram=UNIGRAM)
+  data = prepare(corpus, tmp_path / "data", kind, boundaries=UNIGRAM)
   unigram = UnigramBoundaries(train_unigram(corpus.splits["train"], 18))
-  assert data.unigram is not None and data.unigram.model == unigram.model
+  assert data.learned == unigram.model
   assert data.boundaries is not None and list(data.boundaries) == list(SPLITS)
   for split, text in SPLITS.items():
     found = data.boundaries[split]
@@ -354,14 +355,14 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
 
 
 def test_boundaries_opened_again(tmp_path, corpus):
-  written = prepare(corpus, tmp_path / "data", "bytes", unigram=UNIGRAM)
-  read = open_prepared(tmp_path / "data")
-  assert read.unigram.model == written.unigram.model
+  written = prepare(corpus, tmp_path / "data", "bytes", boundaries=UNIGRAM)
+  read = open_prepared(tmp_path / "data", boundaries=UNIGRAM)
+  assert read.learned == written.learned
   for split in SPLITS:
     np.testing.assert_array_equal(read.boundaries[split], written.boundaries[split])
   plain = prepare(corpus, tmp_path / "data", "bytes")
-  assert plain.boundaries is None and plain.unigram is None
-  with pytest.raises(ValueError, match="data: expected texts with Unigram boundaries"):
+  assert plain.boundaries is None and not plain.learned
+  with pytest.raises(ValueError, match="data: expected texts with boundaries of the text"):
     plain.segment("one")
 
 
@@ -369,41 +370,41 @@ def test_boundaries_by_a_file(tmp_path, corpus):
   file = tmp_path / "other.model"
   file.write_bytes(train_unigram(["ot tw re " * 11], 9))
   data = prepare(
-    corpus, tmp_path / "data", "characters", unigram={"file": str(file), "vocab_size": 18}
+    corpus, tmp_path / "data", "characters", boundaries=Unigram(1, file=str(file), size=18)
   )
-  assert data.unigram.model == file.read_bytes()
+  assert data.learned == file.read_bytes()
   with pytest.raises(ValueError, match="^model.boundaries.file: .*none.model"):
-    prepare(corpus, tmp_path / "data", "characters", unigram={"file": "none.model"})
+    prepare(corpus, tmp_path / "data", "characters", boundaries=Unigram(1, file="none.model"))
 
 
 def test_boundaries_of_subwords_are_refused(tmp_path, monkeypatch, corpus):
   with pytest.raises(ValueError, match="^model.boundaries.size: expected at most "):
-    prepare(corpus, tmp_path / "data", "bytes", unigram={"vocab_size": 1000})
+    prepare(corpus, tmp_path / "data", "bytes", boundaries=Unigram(1, size=1000))
   # Before anything is learned.
   monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: 1 / 0)
   with pytest.raises(
     ValueError,
     match="^data.tokenizer: expected characters or bytes with Unigram boundaries, got bpe",
   ):
-    prepare(corpus, tmp_path / "data", "bpe", vocab_size=263, unigram=UNIGRAM)
+    prepare(corpus, tmp_path / "data", "bpe", vocab_size=263, boundaries=UNIGRAM)
   assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("name", ["train.boundaries.bin", "test.boundaries.bin", "unigram.model"])
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_damage_of_boundaries_is_named(tmp_path, corpus, name, damage):
-  prepare(corpus, tmp_path / "data", "characters", unigram=UNIGRAM)
+  prepare(corpus, tmp_path / "data", "characters", boundaries=UNIGRAM)
   file = tmp_path / "data" / name
   content = file.read_bytes()
   file.unlink()
   if damage == "short":
     file.write_bytes(content[:-1])
   with pytest.raises(ValueError, match=f"{name}: expected"):
-    open_prepared(tmp_path / "data").check()
+    open_prepared(tmp_path / "data", boundaries=UNIGRAM).check()
 
 
 def test_data_of_an_earlier_version_have_no_boundaries(tmp_path, corpus):
-  prepare(corpus, tmp_path / "data", "bytes", unigram=UNIGRAM)
+  prepare(corpus, tmp_path / "data", "bytes", boundaries=UNIGRAM)
   content = json.loads((tmp_path / "data" / "data.json").read_text())
   assert content["format"] == 1 and content.pop("unigram") is True
   # As an earlier version wrote it.
