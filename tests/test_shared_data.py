@@ -12,13 +12,14 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.data import prepared
+from dpjax.data import corpora, prepared
 from dpjax.data.download import File
 from dpjax.data.sources import text8
 from dpjax.errors import UserError
+from dpjax.run import build
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.tokens import KINDS, train_tokenizer
 from dpjax.text.unigram import train_unigram
 from tests import helpers
 
@@ -218,6 +219,116 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
   config.data.tokenizer_file = str(tmp_path / "none")
   with pytest.raises(ValueError, match="^data.tokenizer_file: .*none"):
     tokens_lib.prepare_data(config, tmp_path / "c" / "data")
+
+
+def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
+  """By its folder or its file; the kind is its own, unless another one is asked for."""
+  text = helpers.write_text(tmp_path / "text.txt")
+  config = helpers.small_config(text)
+  config.data.update(tokenizer="bpe", tokenizer_size=271)
+  known = tokens_lib.prepare_data(config, tmp_path / "run" / "data").tokenizer.to_json()
+  config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
+  for i, place in enumerate(("run", "run/data/tokenizer.json")):
+    for kind in ("bpe", "characters"):  # the default
+      config.data.update(tokenizer=kind, tokenizer_file=str(tmp_path / place))
+      data = tokens_lib.prepare_data(config, tmp_path / f"{kind}{i}" / "data")
+      assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
+  assert len(tokens_of(config)) == 2
+  (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "kind": "bpe"}')
+  for changes, message in (
+    (dict(tokenizer="wordpiece"), "data.tokenizer_file: expected a tokenizer.json, got .*damaged"),
+    (dict(tokenizer_file=str(tmp_path / "none")), "data.tokenizer_file: expected none, or a run"),
+  ):
+    config.data.update(**{"tokenizer": "characters", **changes})
+    with pytest.raises(UserError, match=f"^{message}"):
+      tokens_lib.prepare_data(config, tmp_path / "wrong" / "data")
+
+
+KNOWN = "abcdef gh\n"
+UNKNOWN = "xyz\u00e9\u4e2d\N{SNOWMAN}"
+
+
+def draw_text(draw, letters: str, size: int = 900) -> str:
+  """Words of the letters, some of them rare, and a line end."""
+  share = draw.dirichlet(np.ones(len(letters)))
+  words = ["".join(draw.choice([*letters], 7, p=share)) for _ in range(size // 8)]
+  return " ".join(words) + "\nabcdefgh\n"
+
+
+def begin_run(draw, folder: Path, kind: str, **settings):
+  """A folder with the tokenizer of a run, of settings that its text allows; its configuration."""
+  config = config_lib.default()
+  folder.mkdir()
+  (folder / "text.txt").write_text(draw_text(draw, KNOWN))
+  config.data.update(path=str(folder / "text.txt"), tokenizer=kind, **settings)
+  config.data.data_dir = str(folder.parent / "data")
+  for size in range(264, 300):
+    config.data.tokenizer_size = size
+    try:
+      return config, tokens_lib.prepare_data(config, folder / "run" / "data").tokenizer
+    except UserError:
+      assert kind.startswith("sentencepiece")
+  raise AssertionError("no size that this text allows")
+
+
+@pytest.mark.slow
+def test_any_tokenizer_of_a_run_is_taken_over(tmp_path):
+  """240 cases: its ids of any text, unknown parts as such, and all without the run later."""
+  draw = np.random.default_rng(13)
+  kinds = [
+    *KINDS,
+    *(("wordpiece", x) for x in ("lower_text", "lower_pieces", "restrict_vocabulary")),
+  ]
+  runs, shared = [], set()
+  for i, kind in enumerate(kinds):
+    kind, *names = [kind] if isinstance(kind, str) else kind
+    settings = dict.fromkeys(names, True)
+    runs.append((tmp_path / f"run{i}", kind, settings))
+    runs[-1] += begin_run(draw, runs[-1][0], kind, **settings)
+  for case in range(240):
+    folder, kind, settings, begun, known = runs[case % len(runs)]
+    letters = KNOWN + UNKNOWN[: int(draw.integers(len(UNKNOWN) + 1))] * int(draw.integers(2))
+    text = draw_text(draw, letters.upper() if draw.integers(4) == 0 else letters)
+    (tmp_path / "new.txt").write_text(text)
+    config = begun.copy_and_resolve_references() if draw.integers(2) else config_lib.default()
+    config.data.update(path=str(tmp_path / "new.txt"), data_dir=begun.data.data_dir)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(folder / "run", elsewhere)
+    places = dict(initial=elsewhere, folder=elsewhere, file=elsewhere / "data/tokenizer.json")
+    by = str(draw.choice([*places]))
+    if by == "initial":
+      config.train.initial_run = str(elsewhere)
+    else:
+      config.data.tokenizer_file = str(places[by])
+    new = tmp_path / "new" / "data"
+    data = tokens_lib.prepare_data(config, new, anew=True)
+    assert data.tokenizer.to_json() == known.to_json(), (case, by)
+    texts = corpora.load_corpus(path=config.data.path).splits
+    num_unknown = 0
+    for split, ids in data.splits.items():
+      whole = "".join(texts[split])
+      assert ids.tolist() == known.encode(whole).tolist(), (case, split)
+      assert ids.max() < known.vocab_size
+      num_unknown += data.tokenizer.count_unknown(ids)
+      if known.lossless and known.unknown_id is None:
+        assert known.decode(ids) == whole
+    # Known text has known ids; "characters" and "wordpiece" have one for all the others.
+    is_known = {*text} <= {*KNOWN} or settings.get("lower_text") and {*text.lower()} <= {*KNOWN}
+    if is_known or known.unknown_id is None:
+      assert num_unknown == 0 or kind == "wordpiece", (case, text)
+    else:
+      assert num_unknown > 0
+    assert build.with_vocabulary(config, data.tokenizer).model.vocab_size == known.vocab_size
+    shared.add((known.to_json(), data.folder))
+    # Neither the run nor the tokens are needed again.
+    expected = {split: ids.tolist() for split, ids in data.splits.items()}
+    shutil.rmtree(elsewhere)
+    if draw.integers(2):
+      shutil.rmtree(data.folder)
+    data = tokens_lib.prepare_data(config, new)
+    assert {split: ids.tolist() for split, ids in data.splits.items()} == expected
+  # Two tokenizers never share a folder.
+  assert len({folder for _, folder in shared}) == len(shared)
 
 
 def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import dpjax
+from dpjax.data.corpora import load_corpus
 from dpjax.errors import Interrupted
 from tests import helpers
 
@@ -160,11 +161,46 @@ def test_an_initial_run_of_other_sizes_is_refused(finished, text, tmp_path, chan
     dpjax.train(config, tmp_path / "run")
 
 
+def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
+  """To another text; what it does not know is counted. The other run may be gone later."""
+  shutil.copytree(whole[1].workdir, tmp_path / "other")
+  new = tmp_path / "text.txt"
+  new.write_text(text.read_text().replace("cat", "zoo").replace("rat", "dog"))
+  settings = dict(initial_run=str(tmp_path / "other"), num_steps=8, eval_every_steps=4)
+  config = helpers.small_config(new, **settings)
+  expected, _ = train(config, tmp_path / "whole")
+  known = whole[1].tokenizer
+  assert expected.tokenizer.to_json() == known.to_json()
+  texts = load_corpus(path=new).splits
+  for split, ids in expected.data.splits.items():
+    assert ids.tolist() == known.encode("".join(texts[split])).tolist()
+  unknown = set("zdg") - set(text.read_text())
+  counts = [sum(part.count(x) for part in texts[split] for x in unknown) for split in texts]
+  shown = "tokens for what the vocabulary does not know: {:,} in train, {:,} in valid, {:,} in test"
+  assert min(counts) > 7 and shown.format(*counts) in capsys.readouterr().out
+  asked = iter(range(9))
+  with pytest.raises(Interrupted):
+    train(config, tmp_path / "part", should_stop=lambda: next(asked) == 5)
+  shutil.rmtree(tmp_path / "other")
+  shutil.rmtree(tmp_path / "data_dir/tokens")
+  found, _ = train(config, tmp_path / "part")
+  chex.assert_trees_all_equal(found.params, expected.params)
+
+
 def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, text, tmp_path):
   other = tmp_path / "text.txt"
   other.write_text(text.read_text().replace("cat", "zoo"))
-  config = helpers.small_config(other, initial_run=str(finished[0]))
-  with pytest.raises(ValueError, match="train.initial_run: .* the vocabulary of this one"):
+  config = helpers.small_config(other)
+  dpjax.run.prepare(config, tmp_path / "vocabulary")
+  config.train.initial_run = str(finished[0])
+  config.data.tokenizer_file = str(tmp_path / "vocabulary")
+  message = (
+    f"train.initial_run: .* the vocabulary of this one.*; data.tokenizer_file = {finished[0]}"
+  )
+  with pytest.raises(ValueError, match=message):
+    dpjax.train(config, tmp_path / "run")
+  config.data.update(tokenizer_file="", tokenizer="bytes")
+  with pytest.raises(ValueError, match="^data.tokenizer: expected characters, as in .* got bytes"):
     dpjax.train(config, tmp_path / "run")
   config = helpers.small_config(other, initial_run=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="^train.initial_run: expected the folder of a run"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.machinery
+import json
 import os
 import runpy
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dpjax.config import saved
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 
@@ -21,6 +23,7 @@ def load(experiment: str) -> ConfigDict:
     load("quickstart")               a packaged one
     load("quickstart:tiny")          its variant
     load("mine/experiment.py:wide")  of a file: what its get_config("wide") gives
+    load("runs/mine")                of a run: its settings
 
   Raises:
     UserError: there is no such experiment, or it raises an error.
@@ -29,6 +32,11 @@ def load(experiment: str) -> ConfigDict:
   packaged = _folder() / f"{path}.py"
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
+  if (file := Path(path, "config.json")).is_file():
+    try:
+      return saved.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
+      raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
     raise UserError(f"--config: expected a Python file or one of {names}, got {path or 'none'}")

@@ -173,7 +173,8 @@ def default() -> ConfigDict:
   data.separator = ""  # of .txt: the line between two documents
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
   data.tokenizer = "characters"
-  # A vocabulary to load, or "bert_base_cased", "gpt2"; "": train one on the train split.
+  # A vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, whose tokenizer is
+  # taken; "": that of train.initial_run, or one that is trained on the train split.
   data.tokenizer_file = ""
   data.tokenizer_size = 8000  # entries of a vocabulary that is trained
   data.lower_text = False  # WordPiece: lower-case the text first

@@ -1,20 +1,21 @@
 """Prepares the tokens that `config.data` describes, shared by all runs."""
 
 from pathlib import Path
-from typing import Any
 
-from dpjax import registry
 from dpjax.data import catalog, corpora, prepared
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
+from dpjax.run import build
 from dpjax.run.workdir import not_writable, on_first_process
+from dpjax.text.tokens import Tokenizer, load_tokenizer
 
 
 def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
   """Opens the corpus in `folder`, and makes it first if it is missing.
 
   The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
-  to them.
+  to them. Unless `config.data.tokenizer_file` names a vocabulary, training from another run
+  (`config.train.initial_run`) takes over its tokenizer.
 
   Args:
     config: describes the corpus in `config.data`.
@@ -53,7 +54,7 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
   if data.has_tokens:
     return data
   on_first_process(lambda: _find_again(config, folder) and None)
-  return _make_tokens(config)
+  return _make_tokens(config, data.tokenizer)
 
 
 def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prepared:
@@ -64,8 +65,8 @@ def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prep
   """
   config = config.copy_and_resolve_references()
   config.data.documents = "isolated"
-  on_first_process(lambda: _make_tokens(config) and None)
-  made = _make_tokens(config)
+  on_first_process(lambda: _make_tokens(config, data.tokenizer) and None)
+  made = _make_tokens(config, data.tokenizer)
   texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (made, data))
   if made.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
     raise UserError(
@@ -76,7 +77,7 @@ def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prep
 
 
 def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  return prepared.open_prepared(folder, config.data.data_dir)
+  return prepared.open_prepared(folder, config.data.data_dir, build.text_boundaries(config))
 
 
 def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
@@ -84,7 +85,7 @@ def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
   before = _open(config, folder)
   gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
   try:
-    made = _make_tokens(config)
+    made = _make_tokens(config, before.tokenizer)
   except UserError as error:
     raise UserError(
       f"{gone}; `dpjax train --workdir={folder.parent} --prepare_only` makes them "
@@ -99,13 +100,51 @@ def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
 
 def _contents(data: prepared.Prepared) -> tuple:
   """The settings that determine tokens and boundaries."""
-  return data.counts, data.tokenizer.to_json(), data.unigram and data.unigram.model
+  return data.counts, data.tokenizer.to_json(), data.learned
 
 
-def _make_tokens(config: ConfigDict) -> prepared.Prepared:
-  """The tokens in data_dir, made if missing."""
-  tokens = Path(config.data.data_dir, "tokens")
-  return prepared.prepare(_load_corpus(config), tokens, shared=True, **_tokenizer_settings(config))
+def _make_tokens(config: ConfigDict, own: Tokenizer | None = None) -> prepared.Prepared:
+  """The tokens in data_dir, made if missing; `own` is the tokenizer of a run that has one."""
+  corpus, settings = _load_corpus(config), config.data
+  tokens, boundaries = Path(settings.data_dir, "tokens"), build.text_boundaries(config)
+  known = _known_tokenizer(config, own)
+  if known is not None:
+    return prepared.prepare(corpus, tokens, known, shared=True, boundaries=boundaries)
+  return prepared.prepare(
+    corpus,
+    tokens,
+    settings.tokenizer,
+    shared=True,
+    boundaries=boundaries,
+    file=catalog.find_vocabulary(settings.tokenizer_file, settings.data_dir, settings.manual_dir),
+    vocab_size=settings.tokenizer_size,
+    lower_text=settings.lower_text,
+    lower_pieces=settings.lower_pieces,
+    restrict=settings.restrict_vocabulary,
+  )
+
+
+def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:
+  """The tokenizer of the run that the settings name, if any; of a begun run, its own copy."""
+  settings, initial = config.data, config.train.initial_run
+  key = "data.tokenizer_file" if settings.tokenizer_file else "train.initial_run"
+  place = settings.tokenizer_file or initial
+  if not place:
+    return None
+  known = own or load_tokenizer(place, key)
+  if known is None and not settings.tokenizer_file:
+    raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {initial}")
+  if known is None:
+    return None
+  has = {**known.fields(), "tokenizer": known.kind}
+  for name in ("tokenizer", "lower_text", "lower_pieces"):
+    # What is the default may not have been asked for.
+    if settings[name] not in ("characters", False, has.get(name)):
+      raise UserError(
+        f"data.{name}: expected {has.get(name, False)}, as in the tokenizer of {place}, got "
+        f"{settings[name]}"
+      )
+  return known
 
 
 def _load_corpus(config: ConfigDict) -> corpora.Corpus:
@@ -123,23 +162,3 @@ def _load_corpus(config: ConfigDict) -> corpora.Corpus:
     text_field=settings.text_field,
     separator=settings.separator,
   )
-
-
-def _tokenizer_settings(config: ConfigDict) -> dict[str, Any]:
-  settings = config.data
-  return dict(
-    kind=settings.tokenizer,
-    file=catalog.find_vocabulary(settings.tokenizer_file, settings.data_dir, settings.manual_dir),
-    vocab_size=settings.tokenizer_size,
-    lower_text=settings.lower_text,
-    lower_pieces=settings.lower_pieces,
-    restrict=settings.restrict_vocabulary,
-    unigram=_unigram(config),
-  )
-
-
-def _unigram(config: ConfigDict) -> dict[str, Any] | None:
-  settings = config.model.boundaries
-  if not registry.boundaries.component(settings.name).needs_text:
-    return None
-  return dict(file=settings.file, vocab_size=settings.size)

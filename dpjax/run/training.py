@@ -141,6 +141,7 @@ def _train(
       f"{config.model.vocab_size:,}; {durations.num_steps:,} steps on "
       f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
     )
+    _print_unknown(config, data)
   most = config.eval.max_tokens
   validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
   if most:
@@ -167,6 +168,16 @@ def _train(
   scores = best.score_split("test", progress=True)
   best.write_scores("test", scores)
   return best, scores
+
+
+def _print_unknown(config: ConfigDict, data: prepared.Prepared) -> None:
+  """Says how much of a text a vocabulary that was not learned from it does not know."""
+  if not (config.data.tokenizer_file or config.train.initial_run):
+    return
+  counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
+  if any(counts.values()):
+    shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
+    print(f"tokens for what the vocabulary does not know: {shown}")
 
 
 def _shapes(model: Any, has_documents: bool) -> Any:
@@ -246,7 +257,8 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   if other.tokenizer.to_json() != tokenizer.to_json():
     raise UserError(
       f"{key}: expected a run with the vocabulary of this one, got {folder} "
-      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
+      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries); "
+      f"data.tokenizer_file = {folder} takes that one"
     )
   return other
 
