@@ -187,6 +187,38 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   chex.assert_trees_all_equal(found.params, expected.params)
 
 
+@pytest.mark.slow
+def test_a_shipped_model_is_fine_tuned_on_a_text(text, tmp_path):
+  """It begins with the model's parameters, settings and tokenizer."""
+  folder = str(helpers.ROOT / "models/we-books")
+  config = dpjax.config.load(folder)
+  config.train.initial_run, config.data.path = folder, str(text)
+  config.data.data_dir = str(tmp_path / "data")
+  config.train.update(num_steps=2, eval_every_steps=2, batch_size=8)
+  config.train.schedule.warmup_steps = 0
+  config.eval.batch_size = 8
+  before = dpjax.load(folder)
+  same, _ = dpjax.train(config, tmp_path / "same", optimizer=optax.set_to_zero())
+  chex.assert_trees_all_equal(same.params, before.params)
+  assert same.score("the cat") == pytest.approx(before.score("the cat"), rel=1e-5)
+  run, scores = dpjax.train(config, tmp_path / "run")
+  assert run.tokenizer.to_json() == before.tokenizer.to_json()
+  assert scores["nats_per_token"] < same.score_split("test")["nats_per_token"]
+
+
+def test_the_settings_of_a_run_are_a_configuration(finished, tmp_path):
+  folder, run, _ = finished
+  config = dpjax.config.load(str(folder))
+  assert config.data.path == run.config.data.path and config.model.vocab_size == 0
+  config.model.vocab_size = run.config.model.vocab_size
+  assert config.to_json() == run.config.to_json()
+  for content in ("{", "[]", '{"model": 3}', '{"train": {"batch_size": "8"}}', "[" * 10**5):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(dpjax.UserError, match="^--config: expected the settings of a run") as error:
+      dpjax.config.load(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, text, tmp_path):
   other = tmp_path / "text.txt"
   other.write_text(text.read_text().replace("cat", "zoo"))
