@@ -1,5 +1,6 @@
 """Tokens: made once in data_dir for all runs, found again, made again where they are gone."""
 
+import io
 import json
 import shutil
 import zipfile
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 from flax import linen as nn
 
 from dpjax import config as config_lib
@@ -280,9 +282,19 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path):
     *(("wordpiece", x) for x in ("lower_text", "lower_pieces", "restrict_vocabulary")),
   ]
   runs, shared = [], set()
+  kinds += [("sentencepiece_bpe", "tokenizer_file")]  # without pieces for bytes
   for i, kind in enumerate(kinds):
     kind, *names = [kind] if isinstance(kind, str) else kind
-    settings = dict.fromkeys(names, True)
+    settings: dict = dict.fromkeys(names, True)
+    if "tokenizer_file" in settings:
+      model = io.BytesIO()
+      sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(draw_text(draw, KNOWN).split("\n")),
+        model_writer=model,
+        **dict(model_type="bpe", vocab_size=41, character_coverage=1.0, minloglevel=2),
+      )
+      (tmp_path / "foreign.model").write_bytes(model.getvalue())
+      settings["tokenizer_file"] = str(tmp_path / "foreign.model")
     runs.append((tmp_path / f"run{i}", kind, settings))
     runs[-1] += begin_run(draw, runs[-1][0], kind, **settings)
   for case in range(240):
@@ -312,7 +324,7 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path):
       num_unknown += data.tokenizer.count_unknown(ids)
       if known.lossless and known.unknown_id is None:
         assert known.decode(ids) == whole
-    # Known text has known ids; "characters" and "wordpiece" have one for all the others.
+    # Known text has known ids; kinds with an unknown token have it for all the rest.
     is_known = {*text} <= {*KNOWN} or settings.get("lower_text") and {*text.lower()} <= {*KNOWN}
     if is_known or known.unknown_id is None:
       assert num_unknown == 0 or kind == "wordpiece", (case, text)
