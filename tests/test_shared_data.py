@@ -236,6 +236,12 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
       data = tokens_lib.prepare_data(config, tmp_path / f"{kind}{i}" / "data")
       assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
+  content = json.loads(known)
+  content["tokenizer"]["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": []}
+  content["tokenizer"]["added_tokens"] = []
+  (tmp_path / "run/data/tokenizer.json").write_text(json.dumps(content))
+  with pytest.raises(UserError, match="^data.tokenizer_file: expected .* or an unknown token"):
+    tokens_lib.prepare_data(config, tmp_path / "wrong" / "data")
   (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "kind": "bpe"}')
   for changes, message in (
     (dict(tokenizer="wordpiece"), "data.tokenizer_file: expected a tokenizer.json, got .*damaged"),

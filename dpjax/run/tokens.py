@@ -136,6 +136,12 @@ def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | N
     raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {initial}")
   if known is None:
     return None
+  # Of an unassigned character, which no vocabulary has.
+  if own is None and known.unknown_id is None and not len(known.encode("\u0378")):
+    raise UserError(
+      f"{key}: expected a tokenizer with bytes or an unknown token, got {place}, whose drops what "
+      "it does not know"
+    )
   has = {**known.fields(), "tokenizer": known.kind}
   for name in ("tokenizer", "lower_text", "lower_pieces"):
     # What is the default may not have been asked for.
