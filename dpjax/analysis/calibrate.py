@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     rule = given.rule, given.theta_add
     check_rule(*rule)  # before anything is read
-    if given.text is not None and not Path(given.text).is_file():
+    if given.text is not None and not os.path.isfile(given.text):
       raise UserError(f"text: expected a file with a text, got {given.text}")
     command_line.check_platform()
     run = run_lib.load(given.run)
