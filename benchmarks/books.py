@@ -207,9 +207,6 @@ def publish(work: Path, models: Path) -> None:
     config, data = (making.read_json(folder / x) for x in ("config.json", "data/data.json"))
     config["data"] |= {"path": "", "separator": "", "data_dir": "data"}
     data["name"] = config["data"]["name"]
-    data["made"]["corpus"]["files"] = [
-      [Path(path).name, *rest] for path, *rest in data["made"]["corpus"]["files"]
-    ]
     del data["tokens"]
     making.write_json(folder / "config.json", config)
     making.write_json(folder / "data/data.json", data)

@@ -1,8 +1,12 @@
 """Runs that leave their place: moved without their data, exported, and loaded again."""
 
+import dataclasses
 import json
+import os
 import re
+import resource
 import shutil
+from pathlib import Path
 
 import chex
 import jax
@@ -10,11 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
+from flax.traverse_util import flatten_dict
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import dpjax
 from dpjax import config as config_lib
 from dpjax.commands import export
+from dpjax.data import making, prepared
+from dpjax.models import build
+from dpjax.run import card as card_lib
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -137,9 +146,90 @@ def test_what_is_wrong(run, tmp_path, capsys):
   assert config_lib.from_dict(config).model.width == 24
 
 
+@pytest.mark.parametrize("size", [100, 4000])
+def test_a_full_disk_leaves_nothing(run, size, tmp_path):
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # of the settings; of the parameters
+  try:
+    with pytest.raises(dpjax.UserError, match="^folder: expected one that can be .*(large|27)"):
+      run.save(tmp_path / "out")
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert [*tmp_path.iterdir()] == []
+  (tmp_path / "out").mkdir()
+  run.save(tmp_path / "out")
+  assert [x.name for x in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_has_only_what_was_read(run, tmp_path):
+  shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
+  (tmp_path / "secret").write_text('{"secret": "xyzzy"}')
+  loaded = dpjax.load(tmp_path / "run")
+  for name in ("config", "frozen", "data/data", "data/tokenizer", "data/unigram"):
+    path = tmp_path / f"run/{name}{'.model' if name == 'data/unigram' else '.json'}"
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "secret")
+  loaded.save(tmp_path / "out")
+  content = [x.read_bytes() for x in (tmp_path / "out").rglob("*") if x.is_file()]
+  assert len(content) == 5 and not any(b"xyzzy" in x for x in content)
+  assert_same_params(dpjax.load(tmp_path / "out"), run)
+
+
+def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
+  other = build.build_model({**run.config.model, "activation": "gelu"})
+  dataclasses.replace(run, model=other).save(tmp_path / "out")
+  card = (tmp_path / "out/README.md").read_text()
+  assert "no part of this folder: its class." in card and "| `logits.bias` | 18 |" in card
+  assert "numpy" not in card
+
+
+@pytest.mark.parametrize(
+  "content", ["[]", "{", '{"split": "a", "scores": {}}', '{"split": "test"}']
+)
+def test_damaged_scores_are_named(run, content, tmp_path):
+  shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
+  loaded = dpjax.load(tmp_path / "run")
+  (tmp_path / f"run/scores_test_{run.step}.json").write_text(content)
+  with pytest.raises(dpjax.UserError, match=f"scores_test_{run.step}.json: expected scores"):
+    loaded.save(tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def deep(path):
+  path.write_text('{"model": ' + '{"middle": ' * 400 + "{}" + "}" * 401)
+
+
+@pytest.mark.parametrize("name", ["config.json", "data/data.json", "data/tokenizer.json"])
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (os.mkfifo, "got a device or a pipe"),
+    (lambda path: path.symlink_to("/dev/zero"), "got a device or a pipe"),
+    (lambda path: path.write_bytes(b" " * (making.MOST_BYTES + 1)), "expected "),
+    (deep, "expected "),
+    (lambda path: path.write_text("[" * 100_000), "expected "),
+  ],
+)
+def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_path):
+  run.save(tmp_path / "out")
+  (tmp_path / "out" / name).unlink()
+  make(tmp_path / "out" / name)
+  with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
+    dpjax.load(tmp_path / "out")
+
+
+def test_parameters_that_are_not_finite_are_named(run, tmp_path):
+  run.save(tmp_path / "out")
+  arrays = load_file(tmp_path / "out/model.safetensors")
+  arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
+  save_file(arrays, tmp_path / "out/model.safetensors", {"step": str(run.step)})
+  with pytest.raises(dpjax.UserError, match="expected finite .* got layers.mixer.out.kernel with"):
+    dpjax.load(tmp_path / "out")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dispatcher", "we", "whitespace", "routing"])
-def test_a_trained_model_of_the_clone_scores_and_generates(name):
+def test_a_trained_model_of_the_clone_scores_and_generates(name, monkeypatch):
   folder = helpers.ROOT / f"models/{name}-books"
   files = [path for path in folder.rglob("*") if path.is_file()]
   assert sum(path.stat().st_size for path in files) < 5_000_000
@@ -151,3 +241,97 @@ def test_a_trained_model_of_the_clone_scores_and_generates(name):
   assert run.score(text[::-1])["bits_per_character"] > 3
   (found,) = run.generate(text, length=20, temperature=0)
   assert len(found) >= 20
+  tokens = run.tokenizer.encode(text)
+  monkeypatch.chdir(folder)
+  logits = run.model.apply({"params": run.params}, tokens[None]).logits[0]
+  np.testing.assert_allclose(logits_of(Path("README.md").read_text(), tokens), logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dispatcher", "we", "whitespace", "routing"])
+def test_a_card_of_the_clone_is_what_its_settings_give(name):
+  folder = helpers.ROOT / f"models/{name}-books"
+  config = config_lib.from_dict(json.loads((folder / "config.json").read_text()))
+  with safe_open(folder / "model.safetensors", "np") as file:
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+  start_id = prepared.open_prepared(folder / "data").tokenizer.start_id
+  section = card_lib.describe(config.model, shapes, start_id=start_id, dtype="bfloat16")
+  assert (folder / "README.md").read_text(encoding="utf-8").endswith(section)
+
+
+TODAY = dict(
+  norm="pre", norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False
+)
+OTHER = dict(norm="pre", positions="learned", activation="gelu", norm_epsilon=0.3)
+PAPER = dict(norm="post", positions="sinusoidal", activation="relu")
+
+
+def described(settings, boundaries=None, middle=None, **mixer) -> dict:
+  """A model's settings of small sizes that differ, for the code of its card."""
+  model = dict(config_lib.default_model())
+  model |= dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=3, max_length=29)
+  model |= dict(positions="none") | settings
+  model["mixer"] = config_lib.mixer(**mixer)
+  if boundaries:
+    model["boundaries"] = config_lib.boundaries(**boundaries)
+    model["first"] = {"num_layers": 2, "mixer": config_lib.mixer("attention")}
+    model["last"], model["middle"] = {"num_layers": 1, "mixer": None}, middle
+  return model
+
+
+IDS = dict(space_ids=(2, 7, 9))
+CARDS = {
+  "dispatcher": described(PAPER, name="dispatcher", num_heads=3),
+  "multihead": described(OTHER, name="dispatcher_multihead", num_heads=2),
+  "attention": described(TODAY, name="attention", num_heads=3, rotary_base=100.0),
+  "relative": described(PAPER, name="relative_attention", num_heads=2),
+  "we": described(OTHER, name="we"),
+  "she": described(PAPER | dict(use_bias=False), name="she", output_projection=False),
+  "he": described(TODAY, name="he", adjustment=False),
+  "me": described(PAPER, name="me"),
+  "fixed": described(PAPER, dict(name="fixed", shortening_factor=3), name="me"),
+  "sampled": described(PAPER, dict(name="fixed", offset=0, pooling="last"), name="we"),
+  "whitespace": described(OTHER, dict(name="whitespace", **IDS), name="relative_attention"),
+  "spacebyte": described(TODAY, dict(name="spacebyte", **IDS, end_ids=(2, 5)), name="dispatcher"),
+  "gumbel": described(PAPER, dict(name="gumbel"), name="me"),
+  "routing": described(TODAY, dict(name="routing"), name="dispatcher"),
+  "stages": described(
+    OTHER,
+    dict(name="routing"),
+    config_lib.middle(config_lib.boundaries("fixed"), width=4),
+    name="relative_attention",
+  ),
+  "entropy": described(
+    PAPER, dict(name="entropy_threshold", run="a", rule="combined", theta=1.8), name="me"
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "name", [helpers.slow_unless(x not in ("stages", "entropy", "spacebyte"), x) for x in CARDS]
+)
+def test_the_code_of_a_card_gives_the_logits(name, tmp_path, monkeypatch):
+  model, frozen = CARDS[name], None
+  if model["boundaries"]["name"] == "entropy_threshold":
+    frozen = CARDS["whitespace"]
+    (tmp_path / "frozen.json").write_text(json.dumps(frozen, default=dict))
+  within = build.build_model(frozen) if frozen else None
+  built = build.build_model(model, within)
+  params = helpers.draw_params(built, 4, 0.4)
+  tokens = np.random.default_rng(1).integers(11, size=29)
+  output = jax.jit(built.apply)({"params": params}, tokens[None])
+  if output.boundaries is not None:
+    assert 3 < output.boundaries.sum() < 29
+  flat = {name: np.asarray(x) for name, x in flatten_dict(params, sep=".").items()}
+  save_file(flat, tmp_path / "model.safetensors")
+  (tmp_path / "config.json").write_text(json.dumps({"model": model}, default=dict))
+  monkeypatch.chdir(tmp_path)
+  shapes = {x: y.shape for x, y in flat.items()}
+  found = logits_of(card_lib.describe(model, shapes, frozen=frozen), tokens)
+  np.testing.assert_allclose(found, output.logits[0], rtol=1e-4, atol=1e-4)
+
+
+def logits_of(card, tokens):
+  """Those of the NumPy of a card, in the folder of the export."""
+  names = {}
+  exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[-1], names)
+  return names["logits"](tokens)

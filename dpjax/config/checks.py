@@ -158,6 +158,8 @@ def check_model(model: Mapping) -> None:
   _at_most(config, "model.num_layers", _MOST_LAYERS)
   for key in ("vocab_size", "init_std", "norm_init_std"):
     _at_least(config, f"model.{key}", 0)
+  epsilon = config.model.norm_epsilon
+  _expect(epsilon > 0, "model.norm_epsilon", "a number above 0", epsilon)
   for key in ("dropout", "hidden_dropout"):
     rate = config.model[key]
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)

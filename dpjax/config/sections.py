@@ -134,6 +134,7 @@ def default_model() -> ConfigDict:
   model.max_length = 512  # longest T, tokens; l of the Extractors
   model.norm = "post"  # after ("post") or before ("pre") each branch
   model.norm_kind = "layer_norm"  # or "rms_norm"
+  model.norm_epsilon = 1e-5  # added to the variance, or to the mean square
   model.use_bias = True  # of norms, feed-forward networks and logits
   model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
   model.tie_embeddings = False  # logits by the token table: no matrix of their own

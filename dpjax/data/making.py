@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from dpjax.errors import UserError
 
 RECORD = "data.json"
+MOST_BYTES, MOST_DEPTH = 2**24, 64  # of a JSON file
 
 _log = logging.getLogger(__name__)
 
@@ -138,10 +140,51 @@ def _replace(source: Path, target: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
   """The JSON object in a file; {} without the file."""
   try:
-    content = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError, RecursionError):
+    content = load_json(path)
+  except (OSError, ValueError):
     return {}
   return content if isinstance(content, dict) else {}
+
+
+def load_json(path: Path) -> Any:
+  """The value in a JSON file, which may be anybody's.
+
+  Raises:
+    ValueError: it is damaged, or larger or deeper than any of dpjax's.
+    OSError: it cannot be read.
+  """
+  try:
+    value = json.loads(read_file(path, MOST_BYTES))
+  except RecursionError:
+    value = depth = MOST_DEPTH + 1
+  else:
+    depth, level = 0, [value]
+    while level and depth <= MOST_DEPTH:
+      depth += 1
+      level = [x for y in level if isinstance(y, dict | list) for x in _within(y)]
+  if depth > MOST_DEPTH:
+    raise ValueError(f"expected at most {MOST_DEPTH} levels of JSON, got more")
+  return value
+
+
+def _within(value: dict | list) -> Any:
+  return value.values() if isinstance(value, dict) else value
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+  """The content of a file, but of no device or pipe, which may have no end.
+
+  Raises:
+    ValueError: it is no file, or a larger one.
+    OSError: it cannot be read.
+  """
+  with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+      raise ValueError("expected a file, got a device or a pipe")
+    content = file.read(most_bytes + 1)
+  if len(content) > most_bytes:
+    raise ValueError(f"expected at most {most_bytes:,} bytes, got more")
+  return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -28,7 +28,6 @@ from dpjax.data.chunks import Sample
 from dpjax.data.corpora import SPLITS, Corpus
 from dpjax.data.encoding import Counter, Encoder, encode_text
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import read_file, read_json
 from dpjax.text.tokens import (
   CHARACTER_KINDS,
   Tokenizer,
@@ -38,6 +37,8 @@ from dpjax.text.tokens import (
 
 FORMAT = 1  # Readers without boundary support can still read the rest.
 _LEARNED = "unigram.model"  # of any kind of boundaries; named after the first one
+MOST_BYTES = 2**28  # of a vocabulary
+UNITS = ("tokens", "characters", "words", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +276,30 @@ def write_reference(tokens: str | Path, folder: str | Path) -> None:
   os.replace(partial, folder)
 
 
+def write_small(data: Prepared, folder: Path) -> None:
+  """Makes a folder with what a model needs of prepared data: from what was read, no copies.
+
+  `open_prepared` finds its tokens in data_dir.
+  """
+  folder.mkdir(parents=True)
+  (folder / "tokenizer.json").write_text(data.tokenizer.to_json(), encoding="utf-8", newline="\n")
+  if data.learned:
+    (folder / _LEARNED).write_bytes(data.learned)
+  known = (*UNITS, "sha256", "documents")
+  content = {
+    "format": FORMAT,
+    "name": data.name,
+    "unigram": data.boundaries is not None,
+    "dtype": Encoder(data.tokenizer).dtype.name,
+    "splits": {
+      split: {x: counts[x] for x in known if x in counts} for split, counts in data.counts.items()
+    },
+    "checksums": {str(x): str(y) for x, y in data.checksums.items()},
+    "tokens": data.folder.name,
+  }
+  making.write_json(folder / "data.json", content)
+
+
 def open_prepared(
   folder: str | Path, data_dir: str | Path = "", boundaries: Any = None
 ) -> Prepared:
@@ -292,9 +317,8 @@ def open_prepared(
   """
   folder = Path(folder)
   path = folder / "data.json"
-  text = _read_text(path)
   try:
-    content = read_json(text)
+    content = making.load_json(path)
     name, dtype = content["name"], np.dtype(content["dtype"])
     version, counts = int(content["format"]), content["splits"]
     for split in SPLITS:
@@ -308,6 +332,8 @@ def open_prepared(
     tokens = _find_tokens(folder, content.get("tokens", ""), data_dir)
     if not isinstance(name, str) or dtype not in (np.uint16, np.int32):
       raise UserError(f"the name {name!r} and the type {dtype}")
+  except OSError as error:
+    raise _unreadable(path, error) from error
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
     raise UserError(
       f"{path}: expected the counts of prepared data, got damaged JSON ({error!r})"
@@ -327,7 +353,7 @@ def open_prepared(
   arrays = _Arrays(tokens, ".boundaries.bin", np.dtype(np.uint8), sizes)
   path = folder / _LEARNED
   try:
-    learned = read_file(path, str(path)) if path.exists() else b""
+    learned = making.read_file(path, MOST_BYTES) if path.exists() else b""
     _encoder(tokenizer, boundaries, learned)("")
   except (OSError, ValueError) as error:
     raise UserError(
@@ -397,7 +423,7 @@ def _resume(folder: Path, boundaries: Any) -> Encoder | None:
 
 
 def _check_counts(counts: Mapping) -> None:
-  for unit in ("tokens", "characters", "words", "bytes"):
+  for unit in UNITS:
     if type(counts[unit]) is not int or counts[unit] < 1:
       raise UserError(f"{counts[unit]!r} {unit}")
   if not isinstance(counts["sha256"], str):
@@ -413,6 +439,10 @@ def _changed(path: Path, expected: str, got: str) -> UserError:
 
 def _read_text(path: Path) -> str:
   try:
-    return read_file(path, str(path)).decode()
-  except UnicodeDecodeError as error:
-    raise UserError(f"{path}: expected a readable file of prepared data, got {error}") from error
+    return making.read_file(path, MOST_BYTES).decode()
+  except (OSError, ValueError) as error:
+    raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+  return UserError(f"{path}: expected a readable file of prepared data, got {error}")

@@ -23,8 +23,8 @@ ACTIVATIONS = {
 class Norm(nn.Module):
   """A norm over the features, with gains initialised as N(1, gain_std**2).
 
-    layer_norm  gain (x - mean(x)) / sqrt(var(x) + 1e-5) + bias
-    rms_norm    gain x / sqrt(mean(x**2) + 1e-5), without a bias
+    layer_norm  gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias
+    rms_norm    gain x / sqrt(mean(x**2) + epsilon), without a bias
 
   Mean and variance are taken in float32.
 
@@ -33,6 +33,7 @@ class Norm(nn.Module):
     dtype: the dtype of the result.
     gain_std: the standard deviation of the initial gains.
     use_bias: whether a LayerNorm has a bias.
+    epsilon: see above.
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
@@ -41,6 +42,7 @@ class Norm(nn.Module):
   dtype: jnp.dtype
   gain_std: float = 0.0
   use_bias: bool = True
+  epsilon: float = 1e-5
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,9 +50,9 @@ class Norm(nn.Module):
     shape = x.shape[-1:]
     scale = self.param("scale", initializers.norm_gains(self.gain_std), shape, jnp.float32)
     if self.kind == "rms_norm":
-      return norms.rms_norm(x, scale).astype(self.dtype)
+      return norms.rms_norm(x, scale, epsilon=self.epsilon).astype(self.dtype)
     bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32) if self.use_bias else None
-    return norms.layer_norm(x, scale, bias).astype(self.dtype)
+    return norms.layer_norm(x, scale, bias, epsilon=self.epsilon).astype(self.dtype)
 
 
 class FeedForward(nn.Module):
@@ -127,6 +129,7 @@ class Block(nn.Module):
     norm_kind: "layer_norm" or "rms_norm".
     use_bias: whether norms and the feed-forward network have biases; mixers have a setting of
       their own.
+    norm_epsilon: see `Norm`.
   """
 
   make_mixer: Callable[..., nn.Module]
@@ -140,6 +143,7 @@ class Block(nn.Module):
   dtype: jnp.dtype = jnp.float32
   norm_kind: str = "layer_norm"
   use_bias: bool = True
+  norm_epsilon: float = 1e-5
 
   @nn.compact
   def __call__(
@@ -175,8 +179,9 @@ class Block(nn.Module):
       name="feed_forward",
     )
     x = inputs
+    norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
-      normed = Norm(self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name=norm_name)
+      normed = Norm(*norm, name=norm_name)
       drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
         x = normed(x + drop(branch(x, deterministic=deterministic)))

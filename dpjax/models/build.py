@@ -53,6 +53,7 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
     norm_kind=model["norm_kind"],
     use_bias=model["use_bias"],
     tie_embeddings=model["tie_embeddings"],
+    norm_epsilon=model["norm_epsilon"],
   )
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
@@ -92,6 +93,7 @@ def _core(
       dtype=jnp.dtype(model["dtype"]),
       norm_kind=model["norm_kind"],
       use_bias=model["use_bias"],
+      norm_epsilon=model["norm_epsilon"],
     )
   )
 
@@ -188,6 +190,7 @@ def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length:
     dtype=dtype,
     norm_kind=model["norm_kind"],
     use_bias=model["use_bias"],
+    norm_epsilon=model["norm_epsilon"],
   )
   return Stack(
     num_layers,

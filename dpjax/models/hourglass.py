@@ -56,6 +56,7 @@ class Hourglass(nn.Module):
     dtype: the dtype of the computation; parameters are float32.
     norm_kind: the kind of the middle's norm; see `dpjax.layers.blocks.Norm`.
     use_bias: whether the middle's norm has biases.
+    norm_epsilon: that of the middle's norm.
   """
 
   first: Stack
@@ -70,6 +71,7 @@ class Hourglass(nn.Module):
   dtype: jnp.dtype = jnp.float32
   norm_kind: str = "layer_norm"
   use_bias: bool = True
+  norm_epsilon: float = 1e-5
 
   @nn.compact
   def __call__(
@@ -187,9 +189,8 @@ class Hourglass(nn.Module):
       )
       null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     widen, narrow = self._projections(width)
-    norm = blocks.Norm(
-      self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name="middle_norm"
-    )
+    of_norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
+    norm = blocks.Norm(*of_norm, name="middle_norm")
     if cache is not None:
       new, segment = ops.pool_segments_cached(
         h_btd,

@@ -73,6 +73,7 @@ class LanguageModel(nn.Module):
     use_bias: whether the final norm and the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias,
       instead of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
+    norm_epsilon: that of the final norm.
   """
 
   vocab_size: int
@@ -90,6 +91,7 @@ class LanguageModel(nn.Module):
   norm_kind: str = "layer_norm"
   use_bias: bool = True
   tie_embeddings: bool = False
+  norm_epsilon: float = 1e-5
 
   @nn.compact
   def __call__(
@@ -201,9 +203,8 @@ class LanguageModel(nn.Module):
         length = document_length(starts, cache.length, lengths)
       cache = LanguageModelCache(length, layers)
     if self.final_norm:
-      x_btd = blocks.Norm(
-        self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, name="final_norm"
-      )(x_btd)
+      norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
+      x_btd = blocks.Norm(*norm, name="final_norm")(x_btd)
     if self.tie_embeddings:
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)
       contract = ((2,), (0,)), ((), ())

@@ -1,16 +1,15 @@
 """Exports a trained run as a small folder for others to load.
 
-  config.json           the settings
+  config.json           the settings; frozen.json those of a model that boundaries use
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
-  README.md             a model card: description, scores, and how to load the model
+  README.md             a model card: scores, how to load the model, its equations in NumPy
 
-`dpjax.load(OUT)` gives a run that scores any text and generates. The parameters need
-`safetensors` alone: `safetensors.numpy.load_file("model.safetensors")`.
+`dpjax.load(OUT)` gives a run that scores any text and generates. `dpjax.run.card` says what
+others need to read the parameters.
 """
 
-import importlib.metadata
-import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,29 +19,12 @@ from dpjax.errors import UserError
 
 FILE = "model.safetensors"
 DTYPES = ("float32", "bfloat16")
-_CARD = """# {name}
-
-A language model of {size:,} parameters, trained with dpjax {version} for {step:,} updates
-on {data} ({tokens:,} training tokens; {kind} of {vocab_size:,} entries).
-
-| split | score | |
-|---|---|---|
-{scores}
-
-```python
-import dpjax
-
-run = dpjax.load("{folder}")
-run.generate("...", length=100)
-run.score("a text")
-```
-
-`model.safetensors` holds the parameters in {dtype}, `config.json` all settings.
-"""
 
 
 def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
-  """Writes a run into a folder of its own.
+  """Writes a run into a folder of its own, completely or not at all.
+
+  The files are written from what was read of the run: no file is copied.
 
   Args:
     run: from `dpjax.load` or `dpjax.train`.
@@ -51,33 +33,57 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
       size.
 
   Raises:
-    ValueError: the folder is not empty, the run has no folder, or the dtype is unknown.
+    ValueError: the folder is not empty or cannot be written, the run has no folder, or the
+      dtype is unknown.
   """
-  import jax
-  import jax.numpy as jnp
-  from safetensors.flax import save_file
+  from safetensors import SafetensorError
 
   if dtype not in DTYPES:
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
-  folder = Path(folder)
+  folder = Path(folder).resolve()
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
-  card = _card(run, folder, dtype)  # before anything is written
-  (folder / "data").mkdir(parents=True, exist_ok=True)
-  names = (
-    "config.json",
-    "frozen.json",
-    *(f"data/{name}" for name in ("data.json", "tokenizer.json", "unigram.model")),
-  )
-  for name in names:
-    if (run.workdir / name).exists():
-      shutil.copy(run.workdir / name, folder / name)
+  partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+  try:
+    partial.mkdir(parents=True)
+    _write(run, partial, folder.name, dtype)
+    os.replace(partial, folder)
+  except (OSError, SafetensorError) as error:
+    reason = getattr(error, "strerror", None) or error
+    raise UserError(f"folder: expected one that can be written, got {folder} ({reason})") from error
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
+  import jax
+  import jax.numpy as jnp
+  from safetensors.flax import save_file
+
+  from dpjax.data import making, prepared
+  from dpjax.run import build, card, workdir
+
+  frozen = workdir.read_frozen(run.workdir) if build.needs_run(run.config) else None
+  making.write_json(folder / "config.json", run.config.to_dict())
+  if frozen is not None:
+    making.write_json(folder / "frozen.json", frozen.to_dict())
+  prepared.write_small(run.data, folder / "data")
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
   flat: Any = {".".join(path): x for path, x in _flatten(params)}
   save_file(flat, folder / FILE, {"step": str(run.step)})
-  (folder / "README.md").write_text(card, encoding="utf-8")
+  # A model that was made in Python may differ in anything, and its settings do not say it.
+  built = build.model(run.config, None, build.saved_frozen(run.config, run.workdir))
+  text = card.write(
+    run,
+    name,
+    {name: x.shape for name, x in flat.items()},
+    is_built=repr(run.model) == repr(built),
+    frozen=frozen,
+    dtype=dtype,
+  )
+  (folder / "README.md").write_text(text, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   (folder / FILE).chmod((folder / "README.md").stat().st_mode)
 
@@ -141,33 +147,3 @@ def _flatten(tree: Any, parents: tuple[str, ...] = ()):
       yield from _flatten(value, (*parents, name))
     else:
       yield (*parents, name), value
-
-
-def _card(run: Any, folder: Path, dtype: str) -> str:
-  import jax
-
-  rows = []
-  for path in sorted((run.workdir or folder).glob(f"scores_*_{run.step}.json")):
-    try:
-      content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-      rows += [
-        f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |"
-        for name, value in content["scores"].items()
-        if value is not None
-      ]
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-      raise UserError(f"run: expected scores in {path}, got {error!r}") from error
-  data: Any = run.data
-  return _CARD.format(
-    name=folder.name,
-    size=sum(x.size for x in jax.tree.leaves(run.params)),
-    version=importlib.metadata.version("dpjax"),
-    step=run.step,
-    data=data.name,
-    tokens=data.counts["train"]["tokens"],
-    kind=run.tokenizer.kind,
-    vocab_size=run.tokenizer.vocab_size,
-    scores="\n".join(rows) or "| - | not scored | |",
-    folder=folder.name,
-    dtype=dtype,
-  )

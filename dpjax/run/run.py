@@ -338,7 +338,8 @@ def load(
     a warning names it, and the one before it is read, unless `step` was given.
 
   Raises:
-    ValueError: there is no run, no such step, or no intact checkpoint.
+    ValueError: there is no run, no such step, or no intact checkpoint; or a parameter is not
+      finite.
     OSError: a file cannot be read.
   """
   workdir = Path(os.path.expanduser(workdir))
@@ -358,7 +359,16 @@ def load(
       origin = {"tokenizer": data.tokenizer.to_json()}
       part = "average" if config.train.ema_decay else "params"
       at, params, _ = saved.restore_step(abstract.params, step, origin, part)
+  _check_finite(workdir, params)
   return Run(config, built, params, data.tokenizer, at, data, workdir)
+
+
+def _check_finite(workdir: Path, params: dict) -> None:
+  for path, array in jax.tree.leaves_with_path(params):
+    parts = array.addressable_shards[: 1 if array.is_fully_replicated else None]
+    if not all(np.isfinite(part.data).all() for part in parts):
+      name = jax.tree_util.keystr(path, simple=True, separator=".")
+      raise UserError(f"{workdir}: expected finite parameters, got {name} with others")
 
 
 @overload

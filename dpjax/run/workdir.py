@@ -14,7 +14,6 @@ lock             locked by the training process; names its host and number
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -28,7 +27,7 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict, sections
-from dpjax.data.making import write_json
+from dpjax.data.making import load_json, write_json
 from dpjax.errors import UserError
 from dpjax.run import export
 
@@ -185,11 +184,11 @@ def read_frozen(workdir: Path) -> ConfigDict:
 
 def _read_json(path: Path) -> dict:
   try:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = load_json(path)
     if not isinstance(content, dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
     return content
-  except (OSError, ValueError, RecursionError) as error:
+  except (OSError, ValueError) as error:
     raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 
