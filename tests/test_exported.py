@@ -218,6 +218,15 @@ def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_
     dpjax.load(tmp_path / "out")
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_parameters_in_no_file_are_refused(run, make, tmp_path):
+  run.save(tmp_path / "out")
+  (tmp_path / "out/model.safetensors").unlink()
+  make(tmp_path / "out/model.safetensors")
+  with pytest.raises(dpjax.UserError, match="model.safetensors: expected a file"):
+    dpjax.load(tmp_path / "out")
+
+
 def test_parameters_that_are_not_finite_are_named(run, tmp_path):
   run.save(tmp_path / "out")
   arrays = load_file(tmp_path / "out/model.safetensors")
@@ -292,7 +301,7 @@ CARDS = {
   "sampled": described(PAPER, dict(name="fixed", offset=0, pooling="last"), name="we"),
   "whitespace": described(OTHER, dict(name="whitespace", **IDS), name="relative_attention"),
   "spacebyte": described(TODAY, dict(name="spacebyte", **IDS, end_ids=(2, 5)), name="dispatcher"),
-  "gumbel": described(PAPER, dict(name="gumbel"), name="me"),
+  "unigram": described(PAPER, dict(name="unigram"), name="me"),
   "routing": described(TODAY, dict(name="routing"), name="dispatcher"),
   "stages": described(
     OTHER,

@@ -93,6 +93,9 @@ def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, t
   prompts = ["the cat", "on a mat and saw"]
   # Beyond the window of 19, too: by the cache, and then by passes over the window.
   assert [len(text) for (text,) in loaded.generate(prompts, length=17)] == [17, 17]
+  loaded.save(tmp_path / "out")
+  assert_same_bits(dpjax.load(tmp_path / "out").params, whole.params)
+  assert "frozen_logits(tokens" in (tmp_path / "out/README.md").read_text()
   with pytest.raises(ValueError, match="slide or refuse with entropy_threshold boundaries"):
     loaded.generate(prompts, length=17, beyond_window="continue")
 

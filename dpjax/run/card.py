@@ -411,7 +411,7 @@ def _hourglass(code: _Code, stages: list[Mapping]) -> str:
     middle=middle,
     last=last,
     norm=_norm(code, model),
-    boundaries=code.add("boundaries", body, **values, **code.where),
+    boundaries=code.add("boundaries", body, **{**values, **code.where}),
     pool=_POOL[section.get("pooling", "mean")],
     widen=' @ p["middle_in"]' if has_own_width else "",
     narrow=' @ p["middle_out"]' if has_own_width else "",

@@ -108,6 +108,8 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
 
   path = folder / FILE
   expected = {".".join(names): shape for names, shape in _flatten(shapes)}
+  if not path.is_file():  # A pipe would never end.
+    raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
   try:
     with safe_open(path, "flax") as file:
       found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
