@@ -1,6 +1,8 @@
 """Draws the pictures of the documentation with the operators that they explain.
 
 python docs/draw_pictures.py
+
+They are as wide as a telephone, `WIDTH`, so that their letters can be read on one.
 """
 
 from pathlib import Path
@@ -13,8 +15,10 @@ from matplotlib.figure import Figure
 from dpjax import ops
 
 FOLDER = Path(__file__).parent / "pictures"
-SENTENCE = "the cat sat on a mat"
+SENTENCE = "the cat sat on"
 GATE, COLOURS = 0.6, "Blues"
+WIDTH = 4.2  # inches: about 360 points of a small screen
+SMALL, USUAL = 7, 8  # sizes of letters, points
 
 
 def dispatched(length: int, levels: int) -> np.ndarray:
@@ -41,34 +45,34 @@ def pooled(text: str) -> tuple[np.ndarray, np.ndarray]:
 def panel(axes, matrix: np.ndarray, title: str, labels: str = "") -> None:
   """One matrix: a row reads a column. Zero is white."""
   axes.imshow(np.where(matrix == 0, np.nan, matrix), cmap=COLOURS, vmin=-0.2, vmax=1)
-  axes.set_title(title, fontsize=10)
+  axes.set_title(title, fontsize=USUAL)
   ticks = range(len(matrix)) if labels else []
   shown = [letter.replace(" ", "␣") for letter in labels]
-  axes.set_xticks(ticks, shown, fontsize=7)
-  axes.set_yticks(ticks, shown, fontsize=7)
+  axes.set_xticks(ticks, shown, fontsize=SMALL)
+  axes.set_yticks(ticks, shown, fontsize=SMALL)
+  axes.tick_params(length=0, pad=2)
 
 
 def overview() -> Figure:
   """What each family reads, of one sentence."""
-  figure, panels = plt.subplots(1, 3, figsize=(11, 4.1), layout="constrained")
+  figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 1.75), layout="constrained")
   length = len(SENTENCE)
   matrices = {
-    "Dispatcher: gated shifts by 1, 2, 4, 8, 16": dispatched(length, ops.num_levels(length)),
-    "Extractor: one tap for each distance": convolved(length),
-    "token pooling: the last complete word": pooled(SENTENCE)[0],
+    "Dispatcher": dispatched(length, ops.num_levels(length)),
+    "Extractor": convolved(length),
+    "token pooling": pooled(SENTENCE)[0],
   }
   for axes, (title, matrix) in zip(panels, matrices.items(), strict=True):
     panel(axes, matrix, title, SENTENCE)
-  panels[0].set(xlabel="read", ylabel="reading")
   return figure
 
 
 def shift_and_sum() -> Figure:
   """Reach after each level."""
-  figure, panels = plt.subplots(1, 4, figsize=(11, 3), layout="constrained")
+  figure, panels = plt.subplots(1, 4, figsize=(WIDTH, 1.45), layout="constrained")
   for levels, axes in enumerate(panels, start=1):
     shift = 2 ** (levels - 1)
-    panel(axes, dispatched(16, levels), f"after the shift by {shift}: reach {2 * shift}")
+    panel(axes, dispatched(16, levels), f"shift {shift}:\nreach {2 * shift}")
   return figure
 
 
@@ -82,13 +86,16 @@ def transforms() -> Figure:
     product = np.fft.rfft(inputs, size) * np.fft.rfft(taps, size)
     return np.fft.irfft(product, size)[:length]
 
-  figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+  figure, axes = plt.subplots(figsize=(WIDTH, 2.4), layout="constrained")
   direct = ops.causal_convolution(jnp.asarray(inputs, jnp.float32)[None, :, None], taps)[0, :, 0]
   axes.plot(by_transform(length), "C3--", label="transform of length T: wraps around")
   axes.plot(by_transform(2 * length), "C0", linewidth=4, alpha=0.4, label="of length 2 T")
   axes.plot(direct, "k.", label="dpjax.ops.causal_convolution")
-  axes.set(xlabel="position", ylabel="output")
-  axes.legend(frameon=False, fontsize=9)
+  axes.set(ylim=(0, None))
+  axes.set_xlabel("position", fontsize=USUAL)
+  axes.set_ylabel("output", fontsize=USUAL)
+  axes.tick_params(labelsize=SMALL)
+  axes.legend(frameon=False, fontsize=SMALL)
   return figure
 
 
@@ -98,7 +105,7 @@ def cells(axes, row: float, texts, colours, width: float = 1.0) -> None:
     box = plt.Rectangle((place * width, row), width * 0.94, 0.8, color=colour, ec="none")
     axes.add_patch(box)
     centre = (place * width + width * 0.47, row + 0.4)
-    axes.text(*centre, text, ha="center", va="center", fontsize=9)
+    axes.text(*centre, text, ha="center", va="center", fontsize=SMALL)
 
 
 def pooling() -> Figure:
@@ -110,7 +117,7 @@ def pooling() -> Figure:
   palette = [plt.get_cmap("Set3")(i) for i in range(12)]
   words = SENTENCE.split(" ")
   slots = ["null", *words[:closed], *["" for _ in range(places - closed - 1)]]
-  figure, axes = plt.subplots(figsize=(10, 3.4), layout="constrained")
+  figure, axes = plt.subplots(figsize=(WIDTH, 1.9), layout="constrained")
   shown = [letter.replace(" ", "␣") for letter in SENTENCE]
   cells(axes, 3, shown, [palette[i] for i in ids])
   width = len(SENTENCE) / len(slots)
@@ -118,25 +125,25 @@ def pooling() -> Figure:
   cells(axes, 1.6, slots, [(0.8, 0.8, 0.8), *palette[:closed], *greys], width)
   colours = [(0.8, 0.8, 0.8) if i == 0 else palette[i - 1] for i in read]
   cells(axes, 0.2, [slots[i] for i in read], colours)
-  for row, text in ((3, "tokens"), (1.6, f"{places} places for\nsegments"), (0.2, "read")):
-    axes.text(-0.3, row + 0.4, text, ha="right", va="center", fontsize=10)
-  axes.set(xlim=(-2.8, len(SENTENCE)), ylim=(0, 4))
+  for row, text in ((3, "tokens"), (1.6, f"{places} places\nfor segments"), (0.2, "read")):
+    axes.text(-0.3, row + 0.4, text, ha="right", va="center", fontsize=USUAL)
+  axes.set(xlim=(-3.9, len(SENTENCE)), ylim=(0, 4))
   axes.axis("off")
   return figure
 
 
 def caches() -> Figure:
   """The working values that the Dispatcher's cache keeps, and those that a step reads."""
-  levels, now = 4, 20
-  figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
+  levels, now = 4, 17
+  figure, axes = plt.subplots(figsize=(WIDTH, 1.5), layout="constrained")
   for k in range(levels):
     places = np.arange(now + 1)
     age = now - places
     is_kept, is_read = (age >= 1) & (age <= 2**k), age == 2**k
     colours = np.where(is_read, "C0", np.where(is_kept, "lightsteelblue", "whitesmoke"))
     cells(axes, levels - k, [""] * now + ["t"], [*colours[:-1], "moccasin"])
-    axes.text(-0.3, levels - k + 0.4, f"level {k}", ha="right", va="center", fontsize=10)
-  axes.set(xlim=(-2.2, now + 1), ylim=(0.8, levels + 1))
+    axes.text(-0.3, levels - k + 0.4, f"level {k}", ha="right", va="center", fontsize=USUAL)
+  axes.set(xlim=(-3, now + 1), ylim=(0.8, levels + 1))
   axes.axis("off")
   return figure
 
@@ -148,7 +155,7 @@ def main() -> None:
   """Writes all pictures."""
   FOLDER.mkdir(exist_ok=True)
   for picture in PICTURES:
-    picture().savefig(FOLDER / f"{picture.__name__}.png", dpi=110)
+    picture().savefig(FOLDER / f"{picture.__name__}.png", dpi=200, pil_kwargs={"optimize": True})
 
 
 if __name__ == "__main__":
