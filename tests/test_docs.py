@@ -5,10 +5,13 @@ import importlib
 import json
 import pkgutil
 import re
+import runpy
 import sys
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib import text
 from scipy import stats
 
 import dpjax
@@ -596,6 +599,34 @@ def test_every_public_name_has_an_entry_and_an_example(package):
   names = importlib.import_module(package).__all__
   assert [name for name in names if name not in entries | WITHOUT_ENTRY] == []
   assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_the_page_of_settings_is_what_the_code_says():
+  generator = runpy.run_path(str(DOCS / "settings_page.py"))
+  said = generator["meanings"]()
+  flat = dpjax.config.flatten(dpjax.config.default())
+  held = tuple(f"{key}." for key in dpjax.config.COMPONENTS)
+  assert [key for key in flat if not key.startswith(held) and not said.get(key)] == []
+
+  def ours(page):  # The words of another library are its own matter.
+    return re.sub(r"### (adamw?|lion|sgd)\n.*?(?=^### )", "", page, flags=re.DOTALL | re.MULTILINE)
+
+  page = (DOCS / "settings.md").read_text(encoding="utf-8")
+  assert ours(page) == ours(generator["page"]())
+  assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_pictures_can_be_read_on_a_telephone():
+  drawing = runpy.run_path(str(DOCS / "draw_pictures.py"))
+  for draw in drawing["PICTURES"]:
+    figure = draw()
+    letters = [x for x in figure.findobj(text.Text) if x.get_text() and x.get_visible()]
+    pixels = 360 / figure.get_figwidth() / 72
+    assert min(x.get_fontsize() for x in letters) * pixels > 8, draw.__name__
+    plt.close(figure)
+    width, _ = plt.imread(DOCS / f"pictures/{draw.__name__}.png").shape[1::-1]
+    assert width == pytest.approx(200 * drawing["WIDTH"], abs=1)
 
 
 def test_links_between_pages_hold():

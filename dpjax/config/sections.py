@@ -118,30 +118,35 @@ def _add_pooling(section: ConfigDict) -> None:
   section.boundaries = boundaries("none")
   for name in ("first", "last"):
     stack = section[name] = Section()
-    stack.num_layers = 2
-    stack.mixer = None  # None: model.mixer
-  section.middle = None  # None: num_layers blocks of the tokens' width; or `middle`
+    stack.num_layers = 2  # blocks on tokens, before or after the pooling; with boundaries
+    stack.mixer = None  # a mixer of their own; None: model.mixer
+  # A width of its own, or more pooling: `dpjax.config.middle`; with boundaries.
+  section.middle = None
 
 
 def default_model() -> ConfigDict:
   """The settings of a model: the Dispatcher of its paper, Sec. 3.3."""
   model = Section()
   model.mixer = mixer("dispatcher")
-  model.vocab_size = 0  # V; 0: the tokenizer's
-  model.num_layers = 6
-  model.width = 512  # D
-  model.feed_forward_width = 512
-  model.max_length = 512  # longest T, tokens; l of the Extractors
-  model.norm = "post"  # after ("post") or before ("pre") each branch
-  model.norm_kind = "layer_norm"  # or "rms_norm"
+  model.vocab_size = 0  # V, the entries of the vocabulary; 0: the tokenizer's
+  model.num_layers = 6  # blocks; with token pooling, those on segments
+  model.width = 512  # D, the features of a token's vector
+  model.feed_forward_width = 512  # features within each feed-forward network
+  # The window: the most tokens at once. For the Extractors also l, the number of taps.
+  model.max_length = 512
+  model.norm = "post"  # where a block has its norms: after or before each branch
+  model.norm_kind = "layer_norm"  # with or without mean and bias
   model.norm_epsilon = 1e-5  # added to the variance, or to the mean square
-  model.use_bias = True  # of norms, feed-forward networks and logits
-  model.positions = "sinusoidal"  # or "learned"; "none": neither they nor a scale
+  model.use_bias = True  # of norms, feed-forward networks and logits; a mixer has its own
+  # "none": neither positions nor the scale sqrt(D), for mixers that know positions.
+  model.positions = "sinusoidal"
   model.tie_embeddings = False  # logits by the token table: no matrix of their own
-  model.activation = "relu"  # or "gelu" (by erf), "swiglu" (with a third matrix)
-  model.dropout = 0.0  # of embeddings and of each branch
-  model.hidden_dropout = 0.0  # within the feed-forward network
-  model.init_std = 0.0  # weights ~ N(0, init_std**2), biases 0; 0: PyTorch's defaults
+  # Of feed-forward networks: "gelu" by erf, "swiglu" with a third matrix.
+  model.activation = "relu"
+  model.dropout = 0.0  # rate, of embeddings and of each branch
+  model.hidden_dropout = 0.0  # rate, within the feed-forward networks
+  # Weights ~ N(0, init_std**2), and biases 0; 0: PyTorch's defaults.
+  model.init_std = 0.0
   model.norm_init_std = 0.0  # gains of the norms ~ N(1, norm_init_std**2)
   model.scan_layers = True  # compile one layer and loop, or compile each
   model.remat = False  # recompute each layer in the gradient: less memory
@@ -154,74 +159,79 @@ def default_model() -> ConfigDict:
 def default() -> ConfigDict:
   """Every setting of a run, by default as in the Dispatcher paper."""
   config = Section()
-  config.seed = 0
-  # The modules that registered its components, which --plugin imports: training writes them.
+  config.seed = 0  # of parameters, batches and dropout; an integer below 2**32
+  # The modules that registered its components, which --plugin imports; training writes them.
   config.plugins = ()
   config.model = default_model()
 
   data = config.data = ConfigDict()
   data.name = "python_manual"  # a corpus by its name: `dpjax data list`
-  data.language = ""  # of a corpus that has several, and of `clean`
-  data.data_dir = "data"  # of downloads, texts and tokens, shared by all runs
-  data.manual_dir = ""  # files downloaded by hand; "": data_dir/manual
-  data.clean = False  # as text8: the language's letters in lower case, digits spelt out
+  data.language = ""  # of a corpus that has several, or of the text for data.clean
+  data.data_dir = "data"  # the folder of downloads, texts and tokens, shared by all runs
+  data.manual_dir = ""  # the folder of files downloaded by hand; "": data_dir/manual
+  # As text8: the language's letters in lower case, digits spelt out; with data.language, and
+  # without data.documents = isolated.
+  data.clean = False
   data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
-  # Or a text file, .jsonl, a folder with train/valid/test.txt, or of documents; wins over name.
+  # A text file, .jsonl, a folder with train/valid/test.txt, or of documents; wins over data.name.
   data.path = ""
-  # One stream of all; or "isolated": no document sees another, in training or evaluation.
+  # "joined": one stream of all; "isolated": no document sees another, in training or evaluation.
   data.documents = "joined"
-  data.text_field = "text"  # of .jsonl, a document a line: the name of its text
-  data.separator = ""  # of .txt: the line between two documents
+  data.text_field = "text"  # the name of the text in a .jsonl, which has a document a line
+  data.separator = ""  # the line between two documents of a .txt
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
+  # One of characters, bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram.
   data.tokenizer = "characters"
   # A vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, whose tokenizer is
   # taken; "": that of train.initial_run, or one that is trained on the train split.
   data.tokenizer_file = ""
   data.tokenizer_size = 8000  # entries of a vocabulary that is trained
-  data.lower_text = False  # WordPiece: lower-case the text first
-  data.lower_pieces = False  # WordPiece: lower-case the pieces
-  data.restrict_vocabulary = False  # WordPiece: only the train split's pieces
+  data.lower_text = False  # lower-case the text first; with wordpiece
+  data.lower_pieces = False  # lower-case the pieces; with wordpiece
+  data.restrict_vocabulary = False  # only the train split's pieces; with wordpiece
 
   train = config.train = Section()
-  # In order; or "random_windows", at any offset; or "shuffled_windows", of rolled rows.
+  # Windows in order; at any offset, drawn; or of rows that are rolled and shuffled each epoch.
   train.batches = "contiguous"
   train.batch_size = 20  # rows of all devices together
   train.window = 0  # tokens a row; 0: model.max_length
   train.initial_run = ""  # the folder of a run whose best parameters to begin with
-  train.accumulate_steps = 1  # parts of a batch, one after the other: less memory
-  train.num_steps = 0
-  train.num_epochs = 60.0
+  # Parts of a batch, one after the other: less memory; a divisor of train.batch_size.
+  train.accumulate_steps = 1
+  train.num_steps = 0  # updates of the whole run; 0 with train.num_epochs
+  train.num_epochs = 60.0  # passes over the train split; 0 with train.num_steps
   train.optimizer = optimizer("adam")
   train.learning_rate = 1e-4  # the peak of the schedule
   train.schedule = schedule("constant")
-  train.clip_norm = 0.5  # of the gradient's global norm; 0: no clipping
-  train.decay_mask = "all"  # what weight decay is for; "matrices": no norms, biases, tables
+  train.clip_norm = 0.5  # the largest global norm of the gradient; 0: no clipping
+  # What decays with a weight_decay: "matrices" leaves out norms, biases and tables.
+  train.decay_mask = "all"
   # Of an average of the parameters that is scored, saved as the best and loaded; 0: none.
   train.ema_decay = 0.0
-  train.log_every_steps = 20
-  train.median_every_steps = 2000  # between reports of the median loss of as many
-  train.eval_every_steps = 0
-  train.eval_every_epochs = 1.0
+  train.log_every_steps = 20  # updates between reports of the loss
+  train.median_every_steps = 2000  # updates between reports of the median loss of as many
+  train.eval_every_steps = 0  # updates between evaluations; 0 with train.eval_every_epochs
+  train.eval_every_epochs = 1.0  # epochs between evaluations; 0 with train.eval_every_steps
   train.patience = 0  # evaluations without a new best that end the run; 0: it goes on
-  train.checkpoint_every_steps = 500
-  train.keep_checkpoints = 2  # of the last; the best is kept beside them
-  train.parameters = "replicated"  # or "sharded" over the devices
+  train.checkpoint_every_steps = 500  # updates between checkpoints
+  train.keep_checkpoints = 2  # the number of last ones; the best is kept beside them
+  train.parameters = "replicated"  # on all devices, or each divided over them
 
   config.eval = ConfigDict()
-  config.eval.window = 0  # tokens; 0: model.max_length
+  config.eval.window = 0  # tokens a row; 0: model.max_length
   config.eval.stride = 0  # new tokens a window; 0: the window, so without context
-  config.eval.batch_size = 10
-  # Of the validation split, in windows drawn once: in training alone; 0: all. `evaluate` and
-  # the test scores at the end take all.
+  config.eval.batch_size = 10  # rows
+  # Of the validation split in training, in windows drawn once; 0: all. `evaluate` and the test
+  # scores at the end take all. Without data.documents = isolated.
   config.eval.max_tokens = 0
 
   sample = config.sample = ConfigDict()
   sample.prompt = ""  # shown, continued, at the end of a run; "": nothing is
   sample.length = 300  # new tokens
-  sample.temperature = 1.0
-  sample.top_k = 0  # 0: all
-  sample.top_p = 1.0
-  sample.beyond_window = "slide"  # or "continue", "refuse": `dpjax.generation` has what
+  sample.temperature = 1.0  # divides the logits; 0: the most likely token
+  sample.top_k = 0  # draw from the k most likely tokens; 0: from all
+  sample.top_p = 1.0  # draw from the most likely tokens of this probability together
+  sample.beyond_window = "slide"  # after the window: move it, go on where mixers can, or end
   return config
 
 
