@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import dpjax
+from dpjax import __version__
 from dpjax import config as config_lib
 from dpjax.data import making
 from dpjax.errors import UserError
@@ -489,7 +489,7 @@ def write(
   return _CARD.format(
     name=name,
     size=sum(math.prod(shape) for shape in shapes.values()),
-    version=dpjax.__version__,
+    version=__version__,
     step=run.step,
     data=data.name,
     tokens=data.counts["train"]["tokens"],

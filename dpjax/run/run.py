@@ -368,7 +368,7 @@ def _check_finite(workdir: Path, params: dict) -> None:
     parts = array.addressable_shards[: 1 if array.is_fully_replicated else None]
     if not all(np.isfinite(part.data).all() for part in parts):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
-      raise UserError(f"{workdir}: expected finite parameters, got {name} with others")
+      raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
 
 
 @overload
