@@ -1,5 +1,6 @@
-"""Lets pages show the pictures of results/, which lies beside docs/."""
+"""Lets pages show the pictures of results/, which lies beside docs/, and wrap long commands."""
 
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -18,3 +19,12 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
   """Points the links that hold in the repository to where the site has the pictures."""
   return markdown.replace("](../results/", "](results/")
+
+
+def on_page_content(html, page, config, files):
+  """Marks the flags of commands, so that a line that wraps keeps them whole."""
+
+  def mark(block):
+    return re.sub(r"(?<!\S)--[^\s<]+", r'<span class="flag">\g<0></span>', block[0])
+
+  return re.sub(r'<div class="language-text.*?</code>', mark, html, flags=re.DOTALL)

@@ -19,8 +19,9 @@ PAGE = Path(__file__).parent / "settings.md"
 _INTRODUCTION = """# All settings
 
 `python docs/settings_page.py` writes this page from the code. Each setting goes on the command
-line, as `--config.model.width=256`, or into a configuration file: [the guide](guides/settings.md)
-shows both. A setting with a star may change when a run goes on in its folder.
+line, with its section (`--config.model.width=256`), or into a configuration file:
+[the guide](guides/settings.md) shows both. A setting with a star may change when a run goes on in
+its folder.
 """
 _COMPONENTS = {
   "model.mixer": "Takes the place of self-attention. `model.first.mixer` and `model.last.mixer` "
@@ -112,7 +113,7 @@ def page() -> str:
   held = tuple(f"{key}." for key in config_lib.COMPONENTS)
   for section in ("model", "data", "train", "eval", "sample", ""):
     rows = [
-      row(key, key, value, _kind(value), said.get(key, ""))
+      row(key, key.removeprefix(f"{section}."), value, _kind(value), said.get(key, ""))
       for key, value in flat.items()
       if (key.startswith(f"{section}.") if section else "." not in key) and not key.startswith(held)
     ]

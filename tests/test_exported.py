@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.analysis import folders
 from dpjax.commands import export
 from dpjax.data import making, prepared
 from dpjax.models import build
@@ -216,6 +217,9 @@ def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_
   make(tmp_path / "out" / name)
   with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
     dpjax.load(tmp_path / "out")
+  if name == "config.json":
+    with pytest.raises(dpjax.UserError, match=rf"{name}.*{message}"):
+      folders.read_config(tmp_path / "out")
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -232,7 +236,9 @@ def test_parameters_that_are_not_finite_are_named(run, tmp_path):
   arrays = load_file(tmp_path / "out/model.safetensors")
   arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
   save_file(arrays, tmp_path / "out/model.safetensors", {"step": str(run.step)})
-  with pytest.raises(dpjax.UserError, match="expected finite .* infinity in layers.mixer.out.kernel"):
+  with pytest.raises(
+    dpjax.UserError, match="expected finite .* infinity in layers.mixer.out.kernel"
+  ):
     dpjax.load(tmp_path / "out")
 
 

@@ -1,12 +1,13 @@
 """Reads run folders for figures, and names the runs. Does not load JAX."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpjax.data import making
 from dpjax.errors import UserError
 
 # Settings that say how a run reports or is computed. Runs are named after the seed only where
@@ -102,8 +103,10 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
     ValueError: there is no such folder or file, or it holds no settings.
   """
   try:
-    config = json.loads(_read(workdir, "config.json"))
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    config = _read(workdir, "config.json", making.load_json)
+  except UserError:
+    raise
+  except ValueError as error:
     path = Path(workdir) / "config.json"
     raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
   sections = ("model", "data", "train")
@@ -305,11 +308,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   return flat
 
 
-def _read(workdir: str | Path, name: str) -> bytes:
+def _read(workdir: str | Path, name: str, read: Callable[[Path], Any] = Path.read_bytes) -> Any:
   path = Path(workdir) / name
   if not Path(workdir).is_dir():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
   try:
-    return path.read_bytes()
+    return read(path)
   except OSError as error:
     raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error
