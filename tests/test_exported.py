@@ -182,6 +182,8 @@ def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
   card = (tmp_path / "out/README.md").read_text()
   assert "no part of this folder: its class." in card and "| `logits.bias` | 18 |" in card
   assert "numpy" not in card
+  mine = {**run.config.model, "mixer": {"name": "mine"}}
+  assert "no part of this folder: mine." in card_lib.describe(mine, {})
 
 
 @pytest.mark.parametrize(
