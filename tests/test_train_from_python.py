@@ -5,10 +5,12 @@ import json
 import shutil
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import dpjax
 from dpjax.data.corpora import load_corpus
@@ -120,6 +122,38 @@ def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
   moved = load(tmp_path / "c")  # Needs no optimizer.
   kernels = (x.params["Dense_0"]["kernel"] for x in (moved, frozen))
   assert not np.allclose(*kernels)
+
+
+def test_an_optimizer_gets_the_loss_or_is_refused_before_anything_is_made(text, tmp_path):
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
+  values, momo = [], optax.contrib.momo()
+
+  def update(updates, state, params=None, *, value):
+    jax.debug.callback(lambda x: values.append(float(x)), value)
+    return momo.update(updates, state, params, value=value)
+
+  run, _ = train(config, tmp_path / "a", optimizer=optax.GradientTransformation(momo.init, update))
+  losses = np.fromfile(tmp_path / "a" / "losses.f32", "<f4")
+  np.testing.assert_allclose(np.reshape(values, (2, -1)).mean(1), losses, rtol=1e-6)
+  with pytest.raises(dpjax.UserError, match="^optimizer: expected one .* 'value_fn'"):
+    train(config, tmp_path / "b", optimizer=optax.lbfgs())
+  assert not (tmp_path / "b" / "config.json").exists()
+
+
+class Named(helpers.Bigrams):
+  """With a part that has the name of what boundaries freeze."""
+
+  @nn.compact
+  def __call__(self, tokens, *, deterministic):
+    return helpers.Bigrams(self.vocab_size, name="frozen")(tokens, deterministic=deterministic)
+
+
+def test_a_part_of_a_model_is_trained_whatever_its_name(whole, tmp_path):
+  config = whole[0]
+  run, _ = dpjax.train(config, tmp_path, model=lambda settings: Named(settings.vocab_size))
+  drawn = run.model.init(jax.random.key(0), jnp.zeros((2, 3), int), deterministic=True)["params"]
+  before, after = (jax.tree.map(np.std, x["frozen"]) for x in (drawn, run.params))
+  assert jax.tree.all(jax.tree.map(lambda x, y: abs(x - y) > 1e-4, before, after))
 
 
 def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):

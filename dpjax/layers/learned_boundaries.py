@@ -346,9 +346,9 @@ class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
-  it, and `dpjax.training.optimizer` does not update it. `model.init` draws its parameters, and
-  `dpjax.models.language_model.with_frozen` inserts the trained ones, as `dpjax.train` does. If
-  the small model has no cache, neither has the whole model.
+  it, and in a `LanguageModel` `dpjax.training.train_step` does not update it. `model.init` draws
+  its parameters, and `dpjax.models.language_model.with_frozen` inserts the trained ones, as
+  `dpjax.train` does. If the small model has no cache, neither has the whole model.
 
   Attributes:
     run: the folder of the small model's run, with the same vocabulary.

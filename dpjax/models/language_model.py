@@ -272,6 +272,19 @@ class LanguageModel(nn.Module):
     return self.make_hourglass(parent=None)
 
 
+def frozen_path(model: nn.Module) -> tuple[str, ...]:
+  """Where in a model's parameters those of the frozen model lie that its boundaries use.
+
+  Returns:
+    The names from the outside in; () for a model without one.
+  """
+  if not isinstance(model, LanguageModel) or model.make_hourglass is None:
+    return ()
+  boundaries = model.make_hourglass(parent=None).make_boundaries(parent=None)
+  needs_run = getattr(boundaries, "needs_run", False)
+  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
+
+
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
   """A model's parameters, with these for the frozen model that its boundaries use."""
   inner = params["hourglass"]

@@ -23,7 +23,7 @@ from dpjax.run import build, tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import loop, sharding
+from dpjax.training import checkpoint_files, loop, sharding
 from dpjax.training import optimizer as optimizers
 
 
@@ -109,11 +109,11 @@ def _train(
   train_batches = build.train_batches(config, data)
   durations = build.durations(settings, train_batches.steps_per_epoch)
   rate = None
+  key = "optimizer"
   if optimizer is None:
+    key = "train.optimizer"
     rate = optimizers.build_schedule(settings, durations.num_steps)
     optimizer = optimizers.build_optimizer(settings, durations.num_steps)
-  else:
-    optimizer = optimizers.without_frozen(optimizer)
   trainer = loop.Trainer(
     built,
     optimizer,
@@ -132,6 +132,8 @@ def _train(
   )
   shapes = _shapes(built, config.data.documents == "isolated")
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
+  opt_state = optimizers.check(optimizer, built, shapes["params"], key)
+  checkpoint_files.check_can_save({"params": shapes["params"], "opt_state": opt_state})
   workdir_lib.claim(workdir, given, frozen and frozen.config.model)
   if jax.process_index() == 0:
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -29,7 +29,7 @@ def fingerprints(state: TrainState) -> list[int]:
 
   Sums of integers do not depend on their order, so the result is the same on all devices.
   """
-  return _fingerprints_of(as_dict(state))
+  return _fingerprints_of(storable(as_dict(state)))
 
 
 def _fingerprints_of(tree) -> list[int]:
@@ -41,7 +41,12 @@ def _fingerprints(tree) -> list[jax.Array]:
   def of_array(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.random.key_data(array)
-    bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    if array.dtype == bool:
+      array = array.astype(jnp.uint8)
+    if jnp.iscomplexobj(array):
+      array = jnp.stack([array.real, array.imag])
+    info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
+    bits = jnp.dtype(f"uint{info(array.dtype).bits}")
     words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
     places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return jnp.sum(words * places, dtype=jnp.uint32)
@@ -81,7 +86,7 @@ def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, d
   found, error = None, None
   try:
     with _silent_coroutines():
-      found = _read_files(folder, target, origin)
+      found = _read_files(folder, storable(target), origin)
   except Exception as caught:
     error = _damage_or_cause(caught, folder)
   raise_together(error, folder)
@@ -90,7 +95,12 @@ def read(folder: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, d
   if _fingerprints_of(tree) != expected:
     error = DamagedError("its arrays are not those that were saved")
   raise_together(error, folder)
-  return tree, meta
+
+  def refill(wanted, array):
+    is_empty = array is None
+    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding) if is_empty else array
+
+  return jax.tree.map(refill, target, tree), meta
 
 
 def _read_files(
@@ -170,21 +180,38 @@ _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 
 
-def _damage_or_cause(error: Exception, folder: Path) -> Exception:
-  """Turns a read error into a `DamagedError` if it proves damage."""
-  if isinstance(error, (_RefusedError, MemoryError, jax.errors.JaxRuntimeError)):
-    return error
+def system_error(
+  error: BaseException, folder: Path, but: tuple[type[OSError], ...] = ()
+) -> OSError | None:
+  """The error of the file system that led to another error; None if none did.
+
+  Args:
+    error: from Orbax.
+    folder: the folder to name where the error names none.
+    but: errors to pass over.
+  """
   each: BaseException | None = error
   while each is not None:
-    if isinstance(each, OSError) and not isinstance(each, _GONE):
+    if isinstance(each, OSError) and not isinstance(each, but):
       if each.errno is None or each.filename is not None:
         return each
       return OSError(each.errno, each.strerror, str(folder))
     # TensorStore, which is not of Python, tells errors of the system in its text.
-    for number in errno.errorcode.keys() - {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}:
-      if os.strerror(number) in str(each):
-        return OSError(number, os.strerror(number), str(folder))
+    for number in errno.errorcode:
+      found = OSError(number, os.strerror(number), str(folder))
+      if os.strerror(number) in str(each) and not isinstance(found, but):
+        return found
     each = each.__cause__ or each.__context__
+  return None
+
+
+def _damage_or_cause(error: Exception, folder: Path) -> Exception:
+  """Turns a read error into a `DamagedError` if it proves damage."""
+  if isinstance(error, (_RefusedError, MemoryError, jax.errors.JaxRuntimeError)):
+    return error
+  cause = system_error(error, folder, but=_GONE)
+  if cause is not None:
+    return cause
   if type(error) is not Exception and not isinstance(error, (*_GONE, *_UNPARSABLE)):
     return error
   try:
@@ -226,6 +253,39 @@ def gather(number: int) -> list[int]:
   if jax.process_count() == 1:
     return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()
+
+
+def check_can_save(tree: Mapping) -> None:
+  """Checks that a checkpoint can hold the arrays of a model and an optimizer.
+
+  Args:
+    tree: "params" and "opt_state", arrays or their shapes.
+
+  Raises:
+    UserError: two arrays have one name, or the file format does not know a type.
+  """
+  import tensorstore
+
+  names = set()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    of, _, name = name.partition(".")
+    of = {"params": "model", "opt_state": "optimizer"}[of]
+    if (of, name) in names:
+      raise UserError(f"{of}: expected names of arrays that differ, got {name} twice")
+    names.add((of, name))
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    try:
+      _ = is_key or tensorstore.dtype(str(leaf.dtype))
+    except ValueError as error:
+      raise UserError(
+        f"{of}: expected arrays that can be saved, got {name} of {leaf.dtype}"
+      ) from error
+
+
+def storable(tree: Any) -> Any:
+  """The tree with None for arrays without elements, which Orbax does not save."""
+  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
 def as_dict(state: TrainState) -> dict:

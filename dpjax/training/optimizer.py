@@ -1,14 +1,18 @@
 """Learning rates and update rules, for the names in `dpjax.registry`."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from optax import contrib
 
 from dpjax import registry
+from dpjax.errors import UserError
+from dpjax.models.language_model import frozen_path
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
@@ -96,38 +100,98 @@ def make_optimizer(
 def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
   if clip_norm:
     update = optax.chain(optax.clip_by_global_norm(clip_norm), update)
-  return without_frozen(update)
+  return update
 
 
-def without_frozen(update) -> optax.GradientTransformation:
-  """Excludes parameters under "frozen" from updates, norms and moments.
+def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
+  """An update rule that takes the loss as `value`, and leaves out what the model has frozen.
 
-  Without such parameters, states and updates are those of `update` itself.
+  The parameters at `dpjax.models.language_model.frozen_path` have no part in updates, norms and
+  moments. Without such parameters, states and updates are those of `update` itself.
+
+  Args:
+    update: any update rule of Optax, also one that takes no `value`.
+    model: the model of the parameters.
   """
+  # Its type does not say it: MultiSteps takes a value, sam takes other arguments.
+  arguments = inspect.signature(update.update).parameters.values()
+  if not any(x.name == "value" or x.kind is x.VAR_KEYWORD for x in arguments):
+    update = optax.GradientTransformation(update.init, update.update)
+    update = optax.with_extra_args_support(update)
+  path = frozen_path(model)
+  if not path:
+    return optax.GradientTransformationExtraArgs(update.init, update.update)
 
   def init(params):
-    return update.init(_trained(params))
+    return update.init(_trained(params, path))
 
-  def update_trained(updates, state, params=None):
-    found, state = update.update(_trained(updates), state, _trained(params))
-    return _with_zeros(found, updates), state
+  def update_trained(updates, state, params=None, **more):
+    known = None if params is None else _trained(params, path)
+    found, state = update.update(_trained(updates, path), state, known, **more)
+    return _with_zeros(found, updates, path), state
 
-  return optax.GradientTransformation(init, update_trained)
-
-
-def _trained(tree: Any) -> Any:
-  if not isinstance(tree, Mapping):
-    return tree
-  return {key: _trained(part) for key, part in tree.items() if key != "frozen"}
+  return optax.GradientTransformationExtraArgs(init, update_trained)
 
 
-def _with_zeros(updates: Any, grads: Any) -> Any:
-  if not isinstance(grads, Mapping):
-    return updates
-  return {
-    key: jax.tree.map(jnp.zeros_like, part) if key == "frozen" else _with_zeros(updates[key], part)
-    for key, part in grads.items()
-  }
+def _trained(tree: Mapping, path: Sequence[str]) -> dict:
+  first, *rest = path
+  others = {key: part for key, part in tree.items() if key != first}
+  return {**others, first: _trained(tree[first], rest)} if rest else others
+
+
+def _with_zeros(updates: Mapping, grads: Mapping, path: Sequence[str]) -> dict:
+  first, *rest = path
+  part = grads[first]
+  zeros = _with_zeros(updates[first], part, rest) if rest else jax.tree.map(jnp.zeros_like, part)
+  return {**updates, first: zeros}
+
+
+def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
+  """Checks, without computing, that an update rule can train a model.
+
+  Args:
+    update: any update rule of Optax.
+    model: the model.
+    params: its parameters, or their shapes.
+    key: the setting that gave the rule.
+
+  Returns:
+    The shapes of its state.
+
+  Raises:
+    UserError: it needs more than the gradients, the parameters and the value of the loss, such
+      as the loss as a function, or its state changes its form.
+  """
+
+  def step(params, state):
+    grads, value = params, jnp.float32(0)
+    updates, state = update.update(grads, state, params, value=value)
+    return optax.apply_updates(params, updates), state
+
+  try:
+    update = for_model(update, model)
+    before = params, jax.eval_shape(update.init, params)
+    after = jax.eval_shape(step, *before)
+  except Exception as error:  # whatever an update rule of somebody's raises
+    reason = str(error).partition("\n")[0]
+    raise UserError(
+      f"{key}: expected one that updates with the gradients, the parameters and the value of the "
+      f"loss alone, got {type(error).__name__}: {reason}"
+    ) from error
+  old, new = (
+    {
+      jax.tree_util.keystr(path): f"{x.dtype} {list(x.shape)}"
+      for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for tree in (before, after)
+  )
+  wrong = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+  if wrong:
+    raise UserError(
+      f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
+      f"{old.get(wrong[0])} in {wrong[0]}"
+    )
+  return before[1]
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:

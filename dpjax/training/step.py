@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, sharding
+from dpjax.training import optimizer as optimizers
 
 Batch = dict[str, jax.Array]
 _TOKENS_ALONE = losses.Objective()
@@ -62,7 +63,8 @@ def init_state(
   tokens = jnp.zeros((1, 1), jnp.int32)
   params = model.init(init_key, tokens, deterministic=True)["params"]
   average = jax.tree.map(jnp.copy, params) if has_average else None
-  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), dropout_key, average)
+  opt_state = optimizers.for_model(optimizer, model).init(params)
+  return TrainState(jnp.zeros((), jnp.int32), params, opt_state, dropout_key, average)
 
 
 def train_step(
@@ -134,7 +136,9 @@ def train_step(
     (grads, sums), _ = jax.lax.scan(add_part, zeros, (parts, keys))
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
-  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
+  update = optimizers.for_model(optimizer, model).update
+  updates, opt_state = update(grads, state.opt_state, state.params, value=value)
   metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
   if learning_rate is not None:
     metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
