@@ -13,6 +13,7 @@ from dpjax import run as run_lib
 from dpjax.analysis import calibrate
 from dpjax.errors import Interrupted
 from dpjax.models.language_model import with_frozen
+from dpjax.training import loop
 from tests import helpers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
@@ -98,6 +99,22 @@ def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, t
   assert "frozen_logits(tokens" in (tmp_path / "out/README.md").read_text()
   with pytest.raises(ValueError, match="slide or refuse with entropy_threshold boundaries"):
     loaded.generate(prompts, length=17, beyond_window="continue")
+
+
+def test_a_run_killed_in_its_first_save_takes_the_model_again(first, pooled, tmp_path):
+  _, whole, _ = pooled
+  config, folder = pooled_config(first), tmp_path / "checkpoints"
+
+  def kill(state, *_, **__):
+    raise KeyboardInterrupt
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop.checkpoints.Checkpoints, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+      dpjax.train(config, tmp_path)
+  (folder / "best" / "4.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+  run, _ = dpjax.train(config, tmp_path)
+  assert_same_bits(run.params, whole.params)
 
 
 def test_sharded_parameters(first, pooled, tmp_path):

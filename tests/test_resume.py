@@ -82,9 +82,7 @@ def params_of(workdir, step):
 
 
 def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
-  seed = random.SystemRandom().randrange(2**32)
-  print(f"seed {seed}")
-  draw = random.Random(seed)
+  draw = random.Random(7)
   # Wide enough that writing a checkpoint takes a while.
   config = helpers.small_config(
     text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+import dpjax
 from dpjax import config as config_lib
+from dpjax.data import making
 from dpjax.errors import UserError
 from dpjax.run import workdir as workdir_lib
 from tests import helpers
@@ -74,11 +76,48 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
   config = config_lib.default()
   workdir_lib.claim(tmp_path, config)
   config.train.batch_size = 10
-  (tmp_path / "checkpoints" / "last").mkdir(parents=True)
+  # As a kill in the first save leaves them.
+  (tmp_path / "checkpoints" / "last" / "30.orbax-checkpoint-tmp").mkdir(parents=True)
+  (tmp_path / "checkpoints" / "best" / "30.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
   assert not workdir_lib.check(tmp_path, config)
   (tmp_path / "checkpoints" / "last" / "30").mkdir()
   with pytest.raises(UserError, match="train.batch_size: 20 there, 10 here"):
     workdir_lib.check(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["lock", "losses.f32", "metrics.jsonl", "metrics.tmp", "metrics.jsonl.damaged", "config.json.tmp"]
+  + ["checkpoints", "data", "data/tokenizer.json", "tensorboard", "scores_test_12.json"],
+)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_link_is_followed_out_of_the_folder(tmp_path, name, is_there):
+  victim, link = tmp_path / "victim", tmp_path / "run" / name
+  if is_there:
+    victim.write_text("of great worth")
+  link.parent.mkdir(parents=True)
+  link.symlink_to(victim)
+  with pytest.raises(UserError, match=f"^workdir: .*, got {link}, a link to {victim}$"):
+    dpjax.train(config_lib.default(), tmp_path / "run")
+  assert victim.exists() == is_there
+  assert not is_there or victim.read_text() == "of great worth"
+
+
+def test_links_inside_of_the_folder_and_beside_the_run_are_nobodys_matter(tmp_path):
+  (tmp_path / "run" / "elsewhere").mkdir(parents=True)
+  (tmp_path / "run" / "checkpoints").symlink_to("elsewhere")
+  (tmp_path / "run" / "python").symlink_to("/usr/bin/env")
+  (tmp_path / "link").symlink_to("run")
+  with workdir_lib.hold(tmp_path / "link"):
+    assert (tmp_path / "run" / "lock").exists()
+
+
+def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
+  (tmp_path / "victim").write_text("of great worth")
+  (tmp_path / f"scores.json.{os.getpid()}.tmp").symlink_to(tmp_path / "victim")
+  making.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
+  assert (tmp_path / "victim").read_text() == "of great worth"
+  assert making.read_json(tmp_path / "scores.json") == {"perplexity": 7.5}
 
 
 def test_any_error_of_the_first_process_reaches_the_others(monkeypatch):

@@ -191,8 +191,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  temporary.unlink(missing_ok=True)  # Perhaps a link to another file.
   try:
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+    with temporary.open("x", encoding="utf-8", newline="\n") as file:
       file.write(json.dumps(content, indent=2) + "\n")
       file.flush()
       os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +31,11 @@ from dpjax.config import ConfigDict, sections
 from dpjax.data.making import load_json, write_json
 from dpjax.errors import UserError
 from dpjax.run import export
+from dpjax.training import checkpoints
 
 _log = logging.getLogger(__name__)
+# How the names begin of what training writes into the folder, with any endings.
+_OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 
 
 @contextlib.contextmanager
@@ -42,8 +46,8 @@ def hold(workdir: Path) -> Iterator[None]:
   run, the first one holds the lock for all.
 
   Raises:
-    UserError: another process trains in the folder, it is an exported run, or it cannot be
-      written.
+    UserError: another process trains in the folder, it is an exported run, it cannot be
+      written, or a link in it leads out of it.
   """
   if (workdir / export.FILE).exists():
     raise UserError(
@@ -55,8 +59,23 @@ def hold(workdir: Path) -> Iterator[None]:
     yield
 
 
+def _check_links(workdir: Path) -> None:
+  """Checks that no file of a run is a link to one outside, which training would write over."""
+  if not workdir.is_dir():
+    return
+  own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
+  for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
+    target = Path(os.path.realpath(path))  # also of a loop
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
+      raise UserError(
+        f"workdir: expected a run whose files are in its folder, got {path}, a link to "
+        f"{path.readlink()}"
+      )
+
+
 def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
   try:
+    _check_links(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     file = held.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
@@ -119,8 +138,9 @@ def is_run(folder: Path) -> bool:
 
 
 def has_saved(workdir: Path) -> bool:
-  """Whether the folder has a checkpoint."""
-  return any((workdir / "checkpoints").glob("*/[0-9]*"))
+  """Whether the folder has a complete checkpoint."""
+  folder = workdir / "checkpoints"
+  return any(checkpoints.saved_steps(folder, kind) for kind in ("last", "best"))
 
 
 def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:

@@ -1,10 +1,12 @@
 """Checkpoints: written completely or not at all, and checked when read."""
 
+import contextlib
 import dataclasses
 import logging
+import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from dpjax.training.checkpoint_files import (
   gather,
   raise_together,
   read,
+  storable,
+  system_error,
 )
 from dpjax.training.step import TrainState
 
@@ -69,6 +73,7 @@ class Checkpoints:
 
   def __init__(self, folder: str | Path, keep: int | None = None):
     self._root = Path(folder).absolute()
+    logging.getLogger("absl").addFilter(_is_news)
     self._last = _manager(self._root / "last", keep)
     self._best = _manager(self._root / "best", keep and 1)
 
@@ -101,6 +106,10 @@ class Checkpoints:
       meta: JSON values.
       origin: inputs of the run by name: its vocabulary, a hash of its text.
       best: whether it also replaces the best.
+
+    Raises:
+      UserError: the folder was removed, or this checkpoint or the one before cannot be
+        written, of which nothing is left.
     """
     step = int(state.step)
     meta = {
@@ -109,20 +118,46 @@ class Checkpoints:
       "format": FORMAT,
       "fingerprints": fingerprints(state),
     }
-    if best:
-      self._save(self._best, step, state, meta)
-      # The last names the best, so it must not come first.
-      self._best.wait_until_finished()
-      for later in [other for other in self._best.all_steps() if other > step]:
-        self._best.delete(later)
-    self._save(self._last, step, state, meta)
+    with self._writing():
+      if best:
+        self._save(self._best, step, state, meta)
+        # The last names the best, so it must not come first.
+        self._best.wait_until_finished()
+        for later in [other for other in self._best.all_steps() if other > step]:
+          self._best.delete(later)
+      self._save(self._last, step, state, meta)
 
   def _save(self, manager, step: int, state: TrainState, meta: dict) -> None:
+    # Orbax would make it again, for a checkpoint of a run without settings and vocabulary.
+    if not self._root.is_dir():
+      raise UserError(
+        f"workdir: expected the run's folder to stay, got {self._root}, which was removed "
+        "since the training began"
+      )
     if step not in manager.all_steps():
       items = ocp.args.Composite(
-        state=ocp.args.StandardSave(as_dict(state)), meta=ocp.args.JsonSave(meta)
+        state=ocp.args.StandardSave(storable(as_dict(state))), meta=ocp.args.JsonSave(meta)
       )
       manager.save(step, args=items, force=True)
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Makes one line of an error of the file system, and removes what is half written."""
+    try:
+      yield
+    except Exception as error:
+      cause = system_error(error, self._root)
+      if cause is None:
+        raise
+      for manager in (self._last, self._best):
+        with contextlib.suppress(Exception):  # of the same cause
+          manager.wait_until_finished()
+        for path in Path(manager.directory).glob("*.orbax-checkpoint-tmp*"):
+          shutil.rmtree(path, ignore_errors=True)
+      raise UserError(
+        f"workdir: expected a folder that can be written, got {self._root} "
+        f"({cause.strerror or cause})"
+      ) from error
 
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
@@ -213,14 +248,18 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Waits until all checkpoints are on disk."""
-    self._last.wait_until_finished()
-    self._best.wait_until_finished()
+    with self._writing():
+      self._last.wait_until_finished()
+      self._best.wait_until_finished()
 
   def close(self) -> None:
     """Waits for writes, and releases the folder."""
-    self.wait()
-    self._last.close()
-    self._best.close()
+    try:
+      self.wait()
+    finally:
+      self._last.close()
+      self._best.close()
+      logging.getLogger("absl").removeFilter(_is_news)
 
   def _check_alike(self) -> None:
     steps = [[*self._last.all_steps()], [*self._best.all_steps()]]
@@ -254,6 +293,22 @@ class Checkpoints:
         error = caught
     raise_together(error, source)
     manager.reload()
+
+
+def saved_steps(folder: str | Path, kind: str) -> list[int]:
+  """The steps of the complete checkpoints in a folder of a run's checkpoints, ascending.
+
+  Args:
+    folder: the folder, which need not exist.
+    kind: "last" or "best".
+  """
+  names = ocp.path.step.standard_name_format()
+  return sorted(found.step for found in names.find_all(Path(folder).absolute() / kind))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Whether a line is to be logged; Orbax logs each error that it raises many times."""
+  return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+import shutil
 from pathlib import Path
 
 import chex
@@ -274,8 +276,9 @@ def test_reading_changes_nothing(tmp_path):
   unfinished = tmp_path / "last" / "7.orbax-checkpoint-tmp"
   unfinished.mkdir()
   with Checkpoints(tmp_path) as saved:
-    assert saved.steps() == [5]
+    assert saved.steps() == [5] == checkpoints.saved_steps(tmp_path, "last")
   assert unfinished.exists()
+  assert not any(checkpoints.saved_steps(folder, "best") for folder in (tmp_path, "none"))
   # What a kill left is in nobody's way.
   with Checkpoints(tmp_path, keep=2) as saved:
     saved.save(make_state(7), {"note": "of 7"})
@@ -325,3 +328,36 @@ def test_a_folder_that_cannot_be_listed_is_no_damage(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
       saved.restore(abstract())
   assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.parametrize("best", [(), (7, 9)])
+def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(tmp_path, capfd, best):
+  save(tmp_path, [5])
+  saved, limits = Checkpoints(tmp_path, keep=3), resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))  # less than one of its files
+    with pytest.raises(UserError) as error:
+      for step in (7, 9):  # The error of the first is found at the second, or at the end.
+        saved.save(make_state(step), {}, best=step in best)
+      saved.wait()
+    saved.close()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert str(error.value) == (
+    f"workdir: expected a folder that can be written, got {tmp_path} (File too large)"
+  )
+  assert capfd.readouterr() == ("", "")
+  assert not [*tmp_path.glob("*/*tmp*")]
+  with Checkpoints(tmp_path) as saved:
+    assert saved.restore(abstract()).step == 5
+
+
+def test_a_folder_that_is_removed_is_missed_at_the_next_save(tmp_path):
+  saved = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+  saved.save(make_state(5), {})
+  saved.wait()
+  shutil.rmtree(tmp_path / "run")
+  with pytest.raises(UserError, match="^workdir: expected the run's folder to stay, got .* remov"):
+    saved.save(make_state(7), {})
+  saved.close()
+  assert not (tmp_path / "run").exists()
