@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,16 @@ def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   making.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
   assert (tmp_path / "victim").read_text() == "of great worth"
   assert making.read_json(tmp_path / "scores.json") == {"perplexity": 7.5}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_a_full_disk_is_named(tmp_path):
+  message = f"^workdir: expected a folder that can be written, got {tmp_path} .No space left"
+  with pytest.raises(UserError, match=message), workdir_lib.hold(tmp_path):
+    with open("/dev/full", "w") as file:
+      file.write("a loss")
+  with pytest.raises(BrokenPipeError), workdir_lib.hold(tmp_path):
+    raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_any_error_of_the_first_process_reaches_the_others(monkeypatch):

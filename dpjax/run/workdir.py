@@ -47,7 +47,7 @@ def hold(workdir: Path) -> Iterator[None]:
 
   Raises:
     UserError: another process trains in the folder, it is an exported run, it cannot be
-      written, or a link in it leads out of it.
+      written, a link in it leads out of it, or its disk becomes full.
   """
   if (workdir / export.FILE).exists():
     raise UserError(
@@ -56,7 +56,13 @@ def hold(workdir: Path) -> Iterator[None]:
     )
   with contextlib.ExitStack() as held:
     on_first_process(lambda: _lock(workdir, held))
-    yield
+    try:
+      yield
+    except OSError as error:
+      # Writing to an open file names none.
+      if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise not_writable(workdir, error) from error
+      raise
 
 
 def _check_links(workdir: Path) -> None:
