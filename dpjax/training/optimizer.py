@@ -1,6 +1,5 @@
 """Learning rates and update rules, for the names in `dpjax.registry`."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,33 +112,36 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
     update: any update rule of Optax, also one that takes no `value`.
     model: the model of the parameters.
   """
-  # Its type does not say it: MultiSteps takes a value, sam takes other arguments.
-  arguments = inspect.signature(update.update).parameters.values()
-  if not any(x.name == "value" or x.kind is x.VAR_KEYWORD for x in arguments):
-    update = optax.GradientTransformation(update.init, update.update)
-    update = optax.with_extra_args_support(update)
   path = frozen_path(model)
-  if not path:
-    return optax.GradientTransformationExtraArgs(update.init, update.update)
 
   def init(params):
     return update.init(_trained(params, path))
 
   def update_trained(updates, state, params=None, **more):
-    known = None if params is None else _trained(params, path)
-    found, state = update.update(_trained(updates, path), state, known, **more)
+    given = _trained(updates, path), state, _trained(params, path)
+    try:
+      found, state = update.update(*given, **more)
+    except TypeError as error:
+      # Types do not say who takes it: MultiSteps does, sam within a chain does not.
+      if "unexpected keyword argument 'value'" not in str(error):
+        raise
+      found, state = update.update(*given)
     return _with_zeros(found, updates, path), state
 
   return optax.GradientTransformationExtraArgs(init, update_trained)
 
 
-def _trained(tree: Mapping, path: Sequence[str]) -> dict:
+def _trained(tree: Any, path: Sequence[str]) -> Any:
+  if tree is None or not path:
+    return tree
   first, *rest = path
   others = {key: part for key, part in tree.items() if key != first}
   return {**others, first: _trained(tree[first], rest)} if rest else others
 
 
-def _with_zeros(updates: Mapping, grads: Mapping, path: Sequence[str]) -> dict:
+def _with_zeros(updates: Any, grads: Any, path: Sequence[str]) -> Any:
+  if not path:
+    return updates
   first, *rest = path
   part = grads[first]
   zeros = _with_zeros(updates[first], part, rest) if rest else jax.tree.map(jnp.zeros_like, part)

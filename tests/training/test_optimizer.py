@@ -320,6 +320,7 @@ MADE = {
 # Others, and what else a state may hold.
 MORE = {
   "MultiSteps": lambda: optax.MultiSteps(contrib.momo(), 2),
+  "sam in a chain": lambda: optax.chain(optax.clip(0.1), contrib.sam(SGD, optax.sgd(0.01))),
   "MultiSteps with a skip": lambda: optax.MultiSteps(
     ADAM, 2, should_skip_update_fn=optax.skip_not_finite
   ),
