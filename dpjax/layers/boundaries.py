@@ -49,14 +49,18 @@ class Boundaries(nn.Module):
     needs_text: whether it has boundaries that are computed from the text during preparation, by
       `of_text`; then batches have "boundaries", [B, T].
     suits_segments: whether it can also pool segments instead of tokens: `tokens` is then
-      None, and a batch of its `loss` has only "weights".
-    takes_noise: whether it draws boundaries at random, and takes `noise`.
+      None, and a batch of its `loss` has only "weights" and "boundary_share".
+    takes_noise: whether it draws boundaries at random, those of probability sigmoid(logits),
+      and takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm precede the middle. Without
       them, the first token of each row and document must be a boundary.
     needs_run: whether it uses the model of another run. Its setting `run` is the folder of
       that run. Its field `frozen` receives the model, whose parameters are stored under
       "frozen" and are not trained.
     is_endless: whether it also finds boundaries beyond the model's window.
+    reads_logits: whether its `loss` reads the model's logits.
+    reads_share: whether its `loss` reads "boundary_share". With `train.accumulate_steps`, the
+      boundaries of all parts are then counted first, in a pass of their own.
   """
 
   needs_text: ClassVar[bool] = False
@@ -66,6 +70,7 @@ class Boundaries(nn.Module):
   needs_run: ClassVar[bool] = False
   is_endless: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
+  reads_share: ClassVar[bool] = False
 
   @property
   def pooling_method(self) -> str:
@@ -197,10 +202,12 @@ class Boundaries(nn.Module):
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
       batch: see `dpjax.training.losses.Objective.sums`. Rows of several documents also have
-        "starts", [B, T].
+        "starts", [B, T]. "boundary_share", a scalar, is the share of boundaries among the
+        tokens that count, of the whole batch if this is a part of one.
 
     Returns:
-      The sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
+      The sum over tokens that count, in nats, float32, to which parts of a batch add up; and
+      [B, T], 0 or 1, or None.
     """
     del output, batch
     return jnp.zeros(()), None

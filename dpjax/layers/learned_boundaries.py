@@ -247,6 +247,7 @@ class Routing(Boundaries):
 
   suits_segments: ClassVar[bool] = True
   has_null_group: ClassVar[bool] = False
+  reads_share: ClassVar[bool] = True
 
   width: int
   factor: float = 4.5
@@ -323,7 +324,11 @@ class Routing(Boundaries):
     """See `Boundaries`."""
     weights = batch["weights"]
     ratio = ops.ratio_loss(
-      output.boundaries, output.boundary_probabilities, self.factor, weights=weights
+      output.boundaries,
+      output.boundary_probabilities,
+      self.factor,
+      weights=weights,
+      share=batch.get("boundary_share"),
     )
     return self.weight * ratio * jnp.sum(weights), None
 
@@ -435,7 +440,7 @@ class EntropyThreshold(Boundaries):
 
 
 def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:
-  logits_bt = output.boundary_logits.astype(jnp.float32)
+  logits_bt = jnp.where(weights == 0, 0, output.boundary_logits.astype(jnp.float32))
   if double_sigmoid:
     logits_bt = jax.nn.sigmoid(logits_bt)
   nats_bt = optax.sigmoid_binary_cross_entropy(logits_bt, targets.astype(jnp.float32))

@@ -145,16 +145,21 @@ def ratio_loss(
   factor: float,
   *,
   weights: jax.Array | None = None,
+  share: jax.Array | None = None,
 ) -> jax.Array:
   """Pulls the share of boundaries towards 1 / N, where the loss has its minimum, 1.
 
     L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
 
+  Given F, L is linear in p: then L times the number of tokens adds up over parts of a batch.
+
   Args:
     boundaries: [B, T], 0 or 1.
     probabilities: [B, T], floats.
     factor: N, the target number of tokens per segment, above 1.
-    weights: [B, T], 1 where a token counts, else 0; None means that all count.
+    weights: [B, T], 1 where a token counts, else 0; None means that all count. Where none
+      does, G, and F without a `share`, is 0.
+    share: F of the whole batch, for a part of one; None means that of these tokens.
 
   Returns:
     A scalar, at least float32.
@@ -171,8 +176,13 @@ def ratio_loss(
     )
   dtype = sum_dtype(probabilities)
   ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
-  share = jax.lax.stop_gradient(jnp.sum(boundaries.astype(dtype) * ones) / jnp.sum(ones))
-  mean = jnp.sum(probabilities.astype(dtype) * ones) / jnp.sum(ones)
+  count = jnp.sum(ones)
+  count = jnp.where(count == 0, 1, count)
+  if share is None:
+    share = jnp.sum(boundaries.astype(dtype) * ones) / count
+  share = jax.lax.stop_gradient(share)
+  probabilities = jnp.where(ones == 0, 0, probabilities.astype(dtype))
+  mean = jnp.sum(probabilities * ones) / count
   return factor / (factor - 1) * ((factor - 1) * share * mean + (1 - share) * (1 - mean))
 
 

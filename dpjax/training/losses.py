@@ -26,7 +26,7 @@ def cross_entropy(
   Args:
     logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
     targets: [B, T], integers in [0, V).
-    weights: [B, T], 1 where a target counts, else 0.
+    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
 
   Returns:
     nats and count, scalars.
@@ -36,7 +36,9 @@ def cross_entropy(
   """
   _check_shapes("logits", "V", logits, targets, weights)
   nats_bt = _nats_of_tokens(logits, targets)
-  return jnp.sum(nats_bt * weights.astype(nats_bt.dtype)), jnp.sum(weights)
+  # Not the product alone: where nothing counts, the logits may be nan.
+  nats_bt = jnp.where(weights == 0, 0, nats_bt * weights.astype(nats_bt.dtype))
+  return jnp.sum(nats_bt), jnp.sum(weights)
 
 
 def _check_shapes(name: str, axis: str, array, targets, weights) -> None:
@@ -54,20 +56,25 @@ def _nats_of_tokens(logits, targets) -> jax.Array:
 
 
 def _nats_forward(logits, targets):
-  lse_bt = jax.nn.logsumexp(_wide(logits), axis=-1)
-  return lse_bt - _pick(logits, targets), (logits, lse_bt, targets)
+  # The maximum goes first: next to a large one, the sum's logarithm would lose its digits.
+  max_bt = jnp.max(_wide(logits), axis=-1)
+  log_sum_bt = jnp.log(jnp.sum(jnp.exp(_wide(logits) - max_bt[..., None]), axis=-1))
+  nats_bt = log_sum_bt - (_pick(logits, targets) - max_bt)
+  return nats_bt, (logits, max_bt, log_sum_bt, targets)
 
 
 def _nats_backward(residuals, grad_bt):
   # dnats[b, t] / dlogits[b, t, v] = p[b, t, v] - [v = targets[b, t]]
-  logits, lse_bt, targets = residuals
-  p_btv = jnp.exp(_wide(logits) - lse_bt[..., None])
-  grad_btv = (p_btv * grad_bt[..., None]).astype(logits.dtype)
+  logits, max_bt, log_sum_bt, targets = residuals
+  p_btv = jnp.exp(_wide(logits) - max_bt[..., None] - log_sum_bt[..., None])
+  is_0_bt = grad_bt == 0  # Also where p is nan.
+  grad_btv = jnp.where(is_0_bt[..., None], 0, p_btv * grad_bt[..., None]).astype(logits.dtype)
   # In its place: a comparison with every v would have XLA make the gradient once for each
   # of those that read it.
-  of_target_bt = jnp.expm1(_pick(logits, targets) - lse_bt) * grad_bt
+  of_target_bt = jnp.expm1(_pick(logits, targets) - max_bt - log_sum_bt) * grad_bt
+  of_target_bt = jnp.where(is_0_bt, 0, of_target_bt).astype(logits.dtype)
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
-  return put(grad_btv, targets, of_target_bt.astype(logits.dtype)), None
+  return put(grad_btv, targets, of_target_bt), None
 
 
 def _pick(logits, targets) -> jax.Array:
@@ -113,6 +120,7 @@ def output_nats(
     ValueError: the shapes do not match.
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
+  hidden = jnp.where((weights == 0)[..., None], 0, hidden)  # It may be nan there.
   return _output_nats(hidden, kernel, bias, targets, weights)
 
 
@@ -196,11 +204,21 @@ class Objective:
 
   boundaries: Sequence[Boundaries] = ()
 
+  @property
+  def counts(self) -> tuple[str, ...]:
+    """The sums of a whole batch that the loss of each part needs; () if parts add up anyway."""
+    inner = range(2, len(self.boundaries) + 1)
+    if not inner and not any(kind.reads_share for kind in self.boundaries):
+      return ()
+    of_inner = [f"{name}_{number}" for number in inner for name in ("segments_in", "boundaries")]
+    return "count", "boundaries", *of_inner
+
   def sums(
     self,
     output: Any,
     batch: Mapping[str, jax.Array],
     output_layer: tuple[jax.Array, jax.Array | None] | None = None,
+    counts: Mapping[str, jax.Array] | None = None,
   ) -> dict[str, jax.Array]:
     """A batch's contribution to the loss and to the scores.
 
@@ -210,6 +228,8 @@ class Objective:
         rows of several documents also "starts", [B, T], 1 at the first token of each.
       output_layer: the kernel and bias that make logits from `output.hidden`, for
         `output_nats`; ignored if the boundaries read the logits anyway.
+      counts: for a part of a batch, the sums `Objective.counts` of the whole; None if this is
+        the whole.
 
     Returns:
       Float32 scalars for `add_sums`: "nats" and "count" (`cross_entropy`); with token pooling
@@ -226,9 +246,12 @@ class Objective:
       return sums
     kind, *within = self.boundaries
     boundaries = output.boundaries.astype(jnp.float32)
-    sums["boundary_nats"], targets = kind.loss(output, batch)
     starts = batch.get("starts")
-    sums |= _count_segments(boundaries, weights, starts, kind.has_null_group)
+    of_segments = _count_segments(boundaries, weights, starts, kind.has_null_group)
+    whole = counts or sums | of_segments
+    share = _share(whole["boundaries"], whole["count"])
+    sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
+    sums |= of_segments
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
@@ -245,11 +268,13 @@ class Objective:
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)
       of_documents = {} if starts is None else {"starts": starts}
-      inner_nats, _ = kind.loss(stage, {"weights": is_real, **of_documents})
-      num_segments = jnp.sum(is_real)
-      sums["boundary_nats"] += inner_nats * count / jnp.maximum(num_segments, 1)
-      sums[f"segments_in_{number}"] = num_segments
+      sums[f"segments_in_{number}"] = jnp.sum(is_real)
       sums[f"boundaries_{number}"] = jnp.sum(boundaries * is_real)
+      whole = counts or sums
+      num_segments = whole[f"segments_in_{number}"]
+      of_documents["boundary_share"] = _share(whole[f"boundaries_{number}"], num_segments)
+      inner_nats, _ = kind.loss(stage, {"weights": is_real, **of_documents})
+      sums["boundary_nats"] += inner_nats * whole["count"] / jnp.maximum(num_segments, 1)
     return sums
 
 
@@ -275,6 +300,10 @@ def _count_segments(boundaries, weights, starts, has_null_group: bool) -> dict[s
     "positions": jnp.float32(boundaries.shape[1]),
     "slots": jnp.max(places_b),  # S
   }
+
+
+def _share(boundaries, count) -> jax.Array:
+  return lax.stop_gradient(boundaries) / jnp.where(count == 0, 1, count)
 
 
 def _null_groups(starts, is_real) -> jax.Array:

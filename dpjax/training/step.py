@@ -82,8 +82,10 @@ def train_step(
   """Makes one update with the mean loss of the batch's tokens.
 
   With `accumulate_steps` A, the batch is processed in A sequential parts, and the summed
-  gradients are divided by the summed weights. Without dropout, the result equals that of
-  A = 1.
+  gradients are divided by the summed weights. If the loss of the boundaries is not a sum over
+  rows (`losses.Objective.counts`), a pass without gradients first counts the boundaries of all
+  parts. Except for rounding, and for the draws of dropout and of boundaries, the result
+  equals that of A = 1.
 
   Args:
     model: called with `deterministic=False` and the random stream "dropout".
@@ -105,7 +107,7 @@ def train_step(
 
   known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
 
-  def total(params, part: Batch, part_key):
+  def total(params, part: Batch, part_key, counts=None):
     output: Any = model.apply(
       {"params": params},
       part["tokens"],
@@ -114,7 +116,7 @@ def train_step(
       **known,
       **_documents(part),
     )
-    sums = objective.sums(output, part, _output_layer(model, params))
+    sums = objective.sums(output, part, _output_layer(model, params), counts)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
   gradient = jax.grad(total, has_aux=True)
@@ -126,11 +128,20 @@ def train_step(
       lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
     )
     keys = jax.random.split(key, accumulate_steps)
+
+    def count_part(_, part_and_key):
+      _, sums = total(state.params, *part_and_key)
+      return None, {name: sums[name] for name in objective.counts}
+
+    counts = None
+    if objective.counts:
+      _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
+      counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
     shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def add_part(carry, part_and_key):
-      grads, sums = gradient(state.params, *part_and_key)
+      grads, sums = gradient(state.params, *part_and_key, counts)
       return (jax.tree.map(jnp.add, carry[0], grads), losses.add_sums(carry[1], sums)), None
 
     (grads, sums), _ = jax.lax.scan(add_part, zeros, (parts, keys))

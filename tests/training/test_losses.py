@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpjax import layers
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
 from tests import helpers
@@ -45,6 +46,55 @@ def test_targets_without_weight_do_not_matter():
   np.testing.assert_array_equal(losses.cross_entropy(wild, others, weights), expected)
   nats, count = losses.cross_entropy(logits, targets, jnp.zeros_like(weights))
   assert nats == count == 0
+
+
+@pytest.mark.parametrize("offset, scale", [(0.0, 3), (1e5, 3), (-1e8, 8), (2e38, 0)])
+def test_a_number_that_all_logits_share_changes_nothing(offset, scale):
+  _, targets, weights = draw()
+  steps = np.random.default_rng(9).integers(-2, 3, size=(BATCH, LENGTH, VOCAB))
+  logits = jnp.asarray(offset + scale * steps, jnp.float32)  # Without rounding, but 2e38.
+  run = jax.value_and_grad(lambda x: losses.cross_entropy(x, targets, weights)[0])
+  nats, grad = jax.jit(run)(logits)
+  expected = exact(scale * steps, targets, weights)
+  np.testing.assert_allclose(nats, expected[0], rtol=1e-6)
+  np.testing.assert_allclose(grad, expected[1], rtol=1e-5, atol=1e-7)
+
+
+def nats_of_logits(logits, batch):
+  return losses.cross_entropy(logits, batch["targets"], batch["weights"])[0]
+
+
+def nats_of_hidden(hidden, batch):
+  return losses.output_nats(
+    hidden, jnp.ones((VOCAB, 9)) / 7, None, batch["targets"], batch["weights"]
+  )
+
+
+def nats_of_predictor(logits, batch):
+  output = LanguageModelOutput(logits, None, logits[..., 0])
+  return layers.Unigram(3).loss(output, batch)[0]
+
+
+def nats_of_router(values, batch):
+  p = values[..., 0] / 20 + 0.5
+  found = (p > 0.5).astype(jnp.int32)
+  output = LanguageModelOutput(values, found, boundary_probabilities=p)
+  return layers.Routing(3).loss(output, batch)[0]
+
+
+@pytest.mark.parametrize(
+  "nats", [nats_of_logits, nats_of_hidden, nats_of_predictor, nats_of_router]
+)
+def test_nan_where_nothing_counts_does_not_matter(nats):
+  output, batch = draw_pooled()
+  run = jax.jit(jax.value_and_grad(lambda x: nats(x, batch)))
+  expected, expected_grad = run(output.logits)
+  assert expected > 0
+  is_counted = COUNTED[..., None]
+  found, grad = run(jnp.where(is_counted, output.logits, jnp.nan))
+  assert found == expected
+  np.testing.assert_array_equal(grad, expected_grad)
+  np.testing.assert_array_equal(np.where(is_counted, 0, grad), 0)
 
 
 def test_a_token_that_cannot_be_has_no_gradient():

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers
@@ -41,10 +42,10 @@ def draw_batch(seed=0):
   return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
 
 
-def draw_state(model, update):
+def draw_state(model, update, seed=1):
   """A state with normal numbers for parameters, which takes no compiling."""
   shapes = jax.eval_shape(lambda: step.init_state(model, update, 3)).params
-  generator = np.random.default_rng(1)
+  generator = np.random.default_rng(seed)
   params = jax.tree.map(
     lambda x: jnp.asarray(generator.standard_normal(x.shape) / 3, x.dtype), shapes
   )
@@ -360,6 +361,89 @@ def test_eight_devices_update_a_pooled_model_as_one(pooled_update):
   state = jax.device_put(jax.tree.map(jnp.copy, before), shardings)
   got = train(state, sharding.put_batch(draw_pooled_batch(), mesh))
   assert_same_update((got[0].params, got[1]), (after.params, metrics))
+
+
+@cache
+def make_staged(kinds):
+  """A model that pools by one kind or two, and its objective."""
+  config = helpers.tiny_model(vocab_size=VOCAB, num_layers=1)
+  sections = [
+    config_lib.boundaries(name, **({} if name == "fixed" else {"num_capacities": 1}))
+    for name in kinds.split()
+  ]
+  config.boundaries, *within = sections
+  stages = [config]
+  if within:
+    config.middle = config_lib.middle(*within, width=10)
+    stages.append(config.middle)
+  for stage in stages:
+    stage.first.num_layers = stage.last.num_layers = 1
+  return dpjax.build_model(config), losses.Objective(build_boundaries(config))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def gradient_of_whole(kinds, num_parts, state, batch):
+  """The gradient of one loss of all rows, whose outputs were drawn part by part."""
+  model, objective = make_staged(kinds)
+  keys = jax.random.split(jax.random.fold_in(state.key, state.step), num_parts)
+  order = np.arange(BATCH).reshape(-1, num_parts).T
+  own = jax.tree.map(lambda x: x[order.ravel()], batch)
+
+  def mean_loss(params):
+    def apply(given):
+      tokens, key = given
+      return model.apply({"params": params}, tokens, deterministic=False, rngs={"dropout": key})
+
+    of_parts = jax.lax.map(apply, (batch["tokens"][order], keys))
+    output = jax.tree.map(lambda x: x.reshape(BATCH, *x.shape[2:]), of_parts)
+    sums = objective.sums(output, own)
+    return (sums["nats"] + sums["boundary_nats"]) / sums["count"], sums
+
+  return jax.grad(mean_loss, has_aux=True)(state.params)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def gradient_of_parts(kinds, num_parts, state, batch):
+  model, objective = make_staged(kinds)
+  train = partial(step.train_step, model, optax.sgd(1.0), num_parts, objective=objective)
+  after, metrics = train(state, batch)
+  return jax.tree.map(jnp.subtract, state.params, after.params), metrics
+
+
+def check_parts(kinds, num_parts, seed):
+  """Parts, of which one has no target that counts, give the gradient of the whole."""
+  model, _ = make_staged(kinds)
+  state = draw_state(model, optax.sgd(1.0), seed)
+  generator = np.random.default_rng([7, seed])
+  batch = draw_batch(seed)
+  if seed % 3:
+    batch["weights"][generator.integers(num_parts) :: num_parts] = 0
+  batch["boundaries"] = generator.integers(2, size=(BATCH, LENGTH), dtype=np.int32)
+  found, metrics = gradient_of_parts(kinds, num_parts, state, batch)
+  expected, sums = gradient_of_whole(kinds, num_parts, state, batch)
+  norm = float(optax.tree.norm(expected))
+  helpers.assert_trees_close(found, expected, rtol=0, atol=2e-6 * norm)
+  for name in sums.keys() - {"positions", "slots"}:
+    np.testing.assert_allclose(metrics[name], sums[name], rtol=1e-5, err_msg=name)
+  return bool(0 < sums["boundaries"] < sums["count"])
+
+
+def test_parts_of_a_routed_batch_give_the_gradient_of_the_whole():
+  for seed in (3, 4):
+    assert check_parts("routing routing", 4, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize(
+  "kinds",
+  [
+    *("routing", "unigram", "entropy", "gumbel", "routing routing", "fixed routing"),
+    *("unigram routing", "entropy gumbel", "gumbel routing"),
+  ],
+)
+def test_parts_of_any_batch_give_the_gradient_of_the_whole(kinds, num_parts):
+  assert sum(check_parts(kinds, num_parts, seed) for seed in range(12)) > 4
 
 
 def test_the_average_is_that_of_optax_without_its_bias():
