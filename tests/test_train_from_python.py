@@ -112,6 +112,20 @@ def test_a_callback_ends_the_training_early(whole, tmp_path):
   assert helpers.reports(tmp_path / "between", "valid")[-1]["step"] == 3
 
 
+@pytest.mark.parametrize("end, stop_at", [(4, 99), (2, 2)])
+def test_a_callback_ends_the_training_where_only_a_save_is_due(whole, tmp_path, end, stop_at):
+  """A checkpoint or a stop saves the run; as an end, it is validated first."""
+  config, asked = whole[0], iter(range(1, 99))
+  given = dict(
+    callbacks=[lambda step, metrics, state: step == end],
+    should_stop=lambda: next(asked) == stop_at,
+  )
+  part, scores = train(config, tmp_path, **given)
+  assert part.step == end == helpers.reports(tmp_path, "valid")[-1]["step"]
+  again, scores_again = train(config, tmp_path, **given)
+  assert again.step == end and scores_again == scores
+
+
 def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
   config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
   config.train.initial_run = str(whole[1].workdir)

@@ -227,6 +227,8 @@ def fit(
       meter = _Meter(
         reporter, batches, durations.log_every_steps, durations.median_every_steps, utilisation
       )
+      padded = start * batches.batch_size * batches.window  # for a run of an earlier version
+      meter.tokens_seen = (found.meta if found else {}).get("tokens_seen", padded)
       compiled, is_enough = set(), False
 
       def tell() -> None:
@@ -254,9 +256,14 @@ def fit(
         profiler.end(done, measured)
         number = find_signal(done)
         stopping = number is not None or should_stop()
+        is_due = stopping or done % durations.checkpoint_every_steps == 0
+        at_eval = done == num_steps or done % durations.eval_every_steps == 0
+        if at_eval or is_due:
+          meter.read_pending()
         tell()
+        # Decided before the evaluation, so that an ended run has been validated.
         at_end = done == num_steps or is_enough
-        if at_end or done % durations.eval_every_steps == 0:
+        if at_end or at_eval:
           meter.read_pending()
           scores = evaluate(state.scored)
           reporter.report(done, "valid", scores)
@@ -279,14 +286,11 @@ def fit(
               f"No evaluation since step {best['step']} was better (train.patience = "
               f"{patience}): the training ends at step {done}."
             )
+          at_end |= is_enough
         else:
           is_best = False
-        at_end |= is_enough
-        is_due = stopping or done % durations.checkpoint_every_steps == 0
         if is_best or at_end or is_due:
-          meter.read_pending()
-          tell()
-          kept = {**(meta or {}), "best": best}
+          kept = {**(meta or {}), "best": best, "tokens_seen": meter.tokens_seen}
           if is_enough:
             kept["ended"] = num_steps
           saved.save(state, kept, origin=origin, best=is_best)
@@ -315,9 +319,10 @@ class _Meter:
     self._reporter = reporter
     self._log_every_steps, self._median_every = log_every_steps, median_every
     self._utilisation = utilisation
-    self._tokens_each = batches.batch_size * batches.window
+    self._places_each = batches.batch_size * batches.window
     self._pending, self._losses, self._sums = None, [], {}
-    self._since, self._seconds, self._num_timed = 0.0, 0.0, 0
+    self._since, self._seconds, self._num_timed, self._tokens_timed = 0.0, 0.0, 0, 0
+    self.tokens_seen = 0  # the targets that counted, since the beginning of the run
     self.mean = math.nan  # of the losses since the report before
 
   def start(self) -> None:
@@ -345,11 +350,13 @@ class _Meter:
       return
     step, measured, is_timed = pending
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
-    now = time.perf_counter()
+    now, tokens = time.perf_counter(), round(values["count"])
     if is_timed:
       self._seconds += now - self._since
       self._num_timed += 1
+      self._tokens_timed += tokens
     self._since = now
+    self.tokens_seen += tokens
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
     rate = values.pop("learning_rate", None)
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
@@ -364,11 +371,12 @@ class _Meter:
     self.mean = sum(self._losses) / len(self._losses)
     self._reporter.advance(loss)
     if step % self._log_every_steps == 0:
-      tokens = self._tokens_each * self._num_timed
+      boundaries, shares = metrics.boundary_scores(self._sums), {}
       # Of the steps that are timed; not known where there are none.
-      speed = tokens / self._seconds if self._seconds else math.nan
-      boundaries = metrics.boundary_scores(self._sums)
-      shares = {} if self._utilisation is None else self._utilisation.scores(speed, boundaries)
+      seconds = self._seconds or math.nan
+      if self._utilisation is not None:  # Padding takes as many operations as tokens.
+        places = self._places_each * self._num_timed
+        shares = self._utilisation.scores(places / seconds, boundaries)
       self._reporter.report(
         step,
         "train",
@@ -378,14 +386,14 @@ class _Meter:
           "mean_over_steps": len(self._losses),
           "grad_norm": grad_norm,
           **({} if rate is None else {"learning_rate": rate}),
-          "tokens_seen": step * self._tokens_each,
-          "tokens_per_second": speed,
+          "tokens_seen": self.tokens_seen,
+          "tokens_per_second": self._tokens_timed / seconds,
           **shares,
           **boundaries,
         },
       )
       self._losses, self._sums = [], {}
-      self._seconds, self._num_timed = 0.0, 0
+      self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
     if step % self._median_every == 0:
       median, known = self._reporter.median(self._median_every)
       scores = {"median_loss": median, "median_over_steps": known}

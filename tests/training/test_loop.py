@@ -1,5 +1,6 @@
 """What the loop reads of a step, and when."""
 
+import contextlib
 import json
 import types
 
@@ -10,7 +11,13 @@ import optax
 import pytest
 from flax import linen as nn
 
+from dpjax.errors import Interrupted
 from dpjax.training import loop, profiling
+from tests import helpers
+
+
+def measure(loss, count=35):
+  return {"loss": jnp.float32(loss), "grad_norm": jnp.float32(0.5), "count": jnp.float32(count)}
 
 
 def test_a_step_is_read_while_the_next_one_runs():
@@ -24,14 +31,14 @@ def test_a_step_is_read_while_the_next_one_runs():
   meter = loop._Meter(reporter, batches, log_every_steps=2, median_every=3)
   for step, loss in enumerate((3.0, 2.0, 4.0), 1):
     # The step was just started: only those before it have been read.
-    meter.read_previous(step, {"loss": jnp.float32(loss), "grad_norm": jnp.float32(0.5)})
+    meter.read_previous(step, measure(loss))
     assert read == [3.0, 2.0, 4.0][: step - 1]
   meter.read_pending()
   assert read == [3.0, 2.0, 4.0] and meter.mean == 4.0
   (step, scores), median = reports
   assert (step, scores["loss"], scores["mean_over_steps"]) == (2, 2.5, 2)
   assert median == (3, {"median_loss": 3.0, "median_over_steps": 3})
-  meter.read_previous(4, {"loss": jnp.float32("nan"), "grad_norm": jnp.float32(0.5)})
+  meter.read_previous(4, measure("nan"))
   with pytest.raises(loop.NonFiniteError, match="Step 4: expected a finite loss, got nan"):
     meter.read_pending()
 
@@ -64,7 +71,11 @@ class Clock:
     self.free_at = max(self.now, self.free_at) + 2
     loss = jax.device_put(np.float32(3))
     self._ends[id(loss)] = self.free_at, loss
-    return self._advance(state), {"loss": loss, "grad_norm": loss}
+    return self._advance(state), {
+      "loss": loss,
+      "grad_norm": loss,
+      "count": jax.device_put(np.float32(50)),
+    }
 
   def device_get(self, tree):
     end, _ = self._ends.get(id(tree["loss"]), (0, None))
@@ -100,7 +111,7 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, changes):
   lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
   speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
   # Steps 1 and 5 are compiled first.
-  assert speeds == [None, 28, 28, 28, None] + [28] * 7
+  assert speeds == [None, 25, 25, 25, None] + [25] * 7  # 50 tokens in 2 seconds
 
 
 def fit(tmp_path, monkeypatch, **given):
@@ -171,11 +182,40 @@ def test_a_report_over_several_steps_leaves_out_the_one_that_was_compiled(monkey
     advance=lambda loss: None, report=lambda step, split, scores: reports.append(scores)
   )
   meter = loop._Meter(reporter, Batches(), log_every_steps=3, median_every=50)
-  measured = {"loss": jnp.float32(3), "grad_norm": jnp.float32(0.5)}
-  for step, seconds in enumerate((100, 4, 10), 1):
+  for step, (seconds, count) in enumerate([(100, 31), (4, 17), (10, 25)], 1):
     meter.start()
-    meter.read_previous(step, measured, is_timed=step > 1)
+    meter.read_previous(step, measure(3, count), is_timed=step > 1)
     now[0] += seconds
   meter.read_pending()
-  assert reports[0]["tokens_per_second"] == 2 * 56 / 14
+  assert reports[0]["tokens_per_second"] == (17 + 25) / 14 and reports[0]["tokens_seen"] == 73
   assert reports[0]["mean_over_steps"] == 3
+
+
+class Ragged:
+  """Rows with padding, as many targets in each as are drawn for the step."""
+
+  batch_size, window = 8, 7
+
+  def batch(self, step, rows):
+    lengths = np.random.default_rng(step).integers(1, 8, size=(8, 1))
+    tokens = np.full((8, 7), step % 3, np.int32)
+    weights = (np.arange(7) < lengths).astype(np.float32)
+    return {"tokens": tokens[rows], "targets": tokens[rows], "weights": weights[rows]}
+
+
+def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):
+  trainer = loop.Trainer(helpers.Bigrams(3), optax.sgd(0.5))
+  asked = iter(range(99))
+  for stop_at in (4, 99):
+    with contextlib.suppress(Interrupted):
+      loop.fit(
+        trainer,
+        Ragged(),
+        lambda params: dict(nats_per_token=2.0, perplexity=7.4),
+        loop.Durations(8, 50, 2, 50, 50),
+        workdir=tmp_path,
+        should_stop=lambda: next(asked) == stop_at,  # noqa: B023
+      )
+  counts = [Ragged().batch(step, slice(None))["weights"].sum() for step in range(8)]
+  seen = [line["tokens_seen"] for line in helpers.reports(tmp_path, "train")]
+  assert seen == [*np.cumsum(counts)[1::2]] and seen[-1] < 8 * 8 * 7
