@@ -1,6 +1,7 @@
 """Scores whole texts, every token once."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import losses, metrics, multiple_choice, sharding
 from dpjax.training.step import jit_eval_step, jit_row_step
+
+_log = logging.getLogger(__name__)
 
 
 class EvalStep(Protocol):
@@ -82,7 +85,28 @@ def evaluate(
     pending, done = measured, pending
     sums = metrics.add(sums, done)
   sums = metrics.add(sums, pending)
-  return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
+  of_boundaries = metrics.boundary_scores(sums)
+  if jax.process_index() == 0:
+    _warn_of_rounding(of_boundaries)
+  return metrics.text_scores(sums["nats"], counts) | of_boundaries
+
+
+def _warn_of_rounding(scores: Mapping[str, float]) -> None:
+  """Tells of boundaries of which evaluation finds far more or fewer than training."""
+  for name, drawn in scores.items():
+    number = name.removeprefix("p_ones_drawn")
+    if number == name:
+      continue
+    rounded = scores[f"p_ones_rounded{number}"]
+    if max(drawn, rounded) > 2 * min(drawn, rounded):
+      _log.warning(
+        "Training draws a boundary at %.1f%% of the %s, rounding finds %.1f%%: these scores are "
+        "of other segments than those of training. A model trained with sample=True among the "
+        "settings of its boundaries also draws in evaluation, as the authors of gumbel do.",
+        100 * drawn,
+        f"segments in stage {number[1:]}" if number else "tokens",
+        100 * rounded,
+      )
 
 
 def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.DocumentStarts:

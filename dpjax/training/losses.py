@@ -251,7 +251,7 @@ class Objective:
     whole = counts or sums | of_segments
     share = _share(whole["boundaries"], whole["count"])
     sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
-    sums |= of_segments
+    sums |= of_segments | _count_drawn(kind, output, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
@@ -274,6 +274,7 @@ class Objective:
       num_segments = whole[f"segments_in_{number}"]
       of_documents["boundary_share"] = _share(whole[f"boundaries_{number}"], num_segments)
       inner_nats, _ = kind.loss(stage, {"weights": is_real, **of_documents})
+      sums |= _count_drawn(kind, stage, is_real, f"_{number}")
       sums["boundary_nats"] += inner_nats * whole["count"] / jnp.maximum(num_segments, 1)
     return sums
 
@@ -300,6 +301,16 @@ def _count_segments(boundaries, weights, starts, has_null_group: bool) -> dict[s
     "positions": jnp.float32(boundaries.shape[1]),
     "slots": jnp.max(places_b),  # S
   }
+
+
+def _count_drawn(kind: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
+  """The expected boundaries of a draw, and those of rounding, where evaluation rounds."""
+  logits_bt = stage.boundary_logits
+  if not kind.takes_noise or kind.draws_in_evaluation or logits_bt is None:
+    return {}
+  logits_bt = jnp.where(weights == 0, 0, logits_bt.astype(jnp.float32))
+  counts = {"drawn": jax.nn.sigmoid(logits_bt), "rounded": (logits_bt > 0).astype(jnp.float32)}
+  return {f"{name}{suffix}": jnp.sum(x_bt * weights) for name, x_bt in counts.items()}
 
 
 def _share(boundaries, count) -> jax.Array:

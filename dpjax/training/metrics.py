@@ -70,6 +70,9 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     shortening_factor_padded = positions / slots, T over the S of each batch
     segments_mean            = segments / rows, of a window
     shortening_factor_2      = segments_in_2 / boundaries_2, of a second pooling; and so on
+    p_ones_drawn             = drawn / count, the expected share in training
+    p_ones_rounded           = rounded / count, the share in evaluation; p_ones_drawn_2 and
+                               p_ones_rounded_2 over segments_in_2; and so on
     precision                = hits / boundaries
     recall                   = hits / targets
     f1                       = 2 hits / (boundaries + targets)
@@ -79,7 +82,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     sums: from `dpjax.training.losses.Objective.sums`, added up over batches.
 
   Returns:
-    The above and "segments_max"; precision to accuracy only for boundaries with targets. A
+    The above and "segments_max"; precision to accuracy only for boundaries with targets, and
+    the drawn and rounded shares only if training draws boundaries and evaluation rounds. A
     quotient by 0 is infinite, 0 / 0 is nan. {} without token pooling.
   """
   if "boundaries" not in sums:
@@ -100,10 +104,12 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     scores["f1"] = _ratio(2 * hits, found + targets)
     scores["accuracy"] = _ratio(sums["agreements"], count)
   for name, found in sums.items():
-    if name.startswith("boundaries_"):
-      number = name.removeprefix("boundaries_")
-      factor = _ratio(sums[f"segments_in_{number}"], found)
-      scores[f"shortening_factor_{number}"] = factor
+    stem, _, number = name.partition("_")
+    below = sums.get(f"segments_in_{number}", count)
+    if stem == "boundaries" and number:
+      scores[f"shortening_factor_{number}"] = _ratio(below, found)
+    elif stem in ("drawn", "rounded"):
+      scores[f"p_ones_{name}"] = _ratio(found, below)
   return scores
 
 

@@ -51,3 +51,27 @@ def test_without_pooling_there_are_the_scores_of_the_text_alone():
 
   scores = evaluation.evaluate(eval_step, {}, Numbers(), COUNTS, sharding.make_mesh())
   assert scores == metrics.text_scores(7.5, COUNTS)
+
+
+@pytest.mark.parametrize(
+  ("changes", "told"),
+  [
+    (dict(drawn=4.8, rounded=3.0), None),
+    (dict(drawn=4.8, rounded=0.0), "20.0% of the tokens, rounding finds 0.0%"),
+    (dict(drawn=1.2, rounded=7.2), "5.0% of the tokens, rounding finds 30.0%"),
+    (
+      dict(drawn_2=1.5, rounded_2=0.5, segments_in_2=6.0, boundaries_2=0.5),
+      "25.0% of the segments in stage 2, rounding finds 8.3%",
+    ),
+  ],
+)
+def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, told, caplog):
+  def eval_step(params, batch, index, capacity):
+    return sums_of(2) | {name: x / 3 for name, x in changes.items()}
+
+  scores = evaluation.evaluate(eval_step, {}, Numbers(), COUNTS, sharding.make_mesh())
+  for name in ("drawn", "rounded"):
+    (key,) = (key for key in changes if key.startswith(name))
+    assert scores[f"p_ones_{key}"] == pytest.approx(changes[key] / changes.get("segments_in_2", 24))
+  messages = [record.getMessage() for record in caplog.records]
+  assert len(messages) == (told is not None) and all(told in message for message in messages)

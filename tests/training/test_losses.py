@@ -320,6 +320,18 @@ def test_gumbel_is_compared_with_the_spaces_and_not_taught_them(space_ids):
     assert float(sums["hits"]) == (is_space & np.asarray(output.boundaries)).sum()
 
 
+@pytest.mark.parametrize("settings", [dict(), dict(sample=True)], ids=str)
+def test_where_training_draws_and_evaluation_rounds_both_are_counted(settings):
+  output, batch = draw_pooled()
+  sums = jax.jit(helpers.objective("gumbel", **settings).sums)(output, batch)
+  p = 1 / (1 + np.exp(-np.float64(output.boundary_logits)))
+  expected = (
+    {} if settings else dict(drawn=(p * COUNTED).sum(), rounded=((p > 0.5) * COUNTED).sum())
+  )
+  found = {name: float(sums[name]) for name in ("drawn", "rounded") if name in sums}
+  assert found == pytest.approx(expected)
+
+
 def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   output, batch = draw_pooled()
   b = np.asarray(output.boundaries)
