@@ -18,8 +18,8 @@ from dpjax.registry import ConfigDict
 
 # Settings that may change on resume: they change the order of sums and the random numbers of
 # dropout and drawn boundaries at most (in bfloat16 an implementation also rounds in other
-# places), and which checkpoint is the best. The length may change only where the schedule does not depend on
-# it.
+# places), and which checkpoint is the best. The length may change only where the schedule
+# does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = (
   "plugins",
