@@ -3,6 +3,7 @@
 B batch, T position, H head, E feature of a head, D width, R distance.
 """
 
+import math
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import dropout, initializers, mixer
+from dpjax.ops import checks
 
 
 class SelfAttention(nn.Module):
@@ -44,8 +46,9 @@ class SelfAttention(nn.Module):
   def __post_init__(self):
     """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
-    if self.rotary_base is not None and not self.rotary_base > 1:
-      raise ValueError(f"rotary_base: expected None or a number above 1, got {self.rotary_base}")
+    if self.rotary_base is not None:
+      expected = "None or a number above 1"
+      checks.number("rotary_base", self.rotary_base, expected, lambda x: 1 < x < math.inf)
     super().__post_init__()
 
   @nn.compact
@@ -60,6 +63,10 @@ class SelfAttention(nn.Module):
   ) -> Any:
     """Mixes [B, T, D]."""
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
+    if cache is not None:
+      checks.record(
+        "cache", cache, ops.AttentionCache, dict(B=len(inputs)), length=("B", jnp.int32)
+      )
     width = inputs.shape[-1]
     qkv_btpd = nn.DenseGeneral(
       (3, width),
@@ -217,12 +224,29 @@ class RelativeAttention(nn.Module):
     """
     mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
     length, width = inputs.shape[1:]
+    shape = dict(H=self.num_heads, E=width // self.num_heads, D=width)
     if cache is not None:
       length = self.max_length
+      distances, kept = ("H R E", checks.FLOATS), ("B", jnp.int32)
+      checks.record(
+        "cache", cache, RelativeAttentionCache, dict(shape, R=length), distances=distances
+      )
+      sizes = dict(B=len(inputs))
+      checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, length=kept)
     if positions is None:
       positions = SharedPositions(
         self.num_heads, self.position_dropout, self.init_std, self.dtype, name="positions"
       )(length, width, deterministic=deterministic)
+    biases = ("H E", checks.FLOATS)
+    checks.record(
+      "positions",
+      positions,
+      RelativePositions,
+      dict(shape, T=length),
+      table=("R>=T D", checks.FLOATS),
+      content_bias=biases,
+      position_bias=biases,
+    )
     per_head = (-1, self.num_heads, width // self.num_heads)
     kernel_init = initializers.weights(self.init_std, initializers.linear_kernel)
     qkv_btpd = nn.DenseGeneral(

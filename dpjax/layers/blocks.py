@@ -11,7 +11,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import dropout, initializers
 from dpjax.layers.mixer import check_takes_starts
-from dpjax.ops import norms
+from dpjax.ops import checks, norms
 
 ACTIVATIONS = {
   "relu": nn.relu,
@@ -47,6 +47,7 @@ class Norm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., D] -> [..., D]."""
+    checks.choice("kind", self.kind, ("layer_norm", "rms_norm"))
     shape = x.shape[-1:]
     scale = self.param("scale", initializers.norm_gains(self.gain_std), shape, jnp.float32)
     if self.kind == "rms_norm":
@@ -85,7 +86,11 @@ class FeedForward(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[B, T, D] -> [B, T, `out_width`], each position on its own."""
+    inputs = checks.array("inputs", inputs, "... D>=1", checks.FLOATS)
+    checks.integers(hidden_width=self.hidden_width)
+    checks.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
     width = inputs.shape[-1]
+    out_width = self.out_width or width
     # One array of rows: each product would keep a reshape of its own for the gradient.
     rows = inputs.reshape(-1, width)
     x = self._linear(rows, self.hidden_width, "hidden")
@@ -95,7 +100,7 @@ class FeedForward(nn.Module):
     elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
     x = dropout.Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
-    return self._linear(x, self.out_width or width, "out").reshape(*inputs.shape[:-1], -1)
+    return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
     bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
@@ -158,6 +163,8 @@ class Block(nn.Module):
 
     The mixer also receives `mixer_inputs`.
     """
+    inputs = checks.array("inputs", inputs, "B T D>=1", checks.FLOATS)
+    checks.choice("norm", self.norm, ("post", "pre"))
     mixer = self.make_mixer(name="mixer")
     if "starts" in mixer_inputs:
       check_takes_starts(mixer)

@@ -20,6 +20,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.errors import UserError
+from dpjax.ops import checks
 from dpjax.ops.segments import METHODS
 
 # Fields that are no settings, as in `dpjax.registry.boundaries`.
@@ -234,13 +235,10 @@ class Fixed(Boundaries):
 
   def __post_init__(self):
     """Checks that the settings describe segments."""
-    at_least_one("shortening_factor", self.shortening_factor)
-    if self.offset is not None and not 0 <= self.offset < self.shortening_factor:
-      raise ValueError(
-        f"offset: expected None or 0 to shortening_factor - 1 = "
-        f"{self.shortening_factor - 1}, got {self.offset}"
-      )
-    check_pooling(self.pooling)
+    checks.integers(shortening_factor=self.shortening_factor)
+    if self.offset is not None:
+      checks.integer("offset", self.offset, 0, self.shortening_factor - 1)
+    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   @property
@@ -261,7 +259,7 @@ class Fixed(Boundaries):
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, state, lengths
-    shape = hidden.shape[:2]
+    shape = checks.array("hidden", hidden, "B T D", checks.FLOATS).shape[:2]
     return Found(
       ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start, starts=starts)
     )
@@ -286,9 +284,9 @@ class Whitespace(Boundaries):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    check_ids(self.space_ids)
-    check_pooling(self.pooling)
-    at_least_one("num_capacities", self.num_capacities)
+    checks.ids("space_ids", self.space_ids)
+    checks.choice("pooling", self.pooling, METHODS)
+    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   def __call__(
@@ -341,10 +339,10 @@ class SpaceByte(Boundaries):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    check_ids(self.space_ids)
-    check_ids(self.end_ids, "end_ids")
-    check_pooling(self.pooling)
-    at_least_one("num_capacities", self.num_capacities)
+    checks.ids("space_ids", self.space_ids)
+    checks.ids("end_ids", self.end_ids)
+    checks.choice("pooling", self.pooling, METHODS)
+    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   def __call__(
@@ -398,22 +396,3 @@ def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.
 
 def _is_spacelike(byte: int) -> bool:
   return not (chr(byte).isascii() and chr(byte).isalnum() or 0x80 <= byte < 0xC0)
-
-
-def at_least_one(name: str, value: int) -> None:
-  """Checks that a setting is at least 1."""
-  if value < 1:
-    raise ValueError(f"{name}: expected at least 1, got {value}")
-
-
-def check_pooling(pooling: str) -> None:
-  """Checks that `dpjax.ops.pool_segments` knows a method of pooling."""
-  if pooling not in METHODS:
-    known = ", ".join(METHODS)
-    raise ValueError(f"pooling: expected one of {known}, got {pooling}")
-
-
-def check_ids(ids: tuple[int, ...], name: str = "space_ids") -> None:
-  """Checks that values are token ids."""
-  if not all(type(i) is int and i >= 0 for i in ids):
-    raise ValueError(f"{name}: expected token ids, got {ids}")

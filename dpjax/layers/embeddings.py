@@ -8,6 +8,7 @@ from jax import lax
 
 from dpjax import ops
 from dpjax.layers import dropout, initializers
+from dpjax.ops import checks
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
@@ -73,9 +74,16 @@ class TokenAndPosition(nn.Module):
         means that each row is one document.
 
     Raises:
-      ValueError: T is above `max_length` without `starts`, or `tokens` is not [B, T].
+      ValueError: an argument is not as above, or T is above `max_length` without `starts`.
     """
-    if tokens.ndim != 2 or (tokens.shape[1] > self.max_length and starts is None):
+    checks.integers(vocab_size=self.vocab_size, width=self.width, max_length=self.max_length)
+    checks.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
+    tokens, start, starts = checks.arrays(
+      tokens=(tokens, "B T", checks.INTEGERS),
+      start=(start, "B | None", checks.INTEGERS),
+      starts=(starts, "B T | None", checks.STARTS),
+    )
+    if tokens.shape[1] > self.max_length and starts is None:
       raise ValueError(
         f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
         f"the shape {tokens.shape}"

@@ -1,7 +1,6 @@
 """Kinds of boundaries found by a predictor, a router or another model."""
 
 import hashlib
-import math
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -14,15 +13,10 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
-from dpjax.layers.boundaries import (
-  Boundaries,
-  Found,
-  at_least_one,
-  check_ids,
-  check_pooling,
-  newest,
-)
+from dpjax.layers.boundaries import Boundaries, Found, newest
+from dpjax.ops import checks
 from dpjax.ops.entropies import check_rule
+from dpjax.ops.segments import METHODS
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
 _segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # which remembers words
@@ -37,12 +31,14 @@ class _Predicted(Boundaries):
 
   def setup(self):
     """Makes the predictor; its parameters belong to this module."""
+    checks.integers(predictor_width=self.predictor_width)
     self._predictor = blocks.FeedForward(
       self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
     )
     nn.share_scope(self, self._predictor)
 
   def _logits(self, hidden: jax.Array) -> jax.Array:
+    hidden = checks.array("hidden", hidden, "B T D>=1", checks.FLOATS)
     return self._predictor(hidden)[..., 0]
 
   def __call__(
@@ -89,9 +85,9 @@ class Unigram(_Predicted):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    at_least_one("size", self.size)
-    at_least_one("num_capacities", self.num_capacities)
-    check_pooling(self.pooling)
+    checks.integers(size=self.size)
+    checks.integers(num_capacities=self.num_capacities)
+    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
@@ -137,9 +133,9 @@ class EntropySpikes(_Predicted):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    at_least_one("left", self.left)
-    at_least_one("num_capacities", self.num_capacities)
-    check_pooling(self.pooling)
+    checks.integers(left=self.left)
+    checks.integers(num_capacities=self.num_capacities)
+    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   def loss(self, output, batch):
@@ -178,12 +174,10 @@ class Gumbel(_Predicted):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    if not self.temperature > 0:
-      raise ValueError(f"temperature: expected above 0, got {self.temperature}")
-    if not 0 < self.prior < 1:
-      raise ValueError(f"prior: expected a number in (0, 1), got {self.prior}")
-    check_ids(self.space_ids)
-    at_least_one("num_capacities", self.num_capacities)
+    checks.number("temperature", self.temperature, "above 0", lambda x: x > 0)
+    checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
+    checks.ids("space_ids", self.space_ids)
+    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   @property
@@ -257,11 +251,9 @@ class Routing(Boundaries):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    if not self.factor > 1:
-      raise ValueError(f"factor: expected above 1, got {self.factor}")
-    if not self.weight >= 0:
-      raise ValueError(f"weight: expected at least 0, got {self.weight}")
-    at_least_one("num_capacities", self.num_capacities)
+    checks.number("factor", self.factor, "above 1", lambda x: x > 1)
+    checks.number("weight", self.weight, "at least 0", lambda x: x >= 0)
+    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   def setup(self):
@@ -291,6 +283,7 @@ class Routing(Boundaries):
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise
+    hidden = checks.array("hidden", hidden, "B T>=1 D", checks.FLOATS, D=self.width)
     probabilities, boundaries = ops.route(
       hidden,
       self._query.astype(self.dtype),
@@ -386,10 +379,9 @@ class EntropyThreshold(Boundaries):
     if self.theta is None:
       raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
     for name in ("theta", "theta_add"):
-      if not math.isfinite(getattr(self, name)):
-        raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")
-    check_pooling(self.pooling)
-    at_least_one("num_capacities", self.num_capacities)
+      checks.number(name, getattr(self, name))
+    checks.choice("pooling", self.pooling, METHODS)
+    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   @property

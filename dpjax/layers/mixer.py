@@ -9,6 +9,7 @@ import jax
 
 from dpjax import ops
 from dpjax.errors import UserError
+from dpjax.ops import checks
 
 
 class Mixer(Protocol):
@@ -84,11 +85,10 @@ def check_input(
     starts: the mixer's `starts`; with them T may be longer.
 
   Raises:
-    ValueError: `inputs` is not [B, T, D], is too long, D is no multiple of `num_heads`, or
+    ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`, or
       `starts` is not [B, T].
   """
-  if inputs.ndim != 3:
-    raise ValueError(f"inputs: expected [B, T, D], got the shape {inputs.shape}")
+  inputs = checks.array("inputs", inputs, "B T>=1 D>=1", checks.FLOATS)
   length, width = inputs.shape[1:]
   if starts is not None:
     ops.check_starts(starts, inputs.shape[:2], goes_on=True)
@@ -123,7 +123,7 @@ def check_settings(
 
   Args:
     module: the mixer.
-    sizes: the names of fields that are at least 1, or None.
+    sizes: the names of fields that are integers of at least 1, or None if that is the default.
     rates: the names of fields that are probabilities below 1.
     implementations: the values of the field `implementation` besides None.
 
@@ -131,16 +131,14 @@ def check_settings(
     ValueError: `field: expected ..., got ...`.
   """
   for name in sizes:
-    size = getattr(module, name)
-    if size is not None and size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
+    size, default = getattr(module, name), getattr(type(module), name, 0)
+    if size is not None or default is not None:
+      checks.integer(name, size)
   for name in rates:
-    rate = getattr(module, name)
-    if not 0 <= rate < 1:
-      raise ValueError(f"{name}: expected a probability in [0, 1), got {rate}")
+    checks.rate(name, getattr(module, name))
   if implementations is not None and module.implementation is not None:
-    if module.implementation not in implementations:
-      near = difflib.get_close_matches(module.implementation, implementations, n=1)
+    if str(module.implementation) not in implementations:
+      near = difflib.get_close_matches(str(module.implementation), implementations, n=1)
       hint = f"; did you mean {near[0]}?" if near else ""
       raise ValueError(
         f"implementation: expected None or one of {', '.join(implementations)}, got "

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpjax.ops import checks
 from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
@@ -72,16 +73,13 @@ def causal_attention(
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
   paper, aclanthology.org/2022.clasp-1.3, Sec. 3.
   """
-  if not (queries.ndim == 4 and queries.shape == keys.shape == values.shape):
-    raise ValueError(
-      "queries, keys, values: expected one shape [B, T, H, E], got "
-      f"{queries.shape}, {keys.shape}, {values.shape}"
-    )
-  _check_key(dropout_rate, dropout_key)
+  queries, keys, values = checks.arrays(**_parts(queries, keys, values))
+  _check_dropout(dropout_rate, dropout_key)
   place_bt = _places(starts, queries)
   size = _block_size(block_size, queries)
   if size:
-    return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
+    with checks.reverse_mode(f"block_size: expected {queries.shape[1]} or more"):
+      return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
     if place_bt is None:
@@ -140,28 +138,20 @@ def relative_attention(
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
   """
-  if not (queries.ndim == 4 and queries.shape == keys.shape == values.shape):
-    raise ValueError(
-      "queries, keys, values: expected one shape [B, T, H, E], got "
-      f"{queries.shape}, {keys.shape}, {values.shape}"
-    )
-  length, heads = queries.shape[1], queries.shape[2:]
-  if positions.shape[1:] != heads or len(positions) < length:
-    raise ValueError(
-      f"positions: expected [R, H, E] = [at least {length}, {heads[0]}, {heads[1]}], got "
-      f"the shape {positions.shape}"
-    )
-  if not content_bias.shape == position_bias.shape == heads:
-    raise ValueError(
-      f"content_bias, position_bias: expected [H, E] = {heads}, got "
-      f"{content_bias.shape}, {position_bias.shape}"
-    )
-  _check_key(dropout_rate, dropout_key)
+  queries, keys, values, positions, content_bias, position_bias = checks.arrays(
+    **_parts(queries, keys, values),
+    positions=(positions, "R>=T H E", checks.FLOATS),
+    content_bias=(content_bias, "H E", checks.FLOATS),
+    position_bias=(position_bias, "H E", checks.FLOATS),
+  )
+  length = queries.shape[1]
+  _check_dropout(dropout_rate, dropout_key)
   place_bt = _places(starts, queries)
   size = _block_size(block_size, queries)
   if size:
     relative = positions[:length], content_bias, position_bias
-    return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
+    with checks.reverse_mode(f"block_size: expected {length} or more"):
+      return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],
@@ -193,16 +183,25 @@ def relative_positions(length: int, width: int) -> np.ndarray:
   Returns:
     [R, D], float32.
 
+  Raises:
+    ValueError: a number is no integer of at least 1.
+
   Source: see `relative_attention`.
   """
+  checks.integers(length=length, width=width)
   angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
   return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
 
 
-def _check_key(dropout_rate: float, dropout_key) -> None:
-  """Raises if there is dropout without a key."""
-  if dropout_rate and dropout_key is None:
-    raise ValueError(f"dropout_key: expected a key for dropout_rate = {dropout_rate}, got None")
+def _parts(queries, keys, values) -> dict:
+  parts = dict(queries=queries, keys=keys, values=values)
+  return {name: (x, "B T>=1 H E>=1", checks.FLOATS) for name, x in parts.items()}
+
+
+def _check_dropout(dropout_rate: float, dropout_key) -> None:
+  checks.rate("dropout_rate", dropout_rate)
+  if dropout_rate:
+    checks.key("dropout_key", dropout_key, f" for dropout_rate = {dropout_rate}")
 
 
 def _block_size(block_size: int | None, queries_bthe) -> int:
@@ -211,8 +210,7 @@ def _block_size(block_size: int | None, queries_bthe) -> int:
   if block_size is None:
     on_cpu = jax.default_backend() == "cpu"
     block_size = BLOCK_SIZE if on_cpu else ACCELERATOR_BLOCK_SIZE
-  if block_size < 1:
-    raise ValueError(f"block_size: expected at least 1, got {block_size}")
+  checks.integer("block_size", block_size)
   if length <= block_size:
     return 0
   # What is less than 8 long does not fill a vector of the processor.

@@ -21,6 +21,7 @@ import numpy as np
 from jax import core
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops import checks
 from dpjax.ops.documents import document_length, document_places, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
@@ -72,12 +73,8 @@ def init_attention_cache(
   Raises:
     ValueError: a size is below 1, or the dtype is not a float.
   """
-  sizes = dict(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
-  for name, size in sizes.items():
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"dtype: expected a float, got {jnp.dtype(dtype)}")
+  checks.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
+  checks.float_dtype(dtype)
   shape = (batch, num_heads, max_length, features)
   # An array each: one that two leaves share could not be donated.
   return AttentionCache(
@@ -139,7 +136,7 @@ def causal_attention_cached(
 
   Source: see `causal_attention`.
   """
-  lengths = _check(queries, keys, values, cache, lengths, starts is not None)
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, starts)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
   if starts is None:
     _check_room(cache, chunk if lengths is None else lengths)
@@ -227,18 +224,14 @@ def relative_attention_cached(
   Source: see `relative_attention`; the ring is the memory of Dai et al. 2019,
   arXiv:1901.02860, Sec. 3.2, for the last M tokens, updated with every token.
   """
-  lengths = _check(queries, keys, values, cache, lengths, starts is not None)
-  max_length, heads = cache.keys.shape[2], queries.shape[2:]
-  if positions.shape[1:] != heads or len(positions) < max_length:
-    raise ValueError(
-      f"positions: expected [R, H, E] = [at least {max_length}, {heads[0]}, {heads[1]}], "
-      f"got the shape {positions.shape}"
-    )
-  if not content_bias.shape == position_bias.shape == heads:
-    raise ValueError(
-      f"content_bias, position_bias: expected [H, E] = {heads}, got "
-      f"{content_bias.shape}, {position_bias.shape}"
-    )
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, starts)
+  max_length, sizes = cache.keys.shape[2], dict(zip("BCHE", queries.shape, strict=True))
+  positions, content_bias, position_bias = checks.arrays(
+    sizes | dict(M=max_length),
+    positions=(positions, "R>=M H E", checks.FLOATS),
+    content_bias=(content_bias, "H E", checks.FLOATS),
+    position_bias=(position_bias, "H E", checks.FLOATS),
+  )
   token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=True)
   if queries.shape[1] == 1:
     # Written before it is read, or XLA would copy the cache at every step.
@@ -274,44 +267,30 @@ def relative_attention_cached(
   return _zero_padding(outputs_bche, lengths), cache
 
 
-def _check(
-  queries, keys, values, cache: AttentionCache, lengths, has_starts: bool
-) -> jax.Array | None:
-  """Checks the arguments and returns the lengths as int32."""
-  if not (queries.ndim == 4 and queries.shape == keys.shape == values.shape):
-    raise ValueError(
-      "queries, keys, values: expected one shape [B, C, H, E], got "
-      f"{queries.shape}, {keys.shape}, {values.shape}"
-    )
-  dtypes = {x.dtype for x in (queries, keys, values)}
-  if len(dtypes) > 1 or not jnp.issubdtype(queries.dtype, jnp.floating):
-    raise ValueError(
-      "queries, keys, values: expected floats of one dtype, got "
-      f"{queries.dtype}, {keys.dtype}, {values.dtype}"
-    )
-  batch, chunk, *heads = queries.shape
-  if not (
-    cache.keys.ndim == 4
-    and cache.keys.shape == cache.values.shape
-    and cache.keys.shape == (batch, heads[0], cache.keys.shape[2], heads[1])
-  ):
-    raise ValueError(
-      f"cache: expected keys and values [B, H, M, E] = [{batch}, {heads[0]}, M, "
-      f"{heads[1]}], got {cache.keys.shape}, {cache.values.shape}"
-    )
-  if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
-    raise ValueError(
-      f"cache: expected length [B] = ({batch},) of int32, got "
-      f"{cache.length.dtype} {cache.length.shape}"
-    )
-  max_length = cache.keys.shape[2]
-  if not 1 <= chunk or (chunk > max_length and not has_starts):
+def _check(queries, keys, values, cache: AttentionCache, lengths, starts) -> tuple:
+  """Checks the arguments and returns all but the cache as arrays, the lengths as int32."""
+  sizes: dict[str, int] = {}
+  (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1", checks.FLOATS))
+  keys, values = checks.arrays(
+    sizes, keys=(keys, "B C H E", queries.dtype), values=(values, "B C H E", queries.dtype)
+  )
+  checks.record(
+    "cache",
+    cache,
+    AttentionCache,
+    sizes,
+    keys=("B H M E", checks.FLOATS),
+    values=("B H M E", checks.FLOATS),
+    length=("B", jnp.int32),
+  )
+  chunk, max_length = sizes["C"], sizes["M"]
+  if chunk > max_length and starts is None:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )
   if lengths is not None:
-    lengths = check_lengths(lengths, batch, chunk)
-  return lengths
+    lengths = check_lengths(lengths, sizes["B"], chunk)
+  return queries, keys, values, lengths
 
 
 def _check_room(cache: AttentionCache, new) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.typing import ArrayLike
 
+from dpjax.ops import checks
 from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
 from dpjax.ops.segments import sum_of_segments
@@ -48,28 +49,27 @@ def fixed_boundaries(
     [B, T], int32; without `start` and `starts`, all rows are equal.
 
   Raises:
-    ValueError: `factor` or `offset` is out of range, `shape` does not have two numbers, or
-      `start` is not [B].
+    ValueError: an argument is not as above.
 
   Source: the pooling paper, Eq. 2.
   """
-  if len(shape) != 2:
-    raise ValueError(f"shape: expected (B, T), got {tuple(shape)}")
-  if factor < 1:
-    raise ValueError(f"factor: expected at least 1, got {factor}")
+  batch, length = checks.shape(shape)
+  checks.integer("factor", factor)
   if offset is None:
     offset = factor - 1
-  if not 0 <= offset < factor:
-    raise ValueError(f"offset: expected 0 <= offset < {factor}, got {offset}")
-  place_bt = jnp.arange(shape[1], dtype=jnp.int32)[None]
+  checks.integer("offset", offset, 0, factor - 1)
+  start, starts = checks.arrays(
+    dict(B=batch, T=length),
+    start=(start, "B | None", checks.INTEGERS),
+    starts=(starts, "B T | None", checks.STARTS),
+  )
+  place_bt = jnp.arange(length, dtype=jnp.int32)[None]
   if start is not None:
-    if start.shape != (shape[0],):
-      raise ValueError(f"start: expected [B] = ({shape[0]},), got {start.shape}")
     place_bt += start[:, None]
   if starts is not None:
     place_bt = document_places(starts, start)
   is_end_bt = place_bt % factor == offset
-  return jnp.broadcast_to(is_end_bt.astype(jnp.int32), tuple(shape))
+  return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 
 
 def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Array:
@@ -91,15 +91,13 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
 
   Source: the pooling paper, Sec. 3 (whitespace).
   """
-  space_ids = tuple(space_ids)
+  space_ids = checks.ids("space_ids", space_ids)
   if not space_ids:
     raise ValueError(
       "space_ids: expected at least one id, got none: an alphabet without a space has "
       "no whitespace boundaries"
     )
-  tokens = jnp.asarray(tokens)
-  if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-    raise ValueError(f"tokens: expected integers [B, T], got {tokens.dtype} {tokens.shape}")
+  tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
   is_space_bt = jnp.zeros(tokens.shape, bool)
   for space_id in space_ids:
     is_space_bt |= tokens == int(space_id)
@@ -133,15 +131,24 @@ def spacelike_boundaries(
   Returns:
     [B, T], int32.
 
+  Raises:
+    ValueError: an argument is not as above.
+
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
-  tokens = jnp.asarray(tokens)
-  ends_bt = _is_in(tokens, space_ids if end_ids is None else end_ids)
+  space_ids = checks.ids("space_ids", space_ids)
+  end_ids = space_ids if end_ids is None else checks.ids("end_ids", end_ids)
+  tokens, previous, starts = checks.arrays(
+    tokens=(tokens, "B T", checks.INTEGERS),
+    previous=(previous, "B | None", checks.STARTS),
+    starts=(starts, "B T | None", checks.STARTS),
+  )
+  ends_bt = _is_in(tokens, end_ids)
   if previous is None:
     previous = jnp.zeros(len(tokens), bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
   if starts is not None:
-    before_bt &= ~jnp.asarray(starts).astype(bool)
+    before_bt &= ~starts.astype(bool)
   return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
 
 
@@ -180,18 +187,16 @@ def gumbel_sigmoid(
 
   Source: the pooling paper, Eq. 4.
   """
-  if not jnp.issubdtype(logits.dtype, jnp.floating):
-    raise ValueError(f"logits: expected floats, got {logits.dtype}")
-  if not isinstance(temperature, core.Tracer) and not temperature > 0:
-    raise ValueError(f"temperature: expected above 0, got {temperature}")
+  logits = checks.array("logits", logits, "B T", checks.FLOATS)
+  checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
   if (key is None) == (noise is None):
     got = "none" if key is None else "both"
     raise ValueError(f"key, noise: expected one of the two, got {got}")
   if noise is None:
+    checks.key("key", key)
     u = _open_uniform(key, logits.shape)
   else:
-    u = jnp.asarray(noise)
-    _check_noise(u, logits.shape)
+    u = _check_noise(noise, logits.shape)
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
@@ -227,25 +232,23 @@ def binomial_prior_loss(
     counts gives 0, with zero gradient.
 
   Raises:
-    ValueError: `alpha` is out of range, or the shapes are not [B, T].
+    ValueError: an argument is not as above.
 
   Source: the pooling paper, Eq. 7.
   """
-  if not 0 < alpha < 1:
-    raise ValueError(f"alpha: expected 0 < alpha < 1, got {alpha}")
-  b_bt = jnp.asarray(boundaries)
-  if b_bt.ndim != 2:
-    raise ValueError(f"boundaries: expected [B, T], got shape {b_bt.shape}")
+  checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
+  b_bt, w_bt, starts = checks.arrays(
+    boundaries=(boundaries, "B T", checks.ONES),
+    weights=(weights, "B T | None", checks.NUMBERS),
+    starts=(starts, "B T | None", checks.STARTS),
+  )
   b_bt = b_bt.astype(sum_dtype(b_bt))
-  w_bt = jnp.ones_like(b_bt) if weights is None else jnp.asarray(weights)
-  if w_bt.shape != b_bt.shape:
-    raise ValueError(f"weights: expected {b_bt.shape}, got {w_bt.shape}")
-  w_bt = w_bt.astype(b_bt.dtype)
+  w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
   total_b = jnp.sum(w_bt, axis=1)
   if starts is None:
     log_p_b = _log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b, alpha)
   else:
-    document_bt = jnp.cumsum(jnp.asarray(starts), axis=1, dtype=jnp.int32) - 1
+    document_bt = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
     ones_bn, total_bn = (
       sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
     )
@@ -275,13 +278,11 @@ def _open_uniform(key, shape):
 
 
 def _check_noise(noise, shape):
-  if noise.shape != shape or not jnp.issubdtype(noise.dtype, jnp.floating):
-    raise ValueError(
-      f"noise: expected floats {shape} as the logits, got {noise.dtype} {noise.shape}"
-    )
-  if isinstance(noise, core.Tracer):
-    return
+  noise = checks.array("noise", noise, "B T", checks.FLOATS, B=shape[0], T=shape[1])
+  if not checks.is_known(noise):
+    return noise
   values = np.asarray(noise)
   is_wrong = ~((values > 0) & (values < 1))
   if is_wrong.any():
     raise ValueError(f"noise: expected above 0 and below 1, got {values[is_wrong][0]}")
+  return noise

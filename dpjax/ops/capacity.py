@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpjax.ops import checks
+
 
 def capacities(longest: int, number: int) -> tuple[int, ...]:
   """Evenly spaced capacities up to the longest.
@@ -19,17 +21,16 @@ def capacities(longest: int, number: int) -> tuple[int, ...]:
 
   Args:
     longest: the last capacity, at least 1.
-    number: the number of capacities, at least 1; at most `longest` are returned.
+    number: the number of capacities, from 1 to 65,536; at most `longest` are returned.
 
   Returns:
     ceil(longest * i / number) for i = 1 .. number, increasing.
 
   Raises:
-    ValueError: an argument is below 1.
+    ValueError: an argument is out of range.
   """
-  for name, value in (("longest", longest), ("number", number)):
-    if value < 1:
-      raise ValueError(f"{name}: expected at least 1, got {value}")
+  checks.integer("longest", longest)
+  checks.integer("number", number, most=2**16)
   return tuple(sorted({-(-longest * i // number) for i in range(1, number + 1)}))
 
 
@@ -65,9 +66,14 @@ def run_at_capacity(
   Raises:
     ValueError: the sizes do not increase, or the last is not S.
   """
-  sizes = tuple(sizes)
+  if not callable(function):
+    raise ValueError(f"function: expected a function, got {function!r}")
+  inputs, needed = checks.arrays(
+    inputs=(inputs, "B S ...", checks.FLOATS), needed=(needed, "| None", checks.INTEGERS)
+  )
+  sizes = checks.ids("sizes", sizes, "rising capacities")
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))
-  if not (sizes and rises and inputs.ndim >= 2 and sizes[-1] == inputs.shape[1]):
+  if not (sizes and rises and sizes[-1] == inputs.shape[1]):
     raise ValueError(
       f"sizes: expected rising capacities up to S = {inputs.shape[1:2]}, got {sizes}"
     )

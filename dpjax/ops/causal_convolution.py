@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
@@ -84,17 +85,20 @@ def causal_convolution(
     ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
       longer than the filter, `starts` are wrong, or the implementation is unknown.
   """
-  inputs, filters = jnp.asarray(inputs), jnp.asarray(filters)
-  _check(inputs, filters, starts is not None)
+  inputs, filters = checks.arrays(
+    inputs=(inputs, "B T D", checks.FLOATS),
+    filters=(filters, "L>=1 | L>=1 D | L>=1 D E", checks.FLOATS),
+  )
   batch, length, width = inputs.shape
+  if length > len(filters) and starts is None:
+    raise ValueError(
+      f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
+    )
+  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
   place_bt = None if starts is None else document_places(check_starts(starts, (batch, length)))
   if implementation is None:
     implementation = choose_implementation(
       filters.ndim, batch, length, jax.default_backend(), jax.device_count()
-    )
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation: expected one of {[*IMPLEMENTATIONS]} or None, got {implementation!r}"
     )
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
@@ -163,27 +167,6 @@ def choose_implementation(rank: int, batch: int, length: int, platform: str, dev
   if (name == "scan" and platform != "cpu") or (name == "fft" and devices > 1):
     return "dft"
   return name
-
-
-def _check(inputs, filters, has_documents):
-  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError(f"inputs: expected floats [B, T, D], got {inputs.dtype} {inputs.shape}")
-  if filters.ndim not in (1, 2, 3) or not jnp.issubdtype(filters.dtype, jnp.floating):
-    raise ValueError(
-      f"filters: expected floats [L], [L, D] or [L, D, E], got {filters.dtype} {filters.shape}"
-    )
-  if filters.ndim > 1 and filters.shape[1] != inputs.shape[2]:
-    raise ValueError(
-      f"filters: expected a width of {inputs.shape[2]}, that of the "
-      f"inputs, got shape {filters.shape}"
-    )
-  if filters.shape[0] == 0:
-    raise ValueError(f"filters: expected at least one tap, got shape {filters.shape}")
-  if inputs.shape[1] > filters.shape[0] and not has_documents:
-    raise ValueError(
-      f"inputs: expected at most {filters.shape[0]} positions, one for "
-      f"each tap, got {inputs.shape[1]}"
-    )
 
 
 def _lead(x, ndim):

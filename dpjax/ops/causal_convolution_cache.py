@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from dpjax.ops import checks
 from dpjax.ops.causal_convolution import causal_convolution
 from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
@@ -99,11 +100,8 @@ def init_convolution_cache(
   Raises:
     ValueError: a size is below 1, or the dtype is not one of floats.
   """
-  for name, size in (("batch", batch), ("num_taps", num_taps), ("width", width)):
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"dtype: expected one of floats, got {jnp.dtype(dtype).name}")
+  checks.integers(batch=batch, num_taps=num_taps, width=width)
+  checks.float_dtype(dtype)
   return ConvolutionCache(
     inputs=jnp.zeros((batch, num_taps, width), dtype),
     length=jnp.zeros(batch, jnp.int32),
@@ -138,7 +136,7 @@ def init_online_convolution_cache(
       a power of two.
   """
   inputs, length = init_convolution_cache(batch, num_taps, width, dtype)
-  if block < 1 or block & (block - 1):
+  if checks.integer("block", block) & (block - 1):
     raise ValueError(f"block: expected a power of two, got {block}")
   sizes = _block_sizes(block, num_taps)
   dtype = sum_dtype(inputs)
@@ -194,8 +192,7 @@ def causal_convolution_cached(
       kind, size or dtype, or does not work with these taps; or, unless traced, lengths are
       outside of 0..C, or starts are not 0 or 1.
   """
-  inputs, taps = jnp.asarray(inputs), jnp.asarray(taps)
-  _check(inputs, taps, cache)
+  inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape
   if lengths is None:
     lengths_b = jnp.full(batch, chunk, jnp.int32)
@@ -232,35 +229,28 @@ def causal_convolution_cached(
 
 
 def _check(inputs, taps, cache):
-  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError(f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}")
-  if 0 in inputs.shape:
-    raise ValueError(
-      f"inputs: expected at least one row, position and feature, got shape {inputs.shape}"
-    )
-  if taps.ndim not in (1, 2, 3) or not jnp.issubdtype(taps.dtype, jnp.floating):
-    raise ValueError(
-      f"taps: expected floats [L], [L, D] or [L, D, E], got {taps.dtype} {taps.shape}"
-    )
-  if taps.ndim > 1 and taps.shape[1] != inputs.shape[2]:
-    raise ValueError(
-      f"taps: expected a width of {inputs.shape[2]}, that of the inputs, got shape {taps.shape}"
-    )
-  if not isinstance(cache, ConvolutionCache | OnlineConvolutionCache):
-    raise ValueError(
-      f"cache: expected a ConvolutionCache or an OnlineConvolutionCache, got {type(cache).__name__}"
-    )
-  if isinstance(cache, OnlineConvolutionCache) and taps.ndim == 3:
+  sizes: dict[str, int] = {}
+  inputs, taps = checks.arrays(
+    sizes,
+    inputs=(inputs, "B>=1 C>=1 D>=1", checks.FLOATS),
+    taps=(taps, "L | L D | L D E", checks.FLOATS),
+  )
+  fields: dict[str, tuple] = dict(inputs=("B L D", inputs.dtype), length=("B", jnp.int32))
+  if not isinstance(cache, OnlineConvolutionCache):
+    checks.record("cache", cache, ConvolutionCache, sizes, **fields)
+    return inputs, taps
+  if taps.ndim == 3:
     raise ValueError(
       "taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
       f"shape {taps.shape}; matrices need a ConvolutionCache"
     )
-  shape = inputs.shape[0], taps.shape[0], inputs.shape[2]
-  if cache.inputs.shape != shape or cache.inputs.dtype != inputs.dtype:
-    raise ValueError(
-      f"cache: expected inputs of {inputs.dtype} {shape}, got "
-      f"{cache.inputs.dtype} {cache.inputs.shape}"
-    )
+  fields |= dict(begun=("B J", jnp.int32), step=("", jnp.int32))
+  checks.record("cache", cache, OnlineConvolutionCache, sizes, **fields)
+  if not isinstance(cache.pending, tuple) or len(cache.pending) != sizes["J"]:
+    raise ValueError(f"cache.pending: expected {sizes['J']} arrays, got {cache.pending!r}")
+  for given in cache.pending:
+    checks.array("cache.pending", given, "B U D", sum_dtype(inputs), B=sizes["B"], D=sizes["D"])
+  return inputs, taps
 
 
 def _range(size):

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.typing import ArrayLike
 
 from dpjax.errors import UserError
+from dpjax.ops import checks
 from dpjax.ops.lengths import is_real
 
 
@@ -38,20 +39,12 @@ def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = Fal
   Raises:
     ValueError: the starts are wrong.
   """
-  array = starts if isinstance(starts, jax.Array) else np.asarray(starts)
-  shape = tuple(shape)
-  is_integer = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
-  if array.shape != shape or not is_integer:
-    raise UserError(
-      f"starts: expected integers 0 or 1 [B, T] = {shape}, got {array.dtype} {array.shape}"
-    )
-  if not isinstance(array, core.Tracer) and array.size:
-    values = np.asarray(array)
-    is_wrong = (values != 0) & (values != 1)
-    if is_wrong.any():
-      raise UserError(f"starts: expected 0 or 1, got {values[is_wrong][0]}")
-    if not goes_on and not values[:, 0].all():
-      row = int(np.argmin(values[:, 0]))
+  batch, length = checks.shape(shape)
+  array = checks.array("starts", starts, "B T", checks.STARTS, B=batch, T=length)
+  if not goes_on and array.size and checks.is_known(array):
+    is_begun = np.asarray(array)[:, 0] != 0
+    if not is_begun.all():
+      row = int(np.argmin(is_begun))
       raise UserError(f"starts: expected every row to begin with 1, got 0 in row {row}")
   return jnp.asarray(array, jnp.int32)
 
@@ -67,9 +60,15 @@ def document_places(starts: ArrayLike, before: jax.Array | None = None) -> jax.A
 
   Returns:
     [B, T], int32.
+
+  Raises:
+    ValueError: an argument is not as above.
   """
-  place_bt = jnp.arange(jnp.shape(starts)[1], dtype=jnp.int32)[None]
-  is_start_bt = jnp.asarray(starts).astype(bool)
+  starts, before = checks.arrays(
+    starts=(starts, "B T", checks.STARTS), before=(before, "B | None", checks.INTEGERS)
+  )
+  place_bt = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+  is_start_bt = starts.astype(bool)
   begin_b1 = 0 if before is None else -before.astype(jnp.int32)[:, None]
   return place_bt - lax.cummax(jnp.where(is_start_bt, place_bt, begin_b1), axis=1)
 

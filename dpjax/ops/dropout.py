@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops import checks
+
 _STEPS = 2**16
 
 
@@ -27,12 +29,11 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     Same shape and dtype as `inputs`.
 
   Raises:
-    ValueError: `rate` is outside of [0, 1).
+    ValueError: `rate` is outside of [0, 1), the inputs are no floats, or a key is missing.
 
   Source: Srivastava et al. 2014, jmlr.org/papers/v15/srivastava14a.html, Sec. 10.
   """
-  if not 0 <= rate < 1:
-    raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
+  inputs = _check(inputs, rate, key)
   if not rate or not inputs.size:
     return inputs
   *rest, last = inputs.shape or (1,)
@@ -62,7 +63,14 @@ def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   Raises:
     ValueError: see `dropout`.
   """
-  return _relu_dropout(rate, inputs, key)
+  return _relu_dropout(rate, _check(inputs, rate, key), key)
+
+
+def _check(inputs, rate, key):
+  checks.rate("rate", rate)
+  if rate:
+    checks.key("key", key)
+  return checks.array("inputs", inputs, "...", checks.FLOATS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

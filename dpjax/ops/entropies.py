@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from dpjax.errors import UserError
+from dpjax.ops import checks
 from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
 
@@ -32,8 +33,12 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
   Returns:
     [B, T], nats, float32, or float64 for such logits.
 
+  Raises:
+    ValueError: the logits are not as above.
+
   Source: the pooling paper, Sec. 3 (entropy).
   """
+  logits = checks.array("logits", logits, "B T V>=1", checks.FLOATS)
   logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -68,9 +73,8 @@ def entropy_spikes(
 
   Source: the pooling paper, Eq. 6.
   """
-  if left < 1:
-    raise ValueError(f"left: expected at least 1, got {left}")
-  _check_entropies(entropies)
+  checks.integer("left", left)
+  entropies, starts = _check(entropies, starts)
   h_bt = lax.stop_gradient(entropies)
   if starts is not None:
     place_bt, before_bt = document_places(starts), jnp.full_like(h_bt, -jnp.inf)
@@ -125,14 +129,23 @@ def entropy_threshold(
   first token is always a boundary.
   """
   check_rule(rule, theta_add)
-  _check_entropies(entropies)
+  checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
+  entropies, starts = _check(entropies, starts)
   h_bt = lax.stop_gradient(entropies)
   if previous is None:
     rows = len(h_bt)
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
+  elif not isinstance(previous, tuple | list) or len(previous) != 2:
+    raise ValueError(f"previous: expected an entropy and a boundary, got {previous!r}")
+  else:
+    entropy, boundary = (
+      checks.array("previous", x, "B", kind, B=len(h_bt))
+      for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
+    )
+    previous = entropy, boundary
   before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
   if starts is not None:
-    starts = jnp.asarray(starts).astype(bool)
+    starts = starts.astype(bool)
     before_bt = jnp.where(starts, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)
@@ -174,12 +187,12 @@ def entropy_theta(
     ValueError: see `entropy_threshold`; or the factor is below what the rule can reach.
   """
   check_rule(rule, theta_add)
-  h_bt = jnp.asarray(entropies)
-  _check_entropies(h_bt)
-  if not 1 <= factor < math.inf:
-    raise UserError(f"factor: expected at least 1, and finite, got {factor}")
-  if not h_bt.size:
-    raise ValueError(f"entropies: expected at least one, got {h_bt.shape}")
+  h_bt, _ = _check(entropies, None)
+  checks.number(
+    "factor", factor, "at least 1, and finite", lambda x: 1 <= x < math.inf, error=UserError
+  )
+  if not h_bt.size or not checks.is_known(h_bt):
+    raise ValueError(f"entropies: expected at least one, and no tracer, got {h_bt.shape}")
   values = np.asarray(h_bt, np.float32)
   if rule == "monotonic":
     values = np.diff(values, axis=1)
@@ -211,16 +224,18 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
   Raises:
     ValueError: the rule is unknown, or has no `theta_add`; or that is not finite.
   """
-  if rule not in RULES:
+  if not isinstance(rule, str) or rule not in RULES:
     near = difflib.get_close_matches(str(rule), RULES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
+  checks.number("theta_add", theta_add, "a number", lambda x: x == x, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
   if not math.isfinite(theta_add):
     raise UserError(f"theta_add: expected a finite number, got {theta_add}")
 
 
-def _check_entropies(entropies) -> None:
-  if entropies.ndim != 2 or not jnp.issubdtype(entropies.dtype, jnp.floating):
-    raise ValueError(f"entropies: expected floats [B, T], got {entropies.dtype} {entropies.shape}")
+def _check(entropies, starts):
+  return checks.arrays(
+    entropies=(entropies, "B T", checks.FLOATS), starts=(starts, "B T | None", checks.STARTS)
+  )

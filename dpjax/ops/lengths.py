@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 from jax.typing import ArrayLike
+
+from dpjax.ops import checks
 
 
 def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
@@ -21,12 +22,8 @@ def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
   Raises:
     ValueError: they are not.
   """
-  array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-  if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(
-      f"lengths: expected integers [B] = ({batch},), got {array.dtype} {array.shape}"
-    )
-  if not isinstance(array, core.Tracer):
+  array = checks.array("lengths", lengths, "B", checks.INTEGERS, B=batch)
+  if checks.is_known(array):
     found = np.asarray(array)
     is_wrong = (found < 0) | (found > chunk)
     if is_wrong.any():

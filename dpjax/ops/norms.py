@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops import checks
 from dpjax.ops.products import sum_dtype
 
 
@@ -31,7 +32,7 @@ def layer_norm(
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """
-  return _norm(True, epsilon, inputs, scale, bias)
+  return _norm(True, epsilon, *_check(inputs, scale, bias))
 
 
 def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> jax.Array:
@@ -41,7 +42,15 @@ def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> j
 
   Source: Zhang and Sennrich 2019, arXiv:1910.07467.
   """
-  return _norm(False, epsilon, inputs, scale, None)
+  return _norm(False, epsilon, *_check(inputs, scale, None))
+
+
+def _check(inputs, scale, bias):
+  return checks.arrays(
+    inputs=(inputs, "... D>=1", checks.FLOATS),
+    scale=(scale, "D", checks.FLOATS),
+    bias=(bias, "D | None", checks.FLOATS),
+  )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops import checks
+
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   """The dtype for sums of the arrays: float64 if one of them is, else float32."""
@@ -30,12 +32,36 @@ def dot_general(
 
   Returns:
     See `jax.lax.dot_general`; `flax.linen.Dense` takes this function in its place.
+
+  Raises:
+    ValueError: an argument is not as above.
   """
-  sums = tuple(map(tuple, dimension_numbers[0]))
+  lhs, rhs = checks.arrays(lhs=(lhs, "...", checks.ANY), rhs=(rhs, "...", checks.ANY))
+  sums, shared = _check(lhs, rhs, dimension_numbers)
   lead, rest = lhs.shape[:-1], rhs.shape[1:]
-  if sums != ((len(lead),), (0,)) or any(map(len, dimension_numbers[1])):
+  if sums != ((len(lead),), (0,)) or any(map(len, shared)):
     return lax.dot_general(lhs, rhs, dimension_numbers, **options)
   rows = lhs.reshape(math.prod(lead), lhs.shape[-1])
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
   flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
   return flat.reshape(*lead, *rest)
+
+
+def _check(lhs, rhs, dimension_numbers) -> list[tuple[tuple[int, ...], ...]]:
+  """The axes to sum over and to share, each of both sides."""
+  try:
+    pairs = [tuple(map(tuple, pair)) for pair in dimension_numbers]
+    sizes = [
+      [[x.shape[i] for i in axes] for x, axes in zip((lhs, rhs), pair, strict=True)]
+      for pair in pairs
+    ]
+    if len(pairs) != 2:
+      raise ValueError
+  except (TypeError, ValueError, IndexError):
+    raise ValueError(
+      "dimension_numbers: expected ((of lhs, of rhs), (of lhs, of rhs)), axes to sum over and to "
+      f"share, got {dimension_numbers!r}"
+    ) from None
+  if any(left != right for left, right in sizes):
+    raise ValueError(f"rhs: expected the sizes of lhs {lhs.shape} at {pairs}, got {rhs.shape}")
+  return pairs

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
 
@@ -25,10 +26,12 @@ def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndar
     [T, E / 2], float32, computed in float64: distant positions lose no digits.
 
   Raises:
-    ValueError: `features` is odd.
+    ValueError: `features` is odd, or a number is out of range.
 
   Source: Su et al. 2021, arXiv:2104.09864, Sec. 3.2.2.
   """
+  checks.integers(length=length, features=features)
+  checks.number("base", base, "a number above 0", lambda x: 0 < x < np.inf)
   if features % 2:
     raise ValueError(f"features: expected an even number for rotary positions, got {features}")
   frequencies = float(base) ** (-np.arange(0, features, 2) / features)
@@ -59,12 +62,12 @@ def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
   Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); pairs across halves, another
   order of the features, as here, are those of GPT-NeoX and Llama.
   """
+  inputs = checks.array("inputs", inputs, "B T H E", checks.FLOATS)
   batch, length, _, features = inputs.shape
-  if angles.shape not in [(size, length, features // 2) for size in (1, batch)] or features % 2:
-    raise ValueError(
-      f"angles: expected [B or 1, T, E / 2] with [B, T, H, E] = {inputs.shape}, got the "
-      f"shape {angles.shape}"
-    )
+  if features % 2:
+    raise ValueError(f"inputs: expected an even E of [B, T, H, E], got the shape {inputs.shape}")
+  axes, sizes = "1 T F | B T F", dict(B=batch, T=length, F=features // 2)
+  angles = checks.array("angles", angles, axes, checks.FLOATS, **sizes)
   dtype = sum_dtype(inputs)
   angles = angles.astype(dtype)[:, :, None]
   cos, sin = jnp.cos(angles), jnp.sin(angles)

@@ -13,10 +13,13 @@ Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules
 hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from dpjax.ops import checks
 from dpjax.ops.products import sum_dtype
 
 LEAST = 1e-4  # a probability lies this far from 0 and 1 in the scan
@@ -52,15 +55,14 @@ def route(
 
   Source: arXiv:2507.07955, the routing module.
   """
-  if hidden.ndim != 3 or not (
-    query_kernel.ndim == 2
-    and query_kernel.shape == key_kernel.shape
-    and query_kernel.shape[0] == hidden.shape[2]
-  ):
-    raise ValueError(
-      "hidden, query_kernel, key_kernel: expected [B, T, D], [D, E], [D, E], got "
-      f"{hidden.shape}, {query_kernel.shape}, {key_kernel.shape}"
-    )
+  hidden, query_kernel, key_kernel, previous, start, starts = checks.arrays(
+    hidden=(hidden, "B T>=1 D", checks.FLOATS),
+    query_kernel=(query_kernel, "D E", checks.FLOATS),
+    key_kernel=(key_kernel, "D E", checks.FLOATS),
+    previous=(previous, "B D | None", checks.FLOATS),
+    start=(start, "B | None", checks.INTEGERS),
+    starts=(starts, "B T | None", checks.STARTS),
+  )
   if previous is None:
     previous = jnp.zeros_like(hidden[:, 0])
   before = jnp.concatenate([previous[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
@@ -70,7 +72,7 @@ def route(
   if start is not None:
     is_first &= start[:, None] == 0
   if starts is not None:
-    is_first |= jnp.asarray(starts).astype(bool)
+    is_first |= starts.astype(bool)
   probabilities = jnp.where(is_first, 1, probabilities)
   return probabilities, (probabilities > 0.5).astype(jnp.int32)
 
@@ -101,16 +103,17 @@ def smooth_segments(
 
   Source: arXiv:2507.07955, the smoothing module.
   """
-  if segments.ndim != 3 or probabilities.shape != segments.shape[:2]:
-    raise ValueError(
-      "segments, probabilities: expected [B, S, D], [B, S], got "
-      f"{segments.shape}, {probabilities.shape}"
-    )
+  segments, probabilities, previous, starts = checks.arrays(
+    segments=(segments, "B S>=1 D", checks.FLOATS),
+    probabilities=(probabilities, "B S", checks.FLOATS),
+    previous=(previous, "B D | None", checks.FLOATS),
+    starts=(starts, "B S | None", checks.STARTS),
+  )
   dtype = sum_dtype(segments, probabilities)
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
   added, kept = q * segments.astype(dtype), 1 - q
   if starts is not None:
-    kept = jnp.where(jnp.asarray(starts).astype(bool)[..., None], 0, kept)
+    kept = jnp.where(starts.astype(bool)[..., None], 0, kept)
   if previous is not None:
     added = added.at[:, 0].add(kept[:, 0] * previous.astype(dtype))
   kept = jnp.broadcast_to(kept, added.shape)
@@ -133,8 +136,14 @@ def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Arr
   Returns:
     [B, T], in the dtype of `probabilities`.
 
+  Raises:
+    ValueError: an argument is not as above.
+
   Source: arXiv:2507.07955, the confidence score of the upsampler.
   """
+  probabilities, boundaries = checks.arrays(
+    probabilities=(probabilities, "B T", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+  )
   chosen = jnp.where(boundaries > 0, probabilities, 1 - probabilities)
   return chosen + jax.lax.stop_gradient(1 - chosen)
 
@@ -169,11 +178,12 @@ def ratio_loss(
 
   Source: arXiv:2507.07955, the ratio loss.
   """
-  if boundaries.shape != probabilities.shape or not factor > 1:
-    raise ValueError(
-      "boundaries, probabilities, factor: expected equal shapes and a factor above 1, got "
-      f"{boundaries.shape}, {probabilities.shape}, {factor}"
-    )
+  boundaries, probabilities, weights = checks.arrays(
+    boundaries=(boundaries, "B T", checks.NUMBERS),
+    probabilities=(probabilities, "B T", checks.FLOATS),
+    weights=(weights, "B T | None", checks.NUMBERS),
+  )
+  checks.number("factor", factor, "a factor above 1", lambda x: 1 < x < math.inf)
   dtype = sum_dtype(probabilities)
   ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
   count = jnp.sum(ones)

@@ -39,9 +39,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.typing import ArrayLike
 
+from dpjax.ops import checks
 from dpjax.ops.documents import check_starts
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
@@ -62,21 +63,8 @@ def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
   Raises:
     ValueError: the shape differs, or a value is neither 0 nor 1.
   """
-  array = boundaries if isinstance(boundaries, jax.Array) else np.asarray(boundaries)
-  shape = tuple(shape)
-  is_number = array.dtype == jnp.bool_ or any(
-    jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)
-  )
-  if array.shape != shape or not is_number:
-    raise ValueError(
-      f"boundaries: expected zeros and ones [B, T] = {shape}, got {array.dtype} {array.shape}"
-    )
-  if isinstance(array, core.Tracer):
-    return
-  values = np.asarray(array)
-  is_wrong = (values != 0) & (values != 1)
-  if is_wrong.any():
-    raise ValueError(f"boundaries: expected zeros and ones, got {values[is_wrong][0]}")
+  batch, length = checks.shape(shape)
+  checks.array("boundaries", boundaries, "B T", checks.ONES, B=batch, T=length)
 
 
 def segment_ids(boundaries: ArrayLike) -> jax.Array:
@@ -99,7 +87,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
 
   Source: the pooling paper, Sec. 3.
   """
-  return _ids(_as_boundaries(boundaries, None))
+  return _ids(checks.array("boundaries", boundaries, "B T", checks.ONES))
 
 
 @automatic_axes
@@ -159,18 +147,17 @@ def pool_segments(
 
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
-  _check_vectors("inputs", inputs, "[B, T, D]")
-  boundaries = _as_boundaries(boundaries, inputs.shape[:2])
-  if not isinstance(capacity, (int, np.integer)) or capacity < 0:
-    raise ValueError(f"capacity: expected an integer of at least 0, got {capacity!r}")
-  if method not in METHODS:
-    raise ValueError(f"method: expected one of {[*METHODS]}, got {method!r}")
+  inputs, boundaries = checks.arrays(
+    inputs=(inputs, "B T D", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+  )
+  capacity = checks.integer("capacity", capacity, 0)
+  checks.choice("method", method, METHODS)
   if starts is not None:
     starts = check_starts(starts, inputs.shape[:2])
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
-    return _mean_by_boundaries(inputs, boundaries, starts, int(capacity))
+    return _mean_by_boundaries(inputs, boundaries, starts, capacity)
   ids_bt = _ids(boundaries, starts)
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
@@ -195,7 +182,8 @@ def upsample_segments(
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
   Vectors after the row's last closed segment are not used. If S is too small for a token's
-  segment, the token gets nan.
+  segment, as where the null group is missing, this is an error, and under `jit`, where the
+  boundaries are unknown, the token gets nan.
 
   The gradient of a segment is the sum over its readers, in float32. Boundaries get zero.
 
@@ -209,22 +197,25 @@ def upsample_segments(
     [B, T, D], in the dtype of `segments`.
 
   Raises:
-    ValueError: an argument is not as above. Values of boundaries are checked only outside of
-      `jit`.
+    ValueError: an argument is not as above, or S is too small. Values of boundaries are checked
+      only outside of `jit`.
 
   Source: the pooling paper, Sec. 3.
   """
-  _check_vectors("segments", segments, "[B, S, D]")
-  if not segments.shape[1]:
-    raise ValueError(f"segments: expected a null group, got {segments.shape}")
-  boundaries = _as_boundaries(boundaries, None)
-  if boundaries.shape[0] != segments.shape[0]:
-    raise ValueError(
-      f"boundaries: expected {segments.shape[0]} rows as in segments, got {boundaries.shape}"
-    )
+  segments, boundaries = checks.arrays(
+    segments=(segments, "B S>=1 D", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+  )
   if starts is not None:
     starts = check_starts(starts, boundaries.shape)
-  return take_segments(segments, _ids(boundaries, starts) + boundaries.astype(jnp.int32))
+  index_bt = _ids(boundaries, starts) + boundaries.astype(jnp.int32)
+  if index_bt.size and checks.is_known(index_bt):
+    last = int(np.asarray(index_bt).max())
+    if last >= segments.shape[1]:
+      raise ValueError(
+        f"segments: expected S = {last + 1} or more of [B, S, D], the null group included, got "
+        f"{segments.dtype} {segments.shape}"
+      )
+  return take_segments(segments, index_bt)
 
 
 def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
@@ -252,9 +243,16 @@ def segment_starts(
 
   Returns:
     [B, capacity], int32, 0 or 1.
+
+  Raises:
+    ValueError: an argument is not as above.
   """
-  starts_bt = jnp.asarray(starts).astype(jnp.int32)
-  ids_bt = _ids(jnp.asarray(boundaries), starts_bt if has_null_group else None)
+  boundaries, starts = checks.arrays(
+    boundaries=(boundaries, "B T", checks.ONES), starts=(starts, "B T", checks.STARTS)
+  )
+  checks.integer("capacity", capacity, 0)
+  starts_bt = starts.astype(jnp.int32)
+  ids_bt = _ids(boundaries, starts_bt if has_null_group else None)
   return sum_of_segments(starts_bt, ids_bt, capacity)
 
 
@@ -331,18 +329,3 @@ def _sums_to_the_end(values, goes_on):
 
 
 _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
-
-
-def _check_vectors(name, vectors, letters):
-  if vectors.ndim != 3 or not jnp.issubdtype(vectors.dtype, jnp.floating):
-    raise ValueError(f"{name}: expected floats {letters}, got {vectors.dtype} {vectors.shape}")
-
-
-def _as_boundaries(boundaries, shape):
-  array = boundaries if isinstance(boundaries, jax.Array) else np.asarray(boundaries)
-  if shape is None:
-    if array.ndim != 2:
-      raise ValueError(f"boundaries: expected [B, T], got shape {array.shape}")
-    shape = array.shape
-  check_boundaries(array, shape)
-  return jnp.asarray(array)

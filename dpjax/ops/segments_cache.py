@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from dpjax.ops import segments
+from dpjax.ops import checks, segments
 from dpjax.ops.documents import starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
@@ -37,11 +37,10 @@ def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -
     dtype: the dtype of the inputs; the total is float64 for float64, else float32.
 
   Raises:
-    ValueError: a size is below 1.
+    ValueError: a size is below 1, or the dtype is not a float.
   """
-  for name, size in (("batch", batch), ("width", width)):
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
+  checks.integers(batch=batch, width=width)
+  checks.float_dtype(dtype)
   total_bd = jnp.zeros((batch, width), dtype)
   return SegmentCache(total_bd.astype(sum_dtype(total_bd)), jnp.zeros(batch, jnp.int32))
 
@@ -88,21 +87,17 @@ def pool_segments_cached(
 
   Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
   """
-  if inputs.ndim != 3 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-    raise ValueError(f"inputs: expected floats [B, C, D], got {inputs.dtype} {inputs.shape}")
-  if method not in segments.METHODS:
-    raise ValueError(f"method: expected one of {[*segments.METHODS]}, got {method!r}")
-  batch, chunk, width = inputs.shape
-  if cache.total.shape != (batch, width) or cache.count.shape != (batch,):
-    raise ValueError(
-      f"cache: expected total [B, D] = {(batch, width)} and count [B] = {(batch,)}, got "
-      f"{cache.total.shape}, {cache.count.shape}"
-    )
+  sizes: dict[str, int] = {}
+  inputs, boundaries = checks.arrays(
+    sizes,
+    inputs=(inputs, "B C>=1 D", checks.FLOATS),
+    boundaries=(boundaries, "B C", checks.ONES),
+  )
+  checks.choice("method", method, segments.METHODS)
+  batch, chunk, _ = inputs.shape
   dtype = sum_dtype(inputs)
-  if cache.total.dtype != dtype:
-    raise ValueError(f"cache: expected a total of {dtype}, got {cache.total.dtype}")
-  segments.check_boundaries(boundaries, (batch, chunk))
-  b_bc = jnp.asarray(boundaries).astype(jnp.int32)
+  checks.record("cache", cache, SegmentCache, sizes, total=("B D", dtype), count=("B", jnp.int32))
+  b_bc = boundaries.astype(jnp.int32)
   x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
   if lengths is not None:
     lengths = check_lengths(lengths, batch, chunk)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
@@ -32,9 +33,7 @@ def num_levels(max_length: int) -> int:
   Raises:
     ValueError: `max_length` is below 1.
   """
-  if max_length < 1:
-    raise ValueError(f"max_length: expected at least 1, got {max_length}")
-  return (max_length - 1).bit_length()
+  return (checks.integer("max_length", max_length) - 1).bit_length()
 
 
 @automatic_axes
@@ -94,15 +93,14 @@ def shift_and_sum(
     ValueError: `gates`, `level_keep` or `starts` does not match `values`, an array has
       the wrong kind of dtype, or the implementation is unknown.
   """
-  if level_keep is not None:
-    level_keep = jnp.asarray(level_keep)
-  _check(values, gates, level_keep)
+  values, gates, level_keep = checks.arrays(
+    values=(values, "B T H E", checks.FLOATS),
+    gates=(gates, "B T H K", checks.FLOATS),
+    level_keep=(level_keep, "K | None", checks.BOOLEANS),
+  )
+  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
   if implementation is None:
     implementation = DEFAULT_IMPLEMENTATION
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation: expected one of {[*IMPLEMENTATIONS]} or None, got {implementation!r}"
-    )
   levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
   if starts is not None:
     starts = check_starts(starts, values.shape[:2])
@@ -114,7 +112,8 @@ def shift_and_sum(
     gates = jnp.where(is_within_btk[:, :, None], gates[..., :levels], 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
+  with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
+    return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
 
 
 @automatic_axes
@@ -141,8 +140,7 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
   Raises:
     ValueError: see `shift_and_sum`.
   """
-  if gates.ndim != 4:
-    raise ValueError(f"gates: expected [B, T, H, K], got shape {gates.shape}")
+  gates = checks.array("gates", gates, "B T H K", checks.FLOATS)
   batch, length, heads, _ = gates.shape
   eye_tt = jnp.eye(length, dtype=sum_dtype(gates))
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
@@ -150,26 +148,6 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
   eye_bths = zeros_bths + eye_tt[None, :, None, :]
   m_bths = shift_and_sum(eye_bths, gates, level_keep=level_keep)
   return jnp.moveaxis(m_bths, 1, 2)
-
-
-def _check(values, gates, level_keep):
-  if values.ndim != 4 or not jnp.issubdtype(values.dtype, jnp.floating):
-    raise ValueError(f"values: expected floats [B, T, H, E], got {values.dtype} {values.shape}")
-  if (
-    gates.ndim != 4
-    or gates.shape[:3] != values.shape[:3]
-    or not jnp.issubdtype(gates.dtype, jnp.floating)
-  ):
-    raise ValueError(
-      "gates: expected floats [B, T, H, K] with [B, T, H] = "
-      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}"
-    )
-  if level_keep is not None:
-    if level_keep.shape != gates.shape[3:] or level_keep.dtype != jnp.bool_:
-      raise ValueError(
-        f"level_keep: expected booleans {gates.shape[3:]}, got "
-        f"{level_keep.dtype} {level_keep.shape}"
-      )
 
 
 def _run_if(keep, level, v):

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from dpjax.ops import checks
 from dpjax.ops.documents import document_length, document_places, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
@@ -61,14 +62,12 @@ def init_shift_and_sum_cache(
     ring [B, 2**K - 1, H, E] and length [B].
 
   Raises:
-    ValueError: a number is below 1, or `num_levels` below 0.
+    ValueError: a number is below 1, `num_levels` is below 0 or above 30, or the dtype is not a
+      float.
   """
-  sizes = dict(batch=batch, num_heads=num_heads, features=features)
-  for name, size in sizes.items():
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
-  if num_levels < 0:
-    raise ValueError(f"num_levels: expected at least 0, got {num_levels}")
+  checks.integers(batch=batch, num_heads=num_heads, features=features)
+  checks.integer("num_levels", num_levels, 0, 30)
+  checks.float_dtype(dtype)
   ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), dtype)
   ring = ring.astype(sum_dtype(ring))
   return ShiftAndSumCache(ring, jnp.zeros(batch, jnp.int32))
@@ -127,7 +126,7 @@ def shift_and_sum_cached(
       an array has the wrong kind of dtype; `lengths` are not in 0 .. C, or `starts` are not 0
       or 1.
   """
-  _check(values, gates, cache)
+  values, gates = _check(values, gates, cache)
   if lengths is not None:
     lengths = check_lengths(lengths, *values.shape[:2])
   chunk, levels = values.shape[1], gates.shape[3]
@@ -220,28 +219,12 @@ def _newest(v_bche, past_bmhe, lengths):
 
 
 def _check(values, gates, cache):
-  if values.ndim != 4 or 0 in values.shape or not jnp.issubdtype(values.dtype, jnp.floating):
-    raise ValueError(
-      f"values: expected floats [B, C, H, E], none of them 0, got {values.dtype} {values.shape}"
-    )
-  if (
-    gates.ndim != 4
-    or gates.shape[:3] != values.shape[:3]
-    or not jnp.issubdtype(gates.dtype, jnp.floating)
-  ):
-    raise ValueError(
-      "gates: expected floats [B, C, H, K] with [B, C, H] = "
-      f"{values.shape[:3]}, got {gates.dtype} {gates.shape}"
-    )
-  batch, chunk, heads, features = values.shape
-  ring = (batch, 2 ** gates.shape[3] - 1, heads, features)
-  dtype = sum_dtype(values, gates)
-  if cache.ring.shape != ring or cache.ring.dtype != dtype:
-    raise ValueError(
-      f"cache: expected a ring of {dtype} {ring} for K = {gates.shape[3]} "
-      f"levels of gates, got {cache.ring.dtype} {cache.ring.shape}"
-    )
-  if cache.length.shape != (batch,) or cache.length.dtype != jnp.int32:
-    raise ValueError(
-      f"cache: expected a length of int32 {(batch,)}, got {cache.length.dtype} {cache.length.shape}"
-    )
+  sizes: dict[str, int] = {}
+  values, gates = checks.arrays(
+    sizes,
+    values=(values, "B>=1 C>=1 H>=1 E>=1", checks.FLOATS),
+    gates=(gates, "B C H K", checks.FLOATS),
+  )
+  ring = f"B {2 ** sizes['K'] - 1} H E", sum_dtype(values, gates)
+  checks.record("cache", cache, ShiftAndSumCache, sizes, ring=ring, length=("B", jnp.int32))
+  return values, gates

@@ -50,7 +50,7 @@ def test_tokens_and_learned_positions_are_scaled_and_sinusoidal_ones_are_not(pos
 def test_refusals(positions):
   with pytest.raises(ValueError, match=r"max_length = 7, got the shape \(2, 8\)"):
     apply(positions, tokens=np.zeros((2, 8), np.int32))
-  with pytest.raises(ValueError, match=r"expected \[B, T\].*\(3,\)"):
+  with pytest.raises(ValueError, match=r"tokens: expected integers \[B, T\].*\(3,\)"):
     apply(positions, tokens=np.zeros(3, np.int32))
 
 

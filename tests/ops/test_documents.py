@@ -211,8 +211,8 @@ def test_places():
     (STARTS[:, 1:], r"starts: expected integers 0 or 1 \[B, T\] = \(2, 37\), got int32 \(2, 36\)"),
     (STARTS[0], r"got int32 \(37,\)"),
     (STARTS.astype(np.float32), "got float32"),
-    (STARTS * 2, "starts: expected 0 or 1, got 2"),
-    (-STARTS, "starts: expected 0 or 1, got -1"),
+    (STARTS * 2, "starts: expected integers 0 or 1, got 2"),
+    (-STARTS, "starts: expected integers 0 or 1, got -1"),
     (STARTS * [[1], [0]], "starts: expected every row to begin with 1, got 0 in row 1"),
   ],
 )

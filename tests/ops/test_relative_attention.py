@@ -61,12 +61,12 @@ def test_only_distances_count():
 @pytest.mark.parametrize(
   "index, array, message",
   [
-    (1, draw(6)[1], r"queries, keys, values: .*\(2, 6, 3, 5\)"),
-    (0, draw()[0][0], r"queries, keys, values: expected one shape \[B, T, H, E\]"),
-    (3, draw(distances=6)[3], r"positions: .*at least 7, 3, 5\], got .*\(6, 3, 5\)"),
-    (3, draw()[3][:, :2], r"positions: .*got the shape \(9, 2, 5\)"),
-    (4, draw()[4][:, :1], r"content_bias, position_bias: .*\(3, 5\), got \(3, 1\), \(3"),
-    (5, draw()[5][0], r"content_bias, position_bias: .*\(3, 5\), got \(3, 5\), \(5,\)"),
+    (1, draw(6)[1], r"keys: .*\(2, 7, 3, 5\), got float32 \(2, 6, 3, 5\)"),
+    (0, draw()[0][0], r"queries: expected floats \[B, T, H, E\]"),
+    (3, draw(distances=6)[3], r"positions: .*at least 7, 3, 5\), got .*\(6, 3, 5\)"),
+    (3, draw()[3][:, :2], r"positions: .*got float32 \(9, 2, 5\)"),
+    (4, draw()[4][:, :1], r"content_bias: .*\(3, 5\), got float32 \(3, 1\)"),
+    (5, draw()[5][0], r"position_bias: .*\(3, 5\), got float32 \(5,\)"),
   ],
 )
 def test_refuses_shapes_that_do_not_match(index, array, message):

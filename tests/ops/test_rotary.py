@@ -71,5 +71,5 @@ def test_refusals():
   for wrong in (angles()[:, :-1], angles()[:, :, :-1], angles()[0]):
     with pytest.raises(ValueError, match="angles: expected"):
       ops.rotate(draw(), wrong)
-  with pytest.raises(ValueError, match="angles: expected"):
+  with pytest.raises(ValueError, match="inputs: expected an even E"):
     ops.rotate(draw()[..., :9], angles()[..., :4])

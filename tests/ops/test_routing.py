@@ -145,9 +145,15 @@ def test_the_ratio_loss_is_one_where_the_share_is_right(factor):
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: ops.route(jnp.ones((2, 3)), jnp.eye(3), jnp.eye(3)), "hidden, query_kernel"),
-    (lambda: ops.route(jnp.ones((2, 3, 5)), jnp.eye(3), jnp.eye(3)), "got .2, 3, 5."),
-    (lambda: ops.smooth_segments(jnp.ones((2, 3, 5)), jnp.ones((2, 5))), "segments, prob"),
+    (lambda: ops.route(jnp.ones((2, 3)), jnp.eye(3), jnp.eye(3)), "hidden: expected floats"),
+    (
+      lambda: ops.route(jnp.ones((2, 3, 5)), jnp.eye(3), jnp.eye(3)),
+      r"query_kernel: .*= \(5, E\), got float32 \(3, 3\)",
+    ),
+    (
+      lambda: ops.smooth_segments(jnp.ones((2, 3, 5)), jnp.ones((2, 5))),
+      r"probabilities: .*\(2, 3\), got float32 \(2, 5\)",
+    ),
     (lambda: ops.ratio_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0), "a factor above 1"),
   ],
 )

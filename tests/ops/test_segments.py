@@ -240,7 +240,7 @@ X, B = zeros(2, 7, 3), zeros(2, 7)
     ),
     (lambda: check_boundaries(B.T, (2, 7)), r"boundaries: .*\(2, 7\), got float32 \(7, 2\)"),
     (lambda: check_boundaries(B.astype(complex), (2, 7)), "got complex"),
-    (lambda: segment_ids(zeros(7)), r"boundaries: expected \[B, T\], got .*\(7,\)"),
+    (lambda: segment_ids(zeros(7)), r"boundaries: expected zeros and ones \[B, T\], got .*\(7,\)"),
     (lambda: segment_ids(B + 2), "boundaries: .* got 2"),
     (lambda: pool_segments(B, B, 3), r"inputs: .*\(2, 7\)"),
     (lambda: pool_segments(X.astype(int), B, 3), "inputs: expected floats .* got int32"),
@@ -249,8 +249,21 @@ X, B = zeros(2, 7, 3), zeros(2, 7)
     (lambda: pool_segments(X, B, 2.0), "capacity: .* got 2.0"),
     (lambda: pool_segments(X, B, 3, method="max"), "method: .*'mean', 'last'.* got 'max'"),
     (lambda: upsample_segments(B, B), r"segments: .*\(2, 7\)"),
-    (lambda: upsample_segments(X[:, :0], B), "expected a null group"),
-    (lambda: upsample_segments(X, B[:1]), r"boundaries: expected 2 rows .* got \(1, 7\)"),
+    (
+      lambda: upsample_segments(X[:, :0], B),
+      r"segments: .*\(B, at least 1, D\), got float32 \(2, 0, 3\)",
+    ),
+    (
+      lambda: upsample_segments(X[:, :3], 1 - B[:, :3]),  # without the null group
+      r"segments: expected S = 4 or more of .*, got float32 \(2, 3, 3\)",
+    ),
+    (
+      lambda: upsample_segments(
+        X[:, :1], B, starts=np.eye(7, dtype=int)[[0, 0]] + [0, 0, 1, 0, 0, 0, 0]
+      ),
+      r"segments: expected S = 2 or more of .*, got float32 \(2, 1, 3\)",
+    ),
+    (lambda: upsample_segments(X, B[:1]), r"boundaries: .*\(2, T\), got float32 \(1, 7\)"),
   ],
 )
 def test_refuses_what_does_not_match(call, message):

@@ -214,7 +214,10 @@ VALUES, GATES = zeros(2, 7, 3, 5), zeros(2, 7, 3, 4)
   [
     (lambda: shift_and_sum(VALUES[..., 0], GATES), r"values: expected .* float32 \(2, 7, 3"),
     (lambda: shift_and_sum(VALUES.astype(int), GATES), "values: .* got int32"),
-    (lambda: shift_and_sum(VALUES, zeros(2, 7, 5, 4)), r"gates: .*\(2, 7, 3\), got .*2, 7, 5, 4"),
+    (
+      lambda: shift_and_sum(VALUES, zeros(2, 7, 5, 4)),
+      r"gates: .*\(2, 7, 3, K\), got .*2, 7, 5, 4",
+    ),
     (lambda: shift_and_sum(VALUES, GATES[..., 0]), "gates: .* got float32"),
     (lambda: shift_and_sum(VALUES, GATES.astype(bool)), "gates: .* got bool"),
     *(
@@ -225,13 +228,22 @@ VALUES, GATES = zeros(2, 7, 3, 5), zeros(2, 7, 3, 4)
       lambda: shift_and_sum(VALUES, GATES, implementation="fast"),
       "'loop', 'unrolled', 'recompute'.*got 'fast'",
     ),
-    (lambda: dispatch_matrix(GATES[0]), "gates: expected .* got shape"),
+    (lambda: dispatch_matrix(GATES[0]), r"gates: expected floats \[B, T, H, K\], got"),
     (lambda: num_levels(0), "max_length: expected at least 1, got 0"),
   ],
 )
 def test_refusals(call, message):
   with pytest.raises(ValueError, match=message):
     call()
+
+
+@pytest.mark.parametrize("implementation", [None, "matrix"])
+def test_forward_mode_names_the_implementations_that_have_it(implementation):
+  def run(values):
+    return shift_and_sum(values, GATES, implementation=implementation)
+
+  with pytest.raises(TypeError, match='^implementation: expected "unrolled" or "loop" for forward'):
+    jax.jvp(run, (VALUES,), (VALUES,))
 
 
 def test_num_levels():

@@ -1,0 +1,357 @@
+"""What is no valid argument is refused by its name, before anything is computed."""
+
+import inspect
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import layers, ops
+from dpjax.layers.attention import RelativePositions
+from dpjax.ops import checks
+
+B, T, H, E, K, D, L, S, V, M, R = 2, 7, 3, 4, 5, 8, 11, 6, 13, 10, 17
+KEY = jax.random.key(0)
+LENGTHS = np.array([7, 5])
+STARTS, ENDS = (np.eye(T, dtype=np.int32)[[place] * B] for place in (0, 4))
+IDS = (0, 3)
+
+
+def floats(*shape):
+  return np.full(shape, 0.5, np.float32)
+
+
+HEADS = dict.fromkeys(("queries", "keys", "values"), floats(B, T, H, E))
+DISTANCES = dict(positions=floats(R, H, E), content_bias=floats(H, E), position_bias=floats(H, E))
+DROP = dict(dropout_rate=0.1, dropout_key=KEY, block_size=5)
+CHUNK = dict(lengths=LENGTHS, starts=STARTS)
+GATES = dict(values=floats(B, T, H, E), gates=floats(B, T, H, K))
+ATTENTION = ops.init_attention_cache(B, M, H, E)
+TAPS = dict(inputs=floats(B, T, D), taps=floats(L, D))
+ROUTE = dict(hidden=floats(B, T, D), query_kernel=floats(D, E), key_kernel=floats(D, E))
+ENTROPY = dict(rule="combined", theta=1.0, theta_add=0.5)
+
+# Of every public function a valid call; some functions have two.
+CALLS = [
+  ("num_levels", dict(max_length=9)),
+  (
+    "shift_and_sum",
+    dict(**GATES, level_keep=np.ones(K, bool), starts=STARTS, implementation="loop"),
+  ),
+  ("dispatch_matrix", dict(gates=floats(B, T, H, K), level_keep=np.ones(K, bool))),
+  ("init_shift_and_sum_cache", dict(batch=2, num_heads=3, features=4, num_levels=5)),
+  ("shift_and_sum_cached", dict(**GATES, cache=ops.init_shift_and_sum_cache(B, H, E, K), **CHUNK)),
+  (
+    "causal_convolution",
+    dict(inputs=floats(B, T, D), filters=floats(L, D), starts=STARTS, implementation="fft"),
+  ),
+  ("causal_convolution", dict(inputs=floats(B, T, D), filters=floats(L, D, E))),
+  ("init_convolution_cache", dict(batch=2, num_taps=11, width=8, dtype=jnp.float32)),
+  ("init_online_convolution_cache", dict(batch=2, num_taps=11, width=8, block=4)),
+  (
+    "causal_convolution_cached",
+    dict(**TAPS, cache=ops.init_convolution_cache(B, L, D), **CHUNK),
+  ),
+  (
+    "causal_convolution_cached",
+    dict(**TAPS, cache=ops.init_online_convolution_cache(B, L, D, block=4)),
+  ),
+  ("causal_attention", dict(**HEADS, **DROP, starts=STARTS)),
+  ("relative_attention", dict(**HEADS, **DISTANCES, **DROP, starts=STARTS)),
+  ("relative_positions", dict(length=7, width=6)),
+  ("init_attention_cache", dict(batch=2, max_length=10, num_heads=3, features=4)),
+  ("causal_attention_cached", dict(**HEADS, cache=ATTENTION, **CHUNK)),
+  ("relative_attention_cached", dict(**HEADS, **DISTANCES, cache=ATTENTION, **CHUNK)),
+  ("rotary_angles", dict(length=7, features=4, base=10.0)),
+  ("rotate", dict(inputs=floats(B, T, H, E), angles=floats(1, T, E // 2))),
+  ("check_boundaries", dict(boundaries=ENDS, shape=(B, T))),
+  ("segment_ids", dict(boundaries=ENDS)),
+  (
+    "pool_segments",
+    dict(inputs=floats(B, T, D), boundaries=ENDS, capacity=6, method="mean", starts=STARTS),
+  ),
+  ("upsample_segments", dict(segments=floats(B, S, D), boundaries=ENDS, starts=STARTS)),
+  ("segment_starts", dict(boundaries=ENDS, starts=STARTS, capacity=6)),
+  ("init_segment_cache", dict(batch=2, width=8, dtype=jnp.float32)),
+  (
+    "pool_segments_cached",
+    dict(
+      inputs=floats(B, T, D),
+      boundaries=ENDS,
+      cache=ops.init_segment_cache(B, D),
+      method="last",
+      **CHUNK,
+    ),
+  ),
+  ("capacities", dict(longest=9, number=4)),
+  (
+    "run_at_capacity",
+    dict(function=lambda x: 2 * x, sizes=(3, 5, 7), needed=np.array(4), inputs=floats(B, T, D)),
+  ),
+  (
+    "fixed_boundaries",
+    dict(shape=(B, T), factor=3, offset=1, start=np.array([4, 0]), starts=STARTS),
+  ),
+  ("whitespace_boundaries", dict(tokens=ENDS, space_ids=IDS)),
+  (
+    "spacelike_boundaries",
+    dict(tokens=ENDS, space_ids=IDS, end_ids=IDS, previous=np.ones(B, bool), starts=STARTS),
+  ),
+  ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, key=KEY)),
+  ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, noise=floats(B, T))),
+  (
+    "binomial_prior_loss",
+    dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), starts=STARTS),
+  ),
+  ("conditional_entropy", dict(logits=floats(B, T, V))),
+  ("entropy_spikes", dict(entropies=floats(B, T), left=2, starts=STARTS)),
+  (
+    "entropy_threshold",
+    dict(entropies=floats(B, T), previous=(floats(B), np.ones(B, int)), starts=STARTS, **ENTROPY),
+  ),
+  ("entropy_theta", dict(entropies=floats(B, T), factor=2.0, rule="global", theta_add=0.0)),
+  ("check_starts", dict(starts=STARTS, shape=(B, T))),
+  ("document_places", dict(starts=STARTS, before=np.array([4, 0]))),
+  ("dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
+  ("relu_dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
+  (
+    "dot_general",
+    dict(lhs=floats(B, T, D), rhs=floats(D, E), dimension_numbers=(((2,), (0,)), ((), ()))),
+  ),
+  ("route", dict(**ROUTE, previous=floats(B, D), start=np.array([4, 0]), starts=STARTS)),
+  (
+    "smooth_segments",
+    dict(
+      segments=floats(B, T, D), probabilities=floats(B, T), previous=floats(B, D), starts=STARTS
+    ),
+  ),
+  ("straight_through", dict(probabilities=floats(B, T), boundaries=ENDS)),
+  (
+    "ratio_loss",
+    dict(boundaries=ENDS, probabilities=floats(B, T), factor=3.0, weights=floats(B, T)),
+  ),
+]
+
+NO_WINDOW = dict(num_heads=3, max_length=9)
+MIXED = dict(inputs=floats(B, T, 12), starts=STARTS)
+CONTINUED = dict(inputs=floats(B, T, 12), **CHUNK)
+HIDDEN = dict(hidden=floats(B, T, D), tokens=ENDS, starts=STARTS)
+PREDICTOR = dict(predictor_width=6, num_capacities=3)
+
+
+def with_cache(name, **fields):
+  return name, fields, dict(**CONTINUED, cache=getattr(layers, name)(**fields).init_cache(B, 12))
+
+
+POSITIONS = RelativePositions(floats(9, 12), floats(3, 4), floats(3, 4))
+# Of every layer its fields and a valid call.
+LAYERS = [
+  ("Dispatcher", NO_WINDOW | dict(level_dropout=0.1), MIXED | dict(level_keep=np.ones(4, bool))),
+  ("MultiHeadDispatcher", NO_WINDOW | dict(num_levels=3, implementation="loop"), MIXED),
+  with_cache("Dispatcher", **NO_WINDOW),
+  ("SelfAttention", NO_WINDOW | dict(dropout=0.1, rotary_base=10.0), MIXED),
+  with_cache("SelfAttention", **NO_WINDOW, rotary_base=10.0),
+  ("RelativeAttention", NO_WINDOW | dict(dropout=0.1), MIXED | dict(positions=POSITIONS)),
+  with_cache("RelativeAttention", **NO_WINDOW),
+  *((name, dict(max_length=9, implementation="fft"), MIXED) for name in ("SHE", "HE", "WE", "ME")),
+  with_cache("WE", max_length=9),
+  ("FeedForward", dict(hidden_width=6, activation="swiglu"), dict(inputs=floats(B, T, D))),
+  (
+    "Block",
+    dict(make_mixer=partial(layers.ME, 9), hidden_width=6, norm="pre"),
+    dict(inputs=floats(B, T, D), starts=STARTS),
+  ),
+  (
+    "TokenAndPosition",
+    dict(vocab_size=5, width=6, max_length=9, positions="learned"),
+    dict(tokens=ENDS, start=LENGTHS, starts=STARTS),
+  ),
+  ("Fixed", dict(shortening_factor=3, offset=1, pooling="last"), HIDDEN | dict(start=LENGTHS)),
+  ("Whitespace", dict(space_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
+  ("SpaceByte", dict(space_ids=IDS, end_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
+  ("Unigram", PREDICTOR | dict(size=7, pooling="last"), HIDDEN),
+  ("EntropySpikes", PREDICTOR | dict(left=2, pooling="last"), HIDDEN),
+  (
+    "Gumbel",
+    PREDICTOR | dict(temperature=0.5, prior=0.2, space_ids=IDS),
+    HIDDEN | dict(noise=floats(B, T)),
+  ),
+  (
+    "Routing",
+    dict(width=D, factor=3.0, weight=0.1, num_capacities=3),
+    HIDDEN | dict(start=LENGTHS),
+  ),
+]
+# Arguments that are real numbers of any kind, or whose values are 0 and 1.
+NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "starts")
+# What is no error: arguments that are not used, any rank or numbers, and infinite bounds.
+ALLOWED = {
+  *((name, "tokens") for name in ("Fixed", "Unigram", "EntropySpikes", "Gumbel", "Routing")),
+  *((name, "hidden") for name in ("Whitespace", "SpaceByte")),
+  *((name, "starts") for name in ("Unigram", "EntropySpikes", "Gumbel", "Whitespace")),
+  ("Block", "make_mixer"),
+  ("Block", "starts, None"),
+  ("FeedForward", "inputs, rank"),
+  ("Routing", "width"),
+  ("causal_convolution", "filters, rank"),
+  ("causal_convolution_cached", "taps, rank"),
+  ("dot_general", "lhs, dtype"),
+  ("dot_general", "lhs, rank"),
+  ("dot_general", "rhs, dtype"),
+  ("dropout", "inputs, rank"),
+  ("entropy_threshold", "theta, -inf"),
+  ("entropy_threshold", "theta_add, -inf"),
+  ("ratio_loss", "boundaries, value"),
+  ("relu_dropout", "inputs, rank"),
+  ("run_at_capacity", "inputs, rank"),
+  ("run_at_capacity", "needed, None"),
+}
+
+
+class Stranger:
+  """An object that cannot be an array."""
+
+  def __array__(self, *arguments, **settings):
+    raise RuntimeError("no array")
+
+
+NOTHING = [
+  (label, value)
+  for label, value in dict(
+    zip(
+      ("None", "str", "object", "dict", "ragged"),
+      (None, "abc", Stranger(), {}, [[1.0], [1.0, 2.0]]),
+      strict=True,
+    )
+  ).items()
+]
+
+
+def of_array(name, x):
+  """Pairs of what is wrong and the wrong array."""
+  yield from NOTHING
+  yield from (("rank", x[None]), ("dtype", x.astype(np.complex64)))
+  if x.ndim:
+    yield "rank", x[0]
+  for axis in range(x.ndim):
+    yield "size", np.repeat(x, [2] + [1] * (x.shape[axis] - 1), axis)
+    yield "size", x[(slice(None),) * axis + (slice(0),)]
+  if name not in NUMBERS:
+    is_float = x.dtype.kind == "f"
+    yield from ((("dtype", x.astype(int)), ("dtype", x > 0)) if is_float else (("dtype", x + 0.5),))
+  if name in ONES:
+    yield from (("value", x + 2), ("value", -1 - x))
+
+
+def of_cache(cache):
+  for kind in (None, "abc", 3, (), tuple(cache), Stranger()):
+    yield "type", kind
+  for field, x in zip(cache._fields, cache, strict=True):
+    if isinstance(x, tuple):
+      changed = [("type", y) for y in (None, "abc", (), x[:-1], x * 2)]
+    else:
+      changed = of_array(field, np.asarray(x))
+    for label, y in changed:
+      yield label, cache._replace(**{field: y})
+
+
+def changes(name, value):
+  """Pairs of what is wrong and an argument in place of a valid one."""
+  if isinstance(value, np.ndarray):
+    return of_array(name, value)
+  if hasattr(value, "_fields"):
+    return of_cache(value)
+  if isinstance(value, jax.Array):
+    others = [None, 3, "abc", floats(2), jax.random.split(value), Stranger()]
+  elif name == "dtype":
+    others = [None, "abc", int, jnp.complex64, bool, 3]
+  elif callable(value):
+    others = [None, "abc", 3]
+  elif isinstance(value, str):
+    others = [None, "abc", 3, [], ["mean"], value.encode()]
+  elif isinstance(value, int):
+    others = [None, "3", 2.5, float(value), -1, 2**31, 2**40, math.nan, 1j, [value], True]
+  elif isinstance(value, float):
+    others = [None, "0.5", math.nan, -math.inf, 0.5j, [value], floats(3), True, Stranger()]
+  else:
+    others = [None, 3, "ab", (2.5, 3), (-1, 2), (None, None), (1j,), ("a",), [[1]], Stranger()]
+  return [(str(x), x) for x in others]
+
+
+def complaints(name, signature, arguments, call):
+  """The changed arguments that raise nothing, or an error that does not name them."""
+  jax.block_until_ready(call(**arguments))
+  for argument, value in arguments.items():
+    for label, change in changes(argument, value):
+      is_default = change is None and argument in signature and signature[argument].default is None
+      if is_default or not ALLOWED.isdisjoint({(name, argument), (name, f"{argument}, {label}")}):
+        continue
+      try:
+        call(**arguments | {argument: change})
+      except Exception as error:
+        named = str(error).partition(": expected ")[0].partition(".")[0]
+        # The other of two arguments may be the one whose size is wrong.
+        if isinstance(error, ValueError) and named in (
+          arguments if label == "size" else [argument]
+        ):
+          continue
+        got = f"{type(error).__name__}: {str(error)[:150]}"
+      else:
+        if label == "size":
+          continue  # It is a free one.
+        got = "no error"
+      yield f"{argument}, {label}, {getattr(change, 'shape', change)!r:.40}: {got}"
+
+
+@pytest.mark.parametrize("name, arguments", CALLS, ids=[name for name, _ in CALLS])
+def test_an_operator_names_the_wrong_argument(name, arguments):
+  function = getattr(ops, name)
+
+  def call(**arguments):
+    # Only shapes are computed, but what is closed over is concrete, so its values are checked.
+    return jax.eval_shape(lambda: function(**arguments))
+
+  if name == "entropy_theta":
+    call = function  # which computes on the host
+  signature = inspect.signature(function).parameters
+  found = [*complaints(name, signature, arguments, call)]
+  assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name, fields, arguments", LAYERS, ids=[name for name, *_ in LAYERS])
+def test_a_layer_names_the_wrong_argument(name, fields, arguments):
+  kind = getattr(layers, name)
+
+  def call(**given):
+    layer = kind(**{name: given.pop(name) for name in fields})
+    if "cache" not in given:
+      return jax.eval_shape(lambda: layer.init(KEY, **given))
+    whole = {name: given[name] for name in ("inputs", "starts")}
+    return jax.eval_shape(lambda: layer.apply(layer.init(KEY, **whole), **given))
+
+  signature = {**inspect.signature(kind).parameters, **inspect.signature(kind.__call__).parameters}
+  found = [*complaints(name, signature, fields | arguments, call)]
+  assert not found, "\n".join(found)
+
+
+def test_the_tables_are_complete():
+  assert {name for name, _ in CALLS} == {name for name in ops.__all__ if name.islower()}
+  modules = {name for name in layers.__all__ if isinstance(getattr(layers, name), type)}
+  modules -= {"Boundaries", "Found", "Mixer"}  # They compute nothing.
+  assert {name for name, *_ in LAYERS} == modules
+
+
+def test_checks_add_nothing_to_a_traced_function():
+  def check(x, ends, starts):
+    x, ends, starts = checks.arrays(
+      x=(x, "B T>=1 D", checks.FLOATS),
+      ends=(ends, "B T", checks.ONES),
+      starts=(starts, "B T | None", checks.STARTS),
+    )
+    return x, ends, ops.check_starts(starts, x.shape[:2])
+
+  jaxpr = jax.make_jaxpr(check)(floats(B, T, D), ENDS, STARTS)
+  assert not jaxpr.eqns and not jaxpr.consts
