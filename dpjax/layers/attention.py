@@ -227,9 +227,9 @@ class RelativeAttention(nn.Module):
     shape = dict(H=self.num_heads, E=width // self.num_heads, D=width)
     if cache is not None:
       length = self.max_length
-      distances, kept = ("H R E", checks.FLOATS), ("B", jnp.int32)
+      kept = ("B", jnp.int32)
       checks.record(
-        "cache", cache, RelativeAttentionCache, dict(shape, R=length), distances=distances
+        "cache", cache, RelativeAttentionCache, dict(shape, R=length), distances="H R E"
       )
       sizes = dict(B=len(inputs))
       checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, length=kept)
@@ -237,15 +237,14 @@ class RelativeAttention(nn.Module):
       positions = SharedPositions(
         self.num_heads, self.position_dropout, self.init_std, self.dtype, name="positions"
       )(length, width, deterministic=deterministic)
-    biases = ("H E", checks.FLOATS)
     checks.record(
       "positions",
       positions,
       RelativePositions,
       dict(shape, T=length),
-      table=("R>=T D", checks.FLOATS),
-      content_bias=biases,
-      position_bias=biases,
+      table="R>=T D",
+      content_bias="H E",
+      position_bias="H E",
     )
     per_head = (-1, self.num_heads, width // self.num_heads)
     kernel_init = initializers.weights(self.init_std, initializers.linear_kernel)

@@ -86,7 +86,7 @@ class FeedForward(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[B, T, D] -> [B, T, `out_width`], each position on its own."""
-    inputs = checks.array("inputs", inputs, "... D>=1", checks.FLOATS)
+    inputs = checks.array("inputs", inputs, "... D>=1")
     checks.integers(hidden_width=self.hidden_width)
     checks.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
     width = inputs.shape[-1]
@@ -163,7 +163,7 @@ class Block(nn.Module):
 
     The mixer also receives `mixer_inputs`.
     """
-    inputs = checks.array("inputs", inputs, "B T D>=1", checks.FLOATS)
+    inputs = checks.array("inputs", inputs, "B T D>=1")
     checks.choice("norm", self.norm, ("post", "pre"))
     mixer = self.make_mixer(name="mixer")
     if "starts" in mixer_inputs:

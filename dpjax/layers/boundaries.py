@@ -259,7 +259,7 @@ class Fixed(Boundaries):
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, state, lengths
-    shape = checks.array("hidden", hidden, "B T D", checks.FLOATS).shape[:2]
+    shape = checks.array("hidden", hidden, "B T D").shape[:2]
     return Found(
       ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start, starts=starts)
     )

@@ -38,7 +38,7 @@ class _Predicted(Boundaries):
     nn.share_scope(self, self._predictor)
 
   def _logits(self, hidden: jax.Array) -> jax.Array:
-    hidden = checks.array("hidden", hidden, "B T D>=1", checks.FLOATS)
+    hidden = checks.array("hidden", hidden, "B T D>=1")
     return self._predictor(hidden)[..., 0]
 
   def __call__(
@@ -283,7 +283,7 @@ class Routing(Boundaries):
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise
-    hidden = checks.array("hidden", hidden, "B T>=1 D", checks.FLOATS, D=self.width)
+    hidden = checks.array("hidden", hidden, "B T>=1 D", D=self.width)
     probabilities, boundaries = ops.route(
       hidden,
       self._query.astype(self.dtype),

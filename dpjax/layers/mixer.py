@@ -88,7 +88,7 @@ def check_input(
     ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`, or
       `starts` is not [B, T].
   """
-  inputs = checks.array("inputs", inputs, "B T>=1 D>=1", checks.FLOATS)
+  inputs = checks.array("inputs", inputs, "B T>=1 D>=1")
   length, width = inputs.shape[1:]
   if starts is not None:
     ops.check_starts(starts, inputs.shape[:2], goes_on=True)

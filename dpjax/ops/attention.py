@@ -140,9 +140,9 @@ def relative_attention(
   """
   queries, keys, values, positions, content_bias, position_bias = checks.arrays(
     **_parts(queries, keys, values),
-    positions=(positions, "R>=T H E", checks.FLOATS),
-    content_bias=(content_bias, "H E", checks.FLOATS),
-    position_bias=(position_bias, "H E", checks.FLOATS),
+    positions=(positions, "R>=T H E"),
+    content_bias=(content_bias, "H E"),
+    position_bias=(position_bias, "H E"),
   )
   length = queries.shape[1]
   _check_dropout(dropout_rate, dropout_key)
@@ -195,7 +195,7 @@ def relative_positions(length: int, width: int) -> np.ndarray:
 
 def _parts(queries, keys, values) -> dict:
   parts = dict(queries=queries, keys=keys, values=values)
-  return {name: (x, "B T>=1 H E>=1", checks.FLOATS) for name, x in parts.items()}
+  return {name: (x, "B T>=1 H E>=1") for name, x in parts.items()}
 
 
 def _check_dropout(dropout_rate: float, dropout_key) -> None:

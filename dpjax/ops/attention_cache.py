@@ -228,9 +228,9 @@ def relative_attention_cached(
   max_length, sizes = cache.keys.shape[2], dict(zip("BCHE", queries.shape, strict=True))
   positions, content_bias, position_bias = checks.arrays(
     sizes | dict(M=max_length),
-    positions=(positions, "R>=M H E", checks.FLOATS),
-    content_bias=(content_bias, "H E", checks.FLOATS),
-    position_bias=(position_bias, "H E", checks.FLOATS),
+    positions=(positions, "R>=M H E"),
+    content_bias=(content_bias, "H E"),
+    position_bias=(position_bias, "H E"),
   )
   token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=True)
   if queries.shape[1] == 1:
@@ -270,7 +270,7 @@ def relative_attention_cached(
 def _check(queries, keys, values, cache: AttentionCache, lengths, starts) -> tuple:
   """Checks the arguments and returns all but the cache as arrays, the lengths as int32."""
   sizes: dict[str, int] = {}
-  (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1", checks.FLOATS))
+  (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1"))
   keys, values = checks.arrays(
     sizes, keys=(keys, "B C H E", queries.dtype), values=(values, "B C H E", queries.dtype)
   )
@@ -279,8 +279,8 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, starts) -> tup
     cache,
     AttentionCache,
     sizes,
-    keys=("B H M E", checks.FLOATS),
-    values=("B H M E", checks.FLOATS),
+    keys="B H M E",
+    values="B H M E",
     length=("B", jnp.int32),
   )
   chunk, max_length = sizes["C"], sizes["M"]

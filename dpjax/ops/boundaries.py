@@ -187,7 +187,7 @@ def gumbel_sigmoid(
 
   Source: the pooling paper, Eq. 4.
   """
-  logits = checks.array("logits", logits, "B T", checks.FLOATS)
+  logits = checks.array("logits", logits, "B T")
   checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
   if (key is None) == (noise is None):
     got = "none" if key is None else "both"
@@ -278,7 +278,7 @@ def _open_uniform(key, shape):
 
 
 def _check_noise(noise, shape):
-  noise = checks.array("noise", noise, "B T", checks.FLOATS, B=shape[0], T=shape[1])
+  noise = checks.array("noise", noise, "B T", B=shape[0], T=shape[1])
   if not checks.is_known(noise):
     return noise
   values = np.asarray(noise)

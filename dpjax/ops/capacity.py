@@ -69,7 +69,7 @@ def run_at_capacity(
   if not callable(function):
     raise ValueError(f"function: expected a function, got {function!r}")
   inputs, needed = checks.arrays(
-    inputs=(inputs, "B S ...", checks.FLOATS), needed=(needed, "| None", checks.INTEGERS)
+    inputs=(inputs, "B S ..."), needed=(needed, "| None", checks.INTEGERS)
   )
   sizes = checks.ids("sizes", sizes, "rising capacities")
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))

@@ -86,8 +86,7 @@ def causal_convolution(
       longer than the filter, `starts` are wrong, or the implementation is unknown.
   """
   inputs, filters = checks.arrays(
-    inputs=(inputs, "B T D", checks.FLOATS),
-    filters=(filters, "L>=1 | L>=1 D | L>=1 D E", checks.FLOATS),
+    inputs=(inputs, "B T D"), filters=(filters, "L>=1 | L>=1 D | L>=1 D E")
   )
   batch, length, width = inputs.shape
   if length > len(filters) and starts is None:

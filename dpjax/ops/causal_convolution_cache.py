@@ -231,9 +231,7 @@ def causal_convolution_cached(
 def _check(inputs, taps, cache):
   sizes: dict[str, int] = {}
   inputs, taps = checks.arrays(
-    sizes,
-    inputs=(inputs, "B>=1 C>=1 D>=1", checks.FLOATS),
-    taps=(taps, "L | L D | L D E", checks.FLOATS),
+    sizes, inputs=(inputs, "B>=1 C>=1 D>=1"), taps=(taps, "L | L D | L D E")
   )
   fields: dict[str, tuple] = dict(inputs=("B L D", inputs.dtype), length=("B", jnp.int32))
   if not isinstance(cache, OnlineConvolutionCache):

@@ -31,32 +31,30 @@ _DTYPES = {
 _MOST = 2**31 - 1  # places are int32
 
 
-def arrays(
-  sizes: dict[str, int] | None = None, /, **arguments: tuple[Any, str, Any]
-) -> list[jax.Array]:
+def arrays(sizes: dict[str, int] | None = None, /, **arguments: tuple) -> list[jax.Array]:
   """Checks arrays, and returns them; what is no array yet becomes one.
 
-    x, y = arrays(x=(x, "B T D", FLOATS), y=(y, "L>=T | L>=T D", FLOATS), z=(z, "B | None", ONES))
+    x, y, z = arrays(x=(x, "B T D"), y=(y, "L>=T | L>=T D"), z=(z, "B | None", ONES))
 
   Args:
     sizes: the sizes of letters that are known; receives those of the others.
-    **arguments: a value, the axes that it may have, and a kind (`FLOATS` etc.) or a dtype. A
-      letter has one size in all arguments; "L>=T" is a new letter with the least size; "..."
+    **arguments: a value, the axes that it may have, and a kind (by default `FLOATS`) or a dtype.
+      A letter has one size in all arguments; "L>=T" is a new letter with the least size; "..."
       is any number of axes, and "None" allows None.
 
   Raises:
     ValueError: an argument does not fit.
   """
   sizes = {} if sizes is None else sizes
-  return [_array(name, *argument, sizes) for name, argument in arguments.items()]
+  return [_array(sizes, name, *argument) for name, argument in arguments.items()]
 
 
-def array(name: str, value: Any, axes: str, kind: Any, **sizes: int) -> jax.Array:
+def array(name: str, value: Any, axes: str, kind: Any = FLOATS, **sizes: int) -> jax.Array:
   """Checks one array; see `arrays`."""
-  return _array(name, value, axes, kind, sizes)
+  return _array(sizes, name, value, axes, kind)
 
 
-def _array(name: str, value: Any, axes: str, kind: Any, sizes: dict[str, int]) -> Any:
+def _array(sizes: dict[str, int], name: str, value: Any, axes: str, kind: Any = FLOATS) -> Any:
   choices = [choice.split() for choice in axes.split("|")]
   if ["None"] in choices:
     if value is None:
@@ -107,16 +105,16 @@ def _fit(axes: Sequence[str], shape: tuple, sizes: dict[str, int]) -> dict[str, 
   found = dict(sizes)
   for axis, size in zip(axes, shape, strict=True):
     letter, _, least = axis.partition(">=")
-    known = int(letter) if letter.isdigit() else found.get(letter, size)
-    if axis != "..." and (size != known or (least and size < _least(least, found))):
+    if axis == "...":
+      continue
+    if size != _size(letter, found, size) or size < _size(least or "0", found):
       return None
-    if axis != "...":
-      found[letter] = size
+    found[letter] = size
   return found
 
 
-def _least(least: str, sizes: dict[str, int]) -> int:
-  return int(least) if least.isdigit() else sizes[least]
+def _size(letter: str, sizes: dict[str, int], default: int = 0) -> int:
+  return int(letter) if letter.isdigit() else sizes.get(letter, default)
 
 
 def _show(choices: list[list[str]], sizes: dict[str, int]) -> str:
@@ -126,7 +124,7 @@ def _show(choices: list[list[str]], sizes: dict[str, int]) -> str:
     letter, _, least = axis.partition(">=")
     if letter in sizes or not least:
       return str(sizes.get(letter, letter))
-    return f"at least {_least(least, sizes)}"
+    return f"at least {_size(least, sizes)}"
 
   letters = [[axis.partition(">=")[0] for axis in axes] for axes in choices]
   known = [[size(axis) for axis in axes] for axes in choices]
@@ -137,13 +135,12 @@ def _show(choices: list[list[str]], sizes: dict[str, int]) -> str:
   return f"{shown} = {' or '.join(tuples)}"
 
 
-def record(
-  name: str, value: Any, kind: type, sizes: dict[str, int], /, **fields: tuple[str, Any]
-) -> None:
+def record(name: str, value: Any, kind: type, sizes: dict[str, int], /, **fields: Any) -> None:
   """Checks the type of a cache and its arrays, with axes and kinds as in `arrays`."""
   if not isinstance(value, kind):
     raise ValueError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
-  arrays(sizes, **{f"{name}.{x}": (getattr(value, x), *fields[x]) for x in fields})
+  axes = {x: (of,) if isinstance(of, str) else of for x, of in fields.items()}
+  arrays(sizes, **{f"{name}.{x}": (getattr(value, x), *axes[x]) for x in axes})
 
 
 def key(name: str, value: Any, reason: str = "") -> None:
@@ -151,8 +148,8 @@ def key(name: str, value: Any, reason: str = "") -> None:
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
   if not is_new and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
-    got = "None" if value is None else f"{type(value).__name__} {'' if shape is None else shape}"
-    raise ValueError(f"{name}: expected a random key{reason}, got {got.strip()}")
+    got = None if value is None else f"{type(value).__name__} {shape or ''}".strip()
+    raise ValueError(f"{name}: expected a random key{reason}, got {got}")
 
 
 def integer(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:

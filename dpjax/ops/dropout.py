@@ -70,7 +70,7 @@ def _check(inputs, rate, key):
   checks.rate("rate", rate)
   if rate:
     checks.key("key", key)
-  return checks.array("inputs", inputs, "...", checks.FLOATS)
+  return checks.array("inputs", inputs, "...")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

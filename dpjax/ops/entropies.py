@@ -38,7 +38,7 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
   Source: the pooling paper, Sec. 3 (entropy).
   """
-  logits = checks.array("logits", logits, "B T V>=1", checks.FLOATS)
+  logits = checks.array("logits", logits, "B T V>=1")
   logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -236,6 +236,4 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
 
 
 def _check(entropies, starts):
-  return checks.arrays(
-    entropies=(entropies, "B T", checks.FLOATS), starts=(starts, "B T | None", checks.STARTS)
-  )
+  return checks.arrays(entropies=(entropies, "B T"), starts=(starts, "B T | None", checks.STARTS))

@@ -46,11 +46,7 @@ def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> j
 
 
 def _check(inputs, scale, bias):
-  return checks.arrays(
-    inputs=(inputs, "... D>=1", checks.FLOATS),
-    scale=(scale, "D", checks.FLOATS),
-    bias=(bias, "D | None", checks.FLOATS),
-  )
+  return checks.arrays(inputs=(inputs, "... D>=1"), scale=(scale, "D"), bias=(bias, "D | None"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

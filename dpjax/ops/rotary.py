@@ -62,12 +62,12 @@ def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
   Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); pairs across halves, another
   order of the features, as here, are those of GPT-NeoX and Llama.
   """
-  inputs = checks.array("inputs", inputs, "B T H E", checks.FLOATS)
+  inputs = checks.array("inputs", inputs, "B T H E")
   batch, length, _, features = inputs.shape
   if features % 2:
     raise ValueError(f"inputs: expected an even E of [B, T, H, E], got the shape {inputs.shape}")
   axes, sizes = "1 T F | B T F", dict(B=batch, T=length, F=features // 2)
-  angles = checks.array("angles", angles, axes, checks.FLOATS, **sizes)
+  angles = checks.array("angles", angles, axes, **sizes)
   dtype = sum_dtype(inputs)
   angles = angles.astype(dtype)[:, :, None]
   cos, sin = jnp.cos(angles), jnp.sin(angles)

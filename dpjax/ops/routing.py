@@ -56,10 +56,10 @@ def route(
   Source: arXiv:2507.07955, the routing module.
   """
   hidden, query_kernel, key_kernel, previous, start, starts = checks.arrays(
-    hidden=(hidden, "B T>=1 D", checks.FLOATS),
-    query_kernel=(query_kernel, "D E", checks.FLOATS),
-    key_kernel=(key_kernel, "D E", checks.FLOATS),
-    previous=(previous, "B D | None", checks.FLOATS),
+    hidden=(hidden, "B T>=1 D"),
+    query_kernel=(query_kernel, "D E"),
+    key_kernel=(key_kernel, "D E"),
+    previous=(previous, "B D | None"),
     start=(start, "B | None", checks.INTEGERS),
     starts=(starts, "B T | None", checks.STARTS),
   )
@@ -104,9 +104,9 @@ def smooth_segments(
   Source: arXiv:2507.07955, the smoothing module.
   """
   segments, probabilities, previous, starts = checks.arrays(
-    segments=(segments, "B S>=1 D", checks.FLOATS),
-    probabilities=(probabilities, "B S", checks.FLOATS),
-    previous=(previous, "B D | None", checks.FLOATS),
+    segments=(segments, "B S>=1 D"),
+    probabilities=(probabilities, "B S"),
+    previous=(previous, "B D | None"),
     starts=(starts, "B S | None", checks.STARTS),
   )
   dtype = sum_dtype(segments, probabilities)
@@ -142,7 +142,7 @@ def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Arr
   Source: arXiv:2507.07955, the confidence score of the upsampler.
   """
   probabilities, boundaries = checks.arrays(
-    probabilities=(probabilities, "B T", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+    probabilities=(probabilities, "B T"), boundaries=(boundaries, "B T", checks.ONES)
   )
   chosen = jnp.where(boundaries > 0, probabilities, 1 - probabilities)
   return chosen + jax.lax.stop_gradient(1 - chosen)
@@ -180,7 +180,7 @@ def ratio_loss(
   """
   boundaries, probabilities, weights = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),
-    probabilities=(probabilities, "B T", checks.FLOATS),
+    probabilities=(probabilities, "B T"),
     weights=(weights, "B T | None", checks.NUMBERS),
   )
   checks.number("factor", factor, "a factor above 1", lambda x: 1 < x < math.inf)

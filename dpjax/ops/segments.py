@@ -148,7 +148,7 @@ def pool_segments(
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
   inputs, boundaries = checks.arrays(
-    inputs=(inputs, "B T D", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+    inputs=(inputs, "B T D"), boundaries=(boundaries, "B T", checks.ONES)
   )
   capacity = checks.integer("capacity", capacity, 0)
   checks.choice("method", method, METHODS)
@@ -203,7 +203,7 @@ def upsample_segments(
   Source: the pooling paper, Sec. 3.
   """
   segments, boundaries = checks.arrays(
-    segments=(segments, "B S>=1 D", checks.FLOATS), boundaries=(boundaries, "B T", checks.ONES)
+    segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
   )
   if starts is not None:
     starts = check_starts(starts, boundaries.shape)

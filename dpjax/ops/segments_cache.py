@@ -89,9 +89,7 @@ def pool_segments_cached(
   """
   sizes: dict[str, int] = {}
   inputs, boundaries = checks.arrays(
-    sizes,
-    inputs=(inputs, "B C>=1 D", checks.FLOATS),
-    boundaries=(boundaries, "B C", checks.ONES),
+    sizes, inputs=(inputs, "B C>=1 D"), boundaries=(boundaries, "B C", checks.ONES)
   )
   checks.choice("method", method, segments.METHODS)
   batch, chunk, _ = inputs.shape

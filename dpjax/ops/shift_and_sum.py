@@ -94,8 +94,8 @@ def shift_and_sum(
       the wrong kind of dtype, or the implementation is unknown.
   """
   values, gates, level_keep = checks.arrays(
-    values=(values, "B T H E", checks.FLOATS),
-    gates=(gates, "B T H K", checks.FLOATS),
+    values=(values, "B T H E"),
+    gates=(gates, "B T H K"),
     level_keep=(level_keep, "K | None", checks.BOOLEANS),
   )
   checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
@@ -140,7 +140,7 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
   Raises:
     ValueError: see `shift_and_sum`.
   """
-  gates = checks.array("gates", gates, "B T H K", checks.FLOATS)
+  gates = checks.array("gates", gates, "B T H K")
   batch, length, heads, _ = gates.shape
   eye_tt = jnp.eye(length, dtype=sum_dtype(gates))
   # Within `jax.shard_map` these zeros vary over devices as the gates do.

@@ -221,9 +221,7 @@ def _newest(v_bche, past_bmhe, lengths):
 def _check(values, gates, cache):
   sizes: dict[str, int] = {}
   values, gates = checks.arrays(
-    sizes,
-    values=(values, "B>=1 C>=1 H>=1 E>=1", checks.FLOATS),
-    gates=(gates, "B C H K", checks.FLOATS),
+    sizes, values=(values, "B>=1 C>=1 H>=1 E>=1"), gates=(gates, "B C H K")
   )
   ring = f"B {2 ** sizes['K'] - 1} H E", sum_dtype(values, gates)
   checks.record("cache", cache, ShiftAndSumCache, sizes, ring=ring, length=("B", jnp.int32))
