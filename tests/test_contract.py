@@ -167,7 +167,7 @@ def test_refusals(mixer):
   refused(mixer(), draw(MAX_LENGTH + 1), "max_length = 13, got T = 14")
   if mixer.has_heads:
     refused(mixer(num_heads=4), draw(), "num_heads: expected a divisor of the width 6")
-  refused(mixer(), draw()[0], r"expected \[B, T, D\], got the shape \(11, 6\)")
+  refused(mixer(), draw()[0], r"inputs: expected floats \[B, T, D\] .* got float32 \(11, 6\)")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
 from dpjax.models.stack import Stack
+from dpjax.ops import checks
 from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 
@@ -147,6 +148,10 @@ class LanguageModel(nn.Module):
       raise ValueError("cache: expected none in `init`, got one")
     if cache is None and lengths is not None:
       raise ValueError("lengths: expected none without a cache, got some")
+    if cache is not None:
+      checks.record(
+        "cache", cache, LanguageModelCache, dict(B=len(tokens)), length=("B", jnp.int32)
+      )
     if starts is not None and cache is None:
       starts = ops.check_starts(starts, tokens.shape)
     elif starts is not None and cache is not None:

@@ -228,7 +228,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
     near = difflib.get_close_matches(str(rule), RULES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
-  checks.number("theta_add", theta_add, "a number", lambda x: x == x, error=UserError)
+  checks.number("theta_add", theta_add, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
   if not math.isfinite(theta_add):

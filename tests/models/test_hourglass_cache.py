@@ -186,5 +186,5 @@ def test_refusals():
 
   refused("capacity: expected none with a cache, got 3", capacity=3)
   refused(r"boundaries: expected .*\(3, 5\)", boundaries=np.zeros((BATCH, 4), int))
-  refused("cache: expected", batch=2)
+  refused(r"cache.length: .*\(2,\), got int32 \(3,\)", batch=2)
   refused("boundary_noise: expected none", boundary_noise=NOISE[:, :5])

@@ -203,7 +203,6 @@ ALLOWED = {
   ("dot_general", "rhs, dtype"),
   ("dropout", "inputs, rank"),
   ("entropy_threshold", "theta, -inf"),
-  ("entropy_threshold", "theta_add, -inf"),
   ("ratio_loss", "boundaries, value"),
   ("relu_dropout", "inputs, rank"),
   ("run_at_capacity", "inputs, rank"),
