@@ -40,7 +40,10 @@ def check_starts(starts: ArrayLike, shape: Sequence[int], *, goes_on: bool = Fal
     ValueError: the starts are wrong.
   """
   batch, length = checks.shape(shape)
-  array = checks.array("starts", starts, "B T", checks.STARTS, B=batch, T=length)
+  try:
+    array = checks.array("starts", starts, "B T", checks.STARTS, B=batch, T=length)
+  except ValueError as error:
+    raise UserError(str(error)) from None
   if not goes_on and array.size and checks.is_known(array):
     is_begun = np.asarray(array)[:, 0] != 0
     if not is_begun.all():

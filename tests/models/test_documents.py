@@ -173,7 +173,7 @@ def test_wrong_starts_are_refused():
       model.apply({"params": params}, TOKENS, starts=starts, **options)
 
   refused(STARTS[:, 1:], r"starts: expected .* = \(2, 23\), got int32 \(2, 22\)")
-  refused(2 * STARTS, "starts: expected 0 or 1, got 2")
+  refused(2 * STARTS, "starts: expected integers 0 or 1, got 2")
   refused(np.roll(STARTS, 1, axis=1), "starts: expected every row to begin with 1, got 0 in row 0")
 
 
