@@ -198,10 +198,10 @@ COMMANDS = helpers.cases(r"""
   {summary}={other_record} | --work: expected results of this command in .*KeyError
   {summary}={listed_record} | --work: expected a file with a JSON object, got .*me_0.json
   {summary}={piped_record} | --work: expected a file with a JSON object, got .*me_0.json
-  export {damaged_scores} {new} | --run: expected scores in .*scores_test_12.json, got JSON
-  export {other_scores} {new} | --run: expected scores in .*scores_test_12.json, got KeyError
-  export {piped_scores} {new} | --run: expected scores in .*scores_test_12.json, got KeyError
-  export {folder_of_model} {new} | model.safetensors: expected a whole file of safetensors
+  export {damaged_scores} {new} | scores_test_12.json: expected scores of the run
+  export {other_scores} {new} | scores_test_12.json: expected scores of the run
+  export {piped_scores} {new} | scores_test_12.json: .*a device or a pipe
+  export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
 """)
 MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
