@@ -195,8 +195,7 @@ def rate(name: str, value: Any) -> None:
 def choice(name: str, value: Any, known: Collection[str], *, or_none: bool = False) -> None:
   """Checks that a value is one of the known names."""
   if not (value is None and or_none or isinstance(value, str) and value in known):
-    names = ", ".join([*known, "None"] if or_none else known)
-    raise ValueError(f"{name}: expected one of {names}, got {value}")
+    raise ValueError(f"{name}: expected one of {[*known]}{' or None' * or_none}, got {value!r}")
 
 
 def float_dtype(value: Any) -> None:
