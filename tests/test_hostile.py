@@ -64,7 +64,7 @@ SETTINGS = helpers.cases(r"""
   model.boundaries=gumbel model.boundaries.prior=1.0 | expected a number in \(0, 1\)
   model.boundaries=gumbel model.boundaries.prior=nan | expected
   model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
-  model.boundaries=fixed model.boundaries.pooling=max | one of mean, last, got max
+  model.boundaries=fixed model.boundaries.pooling=max | one of \['mean', 'last'\], got 'max'
   train.optimizer=adamx | one of adam, .*did you mean adam
   train.optimizer=sgd train.optimizer.b1=0.8 | expected a setting of sgd
   train.optimizer=muon train.optimizer.beta=2 | expected a number in \[0, 1\), got 2
