@@ -21,8 +21,6 @@ from reproduce import pages, papers, report
 from tests import helpers, test_imports
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
-import books  # noqa: E402
-import suite  # noqa: E402
 import training_step  # noqa: E402
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,10 +35,6 @@ def assert_said(*words: str, page: str = RESULTS) -> None:
 
 def result(name: str) -> dict:
   return json.loads((helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
-
-
-def books_mixers() -> dict:
-  return {run["name"]: run for run in result("books_mixers")["runs"]}
 
 
 def rows_of_shift_and_sum():
@@ -112,47 +106,6 @@ def rows_of_flags():
     )
 
 
-def rows_of_documents():
-  for name, rows in result("documents")["cases"].items():
-    yield f"| {name.replace('_', ' ')} | {rows['one']['ratio']:.2f} | {rows['many']['ratio']:.2f} |"
-
-
-def rows_of_the_books_mixers():
-  frames = {"modern": "today's", "equal": "the paper's", "pooled": "pooled"}
-  for name, run in books_mixers().items():
-    frame, mixer, *rate = name.split("-")
-    perplexity = "-" if frame == "pooled" else f"{run['test']['perplexity']:.2f}"
-    if not rate:
-      yield (
-        f"| {frames[frame]} | {mixer} | {run['parameters'] / 1e6:.2f}M | {perplexity} "
-        f"| {run['test']['bits_per_character']:.3f} |"
-      )
-
-
-def rows_of_their_rates():
-  runs = books_mixers()
-  for frame, label in (("modern", "today's"), ("equal", "the paper's")):
-    rate = books.PEAK[frame]
-    names = f"peak-{frame}-{rate / 2}", f"{frame}-attention", f"peak-{frame}-{rate * 2}"
-    scores = (f"{runs[name]['test']['perplexity']:.2f}" for name in names)
-    yield f"| {label} | {rate:g} | {' | '.join(scores)} |"
-
-
-def rows_of_the_books_documents():
-  runs = {run["name"]: run["by_document"] for run in result("books_documents")["runs"]}
-  for name in dict.fromkeys(name.rpartition("-")[0] for name in runs):
-    scores = (f"{runs[f'{name}-{kind}']['perplexity']:.2f}" for kind in ("joined", "isolated"))
-    yield f"| {name.replace('-', ' | ')} | {' | '.join(scores)} |"
-
-
-def rows_of_speculation():
-  found = result("speculation")
-  for k, right in found["right"].items():
-    over, best = (x["drafts"][k] / x["greedy"] for x in (found["cost"], found["if_all_right"]))
-    assert over > 1
-    yield f"| {k} | {right:.2f} | {over:.2f} | {best:.2f} |"
-
-
 def rows_of_attention():
   for case in result("attention")["cases"]:
     ours = case["forms"]["blocks 128"]
@@ -212,104 +165,6 @@ def test_what_is_said_of_generation_is_what_its_benchmark_found():
   assert measured["operators"]["online_pays_from"] == extractors.ONLINE_LENGTH
 
 
-def rows_of_the_childrens_books():
-  for run in result("extractors_4000_batches")["runs"]:
-    first, last = run["medians"]
-    yield (
-      f"| {run['name']} | {run['parameters'] / 1e6:.2f}M | {first:.3f} | {last:.3f} "
-      f"| {run['test']['perplexity']:.1f} | {run['test']['bits_per_character']:.3f} |"
-    )
-
-
-def test_what_is_said_of_the_mixers_is_what_they_reached():
-  scores = {name: run["test"]["perplexity"] for name, run in books_mixers().items()}
-  now = scores["modern-attention"]
-  better = [1 - x / y for x, y in ((now, scores["equal-attention"]),)]
-  better += [1 - scores[f"modern-{mixer}"] / now for mixer in ("he", "we")]
-  assert_said(
-    f"today's frame is better than the paper's by {better[0]:.0%}",
-    f"HE and WE are {better[1]:.0%} and {better[2]:.0%} better than attention",
-  )
-  said = ", ".join(f"{scores[f'modern-{mixer}']:.1f}" for mixer in ("attention", "we", "he"))
-  assert_said(f"test perplexity {said}", page=README)
-  for mixer, config in (("attention", "transformer"), ("dispatcher", "dispatcher"), ("we", "we")):
-    header = (helpers.ROOT / f"configs/modern_{config}.py").read_text(encoding="utf-8")
-    assert_said(f"small {scores[f'modern-{mixer}']:.1f}", page=header)
-  assert min(scores["modern-me"], scores["modern-dispatcher"]) > now
-  for frame in ("modern", "equal"):
-    valid = {
-      name: run["valid"][-1]["bits_per_character"]
-      for name, run in books_mixers().items()
-      if name.removeprefix("peak-").startswith(f"{frame}-")
-      and (name.startswith("peak") or name.endswith("attention"))
-    }
-    assert len(valid) == 3 and min(valid, key=valid.get) == f"{frame}-attention"
-
-
-def test_the_table_of_the_trained_models_has_their_scores():
-  page = (helpers.ROOT / "models/README.md").read_text(encoding="utf-8")
-  for name, run in books.MODELS.items():
-    score = books_mixers()[run]["test"]["bits_per_character"]
-    assert re.search(rf"^\| `{name}` \|.*\| {score:.3f} \|$", page, re.MULTILINE), name
-
-
-def test_what_is_said_of_the_childrens_books_is_what_their_runs_reached():
-  measured = result("extractors_4000_batches")
-  medians = {run["name"]: run["medians_of_500"] for run in measured["runs"]}
-  she, he = medians["SHE"], medians["HE"]
-  assert_said(
-    f"{measured['training_tokens']:,} training tokens",
-    f"Ours, after 4,000 batches of 2 layers, is {measured['our_order']}.",
-    f"by {she[1] - he[1]:.3f} in batches 501 to 1,000, by {she[7] - he[7]:.3f}",
-  )
-
-
-def rows_of_the_runs_with_pooling():
-  for run in result("pooling_text8_prefix")["runs"]:
-    test, paper = run["test"], run["paper"]
-    has_target = "f1_everywhere" in run
-    f1 = f"{test['f1']:.2f} ({run['f1_everywhere']:.2f})" if has_target else "-"
-    yield (
-      f"| {run['name']} | {test['bits_per_character']:.3f} "
-      f"| {test['shortening_factor']:.2f} | {f1} "
-      f"| {paper['bits_per_character']:.3f} | {paper['shortening_factor']:.1f} |"
-    )
-
-
-def rows_of_the_kinds_of_boundaries():
-  for run in result("boundaries_text8_prefix")["runs"]:
-    places = run.get("places", {}).values()
-    shares = [f"{place['of_boundaries']:.0%}" for place in places] or ["-"] * 4
-    yield (
-      f"| {run['name']} | {run['test']['bits_per_character']:.3f} "
-      f"| {run['test']['shortening_factor']:.2f} | {run['step']['ratio']:.2f} "
-      f"| {' | '.join(shares)} |"
-    )
-
-
-def test_what_is_said_of_the_kinds_of_boundaries_is_what_their_runs_reached():
-  runs = {run["name"]: run for run in result("boundaries_text8_prefix")["runs"]}
-  all_of_them = runs["routing"]["places"].values()
-  shares = " | ".join(f"{place['of_characters']:.0%}" for place in all_of_them)
-  assert f"| (of all characters) | | | | {shares} |" in RESULTS
-  light, heavy = (runs[name]["aim"] for name in ("routing", "routing-0.1"))
-  assert_said(
-    f"in {heavy['within_a_third']} of {heavy['reports']} reports, in all from step "
-    f"{heavy['since_step']} on",
-    f"of 0.03 in {light['within_a_third']} of {light['reports']}",
-  )
-  assert runs["spacebyte"]["segments"] == runs["whitespace"]["segments"]
-
-
-def rows_of_the_hourglass():
-  for name, row in result("hourglass")["variants"].items():
-    if name != "vanilla":
-      yield (
-        f"| {name} | {row['shortening_factor']:.2f} | {row['ratio']:.2f} "
-        f"| {row['temporary_mib_ratio']:.2f} | {row['operations_ratio']:.2f} |"
-      )
-
-
 def rows_of_pooling():
   for case in result("pooling")["cases"]:
     if case["dtype"] == "float32":
@@ -338,7 +193,7 @@ def rows_of_the_middle():
 ROWS = [function for name, function in [*globals().items()] if name.startswith("rows_of")]
 
 
-@pytest.mark.parametrize("rows", [suite.gains, *ROWS], ids=lambda rows: rows.__name__)
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.__name__)
 def test_the_tables_are_those_of_the_results(rows):
   assert (found := [*rows()])
   assert [row for row in found if row not in RESULTS] == []
@@ -365,23 +220,6 @@ def test_the_page_on_probes_has_their_accuracies():
   found = result("probes")
   assert {row["seeds"] for row in found["results"]} == {3}
   assert_said(*(f"{task} {chance:.3f}" for task, chance in found["chance"].items()), page=page)
-
-
-def test_what_is_said_of_preparation_is_measured():
-  measured = result("preparation")
-  encoding = measured["encoding"]
-  bpe, unigram = encoding["bpe"], encoding["sentencepiece_unigram"]
-  peak = max(rows["prepare"]["peak_mib"] for rows in encoding.values())
-  assert_said(
-    f"takes {bpe['prepare']['mb_per_second']:.1f} MB/s with byte-level BPE, "
-    f"{bpe['ratio']:.2f} of what the library alone reaches",
-    f"{unigram['prepare']['mb_per_second']:.1f} MB/s with SentencePiece, "
-    f"{unigram['ratio']:.2f} of it; "
-    f"{encoding['characters']['prepare']['mb_per_second']:.0f} MB/s as characters; in at "
-    f"most {peak:.0f} MiB",
-    f"gives {measured['batches_over_model']:.0f} times the tokens a second",
-  )
-  assert min(bpe["ratio"], unigram["ratio"]) >= 0.8
 
 
 def test_the_papers_numbers_and_ours_are_those_of_the_reports():
@@ -457,19 +295,6 @@ def test_what_is_said_of_seeds_at_the_papers_size_is_measured():
     "between the models. That seed was behind attention for two epochs",
     page=(DOCS / "faithful.md").read_text(encoding="utf-8"),
   )
-
-
-def test_what_is_said_of_the_quickstart_is_measured():
-  measured = result("quickstart")
-  assert_said(
-    f"reaches {measured['test_bits_per_character']:.2f} bits per character",
-    f"in {measured['minutes_of_the_command']:.1f} minutes",
-    f"gives {measured['witten_bell']['1']:.2f} with one character of context, passed "
-    f"after {measured['minutes_to_pass']['1']:.2f} minutes",
-    f"{measured['witten_bell']['2']:.2f} with two, passed after "
-    f"{measured['minutes_to_pass']['2']:.2f}",
-  )
-  assert measured["minutes_of_the_command"] < 3
 
 
 def test_the_page_on_faithfulness_has_the_trajectories_numbers():
