@@ -2,10 +2,9 @@
 
   python benchmarks/torch_models.py '{"model": {"mixer": "dispatcher", ...}, ...}'
 
-builds a model with its optimiser and then does what the lines of its standard input ask
-for: "train", a step of training, or "evaluate", the loss of the batch. It prints a line of
-JSON when it is ready, and one for every line that it reads (`Runner`, `serve`).
-`benchmarks/training_step.py` starts it.
+builds a model with its optimiser, prints a line of JSON when it is ready, and for every line that
+it reads makes a step of training and prints what it took (`harness.serve`). `benchmarks/step.py`
+starts it.
 
 Written from the papers, as their authors' readers would: modules of PyTorch, run eagerly,
 with no kernels of our own. Where PyTorch has a fused function for a formula it is used:
@@ -17,7 +16,7 @@ with no kernels of our own. Where PyTorch has a fused function for a formula it 
                  the product with a Toeplitz matrix; or "fft" (not SHE)
   pooling        by the dense matrix of which token belongs to which segment
 
-Modules have the names of dpjax's parameters, settings those of `training_step.DEFAULTS`.
+Modules have the names of dpjax's parameters, settings those of `step.DEFAULTS`.
 
 Sources: the Dispatcher, aclanthology.org/2022.clasp-1.3; the Extractors, arXiv:2308.07661;
 dynamic token pooling, arXiv:2211.09761; Transformer-XL, arXiv:1901.02860.
@@ -32,7 +31,7 @@ import sys
 import time
 
 import numpy as np
-from training_step import draw_text, peak_rss_mib, serve
+from harness import draw_text, peak_mib, serve
 
 try:
   import torch
@@ -409,7 +408,7 @@ class LanguageModel(nn.Module):
   """[B, T] token ids -> logits [B, T, V].
 
   Args:
-    settings: all keys of `training_step.DEFAULTS`, and "extraction", one of
+    settings: all keys of `step.DEFAULTS`, and "extraction", one of
       `EXTRACTIONS`; its default is "convolution".
   """
 
@@ -448,13 +447,13 @@ class Runner:
 
   Args:
     settings: "model", of `LanguageModel`; "optimizer", with "name", "adam" or "adamw",
-      "learning_rate", "clip_norm", 0 for none, and adamw's "weight_decay"; "batch" and
-      "length" of the data; "seed"; "device", "cpu" or "cuda"; "dtype", "float32" or
-      "bfloat16" by autocast; "compile", whether by `torch.compile`.
+      "learning_rate", "clip_norm", 0 for none, and adamw's "weight_decay"; "batch", the number
+      of rows; "device", "cpu" or "cuda"; "dtype", "float32" or "bfloat16" by autocast;
+      "compile", whether by `torch.compile`.
   """
 
   def __init__(self, settings):
-    torch.manual_seed(settings["seed"])
+    torch.manual_seed(0)
     # What JAX does with float32 on a GPU by default.
     torch.set_float32_matmul_precision("high")
     self.device = torch.device(settings["device"])
@@ -468,41 +467,33 @@ class Runner:
       kind, more = torch.optim.AdamW, more | {"weight_decay": optimizer["weight_decay"]}
     self.optimizer = kind(self.parameters, lr=optimizer["learning_rate"], **more)
     self.model = torch.compile(model) if settings["compile"] else model
-    text = draw_text(
-      settings["seed"],
-      settings["batch"],
-      settings["length"],
-      settings["model"]["vocab_size"],
-    )
+    of_model = settings["model"]
+    text = draw_text(settings["batch"], of_model["max_length"], of_model["vocab_size"])
     text = torch.from_numpy(text).long().to(self.device)
     self.tokens, self.targets = text[:, :-1], text[:, 1:]
 
-  def describe(self):
+  def facts(self):
     """What the first line says."""
+    self.ready = peak_mib()
     return {
-      "ready": True,
       "parameters": sum(x.numel() for x in self.parameters),
       "threads": torch.get_num_threads(),
       "version": torch.__version__,
-      "device": str(self.device),
-      "rss_mib": peak_rss_mib(),
     }
 
-  def run(self, command):
-    """What "train" or "evaluate" took, the loss, and the most memory so far."""
-    step = {"train": self.train, "evaluate": self.evaluate}[command]
+  def run(self):
+    """What a step took, the loss before it, and the most memory so far."""
     self.wait()
     start = time.perf_counter()
-    loss = step()
+    loss = self.train()
     self.wait()
     seconds = time.perf_counter() - start
-    is_gpu = self.device.type == "cuda"
-    return {
-      "seconds": seconds,
-      "loss": loss.item(),
-      "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if is_gpu else None,
-      "peak_rss_mib": peak_rss_mib(),
-    }
+    # The first step makes Adam's moments, which dpjax has before.
+    moments = 2 * 4 * sum(x.numel() for x in self.parameters) / 2**20
+    grown = peak_mib() - self.ready - moments
+    if self.device.type == "cuda":
+      grown = torch.cuda.max_memory_allocated() / 2**20
+    return {"seconds": seconds, "loss": loss.item(), "grown_mib": grown}
 
   def train(self):
     """One step; the loss before it."""
@@ -514,12 +505,6 @@ class Runner:
       nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
     self.optimizer.step()
     return loss.detach()
-
-  @torch.no_grad()
-  def evaluate(self):
-    """The loss, without dropout."""
-    self.model.eval()
-    return self.loss()
 
   def loss(self):
     """The mean over the tokens of the batch."""
@@ -538,7 +523,8 @@ def main():
   if len(sys.argv) != 2:
     raise SystemExit(f"settings: expected one argument of JSON, got {len(sys.argv) - 1}")
   torch.set_num_threads(len(os.sched_getaffinity(0)))
-  serve(Runner(json.loads(sys.argv[1])))
+  runner = Runner(json.loads(sys.argv[1]))
+  serve(runner.facts(), runner.run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,349 @@
+"""Times programs in turn: what the benchmarks share.
+
+A case has programs that do the same work, one of which is its base. They run in turn, round by
+round, first with the machine to themselves and then beside a neighbour, a process that copies
+memory on one core. A ratio is the median over rounds of a program's time over the base's.
+
+A report is JSON: for each part the machine, the command and the cases,
+
+  {"case": "gradient, B 4 T 512 D 512", "base": "unrolled", "rows": {"loop": {
+    "temporary_mib": 57.1, "compile_seconds": 0.4,
+    "quiet": {"milliseconds": 21.0, "quartiles": [20.8, 21.5], "ratio": 0.9}, "busy": {...}}}}
+
+with a table of it on the terminal and a figure beside it. Parts of an earlier report that are not
+measured again stay, each with the machine that measured it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+# By default glibc maps a buffer of 32 MiB or more anew for every call, and the page faults (about
+# 7 ms for 32 MiB) hide what is measured. With these, the heap never shrinks.
+ALLOCATOR = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": str(2**40),
+  "MALLOC_TOP_PAD_": str(2**30),
+}
+NEIGHBOUR = """
+import os
+import numpy as np
+if hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+x = np.zeros(2**25)
+y = x.copy()
+print("ready", flush=True)
+while True:
+  np.copyto(y, x)
+"""
+LEAST_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program to time.
+
+  Attributes:
+    run: runs it once, to its end, and returns the seconds.
+    facts: what the report says of it beside times.
+  """
+
+  run: Callable[[], float]
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Programs to compare.
+
+  Attributes:
+    name: says what they compute.
+    base: the program that ratios are to.
+    programs: by name; a text says why a program is left out.
+  """
+
+  name: str
+  base: str
+  programs: Mapping[str, Program | str]
+
+
+def compiled(function: Callable, *arguments: Any) -> Program | str:
+  """A jitted function of these arguments; a text if it needs too much memory."""
+  import jax
+
+  start = time.perf_counter()
+  executable = jax.jit(function).lower(*arguments).compile()
+  seconds = time.perf_counter() - start
+  mib = executable.memory_analysis().temp_size_in_bytes / 2**20
+  most = 0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+  if mib > most:
+    return f"needs {mib / 1024:.1f} GiB of temporary memory"
+
+  def run() -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(executable(*arguments))
+    return time.perf_counter() - start
+
+  return Program(run, {"temporary_mib": mib, "compile_seconds": seconds})
+
+
+class Process:
+  """A program in a process of its own, which answers lines of JSON (`serve`).
+
+  Args:
+    command: what starts it, after the interpreter.
+    environment: beside this process's and `ALLOCATOR`.
+  """
+
+  def __init__(self, command: Iterable[str], environment: Mapping[str, str] | None = None):
+    self._process = subprocess.Popen(
+      [sys.executable, *command],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env={**os.environ, **ALLOCATOR, **(environment or {})},
+    )
+
+  def read(self) -> dict[str, Any]:
+    """Its next line.
+
+    Raises:
+      RuntimeError: it has ended.
+    """
+    line = self._process.stdout.readline()
+    if not line:
+      raise RuntimeError(f"a process ended with status {self._process.wait()}")
+    return json.loads(line)
+
+  def ask(self, question: str = "run") -> dict[str, Any]:
+    """Its answer to a line."""
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.write(question + "\n")
+      self._process.stdin.flush()
+    return self.read()
+
+  def close(self) -> None:
+    """Ends it."""
+    self._process.kill()
+    self._process.communicate()
+
+
+def serve(facts: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]) -> None:
+  """Prints the facts of a program, then for every line read what one run of it gives."""
+  print(json.dumps(facts), flush=True)
+  for _ in sys.stdin:
+    print(json.dumps(run()), flush=True)
+
+
+def peak_mib() -> float:
+  """The most that this process has had in memory, MiB."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def draw_text(batch: int, length: int, vocab_size: int) -> np.ndarray:
+  """[B, T + 1], random ids, the same in every process."""
+  generator = np.random.default_rng(0)
+  return generator.integers(0, vocab_size, (batch, length + 1)).astype(np.int32)
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[None]:
+  """A process that copies memory on one core for the duration of the block."""
+  with subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE) as process:
+    try:
+      process.stdout.readline()
+      yield
+    finally:
+      process.kill()
+
+
+def take_turns(
+  programs: Mapping[str, Program], rounds: int, max_seconds: float
+) -> dict[str, np.ndarray]:
+  """The seconds of every round, [rounds]; after `max_seconds` no further round begins."""
+  names, seconds = [*programs], {name: [] for name in programs}
+  begin = time.perf_counter()
+  for number in range(rounds):
+    if number >= LEAST_ROUNDS and time.perf_counter() - begin > max_seconds:
+      break
+    first = number % len(names)
+    for name in names[first:] + names[:first]:
+      seconds[name].append(programs[name].run())
+  return {name: np.array(x) for name, x in seconds.items()}
+
+
+def compare(
+  case: Case, *, rounds: int, max_seconds: float, conditions: Iterable[str] = ("quiet", "busy")
+) -> dict[str, Any]:
+  """Measures a case: its entry in the report.
+
+  Args:
+    case: the programs.
+    rounds: the number of rounds in each condition.
+    max_seconds: see `take_turns`; a program whose first run takes a third of it is left out,
+      unless it is the base.
+    conditions: of "quiet" and "busy".
+
+  Raises:
+    RuntimeError: the base is left out.
+  """
+  rows: dict[str, dict[str, Any]] = {}
+  programs = {}
+  for name, program in case.programs.items():
+    if isinstance(program, str):
+      rows[name] = {"left_out": program}
+      continue
+    seconds, rows[name] = program.run(), dict(program.facts)
+    if name != case.base and seconds > max_seconds / LEAST_ROUNDS:
+      rows[name]["left_out"] = f"a run takes {seconds:.1f} s"
+    else:
+      programs[name] = program
+  if case.base not in programs:
+    raise RuntimeError(f"{case.name}: {case.base} {rows[case.base]['left_out']}")
+  for condition in conditions:
+    with contextlib.nullcontext() if condition == "quiet" else neighbour():
+      seconds = take_turns(programs, rounds, max_seconds)
+    for name, times in seconds.items():
+      low, middle, high = (float(x) for x in np.percentile(times * 1e3, [25, 50, 75]))
+      rows[name][condition] = {
+        "milliseconds": middle,
+        "quartiles": [low, high],
+        "ratio": float(np.median(times / seconds[case.base])),
+      }
+  return {"case": case.name, "base": case.base, "rows": rows}
+
+
+def describe_machine() -> dict[str, Any]:
+  """The device, the processor, its cores, the versions and the allocator."""
+  import jax
+
+  model = platform.processor()
+  with contextlib.suppress(OSError):
+    names = [x for x in pathlib.Path("/proc/cpuinfo").open() if x.startswith("model name")]
+    model = names[0].split(":")[1].strip()
+  return {
+    "device": jax.devices()[0].device_kind,
+    "processor": model,
+    "cores": os.cpu_count(),
+    "jax": jax.__version__,
+    "python": platform.python_version(),
+    "allocator": ALLOCATOR,
+    "load_average": os.getloadavg()[0],
+  }
+
+
+def table(entry: Mapping[str, Any]) -> str:
+  """The entry of a case as a Markdown table."""
+  lines = [f"{entry['case']} (ratios to {entry['base']})", ""]
+  lines += [
+    "| program | ms | ratio | beside a neighbour | MiB | compiled in |",
+    "|---|" + "---:|" * 5,
+  ]
+  for name, row in entry["rows"].items():
+    if "left_out" in row:
+      lines.append(f"| {name} | {row['left_out']} | | | | |")
+      continue
+    conditions = (row.get(x, {}) for x in ("quiet", "busy"))
+    quiet, busy = conditions
+    cells = [quiet.get("milliseconds"), quiet.get("ratio"), busy.get("ratio")]
+    cells += [row.get("temporary_mib"), row.get("compile_seconds")]
+    lines.append(f"| {name} | {' | '.join('-' if x is None else f'{x:.3g}' for x in cells)} |")
+  return "\n".join([*lines, ""])
+
+
+def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Bars of all ratios, a panel for each case."""
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  from dpjax.analysis import style
+
+  entries = [entry for part in report["parts"].values() for entry in part["cases"]]
+  with style.applied():
+    columns = min(3, len(entries))
+    rows = -(-len(entries) // columns)
+    figure, axes = pyplot.subplots(
+      rows, columns, figsize=(6 * columns, 2.6 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(entries) :]:
+      axis.remove()
+    for axis, entry in zip(axes.flat, entries, strict=False):
+      names = [*entry["rows"]]
+      for shift, condition in ((-0.2, "quiet"), (0.2, "busy")):
+        found = [entry["rows"][name].get(condition, {}).get("ratio", 0) for name in names]
+        places = [place + shift for place in range(len(names))]
+        axis.barh(places, found, 0.38, label="alone" if condition == "quiet" else "with neighbour")
+      axis.axvline(1, color="gray", linewidth=0.5)
+      axis.set_yticks(range(len(names)), names, fontsize=7)
+      axis.invert_yaxis()
+      axis.set_title(f"{entry['case']}: time / {entry['base']}", fontsize=7, loc="left")
+    axes.flat[0].legend(fontsize=7)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def main(
+  description: str,
+  parts: Mapping[str, Callable[[bool], Iterable[Case]]],
+  *,
+  name: str,
+  rounds: int = 9,
+  max_seconds: float = 30.0,
+) -> None:
+  """A benchmark's command line: measures parts, prints tables, writes a report.
+
+  Args:
+    description: the benchmark's docstring.
+    parts: by name, the cases, small ones if the argument is true.
+    name: of the report in results/.
+    rounds: see `compare`.
+    max_seconds: see `compare`.
+  """
+  if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
+    # The allocator reads them when a program starts.
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ALLOCATOR})
+  parser = argparse.ArgumentParser(description=description.splitlines()[0])
+  parser.add_argument(
+    "--out", help=f"path without suffix; results/{name}, or nothing is written with --quick"
+  )
+  parser.add_argument("--quick", action="store_true", help="small cases, three rounds")
+  parser.add_argument("--parts", default=",".join(parts), help=",".join(parts))
+  arguments = parser.parse_args()
+  chosen = arguments.parts.split(",")
+  if unknown := [part for part in chosen if part not in parts]:
+    parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(unknown)}")
+  out = pathlib.Path(arguments.out or f"results/{name}")
+  is_written = arguments.out or not arguments.quick
+  path, report = out.with_suffix(".json"), {"parts": {}}
+  if is_written and path.exists():
+    report = json.loads(path.read_text(encoding="utf-8"))
+  for part in chosen:
+    command = " ".join(["python", *sys.orig_argv[1:]])
+    report["parts"][part] = {"command": command, "machine": describe_machine(), "cases": []}
+    for case in parts[part](arguments.quick):
+      entry = compare(
+        case, rounds=LEAST_ROUNDS if arguments.quick else rounds, max_seconds=max_seconds
+      )
+      report["parts"][part]["cases"].append(entry)
+      print(table(entry), flush=True)
+      if is_written:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+  if is_written:
+    draw(report, out.with_suffix(".png"))

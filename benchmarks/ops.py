@@ -1,0 +1,267 @@
+"""Time and memory of the operators' implementations, beside forms that one would write first.
+
+  python benchmarks/ops.py --parts=attention --out results/ops
+
+"forward" is the result, "gradient" the result and all gradients, in float32 unless the case says
+otherwise. The parts:
+
+  shift_and_sum  each implementation, base "unrolled" (static shifts with JAX's own gradient);
+                 "copy" is one read and one write of the values, a kernel's physical limit. Beside
+                 attention of one head; and with levels dropped at a rate, averaged over draws
+  convolution    each implementation for taps of every rank (ME; WE and HE; SHE), base "toeplitz";
+                 "plain" is a textbook scan over the lags; attention of 1 and 32 heads
+  lengths        the same over lengths and small batches: what `choose_implementation` is read from
+  attention      causal and relative attention in tiles, base "whole": all weights at once
+  pooling        `pool_segments` and `upsample_segments`, base "dense": the form of the pooling
+                 paper's authors, a matrix [B, T, S]. The middle layers at the capacity found on
+                 the device, base "padded" (T + 1 positions); "known" is compiled for the capacity
+
+Sources: Dao et al. 2022, arXiv:2205.14135 (tiles); Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpjax import ops
+from dpjax.layers import attention as attention_layers
+from dpjax.layers import blocks
+from dpjax.models import stack
+
+DROP_RATES, DRAWS = (0.0, 0.2, 0.9), 16
+TOKENS_A_BOUNDARY = 5
+
+
+def draw(*shape: int, dtype: str = "float32") -> jax.Array:
+  return jnp.asarray(np.random.default_rng(math.prod(shape)).standard_normal(shape), dtype)
+
+
+def gradient(function: Callable, *arguments: Any) -> tuple:
+  """The result and the gradients of its sum by all arguments."""
+  result, pull = jax.vjp(function, *arguments)
+  return result, *pull(jnp.ones_like(result))
+
+
+def both(
+  name: str, base: str, functions: dict[str, Callable], *arguments: Any
+) -> Iterator[harness.Case]:
+  """A case for the result and one for the gradients."""
+  for kind in ("forward", "gradient"):
+    programs = {
+      key: harness.compiled(
+        function if kind == "forward" else functools.partial(gradient, function), *arguments
+      )
+      for key, function in functions.items()
+    }
+    yield harness.Case(f"{name}, {kind}", base, programs)
+
+
+def attend(x_btd: jax.Array, *_: Any, heads: int = 1) -> jax.Array:
+  """Masked self-attention of the inputs, without projections."""
+  q_bthe = x_btd.reshape(*x_btd.shape[:2], heads, -1)
+  return ops.causal_attention(q_bthe, q_bthe, q_bthe).reshape(x_btd.shape)
+
+
+def shift_and_sum(quick: bool) -> Iterator[harness.Case]:
+  for batch, length, width in (
+    [(2, 96, 24)] if quick else [(4, 512, 512), (1, 4096, 512), (1, 16384, 256)]
+  ):
+    gates = 0.3 * jax.nn.sigmoid(draw(batch, length, 1, ops.num_levels(length)))
+    for dtype in ("float32", "bfloat16"):
+      functions = {
+        name: functools.partial(ops.shift_and_sum, implementation=name)
+        for name in ("unrolled", "loop", "recompute", "matrix")
+      }
+      functions["copy"] = lambda values, gates: values + 1
+      functions["attention"] = lambda values, gates: ops.causal_attention(values, values, values)
+      name = f"shift_and_sum, B {batch} T {length} D {width}, {dtype}"
+      values = draw(batch, length, 1, width, dtype=dtype)
+      yield from both(name, "unrolled", functions, values, gates.astype(dtype))
+    values = values.astype("float32")
+    yield harness.Case(
+      f"shift_and_sum with levels dropped, B {batch} T {length} D {width}, gradient",
+      "p = 0.0",
+      {f"p = {rate}": dropped(values, gates, rate) for rate in DROP_RATES},
+    )
+
+
+def dropped(values: jax.Array, gates: jax.Array, rate: float) -> harness.Program:
+  """The gradient with levels dropped: seconds are the mean over draws."""
+  step = jax.jit(
+    lambda keep: gradient(lambda *x: ops.shift_and_sum(*x, level_keep=keep), values, gates)
+  )
+  generator = np.random.default_rng(0)
+  keeps = [jnp.asarray(generator.uniform(size=gates.shape[3]) >= rate) for _ in range(DRAWS)]
+  programs = [harness.compiled(step, keep) for keep in keeps]
+  return harness.Program(lambda: float(np.mean([program.run() for program in programs])))
+
+
+def plain_convolution(inputs: jax.Array, filters: jax.Array) -> jax.Array:
+  """The sum over the lags as one writes it first."""
+  places = jnp.arange(inputs.shape[1])
+
+  def body(result, lag_and_tap):
+    lag, tap = lag_and_tap
+    past = jnp.roll(inputs, lag, axis=1) * (places >= lag).astype(inputs.dtype)[None, :, None]
+    return result + (past @ tap if tap.ndim == 2 else past * tap), None
+
+  return jax.lax.scan(body, jnp.zeros_like(inputs), (places, filters))[0]
+
+
+def convolutions(rank: int, batch: int, length: int, width: int) -> Iterator[harness.Case]:
+  functions: dict[str, Callable] = {
+    name: functools.partial(ops.causal_convolution, implementation=name)
+    for name in ("toeplitz", "scan", "conv", "fft", "dft")
+  }
+  functions["plain"] = plain_convolution
+  for heads in (1, 32):
+    functions[f"attention, {heads} heads"] = functools.partial(attend, heads=heads)
+  filters = draw(*(length, width, width)[:rank])
+  name = f"convolution, rank {rank}, B {batch} T {length} D {width}"
+  yield from both(name, "toeplitz", functions, draw(batch, length, width), filters)
+
+
+def convolution(quick: bool) -> Iterator[harness.Case]:
+  shapes = [(16, 128), (64, 128), (2, 1024), (1, 4096)]
+  for rank in (1, 2, 3):
+    for batch, length in [(3, 24)] if quick else shapes:
+      yield from convolutions(rank, batch, length, 32 if quick else 128)
+
+
+def lengths(quick: bool) -> Iterator[harness.Case]:
+  for rank in (1, 2, 3):
+    shapes = [(max(1, 2048 // length), length) for length in 2 ** np.arange(3, 11 + (rank < 3))]
+    shapes += [(batch, length) for batch in (1, 4) for length in (16, 64, 256)]
+    for batch, length in [(2, 16)] if quick else shapes:
+      yield from convolutions(rank, int(batch), int(length), 32 if quick else 128)
+
+
+def attention(quick: bool) -> Iterator[harness.Case]:
+  shapes = {
+    "causal": [(4, 512, 1, 512), (2, 1024, 8, 64), (2, 2048, 8, 64)],
+    "relative": [(4, 512, 8, 64), (1, 2048, 8, 64), (1, 4096, 8, 64)],
+  }
+  for kind, cases in shapes.items():
+    for batch, length, heads, features in [(2, 48, 3, 8)] if quick else cases:
+      arguments = [draw(batch, length, heads, features) + i for i in range(3)]
+      if kind == "relative":
+        shape = heads, features
+        arguments += [draw(length, *shape), draw(*shape), draw(*shape)]
+      for rate in (0.0, 0.1):
+        functions = {
+          name: functools.partial(
+            getattr(ops, f"{kind}_attention"),
+            dropout_rate=rate,
+            dropout_key=jax.random.key(0) if rate else None,
+            block_size=size,
+          )
+          for name, size in {"whole": length, "tiles of 64": 64, "128": 128, "256": 256}.items()
+        }
+        name = f"{kind} attention, B {batch} T {length} H {heads} E {features}, dropout {rate}"
+        yield from both(name, "whole", functions, *arguments)
+
+
+def dense_weights(index_bt: jax.Array, num_segments: int, axis: int) -> jax.Array:
+  """[B, T, S], 1 where index[b, t] is the segment, over their sum along an axis."""
+  weights_bts = jax.nn.one_hot(index_bt, num_segments)
+  return weights_bts / jnp.maximum(jnp.sum(weights_bts, axis=axis, keepdims=True), 1e-9)
+
+
+def pooling(quick: bool) -> Iterator[harness.Case]:
+  for batch, length, width in (
+    [(3, 40, 16)] if quick else [(4, 512, 512), (2, 2048, 512), (8, 2048, 512)]
+  ):
+    boundaries, count = draw_boundaries(batch, length)
+    ends = jnp.cumsum(boundaries, axis=1)
+    size = f"B {batch} T {length} D {width}"
+    yield from both(
+      f"pool_segments, {size}",
+      "dense",
+      {
+        "dense": lambda x, b=boundaries, e=ends, n=count: jnp.einsum(
+          "btd,bts->bsd", x, dense_weights(e - b, n, 1)
+        ),
+        "segments": lambda x, b=boundaries, n=length: ops.pool_segments(x, b, n),
+        "segments, known": lambda x, b=boundaries, n=count: ops.pool_segments(x, b, n),
+      },
+      draw(batch, length, width),
+    )
+    yield from both(
+      f"upsample_segments, {size}",
+      "dense",
+      {
+        "dense": lambda x, e=ends, n=count: jnp.einsum(
+          "bsd,bts->btd", x, dense_weights(e, n + 1, 2)
+        ),
+        "segments": lambda x, b=boundaries: ops.upsample_segments(x, b),
+      },
+      draw(batch, count + 1, width),
+    )
+    if batch < 8:
+      yield middle_layers(batch, length, width, count + 1, quick)
+
+
+def draw_boundaries(batch: int, length: int) -> tuple[jax.Array, int]:
+  """[B, T], one boundary in five tokens; and the most segments of a row."""
+  is_end = np.random.default_rng(0).uniform(size=(batch, length)) < 1 / TOKENS_A_BOUNDARY
+  return jnp.asarray(is_end, jnp.int32), int(is_end.sum(axis=1).max())
+
+
+def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool) -> harness.Case:
+  """Gradients of the middle layers of the pooling paper's model."""
+  num_layers, num_heads, hidden_width = (2, 2, 32) if quick else (8, 8, 2048)
+  sizes = ops.capacities(length + 1, 3 if quick else 8)
+  mixer = functools.partial(
+    attention_layers.RelativeAttention, num_heads=num_heads, max_length=length + 1
+  )
+  block = functools.partial(
+    blocks.Block, make_mixer=mixer, hidden_width=hidden_width, activation="gelu"
+  )
+
+  class Middle(stack.nn.Module):
+    """The layers with the positions that they share."""
+
+    sizes: tuple[int, ...] = ()
+
+    @stack.nn.compact
+    def __call__(self, x_bsd, needed):
+      positions = attention_layers.SharedPositions(num_heads, name="relative_positions")
+      layers = stack.Stack(num_layers, block, has_positions=True)
+      return layers(
+        x_bsd,
+        name="middle",
+        deterministic=True,
+        positions=positions,
+        sizes=self.sizes,
+        needed=needed,
+      )
+
+  count, inputs = jnp.asarray(needed, jnp.int32), draw(batch, length + 1, width)
+  params = jax.jit(Middle().init)(jax.random.key(0), inputs[:, :2], count)
+
+  def program(sizes: tuple[int, ...], size: int) -> harness.Program | str:
+    def step(params, x):
+      return gradient(lambda p, x: Middle(sizes).apply(p, x, count), params, x)
+
+    return harness.compiled(step, params, inputs[:, :size])
+
+  return harness.Case(
+    f"middle layers, B {batch} T {length} D {width}, gradient",
+    "padded",
+    {
+      "padded": program((), length + 1),
+      "at capacity": program(tuple(sizes), length + 1),
+      "known": program((), next(size for size in sizes if size >= needed)),
+    },
+  )
+
+
+if __name__ == "__main__":
+  PARTS = (shift_and_sum, convolution, lengths, attention, pooling)
+  harness.main(__doc__, {part.__name__: part for part in PARTS}, name="ops")

@@ -1,0 +1,277 @@
+"""Training steps of the papers' models, beside PyTorch's and beside attention's.
+
+  python benchmarks/step.py --parts=dispatcher,extractors --out results/step
+
+A step is the gradient of the mean loss of a fixed batch, clipping where the paper clips, and an
+update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_models.py`, with the
+papers' dropout. Each program is a process of its own with the same parameters, batch, threads or
+GPU; ratios are to dpjax in float32. PyTorch runs eagerly, compiled, and with bfloat16 by autocast.
+Without PyTorch, dpjax is timed alone. The parts:
+
+  paper        the Dispatcher at its paper's batch, 20 x 512
+  dispatcher   the Dispatcher and masked self-attention, 4 x 512
+  extractors   2 layers of each Extractor, and attention of 32 heads, 64 x 128
+  hourglass    12 layers of relative attention, and 2 + 8 + 2 with segments of 4, 2 x 512
+  lengths      the Dispatcher beside attention, batch 1, over T: the Dispatcher paper's Fig. 2
+  factors      the pooling paper's model over the shortening factor, 1 x 2048: its Fig. 5
+
+"temporary_mib" is the compiler's plan beside parameters and Adam's moments; "grown_mib" is how much
+the process has grown since it was ready, less Adam's moments where the first step makes them.
+"utilisation" is the share of a large matrix product's rate that the step's products reach.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import harness
+
+# The settings of a model in one flat table, for both sides; a component of dpjax takes its own.
+DEFAULTS: dict[str, Any] = dict(
+  mixer="dispatcher",
+  vocab_size=0,
+  num_layers=6,
+  width=512,
+  feed_forward_width=512,
+  num_heads=1,
+  max_length=512,
+  num_levels=0,
+  attention_bias=True,
+  adjustment=True,
+  output_projection=True,
+  norm="post",
+  positions="sinusoidal",
+  activation="relu",
+  dropout=0.0,
+  hidden_dropout=0.0,
+  mixer_dropout=0.0,
+  init_std=0.0,
+  norm_init_std=0.0,
+  boundaries="none",
+  first_layers=2,
+  last_layers=2,
+  shortening_factor=2,
+  space_ids=(),
+)
+SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
+# Sec. 3.3 of the Dispatcher's paper; its vocabulary is Penn Treebank's.
+DISPATCHER = dict(
+  model=DEFAULTS | dict(vocab_size=8_558, dropout=0.2, hidden_dropout=0.2, mixer_dropout=0.2),
+  optimizer=dict(name="adam", learning_rate=1e-4, clip_norm=0.5),
+)
+# Sec. 6, Table 1 of the Extractors' paper, with 2 of 18 layers.
+EXTRACTORS = dict(
+  model=DEFAULTS
+  | dict(vocab_size=5000, num_layers=2, width=128, max_length=128, norm="pre", dropout=0.1)
+  | dict(positions="learned", init_std=0.01, attention_bias=False),
+  optimizer=dict(name="adamw", learning_rate=1e-3, clip_norm=0.0, weight_decay=0.01),
+)
+# Sec. 4.2 of the pooling paper.
+POOLING = dict(
+  model=DEFAULTS
+  | dict(mixer="relative_attention", vocab_size=27, num_layers=12, feed_forward_width=2048)
+  | dict(num_heads=8, positions="none", activation="gelu", init_std=0.02, norm_init_std=0.02)
+  | dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1),
+  optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25),
+)
+# How PyTorch computes an Extractor.
+FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
+
+
+def settings_of(paper: Mapping, batch: int, quick: bool = False, **model: Any) -> dict[str, Any]:
+  """What a process is told: the model, the optimizer and the batch."""
+  given = paper["model"] | model
+  if quick:
+    given |= {key: value for key, value in SMALL.items() if key not in model}
+    given |= {"max_length": min(given["max_length"], 24), "num_heads": min(given["num_heads"], 2)}
+    batch = 2
+  return {"model": given, "optimizer": paper["optimizer"], "batch": batch}
+
+
+def pooled(factor: int, quick: bool = False) -> dict[str, Any]:
+  layers = dict(num_layers=1 if quick else 8, first_layers=2, last_layers=2)
+  return dict(boundaries="fixed", shortening_factor=factor, **layers)
+
+
+def serve_jax(settings: Mapping) -> None:
+  """A training step of dpjax, as a process."""
+  import jax
+  import numpy as np
+
+  from dpjax import config
+  from dpjax.models.build import build_boundaries, build_model
+  from dpjax.training import losses, operations, sharding
+  from dpjax.training import step as training
+  from dpjax.training.optimizer import make_optimizer
+
+  device = jax.devices()[0]
+  mesh = sharding.make_mesh([device])
+  of_model = config.from_dict({"model": settings["model"] | {"dtype": settings["dtype"]}}).model
+  model = build_model(of_model)
+  given = dict(settings["optimizer"])
+  optimizer = make_optimizer(given.pop("name"), given.pop("learning_rate"), **given)
+  objective = losses.Objective(build_boundaries(of_model))
+  text = harness.draw_text(settings["batch"], of_model.max_length, of_model.vocab_size)
+  batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+  batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
+  batch = sharding.put_batch(batch, mesh)
+  abstract = training.abstract_state(model, optimizer, 0, mesh)
+  rate = operations.product_rate(of_model.dtype)
+  has_pooling = bool(objective.boundaries)
+  utilisation = operations.Utilisation(
+    model, abstract.params, of_model.max_length, has_pooling, rate
+  )
+  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+  start = time.perf_counter()
+  step = training.jit_train_step(model, optimizer, places, mesh, objective=objective)
+  step = step.lower(abstract, batch).compile()
+  seconds = time.perf_counter() - start
+  state = training.jit_init(model, optimizer, 0, mesh)
+  ready = harness.peak_mib()
+
+  def run() -> dict[str, Any]:
+    nonlocal state
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    seconds = time.perf_counter() - start
+    segments = float(metrics["segments"] / metrics["rows"]) if "segments" in metrics else 0.0
+    done = utilisation.operations(segments) * text[:, 1:].size
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+      "seconds": seconds,
+      "loss": float(metrics["nats"] / metrics["count"]),
+      "utilisation": done / seconds / rate,
+      "grown_mib": harness.peak_mib() - ready if peak is None else peak / 2**20,
+    }
+
+  facts = {
+    "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params)),
+    "version": jax.__version__,
+    "compile_seconds": seconds,
+    "temporary_mib": step.memory_analysis().temp_size_in_bytes / 2**20,
+  }
+  harness.serve(facts, run)
+
+
+def torch_ways() -> dict[str, dict[str, Any]]:
+  """How PyTorch runs, by name; none without it."""
+  if importlib.util.find_spec("torch") is None:
+    return {}
+  ways = {"PyTorch": {}, "PyTorch, compiled": {"compile": True}}
+  return ways | {f"{name}, bfloat16": way | {"dtype": "bfloat16"} for name, way in ways.items()}
+
+
+def programs(settings: Mapping, stack: contextlib.ExitStack) -> dict[str, harness.Program]:
+  """Both libraries in all their ways: the same model in processes of their own."""
+  import jax
+
+  device = jax.default_backend()
+  settings = settings | {"device": "cuda" if device == "gpu" else device, "dtype": "float32"}
+  settings |= {"compile": False}
+  here = pathlib.Path(__file__).resolve()
+  told = {"dpjax": ("jax", {}), "dpjax, bfloat16": ("jax", {"dtype": "bfloat16"})}
+  for form in FORMS.get(settings["model"]["mixer"], ("",)):
+    for name, way in torch_ways().items():
+      told[f"{name}, {form}".strip(", ")] = "torch", way | {"extraction": form}
+  found = {}
+  for name, (side, way) in told.items():
+    way = dict(way)
+    form = {"extraction": way.pop("extraction")} if way.get("extraction") else {}
+    text = json.dumps(settings | way | {"model": settings["model"] | form})
+    command = (
+      [here, "--serve", text] if side == "jax" else [here.with_name("torch_models.py"), text]
+    )
+    process = harness.Process(map(str, command), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    stack.callback(process.close)
+    found[name] = as_program(process)
+  counts = {program.facts["parameters"] for program in found.values()}
+  if len(counts) > 1:
+    raise RuntimeError(f"parameters: expected one number for all programs, got {counts}")
+  return found
+
+
+def as_program(process: harness.Process) -> harness.Program:
+  """A process as a program; its facts become those of its last run."""
+  facts = process.read()
+
+  def run() -> float:
+    answer = process.ask()
+    if not math.isfinite(answer["loss"]):
+      raise RuntimeError(f"loss: expected a finite number, got {answer['loss']}")
+    facts.update(answer)
+    return facts.pop("seconds")
+
+  run()  # PyTorch compiles, and makes Adam's moments.
+  return harness.Program(run, facts)
+
+
+def case(name: str, settings: Mapping) -> Iterator[harness.Case]:
+  """One case; its processes end after it was measured."""
+  with contextlib.ExitStack() as stack:
+    yield harness.Case(name, "dpjax", programs(settings, stack))
+
+
+def beside(name: str, base: str, models: Mapping[str, Mapping]) -> Iterator[harness.Case]:
+  """Models of dpjax and of PyTorch side by side, the base's first."""
+  with contextlib.ExitStack() as stack:
+    found = {}
+    for model, settings in models.items():
+      of_model = programs(settings, stack)
+      found |= {f"{model}, {side}": program for side, program in of_model.items()}
+    yield harness.Case(name, f"{base}, dpjax", found)
+
+
+def paper(quick: bool) -> Iterator[harness.Case]:
+  yield from case("Dispatcher, 20 x 512", settings_of(DISPATCHER, 20, quick))
+
+
+def dispatcher(quick: bool) -> Iterator[harness.Case]:
+  for mixer in ("dispatcher", "attention"):
+    yield from case(f"{mixer}, 4 x 512", settings_of(DISPATCHER, 4, quick, mixer=mixer))
+
+
+def extractors(quick: bool) -> Iterator[harness.Case]:
+  for mixer in FORMS:
+    yield from case(f"{mixer.upper()}, 64 x 128", settings_of(EXTRACTORS, 64, quick, mixer=mixer))
+  settings = settings_of(EXTRACTORS, 64, quick, mixer="attention", num_heads=32)
+  yield from case("attention, 32 heads, 64 x 128", settings)
+
+
+def hourglass(quick: bool) -> Iterator[harness.Case]:
+  yield from case("relative attention, 2 x 512", settings_of(POOLING, 2, quick))
+  yield from case("segments of 4, 2 x 512", settings_of(POOLING, 2, quick, **pooled(4, quick)))
+
+
+def lengths(quick: bool) -> Iterator[harness.Case]:
+  for length in (16, 32) if quick else (512, 1024, 2048, 4096, 8192):
+    models = {
+      name: settings_of(DISPATCHER, 1, quick, mixer=mixer, max_length=length)
+      for name, mixer in {"Dispatcher": "dispatcher", "attention": "attention"}.items()
+    }
+    yield from beside(f"1 x {length}", "attention", models)
+
+
+def factors(quick: bool) -> Iterator[harness.Case]:
+  size = dict(max_length=24 if quick else 2048)
+  models = {"no pooling": settings_of(POOLING, 1, quick, **size)}
+  for factor in (2, 3, 4):
+    models[f"factor {factor}"] = settings_of(POOLING, 1, quick, **pooled(factor, quick), **size)
+  yield from beside("1 x 2048", "no pooling", models)
+
+
+if __name__ == "__main__":
+  os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # Processes share a GPU.
+  if sys.argv[1:2] == ["--serve"]:
+    serve_jax(json.loads(sys.argv[2]))
+  else:
+    PARTS = (paper, dispatcher, extractors, hourglass, lengths, factors)
+    harness.main(__doc__, {part.__name__: part for part in PARTS}, name="step", max_seconds=240.0)
