@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 import matplotlib
 import numpy as np
-import timing
 from trajectories import ATTENTION, BATCH, LENGTH, LOWER_PEAK, OWN_PEAK, POOLING, SIZES
 
 from dpjax.analysis import style
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       f"work: expected a folder with runs of benchmarks/trajectories.py, got {given.work}"
     )
   given.out.mkdir(parents=True, exist_ok=True)
-  described = timing.describe_machine()
+  described = harness.describe_machine()
   machine = {key: described[key] for key in ("device", "processor", "cores", "jax")}
   for experiment, (make, draw) in EXPERIMENTS.items():
     files = sorted(given.work.glob(f"{experiment}-*.json"))

@@ -3,6 +3,6 @@
 import sys
 from pathlib import Path
 
-# Where configs/ is, and the benchmarks' modules, of which none is installed.
-_ROOT = Path(__file__).parents[1]
-sys.path += [path for path in (str(_ROOT), str(_ROOT / "benchmarks")) if path not in sys.path]
+# configs/ is not installed.
+_ROOT = str(Path(__file__).parents[1])
+sys.path += [_ROOT] * (_ROOT not in sys.path)

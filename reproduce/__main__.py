@@ -1,111 +1,148 @@
-r"""Runs the papers' tables and figures, and reports ours beside theirs.
+r"""Trains the rows of the papers' tables and puts our numbers beside the papers'.
 
-  python -m reproduce extractors-table7
-  python -m reproduce pooling-table1 --scale=cpu --seeds=3 --data=texts
-  python -m reproduce all --scale=paper --data=texts --minutes=25 --minutes_each=4
-  python -m reproduce report
+  python -m reproduce pooling-table2 --scale=tiny
+  python -m reproduce pooling-table1 --scale=cpu --seeds=0,1,2 --data=texts
+  python -m reproduce all --scale=paper --data=texts
 
-The first word is a table's name, or several with commas between them, or "all", the most
-valuable first. What is finished, by the reports in --out, is not done again, and a run that
-was stopped goes on. "report" writes docs/reproduce.md anew, from results/reproduce.
+The first word is a table's name, several with commas between them, or "all". Each row and seed is a
+run in a folder of its own below --runs, as dpjax train makes it: started again, it resumes. The
+report, OUT/TABLE_SCALE.json and .md, is written after each run.
 
-Status 1: some of it has no result, and not for want of time. 128 + a signal's number: the
-signal ended it.
+  paper  the paper's settings        cpu  small models, few steps, the same texts
+  tiny   seconds, on Python's manual
+
+Status 1: a row has no result.
 """
 
-import math
-import os
+import json
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 
+from dpjax import run as run_lib
+from dpjax.analysis import costs, folders
 from dpjax.commands import flags as command_line
-from dpjax.errors import Interrupted, UserError
-from reproduce import papers
-
-PAGE = Path("docs/reproduce.md")
+from dpjax.config import ConfigDict
+from dpjax.data.making import write_json
+from dpjax.errors import UserError
+from dpjax.training.loop import NonFiniteError
+from reproduce import papers, scales
+from reproduce import report as report_lib
 
 flags.adopt_module_key_flags(command_line)
-_FLAGS = (
-  flags.DEFINE_string(
-    "scale", "paper", "paper; or cpu, small models; or tiny, seconds on Python's manual"
-  ),
-  flags.DEFINE_integer("seeds", 1, "runs of each experiment, of seeds 0, 1, ..."),
-  flags.DEFINE_string(
-    "data",
-    "",
-    "a folder of texts, each a folder or .txt file by its corpus's name (with "
-    "_LANGUAGE, where it has several; a stand-in's goes on after that), and of vocabularies "
-    "in its folder vocabularies; empty: what is missing is downloaded into data/",
-  ),
-  flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made"),
-  flags.DEFINE_string("out", "results/reproduce", "where the reports are written"),
-  flags.DEFINE_float("minutes", 0.0, "no step is begun after so many; 0: no limit"),
-  flags.DEFINE_float(
-    "minutes_each", 0.0, "nor one of a run that took so many in this call; 0: no limit"
-  ),
+_SCALE = flags.DEFINE_enum("scale", "paper", scales.SCALES, "the size of models, texts and runs")
+_SEEDS = flags.DEFINE_list("seeds", ["0"], "the seeds of each row, with commas between them")
+_DATA = flags.DEFINE_string(
+  "data",
+  "",
+  "a folder of texts, each a folder or .txt file by its corpus's name (with _LANGUAGE, where it "
+  "has several; the name of a stand-in goes on after that), and of vocabularies in its folder "
+  "vocabularies; empty: what is missing is downloaded into data/",
 )
+_RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
+_OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
 
 
 def main(names: str) -> None:
-  """Does what is missing of the tables, and prints their reports."""
-  # Loaded once the flags are known to be right, as JAX takes a while.
-  import jax
-
-  from reproduce import pages, report, scales, work
-
-  given: dict[str, Any] = {flag.name: flag.value for flag in _FLAGS}
-  if names == "report":
-    contents = report.read(given["out"])
-    if not contents:
-      raise UserError(f"out: expected a folder with reports, got {given['out']} without")
-    if not PAGE.parent.is_dir():
-      raise UserError(
-        f"report: expected to be started in the repository of dpjax, where {PAGE} is, got "
-        f"{Path.cwd()}"
-      )
-    report.replace(PAGE, pages.page(contents))
-    print(f"{pages.headline(contents)}\n{PAGE}")
-    return
+  """Trains what the flags name, and prints the reports."""
   tables = papers.find(names)
-  for name, is_right, expected in (
-    ("scale", given["scale"] in scales.SCALES, f"one of {', '.join(scales.SCALES)}"),
-    ("seeds", 1 <= given["seeds"] <= 1000, "at least 1 and at most 1,000"),
-    ("minutes", 0 <= given["minutes"] < math.inf, "at least 0"),
-    ("minutes_each", 0 <= given["minutes_each"] < math.inf, "at least 0"),
-    ("data", not given["data"] or Path(given["data"]).is_dir(), "a folder of texts"),
-  ):
-    if not is_right:
-      raise UserError(f"{name}: expected {expected}, got {given[name]}")
-  if jax.process_count() > 1:
-    raise UserError(f"num_processes: expected 1, got {jax.process_count()}")
-  job, stopped = work.Work(tables, **given), None
+  if not all(seed.isdecimal() for seed in _SEEDS.value) or not _SEEDS.value:
+    raise UserError(f"seeds: expected integers of at least 0, got {','.join(_SEEDS.value)}")
+  if _DATA.value and not Path(_DATA.value).is_dir():
+    raise UserError(f"data: expected a folder of texts, got {_DATA.value}")
+  missing = 0
+  for table in tables:
+    report = _report(table)
+    # A row that others start from comes first.
+    firsts = {row.after for row in table.rows}
+    for row in sorted(table.rows, key=lambda row: 2 * bool(row.after) - (row.name in firsts)):
+      for seed in _SEEDS.value:
+        report["rows"][row.name]["runs"][seed] = _run(row, table, int(seed))
+        _write(table, report)
+    print("\n" + report_lib.markdown(table, report))
+    runs = [run for row in report["rows"].values() for run in row["runs"].values()]
+    missing += sum("left_out" in run for run in runs)
+  if missing:
+    sys.exit(f"{missing} runs have no result")
+
+
+def configure(row: papers.Row, seed: int) -> tuple[ConfigDict, Path]:
+  """The configuration of a run and its folder.
+
+  Raises:
+    ValueError: its text is not in the folder of texts.
+  """
+  config = scales.configure(row.config, _SCALE.value)
+  config.seed = seed
+  text, path = scales.find_text(config, _DATA.value)
+  if path is not None:
+    config.data.path = str(path.resolve())
+    config.data.manual_dir = str(Path(_DATA.value, "vocabularies"))
+    config.data.language = config.data.language if config.data.clean else ""
+  config.data.data_dir = str(Path(_RUNS.value, "data"))
+  slug = row.config.removeprefix("configs/").replace(".py", "").replace(":", "_")
+  return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{seed}")
+
+
+def _run(row: papers.Row, table: papers.Table, seed: int) -> dict[str, Any]:
+  """Trains one row with one seed: its scores, or why there are none."""
   try:
-    job.run()
-  except Interrupted as error:
-    stopped = error
-  for content in job.write():
-    print(f"\n{pages.markdown(content)}")
-  print(f"\nThe reports are in {given['out']}.")
-  if stopped is not None:
-    raise stopped
-  if missing := job.without_result():
-    sys.exit("\n".join([f"{len(missing)} without a result:", *missing]))
+    config, folder = configure(row, seed)
+    if row.after:
+      (first,) = (other for other in table.rows if other.name == row.after)
+      config.train.initial_run = str(configure(first, seed)[1].resolve())
+    print(f"\n{row.name}, seed {seed}: {folder}", flush=True)
+    run, scores = run_lib.train(config, folder)
+    losses = folders.read_losses(folder)
+    every = min(config.train.median_every_steps, len(losses))
+    scores["median_cost"] = costs.last_median(losses, every)
+    jax.clear_caches()  # Otherwise a process keeps the programs of all its models.
+    sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
+    return {"scores": scores, "step": len(losses), "best_step": run.step, "parameters": sum(sizes)}
+  except (UserError, NonFiniteError, OSError) as error:
+    print(error, file=sys.stderr, flush=True)
+    return {"left_out": " ".join(str(error).split())}
 
 
-def _start(arguments: Sequence[str]) -> None:
-  # A GPU is shared with the processes whose steps are timed.
-  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  if not arguments or arguments[0].startswith("-"):
-    if not {"--help", "--helpfull", "-h"} & {*arguments}:
-      sys.exit("TABLE: expected a name, all or report as the first word, got none; --help has more")
-  else:
-    del sys.argv[1]
-  command_line.start(lambda _: main(arguments[0]))
+def _report(table: papers.Table) -> dict[str, Any]:
+  """A report without runs."""
+  return {
+    "table": table.name,
+    "source": table.source,
+    "scale": _SCALE.value,
+    "command": " ".join(["python", *sys.orig_argv[1:]]),
+    "machine": f"{jax.device_count()} {jax.devices()[0].device_kind}, {platform.processor()}",
+    "versions": {name: metadata.version(name) for name in ("dpjax", "jax", "flax", "optax")},
+    "rows": {
+      row.name: {
+        "config": row.config,
+        "changes": scales.changes(row.config, _SCALE.value),
+        "paper": dict(row.paper),
+        "runs": {},
+      }
+      for row in table.rows
+    },
+  }
+
+
+def _write(table: papers.Table, report: Mapping[str, Any]) -> None:
+  path = Path(_OUT.value, f"{table.name}_{_SCALE.value}.json")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_json(path, json.loads(json.dumps(report)))
+  path.with_suffix(".md").write_text(report_lib.markdown(table, report), encoding="utf-8")
 
 
 if __name__ == "__main__":
-  _start(sys.argv[1:])
+  if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+    if not {"--help", "--helpfull", "-h"} & {*sys.argv}:
+      sys.exit("TABLE: expected a name or all as the first word, got none; --help has more")
+    command_line.start(lambda _: None)
+  else:
+    table_names = sys.argv.pop(1)
+    command_line.start(lambda _: main(table_names))

@@ -1,7 +1,6 @@
 """What the three papers report, and the configuration of ours behind each number.
 
-A row whose number the paper only draws has none, and its table's claims say what the text
-says of it.
+Rows that the paper only plots have no number; `claims` quotes its text.
 
 Sources: Cetoli, CLASP 2022, aclanthology.org/2022.clasp-1.3; Chen 2023, arXiv:2308.07661;
 Nawrot et al. 2023, arXiv:2211.09761.
@@ -17,17 +16,21 @@ from dpjax.errors import UserError
 PERPLEXITY = "perplexity"
 BITS = "bits_per_character"
 FACTOR = "shortening_factor"
-AUTHORS = "perplexity_authors_protocol"  # of `benchmarks/table1_ptb.py` alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
   """One experiment.
 
-  `config` is "FILE:VARIANT" of configs/. Rows of one `group` share a text and are compared.
-  `paper` has the paper's numbers by score; starred ones it found better than its baselines,
-  p < 0.05. `after` is the name of the row whose parameters it begins with, or "", and
-  `place` its place on a figure's axis.
+  Attributes:
+    name: unique in its table.
+    label: the paper's name for it.
+    config: "FILE:VARIANT" of configs/.
+    group: rows of one group share a text and are compared.
+    paper: the paper's numbers, by score.
+    is_starred: whether the paper found it better than its baselines, p < 0.05.
+    after: the name of the row whose parameters it starts from, or "".
+    place: its place on a figure's axis, or None.
   """
 
   name: str
@@ -44,9 +47,14 @@ class Row:
 class Table:
   """A table or a figure of a paper.
 
-  Rows are compared by the first of the `scores`. Those whose names end in one of the
-  `baselines` are what others are tested against, by paired t-tests over seeds. The `kind`
-  is "runs", "counts" or "step_times".
+  Attributes:
+    name: PAPER-tableN or PAPER-figN.
+    title: what it shows.
+    claims: what the paper says of it.
+    scores: the scores that are reported; rows are compared by the first.
+    rows: the experiments.
+    baselines: ends of the names of rows that others are tested against.
+    axis: what a row's `place` is; "" without one.
   """
 
   name: str
@@ -56,7 +64,6 @@ class Table:
   rows: tuple[Row, ...] = ()
   baselines: tuple[str, ...] = ()
   axis: str = ""
-  kind: str = "runs"
 
   @property
   def source(self) -> str:
@@ -191,17 +198,6 @@ def _extractors(figure: str, title: str, claim: str, labels=_EXTRACTORS, places=
   return Table(f"extractors-{figure}", title, (claim,), scores, tuple(rows), axis=axis)
 
 
-COUNTS = ("multiplications", "additions", "divisions", "exponentiations", "parameters")
-# Table 7, by the names of `dpjax.analysis.complexity.table`: `COUNTS`.
-TABLE_7 = {
-  "attention, 1 head": (10_502_144, 10_420_096, 16_512, 8_256, 65_536),
-  "attention, 32 heads": (10_502_144, 10_416_128, 528_384, 264_192, 65_536),
-  "SHE": (139_476_992, 139_411_456, 0, 0, 2_129_920),
-  "HE": (7_364_608, 7_282_688, 0, 0, 65_536),
-  "WE": (5_267_456, 5_201_920, 0, 0, 49_152),
-  "ME": (1_056_768, 1_040_384, 0, 0, 128),
-}
-
 _TABLES = (
   Table(
     "dispatcher-table1",
@@ -210,17 +206,9 @@ _TABLES = (
       "The Dispatcher is ahead of masked self-attention on PTB, WikiText2 and 1BW, and "
       "behind it on WikiText103 (Sec. 3.5).",
     ),
-    (PERPLEXITY, AUTHORS, "perplexity_per_word"),  # WordPiece loses text, so there are no bits.
+    (PERPLEXITY, "perplexity_per_word"),  # WordPiece loses text, so there are no bits.
     tuple(_dispatcher_rows()),
   ),
-  Table(
-    "dispatcher-fig2",
-    "Seconds of a training step over the number of tokens",
-    ("The Dispatcher's time grows far more slowly than that of masked self-attention.",),
-    axis="tokens",
-    kind="step_times",
-  ),
-  Table("extractors-table7", "Operations and parameters of a layer, d and l 128", kind="counts"),
   _extractors(
     "fig7",
     "Training costs of self-attention by its heads",
@@ -284,24 +272,8 @@ _TABLES = (
     tuple(_pooling_fig4_rows()),
     axis="layers",
   ),
-  Table(
-    "pooling-fig5",
-    "Time and memory of a training step over the shortening factor",
-    (
-      "Factor 2: over 40% less time and memory; factor 4: 2.5 times faster, 50% to 60% less "
-      "memory.",
-    ),
-    axis="shortening factor",
-    kind="step_times",
-  ),
 )
 TABLES = {table.name: table for table in _TABLES}
-# The most valuable first, for a limited time.
-BY_VALUE = (
-  "extractors-table7 dispatcher-table1 extractors-fig8 pooling-table1 dispatcher-fig2 "
-  "pooling-fig5 pooling-table2 pooling-fig3 extractors-fig11 extractors-fig10 extractors-fig7 "
-  "pooling-fig4"
-).split()
 
 
 def find(names: str) -> list[Table]:
@@ -310,12 +282,11 @@ def find(names: str) -> list[Table]:
   Raises:
     ValueError: one has no table.
   """
-  chosen = BY_VALUE if names == "all" else dict.fromkeys(names.split(","))
+  chosen = [*TABLES] if names == "all" else [*dict.fromkeys(names.split(","))]
   for name in chosen:
     if name not in TABLES:
       near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
       raise UserError(
-        f"TABLE: expected all, report, or of {', '.join(TABLES)}, "
-        f"got {name!r}; the nearest is {near}"
+        f"TABLE: expected all or some of {', '.join(TABLES)}, got {name!r}; the nearest is {near}"
       )
   return [TABLES[name] for name in chosen]

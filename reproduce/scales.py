@@ -118,17 +118,11 @@ def configure(name: str, scale: str) -> ConfigDict:
 
 
 def changes(name: str, scale: str) -> dict[str, list]:
-  """What a configuration has otherwise than the paper at a scale, as `differences`."""
-  return differences(name, configure(name, scale))
+  """The settings in which a scale differs from the paper: {"model.width": [512, 128]}.
 
-
-def differences(name: str, config: ConfigDict) -> dict[str, list]:
-  """What `config` has otherwise than the paper's "FILE:VARIANT": {"model.width": [512, 128]}.
-
-  What changes no number is left out: places, the seed, samples. A setting that `config` does
-  not have is None.
+  Places, seeds and samples, which change no number, are left out. None: not a setting there.
   """
-  there, here = map(config_lib.flatten, (load(name), config))
+  there, here = (config_lib.flatten(x) for x in (load(name), configure(name, scale)))
   found = {
     key: [there[key], here.get(key)]
     for key in there

@@ -6,7 +6,6 @@ import json
 import pkgutil
 import re
 import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -15,13 +14,7 @@ from matplotlib import text
 from scipy import stats
 
 import dpjax
-from dpjax.layers import extractors
-from dpjax.ops.causal_convolution import choose_implementation
-from reproduce import pages, papers, report
 from tests import helpers, test_imports
-
-sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
-import training_step  # noqa: E402
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = helpers.ROOT / "docs"
@@ -35,168 +28,6 @@ def assert_said(*words: str, page: str = RESULTS) -> None:
 
 def result(name: str) -> dict:
   return json.loads((helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
-
-
-def rows_of_shift_and_sum():
-  for case in result("shift_and_sum")["cases"]:
-    gradient, ours = case["gradient"], case["gradient"]["recompute"]
-    dropped = case["level_dropout"]["0.9"]["ratio_to_none_dropped"]
-    assert dropped <= 0.6
-    yield (
-      f"| {case['batch']}, {case['length']}, {case['width']} "
-      f"| {case['forward']['recompute']['ratio']:.2f} | {ours['ratio']:.2f} "
-      f"| {gradient['unrolled']['temporary_mib']:.0f} → {ours['temporary_mib']:.0f} MiB "
-      f"| {dropped:.2f} |"
-    )
-
-
-def test_what_is_said_of_the_dispatchers_steps_is_measured():
-  rows = result("training_step")["parts"]["lengths"]["rows"]
-  over = {
-    row["length"]: row["over_attention"]
-    for row in rows
-    if (row["name"], row["side"]) == ("dispatcher", "jax") and "left_out" not in row
-  }
-  words = f"{over[512]:.2f} of its time at T = 512, {over[4096]:.2f} at 4,096"
-  assert_said(words)
-  assert_said(words, page=README)
-  assert all(ratio < 1 for ratio in over.values() if ratio)
-
-
-STEPS = {
-  ("paper", "dispatcher"): "6 Dispatcher layers, 20 x 512",
-  ("dispatcher", "dispatcher"): "the same, 4 x 512",
-  ("dispatcher", "attention"): "6 layers of masked self-attention, 4 x 512",
-  **{
-    ("extractors", mixer): f"2 layers of {mixer.upper()}, 64 x 128" for mixer in training_step.FORMS
-  },
-  ("extractors", "attention"): "2 layers of attention, 32 heads, 64 x 128",
-  ("hourglass", "vanilla"): "12 layers of relative attention, 2 x 512",
-  ("hourglass", "fixed 4"): "2 + 8 + 2 layers, segments of 4, 2 x 512",
-}
-
-
-def steps(part, name, condition):
-  """A model's step of training with dropout."""
-  for row in result("training_step")["parts"][part]["rows"][condition]:
-    if (row["name"], row["command"]) == (name, "train") and row["dropout"]:
-      return row
-
-
-def over_torch(row):
-  """Over the fastest form of PyTorch."""
-  return max(row["over"].values())
-
-
-def rows_of_training_steps():
-  for key, label in STEPS.items():
-    quiet, busy = (steps(*key, x) for x in (training_step.QUIET, training_step.BUSY))
-    share = quiet["sides"]["jax"]["utilisation"]
-    yield f"| {label} | {over_torch(quiet):.2f} | {over_torch(busy):.2f} | {share:.2f} |"
-
-
-def rows_of_flags():
-  quiet, busy = result("training_step")["parts"]["flags"]["rows"].values()
-  for x, y in zip(quiet[1:], busy[1:], strict=True):
-    side, usual = x["sides"]["jax"], quiet[0]["sides"]["jax"]
-    memory = side["temporary_mib"] / usual["temporary_mib"]
-    yield (
-      f"| {x['name']} | {x['over_baseline']['jax']:.2f} | {y['over_baseline']['jax']:.2f} "
-      f"| {memory:.2f} |"
-    )
-
-
-def rows_of_attention():
-  for case in result("attention")["cases"]:
-    ours = case["forms"]["blocks 128"]
-    yield (
-      f"| {case['name']} | {case['batch']}, {case['length']}, {case['heads']} "
-      f"| {case['rate']:g} | {ours['ratio']:.2f} | {ours['temporary_mib_ratio']:.2f} |"
-    )
-
-
-def rows_of_causal_convolution():
-  names = {1: "ME", 2: "WE, HE", 3: "SHE"}
-  for case in result("causal_convolution")["cases"]:
-    rank, batch, length, width = (case[x] for x in ("rank", "batch", "length", "width"))
-    chosen = choose_implementation(rank, batch, length, "cpu", 1)
-    rows = case["gradient"]["implementations"]
-    ours = rows[chosen]
-    ratios = [ours.get(f"ratio_to_{base}") for base in ("plain", "toeplitz")]
-    over_scan, over_toeplitz = ("-" if x is None else f"{x:.3f}" for x in ratios)
-    memory = f"{ours['temporary_mib']:.0f} MiB"
-    if "plain" in rows:
-      memory = f"{rows['plain']['temporary_mib']:.0f} → {memory}"
-    yield (
-      f"| {names[rank]} | {batch}, {length}, {width} | `{chosen}` "
-      f"| {ours['milliseconds']:.1f} ms | {over_scan} | {over_toeplitz} | {memory} |"
-    )
-
-
-def rows_of_generation():
-  names = {
-    "dispatcher": "Dispatcher",
-    "we": "WE",
-    "attention": "attention",
-    "relative_attention": "relative attention",
-  }
-  for row in result("generation")["models"]:
-    yield (
-      f"| {names[row['name']]} | {row['length']} | {row['tokens_per_second']:.0f} "
-      f"| {1e6 / row['recomputing']['microseconds']:.2g} | {row['times_faster']:.0f} "
-      f"| {row['cache_mib']:.0f} MiB |"
-    )
-
-
-def test_what_is_said_of_generation_is_what_its_benchmark_found():
-  measured = result("generation")
-  rows = measured["operators"]["rows"]
-  assert all(bar["met"] for bar in measured["bars"])
-  short, long = (x for x in rows if x["name"] == "dispatcher")
-  (over,) = (x["over_plain"] for x in rows if (x["name"], x["cache"]) == ("we", "online"))
-  ratios = [f"{row['over_vanilla']:.2f}" for row in measured["pooling"]]
-  assert_said(
-    f"{short['microseconds']:.0f} and {long['microseconds']:.0f} microseconds a token at "
-    f"T = 512 and 4096, {short['times_faster']:.0f} and {long['times_faster']:.0f} times "
-    "less than the whole sum",
-    f"{over:.2f} of the plain one's time for 4,096 tokens of WE",
-    f"in {', '.join(ratios[:-1])} and {ratios[-1]} of the time",
-  )
-  assert measured["operators"]["online_pays_from"] == extractors.ONLINE_LENGTH
-
-
-def rows_of_pooling():
-  for case in result("pooling")["cases"]:
-    if case["dtype"] == "float32":
-      operators = case["operators"]
-      numbers = [
-        f"{operators[name][kind]['segments_known']['ratio']:.2f}"
-        for name in ("pool", "upsample")
-        for kind in ("forward", "backward")
-      ]
-      shape = f"{case['batch']}, {case['length']}, {case['width']}"
-      yield f"| {shape} | {' | '.join(numbers)} |"
-
-
-def rows_of_the_middle():
-  for case in result("pooling")["cases"]:
-    if case["middle"]:
-      rows = case["middle"]["implementations"]
-      ours = rows["run_at_capacity"]
-      yield (
-        f"| {case['batch']}, {case['length']}, {case['width']} | {ours['ratio']:.2f} "
-        f"| {ours['ratio_known']:.2f} | {rows['padded']['temporary_mib']:.0f} → "
-        f"{ours['temporary_mib']:.0f} MiB |"
-      )
-
-
-ROWS = [function for name, function in [*globals().items()] if name.startswith("rows_of")]
-
-
-@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.__name__)
-def test_the_tables_are_those_of_the_results(rows):
-  assert (found := [*rows()])
-  assert [row for row in found if row not in RESULTS] == []
 
 
 def rows_of_recall():
@@ -220,20 +51,6 @@ def test_the_page_on_probes_has_their_accuracies():
   found = result("probes")
   assert {row["seeds"] for row in found["results"]} == {3}
   assert_said(*(f"{task} {chance:.3f}" for task, chance in found["chance"].items()), page=page)
-
-
-def test_the_papers_numbers_and_ours_are_those_of_the_reports():
-  contents = report.read(helpers.ROOT / "results/reproduce")
-  assert {content["table"] for content in contents} == {*papers.TABLES}
-  page = (helpers.ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
-  assert page == pages.page(contents), "python -m reproduce report makes it anew"
-  assert pages.headline(contents) in RESULTS
-  # No run may pass for one of the papers' scale.
-  for content in contents:
-    if content["scale"] != "paper":
-      assert f"**Reduced ({content['scale']})" in pages.markdown(content) or (
-        content["kind"] == "counts"
-      )
 
 
 @pytest.mark.parametrize("name", ["dispatcher", "msa"])
@@ -374,15 +191,6 @@ def over_floor(model, side: str) -> str:
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 150
-  quiet, busy = (
-    [over_torch(steps(*key, condition)) for key in STEPS]
-    for condition in (training_step.QUIET, training_step.BUSY)
-  )
-  assert_said(
-    f"{min(quiet):.2f} to {max(quiet):.2f} of its time; "
-    f"{min(busy):.2f} to {max(busy):.2f} beside a busy neighbour",
-    page=README,
-  )
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
   assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", page=README)
   beside = result("trajectories/same")["models"].values()

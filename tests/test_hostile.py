@@ -256,14 +256,10 @@ MODULES = helpers.cases(r"""
   {train_seeds} --seeds=1,1 | seeds: expected whole
   {train_seeds} --seeds=1{many_digits}{many_digits}{many_digits} | seeds: exp
   reproduce | TABLE: expected a name
-  reproduce extractors-tabel7 | nearest is extractors-table7
-  reproduce all --scale=large | scale: expected one of
-  reproduce all --seeds=0 --out={new} | seeds: expected at least 1
-  reproduce all --seeds=9999999999 --out={new} | seeds: expected
-  reproduce all --minutes=nan --out={new} | minutes: expected
+  reproduce pooling-tabel1 | nearest is pooling-table1
+  reproduce all --scale=large | scale.*should be one of
+  reproduce all --seeds=-1 --out={new} | seeds: expected
   reproduce all --data={nothing} --out={new} | data: expected a fold
-  reproduce extractors-table7 --out={text} | text.txt: expected
-  reproduce report --out={nothing} | out: expected a folder with
   data | command
   data prepare texte8 | nearest is text8
   data prepare wiki40b --language=xx | language: expected

@@ -19,7 +19,7 @@ from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.products import sum_dtype
 
-# By benchmarks/attention.py on a CPU. An accelerator launches several kernels for each
+# By results/attention.json, on a CPU. An accelerator launches several kernels for each
 # tile, so it gets fewer and larger ones; how large is a guess.
 BLOCK_SIZE = 128
 ACCELERATOR_BLOCK_SIZE = 1024

@@ -122,7 +122,7 @@ _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
 
 
-# By benchmarks/causal_convolution.py on a CPU, see results/causal_convolution.json, the
+# On a CPU, by results/causal_convolution.json, the
 # fastest in training, but for "conv", which it measures outside of a loop. The first row
 # that fits counts: rank of the filters, B and T up to these, implementation. D matters
 # little: work grows with D or D**2 in all of them.

@@ -292,6 +292,6 @@ IMPLEMENTATIONS = {
   "pallas": _pallas,
 }
 
-# By benchmarks/shift_and_sum.py on a CPU: the fastest in training, with the least
+# By results/shift_and_sum.json, on a CPU: the fastest in training, with the least
 # memory; its forward pass alone is as fast as "loop". No accelerator has been measured.
 DEFAULT_IMPLEMENTATION = "recompute"

@@ -1,75 +1,76 @@
-"""The command as it is started, in processes of its own."""
+"""Tables at the scale "tiny": every row is trained, reported, and resumes."""
 
+import dataclasses
+import json
+import math
+import os
 import subprocess
 import sys
 
-from reproduce import papers, report
+import pytest
+
+from reproduce import papers
+from reproduce import report as report_lib
 from tests import helpers
 
 
-def started(*arguments, cwd=helpers.ROOT, program=("-m", "reproduce")):
+def start(name, folder, *flags):
+  environment = helpers.environment(XLA_FLAGS=os.environ["XLA_FLAGS"])
+  places = [f"--runs={folder / 'runs'}", f"--out={folder / 'out'}"]
   return subprocess.run(
-    [sys.executable, *program, *map(str, arguments)],
-    cwd=cwd,
-    env=helpers.environment(),
+    [sys.executable, "-m", "reproduce", name, "--scale=tiny", *places, *flags],
+    cwd=helpers.ROOT,
+    env=environment,
     capture_output=True,
     text=True,
-    timeout=600,
     check=False,
   )
 
 
-def test_what_is_missing_is_told_and_the_rest_goes_on(tmp_path):
+@pytest.mark.parametrize("name", ["dispatcher-table1", "extractors-fig8", "pooling-table2"])
+def test_all_rows_of_a_table_are_trained_and_resume(name, tmp_path):
+  done = start(name, tmp_path)
+  assert done.returncode == 0, done.stderr[-3000:]
+  file = tmp_path / f"out/{name}_tiny.json"
+  report, table = json.loads(file.read_text()), papers.TABLES[name]
+  text = file.with_suffix(".md").read_text(encoding="utf-8")
+  assert text in done.stdout and all(claim in text for claim in table.claims)
+  for row in table.rows:
+    found = report["rows"][row.name]
+    assert found["runs"]["0"]["step"] == 4 and found["changes"]["train.num_steps"][1] == 4
+    assert math.isfinite(found["runs"]["0"]["scores"][table.scores[0]])
+    numbers = [f"{number:g}" for number in row.paper.values()]
+    assert all(number in text for number in [row.label, *numbers])
+  again = start(name, tmp_path)
+  assert again.returncode == 0 and "Going on from the checkpoint of step 4" in again.stdout
+  assert json.loads(file.read_text())["rows"] == report["rows"]
+
+
+def test_a_row_without_its_text_is_left_out(tmp_path):
   (tmp_path / "texts").mkdir()
-  done = started(
-    "extractors-table7,extractors-fig7",
-    "--scale=cpu",
-    f"--out={tmp_path / 'out'}",
-    f"--data={tmp_path / 'texts'}",
-    f"--runs={tmp_path / 'runs'}",
-  )
-  assert done.returncode == 1 and "Traceback" not in done.stderr
-  count = len(papers.TABLES["extractors-fig7"].rows)
-  assert f"{count} without a result:" in done.stderr
-  assert "attention_64, seed 0: data: expected a folder childrens_books" in done.stderr
-  assert len(list((tmp_path / "out").glob("*_reduced_cpu.json"))) == 2
+  done = start("pooling-table2", tmp_path, f"--data={tmp_path / 'texts'}", "--scale=cpu")
+  assert done.returncode == 1 and "6 runs have no result" in done.stderr
+  text = (tmp_path / "out/pooling-table2_cpu.md").read_text(encoding="utf-8")
+  assert text.count("- Left out: data: expected a folder text8 or text8.txt in") == 1
 
 
-def test_wrong_input_ends_with_a_message(tmp_path):
-  # tests/test_hostile.py has those that need no process of their own.
-  done = started("all", "--scal=tiny", f"--out={tmp_path}")
-  assert done.returncode == 1 and "Unknown command line flag 'scal'" in done.stderr
-  assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
-
-
-def test_the_page_is_made_of_the_reports(tmp_path):
-  (tmp_path / "docs").mkdir()
-  out = tmp_path / "results/reproduce"
-  report.write(report.counts(papers.TABLES["extractors-table7"], "paper"), out)
-  done = started("report", cwd=tmp_path)
-  assert done.returncode == 0, done.stderr
-  page = (tmp_path / "docs/reproduce.md").read_text()
-  assert "extractors-table7" in page and "139,476,992" in page
-  (tmp_path / "docs/reproduce.md").unlink()
-  (tmp_path / "docs").rmdir()
-  done = started("report", cwd=tmp_path)
-  assert done.returncode == 1 and "docs/reproduce.md" in done.stderr
-
-
-def test_a_signal_ends_it_with_its_status_and_the_reports_are_written(tmp_path):
-  code = (
-    "import runpy\n"
-    "from dpjax.errors import Interrupted\n"
-    "from reproduce import work\n"
-    "def run(self):\n"
-    "  raise Interrupted(3, 7, 15)\n"
-    "work.Work.run = run\n"
-    "runpy.run_module('reproduce', run_name='__main__', alter_sys=True)\n"
-  )
-  done = started("extractors-table7", "--scale=tiny", f"--out={tmp_path}", program=("-c", code))
-  assert done.returncode == 143, done.stderr
-  assert "139,476,992" in done.stdout and "The reports are in" in done.stdout
-  assert done.stdout.endswith(
-    "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
-  )
-  assert len([*tmp_path.iterdir()]) == 2
+def test_the_table_has_means_and_paired_tests_over_seeds():
+  table = papers.TABLES["pooling-table1"]
+  table = dataclasses.replace(table, rows=table.rows[:2])
+  runs = [{"0": 1.25, "1": 1.5, "2": 1.0}, {"0": 1.0, "1": 1.0, "2": 0.75}]
+  report = {
+    "scale": "cpu",
+    "rows": {
+      row.name: {
+        "runs": {
+          seed: {"scores": {papers.BITS: bits}, "parameters": 7_000}
+          for seed, bits in by_seed.items()
+        }
+      }
+      for row, by_seed in zip(table.rows, runs, strict=True)
+    },
+  }
+  text = report_lib.markdown(table, report)
+  assert "| vanilla | 7,000 | 1.143 | 1.250 ± 0.250 |" in text
+  assert "| fixed, 2 | 7,000 | 1.149 | 0.917 ± 0.144 |" in text
+  assert "| -0.333, p = 0.057 |" in text

@@ -8,8 +8,9 @@ import pytest
 
 from dpjax import config as config_lib
 from reproduce import papers
-from tests.reproduce import tiny
 
+# By hand from the papers, in the order of the tables: a lost row is missed here.
+NUM_ROWS = dict(zip(papers.TABLES, (13, 8, 6, 24, 24, 48, 6, 15, 35), strict=True))
 ROWS = {(table.name, row.name): row for table in papers.TABLES.values() for row in table.rows}
 
 
@@ -24,9 +25,8 @@ def load(row):
 @pytest.mark.parametrize("name", papers.TABLES)
 def test_every_row_has_a_configuration_that_is_valid(name):
   table = papers.TABLES[name]
-  assert (table.kind == "runs") == bool(table.rows)
   names = [row.name for row in table.rows]
-  assert len({*names}) == len(names) == (tiny.NUM_ROWS[name] if table.kind == "runs" else 0)
+  assert len({*names}) == len(names) == NUM_ROWS[name]
   for config in {row.config: row for row in table.rows}.values():
     config_lib.check(load(config)[1])
   for row in table.rows:
@@ -60,9 +60,8 @@ def test_stars_are_where_the_paper_beats_its_baselines():
 
 
 def test_names_of_tables():
-  assert [table.name for table in papers.find("all")] == [*papers.BY_VALUE]
-  assert sorted(papers.BY_VALUE) == sorted(papers.TABLES)
-  found = papers.find("pooling-fig4,extractors-table7,pooling-fig4")
-  assert [table.name for table in found] == ["pooling-fig4", "extractors-table7"]
+  assert [table.name for table in papers.find("all")] == [*papers.TABLES]
+  found = papers.find("pooling-fig4,pooling-table1,pooling-fig4")
+  assert [table.name for table in found] == ["pooling-fig4", "pooling-table1"]
   with pytest.raises(ValueError, match="TABLE: .*got 'pooling-fig6'; the nearest is pool"):
     papers.find("pooling-fig6")

@@ -1,0 +1,122 @@
+"""The harness takes turns and reports; each benchmark runs when small."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import helpers
+
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))  # As for a script there.
+import harness  # noqa: E402
+
+
+def program(log, name, seconds):
+  """Takes these seconds, and says when it ran."""
+
+  def run():
+    log.append(name)
+    return seconds(len(log))
+
+  return harness.Program(run, {"temporary_mib": 3.0})
+
+
+def test_programs_take_turns_and_ratios_are_medians_of_pairs():
+  log = []
+  programs = {
+    "base": program(log, "base", lambda n: 2.0 + n),
+    "ours": program(log, "ours", lambda n: 1.0 + n / 2),
+    "slow": program(log, "slow", lambda n: 99.0),
+    "large": "needs 80 GiB",
+  }
+  case = harness.Case("a case", "base", programs)
+  entry = harness.compare(case, rounds=5, max_seconds=30, conditions=["quiet"])
+  assert log[:3] == ["base", "ours", "slow"]  # Once each, before rounds begin.
+  assert log[3:] == ["base", "ours", "ours", "base"] * 2 + ["base", "ours"]
+  pairs = {
+    name: np.array([2.0 + n for n, x in enumerate(log, 1) if x == name])
+    for name in ("base", "ours")
+  }
+  rows = entry["rows"]
+  ratio = np.median(pairs["ours"][1:] / 2 / pairs["base"][1:])
+  assert rows["ours"]["quiet"]["ratio"] == pytest.approx(ratio)
+  assert rows["base"]["quiet"]["ratio"] == 1 and rows["base"]["temporary_mib"] == 3
+  assert rows["slow"]["left_out"] == "a run takes 99.0 s"
+  assert rows["large"] == {"left_out": "needs 80 GiB"}
+  table = harness.table(entry)
+  assert "| ours | " in table and "| large | needs 80 GiB |" in table
+
+
+def test_without_its_base_a_case_is_no_case():
+  case = harness.Case("a case", "base", {"base": "needs 80 GiB"})
+  with pytest.raises(RuntimeError, match="a case: base needs 80 GiB"):
+    harness.compare(case, rounds=3, max_seconds=1)
+
+
+def test_a_process_that_ends_says_its_status():
+  process = harness.Process(["-c", "print('{}'); raise SystemExit(7)"])
+  try:
+    assert process.read() == {}
+    with pytest.raises(RuntimeError, match="ended with status 7"):
+      process.ask()
+  finally:
+    process.close()
+
+
+@pytest.mark.parametrize(
+  ("name", "parts"),
+  [
+    ("ops", "shift_and_sum,convolution,lengths"),
+    ("ops", "attention,pooling"),
+    ("step", "paper,dispatcher"),
+    ("step", "extractors"),
+    ("step", "hourglass,factors"),
+    ("step", "lengths"),
+    ("generation", "operators,online"),
+    ("generation", "models,pooling"),
+  ],
+)
+def test_each_part_runs_and_is_reported(name, parts, tmp_path):
+  out = tmp_path / "folder/report"
+  out.parent.mkdir()
+  before = {"parts": {"earlier": {"cases": []}}}
+  out.with_suffix(".json").write_text(json.dumps(before))
+  command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--parts={parts}", f"--out={out}"]
+  done = subprocess.run(
+    command,
+    cwd=helpers.ROOT,
+    env=helpers.environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  report = json.loads(out.with_suffix(".json").read_text())
+  assert [*report["parts"]] == ["earlier", *parts.split(",")]
+  for part in parts.split(","):
+    found = report["parts"][part]
+    assert found["machine"]["cores"] >= 1 and f"--parts={parts}" in found["command"]
+    assert found["cases"]
+    for entry in found["cases"]:
+      for row in entry["rows"].values():
+        assert row["quiet"]["milliseconds"] > 0 and row["busy"]["ratio"] > 0
+  assert out.with_suffix(".png").stat().st_size > 9_000
+
+
+def test_an_unknown_part_ends_in_one_message(capsys, monkeypatch):
+  for key, value in harness.ALLOCATOR.items():
+    monkeypatch.setenv(key, value)
+  monkeypatch.setattr(sys, "argv", ["ops.py", "--parts=operators"])
+  with pytest.raises(SystemExit):
+    harness.main("A benchmark.", {"pooling": lambda quick: []}, name="ops")
+  assert "expected some of pooling, got operators" in capsys.readouterr().err
+
+
+def test_the_settings_of_both_libraries_are_those_of_dpjax():
+  from dpjax import config
+
+  step = importlib.import_module("step")
+  assert config.from_dict({"model": step.DEFAULTS}).model == config.default_model()

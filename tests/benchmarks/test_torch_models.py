@@ -1,0 +1,175 @@
+"""The models in PyTorch are those of dpjax. Needs PyTorch, which is no dependency."""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import config as config_lib
+from dpjax.models.build import build_model
+from dpjax.training import losses
+from tests import helpers
+
+torch = pytest.importorskip("torch", reason="PyTorch is no dependency")
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+import harness  # noqa: E402
+import step  # noqa: E402
+import torch_models  # noqa: E402
+
+SMALL = dict(vocab_size=13, num_layers=2, width=6, feed_forward_width=10, max_length=11)
+PRE = dict(norm="pre", positions="learned", init_std=0.01)
+RELATIVE = dict(mixer="relative_attention", num_heads=3, positions="none", activation="gelu")
+RELATIVE |= dict(init_std=0.02, norm_init_std=0.02)
+POOLED = RELATIVE | dict(first_layers=1, last_layers=3)
+MODELS: dict[str, dict[str, Any]] = {
+  "dispatcher": dict(mixer="dispatcher"),
+  "attention": dict(mixer="attention", num_heads=2),
+  "attention, pre": dict(mixer="attention", num_heads=3, attention_bias=False, **PRE),
+  "relative": RELATIVE,
+  "fixed": POOLED | dict(boundaries="fixed", shortening_factor=3),
+  "whitespace": POOLED | dict(boundaries="whitespace", space_ids=(0, 7, 5), num_capacities=2),
+  "she": dict(mixer="she", **PRE),
+  "he": dict(mixer="he", **PRE),
+  "we": dict(mixer="we", **PRE),
+  "me": dict(mixer="me", **PRE),
+}
+EXTRACTIONS = dict.fromkeys(step.FORMS, ("sum", "convolution", "fft"))
+FORMS = [(name, form) for name in MODELS for form in EXTRACTIONS.get(name, ("convolution",))]
+
+
+def settings_of(model):
+  return step.DEFAULTS | SMALL | model
+
+
+def build(settings):
+  return build_model(config_lib.from_dict({"model": settings}).model)
+
+
+def to_params(arrays):
+  """Arrays by the names of `torch_models` -> parameters of dpjax."""
+  layers = {}
+  for name, x in arrays.items():
+    parts = name.split(".")
+    index = next((int(part) for part in parts if part.isdigit()), None)
+    *path, leaf = (part for part in parts if not part.isdigit())
+    if leaf == "weight" and path[-1] == "tokens":
+      leaf = "embedding"
+    elif leaf == "weight":
+      leaf, x = ("kernel", x.T) if x.ndim == 2 else ("scale", x)
+    if path and path[-1] == "queries_keys_values":
+      x = x.reshape(*x.shape[:-1], 3, -1)
+    layers.setdefault((*path, leaf), {})[index] = x
+  params: dict[str, Any] = {}
+  for (*path, leaf), found in layers.items():
+    place = params
+    for part in path:
+      place = place.setdefault(part, {})
+    whole = found[None] if None in found else np.stack([found[i] for i in sorted(found)])
+    place[leaf] = jnp.asarray(whole)
+  return params
+
+
+@pytest.mark.parametrize("name, form", FORMS)
+def test_models_of_pytorch_are_those_of_dpjax(name, form):
+  settings = settings_of(MODELS[name])
+  model = torch_models.LanguageModel(settings | {"extraction": form})
+  generator = np.random.default_rng(5)
+  with torch.no_grad():
+    for key, x in model.named_parameters():
+      is_gain = key.endswith("norm.weight")
+      x.copy_(torch.from_numpy(is_gain + 0.3 * generator.standard_normal(x.shape)))
+  # Shorter than the window, and other than the number of rows.
+  text = harness.draw_text(4, 9, SMALL["vocab_size"])
+  tokens, targets = text[:, :-1], text[:, 1:]
+  logits = model.eval()(torch.from_numpy(tokens).long())
+  torch.nn.functional.cross_entropy(
+    logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), reduction="sum"
+  ).backward()
+
+  def arrays(pick):
+    return to_params({key: pick(x).numpy() for key, x in model.named_parameters()})
+
+  def loss(params):
+    output: Any = build(settings).apply({"params": params}, jnp.asarray(tokens))
+    nats, _ = losses.cross_entropy(output.logits, jnp.asarray(targets), jnp.ones((4, 9)))
+    return nats, output.logits
+
+  params = arrays(torch.Tensor.detach)
+  shapes = jax.eval_shape(build(settings).init, jax.random.key(0), tokens)["params"]
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
+  with jax.default_matmul_precision("highest"):
+    gradients, expected = jax.jit(jax.grad(loss, has_aux=True))(params)
+  np.testing.assert_allclose(logits.detach(), expected, rtol=1e-4, atol=1e-5)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4),
+    arrays(lambda x: x.grad),
+    gradients,
+  )
+
+
+def test_initial_values_are_those_of_dpjax():
+  torch.manual_seed(3)
+  for name in ("dispatcher", "attention", "attention, pre", "fixed", "she"):
+    settings = settings_of(MODELS[name]) | dict(width=48, feed_forward_width=60)
+    model = build(settings)
+    arrays = {
+      key: x.detach().numpy() for key, x in torch_models.LanguageModel(settings).named_parameters()
+    }
+    expected = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    for (path, x), y in zip(
+      jax.tree.leaves_with_path(to_params(arrays)), jax.tree.leaves(expected["params"]), strict=True
+    ):
+      what = f"{name}{jax.tree_util.keystr(path)}"
+      x, y = np.asarray(x, float), np.asarray(y, float)
+      # Four standard errors, and more of the mean.
+      error = 4 * x.size**-0.5
+      spread, mean = float(y.std()), float(y.mean())
+      assert float(x.std()) == pytest.approx(spread, rel=error, abs=1e-6), what
+      assert float(x.mean()) == pytest.approx(mean, abs=1.5 * error * spread + 1e-6), what
+
+
+def test_dropped_levels_and_units_are_there_in_training_alone():
+  torch.manual_seed(3)
+  rates = ("dropout", "hidden_dropout", "mixer_dropout")
+  tokens = torch.from_numpy(harness.draw_text(2, 10, 13)).long()
+  for part in rates:
+    for more in (MODELS["dispatcher"], MODELS["attention"], MODELS["relative"]):
+      model = torch_models.LanguageModel(settings_of(more | {part: 0.5}))
+      assert not torch.equal(model(tokens), model(tokens)), (part, more)
+      model.eval()
+      assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+  "settings, words",
+  [
+    (dict(mixer="dispatcher", num_heads=2), "num_heads: expected 1"),
+    (dict(mixer="dispatcher_multihead"), "mixer: expected one of dispatcher, attention"),
+    (dict(POOLED, boundaries="gumbel"), "boundaries: expected fixed or whitespace"),
+  ],
+)
+def test_refuses_what_is_not_written_in_pytorch(settings, words):
+  with pytest.raises(ValueError, match=words):
+    torch_models.LanguageModel(settings_of(settings))
+
+
+def test_a_process_of_pytorch_learns_its_batch():
+  settings = step.settings_of(step.DISPATCHER, 3, **SMALL, dropout=0.0)
+  settings["optimizer"] = dict(name="adam", learning_rate=0.02, clip_norm=0.5)
+  settings |= {"device": "cpu", "dtype": "float32", "compile": False}
+  program = helpers.ROOT / "benchmarks/torch_models.py"
+  process = harness.Process([str(program), json.dumps(settings)])
+  try:
+    shapes = jax.eval_shape(
+      build(settings["model"]).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )
+    assert process.read()["parameters"] == sum(x.size for x in jax.tree.leaves(shapes))
+    answers = [process.ask() for _ in range(5)]
+    assert all(answer["seconds"] > 0 for answer in answers)
+    assert answers[4]["loss"] < answers[0]["loss"] - 0.1
+  finally:
+    process.close()
