@@ -1,0 +1,137 @@
+"""A run of dpjax as a model of lm-evaluation-harness.
+
+  pip install lm-eval
+  python examples/lm_eval/dpjax_lm.py models/we-books --tasks=my_task --include_path=tasks
+
+In Python:
+
+  import lm_eval
+  lm_eval.simple_evaluate(model=DpjaxLM("runs/mine"), tasks=["my_task"])
+
+Scores are sums of log-likelihoods in nats. A start token precedes each context, if the window has
+room for it, as in all scores of dpjax. Longer contexts lose their first tokens.
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval import evaluator, tasks
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+import dpjax
+
+
+class DpjaxLM(LM):
+  """Answers the harness's requests with a run, or a run's folder."""
+
+  def __init__(self, run: "dpjax.run.Run | str", batch_size: int = 16):
+    super().__init__()
+    self.run = run if isinstance(run, dpjax.run.Run) else dpjax.load(run)
+    self.batch_size = batch_size
+
+  def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    """The log-likelihood of each continuation, and whether greedy decoding gives it."""
+    pairs = [self.run.tokenizer.encode_pair(*request.args) for request in requests]
+    for (_, continuation), request in zip(pairs, requests, strict=True):
+      if not 1 <= len(continuation) <= self.run.window:
+        raise ValueError(
+          f"continuation: expected 1 to {self.run.window} tokens, got {len(continuation)} in "
+          f"{request.args[1]!r}"
+        )
+    return self._score(pairs)
+
+  def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+    """The log-likelihood of each text, in windows without overlap."""
+    sums = []
+    for request in requests:
+      ids, window = self.run.tokenizer.encode(request.args[0]), self.run.window
+      pieces = [ids[i : i + window] for i in range(0, len(ids), window)]
+      sums.append(sum(nats for nats, _ in self._score([(ids[:0], piece) for piece in pieces])))
+    return sums
+
+  def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+    """Continues each context until a text of `until`, or for `max_gen_toks` tokens."""
+    return [self._generate(*request.args) for request in requests]
+
+  def _generate(self, context: str, settings: dict) -> str:
+    until = settings.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
+    # The window must hold the prompt; its end counts.
+    ids = self.run.tokenizer.encode(context)[-self.run.window :]
+    text = ""
+    for (piece,) in self.run.stream(
+      self.run.tokenizer.decode(ids),
+      length=settings.get("max_gen_toks", 256),
+      temperature=temperature,
+      top_k=settings.get("top_k", 0),
+      top_p=settings.get("top_p", 1.0),
+      beyond_window="slide",
+    ):
+      text += piece.text
+      if any(stop in text for stop in until):
+        break
+    return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
+
+  def _score(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> list[tuple[float, bool]]:
+    """Log-likelihoods of continuations, in batches of one size."""
+    window, start = self.run.window, [self.run.tokenizer.start_id]
+    ids = [np.concatenate([start, *pair]).astype(np.int32)[-window - 1 :] for pair in pairs]
+    counts, found = [len(continuation) for _, continuation in pairs], []
+    for first in range(0, len(ids), self.batch_size):
+      rows = ids[first : first + self.batch_size]
+      tokens = np.zeros((self.batch_size, window + 1), np.int32)
+      weights = np.zeros((self.batch_size, window), bool)
+      for number, row in enumerate(rows):
+        tokens[number, : len(row)] = row
+        weights[number, len(row) - 1 - counts[first + number] : len(row) - 1] = True
+      nats, is_greedy = self._step(self.run.params, tokens, weights)
+      found += zip(nats.tolist(), is_greedy.tolist(), strict=True)
+    return found[: len(ids)]
+
+  @functools.cached_property
+  def _step(self):
+    """(parameters, tokens [B, T + 1], weights [B, T]) -> log-likelihoods [B], greedy [B]."""
+
+    @jax.jit
+    def step(params, tokens, weights):
+      logits = self.run.model.apply({"params": params}, tokens[:, :-1], deterministic=True).logits
+      logits, targets = logits.astype(jnp.float32), tokens[:, 1:]
+      logs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+      is_greedy = jnp.argmax(logits, axis=-1) == targets
+      nats = jnp.sum(jnp.where(weights, logs, 0), axis=1)
+      return nats, jnp.all(is_greedy | ~weights, axis=1)
+
+    return step
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Evaluates a run on tasks, and prints the results as JSON."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("run", help="a run's folder")
+  parser.add_argument("--tasks", required=True, help="names, with commas between them")
+  parser.add_argument("--include_path", help="a folder with tasks of your own")
+  parser.add_argument("--batch_size", type=int, default=16)
+  parser.add_argument("--limit", type=int, help="questions of each task")
+  given = parser.parse_args(arguments)
+  try:
+    model = DpjaxLM(given.run, given.batch_size)
+  except dpjax.UserError as error:
+    parser.error(str(error))
+  results = evaluator.simple_evaluate(
+    model=model,
+    tasks=given.tasks.split(","),
+    task_manager=tasks.TaskManager(include_path=given.include_path),
+    limit=given.limit,
+  )
+  print(json.dumps(results["results"], indent=2, default=str))
+
+
+if __name__ == "__main__":
+  main()

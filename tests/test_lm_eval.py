@@ -1,0 +1,123 @@
+"""The adapter for lm-evaluation-harness in examples/lm_eval; lm-eval is no dependency."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests import helpers
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is no dependency")
+pytestmark = [
+  pytest.mark.usefixtures("standard_promotion"),
+  pytest.mark.filterwarnings("default"),
+]
+sys.path.insert(0, str(helpers.ROOT / "examples/lm_eval"))
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: {kind}
+doc_to_text: {text}
+doc_to_target: {target}
+{more}
+metric_list:
+  - metric: {metric}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(finished):
+  import dpjax_lm
+
+  return dpjax_lm.DpjaxLM(str(finished[0]), batch_size=3)
+
+
+def requests(*pairs):
+  from lm_eval.api.instance import Instance
+
+  return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def test_log_likelihoods_are_those_of_the_model(model):
+  run = model.run
+  pairs = [("the cat", " sat on"), ("", "a mat"), ("a dog and the cat sat on ", "a"), ("a", " cat")]
+  found = model.loglikelihood(requests(*pairs))
+  for (context, continuation), (nats, is_greedy) in zip(pairs, found, strict=True):
+    before, after = run.tokenizer.encode_pair(context, continuation)
+    ids = np.concatenate([[run.tokenizer.start_id], before, after]).astype(np.int32)
+    ids = ids[-run.window - 1 :]
+    logits = run.model.apply({"params": run.params}, ids[None, :-1]).logits[0]
+    logs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32)))[-len(after) :]
+    assert nats == pytest.approx(logs[np.arange(len(after)), after].sum(), rel=1e-5)
+    assert is_greedy == (logs.argmax(1) == after).all()
+
+
+def test_a_rolling_text_within_the_window_has_the_runs_score(model):
+  text = "the cat sat"[: model.run.window]
+  (nats,) = model.loglikelihood_rolling(requests((text,)))
+  score = model.run.score(text)
+  assert -nats == pytest.approx(score["nats_per_token"] * len(model.run.tokenizer.encode(text)))
+
+
+def test_a_continuation_beyond_the_window_is_refused(model):
+  with pytest.raises(ValueError, match="continuation: expected 1 to"):
+    model.loglikelihood(requests(("a", " cat" * 400)))
+
+
+def test_texts_end_before_a_stop(model):
+  (whole,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20})))
+  assert whole == model.run.generate("the cat", length=20, temperature=0.0)[0]
+  stop = whole[5:7]
+  (text,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20, "until": [stop]})))
+  assert text == whole[: whole.index(stop)]
+
+
+def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
+  import dpjax_lm
+
+  file = tmp_path / "pairs.jsonl"
+  rows = [
+    {"context": "the cat", "good": " sat", "bad": " dog"},
+    {"context": "a", "good": " mat", "bad": " on"},
+  ]
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  tasks = tmp_path / "tasks"
+  tasks.mkdir()
+  choices = 'doc_to_choice: "{{[good, bad]}}"'
+  for name, kind, text, target, more, metric in (
+    ("pairs", "multiple_choice", '"{{context}}"', "0", choices, "acc"),
+    ("rolling", "loglikelihood_rolling", '""', '"{{context}}"', "", "bits_per_byte"),
+  ):
+    task = TASK.format(
+      name=name, file=file, kind=kind, text=text, target=target, more=more, metric=metric
+    )
+    (tasks / f"{name}.yaml").write_text(task)
+  folder, run, _ = finished
+  dpjax_lm.main([str(folder), "--tasks=pairs,rolling", f"--include_path={tasks}"])
+  printed = capsys.readouterr().out
+  found = json.loads(printed[printed.index("{") :])
+  likely = [
+    [
+      dpjax_lm.DpjaxLM(run).loglikelihood(requests((row["context"], row[x])))[0][0]
+      for x in ("good", "bad")
+    ]
+    for row in rows
+  ]
+  assert found["pairs"]["acc,none"] == np.mean([good > bad for good, bad in likely])
+  scores = [run.score(row["context"]) for row in rows]
+  nats = sum(
+    score["nats_per_token"] * len(run.tokenizer.encode(row["context"]))
+    for score, row in zip(scores, rows, strict=True)
+  )
+  size = sum(len(row["context"].encode()) for row in rows)
+  assert found["rolling"]["bits_per_byte,none"] == pytest.approx(nats / size / np.log(2), rel=1e-4)
+  with pytest.raises(SystemExit):
+    dpjax_lm.main([str(tmp_path), "--tasks=pairs"])
+  assert "expected the folder of a run" in capsys.readouterr().err
