@@ -140,9 +140,6 @@ COMMANDS = helpers.cases(r"""
   {evaluate} --window=-5 | eval.window: expected 1 to model.max_length = 19, got -5
   {evaluate} --stride=-5 | stride: expected .* got -5
   {evaluate} --stride=20 | stride: expected .* got 20
-  {evaluate} --choices={nothing} | choices: expected to read .*no_such
-  {evaluate} --choices={text} | choices: expected JSON in line 1 of .*text
-  {evaluate} --choices={text} --split=test | --split: expected none with --choices, got test
   {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
   evaluate --torch_checkpoint={text} | --config: expected it with --torch
@@ -183,7 +180,6 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a:1234 {two} --process_id=-1 | --process_id
   {generate} --coordinator=a:1 --num_processes=0 --process_id=0 | --num_processes
   # Numbers and files that ended in a traceback, or for which a command waited.
-  {evaluate} --choices={fifo} | choices: expected to read a file, got .*fifo
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   {calibrate} --text={nothing} | --text: expected a file with a text, got .*no_such
   {calibrate} --rule=combined --theta_add=nan | --theta_add: expected a finite number, got nan

@@ -3,17 +3,11 @@
 The scores also go into the run's folder, or into that of --out, as JSON. An exported model's
 folder is left as it is.
 
---choices=FILE.jsonl scores multiple-choice questions instead. Each line has a context, choices
-and the index of the right one: {"context": "A cat", "choices": ["sat", "mat"], "answer": 0}. The
-names of HellaSwag (ctx, endings, label) and lm-evaluation-harness (query, choices, gold) work,
-too; `dpjax.data.questions` lists them.
-
 To score a checkpoint of the authors' PyTorch code on a configuration's data and tokenizer:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -33,12 +27,6 @@ _DOCUMENTS = flags.DEFINE_enum(
   "",
   ("", "joined", "isolated"),
   "isolated: score each document as if it stood alone; '': as data.documents",
-)
-_CHOICES = flags.DEFINE(
-  command_line.PATH,
-  "choices",
-  None,
-  "a .jsonl of multiple-choice questions, to answer instead of scoring a split",
 )
 _TORCH = flags.DEFINE(command_line.PATH, "torch_checkpoint", None, "a file of the authors' code")
 _OUT = flags.DEFINE(
@@ -67,21 +55,11 @@ def main(_) -> None:
     )
   if _TORCH.value and _STEP.value is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {_STEP.value}")
-  of_a_split = [x for x in (_SPLIT, _WINDOW, _STRIDE, _DOCUMENTS, _OUT) if x.present]
-  if _CHOICES.value and of_a_split:
-    raise UserError(
-      f"--{of_a_split[0].name}: expected none with --choices, got {of_a_split[0].value}"
-    )
-  if _CHOICES.value and not Path(_CHOICES.value).is_file():
-    raise UserError(f"choices: expected to read a file, got {_CHOICES.value}")
   with tempfile.TemporaryDirectory() as scratch:
     if _TORCH.value:
       run = run_lib.load_torch(_TORCH.value, _CONFIG.value, scratch)
     else:
       run = run_lib.load(str(_WORKDIR.value), _STEP.value)
-    if _CHOICES.value:
-      _choose(run, _CHOICES.value)
-      return
     size: dict[str, Any] = dict(
       window=_WINDOW.value, stride=_STRIDE.value, documents=_DOCUMENTS.value
     )
@@ -93,20 +71,6 @@ def main(_) -> None:
     print(run_lib.table(scores))
   if _OUT.value or not _is_exported(run):
     run.write_scores(_SPLIT.value, scores, folder=_OUT.value, **size)
-
-
-def _choose(run: Any, path: str) -> None:
-  import jax
-
-  scores = run.choose(path)
-  if jax.process_index() == 0:
-    print(f"{scores['questions']} questions of {path}, by {_TORCH.value or f'step {run.step}'}:")
-    for name in ("accuracy", "accuracy_per_byte"):
-      shown = f"{scores[name]:.4f} +- {scores[f'{name}_error']:.4f}"
-      print(f"  {name.replace('_', ' '):22s}{shown}")
-    print(f"  {'chance':22s}{scores['chance']:.4f}")
-  if not _is_exported(run):
-    run.write_choices(path, scores)
 
 
 def _is_exported(run: Any) -> bool:

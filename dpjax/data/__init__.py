@@ -15,8 +15,6 @@ if TYPE_CHECKING:
   from dpjax.data.prepared import Prepared as Prepared
   from dpjax.data.prepared import open_prepared as open_prepared
   from dpjax.data.prepared import prepare as prepare
-  from dpjax.data.questions import Question as Question
-  from dpjax.data.questions import read_questions as read_questions
   from dpjax.data.sources.source import Source as Source
 else:
   from dpjax import lazy

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
   from dpjax.generation.loop import begin as begin
   from dpjax.generation.loop import init_window as init_window
   from dpjax.generation.loop import sliding_window as sliding_window
-  from dpjax.generation.packing import next_logits as next_logits
-  from dpjax.generation.packing import pack as pack
   from dpjax.generation.sampling import sample as sample
 else:
   from dpjax import lazy

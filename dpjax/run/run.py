@@ -14,7 +14,6 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.data import making, prepared
-from dpjax.data.questions import Question, read_questions
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
@@ -130,27 +129,6 @@ class Run:
     size: Any = dict(window=window, stride=stride, progress=progress)
     return self._score_split(self.params, split, data, documents, **size)
 
-  def choose(self, questions: str | Path | Sequence[Question]) -> dict[str, float]:
-    """Answers multiple-choice questions with the most likely continuation of the context.
-
-    Args:
-      questions: at least one question, or a file (`dpjax.data.questions.read_questions`).
-
-    Returns:
-      "questions", their number; "chance"; "accuracy", by the sum of the log-likelihoods of
-      a choice's tokens; "accuracy_per_byte", by that sum divided by the bytes; and the standard
-      errors of both, "..._error" (`dpjax.training.multiple_choice`).
-
-    Raises:
-      ValueError: there are no questions, one cannot be read, or a choice is longer than the
-        window, `config.eval.window`.
-    """
-    if isinstance(questions, str | Path):
-      questions = read_questions(questions)
-    if not questions:
-      raise UserError("choices: expected at least one question, got none")
-    return self._scorer.choose(self.params, questions)
-
   def tokens(self, split: str = "test") -> np.ndarray:
     """The tokens of a split of the run's corpus, [N]; recreates missing files.
 
@@ -211,19 +189,6 @@ class Run:
       "counts": counts,
     }
     making.write_json(Path(folder, f"{name}.json"), content)
-
-  def write_choices(self, path: str | Path, scores: Mapping[str, float]) -> None:
-    """Writes the scores of `choose` for a file into the run's folder, as JSON."""
-    if self.workdir is None or jax.process_index() != 0:
-      return
-    path = Path(path)
-    content = {
-      "file": str(path),
-      "sha256": making.checksum(path),
-      "step": self.step,
-      "scores": metrics.for_json(scores),
-    }
-    making.write_json(self.workdir / f"choices_{path.stem}_{self.step}.json", content)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...

@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dpjax.data import batches, evaluation_batches
-from dpjax.data.questions import Question
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
-from dpjax.training import losses, metrics, multiple_choice, sharding
-from dpjax.training.step import jit_eval_step, jit_row_step
+from dpjax.training import losses, metrics, sharding
+from dpjax.training.step import jit_eval_step
 
 _log = logging.getLogger(__name__)
 
@@ -205,33 +204,10 @@ class Scorer:
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )
 
-  def choose(self, params, questions: Sequence[Question]) -> dict[str, float]:
-    """Answers multiple-choice questions by the likelihood of each choice.
-
-    Args:
-      params: the model's parameters.
-      questions: at least one.
-
-    Returns:
-      See `dpjax.training.multiple_choice.accuracies`.
-
-    Raises:
-      ValueError: see `dpjax.training.multiple_choice.make_rows`.
-    """
-    window, _ = self.sizes()
-    rows = multiple_choice.make_rows(self.tokenizer, questions, window)
-    size: Any = dict(window=window, batch_size=self._num_rows, pad_id=self.pad_id)
-    found = multiple_choice.log_likelihoods(self._row_step, params, rows, self._mesh, **size)
-    return multiple_choice.accuracies(found, questions)
-
   @cached_property
   def step(self) -> EvalStep:
     """The compiled step."""
     return jit_eval_step(self.model, self._mesh, self.objective)
-
-  @cached_property
-  def _row_step(self) -> Callable[..., jax.Array]:
-    return jit_row_step(self.model, self._mesh)
 
   @property
   def _num_rows(self) -> int:

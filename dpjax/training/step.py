@@ -249,25 +249,6 @@ def jit_eval_step(
   return jax.jit(step, static_argnames="capacity", out_shardings=replicated)
 
 
-def jit_row_step(model: nn.Module, mesh: Mesh) -> Callable[..., jax.Array]:
-  """Compiles (parameters, batch, index) -> nats of the targets that count, [B], of each row.
-
-  What a model draws in evaluation depends on the batch's index and shape alone.
-  """
-
-  def step(params, batch, index):
-    key = jax.random.fold_in(jax.random.key(0), index)
-    rngs = {"dropout": key}
-    output: Any = model.apply({"params": params}, batch["tokens"], deterministic=True, rngs=rngs)
-
-    def nats_of_row(logits, targets, weights):
-      return losses.cross_entropy(logits[None], targets[None], weights[None])[0]
-
-    return jax.vmap(nats_of_row)(output.logits, batch["targets"], batch["weights"])
-
-  return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
 def abstract_state(
   model: nn.Module,
   optimizer: optax.GradientTransformation,
