@@ -258,6 +258,7 @@ def copying(text, tmp_path, monkeypatch):
   sys.modules.pop("copies", None)
 
 
+@pytest.mark.slow
 def test_a_run_says_which_plugin_it_needs(copying, tmp_path, monkeypatch, capsys):
   for name, *arguments in (
     ("export", copying, tmp_path / "exported"),
@@ -293,6 +294,7 @@ def test_flags_of_a_file_are_those_of_the_command_line(tmp_path, monkeypatch):
   assert message == "model.mixer.rate: expected at most 1, got 1.5"
 
 
+@pytest.mark.slow
 def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, capsys):
   home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
   shutil.copytree(workdir, home / "run", symlinks=True)

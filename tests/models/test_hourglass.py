@@ -79,7 +79,7 @@ def slow(*values):
   return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-@pytest.mark.parametrize("mixer", ["relative_attention", *slow("dispatcher", "he")])
+@pytest.mark.parametrize("mixer", ["he", *slow("dispatcher", "relative_attention")])
 def test_no_capacity_changes_values_or_gradients(mixer):
   one, three = (make("entropy", mixer=mixer, num_capacities=number) for number in (1, 3))
   params = draw_params(one)

@@ -50,7 +50,13 @@ def logits_by_chunks(model, params, schedule=CHUNKS):
   return helpers.by_chunks(step, model.init_cache(2), TOKENS, schedule)["logits"]
 
 
-@pytest.mark.parametrize("mixer", registry.mixers.names())
+@pytest.mark.parametrize(
+  "mixer",
+  [
+    helpers.slow_unless(name in ("dispatcher", "relative_attention", "we"), name)
+    for name in registry.mixers.names()
+  ],
+)
 def test_chunks_are_the_whole(mixer):
   model, whole, params = prepare(mixer)
   expected = whole(TOKENS)

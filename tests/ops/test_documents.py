@@ -72,7 +72,7 @@ def test_shift_and_sum(implementation):
   check(partial(ops.shift_and_sum, implementation=implementation), of_tokens)
 
 
-@pytest.mark.parametrize("block_size", [None, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block_size", [helpers.slow_unless(x == 8, x) for x in (None, 8, 16)])
 @pytest.mark.parametrize("operator", [ops.causal_attention, ops.relative_attention])
 def test_attention(operator, block_size):
   of_tokens = [draw(BATCH, LENGTH, HEADS, FEATURES, seed=seed) for seed in range(3)]
@@ -82,7 +82,9 @@ def test_attention(operator, block_size):
   check(partial(operator, block_size=block_size), of_tokens, shared)
 
 
-@pytest.mark.parametrize("implementation", ops.CAUSAL_CONVOLUTION)
+@pytest.mark.parametrize(
+  "implementation", [helpers.slow_unless(x in ("scan", "fft"), x) for x in ops.CAUSAL_CONVOLUTION]
+)
 @pytest.mark.parametrize("rank", [helpers.slow_unless(x == 3, x) for x in (1, 2, 3)])
 def test_causal_convolution(rank, implementation, monkeypatch):
   # Four pairs of halves of one, two and four blocks.

@@ -25,7 +25,7 @@ def size_of_attention():
   return training.equal_model(training.Settings(), "attention")[1]
 
 
-QUICK = ("attention", "dispatcher", "he")
+QUICK = ("dispatcher",)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import tokenizers as library
 from dpjax.text.streaming import TextStream
 from dpjax.text.subwords import BytePairs
 from dpjax.text.tokens import KINDS, train_tokenizer
+from tests import helpers
 from tests.text.test_subwords import FAMILIES, family, train_sentencepiece
 
 LINES = [
@@ -223,7 +224,13 @@ def metaspace():
   return BytePairs(raw)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *FAMILIES, "metaspace"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    helpers.slow_unless(name in ("characters", "wordpiece", "kept", "metaspace"), name)
+    for name in (*NAMES, *FAMILIES, "metaspace")
+  ],
+)
 def test_a_text_goes_on_from_its_prompt(tokenizers, name):
   of_name = {**tokenizers, "metaspace": metaspace()}
   tokenizer = of_name[name] if name in of_name else BytePairs(family(name))

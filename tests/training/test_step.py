@@ -432,8 +432,7 @@ def check_parts(kinds, num_parts, seed):
 
 
 def test_parts_of_a_routed_batch_give_the_gradient_of_the_whole():
-  for seed in (3, 4):
-    assert check_parts("routing routing", 4, seed)
+  assert check_parts("routing routing", 4, seed=4)
 
 
 @pytest.mark.slow
