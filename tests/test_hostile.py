@@ -104,7 +104,7 @@ COMMANDS = helpers.cases(r"""
   train --config={quickstart} --workdir= | --workdir: expected a folder, got none
   train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
   {train} --config= | --config
-  {train} --config={nothing}.py | --config: expected a Python file or one of
+  {train} --config={nothing}.py | --config: expected a Python file, .* one of
   {train} --config={folder} | --config: expected a Python file
   {train} --config=/dev/zero | --config: expected a Python file
   {train} --config={fifo} | --config: expected a Python file

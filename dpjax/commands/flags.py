@@ -63,7 +63,9 @@ def define_config(required: bool = False) -> flags.FlagHolder:
   --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
   holder = flags.DEFINE_string(
-    "config", None, "an experiment's name or file, with :VARIANT if it has variants"
+    "config",
+    None,
+    "an experiment's name or file, with :VARIANT if it has variants; or a run's folder",
   )
   if required:
     flags.mark_flag_as_required("config")

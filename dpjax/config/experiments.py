@@ -39,7 +39,9 @@ def load(experiment: str) -> ConfigDict:
       raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
-    raise UserError(f"--config: expected a Python file or one of {names}, got {path or 'none'}")
+    raise UserError(
+      f"--config: expected a Python file, a run's folder, or one of {names}, got {path or 'none'}"
+    )
   try:
     with _importable(is_first=path == str(packaged)):
       module = runpy.run_path(path, run_name="config")
