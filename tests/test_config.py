@@ -59,6 +59,10 @@ def test_the_name_of_a_component_is_its_section():
     config_lib.check(mine)
     with pytest.raises(dpjax.UserError, match="^mixer: expected one of .*did you mean we[?]"):
       mine.model.mixer = "wee"
+  config.update({"model": {"mixer": "he", "width": 48}})
+  config.model.last.update(mixer="she")
+  assert config.model.mixer == config_lib.mixer("he") and config.model.width == 48
+  assert config.model.last.mixer == config_lib.mixer("she")
   # Sections of a plain ConfigDict fit as before.
   plain = ml_collections.ConfigDict(expected.to_dict())
   assert plain == expected and expected == plain

@@ -147,6 +147,17 @@ def test_what_is_wrong(run, tmp_path, capsys):
   assert config_lib.from_dict(config).model.width == 24
 
 
+def test_an_empty_folder_is_filled_and_its_settings_fit_another_text(run, tmp_path):
+  folder = tmp_path / "out"
+  folder.mkdir()
+  before = folder.stat().st_ino  # It may be somebody's current folder, or a mount.
+  run.save(folder)
+  assert folder.stat().st_ino == before and not [*folder.glob("*.partial")]
+  assert dpjax.load(folder).step == run.step
+  config = config_lib.load(str(folder))
+  assert config.model.vocab_size == 0 and config.model.mixer == run.config.model.mixer
+
+
 @pytest.mark.parametrize("size", [100, 4000])
 def test_a_full_disk_leaves_nothing(run, size, tmp_path):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -74,6 +74,11 @@ def test_a_continuation_beyond_the_window_is_refused(model):
 def test_texts_end_before_a_stop(model):
   (whole,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20})))
   assert whole == model.run.generate("the cat", length=20, temperature=0.0)[0]
+  # What the vocabulary has not is left out, as is the beginning of a long context.
+  window = model.run.window
+  (text,) = model.generate_until(requests(("\u2603" + "the cat" * window, {"max_gen_toks": 4})))
+  context = ("the cat" * window)[-window:]
+  assert text == model.run.generate(context, length=4, temperature=0.0)[0]
   stop = whole[5:7]
   (text,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20, "until": [stop]})))
   assert text == whole[: whole.index(stop)]

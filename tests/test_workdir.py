@@ -98,7 +98,7 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path, name, is_there):
     victim.write_text("of great worth")
   link.parent.mkdir(parents=True)
   link.symlink_to(victim)
-  with pytest.raises(UserError, match=f"^workdir: .*, got {link}, a link to {victim}$"):
+  with pytest.raises(UserError, match=f"^workdir: .*, got {link}, a link to {victim} "):
     dpjax.train(config_lib.default(), tmp_path / "run")
   assert victim.exists() == is_there
   assert not is_there or victim.read_text() == "of great worth"

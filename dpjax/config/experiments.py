@@ -16,6 +16,8 @@ from dpjax.config import saved
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 
+_MOST_BYTES = 2**24  # of a run's settings
+
 
 def load(experiment: str) -> ConfigDict:
   """The configuration of an experiment.
@@ -32,11 +34,8 @@ def load(experiment: str) -> ConfigDict:
   packaged = _folder() / f"{path}.py"
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
-  if (file := Path(path, "config.json")).is_file():
-    try:
-      return saved.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
-      raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
+  if path and (file := Path(path, "config.json")).is_file():
+    return _of_run(file)
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
     raise UserError(
@@ -65,6 +64,23 @@ def load(experiment: str) -> ConfigDict:
       "--config: expected a Python file whose get_config() gives a ConfigDict, got "
       f"{type(error).__name__}: {message}{where}"
     ) from error
+
+
+def _of_run(file: Path) -> ConfigDict:
+  """The settings of a run; of an exported one, without those that follow from its tokenizer."""
+  try:
+    if file.stat().st_size > _MOST_BYTES:
+      raise ValueError(f"more than {_MOST_BYTES:,} bytes")
+    config = saved.of_run(json.loads(file.read_text(encoding="utf-8")), file.parent)
+  except (OSError, ValueError, TypeError, AttributeError) as error:
+    raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
+  except RecursionError as error:
+    raise UserError(f"--config: expected the settings of a run in {file}, got deep JSON") from error
+  if (file.parent / "model.safetensors").exists():
+    config.model.vocab_size = 0
+    for name in {"space_ids", "end_ids"} & {*config.model.boundaries}:
+      config.model.boundaries[name] = ()
+  return config
 
 
 def _folder() -> Path:

@@ -1,5 +1,6 @@
 """Reads configurations from JSON files, written by this version or an earlier one."""
 
+import sys
 from collections.abc import Mapping
 
 from dpjax import registry
@@ -14,6 +15,7 @@ from dpjax.config.sections import (
   place,
   unknown_key,
 )
+from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 
 # Settings that may change on resume: they change the order of sums and the random numbers of
@@ -53,6 +55,26 @@ def from_dict(settings: Mapping) -> ConfigDict:
   _fill(config, to_sections(settings), "")
   check(config, limits=False)
   return config
+
+
+def of_run(settings: Mapping, folder: object) -> ConfigDict:
+  """Reads the configuration of a run; see `from_dict`.
+
+  Raises:
+    ValueError: see `check`; or it needs a plugin that is not imported.
+  """
+  try:
+    return from_dict(settings)
+  except UserError as error:
+    plugins = settings.get("plugins")
+    plugins = plugins if isinstance(plugins, list) else []
+    missing = [str(name) for name in plugins if name not in sys.modules]
+    if not missing:
+      raise
+    raise UserError(
+      f"plugin: expected {' and '.join(missing)}, with which the run in {folder} was trained, "
+      f"got none (--plugin={missing[0]}, or import {missing[0]} in Python): {error}"
+    ) from error
 
 
 def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:

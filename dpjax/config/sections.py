@@ -51,6 +51,14 @@ class Section(ConfigDict):
       value = Section(value)
     super().__setitem__(key, value)
 
+  def update(self, *other, **kwargs):
+    """As of a ConfigDict; also takes the names of components."""
+    for given in (*other, kwargs):
+      names = {key for key in _BY_NAME if isinstance(given.get(key), str)}
+      for key in names:
+        self[key] = given[key]
+      super().update({key: given[key] for key in given if key not in names} if names else given)
+
   def __eq__(self, other):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+
+from dpjax.ops.checks import is_known
 
 # Below it, float32 may not hold logits / temperature, and at last not the temperature itself.
 _COLDEST = 1e-20
@@ -70,16 +71,12 @@ def sample(
 
 def _check(temperature, top_k, top_p) -> None:
   """Checks that the settings are in range, unless they are traced."""
-  if _is_known(temperature) and not 0 <= temperature < math.inf:
+  if is_known(temperature) and not 0 <= temperature < math.inf:
     raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-  if _is_known(top_k) and top_k < 0:
+  if is_known(top_k) and top_k < 0:
     raise ValueError(f"top_k: expected at least 0, got {top_k}")
-  if _is_known(top_p) and not 0 < top_p <= 1:
+  if is_known(top_p) and not 0 < top_p <= 1:
     raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
-
-
-def _is_known(value) -> bool:
-  return not isinstance(value, Tracer)
 
 
 def _if(
@@ -89,7 +86,7 @@ def _if(
   operand: jax.Array,
 ) -> jax.Array:
   """`jax.lax.cond`, which does not compile the other branch if the condition is known."""
-  if _is_known(condition):
+  if is_known(condition):
     return then(operand) if condition else otherwise(operand)
   return jax.lax.cond(condition, then, otherwise, operand)
 

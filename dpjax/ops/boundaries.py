@@ -238,7 +238,7 @@ def binomial_prior_loss(
   """
   checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
   b_bt, w_bt, starts = checks.arrays(
-    boundaries=(boundaries, "B T", checks.ONES),
+    boundaries=(boundaries, "B T", checks.NUMBERS),
     weights=(weights, "B T | None", checks.NUMBERS),
     starts=(starts, "B T | None", checks.STARTS),
   )

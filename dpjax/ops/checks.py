@@ -154,13 +154,21 @@ def key(name: str, value: Any, reason: str = "") -> None:
 
 def integer(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
   """Checks that a value is an integer of a range."""
-  if isinstance(value, bool) or not isinstance(value, int | np.integer):
+  if not _is_integer(value):
     raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
   if value < least:
     raise ValueError(f"{name}: expected at least {least}, got {value}")
   if value > most:
     raise ValueError(f"{name}: expected at most {most}, got {value}")
   return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+  """Whether a value is an integer that is known: of Python, or a scalar of NumPy or JAX."""
+  if isinstance(value, bool | np.bool_ | core.Tracer):
+    return False
+  is_scalar = np.ndim(value) == 0 and jnp.issubdtype(getattr(value, "dtype", object), jnp.integer)
+  return isinstance(value, int) or is_scalar
 
 
 def integers(**values: Any) -> None:
@@ -211,14 +219,14 @@ def float_dtype(value: Any) -> None:
 def ids(name: str, values: Any, expected: str = "token ids") -> tuple[int, ...]:
   """Checks that values are integers of at least 0, such as ids of tokens."""
   found: tuple = tuple(values) if np.iterable(values) else (None,)
-  if not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= 0 for x in found):
+  if not all(_is_integer(x) and x >= 0 for x in found):
     raise ValueError(f"{name}: expected {expected}, got {values!r}")
-  return found
+  return tuple(map(int, found))
 
 
 def shape(value: Any) -> tuple[int, int]:
   """Checks that the argument `shape` is (B, T)."""
-  if not isinstance(value, Sequence) or len(value) != 2:
+  if not isinstance(value, Sequence | np.ndarray) or len(value) != 2:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
   batch, length = (integer("shape", size, 0) for size in value)
   return batch, length

@@ -231,8 +231,6 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
   checks.number("theta_add", theta_add, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
-  if not math.isfinite(theta_add):
-    raise UserError(f"theta_add: expected a finite number, got {theta_add}")
 
 
 def _check(entropies, starts):

@@ -45,11 +45,17 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   folder = Path(folder).resolve()
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
-  partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+  # An empty folder is filled: it may be somebody's current one, or a mount.
+  is_there = folder.exists()
+  partial = (folder if is_there else folder.parent) / f"{folder.name}.{os.getpid()}.partial"
   try:
     partial.mkdir(parents=True)
     _write(run, partial, folder.name, dtype)
-    os.replace(partial, folder)
+    if is_there:
+      for path in sorted(partial.iterdir(), key=lambda path: path.name == FILE):
+        os.replace(path, folder / path.name)
+    else:
+      os.replace(partial, folder)
   except (OSError, SafetensorError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"folder: expected one that can be written, got {folder} ({reason})") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -328,10 +329,14 @@ def load(
   return Run(config, built, params, data.tokenizer, at, data, workdir)
 
 
+_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+
+
 def _check_finite(workdir: Path, params: dict) -> None:
   for path, array in jax.tree.leaves_with_path(params):
-    parts = array.addressable_shards[: 1 if array.is_fully_replicated else None]
-    if not all(np.isfinite(part.data).all() for part in parts):
+    # All processes of a sharded run find the same.
+    is_whole = array.is_fully_addressable or array.is_fully_replicated
+    if not (np.isfinite(array).all() if is_whole else _is_finite(array)):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
 

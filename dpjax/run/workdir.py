@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax.config import ConfigDict, sections
+from dpjax.config import ConfigDict, saved, sections
 from dpjax.data.making import load_json, write_json
 from dpjax.errors import UserError
 from dpjax.run import export
@@ -75,7 +74,7 @@ def _check_links(workdir: Path) -> None:
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
       raise UserError(
         f"workdir: expected a run whose files are in its folder, got {path}, a link to "
-        f"{path.readlink()}"
+        f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
       )
 
 
@@ -183,19 +182,7 @@ def read_config(workdir: Path) -> ConfigDict:
   path = workdir / "config.json"
   if not path.exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  settings = _read_json(path)
-  try:
-    return config_lib.from_dict(settings)
-  except UserError as error:
-    plugins = settings.get("plugins")
-    plugins = plugins if isinstance(plugins, list) else []
-    missing = [str(name) for name in plugins if name not in sys.modules]
-    if not missing:
-      raise
-    raise UserError(
-      f"plugin: expected {' and '.join(missing)}, with which the run in {workdir} was trained, "
-      f"got none (--plugin={missing[0]}, or import {missing[0]} in Python): {error}"
-    ) from error
+  return saved.of_run(_read_json(path), workdir)
 
 
 def read_frozen(workdir: Path) -> ConfigDict:

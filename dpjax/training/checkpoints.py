@@ -73,7 +73,6 @@ class Checkpoints:
 
   def __init__(self, folder: str | Path, keep: int | None = None):
     self._root = Path(folder).absolute()
-    logging.getLogger("absl").addFilter(_is_news)
     self._last = _manager(self._root / "last", keep)
     self._best = _manager(self._root / "best", keep and 1)
 
@@ -259,7 +258,6 @@ class Checkpoints:
     finally:
       self._last.close()
       self._best.close()
-      logging.getLogger("absl").removeFilter(_is_news)
 
   def _check_alike(self) -> None:
     steps = [[*self._last.all_steps()], [*self._best.all_steps()]]
@@ -309,6 +307,9 @@ def saved_steps(folder: str | Path, kind: str) -> list[int]:
 def _is_news(record: logging.LogRecord) -> bool:
   """Whether a line is to be logged; Orbax logs each error that it raises many times."""
   return not (record.exc_info and "orbax" in record.pathname)
+
+
+logging.getLogger("absl").addFilter(_is_news)
 
 
 def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:

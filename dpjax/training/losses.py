@@ -26,7 +26,8 @@ def cross_entropy(
   Args:
     logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
     targets: [B, T], integers in [0, V).
-    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
+    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan, and
+      the gradient by the weight is 0.
 
   Returns:
     nats and count, scalars.

@@ -63,11 +63,9 @@ class DpjaxLM(LM):
     until = settings.get("until") or []
     until = [until] if isinstance(until, str) else until
     temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
-    # The window must hold the prompt; its end counts.
-    ids = self.run.tokenizer.encode(context)[-self.run.window :]
     text = ""
     for (piece,) in self.run.stream(
-      self.run.tokenizer.decode(ids),
+      self._prompt(context),
       length=settings.get("max_gen_toks", 256),
       temperature=temperature,
       top_k=settings.get("top_k", 0),
@@ -78,6 +76,14 @@ class DpjaxLM(LM):
       if any(stop in text for stop in until):
         break
     return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
+
+  def _prompt(self, context: str) -> str:
+    """The end of a context that the window holds, without what the vocabulary has not."""
+    tokenizer, window = self.run.tokenizer, self.run.window
+    ids = [i for i in tokenizer.encode(context).tolist() if i != tokenizer.unknown_id][-window:]
+    while len(tokenizer.encode(tokenizer.decode(ids))) > window:
+      ids = ids[1:]
+    return tokenizer.decode(ids)
 
   def _score(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> list[tuple[float, bool]]:
     """Log-likelihoods of continuations, in batches of one size."""
@@ -91,17 +97,21 @@ class DpjaxLM(LM):
       for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
         weights[number, len(row) - 1 - counts[first + number] : len(row) - 1] = True
-      nats, is_greedy = self._step(self.run.params, tokens, weights)
+      nats, is_greedy = self._step(self.run.params, tokens, weights, first)
       found += zip(nats.tolist(), is_greedy.tolist(), strict=True)
     return found[: len(ids)]
 
   @functools.cached_property
   def _step(self):
-    """(parameters, tokens [B, T + 1], weights [B, T]) -> log-likelihoods [B], greedy [B]."""
+    """(parameters, tokens [B, T + 1], weights [B, T], index) -> log-likelihoods and greedy [B]."""
 
     @jax.jit
-    def step(params, tokens, weights):
-      logits = self.run.model.apply({"params": params}, tokens[:, :-1], deterministic=True).logits
+    def step(params, tokens, weights, index):
+      # Of boundaries that are drawn in evaluation, too.
+      rngs = {"dropout": jax.random.fold_in(jax.random.key(0), index)}
+      variables = {"params": params}
+      output = self.run.model.apply(variables, tokens[:, :-1], deterministic=True, rngs=rngs)
+      logits = output.logits
       logits, targets = logits.astype(jnp.float32), tokens[:, 1:]
       logs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
       is_greedy = jnp.argmax(logits, axis=-1) == targets

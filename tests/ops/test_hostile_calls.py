@@ -204,6 +204,7 @@ ALLOWED = {
   ("dot_general", "rhs, dtype"),
   ("dropout", "inputs, rank"),
   ("entropy_threshold", "theta, -inf"),
+  ("binomial_prior_loss", "boundaries, value"),
   ("ratio_loss", "boundaries, value"),
   ("relu_dropout", "inputs, rank"),
   ("run_at_capacity", "inputs, rank"),
