@@ -213,7 +213,7 @@ WRONG = """
   --split=dev | --split: expected one of train, valid, test, got dev
   --window=24 | --window: expected 1 to model.max_length = 23, got 24
   --length=0 | --length: expected at least 1, got 0
-  --text=none | none: expected to read or write it, got: No such file or directory
+  --text=none | --text: expected a file with a text, got none
 """
 
 

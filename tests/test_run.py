@@ -176,16 +176,19 @@ def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(
 def test_ended_between_the_best_and_the_last_checkpoint(text, tmp_path, monkeypatch):
   save = Checkpoints._save
 
+  class Ended(Exception):
+    pass
+
   def save_or_end(self, manager, step, *arguments):
     if manager is self._last and step == 6:
-      raise InterruptedError
+      raise Ended
     save(self, manager, step, *arguments)
 
   config = helpers.small_config(text)
   run, scores = dpjax.train(config, tmp_path / "whole", model=helpers.bigrams)
   with monkeypatch.context() as patch:
     patch.setattr(Checkpoints, "_save", save_or_end)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(Ended):
       dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   best, last = (tmp_path / f"run/checkpoints/{name}/6" for name in ("best", "last"))
   assert best.exists() and not last.exists()
