@@ -279,10 +279,7 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   )
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path / "run")
-  config.data.update(tokenizer_file="", restrict_vocabulary=True)
-  with pytest.raises(ValueError, match="^data.restrict_vocabulary: expected False, .* got True"):
-    dpjax.train(config, tmp_path / "run")
-  config.data.update(restrict_vocabulary=False, tokenizer="bytes")
+  config.data.update(tokenizer_file="", tokenizer="bytes")
   with pytest.raises(ValueError, match="^data.tokenizer: expected characters, as in .* got bytes"):
     dpjax.train(config, tmp_path / "run")
   config = helpers.small_config(other, initial_run=str(tmp_path / "none"))

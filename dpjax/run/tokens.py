@@ -143,7 +143,7 @@ def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | N
       "it does not know"
     )
   has = {**known.fields(), "tokenizer": known.kind}
-  for name in ("tokenizer", "lower_text", "lower_pieces", "restrict_vocabulary"):
+  for name in ("tokenizer", "lower_text", "lower_pieces"):
     # What is the default may not have been asked for.
     if settings[name] not in ("characters", False, has.get(name)):
       raise UserError(
