@@ -331,7 +331,9 @@ def test_a_folder_that_cannot_be_listed_is_no_damage(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("best", [(), (7, 9)])
-def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(tmp_path, capfd, best):
+def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(
+  tmp_path, capfd, caplog, best
+):
   save(tmp_path, [5])
   saved, limits = Checkpoints(tmp_path, keep=3), resource.getrlimit(resource.RLIMIT_FSIZE)
   with Checkpoints(tmp_path):  # As of the run that training starts from.
@@ -349,6 +351,7 @@ def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(tmp_path,
     f"workdir: expected a folder that can be written, got {tmp_path} (File too large)"
   )
   assert capfd.readouterr() == ("", "")
+  assert not [record for record in caplog.records if record.exc_info]
   assert not [*tmp_path.glob("*/*tmp*")]
   with Checkpoints(tmp_path) as saved:
     assert saved.restore(abstract()).step == 5
