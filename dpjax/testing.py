@@ -37,7 +37,7 @@ def check_mixer(
   max_length: int = 13,
   reach: int | None = None,
   has_cache: bool = True,
-  takes_starts: bool = True,
+  takes_is_start: bool = True,
   leakage: float = 0.0,
   dropout: str = "",
   gradients: Callable[[Any], Any] = lambda tree: tree,
@@ -55,7 +55,7 @@ def check_mixer(
     max_length: the longest T, at least 11.
     reach: the number of positions that an output depends on, itself included; None for all.
     has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
-    takes_starts: whether it takes `starts`, and so keeps documents of a row apart.
+    takes_is_start: whether it takes `is_start`, and so keeps documents of a row apart.
     leakage: the allowed change of an output with another document: 0 for none; 1e-6 for a
       transform of the whole row, in which other documents cancel up to rounding.
     dropout: the field with a dropout rate; "" without one.
@@ -70,7 +70,9 @@ def check_mixer(
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
-  case = _Case(make, width, max_length, reach, has_cache, takes_starts, leakage, dropout, gradients)
+  case = _Case(
+    make, width, max_length, reach, has_cache, takes_is_start, leakage, dropout, gradients
+  )
   case()  # A class that cannot be made breaks no relation: its own error is the message.
   for name in RELATIONS if relations is None else relations:
     relation = RELATIONS[name]
@@ -92,7 +94,7 @@ class _Case:
   max_length: int
   reach: int | None
   has_cache: bool
-  takes_starts: bool
+  takes_is_start: bool
   leakage: float
   dropout: str
   gradients: Callable[[Any], Any]
@@ -327,10 +329,10 @@ def _chunks(case: _Case) -> None:
   _by_chunks(case, case.draw(), _CHUNKS)
 
 
-def _by_chunks(case: _Case, inputs: jax.Array, chunks, starts: np.ndarray | None = None) -> None:
+def _by_chunks(case: _Case, inputs: jax.Array, chunks, is_start: np.ndarray | None = None) -> None:
   module = case()
   mix = case.with_params(module)
-  whole, step = mix(inputs, **({} if starts is None else {"starts": starts})), jax.jit(mix)
+  whole, step = mix(inputs, **({} if is_start is None else {"is_start": is_start})), jax.jit(mix)
   cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
   kind = jax.tree.map(jax.typeof, cache)
   for size, lengths in chunks:
@@ -339,10 +341,10 @@ def _by_chunks(case: _Case, inputs: jax.Array, chunks, starts: np.ndarray | None
     for row, length in enumerate(lengths):
       part = slice(seen[row], seen[row] + length)
       chunk[row, :length] = inputs[row, part]
-      begins[row, :length] = 0 if starts is None else starts[row, part]
+      begins[row, :length] = 0 if is_start is None else is_start[row, part]
     has_starts = any(begins[row, :length].any() for row, length in enumerate(lengths))
-    # Where no document begins, `starts` may be left out.
-    given = {"starts": begins} if has_starts else {}
+    # Where no document begins, `is_start` may be left out.
+    given = {"is_start": begins} if has_starts else {}
     real = jnp.asarray(lengths, jnp.int32)
     output, cache = step(chunk, cache=cache, lengths=real, **given)
     _expect(output.shape == chunk.shape, f"got outputs of shape {output.shape}")
@@ -384,16 +386,16 @@ def _documents(case: _Case) -> None:
 
   This holds for outputs, and for gradients with respect to inputs and parameters. The row is
   longer than its documents, which may be as long as `max_length`. Look at whether a position
-  reads before the start of its document (`starts`), and at positions, which count from there.
+  reads before the start of its document (`is_start`), and at positions, which count from there.
   """
   if not _takes_starts(case):
     return
   module, length = case(), sum(_DOCUMENTS[0])
   params, inputs, weights = case.draw_params(module), case.draw(length), case.draw(length, seed=5)
-  starts, parts = _packed()
+  is_start, parts = _packed()
 
   def packed(params, x):
-    return module.apply({"params": params}, x, starts=starts)
+    return module.apply({"params": params}, x, is_start=is_start)
 
   def alone(params, x):
     y = [module.apply({"params": params}, x[row : row + 1, part]) for row, part in parts]
@@ -431,22 +433,22 @@ def _document_chunks(case: _Case) -> None:
   """With a cache, chunks in which documents begin give the same outputs as whole rows.
 
   Look at whether the cache drops a document when the next one begins within a chunk, at the
-  positions that it counts, and at `starts` in padding, which must be ignored.
+  positions that it counts, and at `is_start` in padding, which must be ignored.
   """
   if not _takes_starts(case) or not _has_cache(case):
     return
-  starts, _ = _packed()
-  _by_chunks(case, case.draw(starts.shape[1]), _CHUNKS_OF_DOCUMENTS, starts)
+  is_start, _ = _packed()
+  _by_chunks(case, case.draw(is_start.shape[1]), _CHUNKS_OF_DOCUMENTS, is_start)
 
 
 def _packed() -> tuple[np.ndarray, list[tuple[int, slice]]]:
   """The starts of `_DOCUMENTS`, and the row and the place of each."""
-  starts, parts = np.zeros((_BATCH, sum(_DOCUMENTS[0])), np.int32), []
+  is_start, parts = np.zeros((_BATCH, sum(_DOCUMENTS[0])), np.int32), []
   for row, lengths in enumerate(_DOCUMENTS):
     ends = np.cumsum(lengths)
-    starts[row, ends - lengths] = 1
+    is_start[row, ends - lengths] = 1
     parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
-  return starts, parts
+  return is_start, parts
 
 
 def _takes_starts(case: _Case) -> bool:
@@ -456,8 +458,8 @@ def _takes_starts(case: _Case) -> bool:
   except UserError:
     found = False
   _expect(
-    found == case.takes_starts,
-    f"takes_starts: expected {found}, as the mixer's `__call__`, got {case.takes_starts}",
+    found == case.takes_is_start,
+    f"takes_is_start: expected {found}, as the mixer's `__call__`, got {case.takes_is_start}",
   )
   return found
 

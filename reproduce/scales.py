@@ -51,7 +51,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
   },
   "tiny": {
     "all": dict(
-      data=dict(name=catalog.ONE_MORE, language="", clean=False, tokenizer_file="")
+      data=dict(name=catalog.PYTHON_MANUAL, language="", clean=False, tokenizer_file="")
       | dict(tokenizer_size=300, max_characters=(60_000, 3_000, 3_000)),
       train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2, 2),
     ),
@@ -152,7 +152,7 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
     ValueError: the folder has none, or more than one.
   """
   wanted = _stem(config.data.name, config.data.language)
-  if not folder or config.data.name == catalog.ONE_MORE:
+  if not folder or config.data.name == catalog.PYTHON_MANUAL:
     return wanted, None
   found = {}
   for path in sorted(Path(folder).glob("*")):

@@ -73,6 +73,28 @@ def tiny_model(**changes):
   return set_model(config_lib.default_model(), **{**usual, **changes})
 
 
+def component(known: registry.Registry, name: str, **settings):
+  """The section of a component, with those of the settings that it has."""
+  has = known.settings(name)
+  return known.section(name, **{key: x for key, x in settings.items() if key in has})
+
+
+def model_settings(mixer="relative_attention", boundaries="none", **changes):
+  """A small model's settings, its sizes different; components by their names or sections.
+
+  model_settings("me", "gumbel", first=dict(num_layers=1), width=9)
+  """
+  if isinstance(mixer, str):
+    mixer = component(registry.mixers, mixer, num_heads=2)
+  if isinstance(boundaries, str):
+    boundaries = component(registry.boundaries, boundaries, num_capacities=2)
+  usual = dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=2, max_length=29)
+  usual |= dict(positions="none", activation="gelu", mixer=mixer, boundaries=boundaries)
+  config = config_lib.default_model()
+  config.update({**usual, **changes})
+  return config
+
+
 def objective(boundaries: str = "none", **settings) -> losses.Objective:
   """That of a kind of boundaries, by its name and settings."""
   if boundaries == "none":
@@ -86,9 +108,9 @@ def small_config(text: Path, **train):
   config = config_lib.default()
   config.data.path = str(text)
   config.data.data_dir = str(text.parent / "data_dir")
-  rates = dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1)
-  sizes = dict(num_layers=2, width=12, feed_forward_width=20, num_heads=3, max_length=19)
-  set_model(config.model, **sizes, **rates)
+  config.model.mixer = config_lib.mixer("dispatcher", num_heads=3, level_dropout=0.1)
+  sizes = dict(num_layers=2, width=12, feed_forward_width=20, max_length=19)
+  config.model.update(dropout=0.1, hidden_dropout=0.1, **sizes)
   steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
   steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
   config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
@@ -100,11 +122,9 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  layers = dict(num_layers=1, first_layers=1, last_layers=1, num_capacities=2)
-  rates = dict(hidden_dropout=0.0, mixer_dropout=0.0)
-  set_model(config.model, boundaries=boundaries, **layers, **rates)
-  if boundaries == "unigram":
-    config.model.boundaries.size = 31
+  config.model.boundaries = component(registry.boundaries, boundaries, num_capacities=2, size=31)
+  one = dict(num_layers=1)
+  config.model.update(hidden_dropout=0.0, mixer=dict(level_dropout=0.0), first=one, last=one, **one)
   return config
 
 

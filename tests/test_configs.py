@@ -31,7 +31,7 @@ VOCABULARIES = {
 }
 UNCASED = 30_522  # pieces of bert-base-uncased, of the paper's models of lm1b by their size
 CORPORA = {
-  "quickstart": catalog.ONE_MORE,
+  "quickstart": catalog.PYTHON_MANUAL,
   "ptb": "penn_treebank",
   "finetuned": "wikitext2",
   "books": "childrens_books",
@@ -91,14 +91,14 @@ def test_its_corpus_and_vocabulary_have_names(name, variant):
   data = load(name, variant).data
   stem = name.split("_")[-1]
   assert data.name == CORPORA.get(stem, stem) and not data.path
-  if data.name != catalog.ONE_MORE:
+  if data.name != catalog.PYTHON_MANUAL:
     catalog.find(data.name, data.language)
   assert data.tokenizer_file in ("", *catalog.VOCABULARIES)
   assert data.data_dir == "data" and not data.manual_dir
   text = re.sub(r"\s+", " ", header(name))
   if name.startswith("msa"):
     assert f"as for configs/dispatcher_{stem}.py" in text
-  elif data.name != catalog.ONE_MORE:
+  elif data.name != catalog.PYTHON_MANUAL:
     assert "--config.data.path" in text and re.search(r"[Dd]ownload.* into data/", text)
   assert ("data/manual/simple-examples.tgz" in text) == (name == "dispatcher_ptb")
 

@@ -99,16 +99,16 @@ def grows(module, call, x, *, cache=None, **options):
   return output, jnp.concatenate([after, cache])
 
 
-def joins_two_documents(module, call, x, *, starts=None, **options):
-  return call(x, starts=None if starts is None else starts * (np.arange(18) < 5), **options)
+def joins_two_documents(module, call, x, *, is_start=None, **options):
+  return call(x, is_start=None if is_start is None else is_start * (np.arange(18) < 5), **options)
 
 
 def subtracts_the_mean_of_the_row(module, call, x, **options):
   return call(x, **options) - 3e-6 * jnp.mean(x, axis=1, keepdims=True)
 
 
-def goes_on_in_chunks(module, call, x, *, cache=None, starts=None, **options):
-  return call(x, cache=cache, starts=starts if cache is None else None, **options)
+def goes_on_in_chunks(module, call, x, *, cache=None, is_start=None, **options):
+  return call(x, cache=cache, is_start=is_start if cache is None else None, **options)
 
 
 forgets = changes_the_cache(lambda before, after: before)
@@ -225,10 +225,10 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
       x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
       return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2
 
-  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False, takes_starts=False)
+  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False, takes_is_start=False)
   with pytest.raises(AssertionError, match="(?s)^tokens: .*has_cache: expected False"):
     testing.check_mixer(Decay, reach=2, relations=["tokens"])
-  with pytest.raises(AssertionError, match="(?s)^documents: .*takes_starts: expected False"):
+  with pytest.raises(AssertionError, match="(?s)^documents: .*takes_is_start: expected False"):
     testing.check_mixer(Decay, reach=2, relations=["documents"])
 
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.layers.boundaries import Boundaries, Found
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput
 from dpjax.probes import training
 from dpjax.registry import Registry, Setting
 from tests import helpers
@@ -91,9 +91,17 @@ class Vowels(Boundaries):
   pooling: str = "last"
 
   def __call__(
-    self, hidden, tokens, *, deterministic=True, noise=None, start=None, state=None, lengths=None
+    self,
+    hidden,
+    tokens,
+    *,
+    deterministic=True,
+    noise=None,
+    num_before=None,
+    state=None,
+    lengths=None,
   ):
-    return Found((tokens + 1) % 2)
+    return BoundaryOutput((tokens + 1) % 2)
 
   def loss(self, output, batch):
     return 3.0 * jnp.sum(batch["weights"]), None
@@ -132,7 +140,7 @@ class AfterRare(Boundaries):
     return np.array([x in learned.decode() for x in text], int)
 
   def __call__(self, hidden, tokens, **given):
-    return Found((tokens % 3 == 0).astype(jnp.int32))
+    return BoundaryOutput((tokens % 3 == 0).astype(jnp.int32))
 
   def loss(self, output, batch):
     targets = batch["boundaries"]

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _list(given) -> None:
   data_dir = Path(given.data_dir)
-  print(f"{catalog.ONE_MORE}: the language manual that comes with Python; 0.4 MB")
+  print(f"{catalog.PYTHON_MANUAL}: the language manual that comes with Python; 0.4 MB")
   for name, entry in catalog.ENTRIES.items():
     made = [
       f"{language}{' (head)' * head}".strip() or "yes"

@@ -303,7 +303,7 @@ def _time_limit(seconds: float, message: str) -> Iterator[None]:
 
 
 def _set_compilation_cache() -> None:
-  """Has JAX keep compiled programs in a folder for later starts."""
+  """Has JAX keep compiled programs in a folder for later is_start."""
   import jax
 
   if _CACHE.value == "":

@@ -1,6 +1,6 @@
 """The settings of a run: every key with its default.
 
-A file of `configs/` starts from `default()` and changes what its experiment needs.
+A file of `configs/` is_start from `default()` and changes what its experiment needs.
 Durations have their unit in the key; set one unit of each duration.
 """
 
@@ -52,12 +52,12 @@ class Section(ConfigDict):
     super().__setitem__(key, value)
 
   def update(self, *other, **kwargs):
-    """As of a ConfigDict; also takes the names of components."""
+    """As of a ConfigDict; also takes components, by their names or sections."""
     for given in (*other, kwargs):
-      names = {key for key in _BY_NAME if isinstance(given.get(key), str)}
-      for key in names:
+      whole = {key for key in _BY_NAME if isinstance(given.get(key), str | ConfigDict)}
+      for key in whole:
         self[key] = given[key]
-      super().update({key: given[key] for key in given if key not in names} if names else given)
+      super().update({key: given[key] for key in given if key not in whole} if whole else given)
 
   def __eq__(self, other):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)

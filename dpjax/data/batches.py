@@ -15,18 +15,18 @@ If the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch
 It is 0 in the padding.
 
 If they are given the places where documents begin (`DocumentStarts`), every batch also has
-"starts", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
-places. At the first one, `starts` is 1 and the input is a start token:
+"is_start", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
+places. At the first one, `is_start` is 1 and the input is a start token:
 
   inputs   start d_0 .. d_{n-2}       targets   d_0 .. d_{n-1}
 
 So the start token predicts the first token, as if the document stood alone, and the last token
 is no input. The targets are the same as without documents. The part of a document at the
-beginning of a row counts as a document: `starts` is 1 at the first place of every row. With
+beginning of a row counts as a document: `is_start` is 1 at the first place of every row. With
 start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
-  tokens [3 9 4 1]  targets [1 4 1 5]  starts [1 1 0 0]
+  tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
 """
 
 import dataclasses
@@ -209,14 +209,14 @@ class ShuffledWindows(_Rows):
     shift_b1 = shifts[rows, None].astype(np.int64)
     place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
     boundaries = self._boundary_rows
-    starts = self._starts(row_b1, place_bt)
+    is_start = self._starts(row_b1, place_bt)
     return _fill_up(
       self._rows[row_b1, place_bt],
       self.window,
       self._pad_id,
       None if boundaries is None else boundaries[row_b1, place_bt],
       self._documents,
-      None if starts is None else starts | (place_bt == 0),
+      None if is_start is None else is_start | (place_bt == 0),
     )
 
 
@@ -226,7 +226,7 @@ def _fill_up(
   pad_id: int,
   boundaries: np.ndarray | None,
   documents: DocumentStarts | None,
-  starts: np.ndarray | None,
+  is_start: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
   """A padded batch from tokens [b, t + 1], t <= T; the last column is only a target."""
   real = found.shape[1] - 1
@@ -239,14 +239,14 @@ def _fill_up(
   }
   if boundaries is not None:
     batch["boundaries"] = np.pad(boundaries[:, :-1].astype(np.int32), padding)
-  if documents is not None and starts is not None:
+  if documents is not None and is_start is not None:
     # The token before a document's first one would be its input, and is that of no other.
-    is_first = np.pad(starts[:, 1:], padding)
+    is_first = np.pad(is_start[:, 1:], padding)
     batch["tokens"][is_first] = documents.start_id
     if boundaries is not None:
       batch["boundaries"][is_first] = documents.start_boundary
-    batch["starts"] = is_first.astype(np.int32)
-    batch["starts"][:, 0] = 1
+    batch["is_start"] = is_first.astype(np.int32)
+    batch["is_start"][:, 0] = 1
   return batch
 
 

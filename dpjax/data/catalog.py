@@ -18,7 +18,7 @@ from dpjax.data.sources import (
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
 
-ONE_MORE = "python_manual"  # which comes with Python
+PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
   **penn_treebank.SOURCES,
   **wikitext.SOURCES,
@@ -57,7 +57,7 @@ def register_corpus(name: str, source: Source) -> None:
   Raises:
     UserError: the name is taken, or cannot be the name of a folder.
   """
-  if name in (ONE_MORE, *ENTRIES) or not name.isidentifier():
+  if name in (PYTHON_MANUAL, *ENTRIES) or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
   ENTRIES[name] = source
 
@@ -69,12 +69,12 @@ def find(name: str, language: str = "") -> Source:
     UserError: `data.name` is unknown, or `data.language` is missing or not a language of the
       corpus.
   """
-  if name == ONE_MORE:
+  if name == PYTHON_MANUAL:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name.startswith(tfds.PREFIX):
     return tfds.source(name)
   if name not in ENTRIES:
-    names = [ONE_MORE, *ENTRIES]
+    names = [PYTHON_MANUAL, *ENTRIES]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise UserError(
       f"data.name: expected one of {', '.join(names)}, tfds:NAME of TensorFlow Datasets (or "

@@ -93,7 +93,7 @@ def load_corpus(
   if path:
     corpus = Corpus(*open_path(Path(path), split_fractions, text_field, Path(data_dir, "texts")))
     marks = line_pattern(separator) if separator else ""
-  elif name == catalog.ONE_MORE:
+  elif name == catalog.PYTHON_MANUAL:
     content = _python_manual()
     about = {
       "name": name,

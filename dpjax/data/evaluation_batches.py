@@ -102,8 +102,8 @@ class EvaluationDocuments:
   document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
-    row 0: tokens [9 3 1 4]  targets [3 1 4 1]  starts [1 0 0 0]
-    row 1: tokens [1 9 9 0]  targets [5 9 2 0]  starts [1 1 0 0]  weights [1 1 1 0]
+    row 0: tokens [9 3 1 4]  targets [3 1 4 1]  is_start [1 0 0 0]
+    row 1: tokens [1 9 9 0]  targets [5 9 2 0]  is_start [1 1 0 0]  weights [1 1 1 0]
 
   Attributes:
     batch_size: B.
@@ -159,17 +159,17 @@ class EvaluationDocuments:
       "tokens": np.full(shape, self._pad_id, np.int32),
       "targets": np.zeros(shape, np.int32),
       "weights": np.zeros(shape, np.float32),
-      "starts": np.zeros(shape, np.int32),
+      "is_start": np.zeros(shape, np.int32),
     }
     if self._boundaries is not None:
       batch["boundaries"] = np.zeros(shape, np.int32)
-    batch["starts"][:, 0] = 1
+    batch["is_start"][:, 0] = 1
     for b, number in enumerate(numbers.clip(max=len(self._rows) - 1)):
       windows = np.arange(*self._rows[number : number + 2]) if number + 1 < len(self._rows) else []
       at = 0
       for begin, end, counted in zip(*self._places(windows), strict=True):
         here = slice(at, at + end - begin)
-        batch["starts"][b, at] = 1
+        batch["is_start"][b, at] = 1
         batch["targets"][b, here] = self._tokens[begin:end]
         batch["weights"][b, here] = np.arange(begin, end) >= counted
         self._put(batch["tokens"][b, here], self._tokens, begin, self._documents.start_id)

@@ -227,10 +227,10 @@ class Generator:
     return loop.State(last, jnp.asarray(lengths), cache)
 
   def _step(self, params, keys, is_cached: bool) -> loop.Step:
-    def apply(tokens, start, **inputs) -> Any:
+    def apply(tokens, num_before, **inputs) -> Any:
       if self._draws_boundaries:
         # The same for a place whenever it is read, so that the past keeps its segments.
-        inputs["boundary_noise"] = _noise(keys, start, tokens.shape[1])
+        inputs["boundary_noise"] = _noise(keys, num_before, tokens.shape[1])
       return self._model.apply({"params": params}, tokens, deterministic=True, **inputs)
 
     def step(tokens, cache, lengths):
@@ -239,7 +239,7 @@ class Generator:
 
     if is_cached:
       return step
-    return loop.sliding_window(lambda tokens, start: apply(tokens, start).logits)
+    return loop.sliding_window(lambda tokens, num_before: apply(tokens, num_before).logits)
 
   def _begin_rows(self, params, prompt, lengths, keys):
     cache = self._model.init_cache(len(prompt))
@@ -354,13 +354,13 @@ def _round_up(number: int) -> int:
   return 1 << (number - 1).bit_length()
 
 
-def _noise(keys: jax.Array, start: jax.Array, length: int) -> jax.Array:
-  """[B, T] in (0, 1), by a row's key and the place in the row, from `start` on."""
+def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:
+  """[B, T] in (0, 1), by a row's key and the place in the row, from `num_before` on."""
 
   def at(key, place):
     # Token 0 is given, so that no token is drawn from this key.
     key = jax.random.fold_in(jax.random.fold_in(key, 0), place)
     return jax.random.uniform(key, (), minval=2.0**-24)
 
-  places_bt = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+  places_bt = num_before[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
   return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(keys, places_bt)

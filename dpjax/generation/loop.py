@@ -135,12 +135,12 @@ class WindowCache(NamedTuple):
   Attributes:
     tokens: [B, W], int32, the oldest first, padded at the end.
     known: [B], int32, the number of tokens without padding.
-    start: [B], int32, the place of the first of them in the row.
+    num_before: [B], int32, the place of the first of them in the row.
   """
 
   tokens: jax.Array
   known: jax.Array
-  start: jax.Array
+  num_before: jax.Array
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
@@ -194,7 +194,7 @@ def sliding_window(
     tokens_bw = jnp.where(place_bw < cache.known[:, None], old_bw, new_bw)
     # What stood behind the known ones is padding, and stays so.
     tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
-    cache_after = WindowCache(tokens_bw, known_b, cache.start + gone_b)
+    cache_after = WindowCache(tokens_bw, known_b, cache.num_before + gone_b)
     logits_bwv = next_logits(tokens_bw, cache_after.start)
     of_chunk_bc = (known_b - added_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     logits_bcv = jnp.take_along_axis(logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1)

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
   from dpjax.layers.blocks import Block as Block
   from dpjax.layers.blocks import FeedForward as FeedForward
   from dpjax.layers.boundaries import Boundaries as Boundaries
+  from dpjax.layers.boundaries import BoundaryOutput as BoundaryOutput
   from dpjax.layers.boundaries import Fixed as Fixed
-  from dpjax.layers.boundaries import Found as Found
   from dpjax.layers.boundaries import SpaceByte as SpaceByte
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher

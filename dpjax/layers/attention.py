@@ -59,10 +59,12 @@ class SelfAttention(nn.Module):
     deterministic: bool = True,
     cache: ops.AttentionCache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
+    )
     if cache is not None:
       checks.record(
         "cache", cache, ops.AttentionCache, dict(B=len(inputs)), length=("B", jnp.int32)
@@ -80,14 +82,14 @@ class SelfAttention(nn.Module):
     qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
     if self.rotary_base is not None:
       features = width // self.num_heads
-      angles = self._angles(inputs.shape[:2], features, self.rotary_base, cache, starts)
+      angles = self._angles(inputs.shape[:2], features, self.rotary_base, cache, is_start)
       qkv = ops.rotate(qkv[0], angles), ops.rotate(qkv[1], angles), qkv[2]
     if cache is None:
       rate = 0.0 if deterministic else self.dropout
       key = self.make_rng("dropout") if rate else None
-      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key, starts=starts)
+      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key, is_start=is_start)
     else:
-      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths, starts=starts)
+      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths, is_start=is_start)
     y_btd = nn.Dense(
       width,
       use_bias=self.use_bias,
@@ -104,13 +106,13 @@ class SelfAttention(nn.Module):
       batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
     )
 
-  def _angles(self, shape, features, base, cache, starts) -> jax.Array:
+  def _angles(self, shape, features, base, cache, is_start) -> jax.Array:
     """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
-    if cache is None and starts is None:
+    if cache is None and is_start is None:
       return table[None, : shape[1]]
-    starts = jnp.zeros(shape, jnp.int32) if starts is None else starts
-    place_bt = ops.document_places(starts, None if cache is None else cache.length)
+    is_start = jnp.zeros(shape, jnp.int32) if is_start is None else is_start
+    place_bt = ops.document_places(is_start, None if cache is None else cache.length)
     # Beyond the longest, as the attention with a cache has it.
     return jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
 
@@ -216,13 +218,15 @@ class RelativeAttention(nn.Module):
     positions: RelativePositions | None = None,
     cache: RelativeAttentionCache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; layers may share `positions`.
 
     They need at least T distances, or `max_length` with a cache.
     """
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
+    )
     length, width = inputs.shape[1:]
     shape = dict(H=self.num_heads, E=width // self.num_heads, D=width)
     if cache is not None:
@@ -273,7 +277,7 @@ class RelativeAttention(nn.Module):
         *biases,
         dropout_rate=rate,
         dropout_key=self.make_rng("dropout") if rate else None,
-        starts=starts,
+        is_start=is_start,
       )
     else:
       table, matrices = positions.table[:length], project.variables["params"]
@@ -292,7 +296,7 @@ class RelativeAttention(nn.Module):
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0]
       r_hre = r_hre.reshape(cache.distances.shape)
       y_bthe, kept = ops.relative_attention_cached(
-        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths, starts=starts
+        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths, is_start=is_start
       )
       cache = RelativeAttentionCache(kept, r_hre)
     y_btd = nn.Dense(

@@ -166,7 +166,7 @@ class Block(nn.Module):
     inputs = checks.array("inputs", inputs, "B T D>=1")
     checks.choice("norm", self.norm, ("post", "pre"))
     mixer = self.make_mixer(name="mixer")
-    if "starts" in mixer_inputs:
+    if "is_start" in mixer_inputs:
       check_takes_starts(mixer)
 
     def mix(x: jax.Array, *, deterministic: bool) -> jax.Array:

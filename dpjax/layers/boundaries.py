@@ -27,7 +27,7 @@ from dpjax.ops.segments import METHODS
 _GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "name")
 
 
-class Found(NamedTuple):
+class BoundaryOutput(NamedTuple):
   """The ends of segments.
 
   Attributes:
@@ -72,16 +72,13 @@ class Boundaries(nn.Module):
   is_endless: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
+  # Not a field: a kind whose middle is compiled for several capacities has one.
+  num_capacities = 1
 
   @property
   def pooling_method(self) -> str:
     """The `method` of `dpjax.ops.pool_segments`."""
     return getattr(self, "pooling", "mean")
-
-  @property
-  def lengths_compiled(self) -> int:
-    """The number of capacities to compile if S is known only on the device."""
-    return getattr(self, "num_capacities", 1)
 
   @property
   def draws_in_evaluation(self) -> bool:
@@ -138,11 +135,11 @@ class Boundaries(nn.Module):
     *,
     deterministic: bool = True,
     noise: jax.Array | None = None,
-    start: jax.Array | None = None,
+    num_before: jax.Array | None = None,
     state: Any = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
-  ) -> Found:
+    is_start: jax.Array | None = None,
+  ) -> BoundaryOutput:
     """Finds where segments end; each boundary may depend only on the tokens so far.
 
     Args:
@@ -150,10 +147,10 @@ class Boundaries(nn.Module):
       tokens: [B, T], ids; None if the vectors are segments.
       deterministic: False in training; draws come from the "dropout" stream.
       noise: [B, T] in (0, 1), instead of a draw.
-      start: [B], int32, the number of earlier tokens in each row; None means 0.
+      num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      starts: [B, T], 1 where a document begins, else 0; a document sees nothing before its
+      is_start: [B, T], 1 where a document begins, else 0; a document sees nothing before its
         start. None means that each row is one document. A kind may lack this argument; the
         model then refuses documents.
     """
@@ -169,20 +166,20 @@ class Boundaries(nn.Module):
     segments: jax.Array,
     probabilities: jax.Array | None,
     previous: jax.Array | None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> jax.Array:
     """Changes the segments between the middle and the tokens; does nothing by default.
 
     Args:
       segments: [B, S, D], the output of the middle, without the null group.
-      probabilities: [B, S], those of `Found` at the boundaries that end the segments.
+      probabilities: [B, S], those of `BoundaryOutput` at the boundaries that end the segments.
       previous: [B, D], the last result, if rows continue.
-      starts: [B, S], 1 at the first segment of each document, else 0; None for one document.
+      is_start: [B, S], 1 at the first segment of each document, else 0; None for one document.
     """
-    del probabilities, previous, starts
+    del probabilities, previous, is_start
     return segments
 
-  def join(self, read: jax.Array, hidden: jax.Array, found: Found) -> jax.Array:
+  def join(self, read: jax.Array, hidden: jax.Array, found: BoundaryOutput) -> jax.Array:
     """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' own vectors."""
     del found
     return read + hidden
@@ -203,7 +200,7 @@ class Boundaries(nn.Module):
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
       batch: see `dpjax.training.losses.Objective.sums`. Rows of several documents also have
-        "starts", [B, T]. "boundary_share", a scalar, is the share of boundaries among the
+        "is_start", [B, T]. "boundary_share", a scalar, is the share of boundaries among the
         tokens that count, of the whole batch if this is a part of one.
 
     Returns:
@@ -252,16 +249,18 @@ class Fixed(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise, state, lengths
     shape = checks.array("hidden", hidden, "B T D").shape[:2]
-    return Found(
-      ops.fixed_boundaries(shape, self.shortening_factor, self._first, start=start, starts=starts)
+    return BoundaryOutput(
+      ops.fixed_boundaries(
+        shape, self.shortening_factor, self._first, num_before=num_before, is_start=is_start
+      )
     )
 
   def most_segments(self, length: int) -> int:
@@ -296,14 +295,14 @@ class Whitespace(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, start, state, lengths, starts
-    return Found(ops.whitespace_boundaries(tokens, self.space_ids))
+    del hidden, deterministic, noise, num_before, state, lengths, is_start
+    return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def settings_for(self, tokenizer):
     """See `Boundaries`."""
@@ -352,20 +351,20 @@ class SpaceByte(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, start
+    del hidden, deterministic, noise, num_before
     found = ops.spacelike_boundaries(
-      tokens, self.space_ids, self.end_ids, previous=state, starts=starts
+      tokens, self.space_ids, self.end_ids, previous=state, is_start=is_start
     )
     if state is None:
-      return Found(found)
+      return BoundaryOutput(found)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
-    return Found(found, state=newest(state, ends, lengths))
+    return BoundaryOutput(found, state=newest(state, ends, lengths))
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""

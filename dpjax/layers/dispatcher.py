@@ -67,10 +67,12 @@ class Dispatcher(nn.Module):
     level_keep: jax.Array | None = None,
     cache: ops.ShiftAndSumCache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
+    )
     num_levels = self._num_levels
     if level_keep is None:
       level_keep = _draw_levels(self, num_levels, deterministic)
@@ -79,7 +81,7 @@ class Dispatcher(nn.Module):
     x_re = inputs.reshape(-1, inputs.shape[-1] // self.num_heads)
     v_bthe = _linear(self, x_re.shape[-1], "values")(x_re).reshape(per_head)
     g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_re)).reshape(per_head)
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, is_start)
     y_btd = _linear(self, x_re.shape[-1], "out")(v_bthe).reshape(inputs.shape)
     return y_btd if cache is None else (y_btd, cache)
 
@@ -111,10 +113,12 @@ class MultiHeadDispatcher(Dispatcher):
     level_keep: jax.Array | None = None,
     cache: ops.ShiftAndSumCache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=self.num_heads, starts=starts)
+    mixer.check_input(
+      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
+    )
     width = inputs.shape[-1]
     num_levels = self._num_levels
     if level_keep is None:
@@ -125,20 +129,20 @@ class MultiHeadDispatcher(Dispatcher):
     x_rd = inputs.reshape(-1, width)  # As above.
     v_bthe = _linear(self, width, "values")(x_rd).reshape(per_head)
     g_bthk = _linear(self, self.num_heads * num_levels, "gates")(x_rd).reshape(per_head)
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, starts)
+    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, is_start)
     y_btd = _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
 
-def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, starts):
+def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, is_start):
   module.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
   if cache is not None:
-    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, starts=starts)
+    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, is_start=is_start)
   v_bthe = ops.shift_and_sum(
     v_bthe,
     g_bthk,
     level_keep=level_keep,
-    starts=starts,
+    is_start=is_start,
     implementation=module.implementation,
   )
   return v_bthe, None

@@ -59,31 +59,31 @@ class TokenAndPosition(nn.Module):
     tokens: jax.Array,
     *,
     deterministic: bool = True,
-    start: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    num_before: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
     Args:
       tokens: [B, T].
       deterministic: False in training.
-      start: [B], integers, the position of each row's first token; None means 0. With it,
+      num_before: [B], integers, the position of each row's first token; None means 0. With it,
         sinusoidal positions, as a formula, continue beyond `max_length`. Learned positions
         cannot; their rows from `max_length` on are nan.
-      starts: [B, T], 1 at the first token of each document, which has the position 0; None
+      is_start: [B, T], 1 at the first token of each document, which has the position 0; None
         means that each row is one document.
 
     Raises:
-      ValueError: an argument is not as above, or T is above `max_length` without `starts`.
+      ValueError: an argument is not as above, or T is above `max_length` without `is_start`.
     """
     checks.integers(vocab_size=self.vocab_size, width=self.width, max_length=self.max_length)
     checks.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
-    tokens, start, starts = checks.arrays(
+    tokens, num_before, is_start = checks.arrays(
       tokens=(tokens, "B T", checks.INTEGERS),
-      start=(start, "B | None", checks.INTEGERS),
-      starts=(starts, "B T | None", checks.STARTS),
+      num_before=(num_before, "B | None", checks.INTEGERS),
+      is_start=(is_start, "B T | None", checks.STARTS),
     )
-    if tokens.shape[1] > self.max_length and starts is None:
+    if tokens.shape[1] > self.max_length and is_start is None:
       raise ValueError(
         f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
         f"the shape {tokens.shape}"
@@ -99,10 +99,10 @@ class TokenAndPosition(nn.Module):
     )(tokens)
     scale = jnp.asarray(self.width**0.5, self.dtype)
     place_bt = None
-    if starts is not None:
-      place_bt = ops.document_places(starts, start)
-    elif start is not None:
-      place_bt = _places(start, length)
+    if is_start is not None:
+      place_bt = ops.document_places(is_start, num_before)
+    elif num_before is not None:
+      place_bt = _places(num_before, length)
     if self.positions == "learned":
       shape = (self.max_length, self.width)
       table = self.param("positions", embedding_init, shape, jnp.float32)
@@ -115,7 +115,7 @@ class TokenAndPosition(nn.Module):
       table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
       if place_bt is None:
         rows_btd = table[None, :length]
-      elif start is None and length <= self.max_length:
+      elif num_before is None and length <= self.max_length:
         rows_btd = jnp.take(table, place_bt, axis=0, mode="clip")
       else:
         rows_btd = jnp.where(
@@ -127,9 +127,9 @@ class TokenAndPosition(nn.Module):
     return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
-def _places(start: jax.Array, length: int) -> jax.Array:
-  """[B, T], T positions from `start` on."""
-  return start[:, None] + jnp.arange(length, dtype=start.dtype)[None]
+def _places(num_before: jax.Array, length: int) -> jax.Array:
+  """[B, T], T positions from `num_before` on."""
+  return num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
 
 
 def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:

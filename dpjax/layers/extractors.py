@@ -65,11 +65,11 @@ class HE(nn.Module):
     deterministic: bool = True,
     cache: _Cache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, starts=starts)
-    y_btd, cache = self._extraction(inputs, cache, lengths, starts)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, is_start=is_start)
+    y_btd, cache = self._extraction(inputs, cache, lengths, is_start)
     if self.adjustment:
       y_btd = _linear(self, "adjustment", inputs) * y_btd
     if self.output_projection:
@@ -136,11 +136,11 @@ class ME(nn.Module):
     deterministic: bool = True,
     cache: _Cache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, starts=starts)
-    y_btd, cache = _extract(self, inputs, (cache, lengths, starts))
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, is_start=is_start)
+    y_btd, cache = _extract(self, inputs, (cache, lengths, is_start))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> _Cache:
@@ -159,10 +159,12 @@ def _extract(module, x_btd: jax.Array, cached, *tap_shape: int):
     jnp.float32,
   )
   x_btd, taps = x_btd.astype(module.dtype), taps.astype(module.dtype)
-  cache, lengths, starts = cached
+  cache, lengths, is_start = cached
   if cache is not None:
-    return ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths, starts=starts)
-  y_btd = ops.causal_convolution(x_btd, taps, starts=starts, implementation=module.implementation)
+    return ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths, is_start=is_start)
+  y_btd = ops.causal_convolution(
+    x_btd, taps, is_start=is_start, implementation=module.implementation
+  )
   return y_btd, None
 
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import blocks
-from dpjax.layers.boundaries import Boundaries, Found, newest
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput, newest
 from dpjax.ops import checks
 from dpjax.ops.entropies import check_rule
 from dpjax.ops.segments import METHODS
@@ -48,15 +48,15 @@ class _Predicted(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
-    del tokens, deterministic, noise, start, state, lengths, starts
+    del tokens, deterministic, noise, num_before, state, lengths, is_start
     logits = self._logits(hidden)
-    return Found((logits > 0).astype(jnp.int32), logits)
+    return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
 
 
 class Unigram(_Predicted):
@@ -142,7 +142,7 @@ class EntropySpikes(_Predicted):
     """See `Boundaries`."""
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
-    targets = ops.entropy_spikes(entropies, self.left, starts=batch.get("starts"))
+    targets = ops.entropy_spikes(entropies, self.left, is_start=batch.get("is_start"))
     return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
 
 
@@ -196,25 +196,27 @@ class Gumbel(_Predicted):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
-    del tokens, start, state, lengths, starts
+    del tokens, num_before, state, lengths, is_start
     logits = self._logits(hidden)
     if deterministic and not self.sample and noise is None:
-      return Found((logits > 0).astype(jnp.int32), logits)  # p > 0.5
+      return BoundaryOutput((logits > 0).astype(jnp.int32), logits)  # p > 0.5
     key = self.make_rng("dropout") if noise is None else None
-    return Found(ops.gumbel_sigmoid(logits, self.temperature, key=key, noise=noise), logits)
+    return BoundaryOutput(
+      ops.gumbel_sigmoid(logits, self.temperature, key=key, noise=noise), logits
+    )
 
   def loss(self, output, batch):
     """See `Boundaries`."""
     weights, targets = batch["weights"], None
     boundaries = output.boundaries.astype(jnp.float32)
     nats_b = ops.binomial_prior_loss(
-      boundaries, self.prior, weights=weights, starts=batch.get("starts")
+      boundaries, self.prior, weights=weights, is_start=batch.get("is_start")
     )
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
@@ -276,10 +278,10 @@ class Routing(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
     del tokens, deterministic, noise
@@ -289,22 +291,22 @@ class Routing(Boundaries):
       self._query.astype(self.dtype),
       self._key.astype(self.dtype),
       previous=state,
-      start=start,
-      starts=starts,
+      num_before=num_before,
+      is_start=is_start,
     )
     if state is None:
-      return Found(boundaries, probabilities=probabilities)
+      return BoundaryOutput(boundaries, probabilities=probabilities)
     state = newest(state, hidden, lengths)
-    return Found(boundaries, probabilities=probabilities, state=state)
+    return BoundaryOutput(boundaries, probabilities=probabilities, state=state)
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B, D], the last vector of each row."""
     return jnp.zeros((batch, width), self.dtype)
 
-  def blend(self, segments, probabilities, previous, starts=None):
+  def blend(self, segments, probabilities, previous, is_start=None):
     """See `Boundaries`."""
     assert probabilities is not None
-    return ops.smooth_segments(segments, probabilities, previous=previous, starts=starts)
+    return ops.smooth_segments(segments, probabilities, previous=previous, is_start=is_start)
 
   def join(self, read, hidden, found):
     """See `Boundaries`."""
@@ -396,25 +398,25 @@ class EntropyThreshold(Boundaries):
     *,
     deterministic=True,
     noise=None,
-    start=None,
+    num_before=None,
     state=None,
     lengths=None,
-    starts=None,
+    is_start=None,
   ):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, start
+    del hidden, deterministic, noise, num_before
     assert self.theta is not None
     decide = partial(
       ops.entropy_threshold,
       rule=self.rule,
       theta=self.theta,
       theta_add=self.theta_add,
-      starts=starts,
+      is_start=is_start,
     )
     if state is None:
-      output = self.frozen(tokens, starts=starts)
-      return Found(decide(ops.conditional_entropy(output.logits)))
-    output = self.frozen(tokens, cache=state.cache, lengths=lengths, starts=starts)
+      output = self.frozen(tokens, is_start=is_start)
+      return BoundaryOutput(decide(ops.conditional_entropy(output.logits)))
+    output = self.frozen(tokens, cache=state.cache, lengths=lengths, is_start=is_start)
     entropies = ops.conditional_entropy(output.logits)
     found = decide(entropies, previous=(state.entropy, state.boundary))
     state = EntropyState(
@@ -422,7 +424,7 @@ class EntropyThreshold(Boundaries):
       newest(state.entropy, entropies, lengths),
       newest(state.boundary, found, lengths),
     )
-    return Found(found, state=state)
+    return BoundaryOutput(found, state=state)
 
   def init_state(self, batch: int, width: int) -> EntropyState:
     """The state before the first token, whose entropy counts as a rise."""

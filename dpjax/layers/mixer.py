@@ -29,9 +29,9 @@ class Mixer(Protocol):
   Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
   t - max_length + 1. Attention cannot, and returns nan beyond `max_length`.
 
-  With `starts`, a row holds several documents, one after another, and each gives the same
+  With `is_start`, a row holds several documents, one after another, and each gives the same
   outputs as alone. The row may then be longer than `max_length`; a document may not. A mixer
-  may lack `starts`; the model then refuses documents.
+  may lack `is_start`; the model then refuses documents.
 
   A mixer class may have `is_endless = False`: a cache cannot continue rows beyond
   `max_length`. Mixers may share positions across layers: the method `make_positions` makes a
@@ -50,7 +50,7 @@ class Mixer(Protocol):
     deterministic: bool = True,
     cache: Any = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes the positions of [B, T, D].
 
@@ -60,7 +60,7 @@ class Mixer(Protocol):
       cache: None, or from `init_cache` or the previous call.
       lengths: [B], int32, with a cache: the number of real positions in each row, before
         its padding; None means all.
-      starts: [B, T], 1 where a document begins, else 0; with a cache, the first of a row may
+      is_start: [B, T], 1 where a document begins, else 0; with a cache, the first of a row may
         be 0. None means that each row is one document.
 
     Returns:
@@ -74,7 +74,7 @@ class Mixer(Protocol):
 
 
 def check_input(
-  inputs: jax.Array, *, max_length: int, num_heads: int = 1, starts: jax.Array | None = None
+  inputs: jax.Array, *, max_length: int, num_heads: int = 1, is_start: jax.Array | None = None
 ) -> None:
   """Checks the input of a mixer.
 
@@ -82,16 +82,16 @@ def check_input(
     inputs: the mixer's input.
     max_length: the longest T.
     num_heads: must divide D.
-    starts: the mixer's `starts`; with them T may be longer.
+    is_start: the mixer's `is_start`; with it T may be longer.
 
   Raises:
     ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`, or
-      `starts` is not [B, T].
+      `is_start` is not [B, T].
   """
   inputs = checks.array("inputs", inputs, "B T>=1 D>=1")
   length, width = inputs.shape[1:]
-  if starts is not None:
-    ops.check_starts(starts, inputs.shape[:2], goes_on=True)
+  if is_start is not None:
+    ops.check_starts(is_start, inputs.shape[:2], goes_on=True)
   elif length > max_length:
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:
@@ -99,16 +99,16 @@ def check_input(
 
 
 def check_takes_starts(module: Any) -> None:
-  """Checks that a mixer, or a kind of boundaries, takes `starts`.
+  """Checks that a mixer, or a kind of boundaries, takes `is_start`.
 
   Raises:
     ValueError: it does not.
   """
   parameters = inspect.signature(type(module).__call__).parameters.values()
-  if not any(x.name == "starts" or x.kind is x.VAR_KEYWORD for x in parameters):
+  if not any(x.name == "is_start" or x.kind is x.VAR_KEYWORD for x in parameters):
     raise UserError(
-      f"starts: expected none for a model with {type(module).__name__}, which does not keep "
-      "documents apart (its __call__ takes no `starts`), got some"
+      f"is_start: expected none for a model with {type(module).__name__}, which does not keep "
+      "documents apart (its __call__ takes no `is_start`), got some"
     )
 
 

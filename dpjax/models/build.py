@@ -13,7 +13,7 @@ from dpjax import registry
 from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
-from dpjax.models.hourglass import Hourglass, Inner
+from dpjax.models.hourglass import Hourglass, PooledMiddle
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 from dpjax.registry import ConfigDict
@@ -64,7 +64,7 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
 
 def _core(
   stages: Sequence[Mapping], frozen: LanguageModel | None = None, extra_length: int = 0
-) -> Stack | Inner:
+) -> Stack | PooledMiddle:
   """The blocks of a model or of a middle, with any pooling within."""
   model, *within = stages
   if not config_lib.is_pooled(model):
@@ -78,7 +78,7 @@ def _core(
   has_own_width = inner[0]["width"] != model["width"]
   blocks_within = [middle] if isinstance(middle, Stack) else []
   shares = [first, last, *([] if has_own_width else blocks_within)]
-  return Inner(
+  return PooledMiddle(
     partial(
       Hourglass,
       first=first,

@@ -29,10 +29,10 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers import blocks, initializers
-from dpjax.layers.boundaries import Boundaries, Found
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput
 from dpjax.layers.mixer import check_takes_starts
 from dpjax.models.stack import Stack
-from dpjax.models.stages import HourglassCache, HourglassOutput, Inner
+from dpjax.models.stages import HourglassCache, HourglassOutput, PooledMiddle
 from dpjax.ops.documents import starts_in_chunk
 from dpjax.ops.segments import take_segments
 
@@ -60,7 +60,7 @@ class Hourglass(nn.Module):
   """
 
   first: Stack
-  middle: Stack | Inner
+  middle: Stack | PooledMiddle
   last: Stack
   make_boundaries: Callable[..., Boundaries]
   make_positions: Callable[..., nn.Module] | None = None
@@ -84,11 +84,11 @@ class Hourglass(nn.Module):
     boundary_noise: jax.Array | None = None,
     capacity: int | None = None,
     cache: HourglassCache | None = None,
-    start: jax.Array | None = None,
+    num_before: jax.Array | None = None,
     lengths: jax.Array | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
 
@@ -101,15 +101,15 @@ class Hourglass(nn.Module):
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, instead of the module's own.
       boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
-      capacity: an S that holds every row, from the data, at most T + 1, with `starts` 2 T;
+      capacity: an S that holds every row, from the data, at most T + 1, with `is_start` 2 T;
         None finds it on the device. If it is too small, the result is nan.
       cache: None, or from `init_cache` or the previous output.
-      start: [B], int32, with a cache: the number of earlier tokens in each row's document.
+      num_before: [B], int32, with a cache: the number of earlier tokens in each row's document.
       lengths: [B], int32: the number of real tokens in each row; None means all.
       sizes: the lengths for which the outer stacks are compiled; see
         `dpjax.models.stack.Stack`.
       needed: see `dpjax.models.stack.Stack`.
-      starts: [B, T], 1 where a document begins, else 0. Each document has a null group, or
+      is_start: [B, T], 1 where a document begins, else 0. Each document has a null group, or
         begins with a boundary, and the middle receives the starts. None means that each row is
         one document.
 
@@ -123,12 +123,12 @@ class Hourglass(nn.Module):
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
-    most_places = length + 1 if starts is None else max(2 * length, 1)
+    most_places = length + 1 if is_start is None else max(2 * length, 1)
     if capacity is not None and not 1 <= capacity <= most_places:
-      known = "T + 1" if starts is None else "2 T"
+      known = "T + 1" if is_start is None else "2 T"
       raise ValueError(f"capacity: expected 1 to {known} = {most_places}, got {capacity}")
     kind = self.make_boundaries(name="boundary_predictor")
-    if starts is not None:
+    if is_start is not None:
       _check_documents(kind)
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
@@ -143,7 +143,7 @@ class Hourglass(nn.Module):
       deterministic=deterministic,
       sizes=sizes,
       needed=needed,
-      starts=starts,
+      is_start=is_start,
     )
     steps: dict[str, Any] = {}
     if cache is None:
@@ -154,9 +154,9 @@ class Hourglass(nn.Module):
       steps["middle"] = self.middle.with_caches(
         self.middle_width or width, name="middle", positions=middle_positions
       )
-      if starts is not None:
-        starts = starts_in_chunk(starts, (batch, length), lengths)
-      h_btd, first_caches = steps["first"](inputs, cache.first, lengths, starts)
+      if is_start is not None:
+        is_start = starts_in_chunk(is_start, (batch, length), lengths)
+      h_btd, first_caches = steps["first"](inputs, cache.first, lengths, is_start)
 
     if boundaries is not None and boundary_noise is None and kind.takes_noise:
       boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
@@ -165,14 +165,14 @@ class Hourglass(nn.Module):
       tokens,
       deterministic=deterministic,
       noise=boundary_noise,
-      start=start,
+      num_before=num_before,
       state=None if cache is None else cache.boundaries,
       lengths=lengths,
-      **({} if starts is None else {"starts": starts}),
+      **({} if is_start is None else {"is_start": is_start}),
     )
     if boundaries is None:
       boundaries = found.boundaries
-      most = kind.most_segments(length) if starts is None else None
+      most = kind.most_segments(length) if is_start is None else None
       if capacity is None and most is not None:
         capacity = most + 1
     else:
@@ -198,17 +198,17 @@ class Hourglass(nn.Module):
         cache.segment,
         method=kind.pooling_method,
         lengths=lengths,
-        starts=starts if kind.has_null_group else None,
+        is_start=is_start if kind.has_null_group else None,
       )
       queue_bsd = widen(new)
-      if starts is None or not kind.has_null_group:
+      if is_start is None or not kind.has_null_group:
         queue_bsd = jnp.concatenate([null_b1d, queue_bsd], axis=1)
       else:
-        is_null_bs = ops.segment_starts(found.boundaries, starts, queue_bsd.shape[1])
+        is_null_bs = ops.segment_starts(found.boundaries, is_start, queue_bsd.shape[1])
         queue_bsd = jnp.where(is_null_bs[..., None] > 0, null_b1d, queue_bsd)
 
-      def step_middle(x_bsd, caches, lengths, starts):
-        s_bsd, caches = steps["middle"](x_bsd, caches, lengths, starts)
+      def step_middle(x_bsd, caches, lengths, is_start):
+        s_bsd, caches = steps["middle"](x_bsd, caches, lengths, is_start)
         return narrow(s_bsd), caches
 
       u_btd, latest, middle_caches = _read_segments(
@@ -217,34 +217,34 @@ class Hourglass(nn.Module):
         kind,
         found,
         cache,
-        start,
+        num_before,
         lengths,
-        starts,
+        is_start,
       )
       x_btd = kind.join(u_btd, h_btd, found)
-      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths, starts)
+      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths, is_start)
       cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest, found.state)
       return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
     num_null = int(kind.has_null_group)
-    null_starts = starts if kind.has_null_group else None
+    null_starts = is_start if kind.has_null_group else None
     segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
     segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
-      inner_sizes = _capacities(kind, length, starts is not None)
+      inner_sizes = _capacities(kind, length, is_start is not None)
       of_middle: dict[str, Any] = dict(sizes=inner_sizes, needed=jnp.max(segments_b))
     else:
       of_middle = dict(sizes=(capacity,), needed=None)
     size = of_middle["sizes"][-1]
     pooled_bsd = ops.pool_segments(
-      h_btd, boundaries, size - num_null, method=kind.pooling_method, starts=null_starts
+      h_btd, boundaries, size - num_null, method=kind.pooling_method, is_start=null_starts
     )
     s_bsd, middle_starts = widen(pooled_bsd), None
     if kind.has_null_group:
       s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-    if starts is not None:
+    if is_start is not None:
       middle_starts = ops.segment_starts(
-        boundaries, starts, size, has_null_group=kind.has_null_group
+        boundaries, is_start, size, has_null_group=kind.has_null_group
       )
       if kind.has_null_group:
         s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
@@ -254,19 +254,19 @@ class Hourglass(nn.Module):
       name="middle",
       positions=middle_positions,
       deterministic=deterministic,
-      starts=middle_starts,
+      is_start=middle_starts,
     )
     inner = None
-    if isinstance(self.middle, Inner):
+    if isinstance(self.middle, PooledMiddle):
       s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
     else:
       s_bsd = self.middle(s_bsd, **of_middle)
     s_bsd = narrow(s_bsd)
     if not kind.has_null_group:
-      of_documents = {} if starts is None else {"starts": middle_starts}
+      of_documents = {} if is_start is None else {"is_start": middle_starts}
       s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None, **of_documents)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
-    u_btd = ops.upsample_segments(s_bsd, boundaries, starts=null_starts)
+    u_btd = ops.upsample_segments(s_bsd, boundaries, is_start=null_starts)
     y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **common)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
@@ -317,7 +317,7 @@ def _check_documents(kind: Boundaries) -> None:
   check_takes_starts(kind)
   if not kind.has_null_group and kind.pooling_method != "last":
     raise UserError(
-      f"starts: expected none for {type(kind).__name__}, whose segments are means but have no "
+      f"is_start: expected none for {type(kind).__name__}, whose segments are means but have no "
       "null group, got some"
     )
 
@@ -329,13 +329,13 @@ def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int
     # One a document more than of a row: room for few documents, and for many.
     sizes = {most + 1 + length // 64, most + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + int(kind.has_null_group), kind.lengths_compiled)}
+    sizes = {*ops.capacities(length + int(kind.has_null_group), kind.num_capacities)}
   if has_documents:
     sizes.add(max(sizes | {length * (1 + int(kind.has_null_group))}))
   return tuple(sorted(sizes))
 
 
-def _at_boundaries(found: Found, size: int) -> jax.Array | None:
+def _at_boundaries(found: BoundaryOutput, size: int) -> jax.Array | None:
   """[B, S], the probabilities at the boundaries that end the segments."""
   if found.probabilities is None:
     return None
@@ -344,20 +344,27 @@ def _at_boundaries(found: Found, size: int) -> jax.Array | None:
 
 
 def _read_segments(
-  step, queue_bsd, kind: Boundaries, found: Found, cache: HourglassCache, start, lengths, starts
+  step,
+  queue_bsd,
+  kind: Boundaries,
+  found: BoundaryOutput,
+  cache: HourglassCache,
+  num_before,
+  lengths,
+  is_start,
 ):
   """The upsampled segments for the tokens of a chunk, and the new cache.
 
   Args:
     step: the step of the middle stack, from `Stack.with_caches`.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk; with
-      `starts` and null groups [B, 2 C, D], those of each document.
+      `is_start` and null groups [B, 2 C, D], those of each document.
     kind: the kind of the boundaries.
     found: the boundaries, [B, C].
     cache: the cache before the chunk.
-    start: [B], the number of tokens before the chunk.
+    num_before: [B], the number of tokens before the chunk.
     lengths: [B], the number of real tokens in the chunk, or None for all.
-    starts: [B, C], from `starts_in_chunk`, or None.
+    is_start: [B, C], from `starts_in_chunk`, or None.
 
   Returns:
     [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
@@ -369,31 +376,33 @@ def _read_segments(
   b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
   p_bc = _at_boundaries(found._replace(boundaries=b_bc), chunk)
   num_places = queue_bsd.shape[1]
-  is_new_b = (start == 0) & (lengths > 0)  # the null group goes first
-  if not kind.has_null_group or starts is not None:
+  is_new_b = (num_before == 0) & (lengths > 0)  # the null group goes first
+  if not kind.has_null_group or is_start is not None:
     is_new_b = jnp.zeros_like(is_new_b)
   # How many of the queue have come in turn by each token, and whether its place 0 has.
   index_bc = is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32)
   is_first_b, middle_starts = is_new_b, None
-  if starts is not None:
-    middle_starts = ops.segment_starts(b_bc, starts, num_places, has_null_group=kind.has_null_group)
+  if is_start is not None:
+    middle_starts = ops.segment_starts(
+      b_bc, is_start, num_places, has_null_group=kind.has_null_group
+    )
     if kind.has_null_group:
-      index_bc += jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+      index_bc += jnp.cumsum(is_start, axis=1, dtype=jnp.int32)
       is_first_b = jnp.ones_like(is_new_b)
   waiting_b = index_bc[:, -1]
 
-  def blend(s_bsd, previous_bd, starts):
-    of_documents = {} if starts is None else {"starts": starts}
+  def blend(s_bsd, previous_bd, is_start):
+    of_documents = {} if is_start is None else {"is_start": is_start}
     return kind.blend(s_bsd, p_bc, previous_bd, **of_documents)
 
   if chunk > 1:
     begun_bsd = jnp.where(is_first_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
-    most = min(kind.lengths_compiled, 4, chunk // 8 + 1)
+    most = min(kind.num_capacities, 4, chunk // 8 + 1)
     sizes = (*ops.capacities(chunk + 1, most), *([num_places] if num_places > chunk + 1 else []))
 
-    def at_capacity(size, begun_bsd, middle, starts):
-      starts = None if starts is None else starts[:, :size]
-      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b, starts)
+    def at_capacity(size, begun_bsd, middle, is_start):
+      is_start = None if is_start is None else is_start[:, :size]
+      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b, is_start)
       return jnp.pad(s_bsd, ((0, 0), (0, num_places - size), (0, 0))), middle
 
     index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))

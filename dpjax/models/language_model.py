@@ -39,7 +39,7 @@ class LanguageModelOutput(NamedTuple):
     boundary_logits: [B, T], the predictor's logits; None without one.
     cache: the new cache, if one was given.
     boundary_probabilities: [B, T], if the boundaries have them beside logits.
-    inner: a `dpjax.models.hourglass.Stage`, if segments are pooled again.
+    inner: a `dpjax.models.hourglass.StageBoundaries`, if segments are pooled again.
     hidden: [B, T, D], the input of `LanguageModel.output_layer`, which makes the logits.
   """
 
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
     capacity: int | None = None,
     cache: LanguageModelCache | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
@@ -128,7 +128,7 @@ class LanguageModel(nn.Module):
       cache: None, or from `init_cache` or the previous output.
       lengths: [B], int32, with a cache: the number of real tokens in each row, before its
         padding, which has no effect; None means all.
-      starts: [B, T], 1 at the first token of each document, else 0. A row then holds several
+      is_start: [B, T], 1 at the first token of each document, else 0. A row then holds several
         documents, and each gives the same outputs as alone; the row may be longer than
         `max_length`, a document may not. With a cache, the first of a row may be 0 to
         continue its document. None means that each row is one document.
@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
     Raises:
       ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
         wrong, or given to a model without token pooling; a cache is given in training or
-        to `init`; `lengths` are given without a cache; or `starts` are wrong, or given to a
+        to `init`; `lengths` are given without a cache; or `is_start` is wrong, or given to a
         model whose mixers or boundaries do not take them.
     """
     if cache is not None and not deterministic:
@@ -152,11 +152,11 @@ class LanguageModel(nn.Module):
       checks.record(
         "cache", cache, LanguageModelCache, dict(B=len(tokens)), length=("B", jnp.int32)
       )
-    if starts is not None and cache is None:
-      starts = ops.check_starts(starts, tokens.shape)
-    elif starts is not None and cache is not None:
-      starts = starts_in_chunk(starts, tokens.shape, lengths)
-      starts = starts.at[:, 0].max((cache.length == 0).astype(starts.dtype))
+    if is_start is not None and cache is None:
+      is_start = ops.check_starts(is_start, tokens.shape)
+    elif is_start is not None and cache is not None:
+      is_start = starts_in_chunk(is_start, tokens.shape, lengths)
+      is_start = is_start.at[:, 0].max((cache.length == 0).astype(is_start.dtype))
     embedding = embeddings.TokenAndPosition(
       self.vocab_size,
       self.width,
@@ -170,8 +170,8 @@ class LanguageModel(nn.Module):
     x_btd = embedding(
       tokens,
       deterministic=deterministic,
-      start=None if cache is None else cache.length,
-      starts=starts,
+      num_before=None if cache is None else cache.length,
+      is_start=is_start,
     )
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
@@ -179,9 +179,9 @@ class LanguageModel(nn.Module):
     found: dict[str, Any] = {}
     if self.make_hourglass is not None:
       if cache is not None:
-        of_pooling |= dict(cache=cache.layers, start=cache.length, lengths=lengths)
+        of_pooling |= dict(cache=cache.layers, num_before=cache.length, lengths=lengths)
       found = self.make_hourglass(name="hourglass")(
-        x_btd, tokens, deterministic=deterministic, starts=starts, **of_pooling
+        x_btd, tokens, deterministic=deterministic, is_start=is_start, **of_pooling
       )._asdict()
       x_btd, layers = found.pop("hidden"), found.pop("cache")
     else:
@@ -197,15 +197,15 @@ class LanguageModel(nn.Module):
         positions = self.make_positions(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
-        x_btd = self.layers(x_btd, deterministic=deterministic, starts=starts, **named)
+        x_btd = self.layers(x_btd, deterministic=deterministic, is_start=is_start, **named)
       else:
         step = self.layers.with_caches(self.width, **named)
-        x_btd, layers = step(x_btd, cache.layers, lengths, starts)
+        x_btd, layers = step(x_btd, cache.layers, lengths, is_start)
     if cache is not None:
-      if starts is None:
+      if is_start is None:
         length = cache.length + (tokens.shape[1] if lengths is None else lengths)
       else:
-        length = document_length(starts, cache.length, lengths)
+        length = document_length(is_start, cache.length, lengths)
       cache = LanguageModelCache(length, layers)
     if self.final_norm:
       norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon

@@ -42,7 +42,7 @@ class Stack:
     positions: nn.Module | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> jax.Array:
     """Applies the blocks; call it within a compact method of the module that contains them.
 
@@ -53,7 +53,7 @@ class Stack:
       positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
       sizes: the capacities of `dpjax.ops.run_at_capacity`, up to T; () for T alone.
       needed: int scalar, with capacities: the number of positions that will be read.
-      starts: [B, T], 1 where a document begins, else 0; None for one document.
+      is_start: [B, T], 1 where a document begins, else 0; None for one document.
 
     Returns:
       [B, T, D].
@@ -65,23 +65,23 @@ class Stack:
     def apply_block(block, x_btd, _):
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_given(shared, starts)), None
+        return block(x_btd, deterministic=deterministic, **_given(shared, is_start)), None
       has_key = not deterministic and block.has_rng("dropout")
       key = block.make_rng("dropout") if has_key else None
       free = block.clone(parent=None)
 
-      def at_capacity(x_btd, params, shared, key, starts):
-        if starts is not None:
-          starts = starts[:, : x_btd.shape[1]]
+      def at_capacity(x_btd, params, shared, key, is_start):
+        if is_start is not None:
+          is_start = is_start[:, : x_btd.shape[1]]
         return free.apply(
           {"params": params},
           x_btd,
           deterministic=deterministic,
           rngs={"dropout": key} if has_key else {},
-          **_given(shared, starts),
+          **_given(shared, is_start),
         )
 
-      arguments = block.variables["params"], shared, key, starts
+      arguments = block.variables["params"], shared, key, is_start
       return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments), None
 
     if self.remat and len(sizes) < 2:
@@ -101,9 +101,9 @@ class Stack:
   ) -> Callable[..., tuple[jax.Array, tuple]]:
     """The blocks as a function that continues from their caches.
 
-      function(x_btd, caches, lengths, starts) -> [B, T, D], new caches
+      function(x_btd, caches, lengths, is_start) -> [B, T, D], new caches
 
-    `lengths`, [B], is the number of real positions in each row; None means all. `starts`,
+    `lengths`, [B], is the number of real positions in each row; None means all. `is_start`,
     [B, T], marks the beginnings of documents; None means none. The function closes only over
     arrays, so that it may be called within `lax.cond` and the like. Call `with_caches` within
     a compact method, like `__call__`.
@@ -120,17 +120,17 @@ class Stack:
     if self.has_positions and positions is not None:
       shared = positions(self.make_mixer().max_length, width)
 
-    def apply_block(x_btd, params, cache, lengths, starts) -> Any:
-      given = _given(shared, starts)
+    def apply_block(x_btd, params, cache, lengths, is_start) -> Any:
+      given = _given(shared, is_start)
       return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
 
-    def function(x_btd, caches, lengths=None, starts=None):
+    def function(x_btd, caches, lengths=None, is_start=None):
       if x_btd.shape[1] > 1 and self.scan_layers:
         stacked = jax.tree.map(
           lambda *x: jnp.stack(x), *((layers[str(i)], cache) for i, cache in enumerate(caches))
         )
         x_btd, after = jax.lax.scan(
-          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths, starts),
+          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths, is_start),
           x_btd,
           stacked,
         )
@@ -138,7 +138,7 @@ class Stack:
       # A loop would copy each layer's parameters and cache, for every single token.
       after = []
       for i, cache in enumerate(caches):
-        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths, starts)
+        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths, is_start)
         after.append(cache)
       return x_btd, tuple(after)
 
@@ -164,10 +164,10 @@ class Stack:
 
 
 def _given(
-  positions: attention.RelativePositions | None, starts: jax.Array | None
+  positions: attention.RelativePositions | None, is_start: jax.Array | None
 ) -> dict[str, Any]:
   """The optional arguments of mixers without those that are None."""
-  given = {"positions": positions, "starts": starts}
+  given = {"positions": positions, "is_start": is_start}
   return {name: value for name, value in given.items() if value is not None}
 
 

@@ -32,7 +32,7 @@ class HourglassCache(NamedTuple):
   boundaries: Any
 
 
-class Stage(NamedTuple):
+class StageBoundaries(NamedTuple):
   """The boundaries of a second pooling, of the S segments of the outer one.
 
   Attributes:
@@ -40,14 +40,14 @@ class Stage(NamedTuple):
     boundary_logits: see `HourglassOutput`.
     boundary_probabilities: see `HourglassOutput`.
     inner: the stage within this one, or None.
-    starts: [B, S], 1 where a document begins; None for one document.
+    is_start: [B, S], 1 where a document begins; None for one document.
   """
 
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   boundary_probabilities: jax.Array | None
-  inner: "Stage | None" = None
-  starts: jax.Array | None = None
+  inner: "StageBoundaries | None" = None
+  is_start: jax.Array | None = None
 
 
 class HourglassOutput(NamedTuple):
@@ -67,11 +67,11 @@ class HourglassOutput(NamedTuple):
   boundary_logits: jax.Array | None
   cache: HourglassCache | None = None
   boundary_probabilities: jax.Array | None = None
-  inner: Stage | None = None
+  inner: StageBoundaries | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Inner:
+class PooledMiddle:
   """An hourglass in place of a middle stack, with segments for tokens.
 
   It has the methods of `dpjax.models.stack.Stack`. Its cache is the number of segments so far
@@ -84,10 +84,12 @@ class Inner:
   make_hourglass: Callable[..., Any]
 
   def __call__(self, x_bsd, *, name: str, lengths: jax.Array, **options):
-    """Like `Stack.__call__`, and returns the `Stage`; `lengths`, [B], is the number of segments."""
+    """Like `Stack.__call__`, and returns the `StageBoundaries`; `lengths`, [B], counts segments."""
     del options["positions"]
     output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
-    return output.hidden, Stage(*output[1:3], *output[4:], starts=options.get("starts"))
+    return output.hidden, StageBoundaries(
+      *output[1:3], *output[4:], is_start=options.get("is_start")
+    )
 
   def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
     """As that of a stack."""
@@ -95,17 +97,23 @@ class Inner:
     hourglass = self.make_hourglass(name=name)
     params, free = hourglass.variables["params"], hourglass.clone(parent=None)
 
-    def function(x_bsd, caches, lengths=None, starts=None):
-      start, cache = caches
+    def function(x_bsd, caches, lengths=None, is_start=None):
+      num_before, cache = caches
       output: Any = free.apply(
-        {"params": params}, x_bsd, None, cache=cache, start=start, lengths=lengths, starts=starts
+        {"params": params},
+        x_bsd,
+        None,
+        cache=cache,
+        num_before=num_before,
+        lengths=lengths,
+        is_start=is_start,
       )
-      if starts is None:
-        start += x_bsd.shape[1] if lengths is None else lengths
+      if is_start is None:
+        num_before += x_bsd.shape[1] if lengths is None else lengths
       else:
-        starts = starts_in_chunk(starts, x_bsd.shape[:2], lengths)
-        start = document_length(starts, start, lengths)
-      return output.hidden, (start, output.cache)
+        is_start = starts_in_chunk(is_start, x_bsd.shape[:2], lengths)
+        num_before = document_length(is_start, num_before, lengths)
+      return output.hidden, (num_before, output.cache)
 
     return function
 

@@ -33,7 +33,7 @@ def causal_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
-  starts: jax.Array | None = None,
+  is_start: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
   """Attends from every position to itself and to all positions before it.
@@ -57,7 +57,7 @@ def causal_attention(
       scaled by 1 / (1 - dropout_rate).
     dropout_key: a random key, required if `dropout_rate` > 0. The draw also depends on
       `block_size`.
-    starts: [B, T], 1 at the first token of each document, else 0: a position attends only
+    is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
       to its own document, and tiles without two positions of one document are skipped. None
       means that each row is one document.
     block_size: the maximum number of queries and of keys in a tile; T or more computes all
@@ -67,7 +67,7 @@ def causal_attention(
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: the shapes differ, a key for the dropout is missing, `starts` are wrong, or
+    ValueError: the shapes differ, a key for the dropout is missing, `is_start` is wrong, or
       `block_size` is below 1.
 
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
@@ -75,7 +75,7 @@ def causal_attention(
   """
   queries, keys, values = checks.arrays(**_parts(queries, keys, values))
   _check_dropout(dropout_rate, dropout_key)
-  place_bt = _places(starts, queries)
+  place_bt = _places(is_start, queries)
   size = _block_size(block_size, queries)
   if size:
     with checks.reverse_mode(f"block_size: expected {queries.shape[1]} or more"):
@@ -103,7 +103,7 @@ def relative_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
-  starts: jax.Array | None = None,
+  is_start: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
   """Attends from every position to itself and the past, by content and by distance.
@@ -125,14 +125,14 @@ def relative_attention(
     position_bias: [H, E], v of the source, the authors' `r_r_bias`.
     dropout_rate: see `causal_attention`.
     dropout_key: see `causal_attention`.
-    starts: see `causal_attention`.
+    is_start: see `causal_attention`.
     block_size: see `causal_attention`.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: the shapes do not match, a key for the dropout is missing, `starts` are
+    ValueError: the shapes do not match, a key for the dropout is missing, `is_start` is
       wrong, or `block_size` is below 1.
 
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
@@ -146,7 +146,7 @@ def relative_attention(
   )
   length = queries.shape[1]
   _check_dropout(dropout_rate, dropout_key)
-  place_bt = _places(starts, queries)
+  place_bt = _places(is_start, queries)
   size = _block_size(block_size, queries)
   if size:
     relative = positions[:length], content_bias, position_bias
@@ -229,10 +229,10 @@ def _align(by_distance_bhtr: jax.Array) -> jax.Array:
   return rows[:, :, 1:]
 
 
-def _places(starts, queries_bthe) -> jax.Array | None:
-  if starts is None:
+def _places(is_start, queries_bthe) -> jax.Array | None:
+  if is_start is None:
     return None
-  return document_places(check_starts(starts, queries_bthe.shape[:2]))
+  return document_places(check_starts(is_start, queries_bthe.shape[:2]))
 
 
 def _is_met(place_bt: jax.Array) -> jax.Array:

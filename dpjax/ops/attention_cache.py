@@ -90,7 +90,7 @@ def causal_attention_cached(
   cache: AttentionCache,
   *,
   lengths: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
   """Attends from every token of a chunk to itself and to all tokens before it.
 
@@ -120,7 +120,7 @@ def causal_attention_cached(
       the new one.
     lengths: [B], integers in 0 .. C, the number of real tokens in each row. The rest is
       padding, of any value, even nan. None means all.
-    starts: [B, C], 1 where a document begins, else 0: its tokens count from 0 and attend only
+    is_start: [B, C], 1 where a document begins, else 0: its tokens count from 0 and attend only
       to each other. A chunk may then be longer than M. None continues all documents.
 
   Returns:
@@ -130,18 +130,18 @@ def causal_attention_cached(
     them.
 
   Raises:
-    ValueError: shapes or dtypes do not match, or C > M without `starts`. Unless traced, also
-      if `lengths` are outside of 0 .. C, `starts` are not 0 or 1, or, without them, a row
+    ValueError: shapes or dtypes do not match, or C > M without `is_start`. Unless traced, also
+      if `lengths` are outside of 0 .. C, `is_start` is not 0 or 1, or, without them, a row
       exceeds M tokens.
 
   Source: see `causal_attention`.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, starts)
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_start)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
-  if starts is None:
+  if is_start is None:
     _check_room(cache, chunk if lengths is None else lengths)
-  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=False)
-  if starts is None or chunk == 1:
+  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, is_start, is_ring=False)
+  if is_start is None or chunk == 1:
     cache = _append(keys, values, cache, place_bc, length_b)
     keys_met, values_met = [cache.keys], [cache.values]
     place_m = jnp.arange(max_length, dtype=jnp.int32)
@@ -171,7 +171,7 @@ def relative_attention_cached(
   cache: AttentionCache,
   *,
   lengths: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, AttentionCache]:
   """Attends from every token to itself and the last tokens, by content and by distance.
 
@@ -210,21 +210,21 @@ def relative_attention_cached(
     position_bias: [H, E], v of the source.
     cache: see `causal_attention_cached`.
     lengths: see `causal_attention_cached`.
-    starts: see `causal_attention_cached`.
+    is_start: see `causal_attention_cached`.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the last M
     tokens of each row.
 
   Raises:
-    ValueError: shapes or dtypes do not match, C > M without `starts`, or there are too few
-      positions. Unless traced, also if `lengths` are outside of 0 .. C or `starts` are not 0
+    ValueError: shapes or dtypes do not match, C > M without `is_start`, or there are too few
+      positions. Unless traced, also if `lengths` are outside of 0 .. C or `is_start` is not 0
       or 1.
 
   Source: see `relative_attention`; the ring is the memory of Dai et al. 2019,
   arXiv:1901.02860, Sec. 3.2, for the last M tokens, updated with every token.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, starts)
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_start)
   max_length, sizes = cache.keys.shape[2], dict(zip("BCHE", queries.shape, strict=True))
   positions, content_bias, position_bias = checks.arrays(
     sizes | dict(M=max_length),
@@ -232,7 +232,7 @@ def relative_attention_cached(
     content_bias=(content_bias, "H E"),
     position_bias=(position_bias, "H E"),
   )
-  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, starts, is_ring=True)
+  token_bc, place_bc, length_b = _tokens(queries, cache, lengths, is_start, is_ring=True)
   if queries.shape[1] == 1:
     # Written before it is read, or XLA would copy the cache at every step.
     cache = _append(keys, values, cache, place_bc, length_b)
@@ -267,7 +267,7 @@ def relative_attention_cached(
   return _zero_padding(outputs_bche, lengths), cache
 
 
-def _check(queries, keys, values, cache: AttentionCache, lengths, starts) -> tuple:
+def _check(queries, keys, values, cache: AttentionCache, lengths, is_start) -> tuple:
   """Checks the arguments and returns all but the cache as arrays, the lengths as int32."""
   sizes: dict[str, int] = {}
   (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1"))
@@ -284,7 +284,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, starts) -> tup
     length=("B", jnp.int32),
   )
   chunk, max_length = sizes["C"], sizes["M"]
-  if chunk > max_length and starts is None:
+  if chunk > max_length and is_start is None:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )
@@ -304,7 +304,7 @@ def _check_room(cache: AttentionCache, new) -> None:
     )
 
 
-def _tokens(queries, cache: AttentionCache, lengths, starts, *, is_ring: bool):
+def _tokens(queries, cache: AttentionCache, lengths, is_start, *, is_ring: bool):
   """The positions of a chunk's tokens and their places in the cache.
 
   Returns:
@@ -315,13 +315,13 @@ def _tokens(queries, cache: AttentionCache, lengths, starts, *, is_ring: bool):
   max_length = cache.keys.shape[2]
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   is_kept_bc = None if lengths is None else is_real(lengths, chunk)
-  if starts is None:
+  if is_start is None:
     token_bc = cache.length[:, None] + index_c[None]
     length_b = cache.length + (chunk if lengths is None else lengths)
   else:
-    starts = starts_in_chunk(starts, (batch, chunk), lengths)
-    token_bc = document_places(starts, cache.length)
-    length_b = document_length(starts, cache.length, lengths)
+    is_start = starts_in_chunk(is_start, (batch, chunk), lengths)
+    token_bc = document_places(is_start, cache.length)
+    length_b = document_length(is_start, cache.length, lengths)
     # Of the last document, and of that the last tokens.
     ago_bc = (chunk if lengths is None else lengths[:, None]) - index_c[None]
     is_last_bc = (ago_bc + token_bc == length_b[:, None]) & (ago_bc <= max_length)

@@ -26,8 +26,8 @@ def fixed_boundaries(
   factor: int,
   offset: int | None = None,
   *,
-  start: jax.Array | None = None,
-  starts: ArrayLike | None = None,
+  num_before: jax.Array | None = None,
+  is_start: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with every `factor`-th token.
 
@@ -41,12 +41,12 @@ def fixed_boundaries(
     factor: the number of tokens in a segment, at least 1.
     offset: the place of the first boundary, 0 <= offset < factor. None is factor - 1, which
       makes all segments equally long; the authors' code has 0.
-    start: [B], integers, the place t of each row's first token; None means 0.
-    starts: [B, T], 1 at the first token of each document, where t is 0, else 0. None means
+    num_before: [B], integers, the place t of each row's first token; None means 0.
+    is_start: [B, T], 1 at the first token of each document, where t is 0, else 0. None means
       that each row is one document.
 
   Returns:
-    [B, T], int32; without `start` and `starts`, all rows are equal.
+    [B, T], int32; without `num_before` and `is_start`, all rows are equal.
 
   Raises:
     ValueError: an argument is not as above.
@@ -58,16 +58,16 @@ def fixed_boundaries(
   if offset is None:
     offset = factor - 1
   checks.integer("offset", offset, 0, factor - 1)
-  start, starts = checks.arrays(
+  num_before, is_start = checks.arrays(
     dict(B=batch, T=length),
-    start=(start, "B | None", checks.INTEGERS),
-    starts=(starts, "B T | None", checks.STARTS),
+    num_before=(num_before, "B | None", checks.INTEGERS),
+    is_start=(is_start, "B T | None", checks.STARTS),
   )
   place_bt = jnp.arange(length, dtype=jnp.int32)[None]
-  if start is not None:
-    place_bt += start[:, None]
-  if starts is not None:
-    place_bt = document_places(starts, start)
+  if num_before is not None:
+    place_bt += num_before[:, None]
+  if is_start is not None:
+    place_bt = document_places(is_start, num_before)
   is_end_bt = place_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 
@@ -110,7 +110,7 @@ def spacelike_boundaries(
   end_ids: Sequence[int] | None = None,
   *,
   previous: jax.Array | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with the first of each run of spacelike tokens.
 
@@ -126,7 +126,7 @@ def spacelike_boundaries(
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
     previous: [B], whether the token before each row ends with a spacelike byte, to continue
       rows; None means that it does not.
-    starts: [B, T], 1 at the first token of each document, else 0.
+    is_start: [B, T], 1 at the first token of each document, else 0.
 
   Returns:
     [B, T], int32.
@@ -138,17 +138,17 @@ def spacelike_boundaries(
   """
   space_ids = checks.ids("space_ids", space_ids)
   end_ids = space_ids if end_ids is None else checks.ids("end_ids", end_ids)
-  tokens, previous, starts = checks.arrays(
+  tokens, previous, is_start = checks.arrays(
     tokens=(tokens, "B T", checks.INTEGERS),
     previous=(previous, "B | None", checks.STARTS),
-    starts=(starts, "B T | None", checks.STARTS),
+    is_start=(is_start, "B T | None", checks.STARTS),
   )
   ends_bt = _is_in(tokens, end_ids)
   if previous is None:
     previous = jnp.zeros(len(tokens), bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
-  if starts is not None:
-    before_bt &= ~starts.astype(bool)
+  if is_start is not None:
+    before_bt &= ~is_start.astype(bool)
   return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
 
 
@@ -208,7 +208,7 @@ def binomial_prior_loss(
   alpha: float,
   *,
   weights: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> jax.Array:
   """The negative log-probability of a row's number of boundaries under a binomial prior.
 
@@ -223,7 +223,7 @@ def binomial_prior_loss(
     boundaries: [B, T], zeros and ones; floats get a gradient.
     alpha: the prior probability of a boundary, in (0, 1).
     weights: [B, T], 1 where a token counts, else 0. None means that all count.
-    starts: [B, T], 1 at the first token of each document, else 0. Each document has its own
+    is_start: [B, T], 1 at the first token of each document, else 0. Each document has its own
       k and L, and the row's loss is the mean of theirs, weighted by L. None means that each
       row is one document.
 
@@ -237,18 +237,18 @@ def binomial_prior_loss(
   Source: the pooling paper, Eq. 7.
   """
   checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
-  b_bt, w_bt, starts = checks.arrays(
+  b_bt, w_bt, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),
     weights=(weights, "B T | None", checks.NUMBERS),
-    starts=(starts, "B T | None", checks.STARTS),
+    is_start=(is_start, "B T | None", checks.STARTS),
   )
   b_bt = b_bt.astype(sum_dtype(b_bt))
   w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
   total_b = jnp.sum(w_bt, axis=1)
-  if starts is None:
+  if is_start is None:
     log_p_b = _log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b, alpha)
   else:
-    document_bt = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    document_bt = jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
     ones_bn, total_bn = (
       sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
     )

@@ -24,7 +24,7 @@ def causal_convolution(
   inputs: jax.Array,
   filters: jax.Array,
   *,
-  starts: jax.Array | None = None,
+  is_start: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """Sums the inputs so far, each times the tap of its distance.
@@ -58,7 +58,7 @@ def causal_convolution(
   would reveal the future. The products of the others follow `jax.default_matmul_precision`,
   which matters on platforms with a faster float32 than IEEE's.
 
-  With `starts`, a document sees nothing of those before it:
+  With `is_start`, a document sees nothing of those before it:
 
     y[b, t] = sum over t - o_t <= s <= t of inputs[b, s] * filters[t - s]
 
@@ -72,8 +72,8 @@ def causal_convolution(
 
   Args:
     inputs: [B, T, D], floats.
-    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and, without `starts`, at least T.
-    starts: [B, T], 1 at the first token of each document, else 0. Documents, not rows, have
+    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and, without `is_start`, at least T.
+    is_start: [B, T], 1 at the first token of each document, else 0. Documents, not rows, have
       at most L tokens; inputs L or more tokens ago count as 0. None means that each row is one
       document.
     implementation: one of the names above; None takes that of `choose_implementation`.
@@ -83,18 +83,18 @@ def causal_convolution(
 
   Raises:
     ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
-      longer than the filter, `starts` are wrong, or the implementation is unknown.
+      longer than the filter, `is_start` is wrong, or the implementation is unknown.
   """
   inputs, filters = checks.arrays(
     inputs=(inputs, "B T D"), filters=(filters, "L>=1 | L>=1 D | L>=1 D E")
   )
   batch, length, width = inputs.shape
-  if length > len(filters) and starts is None:
+  if length > len(filters) and is_start is None:
     raise ValueError(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
   checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
-  place_bt = None if starts is None else document_places(check_starts(starts, (batch, length)))
+  place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
   if implementation is None:
     implementation = choose_implementation(
       filters.ndim, batch, length, jax.default_backend(), jax.device_count()

@@ -156,7 +156,7 @@ def causal_convolution_cached(
   cache: _Cache,
   *,
   lengths: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, _Cache]:
   """Continues every row of a causal convolution from its cache.
 
@@ -180,7 +180,7 @@ def causal_convolution_cached(
     cache: the cache of the inputs so far.
     lengths: [B] integers in 0..C: the number of real inputs in each row. The rest, of any
       value, has no effect, and its outputs are meaningless. None means all.
-    starts: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
+    is_start: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
       its row began there. None continues all documents.
 
   Returns:
@@ -190,7 +190,7 @@ def causal_convolution_cached(
   Raises:
     ValueError: an array has the wrong rank, size or kind of dtype; the cache is of another
       kind, size or dtype, or does not work with these taps; or, unless traced, lengths are
-      outside of 0..C, or starts are not 0 or 1.
+      outside of 0..C, or `is_start` is not 0 or 1.
   """
   inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape
@@ -200,10 +200,10 @@ def causal_convolution_cached(
     lengths_b = check_lengths(lengths, batch, chunk)
     real_bc = is_real(lengths_b, chunk)
     inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
-  if starts is not None:
-    starts = starts_in_chunk(starts, (batch, chunk), None if lengths is None else lengths_b)
+  if is_start is not None:
+    is_start = starts_in_chunk(is_start, (batch, chunk), None if lengths is None else lengths_b)
     if chunk == 1:
-      cache = _begun_anew(cache, starts[:, 0] > 0)
+      cache = _begun_anew(cache, is_start[:, 0] > 0)
   if chunk == 1 and isinstance(cache, ConvolutionCache):
     return _step(inputs, taps, cache, lengths_b)
   if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
@@ -214,12 +214,14 @@ def causal_convolution_cached(
     jnp.concatenate([past_bld, inputs], axis=1),
     jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
     # What the ring holds of documents before is 0, so the past counts as one document.
-    starts=None if starts is None else jnp.pad(starts, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(1),
+    is_start=None
+    if is_start is None
+    else jnp.pad(is_start, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(1),
   )
   ring_bld, length_b = _written(cache, inputs, lengths_b), cache.length + lengths_b
-  if starts is not None:
+  if is_start is not None:
     ago_bl = (length_b[:, None] - 1 - _range(num_taps)[None]) % num_taps
-    is_own_bl = ago_bl < document_length(starts, cache.length, lengths_b)[:, None]
+    is_own_bl = ago_bl < document_length(is_start, cache.length, lengths_b)[:, None]
     ring_bld = jnp.where(is_own_bl[:, :, None], ring_bld, jnp.zeros((), ring_bld.dtype))
   cache = cache._replace(inputs=ring_bld, length=length_b)
   if isinstance(cache, OnlineConvolutionCache):

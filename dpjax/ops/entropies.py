@@ -50,7 +50,7 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
 
 def entropy_spikes(
-  entropies: jax.Array, left: int = 2, *, starts: ArrayLike | None = None
+  entropies: jax.Array, left: int = 2, *, is_start: ArrayLike | None = None
 ) -> jax.Array:
   """Ends a segment where the entropy exceeds that of the preceding tokens.
 
@@ -62,7 +62,7 @@ def entropy_spikes(
   Args:
     entropies: [B, T], floats, nats; no nan.
     left: the number of preceding tokens to compare with, at least 1.
-    starts: [B, T], 1 at the first token of each document, else 0; earlier tokens are not
+    is_start: [B, T], 1 at the first token of each document, else 0; earlier tokens are not
       compared. None means that each row is one document.
 
   Returns:
@@ -74,10 +74,10 @@ def entropy_spikes(
   Source: the pooling paper, Eq. 6.
   """
   checks.integer("left", left)
-  entropies, starts = _check(entropies, starts)
+  entropies, is_start = _check(entropies, is_start)
   h_bt = lax.stop_gradient(entropies)
-  if starts is not None:
-    place_bt, before_bt = document_places(starts), jnp.full_like(h_bt, -jnp.inf)
+  if is_start is not None:
+    place_bt, before_bt = document_places(is_start), jnp.full_like(h_bt, -jnp.inf)
     for lag in range(1, min(left + 1, h_bt.shape[1])):
       past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
       before_bt = jnp.maximum(before_bt, past_bt)
@@ -96,7 +96,7 @@ def entropy_threshold(
   theta_add: float = 0.0,
   *,
   previous: tuple[jax.Array, jax.Array] | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment where the next token is hard to predict.
 
@@ -115,7 +115,7 @@ def entropy_threshold(
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
-    starts: [B, T], 1 at the first token of each document, else 0; t counts from there.
+    is_start: [B, T], 1 at the first token of each document, else 0; t counts from there.
 
   Returns:
     [B, T], int32, with no gradient.
@@ -130,7 +130,7 @@ def entropy_threshold(
   """
   check_rule(rule, theta_add)
   checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
-  entropies, starts = _check(entropies, starts)
+  entropies, is_start = _check(entropies, is_start)
   h_bt = lax.stop_gradient(entropies)
   if previous is None:
     rows = len(h_bt)
@@ -144,9 +144,9 @@ def entropy_threshold(
     )
     previous = entropy, boundary
   before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
-  if starts is not None:
-    starts = starts.astype(bool)
-    before_bt = jnp.where(starts, -jnp.inf, before_bt)
+  if is_start is not None:
+    is_start = is_start.astype(bool)
+    before_bt = jnp.where(is_start, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)
   if rule == "monotonic":
@@ -156,8 +156,8 @@ def entropy_threshold(
   place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   taken_b1 = previous[1][:, None].astype(jnp.int32)
   refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
-  if starts is not None:
-    refused_bt = jnp.where(starts, jnp.maximum(refused_bt, place_t - 1), refused_bt)
+  if is_start is not None:
+    refused_bt = jnp.where(is_start, jnp.maximum(refused_bt, place_t - 1), refused_bt)
   last_bt = lax.cummax(refused_bt, axis=1)
   return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
 
@@ -233,5 +233,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
 
 
-def _check(entropies, starts):
-  return checks.arrays(entropies=(entropies, "B T"), starts=(starts, "B T | None", checks.STARTS))
+def _check(entropies, is_start):
+  return checks.arrays(
+    entropies=(entropies, "B T"), is_start=(is_start, "B T | None", checks.STARTS)
+  )

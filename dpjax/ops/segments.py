@@ -13,12 +13,12 @@ No future leaks: segment m is available from its last token on. So a token that 
 segment sees it, and tokens of an open segment see the segment before it, or the null group in
 a row's first segment. An open segment at the end of a row is never used.
 
-If a row has several documents (`starts`), each has a null group before its segments, and a
+If a row has several documents (`is_start`), each has a null group before its segments, and a
 segment ends with its document. The places of a row are those of its documents, one after
 another:
 
     h           a  b  c  d  e  f
-    starts      1  0  0  1  0  0
+    is_start      1  0  0  1  0  0
     boundaries  0  1  0  0  0  1
     places      null, ab, null, def
     read        0  1  1  2  2  3
@@ -97,7 +97,7 @@ def pool_segments(
   capacity: int,
   *,
   method: str = "mean",
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> jax.Array:
   """Pools every segment to one vector: the mean of its tokens, or its last token.
 
@@ -133,7 +133,7 @@ def pool_segments(
     capacity: the number of places for segments in a row, at least 0; static. T is always
       enough, and so is the largest number of boundaries in a row.
     method: "mean" or "last".
-    starts: [B, T], 1 at the first token of each document, else 0, for kinds of boundaries
+    is_start: [B, T], 1 at the first token of each document, else 0, for kinds of boundaries
       with a null group. Each document but the first then has a place before its segments, for
       the caller's null group (`segment_starts`, one place further). None means that each row
       is one document.
@@ -152,13 +152,13 @@ def pool_segments(
   )
   capacity = checks.integer("capacity", capacity, 0)
   checks.choice("method", method, METHODS)
-  if starts is not None:
-    starts = check_starts(starts, inputs.shape[:2])
+  if is_start is not None:
+    is_start = check_starts(is_start, inputs.shape[:2])
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
-    return _mean_by_boundaries(inputs, boundaries, starts, capacity)
-  ids_bt = _ids(boundaries, starts)
+    return _mean_by_boundaries(inputs, boundaries, is_start, capacity)
+  ids_bt = _ids(boundaries, is_start)
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
   # All terms but one are zero, so the sum is exact in any dtype.
@@ -169,7 +169,7 @@ def pool_segments(
 
 @automatic_axes
 def upsample_segments(
-  segments: jax.Array, boundaries: ArrayLike, *, starts: ArrayLike | None = None
+  segments: jax.Array, boundaries: ArrayLike, *, is_start: ArrayLike | None = None
 ) -> jax.Array:
   """Gives every token the vector of the last closed segment.
 
@@ -188,10 +188,10 @@ def upsample_segments(
   The gradient of a segment is the sum over its readers, in float32. Boundaries get zero.
 
   Args:
-    segments: [B, S, D], floats: the null group, then the segments in order; with `starts`
+    segments: [B, S, D], floats: the null group, then the segments in order; with `is_start`
       those of each document.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    starts: see `pool_segments`.
+    is_start: see `pool_segments`.
 
   Returns:
     [B, T, D], in the dtype of `segments`.
@@ -205,9 +205,9 @@ def upsample_segments(
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
   )
-  if starts is not None:
-    starts = check_starts(starts, boundaries.shape)
-  index_bt = _ids(boundaries, starts) + boundaries.astype(jnp.int32)
+  if is_start is not None:
+    is_start = check_starts(is_start, boundaries.shape)
+  index_bt = _ids(boundaries, is_start) + boundaries.astype(jnp.int32)
   if index_bt.size and checks.is_known(index_bt):
     last = int(np.asarray(index_bt).max())
     if last >= segments.shape[1]:
@@ -226,7 +226,7 @@ def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def segment_starts(
-  boundaries: ArrayLike, starts: ArrayLike, capacity: int, *, has_null_group: bool = True
+  boundaries: ArrayLike, is_start: ArrayLike, capacity: int, *, has_null_group: bool = True
 ) -> jax.Array:
   """The starts of documents among the places of segments.
 
@@ -236,7 +236,7 @@ def segment_starts(
 
   Args:
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    starts: [B, T], 1 at the first token of each document, else 0; in a chunk of longer rows,
+    is_start: [B, T], 1 at the first token of each document, else 0; in a chunk of longer rows,
       the places are those of the null groups and segments completed in it.
     capacity: see `pool_segments`; here it includes the first null group.
     has_null_group: whether a null group precedes the segments of each document.
@@ -247,22 +247,22 @@ def segment_starts(
   Raises:
     ValueError: an argument is not as above.
   """
-  boundaries, starts = checks.arrays(
-    boundaries=(boundaries, "B T", checks.ONES), starts=(starts, "B T", checks.STARTS)
+  boundaries, is_start = checks.arrays(
+    boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)
   )
   checks.integer("capacity", capacity, 0)
-  starts_bt = starts.astype(jnp.int32)
+  starts_bt = is_start.astype(jnp.int32)
   ids_bt = _ids(boundaries, starts_bt if has_null_group else None)
   return sum_of_segments(starts_bt, ids_bt, capacity)
 
 
-def _ids(boundaries, starts=None):
-  """The place of each token's segment; with `starts`, after one more place for each null group."""
+def _ids(boundaries, is_start=None):
+  """The place of each token's segment; with `is_start`, null groups have places too."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
-  if starts is None:
+  if is_start is None:
     return ids_bt
-  return ids_bt + jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+  return ids_bt + jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
 
 
 def sum_of_segments(values, ids, capacity):
@@ -289,19 +289,19 @@ def _mean(inputs, ids, capacity):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mean_by_boundaries(inputs, boundaries, starts, capacity):
-  return _mean(inputs, _ids(boundaries, starts), capacity)[0].astype(inputs.dtype)
+def _mean_by_boundaries(inputs, boundaries, is_start, capacity):
+  return _mean(inputs, _ids(boundaries, is_start), capacity)[0].astype(inputs.dtype)
 
 
-def _mean_forward(inputs, boundaries, starts, capacity):
-  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries, starts), capacity)
-  return means_bsd.astype(inputs.dtype), (inputs, boundaries, starts, means_bsd, sizes_bs1)
+def _mean_forward(inputs, boundaries, is_start, capacity):
+  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries, is_start), capacity)
+  return means_bsd.astype(inputs.dtype), (inputs, boundaries, is_start, means_bsd, sizes_bs1)
 
 
 def _mean_backward(capacity, kept, by_means):
   del capacity
-  inputs, boundaries, starts, means_bsd, sizes_bs1 = kept
-  ids_bt = _ids(boundaries, starts)
+  inputs, boundaries, is_start, means_bsd, sizes_bs1 = kept
+  ids_bt = _ids(boundaries, is_start)
   by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
   by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
   # Deviations before sums: what all tokens have in common must not cost digits.
@@ -309,10 +309,10 @@ def _mean_backward(capacity, kept, by_means):
   by_weights_bt = jnp.sum(deviations_btd * by_inputs_btd, axis=2)
   # A boundary moves the weights of the tokens after it, in its document.
   later_bt = jnp.pad(by_weights_bt, ((0, 0), (0, 1)))[:, 1:]
-  if starts is None:
+  if is_start is None:
     by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
   else:
-    goes_on_bt = jnp.pad(starts == 0, ((0, 0), (0, 1)))[:, 1:]
+    goes_on_bt = jnp.pad(is_start == 0, ((0, 0), (0, 1)))[:, 1:]
     by_boundaries_bt = _sums_to_the_end(later_bt, goes_on_bt)
   return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype), None
 

@@ -53,7 +53,7 @@ def pool_segments_cached(
   *,
   method: str = "mean",
   lengths: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, SegmentCache]:
   """Pools the segments that end within a chunk; the first may have begun before it.
 
@@ -74,12 +74,12 @@ def pool_segments_cached(
     method: "mean" or "last".
     lengths: [B], int32, in 0 .. C: the number of real tokens in each row. The rest, with any
       inputs and boundaries, has no effect. None means all.
-    starts: [B, C], 1 where a document begins, else 0, for kinds of boundaries with a null
+    is_start: [B, C], 1 where a document begins, else 0, for kinds of boundaries with a null
       group. Each such document has a place before its segments, for the caller's null group
       (`dpjax.ops.segment_starts`). None continues all documents.
 
   Returns:
-    [B, C, D], with `starts` [B, 2 C, D], in the dtype of `inputs`, and the cache after the chunk.
+    [B, C, D], with `is_start` [B, 2 C, D], in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
     ValueError: an argument is not as above, or the cache does not match the rows. Values are
@@ -104,10 +104,10 @@ def pool_segments_cached(
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
   ids_bc = jnp.cumsum(b_bc, axis=1, dtype=jnp.int32) - b_bc
   num_b, most = jnp.sum(b_bc, axis=1, dtype=jnp.int32), chunk
-  if starts is not None:
-    starts = starts_in_chunk(starts, (batch, chunk), lengths)
-    ids_bc += jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-    num_b, most = num_b + jnp.sum(starts, axis=1, dtype=jnp.int32), 2 * chunk
+  if is_start is not None:
+    is_start = starts_in_chunk(is_start, (batch, chunk), lengths)
+    ids_bc += jnp.cumsum(is_start, axis=1, dtype=jnp.int32)
+    num_b, most = num_b + jnp.sum(is_start, axis=1, dtype=jnp.int32), 2 * chunk
   is_closed_bs = jnp.arange(most, dtype=jnp.int32)[None] < num_b[:, None]
   # One more than can end: the segment that stays open.
   totals_bsd = segments.sum_of_segments(x_bcd, ids_bc, most + 1).at[:, 0].add(cache.total)

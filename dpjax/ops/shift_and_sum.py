@@ -42,7 +42,7 @@ def shift_and_sum(
   gates: jax.Array,
   *,
   level_keep: jax.Array | None = None,
-  starts: jax.Array | None = None,
+  is_start: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """Adds to every position a gated sum over the positions before it.
@@ -81,7 +81,7 @@ def shift_and_sum(
     level_keep: [K] booleans: a level with False is skipped, including its work (except
       by "matrix" and "pallas"), without rescaling (Dispatcher dropout, Sec. 2.1). None
       keeps all.
-    starts: [B, T], 1 at the first token of each document, else 0: a document gives the same
+    is_start: [B, T], 1 at the first token of each document, else 0: a document gives the same
       result as alone, because gates[t, k] counts as 0 if t - 2**k lies before it. None means
       that each row is one document.
     implementation: one of the names above; None takes the fastest as measured.
@@ -90,7 +90,7 @@ def shift_and_sum(
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: `gates`, `level_keep` or `starts` does not match `values`, an array has
+    ValueError: `gates`, `level_keep` or `is_start` does not match `values`, an array has
       the wrong kind of dtype, or the implementation is unknown.
   """
   values, gates, level_keep = checks.arrays(
@@ -102,13 +102,13 @@ def shift_and_sum(
   if implementation is None:
     implementation = DEFAULT_IMPLEMENTATION
   levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
-  if starts is not None:
-    starts = check_starts(starts, values.shape[:2])
+  if is_start is not None:
+    is_start = check_starts(is_start, values.shape[:2])
   if levels == 0 or values.size == 0:
     return values
-  if starts is not None:
+  if is_start is not None:
     shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
-    is_within_btk = document_places(starts)[..., None] >= shifts_k[None, None]
+    is_within_btk = document_places(is_start)[..., None] >= shifts_k[None, None]
     gates = jnp.where(is_within_btk[:, :, None], gates[..., :levels], 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]

@@ -80,7 +80,7 @@ def shift_and_sum_cached(
   cache: ShiftAndSumCache,
   *,
   lengths: ArrayLike | None = None,
-  starts: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, ShiftAndSumCache]:
   """`shift_and_sum` of a chunk that continues each row where its cache ended.
 
@@ -114,7 +114,7 @@ def shift_and_sum_cached(
     lengths: [B], integers in 0 .. C: the number of real tokens in each row, before its
       padding. Padding, even nan, does not affect the cache, and its outputs are zero. None
       means all. Under `jit`, the values are not checked.
-    starts: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
+    is_start: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
       its row began there. None continues all documents.
 
   Returns:
@@ -123,7 +123,7 @@ def shift_and_sum_cached(
 
   Raises:
     ValueError: the shapes do not match each other or the cache, with its number of levels;
-      an array has the wrong kind of dtype; `lengths` are not in 0 .. C, or `starts` are not 0
+      an array has the wrong kind of dtype; `lengths` are not in 0 .. C, or `is_start` is not 0
       or 1.
   """
   values, gates = _check(values, gates, cache)
@@ -139,10 +139,10 @@ def shift_and_sum_cached(
     c_bchk = jnp.where(real_bc11, c_bchk, 0)
 
   shifts = 2 ** np.arange(levels, dtype=np.int32)
-  if starts is not None:
-    starts = starts_in_chunk(starts, values.shape[:2], lengths)
+  if is_start is not None:
+    is_start = starts_in_chunk(is_start, values.shape[:2], lengths)
     # What the ring holds of documents before is 0, so a row counts as all one so far.
-    place_bc = document_places(starts, cache.length)
+    place_bc = document_places(is_start, cache.length)
     is_within_bck = place_bc[..., None] >= shifts[None, None]
     c_bchk = jnp.where(is_within_bck[:, :, None], c_bchk, 0)
 
@@ -172,10 +172,10 @@ def shift_and_sum_cached(
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
   ring = jax.vmap(_write)(cache.ring, places_bm, jnp.concatenate(written, axis=1))
-  if starts is not None:
+  if is_start is not None:
     place_s = np.concatenate([np.arange(size, dtype=np.int32) for size in shifts])
     age_bs = (new_length[:, None] - 1 - place_s[None]) & np.repeat(shifts - 1, shifts)[None]
-    is_own_bs = age_bs < document_length(starts, cache.length, lengths)[:, None]
+    is_own_bs = age_bs < document_length(is_start, cache.length, lengths)[:, None]
     ring = jnp.where(is_own_bs[..., None, None], ring, 0)
   return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
 

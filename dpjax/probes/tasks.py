@@ -148,7 +148,7 @@ class TaskBatches:
     contents: entries of the vocabulary.
     seed: the seed of the random numbers.
     stream: `TRAINING` or `TEST`.
-    has_starts: whether "starts" mark each row as a document, so that a mixer with a
+    has_documents: whether "is_start" marks each row as a document, so that a mixer with a
       `max_length` below T takes it, and sees `max_length` positions as usual.
   """
 
@@ -158,7 +158,7 @@ class TaskBatches:
   contents: int
   seed: int
   stream: int = TRAINING
-  has_starts: bool = False
+  has_documents: bool = False
 
   def draw(self, step: int) -> Rows:
     """All rows of a step."""
@@ -167,19 +167,19 @@ class TaskBatches:
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step; targets that are not answers have weight 0."""
-    return to_batch(self.draw(step), rows, self.has_starts)
+    return to_batch(self.draw(step), rows, self.has_documents)
 
 
-def to_batch(drawn: Rows, rows: slice, has_starts: bool) -> dict[str, np.ndarray]:
+def to_batch(drawn: Rows, rows: slice, has_documents: bool) -> dict[str, np.ndarray]:
   """Converts rows to a batch for `dpjax.training.step`."""
   found = {
     "tokens": drawn.tokens[rows],
     "targets": drawn.targets[rows],
     "weights": (drawn.distances[rows] > 0).astype(np.float32),
   }
-  if has_starts:
-    found["starts"] = np.zeros_like(found["tokens"])
-    found["starts"][:, 0] = 1
+  if has_documents:
+    found["is_start"] = np.zeros_like(found["tokens"])
+    found["is_start"][:, 0] = 1
   return found
 
 

@@ -184,7 +184,7 @@ class Trainee:
   def __init__(self, settings: Settings, mixer: str):
     """Finds the sizes of the model; compiles nothing yet."""
     self.config, self.num_parameters = equal_model(settings, mixer)
-    self._settings, self._has_starts = settings, mixer in EXTRACTORS
+    self._settings, self._has_documents = settings, mixer in EXTRACTORS
     section = config_lib.load("modern_transformer").train
     section.learning_rate = settings.learning_rate
     section.schedule.warmup_steps = settings.num_steps // 10
@@ -247,8 +247,8 @@ class Trainee:
     hits, counts = np.zeros((2, length), np.int64)
     for step in range(self._settings.num_test_rows // batches.batch_size):
       drawn = batches.draw(step)
-      batch = tasks.to_batch(drawn, slice(None), self._has_starts)
-      known = {"starts": batch["starts"]} if self._has_starts else {}
+      batch = tasks.to_batch(drawn, slice(None), self._has_documents)
+      known = {"is_start": batch["is_start"]} if self._has_documents else {}
       predicted = np.asarray(self._predict(params, batch["tokens"], known))
       is_answer = drawn.distances > 0
       is_hit = is_answer & (predicted == drawn.targets)
@@ -260,5 +260,5 @@ class Trainee:
     # A row of induction has a single answer.
     size = self._settings.batch_size * (2 if task == "induction" else 1)
     return tasks.TaskBatches(
-      task, size, length, self._settings.contents, seed, stream, self._has_starts
+      task, size, length, self._settings.contents, seed, stream, self._has_documents
     )

@@ -108,12 +108,12 @@ def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int |
 
   def from_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     tokens = batch["tokens"]
-    if "starts" in batch:  # Documents have null groups, and boundaries, of their own.
+    if "is_start" in batch:  # Documents have null groups, and boundaries, of their own.
       return None
     counts = boundaries.count_in(tokens)
     if counts is None:
       return None
-    sizes = ops.capacities(tokens.shape[1] + 1, boundaries.lengths_compiled)
+    sizes = ops.capacities(tokens.shape[1] + 1, boundaries.num_capacities)
     return next(size for size in sizes if size > counts.max())
 
   return from_tokens

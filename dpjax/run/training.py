@@ -186,7 +186,7 @@ def _print_unknown(config: ConfigDict, data: prepared.Prepared) -> None:
 def _shapes(model: Any, has_documents: bool) -> Any:
   """The shapes of the parameters; checks that the model keeps documents apart."""
   ids = jnp.zeros((1, 1), jnp.int32)
-  known = {"starts": ids + 1} if has_documents else {}
+  known = {"is_start": ids + 1} if has_documents else {}
   try:
     if has_documents:
       mixer.check_takes_starts(model)

@@ -226,7 +226,7 @@ class Objective:
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
       batch: "tokens", "targets", "weights", each [B, T], and any inputs of the boundaries; for
-        rows of several documents also "starts", [B, T], 1 at the first token of each.
+        rows of several documents also "is_start", [B, T], 1 at the first token of each.
       output_layer: the kernel and bias that make logits from `output.hidden`, for
         `output_nats`; ignored if the boundaries read the logits anyway.
       counts: for a part of a batch, the sums `Objective.counts` of the whole; None if this is
@@ -247,8 +247,8 @@ class Objective:
       return sums
     kind, *within = self.boundaries
     boundaries = output.boundaries.astype(jnp.float32)
-    starts = batch.get("starts")
-    of_segments = _count_segments(boundaries, weights, starts, kind.has_null_group)
+    is_start = batch.get("is_start")
+    of_segments = _count_segments(boundaries, weights, is_start, kind.has_null_group)
     whole = counts or sums | of_segments
     share = _share(whole["boundaries"], whole["count"])
     sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
@@ -262,13 +262,13 @@ class Objective:
     for number, inner in enumerate(within, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if kind.has_null_group:
-        segments_b += _null_groups(starts, is_real)
+        segments_b += _null_groups(is_start, is_real)
       kind, stage = inner, stage.inner
-      starts = stage.starts
+      is_start = stage.is_start
       boundaries = stage.boundaries.astype(jnp.float32)
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)
-      of_documents = {} if starts is None else {"starts": starts}
+      of_documents = {} if is_start is None else {"is_start": is_start}
       sums[f"segments_in_{number}"] = jnp.sum(is_real)
       sums[f"boundaries_{number}"] = jnp.sum(boundaries * is_real)
       whole = counts or sums
@@ -288,12 +288,12 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
   }
 
 
-def _count_segments(boundaries, weights, starts, has_null_group: bool) -> dict[str, jax.Array]:
+def _count_segments(boundaries, weights, is_start, has_null_group: bool) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   segments_b = jnp.sum(boundaries * is_real, axis=1)
   places_b = segments_b
   if has_null_group:
-    places_b += 1.0 if starts is None else _null_groups(starts, is_real)
+    places_b += 1.0 if is_start is None else _null_groups(is_start, is_real)
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
@@ -318,11 +318,11 @@ def _share(boundaries, count) -> jax.Array:
   return lax.stop_gradient(boundaries) / jnp.where(count == 0, 1, count)
 
 
-def _null_groups(starts, is_real) -> jax.Array:
+def _null_groups(is_start, is_real) -> jax.Array:
   """[B], the number of documents with real tokens."""
-  if starts is None:
+  if is_start is None:
     return is_real[:, 0]
-  return jnp.sum(starts.astype(is_real.dtype) * is_real, axis=1)
+  return jnp.sum(is_start.astype(is_real.dtype) * is_real, axis=1)
 
 
 def _is_real(weights) -> jax.Array:

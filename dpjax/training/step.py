@@ -93,7 +93,7 @@ def train_step(
     accumulate_steps: A, a divisor of B.
     state: the state before the update.
     batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
-      rows of several documents also "starts", [B, T], 1 at the first token of each.
+      rows of several documents also "is_start", [B, T], 1 at the first token of each.
     objective: the loss to minimise.
     capacity: see `dpjax.models.hourglass.Hourglass`; None if the data do not determine it.
     ema_decay: the decay of the state's average, if it has one; see `add_to_average`.
@@ -181,7 +181,7 @@ def _output_layer(model: nn.Module, params: Any) -> Any:
 
 def _documents(batch: Batch) -> dict[str, Any]:
   """The model's arguments for a batch's documents."""
-  return {"starts": batch["starts"]} if "starts" in batch else {}
+  return {"is_start": batch["is_start"]} if "is_start" in batch else {}
 
 
 def jit_train_step(

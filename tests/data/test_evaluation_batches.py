@@ -39,7 +39,7 @@ def test_windows_of_training(kind, begins):
   assert joined.steps_per_epoch == isolated.steps_per_epoch
   for step in range(2 * joined.steps_per_epoch + 1):
     before, batch = joined.batch(step), isolated.batch(step)
-    assert [*batch] == [*before, "starts"] and batch["starts"].dtype == np.int32
+    assert [*batch] == [*before, "is_start"] and batch["is_start"].dtype == np.int32
     # What is predicted, and what counts, is the same.
     np.testing.assert_array_equal(batch["targets"], before["targets"])
     np.testing.assert_array_equal(batch["weights"], before["weights"])
@@ -48,7 +48,7 @@ def test_windows_of_training(kind, begins):
         place = int(target) - FIRST
         at_seam = kind is ShuffledWindows and place % (LENGTH // ROWS) == 0
         is_first = target > 0 and (place in begins or at_seam)
-        assert batch["starts"][b, t] == (is_first or t == 0)
+        assert batch["is_start"][b, t] == (is_first or t == 0)
         assert batch["tokens"][b, t] == (START if is_first else before["tokens"][b, t])
         assert batch["boundaries"][b, t] == (2 if is_first else before["boundaries"][b, t])
         if is_first:
@@ -61,7 +61,7 @@ def test_windows_of_training(kind, begins):
 
 def test_without_documents_there_are_no_starts():
   for kind in (ContiguousRows, RandomWindows, ShuffledWindows):
-    assert "starts" not in make(kind).batch(1)
+    assert "is_start" not in make(kind).batch(1)
 
 
 def test_hosts_take_their_own_rows():
@@ -109,7 +109,7 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
   for index in range(len(batches)):
     batch = batches.batch(index)
     assert batch["tokens"].shape == (batch_size, window)
-    assert (batch["starts"][:, 0] == 1).all()
+    assert (batch["is_start"][:, 0] == 1).all()
     part = batches.batch(index, slice(1, batch_size))
     for b in range(batch_size):
       row = {name: rows[b] for name, rows in batch.items()}
@@ -119,8 +119,8 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
       size = int(real.sum())
       assert real[:size].all()  # what is filled up lies behind
       assert (row["tokens"][size:] == PAD).all() and not row["weights"][size:].any()
-      assert not row["starts"][max(1, size) :].any()
-      begins = np.flatnonzero(row["starts"][:size])
+      assert not row["is_start"][max(1, size) :].any()
+      begins = np.flatnonzero(row["is_start"][:size])
       if not size:
         continue
       # The first window of this row had no room in the row before.

@@ -271,7 +271,7 @@ def test_a_window_begins_where_the_known_ones_do(dispatcher):
   generator, _ = dispatcher
   state = generator._slide([[*range(1, 11), 2, 3, 4], [5, 6, 7]])
   assert state.token.tolist() == [4, 7] and state.length.tolist() == [13, 3]
-  assert state.cache.known.tolist() == [10, 2] and state.cache.start.tolist() == [2, 0]
+  assert state.cache.known.tolist() == [10, 2] and state.cache.num_before.tolist() == [2, 0]
   assert state.cache.tokens[0, :10].tolist() == [*range(3, 11), 2, 3]
 
 

@@ -133,7 +133,7 @@ def test_behind_a_window_that_is_not_full_stays_padding():
   assert cache.tokens.tolist() == [[1, 2, 9, 9, 9], [3, 9, 9, 9, 9]]
   _, cache = step(jnp.array([[5], [6]], jnp.int32), cache, None)
   assert cache.tokens.tolist() == [[1, 2, 5, 9, 9], [3, 6, 9, 9, 9]]
-  assert cache.known.tolist() == [3, 2] and cache.start.tolist() == [0, 0]
+  assert cache.known.tolist() == [3, 2] and cache.num_before.tolist() == [0, 0]
 
 
 def test_a_row_depends_on_its_own_key_alone():

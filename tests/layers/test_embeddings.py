@@ -73,7 +73,7 @@ def positions_from(start, positions="sinusoidal", width=WIDTH, length=5):
   def rows(start):
     variables = layer.init(jax.random.key(0), tokens)["params"]
     variables["tokens"] = jax.tree.map(jnp.zeros_like, variables["tokens"])
-    return layer.apply({"params": variables}, tokens, start=start), variables
+    return layer.apply({"params": variables}, tokens, num_before=start), variables
 
   return rows(jnp.asarray(start, jnp.int32))
 

@@ -111,7 +111,7 @@ def test_documents_are_as_alone(case):
   @jax.jit
   def run(params, batch, noise):
     def total(params):
-      given = {"starts": batch["starts"]} if "starts" in batch else {}
+      given = {"is_start": batch["is_start"]} if "is_start" in batch else {}
       given |= {"boundary_noise": noise} if is_noisy else {}
       output = model.apply({"params": params}, batch["tokens"], **given)
       sums = objective.sums(output, batch)
@@ -119,7 +119,7 @@ def test_documents_are_as_alone(case):
 
     return jax.value_and_grad(total, has_aux=True)(params)
 
-  (loss, (logits, sums)), grads = run(params, BATCH_OF | {"starts": STARTS}, NOISE)
+  (loss, (logits, sums)), grads = run(params, BATCH_OF | {"is_start": STARTS}, NOISE)
   alone = {name: split(x) for name, x in BATCH_OF.items()}
   (expected, (rows, of_rows)), by_rows = run(params, alone, split(NOISE, 0.5))
   np.testing.assert_allclose(logits, join(np.asarray(rows)), rtol=1e-5, atol=1e-5)
@@ -140,7 +140,7 @@ CHUNKS += [(1, (0, 1)), (9, (0, 7))]
 def test_chunks_in_which_documents_begin(case):
   model = build(CASES[case]())
   params = helpers.draw_params(model, 3, 1 / 2)
-  given = {"starts": STARTS} | ({"boundary_noise": NOISE} if case == "gumbel" else {})
+  given = {"is_start": STARTS} | ({"boundary_noise": NOISE} if case == "gumbel" else {})
   whole = jax.jit(model.apply)({"params": params}, TOKENS, **given)
   step, cache, seen = helpers.make_step(model, params), model.init_cache(BATCH), [0, 0]
   logits, garbage = np.zeros(whole.logits.shape, np.float32), np.random.default_rng(5)
@@ -152,8 +152,8 @@ def test_chunks_in_which_documents_begin(case):
       tokens[row, :length] = TOKENS[row, part]
       for name, x in given.items():
         parts[name][row, :length] = x[row, part]
-    if not any(parts["starts"][row, :length].any() for row, length in enumerate(lengths)):
-      del parts["starts"]
+    if not any(parts["is_start"][row, :length].any() for row, length in enumerate(lengths)):
+      del parts["is_start"]
     output = step(cache, tokens, jnp.asarray(lengths, jnp.int32), parts)
     cache = output.cache
     for row, length in enumerate(lengths):
@@ -168,13 +168,15 @@ def test_wrong_starts_are_refused():
   model = dpjax.build_model(CASES["dispatcher"]())
   params = helpers.draw_params(model, 3, 1 / 2)
 
-  def refused(starts, message, **options):
+  def refused(is_start, message, **options):
     with pytest.raises(dpjax.UserError, match=message):
-      model.apply({"params": params}, TOKENS, starts=starts, **options)
+      model.apply({"params": params}, TOKENS, is_start=is_start, **options)
 
-  refused(STARTS[:, 1:], r"starts: expected .* = \(2, 23\), got int32 \(2, 22\)")
-  refused(2 * STARTS, "starts: expected integers 0 or 1, got 2")
-  refused(np.roll(STARTS, 1, axis=1), "starts: expected every row to begin with 1, got 0 in row 0")
+  refused(STARTS[:, 1:], r"is_start: expected .* = \(2, 23\), got int32 \(2, 22\)")
+  refused(2 * STARTS, "is_start: expected integers 0 or 1, got 2")
+  refused(
+    np.roll(STARTS, 1, axis=1), "is_start: expected every row to begin with 1, got 0 in row 0"
+  )
 
 
 def test_a_mixer_that_takes_no_starts_is_refused_with_them():
@@ -197,5 +199,5 @@ def test_a_mixer_that_takes_no_starts_is_refused_with_them():
     return jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS, **given))
 
   init()
-  with pytest.raises(dpjax.UserError, match="^starts: expected none for a model with Decay"):
-    init(starts=STARTS)
+  with pytest.raises(dpjax.UserError, match="^is_start: expected none for a model with Decay"):
+    init(is_start=STARTS)

@@ -57,7 +57,7 @@ def test_fixed(factor, offset, expected):
   assert result.dtype == jnp.int32
   np.testing.assert_array_equal(result, [expected] * 2)
   whole, start = fixed_boundaries((2, 19), factor, offset), np.array([4, 11], np.int32)
-  part = jax.jit(lambda x: fixed_boundaries((2, 7), factor, offset, start=x))(start)
+  part = jax.jit(lambda x: fixed_boundaries((2, 7), factor, offset, num_before=x))(start)
   assert part.dtype == jnp.int32
   np.testing.assert_array_equal(part, [whole[0, 4:11], whole[1, 11:18]])
 
@@ -297,8 +297,11 @@ KEY = jax.random.key(0)
     (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected at most 2, got 3"),
     (lambda: fixed_boundaries((2, 7), 3, -1), "offset: .* got -1"),
     (lambda: fixed_boundaries((7,), 3), r"shape: .* got \(7,\)"),
-    (lambda: fixed_boundaries((2, 7), 3, start=X[:, 0:1]), r"start: .* \(2,\), got float32 \(2, 1"),
-    (lambda: fixed_boundaries((2, 7), 3, start=X[0]), r"start: .* got float32 \(7,\)"),
+    (
+      lambda: fixed_boundaries((2, 7), 3, num_before=X[:, 0:1]),
+      r"num_before: .* \(2,\), got float32 \(2, 1",
+    ),
+    (lambda: fixed_boundaries((2, 7), 3, num_before=X[0]), r"num_before: .* got float32 \(7,\)"),
     (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
     (lambda: whitespace_boundaries(X, (0,)), "tokens: .* got float32"),
     (lambda: whitespace_boundaries(np.arange(3), (0,)), r"tokens: .* got int64 \(3,\)"),

@@ -30,7 +30,7 @@ def draw(*shape, seed=0):
 
 def check(operator, of_tokens, shared=()):
   """Packed = alone, values and gradients; and no bit depends on another document."""
-  shape = jax.eval_shape(partial(operator, starts=STARTS), *of_tokens, *shared).shape
+  shape = jax.eval_shape(partial(operator, is_start=STARTS), *of_tokens, *shared).shape
   weights = draw(*shape, seed=7)
 
   def gradients(mix):
@@ -42,7 +42,7 @@ def check(operator, of_tokens, shared=()):
     return output, grads
 
   def packed(arrays):
-    return operator(*arrays[0], *arrays[1], starts=STARTS)
+    return operator(*arrays[0], *arrays[1], is_start=STARTS)
 
   def alone(arrays):
     found = jnp.zeros(shape)
@@ -103,23 +103,23 @@ def test_tiles_of_documents_that_do_not_meet_are_skipped(operator):
   if operator is ops.relative_attention:
     shared = draw(64, HEADS, FEATURES), *(draw(HEADS, FEATURES, seed=s) for s in (4, 5))
   arrays[2] = arrays[2].at[:, :32].set(jnp.nan)
-  starts = np.zeros((1, 64), np.int32)
-  starts[0, [0, 32, 40]] = 1
-  output = operator(*arrays, *shared, starts=starts, block_size=8)
+  is_start = np.zeros((1, 64), np.int32)
+  is_start[0, [0, 32, 40]] = 1
+  output = operator(*arrays, *shared, is_start=is_start, block_size=8)
   assert np.isfinite(output[:, 32:]).all() and np.isnan(output[:, :32]).all()
 
 
 @pytest.mark.parametrize("method", ["mean", "last"])
 def test_pooling_shows_the_places_of_documents(method):
   inputs = jnp.asarray([[1.0, 3, 5, 10, 20, 60]])[..., None]
-  boundaries, starts = np.array([[0, 1, 0, 0, 0, 1]]), np.array([[1, 0, 0, 1, 0, 0]])
-  pooled = ops.pool_segments(inputs, boundaries, 3, method=method, starts=starts)
+  boundaries, is_start = np.array([[0, 1, 0, 0, 0, 1]]), np.array([[1, 0, 0, 1, 0, 0]])
+  pooled = ops.pool_segments(inputs, boundaries, 3, method=method, is_start=is_start)
   ab, end = {"mean": (2, 30), "last": (3, 60)}[method]
   np.testing.assert_array_equal(pooled[0, [0, 2], 0], [ab, end])
-  is_null = ops.segment_starts(boundaries, starts, 4)
+  is_null = ops.segment_starts(boundaries, is_start, 4)
   np.testing.assert_array_equal(is_null, [[1, 0, 1, 0]])
   segments = jnp.asarray([[-1.0, ab, -2, end]])[..., None]
-  read = ops.upsample_segments(segments, boundaries, starts=starts)
+  read = ops.upsample_segments(segments, boundaries, is_start=is_start)
   np.testing.assert_array_equal(read[0, :, 0], [-1, ab, ab, -2, -2, end])
 
 
@@ -127,22 +127,22 @@ def test_boundaries_of_documents_pool_as_alone_and_take_their_gradients():
   draws = np.random.default_rng(3).uniform(size=(BATCH, LENGTH)) < 0.4
   boundaries = jnp.asarray(draws, jnp.float32)
 
-  def operator(inputs, boundaries, starts=None):
+  def operator(inputs, boundaries, is_start=None):
     # Each document's segments, read by its tokens; null groups are 0.
     hard = jax.lax.stop_gradient(boundaries)
     room = 2 * inputs.shape[1]
-    pooled = ops.pool_segments(inputs, boundaries, room - 1, starts=starts)
+    pooled = ops.pool_segments(inputs, boundaries, room - 1, is_start=is_start)
     places = jnp.concatenate([jnp.zeros_like(pooled[:, :1]), pooled], axis=1)
-    if starts is not None:
-      is_null = ops.segment_starts(hard, starts, room)
+    if is_start is not None:
+      is_null = ops.segment_starts(hard, is_start, room)
       places = jnp.where(is_null[..., None] > 0, 0, places)
-    return ops.upsample_segments(places, hard, starts=starts)
+    return ops.upsample_segments(places, hard, is_start=is_start)
 
   weights, inputs = draw(BATCH, LENGTH, FEATURES, seed=9), draw(BATCH, LENGTH, FEATURES)
 
   @jax.jit
-  def with_gradients(inputs, boundaries, weights, starts=None):
-    output, pull = jax.vjp(partial(operator, starts=starts), inputs, boundaries)
+  def with_gradients(inputs, boundaries, weights, is_start=None):
+    output, pull = jax.vjp(partial(operator, is_start=is_start), inputs, boundaries)
     return output, *pull(weights)
 
   arrays = inputs, boundaries, weights
@@ -174,10 +174,10 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_boundaries_begin_anew(rule):
-  def find(part, **starts):
-    return jax.jit(lambda: RULES[rule](part, **starts))()
+  def find(part, **is_start):
+    return jax.jit(lambda: RULES[rule](part, **is_start))()
 
-  whole, joined = find(np.s_[:], starts=STARTS), find(np.s_[:])
+  whole, joined = find(np.s_[:], is_start=STARTS), find(np.s_[:])
   assert (np.asarray(whole) != np.asarray(joined)).any() or rule == "global"
   for row, part in PARTS:
     alone = find(np.s_[row : row + 1, part])
@@ -187,7 +187,7 @@ def test_rules_of_boundaries_begin_anew(rule):
 def test_the_prior_is_of_each_document():
   boundaries = jnp.asarray(TOKENS < 2, jnp.float32)
   weights = jnp.asarray(TOKENS != 4, jnp.float32)
-  found = ops.binomial_prior_loss(boundaries, 0.3, weights=weights, starts=STARTS)
+  found = ops.binomial_prior_loss(boundaries, 0.3, weights=weights, is_start=STARTS)
   expected, counts = np.zeros(BATCH), np.asarray(weights).sum(axis=1)
   for row, part in PARTS:
     index = np.s_[row : row + 1, part]
@@ -197,35 +197,38 @@ def test_the_prior_is_of_each_document():
 
 
 def test_places():
-  starts = np.array([[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0]])
+  is_start = np.array([[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0]])
   before, lengths = jnp.asarray([4, 7]), jnp.asarray([5, 2])
-  places = ops.document_places(starts, before)
+  places = ops.document_places(is_start, before)
   np.testing.assert_array_equal(places, [[4, 5, 0, 1, 2, 0], [7, 8, 9, 0, 1, 2]])
-  real = starts_in_chunk(starts, starts.shape, lengths)
+  real = starts_in_chunk(is_start, is_start.shape, lengths)
   np.testing.assert_array_equal(real, [[0, 0, 1, 0, 0, 0], [0] * 6])
   np.testing.assert_array_equal(document_length(real, before, lengths), [3, 9])
-  np.testing.assert_array_equal(document_length(starts, before, None), [1, 3])
+  np.testing.assert_array_equal(document_length(is_start, before, None), [1, 3])
 
 
 @pytest.mark.parametrize(
-  "starts, message",
+  "is_start, message",
   [
-    (STARTS[:, 1:], r"starts: expected integers 0 or 1 \[B, T\] = \(2, 37\), got int32 \(2, 36\)"),
+    (
+      STARTS[:, 1:],
+      r"is_start: expected integers 0 or 1 \[B, T\] = \(2, 37\), got int32 \(2, 36\)",
+    ),
     (STARTS[0], r"got int32 \(37,\)"),
     (STARTS.astype(np.float32), "got float32"),
-    (STARTS * 2, "starts: expected integers 0 or 1, got 2"),
-    (-STARTS, "starts: expected integers 0 or 1, got -1"),
-    (STARTS * [[1], [0]], "starts: expected every row to begin with 1, got 0 in row 1"),
+    (STARTS * 2, "is_start: expected integers 0 or 1, got 2"),
+    (-STARTS, "is_start: expected integers 0 or 1, got -1"),
+    (STARTS * [[1], [0]], "is_start: expected every row to begin with 1, got 0 in row 1"),
   ],
 )
-def test_wrong_starts_are_refused(starts, message):
+def test_wrong_starts_are_refused(is_start, message):
   x = draw(BATCH, LENGTH, HEADS, FEATURES)
   calls = [
-    lambda: ops.check_starts(starts, (BATCH, LENGTH)),
-    lambda: ops.shift_and_sum(x, x, starts=starts),
-    lambda: ops.causal_attention(x, x, x, starts=starts),
-    lambda: ops.causal_convolution(x[:, :, 0], draw(LENGTH), starts=starts),
-    lambda: ops.pool_segments(x[:, :, 0], TOKENS < 2, 5, starts=starts),
+    lambda: ops.check_starts(is_start, (BATCH, LENGTH)),
+    lambda: ops.shift_and_sum(x, x, is_start=is_start),
+    lambda: ops.causal_attention(x, x, x, is_start=is_start),
+    lambda: ops.causal_convolution(x[:, :, 0], draw(LENGTH), is_start=is_start),
+    lambda: ops.pool_segments(x[:, :, 0], TOKENS < 2, 5, is_start=is_start),
   ]
   for call in calls:
     with pytest.raises(ValueError, match=message):

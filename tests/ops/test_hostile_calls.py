@@ -28,7 +28,7 @@ def floats(*shape):
 HEADS = dict.fromkeys(("queries", "keys", "values"), floats(B, T, H, E))
 DISTANCES = dict(positions=floats(R, H, E), content_bias=floats(H, E), position_bias=floats(H, E))
 DROP = dict(dropout_rate=0.1, dropout_key=KEY, block_size=5)
-CHUNK = dict(lengths=LENGTHS, starts=STARTS)
+CHUNK = dict(lengths=LENGTHS, is_start=STARTS)
 GATES = dict(values=floats(B, T, H, E), gates=floats(B, T, H, K))
 ATTENTION = ops.init_attention_cache(B, M, H, E)
 TAPS = dict(inputs=floats(B, T, D), taps=floats(L, D))
@@ -40,14 +40,14 @@ CALLS = [
   ("num_levels", dict(max_length=9)),
   (
     "shift_and_sum",
-    dict(**GATES, level_keep=np.ones(K, bool), starts=STARTS, implementation="loop"),
+    dict(**GATES, level_keep=np.ones(K, bool), is_start=STARTS, implementation="loop"),
   ),
   ("dispatch_matrix", dict(gates=floats(B, T, H, K), level_keep=np.ones(K, bool))),
   ("init_shift_and_sum_cache", dict(batch=2, num_heads=3, features=4, num_levels=5)),
   ("shift_and_sum_cached", dict(**GATES, cache=ops.init_shift_and_sum_cache(B, H, E, K), **CHUNK)),
   (
     "causal_convolution",
-    dict(inputs=floats(B, T, D), filters=floats(L, D), starts=STARTS, implementation="fft"),
+    dict(inputs=floats(B, T, D), filters=floats(L, D), is_start=STARTS, implementation="fft"),
   ),
   ("causal_convolution", dict(inputs=floats(B, T, D), filters=floats(L, D, E))),
   ("init_convolution_cache", dict(batch=2, num_taps=11, width=8, dtype=jnp.float32)),
@@ -60,8 +60,8 @@ CALLS = [
     "causal_convolution_cached",
     dict(**TAPS, cache=ops.init_online_convolution_cache(B, L, D, block=4)),
   ),
-  ("causal_attention", dict(**HEADS, **DROP, starts=STARTS)),
-  ("relative_attention", dict(**HEADS, **DISTANCES, **DROP, starts=STARTS)),
+  ("causal_attention", dict(**HEADS, **DROP, is_start=STARTS)),
+  ("relative_attention", dict(**HEADS, **DISTANCES, **DROP, is_start=STARTS)),
   ("relative_positions", dict(length=7, width=6)),
   ("init_attention_cache", dict(batch=2, max_length=10, num_heads=3, features=4)),
   ("causal_attention_cached", dict(**HEADS, cache=ATTENTION, **CHUNK)),
@@ -72,10 +72,10 @@ CALLS = [
   ("segment_ids", dict(boundaries=ENDS)),
   (
     "pool_segments",
-    dict(inputs=floats(B, T, D), boundaries=ENDS, capacity=6, method="mean", starts=STARTS),
+    dict(inputs=floats(B, T, D), boundaries=ENDS, capacity=6, method="mean", is_start=STARTS),
   ),
-  ("upsample_segments", dict(segments=floats(B, S, D), boundaries=ENDS, starts=STARTS)),
-  ("segment_starts", dict(boundaries=ENDS, starts=STARTS, capacity=6)),
+  ("upsample_segments", dict(segments=floats(B, S, D), boundaries=ENDS, is_start=STARTS)),
+  ("segment_starts", dict(boundaries=ENDS, is_start=STARTS, capacity=6)),
   ("init_segment_cache", dict(batch=2, width=8, dtype=jnp.float32)),
   (
     "pool_segments_cached",
@@ -94,39 +94,39 @@ CALLS = [
   ),
   (
     "fixed_boundaries",
-    dict(shape=(B, T), factor=3, offset=1, start=np.array([4, 0]), starts=STARTS),
+    dict(shape=(B, T), factor=3, offset=1, num_before=np.array([4, 0]), is_start=STARTS),
   ),
   ("whitespace_boundaries", dict(tokens=ENDS, space_ids=IDS)),
   (
     "spacelike_boundaries",
-    dict(tokens=ENDS, space_ids=IDS, end_ids=IDS, previous=np.ones(B, bool), starts=STARTS),
+    dict(tokens=ENDS, space_ids=IDS, end_ids=IDS, previous=np.ones(B, bool), is_start=STARTS),
   ),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, key=KEY)),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, noise=floats(B, T))),
   (
     "binomial_prior_loss",
-    dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), starts=STARTS),
+    dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), is_start=STARTS),
   ),
   ("conditional_entropy", dict(logits=floats(B, T, V))),
-  ("entropy_spikes", dict(entropies=floats(B, T), left=2, starts=STARTS)),
+  ("entropy_spikes", dict(entropies=floats(B, T), left=2, is_start=STARTS)),
   (
     "entropy_threshold",
-    dict(entropies=floats(B, T), previous=(floats(B), np.ones(B, int)), starts=STARTS, **ENTROPY),
+    dict(entropies=floats(B, T), previous=(floats(B), np.ones(B, int)), is_start=STARTS, **ENTROPY),
   ),
   ("entropy_theta", dict(entropies=floats(B, T), factor=2.0, rule="global", theta_add=0.0)),
-  ("check_starts", dict(starts=STARTS, shape=(B, T))),
-  ("document_places", dict(starts=STARTS, before=np.array([4, 0]))),
+  ("check_starts", dict(is_start=STARTS, shape=(B, T))),
+  ("document_places", dict(is_start=STARTS, before=np.array([4, 0]))),
   ("dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
   ("relu_dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
   (
     "dot_general",
     dict(lhs=floats(B, T, D), rhs=floats(D, E), dimension_numbers=(((2,), (0,)), ((), ()))),
   ),
-  ("route", dict(**ROUTE, previous=floats(B, D), start=np.array([4, 0]), starts=STARTS)),
+  ("route", dict(**ROUTE, previous=floats(B, D), num_before=np.array([4, 0]), is_start=STARTS)),
   (
     "smooth_segments",
     dict(
-      segments=floats(B, T, D), probabilities=floats(B, T), previous=floats(B, D), starts=STARTS
+      segments=floats(B, T, D), probabilities=floats(B, T), previous=floats(B, D), is_start=STARTS
     ),
   ),
   ("straight_through", dict(probabilities=floats(B, T), boundaries=ENDS)),
@@ -137,9 +137,9 @@ CALLS = [
 ]
 
 NO_WINDOW = dict(num_heads=3, max_length=9)
-MIXED = dict(inputs=floats(B, T, 12), starts=STARTS)
+MIXED = dict(inputs=floats(B, T, 12), is_start=STARTS)
 CONTINUED = dict(inputs=floats(B, T, 12), **CHUNK)
-HIDDEN = dict(hidden=floats(B, T, D), tokens=ENDS, starts=STARTS)
+HIDDEN = dict(hidden=floats(B, T, D), tokens=ENDS, is_start=STARTS)
 PREDICTOR = dict(predictor_width=6, num_capacities=3)
 
 
@@ -163,14 +163,14 @@ LAYERS = [
   (
     "Block",
     dict(make_mixer=partial(layers.ME, 9), hidden_width=6, norm="pre"),
-    dict(inputs=floats(B, T, D), starts=STARTS),
+    dict(inputs=floats(B, T, D), is_start=STARTS),
   ),
   (
     "TokenAndPosition",
     dict(vocab_size=5, width=6, max_length=9, positions="learned"),
-    dict(tokens=ENDS, start=LENGTHS, starts=STARTS),
+    dict(tokens=ENDS, num_before=LENGTHS, is_start=STARTS),
   ),
-  ("Fixed", dict(shortening_factor=3, offset=1, pooling="last"), HIDDEN | dict(start=LENGTHS)),
+  ("Fixed", dict(shortening_factor=3, offset=1, pooling="last"), HIDDEN | dict(num_before=LENGTHS)),
   ("Whitespace", dict(space_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
   ("SpaceByte", dict(space_ids=IDS, end_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
   ("Unigram", PREDICTOR | dict(size=7, pooling="last"), HIDDEN),
@@ -183,18 +183,18 @@ LAYERS = [
   (
     "Routing",
     dict(width=D, factor=3.0, weight=0.1, num_capacities=3),
-    HIDDEN | dict(start=LENGTHS),
+    HIDDEN | dict(num_before=LENGTHS),
   ),
 ]
 # Arguments that are real numbers of any kind, or whose values are 0 and 1.
-NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "starts")
+NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "is_start")
 # What is no error: arguments that are not used, any rank or numbers, and infinite bounds.
 ALLOWED = {
   *((name, "tokens") for name in ("Fixed", "Unigram", "EntropySpikes", "Gumbel", "Routing")),
   *((name, "hidden") for name in ("Whitespace", "SpaceByte")),
-  *((name, "starts") for name in ("Unigram", "EntropySpikes", "Gumbel", "Whitespace")),
+  *((name, "is_start") for name in ("Unigram", "EntropySpikes", "Gumbel", "Whitespace")),
   ("Block", "make_mixer"),
-  ("Block", "starts, None"),
+  ("Block", "is_start, None"),
   ("FeedForward", "inputs, rank"),
   ("Routing", "width"),
   ("causal_convolution", "filters, rank"),
@@ -336,7 +336,7 @@ def test_a_layer_names_the_wrong_argument(name, fields, arguments):
     layer = kind(**{name: given.pop(name) for name in fields})
     if "cache" not in given:
       return jax.eval_shape(lambda: layer.init(KEY, **given))
-    whole = {name: given[name] for name in ("inputs", "starts")}
+    whole = {name: given[name] for name in ("inputs", "is_start")}
     return jax.eval_shape(lambda: layer.apply(layer.init(KEY, **whole), **given))
 
   signature = {**inspect.signature(kind).parameters, **inspect.signature(kind.__call__).parameters}
@@ -347,18 +347,18 @@ def test_a_layer_names_the_wrong_argument(name, fields, arguments):
 def test_the_tables_are_complete():
   assert {name for name, _ in CALLS} == {name for name in ops.__all__ if name.islower()}
   modules = {name for name in layers.__all__ if isinstance(getattr(layers, name), type)}
-  modules -= {"Boundaries", "Found", "Mixer"}  # They compute nothing.
+  modules -= {"Boundaries", "BoundaryOutput", "Mixer"}  # They compute nothing.
   assert {name for name, *_ in LAYERS} == modules
 
 
 def test_checks_add_nothing_to_a_traced_function():
-  def check(x, ends, starts):
-    x, ends, starts = checks.arrays(
+  def check(x, ends, is_start):
+    x, ends, is_start = checks.arrays(
       x=(x, "B T>=1 D", checks.FLOATS),
       ends=(ends, "B T", checks.ONES),
-      starts=(starts, "B T | None", checks.STARTS),
+      is_start=(is_start, "B T | None", checks.STARTS),
     )
-    return x, ends, ops.check_starts(starts, x.shape[:2])
+    return x, ends, ops.check_starts(is_start, x.shape[:2])
 
   jaxpr = jax.make_jaxpr(check)(floats(B, T, D), ENDS, STARTS)
   assert not jaxpr.eqns and not jaxpr.consts

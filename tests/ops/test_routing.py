@@ -91,8 +91,8 @@ def test_rows_that_go_on_are_routed_as_whole_ones():
   shapes = (BATCH, LENGTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
   hidden, query, key = (normal(3 + i, *shape) for i, shape in enumerate(shapes))
   route = jax.jit(lambda hidden, **state: ops.route(hidden, query, key, **state)[0])
-  first = route(hidden[:, :4], start=jnp.zeros(BATCH, jnp.int32))
-  rest = route(hidden[:, 4:], previous=hidden[:, 3], start=jnp.full(BATCH, 4))
+  first = route(hidden[:, :4], num_before=jnp.zeros(BATCH, jnp.int32))
+  rest = route(hidden[:, 4:], previous=hidden[:, 3], num_before=jnp.full(BATCH, 4))
   np.testing.assert_allclose(jnp.concatenate([first, rest], 1), route(hidden), atol=1e-6)
 
 

@@ -259,7 +259,7 @@ X, B = zeros(2, 7, 3), zeros(2, 7)
     ),
     (
       lambda: upsample_segments(
-        X[:, :1], B, starts=np.eye(7, dtype=int)[[0, 0]] + [0, 0, 1, 0, 0, 0, 0]
+        X[:, :1], B, is_start=np.eye(7, dtype=int)[[0, 0]] + [0, 0, 1, 0, 0, 0, 0]
       ),
       r"segments: expected S = 2 or more of .*, got float32 \(2, 1, 3\)",
     ),

@@ -39,7 +39,7 @@ def test_sizes_are_equal_and_reach_is_what_a_change_reaches(mixer, size_of_atten
   tokens = np.random.default_rng(2).integers(3, 60, size=(1, 29)).astype(np.int32)
   known = {}
   if mixer in training.EXTRACTORS:
-    known["starts"] = jnp.zeros((1, 29), jnp.int32).at[:, 0].set(1)
+    known["is_start"] = jnp.zeros((1, 29), jnp.int32).at[:, 0].set(1)
   variables = jax.jit(model.init)(jax.random.key(1), jnp.asarray(tokens[:, :2]))
   assert size == sum(leaf.size for leaf in jax.tree.leaves(variables))
 
@@ -71,7 +71,7 @@ def test_hits_are_counted_by_distance():
 
   def predict(params, tokens, known):
     """Finds what followed the trigger within the last 5 tokens alone."""
-    assert known["starts"].sum() == len(tokens)
+    assert known["is_start"].sum() == len(tokens)
     found = np.zeros(tokens.shape, np.int32)
     for row, ids in enumerate(tokens):
       place = np.flatnonzero(ids == tasks.TRIGGER)[0] + 1

@@ -66,11 +66,11 @@ def test_batches_are_functions_of_seed_stream_and_step(task):
     np.testing.assert_array_equal(value, whole[name][3:9])
   assert whole["weights"].sum() == (batches.draw(4).distances > 0).sum()
   assert (whole["tokens"] < tasks.FIRST_CONTENT + CONTENTS).all()
-  assert (whole["targets"] < tasks.FIRST_CONTENT + CONTENTS).all() and "starts" not in whole
+  assert (whole["targets"] < tasks.FIRST_CONTENT + CONTENTS).all() and "is_start" not in whole
   others = [batches.draw(5), rows(task, stream=tasks.TEST).draw(4)]
   assert all((x.tokens != whole["tokens"]).any() for x in others)
-  starts = rows(task, has_starts=True).batch(4)["starts"]
-  assert starts[:, 0].all() and not starts[:, 1:].any()
+  is_start = rows(task, has_documents=True).batch(4)["is_start"]
+  assert is_start[:, 0].all() and not is_start[:, 1:].any()
 
 
 @pytest.mark.parametrize("task", ["recall", "induction"])

@@ -63,10 +63,10 @@ class MinGRU(nn.Module):
     deterministic: bool = True,
     cache: jax.Array | None = None,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, starts=starts)
+    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, is_start=is_start)
     batch, length, width = inputs.shape
     gates, values = (
       nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
@@ -81,9 +81,9 @@ class MinGRU(nn.Module):
       is_real_bt = jnp.arange(length)[None] < lengths[:, None]
       z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
     decay_bte = 1 - z_bte
-    if starts is not None:
-      # A document begins with a state of 0. (`starts` of padding mean nothing.)
-      is_start_bt = (starts > 0) & is_real_bt
+    if is_start is not None:
+      # A document begins with a state of 0. (`is_start` of padding means nothing.)
+      is_start_bt = (is_start > 0) & is_real_bt
       decay_bte = jnp.where(is_start_bt[..., None], 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
     h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
