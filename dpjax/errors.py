@@ -1,9 +1,11 @@
 """Errors that users can correct, interruptions, and the exit of scripts."""
 
 import contextlib
+import difflib
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 
 class UserError(ValueError):
@@ -14,6 +16,23 @@ class UserError(ValueError):
   other exception, such as a plain `ValueError` from JAX, keeps its traceback, as it may be a
   defect of dpjax.
   """
+
+
+def unknown(key: str, known: Iterable[str], got: Any, note: str = "") -> UserError:
+  """The error for a name that is none of those known; it names the nearest, if one is near."""
+  known = list(known)
+  near = difflib.get_close_matches(str(got), known, n=1)
+  hint = f"; did you mean {near[0]}?" if near else ""
+  names = ", ".join(name or repr(name) for name in known)
+  return UserError(f"{key}: expected one of {names}, got {got}{hint}{note}")
+
+
+def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserError:
+  """The error for a setting that does not exist; it names the nearest one that does."""
+  near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+  hint = f"; the nearest known is {near[0]}" if near else ""
+  expected = f"a setting of {owner}" if owner else "a known setting"
+  return UserError(f"{key}: expected {expected}, got an unknown one{hint}")
 
 
 class Interrupted(Exception):  # noqa: N818

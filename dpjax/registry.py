@@ -6,7 +6,6 @@ list of them. Values that a model or a run supplies, such as `max_length`, are n
 component that declares such a field receives it when it is built.
 """
 
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import config_dict
 
+from dpjax import errors
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -136,12 +136,8 @@ class Registry:
       load_plugins()
       found = self._components.get(name) if isinstance(name, str) else None
     if found is None:
-      near = difflib.get_close_matches(str(name), self._components, n=1)
-      hint = f"; did you mean {near[0]}?" if near else ""
-      raise UserError(
-        f"{key or self._kind}: expected one of {', '.join(self._components)}, got "
-        f"{name}{hint} ({self._register} adds another, in a module that --plugin names)"
-      )
+      note = f" ({self._register} adds another, in a module that --plugin names)"
+      raise errors.unknown(key or self._kind, self._components, name, note)
     if isinstance(found, str):
       module, _, attribute = found.partition(":")
       found = self._components[name] = getattr(importlib.import_module(module), attribute)
@@ -216,9 +212,8 @@ class Registry:
     known = self.settings(name)
     for field, value in values.items():
       if field not in known:
-        near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
-        hint = f"; the nearest known is {key}.{near[0]}" if near else ""
-        raise UserError(f"{key}.{field}: expected a setting of {name}, got an unknown one{hint}")
+        keys = [f"{key}.{each}" for each in known]
+        raise errors.unknown_setting(f"{key}.{field}", keys, name)
       check_value(f"{key}.{field}", value, known[field])
     missing = [field for field in known if field not in values]
     if missing:

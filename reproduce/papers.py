@@ -7,10 +7,9 @@ Nawrot et al. 2023, arXiv:2211.09761.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 
-from dpjax.errors import UserError
+from dpjax.errors import unknown
 
 # Scores, as runs report them.
 PERPLEXITY = "perplexity"
@@ -285,8 +284,5 @@ def find(names: str) -> list[Table]:
   chosen = [*TABLES] if names == "all" else [*dict.fromkeys(names.split(","))]
   for name in chosen:
     if name not in TABLES:
-      near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.0)[0]
-      raise UserError(
-        f"TABLE: expected all or some of {', '.join(TABLES)}, got {name!r}; the nearest is {near}"
-      )
+      raise unknown("TABLE", ("all", *TABLES), name)
   return [TABLES[name] for name in chosen]

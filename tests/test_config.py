@@ -10,7 +10,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import ops
+from dpjax import errors, ops
 from dpjax.config import sections
 
 
@@ -140,7 +140,7 @@ REFUSED = [
   ("eval.max_tokens", 0.05, "expected a value of type int, got 0.05"),
   ("train.parameters", "split", "expected one of replicated, sharded, got split"),
   ("train.batches", "shufled_windows", ".* mean shuffled_windows?"),
-  ("model.mixer.implementation", "loob", "expected None or .* did you mean loop?"),
+  ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
   ("model.mixer.num_levels", 10, "expected at most 9, .* model.max_length = 512, got 10"),
@@ -181,7 +181,7 @@ OF_COMPONENTS = [
   ("model.mixer=attention", "dropout", 1.0, r"expected a probability in \[0, 1\), go"),
   ("model.mixer=she", "num_heads", 2, "expected a setting of she, got an unknown one"),
   ("model.mixer=me", "adjustment", False, "expected a setting of me, got an unknown"),
-  ("model.mixer=we", "implementation", "ftt", "expected None .* did you mean fft?"),
+  ("model.mixer=we", "implementation", "ftt", "expected one of None, .* did you mean fft?"),
   ("model.first.mixer=dispatcher", "name", "atention", "expected .* did you mean attention?"),
   ("model.first.mixer=dispatcher", "num_heads", 3, "expected a divisor of model.width = 512"),
   ("model.last.mixer=dispatcher", "name", "dispacher", "expected .* did you mean dispatcher?"),
@@ -541,11 +541,11 @@ def test_a_schedule_that_ends_with_the_run_fixes_its_length():
 
 
 def test_an_unknown_key_is_answered_with_the_nearest():
-  error = config_lib.unknown_key("model.widht", config_lib.known_keys())
+  error = errors.unknown_setting("model.widht", config_lib.known_keys())
   assert str(error) == (
     "model.widht: expected a known setting, got an unknown one; the nearest known is model.width"
   )
-  assert "nearest" not in str(config_lib.unknown_key("a", []))
+  assert "nearest" not in str(errors.unknown_setting("a", []))
 
 
 def test_variants():

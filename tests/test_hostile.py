@@ -73,8 +73,8 @@ SETTINGS = helpers.cases(r"""
   # What only the data, or the run as a whole, can tell.
   train.batches=random | did you mean random_windows
   sample.beyond_window=stop | expected one of
-  data.tokenizer=character | nearest is characters
-  data.path= data.name=texte8 | the nearest is text8
+  data.tokenizer=character | did you mean characters
+  data.path= data.name=texte8 | did you mean text8
   data.language=en | expected
   data.restrict_vocabulary=true | expected
   train.schedule=cosine train.schedule.warmup_steps=400 | expected fewer
@@ -252,12 +252,12 @@ MODULES = helpers.cases(r"""
   {train_seeds} --seeds=1,1 | seeds: expected whole
   {train_seeds} --seeds=1{many_digits}{many_digits}{many_digits} | seeds: exp
   reproduce | TABLE: expected a name
-  reproduce pooling-tabel1 | nearest is pooling-table1
+  reproduce pooling-tabel1 | did you mean pooling-table1
   reproduce all --scale=large | scale.*should be one of
   reproduce all --seeds=-1 --out={new} | seeds: expected
   reproduce all --data={nothing} --out={new} | data: expected a fold
   data | command
-  data prepare texte8 | nearest is text8
+  data prepare texte8 | did you mean text8
   data prepare wiki40b --language=xx | language: expected
   data clean --language=xx {text} {new} | language: expected
   data clean --language=en {nothing} {new} | no_such

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.errors import UserError, exit_on_user_error
+from dpjax.errors import UserError, exit_on_user_error, unknown_setting
 
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, for a run of several processes"
@@ -130,7 +130,7 @@ def _with_config(argv: list[str]) -> list[str]:
       registry = config_lib.COMPONENTS.get(config_lib.place(key))
       if registry is not None and (section := config_lib.get(config, key)):
         registry.check({**section, name: None}, key)  # Names it.
-      raise config_lib.unknown_key(setting[1], known)
+      raise unknown_setting(setting[1], known)
   delattr(flags.FLAGS, "config")
   settings: Any = config
   config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
@@ -155,7 +155,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
       try:
         config_lib.get(config, parent)[last] = section
       except KeyError as error:
-        raise config_lib.unknown_key(key, config_lib.flatten(config)) from error
+        raise unknown_setting(key, config_lib.flatten(config)) from error
   return others
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
   from dpjax.config.sections import place as place
   from dpjax.config.sections import schedule as schedule
   from dpjax.config.sections import stages_in as stages_in
-  from dpjax.config.sections import unknown_key as unknown_key
   from dpjax.registry import ConfigDict as ConfigDict
 else:
   from dpjax import lazy

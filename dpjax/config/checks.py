@@ -3,7 +3,6 @@
 The file is long because every rule is here: one place to look for the cause of an error.
 """
 
-import difflib
 import inspect
 import math
 import numbers
@@ -20,7 +19,7 @@ from dpjax.config.sections import (
   mixers_in,
   stages_in,
 )
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 from dpjax.registry import ConfigDict
 
 CHOICES = {
@@ -394,11 +393,8 @@ def check_choice(key: str, value) -> None:
   Raises:
     ValueError: see `check`.
   """
-  choices = CHOICES[key]
-  near = difflib.get_close_matches(str(value), choices, n=1)
-  hint = f"; did you mean {near[0]}?" if near else ""
-  known = ", ".join(choice or repr(choice) for choice in choices)
-  _expect(value in choices, key, f"one of {known}", f"{value}{hint}")
+  if value not in CHOICES[key]:
+    raise unknown(key, CHOICES[key], value)
 
 
 def _is_whole(value, least: int) -> bool:

@@ -13,9 +13,8 @@ from dpjax.config.sections import (
   flatten,
   middle,
   place,
-  unknown_key,
 )
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
 # Settings that may change on resume: they change the order of sums and the random numbers of
@@ -81,7 +80,7 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
   for name, value in settings.items():
     key = f"{prefix}{name}"
     if name not in config:
-      raise unknown_key(key, flatten(default()))
+      raise unknown_setting(key, flatten(default()))
     if place(key) == "model.middle" and isinstance(value, Mapping):
       config[name] = middle()
     if place(key) in COMPONENTS and isinstance(value, Mapping):

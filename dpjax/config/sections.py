@@ -4,14 +4,13 @@ A file of `configs/` is_start from `default()` and changes what its experiment n
 Durations have their unit in the key; set one unit of each duration.
 """
 
-import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dpjax import registry
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
 # The sections that are a component, with its settings.
@@ -379,7 +378,7 @@ def check_keys(config, known, prefix: str, limits: bool = True) -> None:
   for name, value in config.items():
     key = f"{prefix}{name}"
     if name not in known:
-      raise unknown_key(key, flatten(known, prefix))
+      raise unknown_setting(key, flatten(known, prefix))
     is_middle = place(key) == "model.middle" and value is not None
     usual = middle() if is_middle else known[name]
     check_type(key, value, usual, limits)
@@ -405,10 +404,3 @@ def check_type(key: str, value, usual, limits: bool) -> None:
     is_made = is_name and (place(key) in COMPONENTS or last == "middle")
     by = f", by dpjax.config.{last}({value!r})" if is_made else ""
     raise UserError(f"{key}: expected a section of settings{by}, got {value!r}")
-
-
-def unknown_key(key: str, known: Iterable[str]) -> UserError:
-  """The error for an unknown key; it names the nearest known one."""
-  near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
-  hint = f"; the nearest known is {near[0]}" if near else ""
-  return UserError(f"{key}: expected a known setting, got an unknown one{hint}")

@@ -1,6 +1,5 @@
 """Corpora and vocabularies by name."""
 
-import difflib
 from pathlib import Path
 
 from dpjax.data.download import File, Files
@@ -16,7 +15,7 @@ from dpjax.data.sources import (
   wikitext,
 )
 from dpjax.data.sources.source import Source
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
@@ -75,11 +74,7 @@ def find(name: str, language: str = "") -> Source:
     return tfds.source(name)
   if name not in ENTRIES:
     names = [PYTHON_MANUAL, *ENTRIES]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise UserError(
-      f"data.name: expected one of {', '.join(names)}, tfds:NAME of TensorFlow Datasets (or "
-      f"a data.path), got {name!r}; the nearest is {near}"
-    )
+    raise unknown("data.name", (*names, "tfds:NAME of TensorFlow Datasets (or a data.path)"), name)
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(

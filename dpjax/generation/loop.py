@@ -195,7 +195,7 @@ def sliding_window(
     # What stood behind the known ones is padding, and stays so.
     tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
     cache_after = WindowCache(tokens_bw, known_b, cache.num_before + gone_b)
-    logits_bwv = next_logits(tokens_bw, cache_after.start)
+    logits_bwv = next_logits(tokens_bw, cache_after.num_before)
     of_chunk_bc = (known_b - added_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     logits_bcv = jnp.take_along_axis(logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1)
     return logits_bcv, cache_after

@@ -1,6 +1,5 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
-import difflib
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -8,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from dpjax import ops
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 from dpjax.ops import checks
 
 
@@ -138,9 +137,4 @@ def check_settings(
     checks.rate(name, getattr(module, name))
   if implementations is not None and module.implementation is not None:
     if str(module.implementation) not in implementations:
-      near = difflib.get_close_matches(str(module.implementation), implementations, n=1)
-      hint = f"; did you mean {near[0]}?" if near else ""
-      raise ValueError(
-        f"implementation: expected None or one of {', '.join(implementations)}, got "
-        f"{module.implementation}{hint}"
-      )
+      raise unknown("implementation", ("None", *implementations), module.implementation)

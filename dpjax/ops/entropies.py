@@ -3,7 +3,6 @@
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
 
-import difflib
 import math
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 from dpjax.ops import checks
 from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
@@ -225,9 +224,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> None:
     ValueError: the rule is unknown, or has no `theta_add`; or that is not finite.
   """
   if not isinstance(rule, str) or rule not in RULES:
-    near = difflib.get_close_matches(str(rule), RULES, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"rule: expected one of {', '.join(RULES)}, got {rule}{hint}")
+    raise unknown("rule", RULES, rule)
   checks.number("theta_add", theta_add, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")

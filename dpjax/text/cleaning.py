@@ -23,13 +23,12 @@ all scripts count as digits.
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 
 _MARKERS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_")
 _MARKER = re.compile("|".join(_MARKERS))
@@ -323,7 +322,5 @@ def _language(language: str | Language) -> Language:
   if isinstance(language, Language):
     return language
   if language not in LANGUAGES:
-    near = difflib.get_close_matches(language, LANGUAGES, n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    raise UserError(f"data.language: expected one of {', '.join(LANGUAGES)}, got {language}{hint}")
+    raise unknown("data.language", LANGUAGES, language)
   return LANGUAGES[language]

@@ -5,13 +5,12 @@ With train_tokenizer("characters", ["to be\n", "or not"]):
   encode("be\n")  ->  [2, 3, 0]        decode([2, 3, 8])  ->  "be\ufffd"
 """
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 from dpjax.text.subwords import BytePairs, SentencePiece
 from dpjax.text.tokenizer import (
   FORMAT,
@@ -176,9 +175,7 @@ def train_tokenizer(
       a setting of another kind.
   """
   if kind not in KINDS:
-    near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    raise UserError(f"data.tokenizer: expected one of {', '.join(KINDS)}, got {kind!r}{hint}")
+    raise unknown("data.tokenizer", KINDS, kind)
   for setting, value in (
     ("lower_text", lower_text),
     ("lower_pieces", lower_pieces),

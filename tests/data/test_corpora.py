@@ -140,7 +140,7 @@ def test_no_permission(tmp_path, monkeypatch):
 
 
 def test_unknown_name():
-  with pytest.raises(ValueError, match="^data.name: .*the nearest is python_manual"):
+  with pytest.raises(ValueError, match="^data.name: .*did you mean python_manual"):
     load_corpus("python_manuel")
 
 

@@ -158,7 +158,7 @@ def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
     (dict(num_heads=4), "model.mixer.num_heads: expected a divisor of model.width = 6, g"),
     (dict(dropout=1.0), "model.dropout: expected a probability"),
     (dict(mixer_dropout=1.0), "model.mixer.level_dropout: expected a probability"),
-    (dict(mixer="he", implementation="loop"), "implementation: expected None or one of sc"),
+    (dict(mixer="he", implementation="loop"), "implementation: expected one of None, sc"),
     (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
     (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
   ],
