@@ -48,10 +48,12 @@ from dpjax.ops.segments_cache import (
   pool_segments_cached,
 )
 from dpjax.ops.shift_and_sum import IMPLEMENTATIONS as SHIFT_AND_SUM
-from dpjax.ops.shift_and_sum import dispatch_matrix, num_levels, shift_and_sum
-from dpjax.ops.shift_and_sum_cache import (
+from dpjax.ops.shift_and_sum import (
   ShiftAndSumCache,
+  dispatch_matrix,
   init_shift_and_sum_cache,
+  num_levels,
+  shift_and_sum,
   shift_and_sum_cached,
 )
 

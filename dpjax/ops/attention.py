@@ -3,9 +3,7 @@
 B batch, T position, H head, E feature of a head, D width, R distance; Q query and S key
 of a tile.
 
-Long inputs are processed in tiles, after Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4: one
-block of queries and one block of keys at a time. Future blocks are skipped, and the backward
-pass recomputes the weights.
+Long inputs are processed in tiles, after Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
 """
 
 import jax
@@ -41,13 +39,11 @@ def causal_attention(
     weights[b, h, t, s] = softmax over s <= t of queries[b, t, h] . keys[b, s, h] / sqrt(E)
     output[b, t, h]     = sum over s <= t of weights[b, h, t, s] values[b, s, h]
 
-  Up to one block, T <= `block_size`, all weights are computed at once, with O(B H T T) memory;
-  without dropout by `jax.nn.dot_product_attention`, with its default implementation. Longer
-  inputs take one tile of block_size x block_size at a time, skip future tiles, and recompute
-  the weights in the backward pass: O(B H block_size**2 + B H T E) memory, also for the
-  gradient, half of the work if there are many tiles, and reverse-mode derivatives only. The
-  softmax is in float32, or in float64 if an argument is, and its gradient is rounded to the
-  dtype of `queries`.
+  For T <= `block_size`, all weights are computed at once, with O(B H T T) memory; without
+  dropout by `jax.nn.dot_product_attention`. Longer inputs take one tile of block_size x
+  block_size at a time, skip future tiles, and recompute the weights in the backward pass:
+  O(B H block_size**2 + B H T E) memory, and reverse-mode derivatives only. The softmax is in
+  float32, or in float64 if an argument is; its gradient is rounded to the dtype of `queries`.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -58,10 +54,9 @@ def causal_attention(
     dropout_key: a random key, required if `dropout_rate` > 0. The draw also depends on
       `block_size`.
     is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
-      to its own document, and tiles without two positions of one document are skipped. None
-      means that each row is one document.
-    block_size: the maximum number of queries and of keys in a tile; T or more computes all
-      weights at once. None: 128 if `jax.default_backend` is a CPU, else 1,024.
+      to its own document. None means that each row is one document.
+    block_size: the maximum number of queries and of keys in a tile. None: 128 on a CPU, else
+      1,024.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -73,19 +68,14 @@ def causal_attention(
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
   paper, aclanthology.org/2022.clasp-1.3, Sec. 3.
   """
-  queries, keys, values = checks.arrays(**_parts(queries, keys, values))
-  _check_dropout(dropout_rate, dropout_key)
-  place_bt = _places(is_start, queries)
-  size = _block_size(block_size, queries)
+  queries, keys, values = checks.arrays(**_axes(queries, keys, values))
+  place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
   if size:
-    with checks.reverse_mode(f"block_size: expected {queries.shape[1]} or more"):
-      return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
+    return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
-    if place_bt is None:
-      return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
-    mask_b1ts = _is_met(place_bt)
-    return jax.nn.dot_product_attention(queries, keys, values, mask=mask_b1ts)
+    mask = dict(is_causal=True) if place_bt is None else dict(mask=_sees(place_bt))
+    return jax.nn.dot_product_attention(queries, keys, values, **mask)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
   )
@@ -113,57 +103,34 @@ def relative_attention(
                         / sqrt(E)
     output[b, t, h]   = sum over s <= t of softmax(score[b, h, t])[s] values[b, s, h]
 
-  There is no memory of earlier windows. For time, memory, derivatives and the dtype of the
-  softmax see `causal_attention`.
-
-  Args:
-    queries: [B, T, H, E], floats.
-    keys: [B, T, H, E], floats.
-    values: [B, T, H, E], floats.
-    positions: [R, H, E], R >= T; row r is for the distance r = t - s.
-    content_bias: [H, E], u of the source, the authors' `r_w_bias`.
-    position_bias: [H, E], v of the source, the authors' `r_r_bias`.
-    dropout_rate: see `causal_attention`.
-    dropout_key: see `causal_attention`.
-    is_start: see `causal_attention`.
-    block_size: see `causal_attention`.
-
-  Returns:
-    [B, T, H, E], in the dtype of `values`.
-
-  Raises:
-    ValueError: the shapes do not match, a key for the dropout is missing, `is_start` is
-      wrong, or `block_size` is below 1.
+  `positions` are [R, H, E], R >= T; row r is for the distance r = t - s. The biases, [H, E], are u
+  and v of the source, `r_w_bias` and `r_r_bias` of the authors. There is no memory of earlier
+  windows. The other arguments, the result and the errors are those of `causal_attention`.
 
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
   """
   queries, keys, values, positions, content_bias, position_bias = checks.arrays(
-    **_parts(queries, keys, values),
+    **_axes(queries, keys, values),
     positions=(positions, "R>=T H E"),
     content_bias=(content_bias, "H E"),
     position_bias=(position_bias, "H E"),
   )
-  length = queries.shape[1]
-  _check_dropout(dropout_rate, dropout_key)
-  place_bt = _places(is_start, queries)
-  size = _block_size(block_size, queries)
+  place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
+  positions = positions[: queries.shape[1]]
   if size:
-    relative = positions[:length], content_bias, position_bias
-    with checks.reverse_mode(f"block_size: expected {length} or more"):
-      return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
+    relative = positions, content_bias, position_bias
+    return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],
     keys,
     preferred_element_type=sum_dtype(queries, keys),
   )
-  # The farthest first, so that column s of row t is s + T - 1 - t here.
-  farthest_first_rhe = positions[:length][::-1]
   by_distance_bhtr = jnp.einsum(
     "bthe,rhe->bhtr",
     queries + position_bias[None, None],
-    farthest_first_rhe,
+    positions[::-1],  # The farthest first, so that column s of row t is s + T - 1 - t.
     preferred_element_type=sum_dtype(queries, positions),
   )
   scores_bhts += _align(by_distance_bhtr)
@@ -193,28 +160,27 @@ def relative_positions(length: int, width: int) -> np.ndarray:
   return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
 
 
-def _parts(queries, keys, values) -> dict:
+def _axes(queries, keys, values) -> dict:
   parts = dict(queries=queries, keys=keys, values=values)
   return {name: (x, "B T>=1 H E>=1") for name, x in parts.items()}
 
 
-def _check_dropout(dropout_rate: float, dropout_key) -> None:
+def _check(queries, dropout_rate, dropout_key, is_start, block_size) -> tuple:
+  """Places in documents [B, T] or None, and the size of even blocks, 0 for a single one."""
   checks.rate("dropout_rate", dropout_rate)
   if dropout_rate:
     checks.key("dropout_key", dropout_key, f" for dropout_rate = {dropout_rate}")
-
-
-def _block_size(block_size: int | None, queries_bthe) -> int:
-  """The size of blocks that are as even as possible; 0 if one block holds all positions."""
-  length = queries_bthe.shape[1]
   if block_size is None:
     on_cpu = jax.default_backend() == "cpu"
     block_size = BLOCK_SIZE if on_cpu else ACCELERATOR_BLOCK_SIZE
   checks.integer("block_size", block_size)
+  place_bt, length = None, queries.shape[1]
+  if is_start is not None:
+    place_bt = document_places(check_starts(is_start, queries.shape[:2]))
   if length <= block_size:
-    return 0
-  # What is less than 8 long does not fill a vector of the processor.
-  return min(block_size, -(-length // (8 * -(-length // block_size))) * 8)
+    return place_bt, 0
+  # Blocks of a multiple of 8 fill the processor's vectors.
+  return place_bt, min(block_size, -(-length // (8 * -(-length // block_size))) * 8)
 
 
 def _align(by_distance_bhtr: jax.Array) -> jax.Array:
@@ -229,13 +195,7 @@ def _align(by_distance_bhtr: jax.Array) -> jax.Array:
   return rows[:, :, 1:]
 
 
-def _places(is_start, queries_bthe) -> jax.Array | None:
-  if is_start is None:
-    return None
-  return document_places(check_starts(is_start, queries_bthe.shape[:2]))
-
-
-def _is_met(place_bt: jax.Array) -> jax.Array:
+def _sees(place_bt: jax.Array) -> jax.Array:
   """[B, 1, T, S], whether key s is in the document of query t, and not after it."""
   index_t = jnp.arange(place_bt.shape[1], dtype=jnp.int32)
   lag_ts = index_t[:, None] - index_t[None]
@@ -246,10 +206,10 @@ def _attend(scores_bhts, values_bshe, place_bt, dropout_rate: float, dropout_key
   """Causal softmax of the scores over sqrt(E), dropout, and the sum of the values."""
   length, features = values_bshe.shape[1], values_bshe.shape[3]
   if place_bt is None:
-    is_met_bhts = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    sees_bhts = jnp.tril(jnp.ones((length, length), bool))[None, None]
   else:
-    is_met_bhts = _is_met(place_bt)
-  scores_bhts = jnp.where(is_met_bhts, scores_bhts * features**-0.5, -jnp.inf)
+    sees_bhts = _sees(place_bt)
+  scores_bhts = jnp.where(sees_bhts, scores_bhts * features**-0.5, -jnp.inf)
   weights_bhts = jax.nn.softmax(scores_bhts, axis=-1)
   if dropout_rate:
     weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)

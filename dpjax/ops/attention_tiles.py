@@ -13,15 +13,11 @@ from dpjax.ops.products import sum_dtype
 
 
 class _Inputs(NamedTuple):
-  """The arrays to cut into tiles; T is a multiple of the block.
+  """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
-  Attributes:
-    queries: [H, B, T, E]. With heads first, each head takes one product with the positions,
-      which all rows share.
-    keys: [B, T, H, E].
-    values: [B, T, H, E].
-    relative: None, or ([H, T + S, E], [H, E], [H, E]): positions, the farthest first, then
-      S future ones, and the two biases.
+  With heads first, each head takes one product with the positions, which all rows share.
+  `relative` is None, or positions [H, T + S, E], the farthest first, then S future ones, and the
+  two biases [H, E].
   """
 
   queries: jax.Array
@@ -31,18 +27,7 @@ class _Inputs(NamedTuple):
 
 
 def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate, key, size: int):
-  """Attention by tiles of size x size.
-
-  Args:
-    queries: [B, T, H, E].
-    keys: [B, T, H, E].
-    values: [B, T, H, E].
-    relative: positions [T, H, E] and biases, or None.
-    place_bt: [B, T], from `dpjax.ops.documents.document_places`; None for one document.
-    dropout_rate: the dropout rate of the weights.
-    key: the key of the dropout.
-    size: the size of a block.
-  """
+  """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases, or None."""
   length = queries.shape[1]
   missing = -length % size
   # Keys that fill the last block up are in the future of all queries.
@@ -64,12 +49,10 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_tiles(dropout_rate, size, inputs: _Inputs, place_bt, key) -> jax.Array:
-  """[H, B, T, E]."""
   return _attend_tiles_forward(dropout_rate, size, inputs, place_bt, key)[0]
 
 
 def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
-  """Also returns, for the backward pass, the logarithm of every softmax's sum, [H, B, T]."""
   values_hbte = inputs.values
 
   def tile(state, i, j):
@@ -98,8 +81,8 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
 def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
   inputs, place_bt, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
-  # Of weights, the mean gradient: that of the output along it, dropout or not.
   dtype = log_sum_hbt.dtype
+  # The mean gradient of the weights equals that of the output along it, dropout or not.
   mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
   def tile(grads, i, j):
@@ -109,8 +92,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
     kept_hbqs = weights_hbqs
     if dropout_rate:
-      ones = jnp.ones_like(weights_hbqs)
-      factors_hbqs = dropout(ones, dropout_rate, _tile_key(key, i, j))
+      factors_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
       kept_hbqs, by_weights_hbqs = (x * factors_hbqs for x in (kept_hbqs, by_weights_hbqs))
     by_values_hbse = _product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
     by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
@@ -138,17 +120,15 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
       by_relative,
     )
 
-  # What the rows share is summed over them at the end: they may lie on several devices.
+  # Rows may lie on several devices, so their shares of `relative` are summed at the end.
   batch = y_hbte.shape[1]
   grads = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), inputs)
   per_row = jax.tree.map(
-    lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])),
-    inputs.relative,
+    lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])), inputs.relative
   )
   grads = grads._replace(relative=per_row)
   grads = _for_tiles(tile, grads, y_hbte.shape[2] // size, place_bt)
-  relative = jax.tree.map(lambda x: x.sum(axis=1), grads.relative)
-  grads = grads._replace(relative=relative)
+  grads = grads._replace(relative=jax.tree.map(lambda x: x.sum(axis=1), grads.relative))
   return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None, None
 
 
@@ -165,10 +145,7 @@ class _Parts(NamedTuple):
 
 
 def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array, _Parts]:
-  """The scores of block i of queries and block j of keys, [H, B, Q, S].
-
-  Future keys and keys of other documents get -inf.
-  """
+  """Scores of block i of queries and block j of keys, [H, B, Q, S]; -inf for invisible keys."""
   queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
   if inputs.relative is None:
     parts = _Parts(queries_hbqe, keys_hbse)
@@ -186,12 +163,12 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
     scores_hbqs += _align_tile(by_distance_hbqr)
   place = jnp.arange(size, dtype=jnp.int32)
   lag_qs = place[:, None] + (i - j) * size - place[None]
-  is_met_bqs = (lag_qs >= 0)[None]
+  sees_bqs = (lag_qs >= 0)[None]
   if place_bt is not None:
     place_bq = lax.dynamic_slice_in_dim(place_bt, i * size, size, 1)
-    is_met_bqs &= lag_qs[None] <= place_bq[..., None]
+    sees_bqs &= lag_qs[None] <= place_bq[..., None]
   scores_hbqs *= queries_hbqe.shape[3] ** -0.5
-  return jnp.where(is_met_bqs[None], scores_hbqs, -jnp.inf), parts
+  return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), parts
 
 
 def _product(spec: str, x, y) -> jax.Array:
@@ -199,23 +176,18 @@ def _product(spec: str, x, y) -> jax.Array:
 
 
 def _for_tiles(tile, state, blocks: int, place_bt):
-  """Folds state = tile(state, i, j) over all tiles in which a query sees a key.
-
-  Without documents, these are all tiles except those entirely in the future.
-  """
+  """Folds state = tile(state, i, j) over all tiles in which a query sees a key."""
   i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
   if place_bt is None:
     return lax.scan(lambda state, i_j: (tile(state, *i_j), None), state, (i, j))[0]
-  # A query's own tile goes first: it has a key that the query meets, so that no maximum of
-  # a softmax is -inf.
+  # A query's own tile, where it sees at least itself, goes first, so that no maximum is -inf.
   j = i - j
   size = place_bt.shape[1] // blocks
   first_bi = jnp.arange(0, place_bt.shape[1], size, dtype=jnp.int32)[None] - place_bt[:, ::size]
-  # The first query of a block is the one that sees farthest back, if any sees the block of
-  # keys at all.
-  is_met = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
-  order = jnp.argsort(~is_met)
-  i, j, number = i[order], j[order], jnp.sum(is_met, dtype=jnp.int32)
+  # If a query of a block sees the block of keys, the first one does.
+  is_seen = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
+  order = jnp.argsort(~is_seen)
+  i, j, number = i[order], j[order], jnp.sum(is_seen, dtype=jnp.int32)
   return lax.fori_loop(0, number, lambda n, state: tile(state, i[n], j[n]), state)
 
 
@@ -224,7 +196,6 @@ def _tile_key(key, i, j):
 
 
 def _block(x, i, size: int) -> jax.Array:
-  """Block i of the positions, axis 2."""
   return lax.dynamic_slice_in_dim(x, i * size, size, 2)
 
 
@@ -233,7 +204,6 @@ def _put(x, part, i, size: int) -> jax.Array:
 
 
 def _first_distance(positions_hre, i, j, size: int):
-  """The first of the 2 S positions of a tile, the farthest."""
   return positions_hre.shape[1] - (2 + i - j) * size
 
 

@@ -36,11 +36,8 @@ def causal_convolution(
   the taps 2 and 3, the inputs 1, 10 become 2, 23. Inputs shorter than the filter
   use its first taps.
 
-  Sums are in float32, or in float64 if an argument is. If both arguments are bfloat16, or both
-  float16, the first three implementations below multiply in that dtype, also in the gradients,
-  to use tensor cores ("scan" only for matrix taps, as the others are not matrix products); a
-  CPU multiplies in float32. "scan" and "toeplitz" then have no forward-mode derivatives
-  (`jax.jvp`). All implementations compute the same values and gradients, up to rounding:
+  All implementations compute the same values and gradients, up to rounding, with sums in
+  float32, or in float64 if an argument is:
 
   - "scan", the sum over the lags as written, O(T**2): the reference, with the least memory,
     and the only one in which a later inf or nan does not affect earlier outputs.
@@ -48,34 +45,26 @@ def causal_convolution(
     On a CPU it is many times slower within a loop, such as the loop over layers.
   - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory;
     for matrix taps the matrix holds inputs.
-  - "fft", products of Fourier transforms, O(T log T); for matrix taps and one row, B = 1, it
-    takes half as much memory again. XLA computes the FFT of a distributed batch on every
-    device.
+  - "fft", products of Fourier transforms, O(T log T). XLA computes the FFT of a distributed
+    batch on every device.
   - "dft", the same with each transform as two matrix products, O(T**1.5).
 
-  In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size.
-  So their products have the full precision of float32, also for bfloat16, whose errors of 1e-2
-  would reveal the future. The products of the others follow `jax.default_matmul_precision`,
-  which matters on platforms with a faster float32 than IEEE's.
+  In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size;
+  so their products have the full precision of float32, also for bfloat16. The first three
+  multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only matrix taps; a
+  CPU multiplies in float32); "scan" and "toeplitz" then have no forward-mode derivatives.
 
   With `is_start`, a document sees nothing of those before it:
 
     y[b, t] = sum over t - o_t <= s <= t of inputs[b, s] * filters[t - s]
 
-  with o_t the place of t within its document. "scan" skips the lags beyond o_t. The others
-  divide the row into blocks of up to 32 positions, and these into pairs of 1, 2, 4, ... blocks.
-  Within a block they go lag by lag. The contribution of the left half of a pair to the right
-  half is one convolution: only the document at the middle of the pair crosses it, so inputs and
-  outputs of all other documents are set to 0. This takes at most O(log T) times the work of a
-  row without documents, for "fft" O(T log(T)**2), and no document sees rounding errors of
-  another.
+  with o_t the place of t within its document, for at most O(log T) times the work.
 
   Args:
     inputs: [B, T, D], floats.
-    filters: [L], [L, D] or [L, D, E], floats; L at least 1 and, without `is_start`, at least T.
-    is_start: [B, T], 1 at the first token of each document, else 0. Documents, not rows, have
-      at most L tokens; inputs L or more tokens ago count as 0. None means that each row is one
-      document.
+    filters: [L], [L, D] or [L, D, E], floats; without `is_start` L is at least T.
+    is_start: [B, T], 1 at the first token of each document, else 0; inputs L or more tokens ago
+      count as 0. None means that each row is one document.
     implementation: one of the names above; None takes that of `choose_implementation`.
 
   Returns:
@@ -94,11 +83,10 @@ def causal_convolution(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
   checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
-  place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
   if implementation is None:
-    implementation = choose_implementation(
-      filters.ndim, batch, length, jax.default_backend(), jax.device_count()
-    )
+    platform, devices = jax.default_backend(), jax.device_count()
+    implementation = choose_implementation(filters.ndim, batch, length, platform, devices)
+  place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
@@ -117,15 +105,10 @@ def causal_convolution(
 
 # Positions of a block that goes lag by lag where a row has several documents.
 _BLOCK = 32
-
-# Of the products of "scan", "conv" and "toeplitz" where both arguments have it.
 _LOW = (jnp.bfloat16, jnp.float16)
-
-
-# On a CPU, by results/causal_convolution.json, the
-# fastest in training, but for "conv", which it measures outside of a loop. The first row
-# that fits counts: rank of the filters, B and T up to these, implementation. D matters
-# little: work grows with D or D**2 in all of them.
+# By results/causal_convolution.json, the fastest in training on a CPU, except "conv", which is
+# measured outside of a loop. The first row that fits counts: rank of the filters, most B, most
+# T, implementation.
 _FASTEST = (
   (1, math.inf, 256, "toeplitz"),
   (1, math.inf, math.inf, "fft"),
@@ -143,26 +126,14 @@ _FASTEST = (
 
 
 def choose_implementation(rank: int, batch: int, length: int, platform: str, devices: int) -> str:
-  """The default implementation of `causal_convolution`.
-
-  Args:
-    rank: the rank of the filters.
-    batch: B.
-    length: T.
-    platform: the platform, such as `jax.default_backend()`.
-    devices: the number of devices, such as `jax.device_count()`.
-
-  Returns:
-    Its name.
-  """
+  """The default implementation of `causal_convolution` for filters of a rank, B and T."""
   name = next(
     name
     for of_rank, max_batch, max_length, name in _FASTEST
     if rank == of_rank and batch <= max_batch and length <= max_length
   )
-  # Nothing but a CPU as one device has been measured. But an accelerator would wait at
-  # each small step of a loop, and several devices, a batch being spread over them as a
-  # rule, would each compute the FFTs of all.
+  # Only one CPU device has been measured. An accelerator would wait at each small step of a
+  # loop, and several devices would each compute the FFTs of the whole batch.
   if (name == "scan" and platform != "cpu") or (name == "fft" and devices > 1):
     return "dft"
   return name
@@ -180,17 +151,15 @@ def _product(formula, dtype, a, b):
   return _low_product(formula, dtype, a, b)
 
 
-# Arguments and results are float32 for sums before and after, in the gradients as well.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _low_product(formula, dtype, a, b):
+  """[float32, float32] -> float32, multiplied in `dtype`, also in the gradients."""
 
-  def as_they_are(a, b):
+  def low(a, b):
     return jnp.einsum(formula, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
   # XLA's CPU has no such product for some orders of the axes.
-  return lax.platform_dependent(
-    a, b, cpu=functools.partial(jnp.einsum, formula), default=as_they_are
-  )
+  return lax.platform_dependent(a, b, cpu=functools.partial(jnp.einsum, formula), default=low)
 
 
 def _low_forward(formula, dtype, a, b):
@@ -198,8 +167,7 @@ def _low_forward(formula, dtype, a, b):
 
 
 def _low_backward(formula, dtype, arrays, by_result):
-  # JAX's own rule would multiply float32 by `dtype`. Nothing is lost: what comes is the
-  # gradient by a result that is rounded to `dtype`.
+  # JAX's own rule would multiply float32 by `dtype`.
   a, b = arrays
   terms, result = formula.split("->")
   of_a, of_b = terms.split(",")
@@ -235,7 +203,11 @@ def _scan(x_btd, w, dtype, place_bt=None):
 
 
 def _of_documents(implementation, x_btd, w, dtype, place_bt):
-  """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks."""
+  """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks.
+
+  Only one document crosses the middle of a pair, so inputs and outputs of all others are set to
+  0, and no document sees rounding errors of another.
+  """
   batch, length, width = x_btd.shape
   doublings = (-(-length // _BLOCK) - 1).bit_length()
   size = -(-length // 2**doublings)
@@ -250,7 +222,6 @@ def _of_documents(implementation, x_btd, w, dtype, place_bt):
     x_plrd = x_btd.reshape(-1, 2, half, width)
     right_pr = place_bt.reshape(-1, 2, half)[:, 1]
     index_r = jnp.arange(half, dtype=jnp.int32)
-    # Of the document that the middle lies in, and that has begun before it.
     is_seen_pl = half - index_r[None] <= right_pr[:, :1]
     sees_pr = right_pr > index_r[None]
     left_pld = jnp.where(is_seen_pl[..., None], x_plrd[:, 0], 0)
@@ -299,12 +270,10 @@ def _toeplitz(x_btd, w, dtype):
     return _product("ts,bsd->btd", dtype, _toeplitz_matrix(w, 0), x_btd)
   if w.ndim == 2:
     return _product("dts,bsd->btd", dtype, _toeplitz_matrix(w.T, 1), x_btd)
-  # Of the inputs: that of the taps is larger wherever B < D.
+  # The matrix of the taps is larger wherever B < D.
   return _product("btld,lde->bte", dtype, _toeplitz_matrix(x_btd, 1), w)
 
 
-# Of the transforms' products, in float32 or float64 for any dtype: see
-# `causal_convolution`.
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
@@ -312,10 +281,9 @@ def _fft(x_btd, w, _):
   length = x_btd.shape[1]
   # 2**i, 3 * 2**i or 5 * 2**i: a size that FFTs are fast at.
   size = min(k << (-(-length // k) - 1).bit_length() for k in (1, 3, 5))
-  # In a product of polynomials modulo z**size - i, what goes beyond the size comes back
-  # times i: of real ones the real part is the beginning of the convolution. It is that
-  # of p(z c) modulo z**size - 1, c**size = i, which FFTs of the size tell: as much work
-  # as real ones of zero-padded arrays, and fewer steps.
+  # A product of polynomials modulo z**size - i: terms beyond the size come back times i, so the
+  # real part is the beginning of the convolution. It is that of p(z c) modulo z**size - 1,
+  # c**size = i, by FFTs of that size: as much work as real ones of zero-padded arrays.
   angle = np.pi / (2 * size) * np.arange(size)
   cos, sin = jnp.asarray(np.cos(angle), w.dtype), jnp.asarray(np.sin(angle), w.dtype)
 
@@ -331,10 +299,7 @@ def _fft(x_btd, w, _):
 
 
 def _of_rows(transform, x):
-  """A transform of the last axis, with the others merged into one.
-
-  For a distributed batch, XLA:CPU rejects layouts that it chooses itself for more axes.
-  """
+  # For a distributed batch, XLA:CPU rejects layouts that it chooses itself for more axes.
   return transform(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
@@ -343,7 +308,6 @@ def _multiply(x_bdf, w):
   if w.ndim < 3:
     return x_bdf * _lead(w, 3)
   if x_bdf.shape[0] == 1:
-    # A vector by a matrix waits for memory: no other order of the axes for it.
     return (x_bdf[:, :, None] * w[None]).sum(axis=1)
   product = functools.partial(_einsum, "bdf,def->bef")
   # By real products, as complex ones are slow on CPU.
@@ -354,17 +318,13 @@ def _multiply(x_bdf, w):
 
 
 def _dft_matrices(length, dtype):
-  """Two steps of a discrete Fourier transform as matrices.
+  """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r].
 
-  The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'),
-  of which no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r,
-  k and u < S, j and r < R. They determine the convolution of two arrays of T'.
-
-  Returns:
-    [k, c, u] and [k, j, c, c', r], c and c' the real and the imaginary part.
+  The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'), of which
+  no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r, k and u < S, j and r < R;
+  c and c' are the real and the imaginary part.
   """
-  # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2), and
-  # little more for a power of two that is at least half of it.
+  # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2).
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
   while 2 * r_size**2 < length // 4:
     r_size *= 2

@@ -3,9 +3,6 @@
 Letters: B batch, C positions of a chunk, T position, L tap, D feature read, E feature
 written, K inputs of the smallest block, J doublings of it, U inputs of a block.
 
-The equation is that of `causal_convolution`. Both caches are pytrees of arrays of constant
-shapes, for `lax.scan` and donated arguments of `jax.jit`.
-
 Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
 on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
 too lazy", JSC 34, 2002, for the blocks of `OnlineConvolutionCache`; Oncescu et al. 2024,
@@ -22,16 +19,13 @@ from jax.typing import ArrayLike
 
 from dpjax.ops import checks
 from dpjax.ops.causal_convolution import causal_convolution
-from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
 
 
 class ConvolutionCache(NamedTuple):
-  """The last L inputs of every row.
-
-  A step costs O(L D), with matrix taps O(L D E).
+  """The last L inputs of every row; a step costs O(L D), with matrix taps O(L D E).
 
   Attributes:
     inputs: [B, L, D], a ring: position t is at t modulo L; zeros for missing inputs.
@@ -45,20 +39,19 @@ class ConvolutionCache(NamedTuple):
 class OnlineConvolutionCache(NamedTuple):
   """The last L inputs, and their contributions to future outputs.
 
-  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L): a
-  step sums the inputs of only the last few steps, as the contributions of earlier ones have
-  been computed. Whenever a power-of-two number of steps is complete, an FFT computes the
-  contribution of their inputs to as many future outputs. The block that ends with a step is
-  the largest power of two that divides the number of the step,
+  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L).
+  Whenever a power-of-two number of steps is complete, an FFT computes the contribution of their
+  inputs to as many future outputs. The block that ends with a step is the largest power of two
+  that divides the number of the step,
 
     step     1  2  3  4  5  6  7  8
     block    1  2  1  4  1  2  1  8
 
   and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
-  after step 8 one of 8. Blocks of fewer than K inputs take no FFT. A power of two that is at
-  least L, or a chunk of more than one position, covers all inputs so far, and the count of
-  steps restarts. All rows share the count, though a row may lack an input in some steps. The
-  step after a block computes it, and so takes longer than others.
+  after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A power
+  of two that is at least L, or a chunk of more than one position, covers all inputs so far, and
+  the count of steps restarts. All rows share the count, though a row may lack an input in some
+  steps. The step after a block computes it, and so takes longer than others.
 
   Attributes:
     inputs: [B, L, D]; see `ConvolutionCache`.
@@ -83,19 +76,7 @@ _Cache = TypeVar("_Cache", ConvolutionCache, OnlineConvolutionCache)
 def init_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32
 ) -> ConvolutionCache:
-  """An empty `ConvolutionCache`.
-
-  For 2 rows, 3 taps and a width of 5, the inputs are zeros of shape (2, 3, 5), and the
-  length is [0, 0].
-
-  Args:
-    batch: B.
-    num_taps: L.
-    width: D.
-    dtype: the dtype of the inputs.
-
-  Returns:
-    The cache.
+  """An empty `ConvolutionCache` for B rows, L taps and the width D; inputs have the dtype.
 
   Raises:
     ValueError: a size is below 1, or the dtype is not one of floats.
@@ -116,47 +97,31 @@ def init_online_convolution_cache(
   *,
   block: int = 32,
 ) -> OnlineConvolutionCache:
-  """An empty `OnlineConvolutionCache`.
+  """An empty `OnlineConvolutionCache`; see `init_convolution_cache`.
 
-  For 300 taps there are blocks of 32, 64, 128 and 256 inputs, and every 512 steps a block of
-  all inputs: J = 4.
-
-  Args:
-    batch: B.
-    num_taps: L.
-    width: D.
-    dtype: the dtype of the inputs.
-    block: K, a power of two; a step sums up to as many inputs.
-
-  Returns:
-    The cache.
+  `block` is K, a power of two; a step sums up to as many inputs. For K = 32 and 300 taps there
+  are blocks of 32, 64, 128 and 256 inputs, and every 512 steps a block of all inputs: J = 4.
 
   Raises:
-    ValueError: a size is below 1, the dtype is not one of floats, or the block is not
-      a power of two.
+    ValueError: an argument is not as above.
   """
   inputs, length = init_convolution_cache(batch, num_taps, width, dtype)
   if checks.integer("block", block) & (block - 1):
     raise ValueError(f"block: expected a power of two, got {block}")
-  sizes = _block_sizes(block, num_taps)
-  dtype = sum_dtype(inputs)
+  doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
+  sizes = [*(block << j for j in range(doublings)), num_taps]
   return OnlineConvolutionCache(
     inputs=inputs,
     length=length,
     begun=jnp.zeros((batch, len(sizes)), jnp.int32),
-    pending=tuple(jnp.zeros((batch, size, width), dtype) for size in sizes),
+    pending=tuple(jnp.zeros((batch, size, width), sum_dtype(inputs)) for size in sizes),
     step=jnp.zeros((), jnp.int32),
   )
 
 
 @automatic_axes
 def causal_convolution_cached(
-  inputs: jax.Array,
-  taps: jax.Array,
-  cache: _Cache,
-  *,
-  lengths: ArrayLike | None = None,
-  is_start: ArrayLike | None = None,
+  inputs: jax.Array, taps: jax.Array, cache: _Cache, *, lengths: ArrayLike | None = None
 ) -> tuple[jax.Array, _Cache]:
   """Continues every row of a causal convolution from its cache.
 
@@ -180,8 +145,6 @@ def causal_convolution_cached(
     cache: the cache of the inputs so far.
     lengths: [B] integers in 0..C: the number of real inputs in each row. The rest, of any
       value, has no effect, and its outputs are meaningless. None means all.
-    is_start: [B, C], 1 where a document begins, else 0: it sees nothing before its start, as if
-      its row began there. None continues all documents.
 
   Returns:
     [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
@@ -190,7 +153,7 @@ def causal_convolution_cached(
   Raises:
     ValueError: an array has the wrong rank, size or kind of dtype; the cache is of another
       kind, size or dtype, or does not work with these taps; or, unless traced, lengths are
-      outside of 0..C, or `is_start` is not 0 or 1.
+      outside of 0..C.
   """
   inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape
@@ -200,32 +163,20 @@ def causal_convolution_cached(
     lengths_b = check_lengths(lengths, batch, chunk)
     real_bc = is_real(lengths_b, chunk)
     inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
-  if is_start is not None:
-    is_start = starts_in_chunk(is_start, (batch, chunk), None if lengths is None else lengths_b)
-    if chunk == 1:
-      cache = _begun_anew(cache, is_start[:, 0] > 0)
   if chunk == 1 and isinstance(cache, ConvolutionCache):
     return _step(inputs, taps, cache, lengths_b)
   if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
     return _online_step(inputs, taps, cache, lengths_b)
   num_taps = taps.shape[0]
-  past_bld = _positions(cache.inputs, cache.length - (num_taps - 1), num_taps - 1)
+  past_bld = _read(cache.inputs, cache.length[:, None] + _range(1 - num_taps, 0)[None])
   y_bte = causal_convolution(
     jnp.concatenate([past_bld, inputs], axis=1),
     jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
-    # What the ring holds of documents before is 0, so the past counts as one document.
-    is_start=None
-    if is_start is None
-    else jnp.pad(is_start, ((0, 0), (num_taps - 1, 0))).at[:, 0].set(1),
   )
-  ring_bld, length_b = _written(cache, inputs, lengths_b), cache.length + lengths_b
-  if is_start is not None:
-    ago_bl = (length_b[:, None] - 1 - _range(num_taps)[None]) % num_taps
-    is_own_bl = ago_bl < document_length(is_start, cache.length, lengths_b)[:, None]
-    ring_bld = jnp.where(is_own_bl[:, :, None], ring_bld, jnp.zeros((), ring_bld.dtype))
-  cache = cache._replace(inputs=ring_bld, length=length_b)
+  ring_bld = _write(cache, inputs, lengths_b)
+  cache = cache._replace(inputs=ring_bld, length=cache.length + lengths_b)
   if isinstance(cache, OnlineConvolutionCache):
-    # The next step begins with what all inputs give.
+    # The next step computes the contribution of all inputs.
     cache = cache._replace(step=jnp.zeros((), jnp.int32))
   return y_bte[:, num_taps - 1 :], cast(_Cache, cache)
 
@@ -253,8 +204,8 @@ def _check(inputs, taps, cache):
   return inputs, taps
 
 
-def _range(size):
-  return jnp.arange(size, dtype=jnp.int32)
+def _range(*bounds):
+  return jnp.arange(*bounds, dtype=jnp.int32)
 
 
 def _power_of_two(size):
@@ -262,46 +213,26 @@ def _power_of_two(size):
   return 1 << (size - 1).bit_length()
 
 
-def _block_sizes(block, num_taps):
-  """The sizes of all blocks, [K, 2 K, .., L]."""
-  doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
-  return [*(block << j for j in range(doublings)), num_taps]
-
-
-def _positions(ring_bld, start_b, count):
-  """The positions of a ring from `start_b` on, [B, count, D]."""
-  slots_bu = (start_b[:, None] + _range(count)[None]) % ring_bld.shape[1]
+def _read(ring_bld, position_bu):
+  """Some positions of a ring, [B, U, D]."""
   take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
-  return take(ring_bld, slots_bu)
+  return take(ring_bld, position_bu % ring_bld.shape[1])
 
 
-def _written(cache, inputs, lengths_b):
-  """Writes the first `lengths_b` of `inputs` into the ring, for each row."""
+def _write(cache, inputs, lengths_b):
+  """The ring with the first `lengths_b` of `inputs`, for each row."""
   ring_bld, length_b = cache.inputs, cache.length
   num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
   if chunk == 1:
-    # In place where the cache is donated. A row without an input puts a zero where the
-    # one of L positions ago was, which nothing reads any more.
+    # In place where the cache is donated. A row without an input gets a zero at the place of
+    # the input L positions before, which is not read again.
     write = jax.vmap(lambda x, slot, new: x.at[slot].set(new))
     return write(ring_bld, length_b % num_taps, inputs[:, 0])
-  # Of the positions in a slot the last one.
   last_b = length_b + lengths_b - 1
   ago_bl = (last_b[:, None] - _range(num_taps)[None]) % num_taps
   index_bl = lengths_b[:, None] - 1 - ago_bl
   new_bld = jnp.take_along_axis(inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
   return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
-
-
-def _begun_anew(cache, is_new_b):
-  """The cache with an empty row where a document begins."""
-
-  def clear(x_bld):
-    return jnp.where(is_new_b[:, None, None], jnp.zeros((), x_bld.dtype), x_bld)
-
-  cache = cache._replace(inputs=clear(cache.inputs))
-  if isinstance(cache, OnlineConvolutionCache):
-    cache = cache._replace(pending=tuple(map(clear, cache.pending)))
-  return cache
 
 
 def _sum_of(x_bld, taps):
@@ -311,30 +242,24 @@ def _sum_of(x_bld, taps):
   return (x_bld * (taps if taps.ndim == 2 else taps[:, None])[None]).sum(axis=1)
 
 
-def _latest(ring_bld, length_b, count):
-  """[B, count, D], the inputs before position `length_b`, the newest first."""
-  slots_bu = (length_b[:, None] - 1 - _range(count)[None]) % ring_bld.shape[1]
-  take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
-  return take(ring_bld, slots_bu)
-
-
 def _step(x_b1d, taps, cache, lengths_b):
-  """Takes one position. Writes the ring before reading it, as XLA would copy it otherwise."""
+  # The ring is written before it is read, as XLA would copy it otherwise.
   dtype = sum_dtype(x_b1d, taps)
   w = taps.astype(dtype)
-  ring_bld = _written(cache, x_b1d, lengths_b)
-  y_be = _sum_of(_latest(ring_bld, cache.length + 1, taps.shape[0]).astype(dtype), w)
+  ring_bld = _write(cache, x_b1d, lengths_b)
+  newest_bl = cache.length[:, None] - _range(taps.shape[0])[None]
+  y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), w)
   return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(ring_bld, cache.length + lengths_b)
 
 
 def _online_step(x_b1d, taps, cache, lengths_b):
   dtype = sum_dtype(x_b1d, taps)
   w = taps.astype(dtype)
-  block, last = _smallest_block(cache), len(cache.pending) - 1
-
-  # The ring is written before all that reads it, and read after all that writes it are
-  # the blocks: anything else makes XLA copy them at every step.
-  ring_bld = _written(cache, x_b1d, lengths_b)
+  last = len(cache.pending) - 1
+  block = cache.pending[0].shape[1] if last else _power_of_two(w.shape[0])
+  # The ring is written before it is read, and the blocks read after they are written: in any
+  # other order XLA copies them at every step.
+  ring_bld = _write(cache, x_b1d, lengths_b)
 
   def when(condition, change, value):
     return lax.cond(condition, change, lambda x: x, value)
@@ -343,9 +268,9 @@ def _online_step(x_b1d, taps, cache, lengths_b):
     begun_bj, pending = state
 
     def given_by(j, _):
-      # Without the input L before this step's: that is where the ring was written.
+      # Without the input L before this step's, which the ring has just lost.
       size = w.shape[0] - 1 if j == last else block << j
-      x_bud = _positions(ring_bld, cache.length - size, size).astype(dtype)
+      x_bud = _read(ring_bld, (cache.length - size)[:, None] + _range(size)[None]).astype(dtype)
       if j == last:
         x_bud = jnp.pad(x_bud, ((0, 0), (1, 0), (0, 0)))
       else:
@@ -370,7 +295,7 @@ def _online_step(x_b1d, taps, cache, lengths_b):
 
   # The newest inputs, which are in no block.
   count = min(block, w.shape[0]) - 1
-  past_bud = _latest(ring_bld, cache.length, count).astype(dtype)
+  past_bud = _read(ring_bld, cache.length[:, None] - 1 - _range(count)[None]).astype(dtype)
   new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
   past_bud = jnp.where(new_bu[:, :, None], past_bud, jnp.zeros((), dtype))
   y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1 : count + 1])
@@ -379,7 +304,7 @@ def _online_step(x_b1d, taps, cache, lengths_b):
     counts_b = since_b < given_bud.shape[1]
     if j < last:
       counts_b &= jnp.full_like(counts_b, cache.step & (block << j) > 0)
-    given_bd = _positions(given_bud, since_b, 1)[:, 0].astype(dtype)
+    given_bd = _read(given_bud, since_b[:, None])[:, 0].astype(dtype)
     y_bd += jnp.where(counts_b[:, None], given_bd, jnp.zeros((), dtype))
   return y_bd[:, None].astype(x_b1d.dtype), OnlineConvolutionCache(
     inputs=ring_bld,
@@ -388,14 +313,6 @@ def _online_step(x_b1d, taps, cache, lengths_b):
     length=cache.length + lengths_b,
     step=(cache.step + 1) % (block << last),
   )
-
-
-def _smallest_block(cache):
-  """The size K of the smallest block."""
-  num_taps, doublings = cache.inputs.shape[1], len(cache.pending) - 1
-  if doublings:
-    return cache.pending[0].shape[1]
-  return _power_of_two(num_taps)
 
 
 def _given(x_bud, w):

@@ -1,21 +1,26 @@
-"""Shift-and-sum, the token mixer of the Dispatcher, in O(T log T).
+"""Shift-and-sum, the token mixer of the Dispatcher, in parallel and with a cache.
 
-Letters: B batch, T position, H head, E feature of a head, K level.
+B batch, T position, C position in a chunk, H head, E feature of a head, K level, S place of the
+rings, M place that a chunk touches.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
-fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py. Differences: with
-several heads, the authors' reshape cuts positions, while heads here are an axis of
-their own; sums here are in float32 or more.
+fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions (its
+reshape; here they are an axis of their own), and which has no cache.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
 
 
@@ -23,12 +28,6 @@ def num_levels(max_length: int) -> int:
   """The number of levels with shifts 1, 2, 4, ... that reach across `max_length` positions.
 
   The smallest K with 2**K >= max_length: 1 -> 0, 2 -> 1, 5 -> 3, 512 -> 9.
-
-  Args:
-    max_length: the number of positions, at least 1.
-
-  Returns:
-    ceil(log2(max_length)).
 
   Raises:
     ValueError: `max_length` is below 1.
@@ -64,14 +63,10 @@ def shift_and_sum(
   - "recompute", whose backward pass stores only `values` and `gates` and recomputes the
     levels, one block of features at a time. Training takes O(B * T * D) memory,
     D = H * E, instead of O(B * T * D * K).
-  - "matrix", two products with banded matrices, O(T**1.5) work, for hardware with matrix
-    products much faster than its memory. It stores as little as "recompute", but skips no
-    work of a dropped level, rounds bfloat16 between the two products, and lets a later inf
-    or nan affect the past.
-  - "pallas", kernels for a GPU and a TPU that read and write the values a few times instead
-    of at every level (`dpjax.ops.experimental.shift_and_sum_pallas`). It stores as little as
-    "recompute", and a dropped level costs as much as a kept one. If `jax.jit` distributes a
-    batch, every device computes all of it (except within `jax.shard_map`).
+  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), two products with banded matrices,
+    O(T**1.5) work. It rounds bfloat16 between the two, and a later inf or nan affects the past.
+  - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU. If
+    `jax.jit` distributes a batch, every device computes all of it.
 
   The last three have only reverse-mode derivatives.
 
@@ -81,17 +76,15 @@ def shift_and_sum(
     level_keep: [K] booleans: a level with False is skipped, including its work (except
       by "matrix" and "pallas"), without rescaling (Dispatcher dropout, Sec. 2.1). None
       keeps all.
-    is_start: [B, T], 1 at the first token of each document, else 0: a document gives the same
-      result as alone, because gates[t, k] counts as 0 if t - 2**k lies before it. None means
-      that each row is one document.
+    is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
+      t - 2**k lies before the document. None means that each row is one document.
     implementation: one of the names above; None takes the fastest as measured.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: `gates`, `level_keep` or `is_start` does not match `values`, an array has
-      the wrong kind of dtype, or the implementation is unknown.
+    ValueError: shapes or dtypes do not match, or the implementation is unknown.
   """
   values, gates, level_keep = checks.arrays(
     values=(values, "B T H E"),
@@ -99,26 +92,27 @@ def shift_and_sum(
     level_keep=(level_keep, "K | None", checks.BOOLEANS),
   )
   checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
-  if implementation is None:
-    implementation = DEFAULT_IMPLEMENTATION
-  levels = min(gates.shape[3], num_levels(max(values.shape[1], 1)))
   if is_start is not None:
     is_start = check_starts(is_start, values.shape[:2])
-  if levels == 0 or values.size == 0:
+  if values.size == 0:
     return values
+  levels = min(gates.shape[3], num_levels(values.shape[1]))
+  if levels == 0:
+    return values
+  gates = gates[..., :levels]
   if is_start is not None:
     shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
     is_within_btk = document_places(is_start)[..., None] >= shifts_k[None, None]
-    gates = jnp.where(is_within_btk[:, :, None], gates[..., :levels], 0)
+    gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
-    return IMPLEMENTATIONS[implementation](values, gates[..., :levels], level_keep)
+  run = IMPLEMENTATIONS[implementation or DEFAULT_IMPLEMENTATION]
+  return run(values, gates, level_keep)
 
 
 @automatic_axes
 def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) -> jax.Array:
-  """The matrix of `shift_and_sum`, a product of its levels.
+  """The matrix of `shift_and_sum`, [B, H, T, T], a product of its levels.
 
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
@@ -129,25 +123,15 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
-  Args:
-    gates: [B, T, H, K], floats.
-    level_keep: see `shift_and_sum`.
-
-  Returns:
-    [B, H, T, T], float32, or float64 for such gates; axis 2 is the output position, axis 3
-    the input position.
-
-  Raises:
-    ValueError: see `shift_and_sum`.
+  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. For `level_keep` and
+  errors see `shift_and_sum`.
   """
   gates = checks.array("gates", gates, "B T H K")
-  batch, length, heads, _ = gates.shape
-  eye_tt = jnp.eye(length, dtype=sum_dtype(gates))
+  shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
-  zeros_bths = jnp.zeros_like(gates, eye_tt.dtype, shape=(batch, length, heads, length))
-  eye_bths = zeros_bths + eye_tt[None, :, None, :]
-  m_bths = shift_and_sum(eye_bths, gates, level_keep=level_keep)
-  return jnp.moveaxis(m_bths, 1, 2)
+  zeros_bths = jnp.zeros_like(gates, dtype, shape=shape)
+  eye_bths = zeros_bths + jnp.eye(shape[1], dtype=dtype)[None, :, None, :]
+  return jnp.moveaxis(shift_and_sum(eye_bths, gates, level_keep=level_keep), 1, 2)
 
 
 def _run_if(keep, level, v):
@@ -160,12 +144,9 @@ def _loop(values, gates, level_keep):
   dtype = sum_dtype(values, gates)
 
   def body(k, v_bthe):
-    shift = 2**k
-
     def level(v_bthe):
-      mask = (position >= shift).astype(dtype)
-      c_bth = mask * gates[..., k].astype(dtype)
-      return v_bthe + c_bth[..., None] * jnp.roll(v_bthe, shift, axis=1)
+      c_bth = (position >= 2**k).astype(dtype) * gates[..., k].astype(dtype)
+      return v_bthe + c_bth[..., None] * jnp.roll(v_bthe, 2**k, axis=1)
 
     return _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
 
@@ -177,9 +158,8 @@ def _unrolled(values, gates, level_keep):
   dtype = sum_dtype(values, gates)
   v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
-    c_bthe = gates[..., k, None].astype(dtype)
 
-    def level(v_bthe, shift=2**k, c_bthe=c_bthe):
+    def level(v_bthe, shift=2**k, c_bthe=gates[..., k, None].astype(dtype)):
       past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
       return v_bthe + c_bthe * past_bthe[:, : v_bthe.shape[1]]
 
@@ -216,27 +196,24 @@ def _recompute_backward(residuals, grad):
   dtype = sum_dtype(values, gates)
   keep = [None] * levels if level_keep is None else list(level_keep)
   c_bth = [gates[..., k].astype(dtype) for k in range(levels)]
-  # All levels of one block take the room of one or two levels of all features;
-  # blocks of whole vectors of 8 are the faster ones.
+  # All levels of one block take the room of one or two levels of all features, in vectors of 8.
   size = min(features, max(-(-features // levels), 2 * features // levels // 8 * 8))
 
   def write(x, part, start):
     if level_keep is not None:
       return jnp.concatenate([x[:, :start], part, x[:, start + part.shape[1] :]], axis=1)
-    # Where no branch parts the levels, XLA would fuse the concatenation into
-    # the levels that follow and compute it again in each of them.
+    # Without branches between the levels, XLA would compute the concatenation again in each.
     return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
 
   def block(i, carry):
     dv_bthe, dc_bth = carry[0], list(carry[1])
-    # The last block begins early where `size` does not divide the features:
-    # what it shares with the one before it must count once in the gates.
+    # The last block begins early if `size` does not divide the features: the features that it
+    # shares with the one before count once in the gates.
     start = jnp.minimum(i * size, features - size)
     fresh_e = (start + jnp.arange(size) >= i * size).astype(dtype)
 
     def cut(x_bthe):
-      x_bthe = lax.dynamic_slice_in_dim(x_bthe, start, size, axis=3)
-      return x_bthe.astype(dtype)
+      return lax.dynamic_slice_in_dim(x_bthe, start, size, axis=3).astype(dtype)
 
     v_bthe = [cut(values)]
     for k in range(levels - 1):
@@ -291,7 +268,133 @@ IMPLEMENTATIONS = {
   "matrix": matrix_form,
   "pallas": _pallas,
 }
-
-# By results/shift_and_sum.json, on a CPU: the fastest in training, with the least
-# memory; its forward pass alone is as fast as "loop". No accelerator has been measured.
+# By results/shift_and_sum.json, the fastest in training on a CPU, with the least memory.
 DEFAULT_IMPLEMENTATION = "recompute"
+
+
+class ShiftAndSumCache(NamedTuple):
+  """The cache of `shift_and_sum_cached`: the inputs v_k of each level at the last tokens.
+
+  Attributes:
+    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k values v_k of level k
+      begin at place 2**k - 1; among them, position t has place t mod 2**k. At first zeros.
+    length: [B], int32: the number of tokens so far in each row.
+  """
+
+  ring: jax.Array
+  length: jax.Array
+
+
+def init_shift_and_sum_cache(
+  batch: int, num_heads: int, features: int, num_levels: int, dtype: DTypeLike = jnp.float32
+) -> ShiftAndSumCache:
+  """The cache before the first token: zeros, for B rows, H heads of E features and K levels.
+
+  It takes 4 * B * (2**K - 1) * H * E bytes and does not grow: 1 MB for K = 9 levels
+  (512 positions) of one head of 512 features. `dtype` is that of values and gates.
+
+  Raises:
+    ValueError: a size is below 1, `num_levels` not in 0 .. 30, or the dtype not a float.
+  """
+  checks.integers(batch=batch, num_heads=num_heads, features=features)
+  checks.integer("num_levels", num_levels, 0, 30)
+  checks.float_dtype(dtype)
+  ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), dtype)
+  return ShiftAndSumCache(ring.astype(sum_dtype(ring)), jnp.zeros(batch, jnp.int32))
+
+
+@automatic_axes
+def shift_and_sum_cached(
+  values: jax.Array, gates: jax.Array, cache: ShiftAndSumCache, *, lengths: ArrayLike | None = None
+) -> tuple[jax.Array, ShiftAndSumCache]:
+  """`shift_and_sum` of a chunk that continues each row where its cache ended.
+
+    v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
+
+  with t the position in the whole row; v_k of positions before the chunk comes from the cache. A
+  row may have any length. The outputs of all chunks are those of the whole row, for any division
+  into chunks. For one head of one feature and two levels whose gates are 1, the row 1, 10, 100,
+  1000 in chunks of three tokens and one:
+
+    [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
+    [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
+
+  A token takes O(H * E * K) work. Jit it with the cache donated (`jax.jit(..., donate_argnums=2)`)
+  to update the ring in place.
+
+  Args:
+    values: [B, C, H, E], floats, C >= 1.
+    gates: [B, C, H, K], floats.
+    cache: from `init_shift_and_sum_cache` or the previous call.
+    lengths: [B], integers in 0 .. C: the number of real tokens in each row. The rest is padding,
+      of any value, even nan. None means all.
+
+  Returns:
+    The outputs [B, C, H, E], in the dtype of `values`, 0 at the padding, and the cache after the
+    real tokens of the chunk.
+
+  Raises:
+    ValueError: shapes or dtypes do not match, or, unless traced, `lengths` are not in 0 .. C.
+  """
+  sizes: dict[str, int] = {}
+  values, gates = checks.arrays(
+    sizes, values=(values, "B>=1 C>=1 H>=1 E>=1"), gates=(gates, "B C H K")
+  )
+  chunk, levels = values.shape[1], gates.shape[3]
+  ring = f"B {2**levels - 1} H E", sum_dtype(values, gates)
+  checks.record("cache", cache, ShiftAndSumCache, sizes, ring=ring, length=("B", jnp.int32))
+  v_bche, c_bchk = (jnp.asarray(x, cache.ring.dtype) for x in (values, gates))
+  real_bc11 = None
+  if lengths is not None:
+    lengths = check_lengths(lengths, len(values), chunk)
+    real_bc11 = is_real(lengths, chunk)[..., None, None]
+    v_bche, c_bchk = (jnp.where(real_bc11, x, 0) for x in (v_bche, c_bchk))
+  new_length = cache.length + (chunk if lengths is None else lengths)
+  if levels == 0:
+    return v_bche.astype(values.dtype), ShiftAndSumCache(cache.ring, new_length)
+
+  # Of level k a chunk reads and writes 2**k places, or as many as it has tokens: all levels in
+  # one gather and one scatter, since each one alone would copy the ring.
+  touched = [min(chunk, 2**k) for k in range(levels)]
+  token_m = np.concatenate([np.arange(size, dtype=np.int32) for size in touched])
+  # Both the first place of a level and the bits of t mod 2**k.
+  ones_m = np.repeat(2 ** np.arange(levels, dtype=np.int32) - 1, touched)
+  places_bm = ones_m[None] + ((cache.length[:, None] + token_m[None]) & ones_m[None])
+  read_bmhe = jax.vmap(_read)(cache.ring, places_bm)
+  written = []
+  for k, past_bmhe in enumerate(jnp.split(read_bmhe, np.cumsum(touched)[:-1], axis=1)):
+    size, c_bche = 2**k, c_bchk[..., k, None]
+    if chunk <= size:
+      kept = v_bche if real_bc11 is None else jnp.where(real_bc11, v_bche, past_bmhe)
+      written.append(kept)
+      v_bche += c_bche * past_bmhe
+      continue
+    written.append(_newest(v_bche, past_bmhe, lengths))
+    first = v_bche[:, :size] + c_bche[:, :size] * past_bmhe
+    rest = v_bche[:, size:] + c_bche[:, size:] * v_bche[:, :-size]
+    # XLA would compute a concatenation again in each of the levels that follow.
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
+
+  @jax.vmap
+  def write(ring, places, new):
+    return ring.at[places].set(new, mode="promise_in_bounds", unique_indices=True)
+
+  ring = write(cache.ring, places_bm, jnp.concatenate(written, axis=1))
+  return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
+
+
+def _read(ring, places):
+  return ring.at[places].get(mode="promise_in_bounds")
+
+
+def _newest(v_bche, past_bmhe, lengths):
+  """The last M < C real values of past and chunk, each at its position modulo M."""
+  chunk, size = v_bche.shape[1], past_bmhe.shape[1]
+  if lengths is None:
+    return jnp.roll(v_bche[:, -size:], chunk % size, axis=1)
+  index_m = jnp.arange(size, dtype=jnp.int32)[None]
+  # The last real token of that index, negative if the chunk has none.
+  token_bm = index_m + ((lengths[:, None] - 1 - index_m) & -size)
+  newest_bmhe = jax.vmap(_read)(v_bche, jnp.maximum(token_bm, 0))
+  return jnp.where((token_bm >= 0)[..., None, None], newest_bmhe, past_bmhe)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax.ops.shift_and_sum import shift_and_sum
-from dpjax.ops.shift_and_sum_cache import init_shift_and_sum_cache, shift_and_sum_cached
+from dpjax.ops.shift_and_sum import init_shift_and_sum_cache, shift_and_sum_cached
 from tests import helpers
 
 # More than two times the reach of 2**LEVELS positions, and no power of two.
