@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import dropout, initializers, mixer
+from dpjax.layers import dropout, mixer
+from dpjax.layers.initializers import linear, linear_kernel, weights
 from dpjax.ops import checks
 
 
@@ -62,58 +63,36 @@ class SelfAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
-    )
-    if cache is not None:
-      checks.record(
-        "cache", cache, ops.AttentionCache, dict(B=len(inputs)), length=("B", jnp.int32)
-      )
-    width = inputs.shape[-1]
-    qkv_btpd = nn.DenseGeneral(
-      (3, width),
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=initializers.weights(self.init_std, nn.initializers.xavier_uniform()),
-      dot_general=ops.dot_general,
-      name="queries_keys_values",
-    )(inputs)
-    qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, self.num_heads, -1)
-    qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
+    _check(self, inputs, is_start, cache)
+    q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if self.rotary_base is not None:
-      features = width // self.num_heads
-      angles = self._angles(inputs.shape[:2], features, self.rotary_base, cache, is_start)
-      qkv = ops.rotate(qkv[0], angles), ops.rotate(qkv[1], angles), qkv[2]
+      angles = self._angles(self.rotary_base, q.shape, cache, is_start)
+      q, k = ops.rotate(q, angles), ops.rotate(k, angles)
     if cache is None:
-      rate = 0.0 if deterministic else self.dropout
-      key = self.make_rng("dropout") if rate else None
-      y_bthe = ops.causal_attention(*qkv, dropout_rate=rate, dropout_key=key, is_start=is_start)
+      drop = _dropout(self, deterministic)
+      y_bthe = ops.causal_attention(q, k, v, is_start=is_start, **drop)
     else:
-      y_bthe, cache = ops.causal_attention_cached(*qkv, cache, lengths=lengths, is_start=is_start)
-    y_btd = nn.Dense(
-      width,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
-      dot_general=ops.dot_general,
-      name="out",
-    )(y_bthe.reshape(inputs.shape))
+      y_bthe, cache = ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
+    out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
+    y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> ops.AttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
-    return ops.init_attention_cache(
-      batch, self.max_length, self.num_heads, width // self.num_heads, self.dtype
-    )
+    return _init_cache(self, batch, width)
 
-  def _angles(self, shape, features, base, cache, is_start) -> jax.Array:
+  def _angles(self, base: float, shape, cache, is_start) -> jax.Array:
     """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""
+    batch, length, _, features = shape
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
-    if cache is None and is_start is None:
-      return table[None, : shape[1]]
-    is_start = jnp.zeros(shape, jnp.int32) if is_start is None else is_start
-    place_bt = ops.document_places(is_start, None if cache is None else cache.length)
-    # Beyond the longest, as the attention with a cache has it.
+    if cache is not None:
+      checks.record("cache", cache, ops.AttentionCache, dict(B=batch), length=("B", jnp.int32))
+      place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    elif is_start is not None:
+      place_bt = ops.document_places(is_start)
+    else:
+      return table[None, :length]
+    # Beyond the longest nan, as attention with a cache gives.
     return jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
 
 
@@ -150,7 +129,7 @@ class SharedPositions(nn.Module):
   def __call__(self, length: int, width: int, *, deterministic: bool = True) -> RelativePositions:
     """The distances 0 .. length - 1, for layers of the given width."""
     shape = (self.num_heads, width // self.num_heads)
-    init = initializers.weights(self.init_std, nn.initializers.zeros)
+    init = weights(self.init_std, nn.initializers.zeros)
     content, position = (
       self.param(name, init, shape, jnp.float32).astype(self.dtype)
       for name in ("content_bias", "position_bias")
@@ -224,92 +203,77 @@ class RelativeAttention(nn.Module):
 
     They need at least T distances, or `max_length` with a cache.
     """
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
-    )
-    length, width = inputs.shape[1:]
-    shape = dict(H=self.num_heads, E=width // self.num_heads, D=width)
-    if cache is not None:
-      length = self.max_length
-      kept = ("B", jnp.int32)
-      checks.record(
-        "cache", cache, RelativeAttentionCache, dict(shape, R=length), distances="H R E"
-      )
-      sizes = dict(B=len(inputs))
-      checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, length=kept)
+    _check(self, inputs, is_start, cache)
+    batch, length, width = inputs.shape
+    length = length if cache is None else self.max_length
+    per_head = self.num_heads, width // self.num_heads
+    sizes = dict(B=batch, T=length, D=width, H=per_head[0], E=per_head[1])
     if positions is None:
-      positions = SharedPositions(
-        self.num_heads, self.position_dropout, self.init_std, self.dtype, name="positions"
-      )(length, width, deterministic=deterministic)
-    checks.record(
-      "positions",
-      positions,
-      RelativePositions,
-      dict(shape, T=length),
-      table="R>=T D",
-      content_bias="H E",
-      position_bias="H E",
-    )
-    per_head = (-1, self.num_heads, width // self.num_heads)
-    kernel_init = initializers.weights(self.init_std, initializers.linear_kernel)
-    qkv_btpd = nn.DenseGeneral(
-      (3, width),
-      dtype=self.dtype,
-      kernel_init=kernel_init,
-      dot_general=ops.dot_general,
-      name="queries_keys_values",
-    )(inputs)
-    qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head[1:])
-    project = nn.Dense(
-      width,
-      dtype=self.dtype,
-      kernel_init=kernel_init,
-      dot_general=ops.dot_general,
-      name="distances",
-    )
-    qkv = qkv_btphe[:, :, 0], qkv_btphe[:, :, 1], qkv_btphe[:, :, 2]
+      make = self.make_positions()
+      positions = make(name="positions")(length, width, deterministic=deterministic)
+    shapes = dict(table="R>=T D", content_bias="H E", position_bias="H E")
+    checks.record("positions", positions, RelativePositions, dict(sizes), **shapes)
+    q, k, v = _queries_keys_values(self, inputs, linear_kernel)
+    project = linear(self, width, "distances", use_bias=True)
     biases = positions.content_bias, positions.position_bias
     if cache is None:
-      rate = 0.0 if deterministic else self.dropout
-      y_bthe = ops.relative_attention(
-        *qkv,
-        project(positions.table[:length]).reshape(per_head),
-        *biases,
-        dropout_rate=rate,
-        dropout_key=self.make_rng("dropout") if rate else None,
-        is_start=is_start,
-      )
+      r_rhe = project(positions.table[:length]).reshape(-1, *per_head)
+      drop = _dropout(self, deterministic)
+      y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
     else:
-      table, matrices = positions.table[:length], project.variables["params"]
+      checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
+      kept = dict(length=("B", jnp.int32))
+      checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, **kept)
+      table, parameters = positions.table[:length], project.variables["params"]
       free = project.clone(parent=None)
 
-      def fill(state):
-        del state
-        rows: Any = free.apply({"params": matrices}, table)
-        r_rhe = rows.reshape(per_head)
-        return r_rhe.swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
+      def fill(_):
+        rows: Any = free.apply({"params": parameters}, table)
+        return rows.reshape(-1, *per_head).swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
 
-      # [R, D] times [D, D] at every token would be most of its cost, so: where a row
-      # begins. A loop of no or one round, where `lax.cond` would copy what is kept, and
-      # flat, for which there is one layout only.
+      # Computed where a row begins: at every token it would be most of the cost. A loop of no or
+      # one round, as `lax.cond` would copy the cache, and flat, which has only one layout.
       state = cache.distances.reshape(-1), jnp.any(cache.attention.length == 0)
-      r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0]
-      r_hre = r_hre.reshape(cache.distances.shape)
+      r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0].reshape(cache.distances.shape)
       y_bthe, kept = ops.relative_attention_cached(
-        *qkv, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths, is_start=is_start
+        q, k, v, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
       )
       cache = RelativeAttentionCache(kept, r_hre)
-    y_btd = nn.Dense(
-      width,
-      dtype=self.dtype,
-      kernel_init=kernel_init,
-      dot_general=ops.dot_general,
-      name="out",
-    )(y_bthe.reshape(inputs.shape))
+    y_btd = linear(self, width, "out", use_bias=True)(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
-    shape = self.num_heads, width // self.num_heads
-    kept = ops.init_attention_cache(batch, self.max_length, *shape, self.dtype)
+    kept = _init_cache(self, batch, width)
     return RelativeAttentionCache(kept, jnp.zeros(kept.keys.shape[1:], self.dtype))
+
+
+def _check(module, inputs, is_start, cache) -> None:
+  sizes = dict(max_length=module.max_length, num_heads=module.num_heads)
+  mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
+
+
+def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list[jax.Array]:
+  """Three arrays [B, T, H, E]."""
+  qkv_btpd = nn.DenseGeneral(
+    (3, inputs.shape[-1]),
+    use_bias=use_bias,
+    dtype=module.dtype,
+    kernel_init=weights(module.init_std, default),
+    dot_general=ops.dot_general,
+    name="queries_keys_values",
+  )(inputs)
+  qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, module.num_heads, -1)
+  return [qkv_btphe[:, :, i] for i in range(3)]
+
+
+def _dropout(module, deterministic: bool) -> dict:
+  """The dropout of attention weights in training."""
+  rate = 0.0 if deterministic else module.dropout
+  return dict(dropout_rate=rate, dropout_key=module.make_rng("dropout") if rate else None)
+
+
+def _init_cache(module, batch: int, width: int) -> ops.AttentionCache:
+  return ops.init_attention_cache(
+    batch, module.max_length, module.num_heads, width // module.num_heads, module.dtype
+  )

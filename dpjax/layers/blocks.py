@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpjax import ops
 from dpjax.layers import dropout, initializers
 from dpjax.layers.mixer import check_takes_starts
 from dpjax.ops import checks, norms
@@ -104,15 +103,10 @@ class FeedForward(nn.Module):
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
     bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
-    return nn.Dense(
-      features,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=initializers.weights(self.init_std, initializers.linear_kernel),
-      bias_init=initializers.biases(self.init_std, bias_init),
-      dot_general=ops.dot_general,
-      name=name,
-    )(x)
+    if self.init_std:
+      bias_init = nn.initializers.zeros
+    options: Any = dict(use_bias=self.use_bias, bias_init=bias_init)
+    return initializers.linear(self, features, name, **options)(x)
 
 
 class Block(nn.Module):
@@ -163,7 +157,7 @@ class Block(nn.Module):
 
     The mixer also receives `mixer_inputs`.
     """
-    inputs = checks.array("inputs", inputs, "B T D>=1")
+    x = checks.array("inputs", inputs, "B T D>=1")
     checks.choice("norm", self.norm, ("post", "pre"))
     mixer = self.make_mixer(name="mixer")
     if "is_start" in mixer_inputs:
@@ -185,7 +179,6 @@ class Block(nn.Module):
       use_bias=self.use_bias,
       name="feed_forward",
     )
-    x = inputs
     norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       normed = Norm(*norm, name=norm_name)

@@ -7,16 +7,16 @@ from the authors' code:
 - K = ceil(log2(max_length)); the authors take the floor. Powers of two give the same.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import initializers, mixer
-
-MOST_LEVELS = 24  # beyond 2**24 no window fits a machine
+from dpjax.layers import mixer
+from dpjax.layers.initializers import linear
+from dpjax.ops import checks
 
 
 class Dispatcher(nn.Module):
@@ -37,6 +37,8 @@ class Dispatcher(nn.Module):
     dtype: the dtype of the computation; parameters are float32.
   """
 
+  shares_matrices: ClassVar[bool] = True
+
   num_heads: int = 1
   max_length: int = 0
   num_levels: int | None = None
@@ -49,13 +51,12 @@ class Dispatcher(nn.Module):
     """Checks that the settings are in range."""
     mixer.check_settings(
       self,
-      sizes=("num_heads", "max_length", "num_levels"),
+      sizes=("num_heads", "max_length"),
       rates=("level_dropout",),
       implementations=ops.SHIFT_AND_SUM,
     )
-    # A model of the authors may have more levels than its length needs.
-    if (self.num_levels or 0) > MOST_LEVELS:
-      raise ValueError(f"num_levels: expected at most {MOST_LEVELS}, got {self.num_levels}")
+    if self.num_levels is not None:
+      checks.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 places.
     super().__post_init__()
 
   @nn.compact
@@ -71,18 +72,34 @@ class Dispatcher(nn.Module):
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
+      inputs,
+      max_length=self.max_length,
+      num_heads=self.num_heads,
+      is_start=is_start,
+      cache=cache,
     )
-    num_levels = self._num_levels
-    if level_keep is None:
-      level_keep = _draw_levels(self, num_levels, deterministic)
-    per_head = (*inputs.shape[:2], self.num_heads, -1)
+    num_levels, shape = self._num_levels, inputs.shape
+    if level_keep is None and self.level_dropout and not deterministic:
+      key = self.make_rng("dropout")
+      level_keep = jax.random.bernoulli(key, 1 - self.level_dropout, (num_levels,))
+      if not self.shares_matrices:
+        level_keep = level_keep.at[0].set(True)
+    width, num_gates = shape[-1], self.num_heads * num_levels
+    if self.shares_matrices:
+      width, num_gates = width // self.num_heads, num_levels
     # One array of rows: each product would keep a reshape of its own for the gradient.
-    x_re = inputs.reshape(-1, inputs.shape[-1] // self.num_heads)
-    v_bthe = _linear(self, x_re.shape[-1], "values")(x_re).reshape(per_head)
-    g_bthk = nn.sigmoid(_linear(self, num_levels, "gates")(x_re)).reshape(per_head)
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, is_start)
-    y_btd = _linear(self, x_re.shape[-1], "out")(v_bthe).reshape(inputs.shape)
+    rows, per_head = inputs.reshape(-1, width), (*shape[:2], self.num_heads, -1)
+    v_bthe = linear(self, width, "values")(rows).reshape(per_head)
+    gates = linear(self, num_gates, "gates")(rows)
+    g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(per_head)
+    self.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
+    if cache is not None:
+      v_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
+    else:
+      options: Any = dict(level_keep=level_keep, implementation=self.implementation)
+      v_bthe = ops.shift_and_sum(v_bthe, g_bthk, is_start=is_start, **options)
+    x = v_bthe if self.shares_matrices else v_bthe.reshape(shape)
+    y_btd = linear(self, width, "out")(x).reshape(shape)
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
@@ -104,64 +121,4 @@ class MultiHeadDispatcher(Dispatcher):
   Level 0 is never skipped. For the attributes see `Dispatcher`.
   """
 
-  @nn.compact
-  def __call__(
-    self,
-    inputs: jax.Array,
-    *,
-    deterministic: bool = True,
-    level_keep: jax.Array | None = None,
-    cache: ops.ShiftAndSumCache | None = None,
-    lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
-  ) -> Any:
-    """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, num_heads=self.num_heads, is_start=is_start
-    )
-    width = inputs.shape[-1]
-    num_levels = self._num_levels
-    if level_keep is None:
-      level_keep = _draw_levels(self, num_levels, deterministic)
-      if level_keep is not None:
-        level_keep = level_keep.at[0].set(True)
-    per_head = (*inputs.shape[:2], self.num_heads, -1)
-    x_rd = inputs.reshape(-1, width)  # As above.
-    v_bthe = _linear(self, width, "values")(x_rd).reshape(per_head)
-    g_bthk = _linear(self, self.num_heads * num_levels, "gates")(x_rd).reshape(per_head)
-    v_bthe, cache = _shift_and_sum(self, v_bthe, g_bthk, level_keep, cache, lengths, is_start)
-    y_btd = _linear(self, width, "out")(v_bthe.reshape(inputs.shape))
-    return y_btd if cache is None else (y_btd, cache)
-
-
-def _shift_and_sum(module, v_bthe, g_bthk, level_keep, cache, lengths, is_start):
-  module.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
-  if cache is not None:
-    return ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths, is_start=is_start)
-  v_bthe = ops.shift_and_sum(
-    v_bthe,
-    g_bthk,
-    level_keep=level_keep,
-    is_start=is_start,
-    implementation=module.implementation,
-  )
-  return v_bthe, None
-
-
-def _linear(module: nn.Module, features: int, name: str) -> nn.Dense:
-  return nn.Dense(
-    features,
-    use_bias=False,
-    dtype=module.dtype,
-    kernel_init=initializers.weights(module.init_std, initializers.linear_kernel),
-    dot_general=ops.dot_general,
-    name=name,
-  )
-
-
-def _draw_levels(module, num_levels: int, deterministic: bool) -> jax.Array | None:
-  """[K] booleans, one draw for the whole batch; None if every level is kept."""
-  if deterministic or not module.level_dropout:
-    return None
-  key = module.make_rng("dropout")
-  return jax.random.bernoulli(key, 1 - module.level_dropout, (num_levels,))
+  shares_matrices: ClassVar[bool] = False

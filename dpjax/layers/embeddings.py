@@ -12,17 +12,10 @@ from dpjax.ops import checks
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
-  """Vaswani et al. 2017, Sec. 3.5.
+  """A table [T, D] of positions, float32, of Vaswani et al. 2017, Sec. 3.5.
 
-    table[t, 2i]     = sin(t / 10000 ** (2i / D))
-    table[t, 2i + 1] = cos(t / 10000 ** (2i / D))
-
-  Args:
-    length: T, the number of positions.
-    width: D.
-
-  Returns:
-    [T, D], float32.
+  table[t, 2i]     = sin(t / 10000 ** (2i / D))
+  table[t, 2i + 1] = cos(t / 10000 ** (2i / D))
   """
   angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
   table = np.empty((length, width), np.float32)
@@ -68,10 +61,9 @@ class TokenAndPosition(nn.Module):
       tokens: [B, T].
       deterministic: False in training.
       num_before: [B], integers, the position of each row's first token; None means 0. With it,
-        sinusoidal positions, as a formula, continue beyond `max_length`. Learned positions
-        cannot; their rows from `max_length` on are nan.
+        sinusoidal positions continue beyond `max_length`. Learned positions are nan there.
       is_start: [B, T], 1 at the first token of each document, which has the position 0; None
-        means that each row is one document.
+        means that each row is one document. Not with `num_before`.
 
     Raises:
       ValueError: an argument is not as above, or T is above `max_length` without `is_start`.
@@ -83,69 +75,55 @@ class TokenAndPosition(nn.Module):
       num_before=(num_before, "B | None", checks.INTEGERS),
       is_start=(is_start, "B T | None", checks.STARTS),
     )
-    if tokens.shape[1] > self.max_length and is_start is None:
+    length = tokens.shape[1]
+    if length > self.max_length and is_start is None:
       raise ValueError(
         f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
         f"the shape {tokens.shape}"
       )
-    length = tokens.shape[1]
-    embedding_init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
-    x_btd = nn.Embed(
-      self.vocab_size,
-      self.width,
-      dtype=self.dtype,
-      embedding_init=embedding_init,
-      name="tokens",
-    )(tokens)
-    scale = jnp.asarray(self.width**0.5, self.dtype)
+    init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
+    embed = nn.Embed(
+      self.vocab_size, self.width, dtype=self.dtype, embedding_init=init, name="tokens"
+    )
+    x_btd = embed(tokens)
+    if self.positions == "none":
+      return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
     place_bt = None
     if is_start is not None:
-      place_bt = ops.document_places(is_start, num_before)
+      if num_before is not None:
+        raise ValueError("is_start: expected None with num_before")
+      place_bt = ops.document_places(is_start)
     elif num_before is not None:
-      place_bt = _places(num_before, length)
-    if self.positions == "learned":
-      shape = (self.max_length, self.width)
-      table = self.param("positions", embedding_init, shape, jnp.float32)
-      if place_bt is None:
-        rows_btd = table[None, :length]
-      else:
-        rows_btd = jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
-      x_btd = (x_btd + rows_btd.astype(self.dtype)) * scale
-    elif self.positions == "sinusoidal":
+      place_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
+    scale, is_learned = jnp.asarray(self.width**0.5, self.dtype), self.positions == "learned"
+    if is_learned:
+      table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
+    else:
       table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
-      if place_bt is None:
-        rows_btd = table[None, :length]
-      elif num_before is None and length <= self.max_length:
-        rows_btd = jnp.take(table, place_bt, axis=0, mode="clip")
-      else:
-        rows_btd = jnp.where(
-          (place_bt < self.max_length)[..., None],
-          jnp.take(table, place_bt, axis=0, mode="clip"),
-          _sinusoidal_rows(place_bt, self.width),
-        )
-      x_btd = x_btd * scale + rows_btd.astype(self.dtype)
+    if place_bt is None:
+      rows_btd = table[None, :length]
+    elif is_learned:
+      rows_btd = jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
+    else:
+      rows_btd = jnp.take(table, place_bt, axis=0, mode="clip")
+      if num_before is not None or length > self.max_length:
+        is_in_table = (place_bt < self.max_length)[..., None]
+        rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(place_bt, self.width))
+    rows_btd = rows_btd.astype(self.dtype)
+    x_btd = (x_btd + rows_btd) * scale if is_learned else x_btd * scale + rows_btd
     return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
-def _places(num_before: jax.Array, length: int) -> jax.Array:
-  """[B, T], T positions from `num_before` on."""
-  return num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
-
-
 def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:
-  """Rows of an endless table of `sinusoidal_positions`, [B, T, D].
-
-  By place 10,000, the product of place and frequency in float32 has lost the digits that
-  matter. So angles are measured in turns, as 32-bit integers in units of 2**-32 turns, whose
-  overflow drops whole turns.
-  """
+  """Rows of an endless table of `sinusoidal_positions`, [B, T, D]."""
+  # By place 10,000, place times frequency in float32 has lost the digits that matter. So angles
+  # are 32-bit integers in units of 2**-32 turns, whose overflow drops whole turns.
   frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
   units_f = frequency_f / (2 * np.pi) * 2.0**32
   whole_f, rest_f = units_f.astype(np.uint32), (units_f % 1).astype(np.float32)
   place_bt1 = place_bt[..., None]
   angle_btf = place_bt1.astype(jnp.uint32) * whole_f[None, None]
   angle_btf += (place_bt1.astype(jnp.float32) * rest_f[None, None]).astype(jnp.uint32)
-  # Signed: from -1/2 to 1/2 of a turn.
   angle_btf = lax.bitcast_convert_type(angle_btf, jnp.int32).astype(jnp.float32)
   angle_btf *= np.float32(2 * np.pi / 2.0**32)
   rows_btf2 = jnp.stack([jnp.sin(angle_btf), jnp.cos(angle_btf)], axis=-1)

@@ -1,8 +1,12 @@
 """Initializers of the authors' models: PyTorch's defaults, or N(0, s**2)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from dpjax import ops
 
 # U(-1/sqrt(fan_in), 1/sqrt(fan_in)), the weights of torch.nn.Linear.
 linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -11,11 +15,6 @@ linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 def weights(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
   """N(0, std**2), as in the Extractors' paper (Sec. 6); `default` if std is 0."""
   return nn.initializers.normal(std) if std else default
-
-
-def biases(std: float, default: nn.initializers.Initializer) -> nn.initializers.Initializer:
-  """0 if `weights` are normal, else `default`."""
-  return nn.initializers.zeros if std else default
 
 
 def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
@@ -34,3 +33,15 @@ def norm_gains(std: float) -> nn.initializers.Initializer:
     return 1 + std * jax.random.normal(key, shape, dtype)
 
   return initialize if std else nn.initializers.ones
+
+
+def linear(module: Any, features: int, name: str, **options: Any) -> nn.Dense:
+  """A linear layer of a module, with the weights of its `init_std`; without bias by default."""
+  return nn.Dense(
+    features,
+    dtype=module.dtype,
+    kernel_init=weights(module.init_std, linear_kernel),
+    dot_general=ops.dot_general,
+    name=name,
+    **{"use_bias": False, **options},
+  )

@@ -24,17 +24,16 @@ class Mixer(Protocol):
   of arrays, whose shapes do not depend on the chunk. A mixer may lack `init_cache`, `cache`
   and `lengths`; generation then takes full passes.
 
-  Chunks may extend rows beyond `max_length` if the mixer can continue: position t of a
-  Dispatcher reaches back to t - 2**K + 1, of an Extractor and of relative attention to
-  t - max_length + 1. Attention cannot, and returns nan beyond `max_length`.
+  Chunks may extend rows beyond `max_length`, as an output depends on a limited number of earlier
+  positions. A class with `is_endless = False`, such as attention, cannot continue there, and
+  returns nan.
 
   With `is_start`, a row holds several documents, one after another, and each gives the same
   outputs as alone. The row may then be longer than `max_length`; a document may not. A mixer
-  may lack `is_start`; the model then refuses documents.
+  may lack `is_start`; the model then refuses documents. A row of a cache is one document.
 
-  A mixer class may have `is_endless = False`: a cache cannot continue rows beyond
-  `max_length`. Mixers may share positions across layers: the method `make_positions` makes a
-  module, whose result all such mixers of a model receive as `positions`.
+  Mixers may share positions across layers: the method `make_positions` makes a module, whose
+  result all such mixers of a model receive as `positions`.
 
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
@@ -59,8 +58,8 @@ class Mixer(Protocol):
       cache: None, or from `init_cache` or the previous call.
       lengths: [B], int32, with a cache: the number of real positions in each row, before
         its padding; None means all.
-      is_start: [B, T], 1 where a document begins, else 0; with a cache, the first of a row may
-        be 0. None means that each row is one document.
+      is_start: [B, T], 1 where a document begins, else 0; not with a cache. None means that each
+        row is one document.
 
     Returns:
       [B, T, D], and with a cache also the new cache; outputs of padding are meaningless.
@@ -73,24 +72,25 @@ class Mixer(Protocol):
 
 
 def check_input(
-  inputs: jax.Array, *, max_length: int, num_heads: int = 1, is_start: jax.Array | None = None
+  inputs: jax.Array,
+  *,
+  max_length: int,
+  num_heads: int = 1,
+  is_start: jax.Array | None = None,
+  cache: Any = None,
 ) -> None:
   """Checks the input of a mixer.
 
-  Args:
-    inputs: the mixer's input.
-    max_length: the longest T.
-    num_heads: must divide D.
-    is_start: the mixer's `is_start`; with it T may be longer.
-
   Raises:
-    ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`, or
-      `is_start` is not [B, T].
+    ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`,
+      `is_start` is not [B, T], or there are both `is_start` and a cache.
   """
   inputs = checks.array("inputs", inputs, "B T>=1 D>=1")
   length, width = inputs.shape[1:]
   if is_start is not None:
-    ops.check_starts(is_start, inputs.shape[:2], goes_on=True)
+    ops.check_starts(is_start, inputs.shape[:2])
+    if cache is not None:
+      raise UserError("is_start: expected None with a cache, whose rows are one document each")
   elif length > max_length:
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:

@@ -74,8 +74,9 @@ def causal_attention(
     return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
-    mask = dict(is_causal=True) if place_bt is None else dict(mask=_sees(place_bt))
-    return jax.nn.dot_product_attention(queries, keys, values, **mask)
+    if place_bt is None:
+      return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+    return jax.nn.dot_product_attention(queries, keys, values, mask=_sees(place_bt))
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
   )

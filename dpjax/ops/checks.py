@@ -1,12 +1,11 @@
 """Checks of arguments, by name and before anything is computed.
 
-They read types, shapes and dtypes. They read values only of arrays that are not traced, and so
-add nothing to a traced function. Messages read `name: expected ..., got ...`.
+They read types, shapes and dtypes, and values only of arrays that are not traced, and so add
+nothing to a traced function. Messages read `name: expected ..., got ...`.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -36,14 +35,10 @@ def arrays(sizes: dict[str, int] | None = None, /, **arguments: tuple) -> list[j
 
     x, y, z = arrays(x=(x, "B T D"), y=(y, "L>=T | L>=T D"), z=(z, "B | None", ONES))
 
-  Args:
-    sizes: the sizes of letters that are known; receives those of the others.
-    **arguments: a value, the axes that it may have, and a kind (by default `FLOATS`) or a dtype.
-      A letter has one size in all arguments; "L>=T" is a new letter with the least size; "..."
-      is any number of axes, and "None" allows None.
-
-  Raises:
-    ValueError: an argument does not fit.
+  An argument is a value, the axes that it may have, and a kind (by default `FLOATS`) or a dtype. A
+  letter has one size in all arguments; "L>=T" is a new letter with the least size; a first "..."
+  is any number of axes, and "None" allows None. `sizes` are the sizes of letters that are known;
+  it receives those of the others.
   """
   sizes = {} if sizes is None else sizes
   return [_array(sizes, name, *argument) for name, argument in arguments.items()]
@@ -74,7 +69,7 @@ def _array(sizes: dict[str, int], name: str, value: Any, axes: str, kind: Any = 
     is_wrong = (values != 0) & (values != 1)
     if is_wrong.any():
       raise ValueError(f"{name}: expected {expected}, got {values[is_wrong][0]}")
-  return found if isinstance(found, jax.Array) else jnp.asarray(found)
+  return jnp.asarray(found)
 
 
 def _is_of(array: Any, kinds: Sequence[Any]) -> bool:
@@ -91,22 +86,20 @@ def _as_array(value: Any) -> Any:
 
 
 def is_known(array: Any) -> bool:
-  """Whether the values of an array can be read here: it is not traced, and all of it is here."""
+  """Whether the values of an array can be read: it is not traced, and all of it is here."""
   return not isinstance(array, core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
-def _fit(axes: Sequence[str], shape: tuple, sizes: dict[str, int]) -> dict[str, int] | None:
+def _fit(axes: list[str], shape: tuple, sizes: dict[str, int]) -> dict[str, int] | None:
   """The sizes of all letters if a shape has these axes, else None."""
-  if "..." in axes:
-    place, more = axes.index("..."), len(shape) - len(axes) + 1
-    axes = [*axes[:place], *("..." for _ in range(more)), *axes[place + 1 :]]
+  if axes[:1] == ["..."]:
+    axes = axes[1:]
+    shape = shape[max(len(shape) - len(axes), 0) :]
   if len(axes) != len(shape):
     return None
   found = dict(sizes)
   for axis, size in zip(axes, shape, strict=True):
     letter, _, least = axis.partition(">=")
-    if axis == "...":
-      continue
     if size != _size(letter, found, size) or size < _size(least or "0", found):
       return None
     found[letter] = size
@@ -139,8 +132,10 @@ def record(name: str, value: Any, kind: type, sizes: dict[str, int], /, **fields
   """Checks the type of a cache and its arrays, with axes and kinds as in `arrays`."""
   if not isinstance(value, kind):
     raise ValueError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
-  axes = {x: (of,) if isinstance(of, str) else of for x, of in fields.items()}
-  arrays(sizes, **{f"{name}.{x}": (getattr(value, x), *axes[x]) for x in axes})
+  for field, axes in fields.items():
+    _array(
+      sizes, f"{name}.{field}", getattr(value, field), *[axes] if isinstance(axes, str) else axes
+    )
 
 
 def key(name: str, value: Any, reason: str = "") -> None:
@@ -156,10 +151,9 @@ def integer(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
   """Checks that a value is an integer of a range."""
   if not _is_integer(value):
     raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-  if value < least:
-    raise ValueError(f"{name}: expected at least {least}, got {value}")
-  if value > most:
-    raise ValueError(f"{name}: expected at most {most}, got {value}")
+  if not least <= value <= most:
+    bound = f"least {least}" if value < least else f"most {most}"
+    raise ValueError(f"{name}: expected at {bound}, got {value}")
   return int(value)
 
 
@@ -188,10 +182,10 @@ def number(
 ) -> None:
   """Checks that a value is a real number for which `is_right` holds, or, if allowed, is traced."""
   found = _as_array(value)
-  is_right_now = found.shape == () and _is_of(found, (jnp.integer, jnp.floating))
-  if is_right_now:
-    is_right_now = traced if isinstance(found, core.Tracer) else is_right(found.item())
-  if not is_right_now:
+  is_number = found.shape == () and _is_of(found, (jnp.integer, jnp.floating))
+  if is_number:
+    is_number = traced if isinstance(found, core.Tracer) else is_right(found.item())
+  if not is_number:
     raise error(f"{name}: expected {expected}, got {value!r}")
 
 
@@ -230,14 +224,3 @@ def shape(value: Any) -> tuple[int, int]:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
   batch, length = (integer("shape", size, 0) for size in value)
   return batch, length
-
-
-@contextlib.contextmanager
-def reverse_mode(advice: str) -> Iterator[None]:
-  """Adds to JAX's error about forward-mode derivatives what else can be done."""
-  try:
-    yield
-  except TypeError as error:
-    if "forward-mode" not in str(error):
-      raise
-    raise TypeError(f"{advice} for forward-mode derivatives: {error}") from error

@@ -18,15 +18,7 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
   An element takes 16 random bits, half of a draw of `jax.random`, whose time and
   memory are a large part of a training step on CPU. So the probability is the nearest
-  multiple of 2**-16 to `rate`, within 0.00001.
-
-  Args:
-    inputs: [...], floats.
-    rate: the probability in [0, 1); 0 draws no random numbers.
-    key: a random key.
-
-  Returns:
-    Same shape and dtype as `inputs`.
+  multiple of 2**-16 to `rate`, in [0, 1); 0 draws no random numbers.
 
   Raises:
     ValueError: `rate` is outside of [0, 1), the inputs are no floats, or a key is missing.
@@ -50,18 +42,7 @@ def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
     d output / d input = 1 / (1 - rate)   where output > 0, else 0
 
-  Reverse-mode derivatives only.
-
-  Args:
-    inputs: see `dropout`.
-    rate: see `dropout`.
-    key: see `dropout`.
-
-  Returns:
-    See `dropout`.
-
-  Raises:
-    ValueError: see `dropout`.
+  Reverse-mode derivatives only. For arguments and errors see `dropout`.
   """
   return _relu_dropout(rate, _check(inputs, rate, key), key)
 

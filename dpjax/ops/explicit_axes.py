@@ -17,18 +17,10 @@ def automatic_axes(function: _Function) -> _Function:
 
   JAX refuses many reshapes, gathers and loops over explicit axes. Within the function all axes
   are automatic: the compiler places the arrays. An axis of a result is sharded like the same
-  axis of the first argument if both have the same size, and otherwise not at all:
+  axis of the first argument if both have the same size, and otherwise not at all
+  (`jax.sharding.auto_axes` needs the shardings of results before the call):
 
     causal_convolution(f32[16@data, 12, 6], f32[12, 6, 5]) -> f32[16@data, 12, 5]
-
-  Without explicit axes nothing changes. `jax.sharding.auto_axes` does the same for
-  results whose shardings are known before the call.
-
-  Args:
-    function: takes an array and any other arguments; returns a pytree of arrays.
-
-  Returns:
-    The wrapped function.
   """
   name = next(iter(inspect.signature(function).parameters))
 
@@ -41,8 +33,7 @@ def automatic_axes(function: _Function) -> _Function:
       return function(*args, **kwargs)
     first = args[0] if args else kwargs[name]
     mesh, axes = _mesh(example), [*jax.typeof(first).sharding.spec]
-    # Outside of `jit` the devices are known, and JAX needs them for a result that is not
-    # on the mesh yet.
+    # Outside of `jit`, JAX needs the devices for a result that is not on the mesh yet.
     is_known = not isinstance(example, core.Tracer)
     devices = cast(NamedSharding, example.sharding).mesh if is_known else mesh
 

@@ -11,14 +11,6 @@ from dpjax.ops import checks
 def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
   """Checks that lengths are integers [B] in 0 .. C; if traced, only their shape and dtype.
 
-  Args:
-    lengths: [B], integers.
-    batch: B.
-    chunk: C.
-
-  Returns:
-    [B], int32.
-
   Raises:
     ValueError: they are not.
   """
@@ -32,12 +24,5 @@ def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
 
 
 def is_real(lengths: jax.Array, chunk: int) -> jax.Array:
-  """Whether each position is real, [B, C].
-
-    lengths [2, 0], C = 3  ->  [[True, True, False], [False, False, False]]
-
-  Args:
-    lengths: [B], from `check_lengths`.
-    chunk: C.
-  """
+  """Whether each position is real, [B, C]: [2, 0], C = 3  ->  [[1, 1, 0], [0, 0, 0]]."""
   return jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]

@@ -17,18 +17,9 @@ def layer_norm(
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The variance is computed from the deviations, so that a large mean costs no digits. Everything
-  is computed in float32, or in float64 for such inputs. Only reverse-mode derivatives, which
-  store the inputs and two numbers for each vector.
-
-  Args:
-    inputs: [..., D], floats.
-    scale: [D].
-    bias: [D], or None.
-    epsilon: see above.
-
-  Returns:
-    Same shape and dtype as `inputs`.
+  The inputs are [..., D], floats, scale and bias [D]. The variance is computed from the
+  deviations, so that a large mean costs no digits, in float32, or in float64 for such inputs. Only
+  reverse-mode derivatives, which store the inputs and two numbers for each vector.
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """

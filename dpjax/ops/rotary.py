@@ -17,13 +17,8 @@ def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndar
 
     angles[t, i] = t base ** (-2 i / E)  mod 2 pi,  i = 0 .. E / 2 - 1
 
-  Args:
-    length: T.
-    features: E, of one head, even.
-    base: positive; the slowest pair turns once in about 2 pi base positions (E large).
-
-  Returns:
-    [T, E / 2], float32, computed in float64: distant positions lose no digits.
+  `length` is T, `features` E, even. The slowest pair turns once in about 2 pi base positions (E
+  large). The result is float32, computed in float64: distant positions lose no digits.
 
   Raises:
     ValueError: `features` is odd, or a number is out of range.
@@ -47,14 +42,8 @@ def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
     output[i + E / 2] = x[i] sin(angles[i]) + x[i + E / 2] cos(angles[i])
 
   The product of a rotated query and a rotated key depends on their positions only through the
-  distance.
-
-  Args:
-    inputs: [B, T, H, E], floats.
-    angles: [B, T, E / 2] or [1, T, E / 2], from `rotary_angles`.
-
-  Returns:
-    [B, T, H, E], in the dtype of `inputs`; computed in float32, or in float64 for such inputs.
+  distance. The inputs are [B, T, H, E], floats, the angles [B, T, E / 2] or [1, T, E / 2].
+  Computed in float32, or in float64 for such inputs.
 
   Raises:
     ValueError: the shapes do not match.

@@ -94,11 +94,9 @@ def shift_and_sum(
   checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
   if is_start is not None:
     is_start = check_starts(is_start, values.shape[:2])
-  if values.size == 0:
+  if 0 in (values.size, gates.shape[3]) or values.shape[1] == 1:
     return values
   levels = min(gates.shape[3], num_levels(values.shape[1]))
-  if levels == 0:
-    return values
   gates = gates[..., :levels]
   if is_start is not None:
     shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
@@ -158,8 +156,9 @@ def _unrolled(values, gates, level_keep):
   dtype = sum_dtype(values, gates)
   v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
+    c_bthe = gates[..., k, None].astype(dtype)
 
-    def level(v_bthe, shift=2**k, c_bthe=gates[..., k, None].astype(dtype)):
+    def level(v_bthe, shift=2**k, c_bthe=c_bthe):
       past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
       return v_bthe + c_bthe * past_bthe[:, : v_bthe.shape[1]]
 
