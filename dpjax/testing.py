@@ -193,7 +193,8 @@ def _single_position(case: _Case) -> None:
   Look at sizes such as log2(max_length) and max_length - 1.
   """
   inputs = case.draw(1)
-  output, variables = case(max_length=1).init_with_output(jax.random.key(0), inputs)
+  init = jax.jit(case(max_length=1).init_with_output)
+  output, variables = init(jax.random.key(0), inputs)
   _expect(output.shape == inputs.shape, f"got the shape {output.shape}")
   _expect(np.isfinite(output).all(), "an output is not finite")
   sizes = [leaf.size for leaf in jax.tree.leaves(variables.get("params", {}))]
@@ -269,15 +270,16 @@ def _dropout(case: _Case) -> None:
   def train(seed):
     return mix(inputs, deterministic=False, rngs={"dropout": jax.random.key(seed)})
 
-  expected = case.with_params(case())(inputs)
-  np.testing.assert_array_equal(mix(inputs), expected, "outside of training")
+  exact = case.with_params(case())
+  output, expected = jax.jit(lambda x: (mix(x), exact(x)))(inputs)
+  np.testing.assert_array_equal(output, expected, "outside of training")
   draws = [train(seed) for seed in range(17)]
   np.testing.assert_array_equal(draws[0], train(0), "two draws by one key")
   for other, words in ((expected, "drops nothing"), (draws[0], "ignores the key")):
     _expect(any(not np.allclose(draw, other, atol=1e-3) for draw in draws), words)
   # A forgotten key is an error, not a constant mask.
   try:
-    mix(inputs, deterministic=False)
+    jax.eval_shape(lambda: mix(inputs, deterministic=False))
   except InvalidRngError as error:
     _expect("dropout" in str(error), f"asks for another key: {error}")
   else:
@@ -290,8 +292,8 @@ def _no_key(case: _Case) -> None:
   Look at `make_rng`, which a rate of 0 should not reach.
   """
   mix = case.with_params(case())
-  output = mix(case.draw(), deterministic=False)
-  np.testing.assert_array_equal(output, mix(case.draw()))
+  both = jax.jit(lambda x: (mix(x, deterministic=False), mix(x)))
+  np.testing.assert_array_equal(*both(case.draw()))
 
 
 def _gradients(case: _Case) -> None:
@@ -396,25 +398,23 @@ def _documents(case: _Case) -> None:
       output = mix(params, x)
       return jnp.sum(output * weights), output
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    @jax.jit
+    def run(params, x):
+      (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+      return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
+
+    return run
 
   run = with_gradients(packed)
-  ((_, output), grads), ((_, expected), by_hand) = (
-    run(params, inputs),
-    with_gradients(alone)(params, inputs),
-  )
-  names = "output", "by parameters", "by inputs"
-  found, expected = (
-    dict(zip(names, (x, *y), strict=True)) for x, y in ((output, grads), (expected, by_hand))
-  )
-  for (path, want), got in zip(
-    jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+  found, expected = run(params, inputs), with_gradients(alone)(params, inputs)
+  for (path, got), want in zip(
+    jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
   ):
     scale = max(1.0, np.abs(want).max())
     _close(got / scale, want / scale, f"{jax.tree_util.keystr(path)} of packed documents")
   for row, part in parts:
-    (_, changed), _ = run(params, inputs.at[row, part].add(1.0))
-    difference = np.array(abs(changed - output))
+    changed = run(params, inputs.at[row, part].add(1.0))["output"]
+    difference = np.array(abs(changed - found["output"]))
     _expect(difference[row, part].max() > 0, "a document has no effect on itself")
     difference[row, part] = 0
     _expect(
@@ -429,19 +429,16 @@ def _takes_starts(case: _Case) -> bool:
     found = True
   except UserError:
     found = False
-  _expect(
-    found == case.takes_is_start,
-    f"takes_is_start: expected {found}, as the mixer's `__call__`, got {case.takes_is_start}",
-  )
-  return found
+  return _declared(case, "takes_is_start", found, "__call__")
 
 
 def _has_cache(case: _Case) -> bool:
-  found = hasattr(case(), "init_cache")
-  _expect(
-    found == case.has_cache,
-    f"has_cache: expected {found}, as the mixer's `init_cache`, got {case.has_cache}",
-  )
+  return _declared(case, "has_cache", hasattr(case(), "init_cache"), "init_cache")
+
+
+def _declared(case: _Case, name: str, found: bool, method: str) -> bool:
+  given = getattr(case, name)
+  _expect(found == given, f"{name}: expected {found}, as the mixer's `{method}`, got {given}")
   return found
 
 
