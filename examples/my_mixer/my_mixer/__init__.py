@@ -66,7 +66,7 @@ class MinGRU(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    mixer.check_input(inputs, max_length=self.max_length, num_heads=1, is_start=is_start)
+    mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
     batch, length, width = inputs.shape
     gates, values = (
       nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
@@ -75,16 +75,14 @@ class MinGRU(nn.Module):
     z_bte = nn.sigmoid(gates.astype(jnp.float32))
     v_bte = values.astype(jnp.float32)
     v_bte = jnp.where(v_bte >= 0, v_bte + 0.5, nn.sigmoid(v_bte))
-    is_real_bt = jnp.ones((batch, length), bool)
     if lengths is not None:
       # Padding keeps the state.
       is_real_bt = jnp.arange(length)[None] < lengths[:, None]
       z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
     decay_bte = 1 - z_bte
     if is_start is not None:
-      # A document begins with a state of 0. (`is_start` of padding means nothing.)
-      is_start_bt = (is_start > 0) & is_real_bt
-      decay_bte = jnp.where(is_start_bt[..., None], 0, decay_bte)
+      # A document begins with a state of 0.
+      decay_bte = jnp.where(is_start[..., None] > 0, 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
     h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
     y_btd = nn.Dense(width, dtype=self.dtype, name="out")(h_bte)
