@@ -19,14 +19,11 @@ class Mixer(Protocol):
   1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if
   `deterministic` is False.
 
-  With a cache, it takes rows in chunks of any size, down to one token, and returns the same
-  outputs as for whole rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache is a pytree
-  of arrays, whose shapes do not depend on the chunk. A mixer may lack `init_cache`, `cache`
-  and `lengths`; generation then takes full passes.
-
-  Chunks may extend rows beyond `max_length`, as an output depends on a limited number of earlier
-  positions. A class with `is_endless = False`, such as attention, cannot continue there, and
-  returns nan.
+  With a cache, it takes rows in chunks of any size, and returns the same outputs as for whole
+  rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache is a pytree of arrays, whose shapes
+  do not depend on the chunk. Chunks may extend rows beyond `max_length`, unless the class says
+  `is_endless = False`. A mixer may lack `init_cache`, `cache` and `lengths`; generation then takes
+  full passes.
 
   With `is_start`, a row holds several documents, one after another, and each gives the same
   outputs as alone. The row may then be longer than `max_length`; a document may not. A mixer
@@ -97,14 +94,15 @@ def check_input(
     raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
 
 
-def check_takes_starts(module: Any) -> None:
-  """Checks that a mixer, or a kind of boundaries, takes `is_start`.
-
-  Raises:
-    ValueError: it does not.
-  """
+def takes_starts(module: Any) -> bool:
+  """Whether a mixer, or a kind of boundaries, takes `is_start`."""
   parameters = inspect.signature(type(module).__call__).parameters.values()
-  if not any(x.name == "is_start" or x.kind is x.VAR_KEYWORD for x in parameters):
+  return any(x.name == "is_start" or x.kind is x.VAR_KEYWORD for x in parameters)
+
+
+def check_takes_starts(module: Any) -> None:
+  """Raises a `ValueError` if a mixer, or a kind of boundaries, does not take `is_start`."""
+  if not takes_starts(module):
     raise UserError(
       f"is_start: expected none for a model with {type(module).__name__}, which does not keep "
       "documents apart (its __call__ takes no `is_start`), got some"
@@ -118,21 +116,12 @@ def check_settings(
   rates: Sequence[str] = (),
   implementations: Collection[str] | None = None,
 ) -> None:
-  """Checks that the fields of a new mixer are in range.
+  """Raises `field: expected ..., got ...` if a field of a new mixer is out of range.
 
-  Args:
-    module: the mixer.
-    sizes: the names of fields that are integers of at least 1, or None if that is the default.
-    rates: the names of fields that are probabilities below 1.
-    implementations: the values of the field `implementation` besides None.
-
-  Raises:
-    ValueError: `field: expected ..., got ...`.
+  `sizes` name integers of at least 1, `rates` probabilities below 1; `implementations` are the
+  values of the field `implementation` besides None.
   """
-  for name in sizes:
-    size, default = getattr(module, name), getattr(type(module), name, 0)
-    if size is not None or default is not None:
-      checks.integer(name, size)
+  checks.integers(**{name: getattr(module, name) for name in sizes})
   for name in rates:
     checks.rate(name, getattr(module, name))
   if implementations is not None and module.implementation is not None:
