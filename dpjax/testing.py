@@ -1,8 +1,8 @@
 """Checks that a token mixer fulfils the contract of `dpjax.layers.mixer.Mixer`.
 
-  def test_my_mixer():
-    dpjax.testing.check_mixer(MyMixer)
-
+def test_my_mixer():
+  dpjax.testing.check_mixer(MyMixer)
+"""
 
 import dataclasses
 import inspect

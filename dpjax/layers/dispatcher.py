@@ -88,10 +88,10 @@ class Dispatcher(nn.Module):
     if self.shares_matrices:
       width, num_gates = width // self.num_heads, num_levels
     # One array of rows: each product would keep a reshape of its own for the gradient.
-    rows, per_head = inputs.reshape(-1, width), (*shape[:2], self.num_heads, -1)
-    v_bthe = linear(self, width, "values")(rows).reshape(per_head)
+    rows, per_head = inputs.reshape(-1, width), (*shape[:2], self.num_heads)
+    v_bthe = linear(self, width, "values")(rows).reshape(*per_head, shape[-1] // self.num_heads)
     gates = linear(self, num_gates, "gates")(rows)
-    g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(per_head)
+    g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(*per_head, num_levels)
     self.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
     if cache is not None:
       v_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)

@@ -127,4 +127,4 @@ def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:
   angle_btf = lax.bitcast_convert_type(angle_btf, jnp.int32).astype(jnp.float32)
   angle_btf *= np.float32(2 * np.pi / 2.0**32)
   rows_btf2 = jnp.stack([jnp.sin(angle_btf), jnp.cos(angle_btf)], axis=-1)
-  return rows_btf2.reshape(*place_bt.shape, -1)[..., :width]
+  return rows_btf2.reshape(*place_bt.shape, 2 * len(frequency_f))[..., :width]

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from dpjax import ops
-from dpjax.models.build import build_model
-from dpjax.ops import attention
 from tests import helpers
 
 BATCH, HEADS, FEATURES, BLOCK = 2, 3, 5, 8
@@ -176,20 +174,6 @@ def test_the_gradient_drops_what_the_result_dropped(name):
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_under_vmap_every_row_has_its_own_key(name):
-  arguments, weights = draw(name, 13)
-
-  def run(key, scale):
-    settings = dict(dropout_rate=0.4, dropout_key=key, block_size=BLOCK)
-    return with_gradients(name, **settings)([scale * x for x in arguments], weights)
-
-  rows = jax.random.split(jax.random.key(1), 2), jnp.asarray([0.5, 2])
-  together, one = jax.jit(jax.vmap(run))(*rows), jax.jit(run)
-  for i in range(2):
-    assert_alike([x[i] for x in together], one(*(x[i] for x in rows)), **ROUNDING)
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
 def test_rows_on_several_devices_meet_in_shared_gradients_alone(name):
   arguments, weights = draw(name, 19)
   by_rows, everywhere = helpers.over_devices(BATCH)
@@ -202,45 +186,6 @@ def test_rows_on_several_devices_meet_in_shared_gradients_alone(name):
   # Not at every tile: what XLA puts into a loop is as long as a tile.
   reduced = [line for line in compiled.as_text().splitlines() if " all-reduce(" in line]
   assert not [line for line in reduced if f",{2 * BLOCK},{FEATURES}]" in line]
-
-
-@pytest.mark.slow
-def test_a_gradient_of_a_gradient():
-  arguments, weights = draw("relative", 11)
-
-  def squares(arguments, block_size):
-    _, *grads = with_gradients("relative", block_size=block_size)(arguments, weights)
-    return sum(jnp.sum(x**2) for x in grads)
-
-  found, expected = (
-    jax.jit(jax.grad(functools.partial(squares, block_size=size)))(arguments) for size in (4, 11)
-  )
-  assert_alike(found, expected, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "mixer", [pytest.param("attention", marks=pytest.mark.slow), "relative_attention"]
-)
-def test_in_layers_that_are_scanned_and_computed_again(mixer, monkeypatch):
-  monkeypatch.setattr(attention, "BLOCK_SIZE", 4)
-  plain, again = (
-    build_model(helpers.tiny_model(mixer=mixer, mixer_dropout=0.2, remat=remat))
-    for remat in (False, True)
-  )
-  tokens = np.random.default_rng(0).integers(11, size=(BATCH, 11))
-
-  def run(model, params):
-    rngs = {"dropout": jax.random.key(1)}
-    output = model.apply({"params": params}, tokens, deterministic=False, rngs=rngs)
-    return jnp.sum(output.logits**2)
-
-  params = helpers.draw_params(plain, 1, 1 / 2)
-  assert "custom_vjp" in str(jax.make_jaxpr(functools.partial(run, again))(params))
-  found, expected = (
-    jax.jit(jax.grad(functools.partial(run, model)))(params) for model in (plain, again)
-  )
-  assert_alike(jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-4, atol=1e-4)
 
 
 def compile_training(name, length, **settings):
@@ -260,18 +205,3 @@ def test_memory_grows_as_the_length(name):
   arguments, weights = draw(name, 600, heads=2, features=8)
   text = jax.jit(with_gradients(name)).lower(arguments, weights).as_text()
   assert "2x2x120x120" in text and "600x600" not in text
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize(
-  "settings, message",
-  [
-    (dict(block_size=0), "block_size: .* at least 1, got 0"),
-    (dict(dropout_rate=0.4), "dropout_key: .*dropout_rate = 0.4, got None"),
-    (dict(dropout_rate=0.4, block_size=3), "dropout_key: .*dropout_rate = 0.4, got None"),
-    (dict(dropout_rate=1.5, dropout_key=jax.random.key(0)), r"rate: .*probability .*, got 1.5"),
-  ],
-)
-def test_refusals(name, settings, message):
-  with pytest.raises(ValueError, match=message):
-    ATTENTIONS[name](*draw(name, 5)[0], **settings)

@@ -105,22 +105,6 @@ def test_ragged_chunks_equal_the_whole_pass(is_relative, chunk):
   assert TRACES in ([], [(BATCH, chunk, HEADS, FEATURES)])
 
 
-def test_chunks_without_padding(is_relative):
-  # A cache with more places than tokens, and as many as there are distances.
-  parts, distances = draw()
-  cache, begin, outputs = new_cache(max_length=DISTANCES), 0, []
-  for size in (7, 1, 5):
-    places = slice(begin, begin + size)
-    chunk = [x[:, places] for x in parts]
-    found, cache = step(chunk, distances if is_relative else [], cache)
-    outputs.append(found)
-    begin += size
-  found = np.concatenate(outputs, axis=1)
-  np.testing.assert_allclose(found, whole(is_relative), **ROUNDING)
-  np.testing.assert_array_equal(cache.length, [LENGTH] * BATCH)
-  np.testing.assert_array_equal(cache.values[:, :, LENGTH:], 0)
-
-
 @pytest.mark.parametrize("chunk", [1, 3, RING])
 def test_a_ring_goes_on_beyond_its_end(chunk):
   schedule = ragged(chunk)
@@ -131,17 +115,6 @@ def test_a_ring_goes_on_beyond_its_end(chunk):
   for found, new in zip(cache[:2], draw()[0][1:], strict=True):
     for token in range(LENGTH - RING, LENGTH):
       np.testing.assert_array_equal(found[:, :, token % RING], new[:, token])
-
-
-def test_a_ring_of_another_dtype():
-  counts = ragged(3)
-  cache = new_cache(jnp.bfloat16, max_length=RING)
-  outputs, cache = feed(counts, True, cache, 3)
-  assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
-  np.testing.assert_allclose(outputs, whole_of_a_ring(), rtol=0, atol=0.05)
-  # A token reads what will be kept of itself, not what it was given.
-  b = int(np.argmax(next(x for x in counts if max(x))))
-  np.testing.assert_array_equal(outputs[b, 0], draw()[0][2][b, 0].astype(jnp.bfloat16))
 
 
 def test_a_row_that_went_round_the_ring_can_be_begun_anew():
@@ -207,97 +180,6 @@ def test_bfloat16(is_relative):
   outputs, cache = feed(ragged(), is_relative, new_cache(jnp.bfloat16), dtype=jnp.bfloat16)
   assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
   np.testing.assert_allclose(outputs, whole(is_relative, jnp.bfloat16), rtol=0, atol=0.05)
-
-
-def test_large_scores_are_finite(is_relative):
-  parts, distances, counts = first_chunk(scale=1e3)
-  outputs, _ = step(parts, distances if is_relative else [], new_cache(), counts)
-  assert np.isfinite(outputs).all()
-
-
-def equations(jaxpr):
-  for equation in jaxpr.eqns:
-    yield equation
-    for parameter in equation.params.values():
-      if hasattr(parameter, "jaxpr"):
-        yield from equations(parameter.jaxpr)
-
-
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_nothing_is_larger_than_the_cache_or_the_scores(is_relative, chunk):
-  parts, distances = draw(jnp.bfloat16)
-  parts, cache = [x[:, :chunk] for x in parts], new_cache(jnp.bfloat16)
-  made = jax.make_jaxpr(attend)(parts, distances if is_relative else [], cache)
-  found = list(equations(made.jaxpr))
-  scores = chunk * (LENGTH + (chunk if is_relative and chunk > 1 else 0))
-  bound = max(FEATURES * LENGTH, scores) * BATCH * HEADS
-  assert max(x.aval.size for e in found for x in e.outvars) == bound
-  softmax = [e.outvars[0].aval.dtype for e in found if e.primitive.name == "exp"]
-  assert softmax == [jnp.float32]
-
-
-def test_refuses_sizes_of_a_cache():
-  settings = dict(batch=3, max_length=13, num_heads=2, features=5)
-  for name in settings:
-    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
-      attention_cache.init_attention_cache(**{**settings, name: 0})
-  with pytest.raises(ValueError, match="dtype: expected a float, got int32"):
-    attention_cache.init_attention_cache(**settings, dtype=jnp.int32)
-
-
-def replaced(**changes):
-  """A cache of which some arrays are cut, or of another dtype."""
-  cache = new_cache()
-  return cache._replace(**{name: change(getattr(cache, name)) for name, change in changes.items()})
-
-
-Q, K, V = draw()[0]
-R, U, W = draw()[1]
-HALF = V.astype(jnp.bfloat16)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(parts=[Q[0], K, V]), r"queries: expected floats \[B, C, H, E\]"),
-    (dict(parts=[Q, K[:, :3], V]), r"keys: .*\(3, 13, 2, 5\), got float32 \(3, 3, 2, 5\)"),
-    (dict(parts=[Q, K, HALF]), "values: expected float32 .* got bfloat16"),
-    (dict(parts=[Q.astype(int)] * 3), "queries: expected floats .* got int32"),
-    (dict(parts=[Q[:, :0]] * 3), r"queries: .*= \(B, at least 1, H, .*got float32 \(3, 0, 2, 5\)"),
-    (
-      dict(cache=replaced(keys=lambda x: x[:, :, :11], values=lambda x: x[:, :, :11])),
-      "queries: expected a chunk of C = 1 .. 11 tokens, M of the cache, got 13",
-    ),
-    (
-      dict(cache=replaced(keys=lambda x: x[:, :, :5])),
-      r"cache.values: .*\(3, 2, 5, 5\), got float32 \(3, 2, 13, 5\)",
-    ),
-    (
-      dict(cache=replaced(keys=lambda x: x[:2], values=lambda x: x[:2])),
-      r"cache.keys: .* \[B, H, M, E\] = \(3, 2, M, 5\), got float32 \(2, 2, 13",
-    ),
-    (
-      dict(cache=replaced(length=lambda x: x[:2])),
-      r"cache.length: .*\(3,\).*int32 \(2,",
-    ),
-    (
-      dict(cache=replaced(length=lambda x: x.astype(jnp.int16))),
-      r"cache.length: expected int32 .*got int16 \(3,\)",
-    ),
-    (dict(lengths=np.array([1, 2])), r"lengths: expected integers .*got int64 \(2,\)"),
-    (dict(lengths=np.ones(3)), r"lengths: expected integers .*got float64 \(3,\)"),
-    (dict(lengths=[1, -1, 3]), "lengths: expected 0 .. C = 13, got -1"),
-    (dict(lengths=[1, 2, 14]), "lengths: expected 0 .. C = 13, got 14"),
-    (dict(distances=[R[:12], U, W]), r"positions: .*\(at least 13, 2, 5\), got .*\(12, 2, 5\)"),
-    (dict(distances=[R[:, :1], U, W]), r"positions: .*got float32 \(17, 1, 5\)"),
-    (dict(distances=[R, U[0], W]), r"content_bias: .*got float32 \(5,\)"),
-    (dict(distances=[R, U, W[:1]]), r"position_bias: .*got float32 \(1, 5\)"),
-  ],
-)
-def test_refuses_what_does_not_match(changes, message):
-  arguments = dict(parts=[Q, K, V], distances=[R, U, W], cache=new_cache())
-  with pytest.raises(ValueError, match=message):
-    attend(**arguments | changes)
 
 
 @pytest.mark.parametrize("lengths", [None, [0, 3, 13]])

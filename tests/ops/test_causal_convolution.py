@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax.ops import causal_convolution
-from dpjax.ops.causal_convolution import _dft_matrices, choose_implementation
-from tests import helpers
+from dpjax.ops.causal_convolution import choose_implementation
 from tests.reference import exact
 from tests.reference import extractors as reference
 
@@ -146,144 +145,9 @@ def test_transforms_of_bfloat16_are_in_float32(rank, name):
   assert (before == after).mean() > 0.98
 
 
-def test_a_long_dft_takes_steps_of_equal_size():
-  # Multiplications for a position of one feature, against four thirds of the least.
-  for length in (1024, 4096, 16384):
-    first, second = jax.eval_shape(lambda length=length: _dft_matrices(length, jnp.float32))
-    work = 2 * first.shape[2] + 4 * second.shape[4]
-    assert work <= 1.34 * 2 * (8 * length) ** 0.5, length
-
-
-def test_dtypes_of_inputs_and_filters_may_differ(rank, implementation):
-  inputs, filters, weights = draw(rank)
-  low = inputs.astype(jnp.bfloat16), filters, weights.astype(jnp.bfloat16)
-  shapes = jax.eval_shape(functools.partial(run, implementation=implementation), *low)
-  assert [x.dtype for x in shapes] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-
-
-@pytest.mark.parametrize("name", ["fft", "dft"])
-def test_long_transforms_are_exact(rank, name):
-  sizes = 1, 1024, 1024, 2, 3
-  for a, b in zip(run(*draw(rank, *sizes), implementation=name), expect(rank, *sizes), strict=True):
-    assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 1e-6
-
-
-def compile_over_devices(rank, length, implementation):
-  """Compiled for a batch of 16 over 8 devices, filters on all of them."""
-  by_rows, everywhere = helpers.over_devices()
-  shapes = [(16, length, 3), (length, 3, 5)[:rank], (16, length, 5 if rank == 3 else 3)]
-  arrays = [
-    jax.ShapeDtypeStruct(x, jnp.float32, sharding=y)
-    for x, y in zip(shapes, [by_rows, everywhere, by_rows], strict=True)
-  ]
-  return run.lower(*arrays, implementation=implementation).compile()
-
-
-@pytest.mark.parametrize(
-  "name, length", [*((name, 13) for name in DIRECT), ("dft", 37), (None, 300)]
-)
-def test_a_batch_over_devices_stays_there(rank, name, length):
-  compiled = compile_over_devices(rank, length, name)
-  for sharding in compiled.output_shardings[:2]:
-    assert sharding.spec[0] == "batch"
-  # Of the gradient by the filters.
-  assert helpers.collectives(compiled) == {"all-reduce"}
-
-
 def test_several_devices_and_other_platforms_have_a_choice_of_their_own():
   assert choose_implementation(2, 2, 600, "cpu", 1) == "fft"
   assert choose_implementation(2, 2, 600, "gpu", 1) == "fft"
   assert choose_implementation(2, 2, 600, "gpu", 2) == "dft"
   assert choose_implementation(3, 2, 7, "cpu", 1) == "scan"
   assert choose_implementation(3, 2, 7, "gpu", 1) == "dft"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.1)], ids=["f32", "bf16"]
-)
-def test_inside_a_scan_over_recomputed_layers_and_vmap(implementation, dtype, tolerance):
-  inputs, filters, weights = draw(rank=3, written=3, dtype=dtype)
-  layers = jnp.stack([filters, -0.5 * filters, 0.25 * filters])
-
-  def stacked(inputs, layers):
-    @jax.checkpoint
-    def layer(x, taps):
-      return causal_convolution(x, taps, implementation=implementation), None
-
-    return (jax.lax.scan(layer, inputs, layers)[0] * weights).sum()
-
-  def unrolled(inputs, layers):
-    for taps in layers:
-      inputs = causal_convolution(inputs, taps, implementation=implementation)
-    return (inputs * weights).sum()
-
-  by_scan, by_loop = (jax.grad(x, argnums=(0, 1)) for x in (stacked, unrolled))
-  expected = jax.jit(by_loop)(inputs, layers)
-  assert_close(jax.jit(by_scan)(inputs, layers), expected, tolerance)
-  several = jax.jit(jax.vmap(by_scan))(jnp.stack([inputs, inputs]), jnp.stack([layers, layers]))
-  assert_close([x[1] for x in several], expected, tolerance)
-
-
-@pytest.mark.parametrize("shape", [(0, 7, 3), (2, 0, 3), (2, 7, 0)], ids=str)
-def test_empty_arrays(rank, shape):
-  filters = jnp.ones((11, shape[2], 5)[:rank])
-  weights = jnp.ones((*shape[:2], 5 if rank == 3 else shape[2]))
-  result, by_inputs, by_filters = run(jnp.ones(shape), filters, weights, implementation="conv")
-  assert result.shape == weights.shape and by_inputs.shape == shape
-  np.testing.assert_array_equal(result, 0)
-  np.testing.assert_array_equal(by_filters, jnp.zeros_like(filters))
-
-
-def temporary_bytes(rank, length, implementation):
-  shapes = [(2, length, 6), (length, 6, 6)[:rank], (2, length, 6)]
-  arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
-  compiled = run.lower(*arrays, implementation=implementation).compile()
-  return compiled.memory_analysis().temp_size_in_bytes
-
-
-def test_the_scan_keeps_no_shifted_inputs(rank):
-  short, long = (temporary_bytes(rank, length, "scan") for length in (256, 1024))
-  assert long < 4.5 * short  # With them 16 times.
-
-
-def test_the_toeplitz_matrix_needs_no_gather(rank):
-  text = run.lower(*draw(rank), implementation="toeplitz").as_text()
-  assert "gather" not in text and "scatter" not in text
-
-
-def test_none_is_the_choice_for_the_shape(rank):
-  chosen = set()
-  for length in (7, 600):
-    arrays = draw(rank, length=length, taps=600)
-    text = run.lower(*arrays).as_text()
-    name = choose_implementation(rank, 2, length, "cpu", jax.device_count())
-    assert text == run.lower(*arrays, implementation=name).as_text()
-    assert text != run.lower(*arrays, implementation="conv").as_text()
-    chosen.add(name)
-  assert len(chosen) == 2
-
-
-def zeros(*shape, dtype=jnp.float32):
-  return jnp.zeros(shape, dtype)
-
-
-@pytest.mark.parametrize(
-  "inputs, filters, message",
-  [
-    (zeros(7, 3), zeros(11), r"inputs: expected floats .* got float32 \(7, 3\)"),
-    (zeros(2, 7, 3, dtype=jnp.int32), zeros(11), "inputs: .* got int32"),
-    (zeros(2, 7, 3), zeros(11, dtype=bool), "filters: expected floats .* got bool"),
-    (zeros(2, 7, 3), zeros(), r"filters: expected floats .* got float32 \(\)"),
-    (zeros(2, 7, 3), zeros(11, 3, 3, 3), "filters: expected floats .*3, 3, 3"),
-    (zeros(2, 7, 3), zeros(11, 5), r"filters: .*\(at least 1, 3\) .*\(11, 5\)"),
-    (zeros(2, 7, 3), zeros(11, 5, 3), r"filters: .*\(at least 1, 3, E\), .*11, 5, 3"),
-    (zeros(2, 0, 3), zeros(0, 3), r"filters: .*\(at least 1,\) .*\(0, 3\)"),
-    (zeros(2, 7, 3), zeros(5), "inputs: expected at most 5 positions, .* got 7"),
-  ],
-)
-def test_refuses_arrays_that_do_not_match(inputs, filters, message):
-  with pytest.raises(ValueError, match=message):
-    causal_convolution(inputs, filters)
-  with pytest.raises(ValueError, match="'scan', 'conv', 'toeplitz'.*got 'fast'"):
-    causal_convolution(zeros(2, 7, 3), zeros(11), implementation="fast")

@@ -65,14 +65,3 @@ def test_shapes_and_dtypes(shape, dtype):
   outputs = ops.dropout(jnp.ones(shape, dtype), 0.5, jax.random.key(5))
   assert outputs.shape == shape and outputs.dtype == dtype
   assert set(np.unique(np.asarray(outputs, np.float32))) <= {0.0, 2.0}
-
-
-def test_without_a_rate_nothing_changes():
-  inputs = jnp.ones((2, 3))
-  assert ops.dropout(inputs, 0.0, jax.random.key(7)) is inputs
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5])
-def test_refuses_what_is_no_probability(rate):
-  with pytest.raises(ValueError, match="rate: expected a probability"):
-    ops.dropout(jnp.ones(3), rate, jax.random.key(8))

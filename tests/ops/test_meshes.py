@@ -91,8 +91,7 @@ def with_gradients(operator):
       weights = jnp.cos(jnp.arange(result.shape[-1], dtype=jnp.float32))
       return jnp.sum(result @ weights), result
 
-    gradient = jax.grad(loss, argnums=floats, has_aux=True)
-    by_arrays, result = gradient(*arrays)
+    by_arrays, result = jax.grad(loss, argnums=floats, has_aux=True)(*arrays)
     return result, *by_arrays
 
   return run
@@ -105,14 +104,12 @@ def assert_close(actual, expected):
 
 CASES = [*cases(), *cached_cases()]
 OUTSIDE_OF_JIT = ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1")
-
-
 # One of each operator.
 DEFAULT = {
-  *("shift_and_sum loop", "shift_and_sum recompute", "dispatch_matrix", "causal_attention 6"),
-  *("relative_attention 4", "causal_convolution fft 1", "causal_convolution toeplitz 2"),
-  *("causal_convolution scan 3", "pool_segments mean", "upsample_segments"),
-  *("conditional_entropy", "shift_and_sum_cached", "relative_attention_cached"),
+  *("shift_and_sum recompute", "dispatch_matrix", "causal_attention 6", "relative_attention 4"),
+  *("causal_convolution fft 1", "causal_convolution scan 3", "pool_segments mean"),
+  *("upsample_segments", "conditional_entropy", "shift_and_sum_cached"),
+  "relative_attention_cached",
 }
 
 
@@ -144,9 +141,23 @@ def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
     assert_close(jax.jit(each)(*arrays), expected)
 
 
-@pytest.mark.parametrize("taps", [draw(LENGTH), draw(LENGTH, 5)], ids=["1", "2"])
-def test_an_fft_of_rows_that_automatic_axes_spread(taps):
-  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-  convolve = jax.jit(partial(ops.causal_convolution, implementation="fft"))
-  placed = jax.device_put(INPUTS, NamedSharding(mesh, ROWS))
-  np.testing.assert_allclose(convolve(placed, taps), convolve(INPUTS, taps), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+  "name, operator, by_rows, shared",
+  [
+    helpers.slow_unless(
+      case[0] in {"shift_and_sum recompute", "relative_attention 4"}, *case, id=case[0]
+    )
+    for case in CASES
+    if "fft" not in case[0] and "pallas" not in case[0]
+  ],
+)
+def test_rows_on_several_devices_exchange_gradients_of_what_they_share_alone(
+  name, operator, by_rows, shared
+):
+  rows, everywhere = helpers.over_devices()
+  run = jax.jit(with_gradients(operator))
+  placed = [jax.device_put(x, rows) for x in by_rows]
+  placed += [jax.device_put(x, everywhere) for x in shared]
+  compiled = run.lower(*placed).compile()
+  assert_close(compiled(*placed), run(*by_rows, *shared))
+  assert helpers.collectives(compiled) == ({"all-reduce"} if shared else set())

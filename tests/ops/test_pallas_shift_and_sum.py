@@ -106,46 +106,6 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_summed_in_float32():
-  arrays = draw(*SHAPE, jnp.bfloat16)
-  exact = run(small(), *(x.astype(jnp.float32) for x in arrays))
-  for a, b in zip(run(small(), *arrays), exact, strict=True):  # Rounded once, at the end.
-    np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
-  mixed = arrays[0], arrays[1].astype(jnp.float32), arrays[2]
-  shapes = jax.eval_shape(functools.partial(run, small()), *mixed)
-  assert [x.dtype for x in shapes] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-
-
-def test_reach_is_exact():
-  length, levels = 13, 2
-  values, gates, _ = draw(1, length, 1, 1, levels)
-  by_values = jax.jit(jax.jacrev(small(tile=4)))(values, gates)
-  distance = np.arange(length)[:, None] - np.arange(length)
-  is_seen = (distance >= 0) & (distance < 2**levels)
-  np.testing.assert_array_equal(by_values.reshape(length, length) != 0, is_seen)
-
-
-@pytest.mark.slow
-def test_the_past_does_not_see_a_later_nan():
-  values, gates, _ = draw(2, 29, 2, 3, 4)
-  operator = jax.jit(small(tile=4))
-  later = [(values.at[:, 2:].set(jnp.nan), gates), (values, gates.at[:, 2:].set(jnp.nan))]
-  for changed in later:
-    np.testing.assert_array_equal(operator(*changed)[:, :2], operator(values, gates)[:, :2])
-
-
-@pytest.mark.slow
-def test_inside_vmap_and_scan():
-  arrays = [jnp.stack([x, -2 * x]) for x in draw(*SHAPE)]
-  arrays.append(jnp.asarray([[True, False, True, True], [False] * 4]))
-  one = functools.partial(run, small())
-  expected = [jnp.stack(x) for x in zip(*map(one, *arrays), strict=True)]
-  assert_close(jax.vmap(one)(*arrays), expected)
-  _, scanned = jax.lax.scan(lambda carry, x: (carry, one(*x)), 0, arrays)
-  assert_close(scanned, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="divides a batch over two devices")
 def test_divides_by_shard_map():
   arrays = draw(6, 11, 3, 5, 4)
@@ -225,22 +185,6 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
   for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
     scale = float(jnp.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    (dict(platform="rocm"), "platform: expected 'cpu', 'gpu' or 'tpu', got 'rocm'"),
-    (dict(interpret=False, platform="cpu"), "interpret: expected True or None .* False"),
-    (dict(tile=12), "tile: expected a power of 2, at least 2, got 12"),
-    (dict(backward_tile=1), "backward_tile: expected a power of 2, at least 2, got 1"),
-  ],
-  ids=str,
-)
-def test_refuses_options(options, message):
-  values, gates, _ = draw(2, 7, 3, 5, 3)
-  with pytest.raises(ValueError, match=message):
-    kernels(values, gates, **options)
 
 
 @pytest.mark.parametrize("name", ["values", "gates"])

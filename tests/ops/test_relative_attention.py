@@ -45,37 +45,6 @@ def test_values_and_gradients(length):
   np.testing.assert_array_equal(found[4][length:], 0)
 
 
-def test_only_distances_count():
-  # What comes before is made invisible: its keys meet queries that are all alike in one
-  # feature. So the rest is seen as if it stood at the beginning.
-  attend = jax.jit(ops.relative_attention)
-  queries, keys, values, positions, u, v = draw()
-  queries, u = queries.at[..., 0].set(1), u.at[:, 0].set(0)
-  expected = attend(queries, keys, values, positions, u, v)
-  moved = [jnp.roll(x, 2, axis=1) for x in (queries, keys, values)]
-  moved[1] = moved[1].at[:, :2, :, 0].set(-1e4)
-  result = attend(*moved, positions, u, v)
-  np.testing.assert_allclose(result[:, 2:], expected[:, :-2], **ROUNDING)
-
-
-@pytest.mark.parametrize(
-  "index, array, message",
-  [
-    (1, draw(6)[1], r"keys: .*\(2, 7, 3, 5\), got float32 \(2, 6, 3, 5\)"),
-    (0, draw()[0][0], r"queries: expected floats \[B, T, H, E\]"),
-    (3, draw(distances=6)[3], r"positions: .*at least 7, 3, 5\), got .*\(6, 3, 5\)"),
-    (3, draw()[3][:, :2], r"positions: .*got float32 \(9, 2, 5\)"),
-    (4, draw()[4][:, :1], r"content_bias: .*\(3, 5\), got float32 \(3, 1\)"),
-    (5, draw()[5][0], r"position_bias: .*\(3, 5\), got float32 \(5,\)"),
-  ],
-)
-def test_refuses_shapes_that_do_not_match(index, array, message):
-  arguments = draw()
-  arguments[index] = array
-  with pytest.raises(ValueError, match=message):
-    ops.relative_attention(*arguments)
-
-
 @pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
 def test_relative_positions(length, width):
   table = ops.relative_positions(length, width)

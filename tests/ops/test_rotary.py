@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dpjax import ops
 from tests.reference import transformer
@@ -25,13 +24,6 @@ def test_pairs_turn_as_complex_numbers_do():
   output = jax.jit(ops.rotate)(draw(), angles())
   expected = transformer.rotate(np.float64(draw()), BASE)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_rows_may_have_positions_of_their_own():
-  both = jnp.concatenate([angles(), angles(5)])
-  output = ops.rotate(draw(), both)
-  np.testing.assert_array_equal(output[0], ops.rotate(draw(), angles())[0])
-  np.testing.assert_array_equal(output[1], ops.rotate(draw(), angles(5))[1])
 
 
 def test_products_depend_on_the_distance_alone():
@@ -63,13 +55,3 @@ def test_bfloat16_is_rounded_once():
   assert output.dtype == jnp.bfloat16
   expected = ops.rotate(rounded.astype(jnp.float32), angles()).astype(jnp.bfloat16)
   np.testing.assert_array_equal(output, expected)
-
-
-def test_refusals():
-  with pytest.raises(ValueError, match="features: expected an even number .*, got 9"):
-    ops.rotary_angles(LENGTH, 9)
-  for wrong in (angles()[:, :-1], angles()[:, :, :-1], angles()[0]):
-    with pytest.raises(ValueError, match="angles: expected"):
-      ops.rotate(draw(), wrong)
-  with pytest.raises(ValueError, match="inputs: expected an even E"):
-    ops.rotate(draw()[..., :9], angles()[..., :4])

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from dpjax.ops.shift_and_sum import (
-  DEFAULT_IMPLEMENTATION,
   dispatch_matrix,
   num_levels,
   shift_and_sum,
 )
-from tests import helpers
 from tests.reference import dispatcher as reference
 from tests.reference import exact
 
@@ -78,18 +76,6 @@ def test_equals_the_algorithm(shape, implementation):
   assert_close(run(*draw(*shape), implementation=implementation), expect(shape))
 
 
-def test_reach_is_exact(implementation):
-  length, levels = 13, 2
-  values, gates, _ = draw(1, length, 1, 1, levels)
-  operator = functools.partial(shift_and_sum, implementation=implementation)
-  by_values, by_gates = jax.jit(jax.jacrev(operator, argnums=(0, 1)))(values, gates)
-  distance = np.arange(length)[:, None] - np.arange(length)
-  is_seen = (distance >= 0) & (distance < 2**levels)
-  np.testing.assert_array_equal(by_values.reshape(length, length) != 0, is_seen)
-  later = by_gates.reshape(length, length, levels)[distance < 0]
-  np.testing.assert_array_equal(later, 0)
-
-
 def test_the_past_does_not_see_a_later_nan():
   values, gates, _ = draw(2, 13, 2, 3, 4)
   changed = shift_and_sum(values.at[:, 9:].set(jnp.nan), gates)
@@ -127,13 +113,6 @@ def test_bfloat16_is_summed_in_float32(implementation):
   assert_close(outputs, exact, rtol=2**-7, atol=atol)
 
 
-def test_dtypes_of_values_and_gates_may_differ(implementation):
-  values, gates, weights = draw(*SHAPE)
-  half = values.astype(jnp.bfloat16), gates, weights.astype(jnp.bfloat16)
-  shapes = jax.eval_shape(functools.partial(run, implementation=implementation), *half)
-  assert [x.dtype for x in shapes] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-
-
 @pytest.mark.parametrize("level_keep", [None, [True, False, True, True]], ids=str)
 def test_matrix_is_the_product_of_the_levels(level_keep):
   batch, length, heads, _, levels = SHAPE
@@ -152,35 +131,6 @@ def test_matrix_is_the_product_of_the_levels(level_keep):
   np.testing.assert_allclose(mixed, expected, **ROUNDING)
 
 
-def test_a_batch_over_devices_stays_there(implementation):
-  arrays, keep = draw(16, 13, 3, 5, 4), jnp.asarray([True, False, True, True])
-  expected = run(*arrays, keep, implementation=implementation)
-  by_rows, everywhere = helpers.over_devices()
-  placed = *jax.device_put(arrays, by_rows), jax.device_put(keep, everywhere)
-  compiled = run.lower(*placed, implementation=implementation).compile()
-  for x, y in zip(compiled(*placed), expected, strict=True):
-    assert x.sharding.is_equivalent_to(by_rows, x.ndim)
-    np.testing.assert_allclose(x, y, **ROUNDING)
-  assert not helpers.collectives(compiled)
-
-
-def test_inside_vmap_and_scan(implementation):
-  arrays = [jnp.stack([x, -2 * x]) for x in draw(*SHAPE)]
-  arrays += [jnp.asarray([[True, False, True, True], [False] * 4])]
-  one = functools.partial(run, implementation=implementation)
-  expected = [jnp.stack(x) for x in zip(*map(one, *arrays), strict=True)]
-  assert_close(jax.jit(jax.vmap(one))(*arrays), expected)
-  _, scanned = jax.lax.scan(lambda carry, x: (carry, one(*x)), 0, arrays)
-  assert_close(scanned, expected)
-
-
-def test_matrix_form_keeps_nothing_of_the_levels():
-  values, gates, _ = draw(*SHAPE)
-  operator = functools.partial(shift_and_sum, implementation="matrix")
-  pull = jax.eval_shape(lambda *x: jax.vjp(operator, *x)[1], values, gates)
-  assert {x.shape for x in jax.tree.leaves(pull)} <= {values.shape, gates.shape}
-
-
 def temporary_bytes(length, implementation):
   arrays = [
     jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (48, num_levels(length), 48)
@@ -194,58 +144,3 @@ def test_recompute_needs_memory_for_one_level():
   assert short <= 0.4 * temporary_bytes(1024, "unrolled")
   # Of all levels it would grow by 8 * 13 / 10.
   assert long <= 8 * 1.1 * short
-
-
-def test_none_is_the_default_implementation():
-  arrays = draw(*SHAPE)
-  text = run.lower(*arrays).as_text()
-  assert text == run.lower(*arrays, implementation=DEFAULT_IMPLEMENTATION).as_text()
-
-
-def zeros(*shape, dtype=jnp.float32):
-  return jnp.zeros(shape, dtype)
-
-
-VALUES, GATES = zeros(2, 7, 3, 5), zeros(2, 7, 3, 4)
-
-
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: shift_and_sum(VALUES[..., 0], GATES), r"values: expected .* float32 \(2, 7, 3"),
-    (lambda: shift_and_sum(VALUES.astype(int), GATES), "values: .* got int32"),
-    (
-      lambda: shift_and_sum(VALUES, zeros(2, 7, 5, 4)),
-      r"gates: .*\(2, 7, 3, K\), got .*2, 7, 5, 4",
-    ),
-    (lambda: shift_and_sum(VALUES, GATES[..., 0]), "gates: .* got float32"),
-    (lambda: shift_and_sum(VALUES, GATES.astype(bool)), "gates: .* got bool"),
-    *(
-      (lambda x=x: shift_and_sum(VALUES, GATES, level_keep=x), r"level_keep: .*\(4,\), got")
-      for x in (zeros(4), zeros(3, dtype=bool), True)
-    ),
-    (
-      lambda: shift_and_sum(VALUES, GATES, implementation="fast"),
-      "'loop', 'unrolled', 'recompute'.*got 'fast'",
-    ),
-    (lambda: dispatch_matrix(GATES[0]), r"gates: expected floats \[B, T, H, K\], got"),
-    (lambda: num_levels(0), "max_length: expected at least 1, got 0"),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
-
-
-@pytest.mark.parametrize("implementation", [None, "matrix"])
-def test_forward_mode_names_the_implementations_that_have_it(implementation):
-  def run(values):
-    return shift_and_sum(values, GATES, implementation=implementation)
-
-  with pytest.raises(TypeError, match='^implementation: expected "unrolled" or "loop" for forward'):
-    jax.jvp(run, (VALUES,), (VALUES,))
-
-
-def test_num_levels():
-  pairs = {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 512: 9, 513: 10}
-  assert {length: num_levels(length) for length in pairs} == pairs

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.shift_and_sum import shift_and_sum
-from dpjax.ops.shift_and_sum import init_shift_and_sum_cache, shift_and_sum_cached
-from tests import helpers
+from dpjax.ops.shift_and_sum import init_shift_and_sum_cache, shift_and_sum, shift_and_sum_cached
 
 # More than two times the reach of 2**LEVELS positions, and no power of two.
 BATCH, LENGTH, HEADS, FEATURES, LEVELS = 3, 37, 2, 5, 4
@@ -88,12 +86,6 @@ def ragged(sizes, seed):
     yield size, lengths
 
 
-def test_token_by_token():
-  outputs, cache = by_steps()
-  np.testing.assert_allclose(outputs, whole(), **ROUNDING)
-  np.testing.assert_array_equal(cache.length, LENGTH)
-
-
 @pytest.mark.parametrize("sizes", [(5, 1, 16, 1, 1, 11, 2), (LENGTH,)], ids=str)
 def test_chunks_of_any_size(sizes):
   cache, outputs, start = empty(), [], 0
@@ -112,13 +104,6 @@ def test_rows_of_different_lengths(sizes):
   outputs, cache = feed(ragged(sizes, 0), *draw(), empty())
   np.testing.assert_allclose(outputs, whole(), **ROUNDING)
   assert_same_cache(cache, by_steps()[1])
-
-
-@pytest.mark.parametrize("levels", [0, 1, 6])
-def test_any_number_of_levels(levels):
-  outputs, cache = feed(ragged((7, 1), 0), *draw(levels), empty(levels))
-  np.testing.assert_allclose(outputs, whole(levels), **ROUNDING)
-  assert cache.ring.shape == (BATCH, 2**levels - 1, HEADS, FEATURES)
 
 
 def test_bfloat16_is_summed_in_float32():
@@ -162,53 +147,3 @@ def test_a_donated_cache_is_written_in_its_place():
   outputs, _ = step(values, gates, old)
   assert old.ring.is_deleted()
   np.testing.assert_array_equal(outputs, values)
-
-
-def test_a_batch_over_devices_stays_there():
-  values, gates = (jnp.concatenate([x] * 6)[:16, :7] for x in draw())
-  lengths, (by_rows, _) = np.arange(16, dtype=np.int32) % 8, helpers.over_devices()
-  *placed, lengths = jax.device_put((values, gates, empty(batch=16), lengths), by_rows)
-  compiled = cached.lower(*placed, lengths=lengths).compile()
-  outputs, cache = compiled(*placed, lengths=lengths)
-  for b in range(16):
-    np.testing.assert_allclose(outputs[b, : b % 8], whole()[b % BATCH, : b % 8], **ROUNDING)
-  assert cache.ring.sharding.is_equivalent_to(by_rows, 4)
-  assert not helpers.collectives(compiled)
-
-
-def test_refuses_a_cache_of_nothing():
-  for index, name in enumerate(("batch", "num_heads", "features", "num_levels")):
-    sizes, least = [3, 2, 5, 4], 0 if name == "num_levels" else 1
-    sizes[index] = least - 1
-    with pytest.raises(ValueError, match=f"{name}: expected at least {least}, got {least - 1}"):
-      init_shift_and_sum_cache(*sizes)
-
-
-def zeros(*shape, dtype=jnp.float32):
-  return jnp.zeros(shape, dtype)
-
-
-CACHE = empty()
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(values=zeros(3, 7, 2)), r"values: expected .* got float32 \(3, 7, 2\)"),
-    (dict(values=zeros(3, 7, 2, 5, dtype=jnp.int32)), "values: .* got int32"),
-    (dict(values=zeros(3, 0, 2, 5)), r"values: .* got float32 \(3, 0, 2, 5\)"),
-    (dict(gates=zeros(3, 2, 2, 4)), r"gates: .* got float32 \(3, 2, 2, 4\)"),
-    (dict(gates=zeros(3, 7, 2, 4, dtype=bool)), "gates: .* got bool"),
-    (dict(gates=zeros(3, 7, 2, 5)), r"cache.ring: .*\(3, 31, 2, 5\), got .*\(3, 15, 2, 5\)"),
-    (dict(values=zeros(2, 7, 2, 5), gates=zeros(2, 7, 2, 4)), "cache.ring: .*2, 15, 2,"),
-    (dict(values=zeros(3, 7, 2, 3)), r"cache.ring: .*\(3, 15, 2, 3\), .*3, 15, 2, 5"),
-    (dict(cache=CACHE._replace(ring=CACHE.ring.astype(jnp.bfloat16))), "cache.ring: .*bfloat16"),
-    (dict(cache=CACHE._replace(length=zeros(3))), "cache.length: .* got float32"),
-    (dict(lengths=zeros(2, dtype=jnp.int32)), r"lengths: .*= \(3,\), got int32 \(2,\)"),
-    (dict(lengths=jnp.asarray([0, 8, 7])), r"lengths: expected 0 .. C = 7, got 8"),
-  ],
-)
-def test_refuses_what_does_not_match(changes, message):
-  arguments = dict(values=zeros(3, 7, 2, 5), gates=zeros(3, 7, 2, 4), cache=CACHE)
-  with pytest.raises(ValueError, match=message):
-    shift_and_sum_cached(**arguments | changes)
