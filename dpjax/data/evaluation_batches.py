@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dpjax.data.batches import DocumentStarts, check_boundaries, permute
+from dpjax.data.batches import DocumentStarts, check_stream, permute
 from dpjax.errors import UserError
 
 
@@ -44,10 +44,9 @@ class EvaluationWindows:
     """Takes the stream, ids [N] of any integer type, N >= 1; `max_tokens` = 0 takes all.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, or there are not N boundaries.
+      UserError: the stride is not in 1 .. window, or `check_stream` refuses the rest.
     """
-    check_boundaries(boundaries, tokens)
-    _check_stride(window, stride)
+    _check(tokens, boundaries, None, window, stride)
     self.batch_size = batch_size
     self._tokens = tokens
     self._window = window
@@ -123,12 +122,9 @@ class EvaluationDocuments:
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, there are not N boundaries, or the documents
-        do not pass `DocumentStarts.check`.
+      UserError: as for `EvaluationWindows`.
     """
-    check_boundaries(boundaries, tokens)
-    documents.check(tokens)
-    _check_stride(window, stride)
+    _check(tokens, boundaries, documents, window, stride)
     self.batch_size = batch_size
     self._tokens = tokens
     self._window = window
@@ -200,7 +196,7 @@ class EvaluationDocuments:
     )
 
 
-def _check_stride(window: int, stride: int) -> None:
-  """Checks that the stride is in 1 .. window."""
+def _check(tokens, boundaries, documents, window: int, stride: int) -> None:
+  check_stream(tokens, boundaries, documents)
   if not 1 <= stride <= window:
     raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")

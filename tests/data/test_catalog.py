@@ -7,10 +7,10 @@ import sys
 import zipfile
 
 import pytest
+from dpjax.data.corpora import load_corpus
 
 from dpjax.commands import data as command
 from dpjax.data import catalog, corpora
-from dpjax.data.corpora import load_corpus
 from dpjax.data.sources import text8
 from tests import helpers
 

@@ -8,10 +8,10 @@ import sys
 import types
 
 import pytest
+from dpjax.data.corpora import load_corpus
 
 from dpjax.analysis import calibrate
 from dpjax.data import catalog, chunks, corpora
-from dpjax.data.corpora import load_corpus
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean

@@ -6,10 +6,10 @@ import lzma
 
 import numpy as np
 import pytest
-
-from dpjax.data import catalog, chunks, corpora, documents, prepared
 from dpjax.data.chunks import Chunks
 from dpjax.data.corpora import load_corpus
+
+from dpjax.data import catalog, chunks, corpora, documents, prepared
 from dpjax.data.encoding import Encoder, encode_text
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError

@@ -5,8 +5,8 @@ import fcntl
 from pathlib import Path
 
 import pytest
-
 from dpjax.data.making import make_once, read_record
+
 from dpjax.errors import UserError
 
 

@@ -3,10 +3,10 @@ import json
 
 import numpy as np
 import pytest
-
-from dpjax.data import chunks, corpora, prepared
 from dpjax.data.corpora import load_corpus
 from dpjax.data.prepared import count_text, open_prepared, prepare
+
+from dpjax.data import chunks, corpora, prepared
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
 from dpjax.text.unigram import UnigramBoundaries, train_unigram

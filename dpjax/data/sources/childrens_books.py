@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpjax.data.documents import line_pattern
+from dpjax.data.corpus import line_pattern
 from dpjax.data.download import File, Files
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError

@@ -8,7 +8,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -53,6 +53,18 @@ def text_file(path: Path) -> Iterator[str]:
       yield from _pieces(file)
   except _DAMAGES as error:
     raise damage(path, "a text in UTF-8", error) from error
+
+
+def text_files(paths: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+  """Pairs of a split and a piece of its `text_file`."""
+  return ((split, piece) for split, path in paths.items() for piece in text_file(path))
+
+
+def find_split(folder: Path, split: str, kinds: Sequence[str] = (".txt",)) -> Path | None:
+  """The file of a split, plain or compressed; None if there is none."""
+  stems = (split, "validation") if split == "valid" else (split,)
+  names = [f"{x}{kind}{packing}" for kind in kinds for packing in OPENERS for x in stems]
+  return next((folder / name for name in names if (folder / name).exists()), None)
 
 
 def read_text(path: str | Path, setting: str = "data.path") -> str:
@@ -112,13 +124,10 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
       for member in archive:
         _check_names([member.name])
         for split, (pattern, _) in wanted.items():
-          content = None
           if left[split] and re.fullmatch(f"(.*/)?{pattern}", member.name):
-            content = archive.extractfile(member)
-          if content is not None:
-            for piece in _pieces(content):
-              yield split, piece
-            left[split] -= 1
+            if content := archive.extractfile(member):
+              yield from ((split, piece) for piece in _pieces(content))
+              left[split] -= 1
         if not any(left.values()):
           return
   except _DAMAGES as error:
@@ -165,7 +174,7 @@ def hub_parquet(
 
   They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
   the repository under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
-  Missing files are downloaded and compared with the site's sizes and checksums.
+  Missing files are downloaded and compared with the site's checksums.
 
   Args:
     files: finds or downloads a file.
@@ -178,8 +187,7 @@ def hub_parquet(
     UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
   """
   local = files.manual_dir / corpus / folder
-  names = _in_order(split, [path.name for path in local.glob(f"{split}-*")])
-  listed = {}
+  names, listed = _in_order(split, [path.name for path in local.glob(f"{split}-*")]), {}
   if not names or not all((local / name).exists() for name in names):
     listed = _list_hub(repository, folder)
     names = _in_order(split, list(listed))
@@ -189,13 +197,11 @@ def hub_parquet(
         f"and so on, got {', '.join(sorted(listed)) or 'nothing'}"
       )
   for name in names:
-    given = local / name
-    if given.exists():
-      yield given
-      continue
-    size, checksum = listed[name]
     url = f"hf://datasets/{repository}/{folder}/{name}"
-    yield files.get(File(url, f"{corpus}-{folder}-{name}", checksum, size))
+    is_given = (local / name).exists()
+    yield (
+      local / name if is_given else files.get(File(url, f"{corpus}-{folder}-{name}", listed[name]))
+    )
 
 
 def _in_order(split: str, names: list[str]) -> list[str]:
@@ -206,18 +212,17 @@ def _in_order(split: str, names: list[str]) -> list[str]:
   return [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
 
 
-def _list_hub(repository: str, folder: str) -> dict[str, tuple[int, str]]:
-  """The site's size and checksum of each file, by name."""
+def _list_hub(repository: str, folder: str) -> dict[str, str]:
+  """The site's checksum of each file, by name; "" of small ones."""
   import huggingface_hub
 
   try:
     return {
-      Path(entry.path).name: (entry.size, f"sha256:{entry.lfs.sha256}" if entry.lfs else "")
+      Path(entry.path).name: f"sha256:{entry.lfs.sha256}" if entry.lfs else ""
       for entry in huggingface_hub.HfApi().list_repo_tree(repository, folder, repo_type="dataset")
       if isinstance(entry, huggingface_hub.RepoFile)
     }
-  # Of several libraries, of what the site may answer.
-  except Exception as error:
+  except Exception as error:  # Of several libraries.
     raise UserError(
       f"hf://datasets/{repository}/{folder}: expected a list of files, got {error!r}"
     ) from error

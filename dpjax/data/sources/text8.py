@@ -18,8 +18,6 @@ ARCHIVE = File(
   "http://mattmahoney.net/dc/text8.zip",
   # Setup.hs of github.com/d61h6k4/tensorflow-text8-input-data.
   checksum="sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
-  # scripts/datasets/url_checksums/language_model.txt of github.com/dmlc/gluon-nlp.
-  size=31_344_016,
 )
 
 

@@ -20,34 +20,24 @@ from dpjax.data.sources.source import Source
 
 # The first author's own address: the one on Amazon S3 is gone, and this one has the same
 # files (issue 1284 of github.com/ooples/AiDotNet, pull request 11 of
-# github.com/IST-DASLab/Quartet). Checksums and sizes are those of the files on S3:
+# github.com/IST-DASLab/Quartet). Checksums are those of the files on S3:
 # datasets/wikitext/dataset_infos.json of github.com/huggingface/datasets.
 ADDRESS = "https://wikitext.smerity.com"
-_ARCHIVES = {
-  "wikitext2": (
-    "wikitext-2",
-    "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-    4_475_746,
-  ),
-  "wikitext103": (
-    "wikitext-103",
-    "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-    190_229_076,
-  ),
-  "wikitext2_raw": (
-    "wikitext-2-raw",
-    "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-    4_721_645,
-  ),
-  "wikitext103_raw": (
-    "wikitext-103-raw",
-    "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-    191_984_949,
-  ),
+_DIGITS = {
+  "wikitext2": "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+  "wikitext103": "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+  "wikitext2_raw": "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+  "wikitext103_raw": "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
 }
+
+
+def _folder(name: str) -> str:
+  return name.replace("wikitext", "wikitext-").replace("_", "-")
+
+
 ARCHIVES = {
-  name: File(f"{ADDRESS}/{folder}-v1.zip", checksum=f"sha256:{digits}", size=size)
-  for name, (folder, digits, size) in _ARCHIVES.items()
+  name: File(f"{ADDRESS}/{_folder(name)}-v1.zip", checksum=f"sha256:{digits}")
+  for name, digits in _DIGITS.items()
 }
 
 
@@ -56,7 +46,7 @@ def read(files: Files, name: str) -> Iterator[tuple[str, str]]:
   path = files.get(ARCHIVES[name])
   ending = "raw" if name.endswith("_raw") else "tokens"
   for split in ("train", "valid", "test"):
-    for piece in reading.zip_member(path, f"{_ARCHIVES[name][0]}/wiki.{split}.{ending}"):
+    for piece in reading.zip_member(path, f"{_folder(name)}/wiki.{split}.{ending}"):
       yield split, piece
 
 
