@@ -110,7 +110,7 @@ def open_named(
     is_head: whether the first part is enough, if the corpus has one.
 
   Raises:
-    UserError: see `load_corpus`.
+    UserError: as for `load_corpus`.
   """
   entry = find(name, language)
   language = language if entry.languages else ""
@@ -125,10 +125,11 @@ def open_named(
     settings: dict[str, Any] = {"language": language} if entry.languages else {}
     settings |= {"is_head": is_head} if entry.head else {}
     folder_by_hand = files.manual_dir / name / language
-    by_hand = {split: reading.find_split(folder_by_hand, split) for split in SPLITS}
-    if not any(by_hand.values()):
+    found = {split: reading.find_split(folder_by_hand, split) for split in SPLITS}
+    by_hand = {split: path for split, path in found.items() if path}
+    if not by_hand:
       return entry.read(files, **settings)
-    if missing := [f"{split}.txt" for split, path in by_hand.items() if path is None]:
+    if missing := [f"{split}.txt" for split in SPLITS if split not in by_hand]:
       raise UserError(
         f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder_by_hand} "
         f"without {', '.join(missing)}"

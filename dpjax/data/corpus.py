@@ -34,15 +34,10 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Text(Protocol):
-  """A text in parts; can be iterated again and again."""
+  """A text in parts; can be iterated again and again. Its size is in bytes, at least roughly."""
 
-  def __len__(self) -> int:
-    """Its size in bytes, at least roughly."""
-    ...
-
-  def __iter__(self) -> Iterator[str]:
-    """Yields the parts."""
-    ...
+  def __len__(self) -> int: ...
+  def __iter__(self) -> Iterator[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +62,7 @@ class Chunks:
   A part has up to 1 MiB and ends with a line, at a place that does not change the subwords of
   the whole text (`dpjax.text.tokenizer.is_clean_cut`). Within longer lines it ends before a
   space, and without spaces between any two characters. Joined, the parts are the exact text.
+  Iteration raises a `UserError` with the place of the first byte that is not UTF-8.
 
   Attributes:
     content: bytes, or a mapped file.
@@ -87,15 +83,9 @@ class Chunks:
     return cls(content, begin, len(content), source)
 
   def __len__(self) -> int:
-    """The range's size in bytes."""
     return self.end - self.begin
 
   def __iter__(self) -> Iterator[str]:
-    """Yields the parts.
-
-    Raises:
-      UserError: `data.path: ...`, with the place of the first byte that is not UTF-8.
-    """
     begin = self.begin
     while begin < self.end:
       end = self._cut(begin)
@@ -127,11 +117,7 @@ class Chunks:
 
 
 class Documents(abc.ABC):
-  """A text in parts that knows its documents."""
-
-  @abc.abstractmethod
-  def __len__(self) -> int:
-    """Its size in bytes, at least roughly."""
+  """A `Text` that knows its documents."""
 
   @abc.abstractmethod
   def documents(self) -> Iterator[Iterable[str]]:
@@ -141,8 +127,10 @@ class Documents(abc.ABC):
       UserError: a document cannot be read.
     """
 
+  @abc.abstractmethod
+  def __len__(self) -> int: ...
+
   def __iter__(self) -> Iterator[str]:
-    """Yields the parts of all documents."""
     for document in self.documents():
       yield from document
 
@@ -165,12 +153,10 @@ class Marked(Documents):
   begins: str
 
   def __len__(self) -> int:
-    """The text's size in bytes."""
     return len(self.text)
 
   def __iter__(self) -> Iterator[str]:
-    """Yields the parts of the text regardless of documents; vocabularies are learned from these."""
-    return iter(self.text)
+    return iter(self.text)  # regardless of documents; vocabularies are learned from these
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`."""
@@ -201,31 +187,25 @@ class JsonLines(Documents):
   field: str
 
   def __len__(self) -> int:
-    """The lines' size in bytes."""
     return len(self.lines)
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`."""
-    content, begin, source = self.lines.content, self.lines.begin, self.lines.source
-    while begin < self.lines.end:
-      end = content.find(b"\n", begin, self.lines.end) + 1 or self.lines.end
-      line = content[begin:end].strip()
-      if line:
-        yield from _document(self._text(line, begin), source)
+    content, begin, last = self.lines.content, self.lines.begin, self.lines.end
+    while begin < last:
+      end = content.find(b"\n", begin, last) + 1 or last
+      if line := content[begin:end].strip():
+        try:
+          text = json.loads(line)[self.field]
+          if not isinstance(text, str):
+            raise TypeError(f"{self.field} of the type {type(text).__name__}")
+          yield from _document(text, self.lines.source)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+          raise UserError(
+            f"data.path: expected a JSON object with a string {self.field!r} (data.text_field) a "
+            f"line, got another line at offset {begin} of {self.lines.source} ({error!r})"
+          ) from error
       begin = end
-
-  def _text(self, line: bytes, place: int) -> str:
-    try:
-      text = json.loads(line)[self.field]
-      if not isinstance(text, str):
-        raise TypeError(f"{self.field} of the type {type(text).__name__}")
-      text.encode()
-      return text
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-      raise UserError(
-        f"data.path: expected a JSON object with a string {self.field!r} (data.text_field) a "
-        f"line, got another line at offset {place} of {self.lines.source} ({error!r})"
-      ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +221,6 @@ class FileDocuments(Documents):
   size: int
 
   def __len__(self) -> int:
-    """The files' size in bytes."""
     return self.size
 
   def documents(self) -> Iterator[Iterable[str]]:
@@ -278,7 +257,6 @@ def open_text(path: Path) -> Chunks:
     OSError: it cannot be read.
   """
   size = path.stat().st_size
-  # Opening a pipe would wait, and some devices never end.
   if not path.is_file():
     raise UserError(
       f"data.path: expected a readable text file or folder, got {path} (no regular file)"
@@ -307,7 +285,7 @@ def build_texts(
   """
 
   def build(partial: Path) -> dict[str, Any]:
-    for path in partial.glob("*.txt"):
+    for path in partial.glob("*.txt"):  # of an interrupted call
       path.unlink()
     opened, sums, texts = {}, {}, {}
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 from dpjax import files
 from dpjax.errors import UserError
@@ -76,9 +77,9 @@ class Files:
       return given
     import pooch
 
-    def fetch(url: str, path: str, _) -> None:
+    def fetch(url: str, path: Any, _) -> None:
       if url.startswith("hf://"):
-        return _fetch_from_hub(url, path)
+        return _fetch_from_hub(url, Path(path))
       # Unpacked on the way, it would have another checksum.
       headers = {"Accept-Encoding": "identity", "User-Agent": "dpjax"}
       if file.head_bytes:
@@ -88,7 +89,7 @@ class Files:
       if 0 < file.head_bytes < os.path.getsize(path):
         os.truncate(path, file.head_bytes)
 
-    downloads = pooch.create(
+    downloads: Any = pooch.create(
       self.folder.resolve(),
       base_url="",
       registry={file.name: file.checksum or None},
@@ -100,19 +101,20 @@ class Files:
     except Exception as error:  # Of several libraries.
       if isinstance(error, OSError) and error.errno:
         raise  # Of the disk.
+      said = " ".join(str(error).split()).rstrip(".")
       raise UserError(
-        f"{file.url}: expected the file, got {' '.join(str(error).split())}; download it yourself "
-        f"and put it as {file.name} into {self.manual_dir}"
+        f"{file.url}: expected the file, got {said}; download it yourself and put it as "
+        f"{file.name} into {self.manual_dir}"
       ) from error
 
 
-def _fetch_from_hub(url: str, path: str) -> None:
+def _fetch_from_hub(url: str, path: Path) -> None:
   import huggingface_hub
 
   parts = url.removeprefix("hf://").split("/")
   kind = "dataset" if parts[0] == "datasets" else None
   owner, name, *place = parts[1:] if kind else parts
-  with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+  with tempfile.TemporaryDirectory(dir=path.parent) as folder:
     found = huggingface_hub.hf_hub_download(
       f"{owner}/{name}", "/".join(place), repo_type=kind, local_dir=folder
     )

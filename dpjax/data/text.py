@@ -51,12 +51,12 @@ def load_corpus(
   Args:
     name: without a path: "python_manual", the language manual that comes with Python (its
       text differs a little between Python's versions), or a name of `dpjax.data.catalog`.
-    path: a UTF-8 text file, which is cut into the splits in this order, at line ends
-      if it has lines; or a folder with train.txt, valid.txt (or validation.txt)
-      and test.txt. A .jsonl file has one document on each line, as have train.jsonl and so
-      on. In a folder without these, each .txt file is a document, also in subfolders; the
-      documents are cut into the splits in the order of their paths, or taken from
-      subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2).
+    path: a UTF-8 text file, which is cut into the splits in this order, at line ends if it has
+      lines; or a folder with train.txt, valid.txt (or validation.txt) and test.txt. A .jsonl
+      file has one document on each line, as have train.jsonl and so on. In a folder without
+      these, each .txt file is a document, also in subfolders; the documents are cut into the
+      splits in the order of their paths, or taken from subfolders train, valid and test. All
+      may be compressed (.gz, .xz, .bz2).
     split_fractions: the shares of a single text, in bytes; train takes the rounding error.
     language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
     clean: whether to apply `dpjax.text.cleaning.clean`.
@@ -65,18 +65,14 @@ def load_corpus(
       into the three in this order.
     data_dir: the folder for named and cleaned texts.
     manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
-    documents: "isolated" makes each split `dpjax.data.corpus.Documents`, which knows
-      where documents begin; "joined" need not. The text and its splits are the same.
+    documents: "isolated" makes each split `dpjax.data.corpus.Documents`, of the same text.
     text_field: the field of the text in .jsonl.
     separator: the line between two documents in .txt.
 
-  Returns:
-    The corpus.
-
   Raises:
-    UserError: `data.<setting>: expected ..., got ...`: a missing path, an empty file or
-      split, a folder without a split, no permission, an unknown name or language, a
-      file that must be downloaded by hand, or a failed download.
+    UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
+      or not readable, an unknown name or language, a file that must be downloaded by hand, or a
+      failed download.
   """
   marks, texts = "", Path(data_dir, "texts")
   if path:
@@ -125,8 +121,7 @@ def load_corpus(
 
 def _with_documents(corpus: Corpus, marks: str) -> Corpus:
   """The corpus with known documents in every split."""
-  splits: dict[str, Any] = dict(corpus.splits)
-  if all(isinstance(text, Documents) for text in splits.values()):
+  if all(isinstance(text, Documents) for text in corpus.splits.values()):
     return corpus
   if not marks:
     raise UserError(
@@ -135,7 +130,7 @@ def _with_documents(corpus: Corpus, marks: str) -> Corpus:
       "childrens_books, openwebtext, wiki40b, wikitext*, cc100 and lm1b have documents, unless "
       "cleaned)"
     )
-  splits = {x: t if isinstance(t, Documents) else Marked(t, marks) for x, t in splits.items()}
+  splits = {x: Marked(t, marks) if isinstance(t, Chunks) else t for x, t in corpus.splits.items()}
   train = splits["train"]
   if isinstance(train, Marked) and not any(train.marks()):
     raise UserError(
@@ -247,13 +242,9 @@ def _identity(path: Path) -> list:
 def cut_splits(
   content: Any, fractions: Sequence[float], source: str, *, whole_lines: bool = False
 ) -> dict[str, Chunks]:
-  """Cuts a text into three, in order, by bytes; a split with the share 0 is empty.
+  """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
 
-  Args:
-    content: bytes, or a mapped file.
-    fractions: the shares of the splits.
-    source: the name of the text in messages.
-    whole_lines: whether to cut only at line ends, however long the lines are.
+  `whole_lines` cuts only at line ends, however long the lines are.
 
   Raises:
     UserError: the text is too short.
@@ -268,9 +259,13 @@ def cut_splits(
     second = _line_end(content, first, size - test) if valid else first
   second = second if test else size
   begin = Chunks.whole(content, source).begin
-  places = dict(zip(SPLITS, itertools.pairwise((begin, first, second, size)), strict=True))
-  wanted = [split for split, share in zip(SPLITS, fractions, strict=True) if share]
-  if any(begin == end for begin, end in (places[split] for split in {"train", *wanted})):
+  places: dict[str, tuple[int, int]] = {
+    "train": (begin, first),
+    "valid": (first, second),
+    "test": (second, size),
+  }
+  is_wanted = {"train": True, "valid": fractions[1], "test": fractions[2]}
+  if any(begin == end and is_wanted[split] for split, (begin, end) in places.items()):
     raise UserError(
       f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
     )
@@ -289,8 +284,7 @@ def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
   if not missing:
     return corpus
   train: Any = corpus.splits["train"]
-  shares = zip(SPLITS, fractions, strict=True)
-  wanted = [share if split in missing else 0.0 for split, share in shares]
+  wanted = [x if split in missing else 0.0 for split, x in zip(SPLITS, fractions, strict=True)]
   cut = cut_splits(train.content, wanted, train.source)
   splits = {x: cut[x] if x in ("train", *missing) else corpus.splits[x] for x in SPLITS}
   return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})

@@ -45,33 +45,31 @@ class _Arrays(Mapping[str, np.ndarray]):
   """The array of each split, in a file of its own, mapped at first use."""
 
   def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
-    self._folder, self._suffix, self._dtype = folder, suffix, np.dtype(dtype)
-    self._sizes = {split: int(size) for split, size in sizes.items()}
+    self._dtype = np.dtype(dtype)
+    self._files = {
+      split: (folder / f"{split}{suffix}", int(size) * self._dtype.itemsize)
+      for split, size in sizes.items()
+    }
 
   def __getitem__(self, split: str) -> np.memmap:
-    path, expected, found = self._sizes_of(split)
-    if found != expected:
+    path, size = self._files[split]
+    found = path.stat().st_size if path.exists() else "no such file"
+    if found != size:
       raise UserError(
-        f"{path}: expected {expected} bytes, got {'no such file' if found is None else found}; "
-        "`dpjax train --workdir=RUN --prepare_only` makes the tokens of a run again"
+        f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --prepare_only` "
+        "makes the tokens of a run again"
       )
     return np.memmap(path, self._dtype, "r")
 
   def are_there(self) -> bool:
     """Whether all files exist and have their sizes."""
-    return all(found == expected for _, expected, found in map(self._sizes_of, self))
-
-  def _sizes_of(self, split: str) -> tuple[Path, int, int | None]:
-    """The file of a split, its expected size and its size in bytes."""
-    path = self._folder / f"{split}{self._suffix}"
-    found = path.stat().st_size if path.exists() else None
-    return path, self._sizes[split] * self._dtype.itemsize, found
+    return all(path.exists() and path.stat().st_size == size for path, size in self._files.values())
 
   def __iter__(self) -> Iterator[str]:
-    return iter(self._sizes)
+    return iter(self._files)
 
   def __len__(self) -> int:
-    return len(self._sizes)
+    return len(self._files)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 import bz2
 import codecs
+import fnmatch
 import gzip
 import lzma
 import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,16 +18,8 @@ from dpjax.errors import UserError
 
 PIECE = 2**20  # bytes
 OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-_DAMAGES = (
-  zipfile.BadZipFile,
-  tarfile.TarError,
-  lzma.LZMAError,
-  zlib.error,
-  EOFError,
-  KeyError,
-  UnicodeDecodeError,
-  OSError,
-)
+_ARCHIVE_ERRORS = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error)
+_DAMAGES = (*_ARCHIVE_ERRORS, EOFError, KeyError, UnicodeDecodeError, OSError)
 
 
 def _pieces(file: IO[bytes]) -> Iterator[str]:
@@ -35,6 +28,16 @@ def _pieces(file: IO[bytes]) -> Iterator[str]:
   while block := file.read(PIECE):
     yield decoder.decode(block)
   yield decoder.decode(b"", final=True)
+
+
+def head(texts: Iterable[str], most: float) -> Iterator[str]:
+  """The first whole texts, until they have `most` characters."""
+  size = 0
+  for text in texts:
+    yield text
+    size += len(text)
+    if size >= most:
+      return
 
 
 def damage(path: Path, expected: str, error: Exception) -> UserError:
@@ -174,7 +177,6 @@ def hub_parquet(
 
   They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
   the repository under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
-  Missing files are downloaded and compared with the site's checksums.
 
   Args:
     files: finds or downloads a file.
@@ -186,43 +188,28 @@ def hub_parquet(
   Raises:
     UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
   """
-  local = files.manual_dir / corpus / folder
-  names, listed = _in_order(split, [path.name for path in local.glob(f"{split}-*")]), {}
-  if not names or not all((local / name).exists() for name in names):
-    listed = _list_hub(repository, folder)
-    names = _in_order(split, list(listed))
-    if not names or not listed.keys() >= set(names):
+  pattern = f"{split}-?????-of-?????.parquet"
+  names = sorted(path.name for path in (files.manual_dir / corpus / folder).glob(pattern))
+  if not _is_complete(names):
+    import huggingface_hub
+
+    place = f"hf://datasets/{repository}/{folder}"
+    try:
+      listed = huggingface_hub.HfApi().list_repo_files(repository, repo_type="dataset")
+    except Exception as error:  # Of several libraries.
+      raise UserError(f"{place}: expected a list of files, got {error!r}") from error
+    listed = fnmatch.filter(listed, f"{folder}/{pattern}")
+    names = sorted(name.removeprefix(f"{folder}/") for name in listed)
+    if not _is_complete(names):
       raise UserError(
-        f"hf://datasets/{repository}/{folder}: expected all of {split}-00000-of-NNNNN.parquet "
-        f"and so on, got {', '.join(sorted(listed)) or 'nothing'}"
+        f"{place}: expected all of {split}-00000-of-NNNNN.parquet and so on, got "
+        f"{', '.join(names) or 'none'}"
       )
   for name in names:
     url = f"hf://datasets/{repository}/{folder}/{name}"
-    is_given = (local / name).exists()
-    yield (
-      local / name if is_given else files.get(File(url, f"{corpus}-{folder}-{name}", listed[name]))
-    )
+    yield files.get(File(url, f"{corpus}/{folder}/{name}"))
 
 
-def _in_order(split: str, names: list[str]) -> list[str]:
-  """The file names of a split in order; [] if their number is unknown."""
-  pattern = re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet")
-  counts = {found[1] for name in names if (found := pattern.fullmatch(name))}
-  count = counts.pop() if len(counts) == 1 else "0"
-  return [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
-
-
-def _list_hub(repository: str, folder: str) -> dict[str, str]:
-  """The site's checksum of each file, by name; "" of small ones."""
-  import huggingface_hub
-
-  try:
-    return {
-      Path(entry.path).name: f"sha256:{entry.lfs.sha256}" if entry.lfs else ""
-      for entry in huggingface_hub.HfApi().list_repo_tree(repository, folder, repo_type="dataset")
-      if isinstance(entry, huggingface_hub.RepoFile)
-    }
-  except Exception as error:  # Of several libraries.
-    raise UserError(
-      f"hf://datasets/{repository}/{folder}: expected a list of files, got {error!r}"
-    ) from error
+def _is_complete(names: Sequence[str]) -> bool:
+  """Whether there are NNNNN names that end with -of-NNNNN.parquet."""
+  return bool(names) and len(names) == int(names[0].removesuffix(".parquet")[-5:])
