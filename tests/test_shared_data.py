@@ -14,9 +14,10 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.data import corpora, prepared
+from dpjax.data import tokens as tokens_module
 from dpjax.data.download import File
 from dpjax.data.sources import text8
+from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.run import build
 from dpjax.run import tokens as tokens_lib
@@ -53,7 +54,7 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   assert made.parent.name.startswith("text8_characters_")
   names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
   assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
-  monkeypatch.setattr(prepared, "encode_text", lambda *_, **__: 1 / 0)
+  monkeypatch.setattr(tokens_module, "encode_text", lambda *_, **__: 1 / 0)
   second = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
   tokens_lib.prepare_data(config, tmp_path / "a" / "data", anew=True)
@@ -107,7 +108,7 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
   with pytest.raises(UserError, match="train.bin: .* no such file; `dpjax train --workdir=RUN "):
-    prepared.open_prepared(folder).check()
+    tokens_module.open_tokens(folder).check()
   data = again(config, folder)
   assert data.splits["train"].tolist() == first and data.folder == made.parent
   # Not from another text, with which the run did not begin.
@@ -123,12 +124,12 @@ def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
   tokens_lib.prepare_data(config, tmp_path / "old" / "run" / "data")
   # Both together, and the run alone.
   (tmp_path / "old").rename(tmp_path / "new")
-  data = prepared.open_prepared(tmp_path / "new" / "run" / "data")
+  data = tokens_module.open_tokens(tmp_path / "new" / "run" / "data")
   data.check()
   assert data.folder.parent == tmp_path / "new" / "data" / "tokens"
   (tmp_path / "new" / "run").rename(tmp_path / "run")
-  assert not prepared.open_prepared(tmp_path / "run" / "data").has_tokens
-  prepared.open_prepared(tmp_path / "run" / "data", tmp_path / "new" / "data").check()
+  assert not tokens_module.open_tokens(tmp_path / "run" / "data").has_tokens
+  tokens_module.open_tokens(tmp_path / "run" / "data", tmp_path / "new" / "data").check()
 
 
 @pytest.mark.parametrize("form", ["own", "links", "broken links"])
@@ -149,9 +150,9 @@ def test_runs_of_earlier_versions_are_opened(config, tmp_path, form):
       (folder / path.name).symlink_to(path)
   if form == "broken links":
     shutil.rmtree(elsewhere)
-    assert not prepared.open_prepared(folder).has_tokens
+    assert not tokens_module.open_tokens(folder).has_tokens
   else:
-    prepared.open_prepared(folder).check()
+    tokens_module.open_tokens(folder).check()
   assert tokens_lib.prepare_data(config, folder).splits["test"].tolist() == expected
   assert len(tokens_of(config)) == (form == "broken links")
 
@@ -168,7 +169,7 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   message = f"^{path}: expected what was prepared, .* remove {data.folder}, "
   with pytest.raises(UserError, match=message):
     tokens_lib.prepare_data(config, folder)
-  run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, prepared.open_prepared(folder))
+  run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
   with pytest.raises(UserError, match=message):
     run.score_split("train")
   shutil.rmtree(data.folder)
@@ -321,7 +322,7 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path):
     new = tmp_path / "new" / "data"
     data = tokens_lib.prepare_data(config, new, anew=True)
     assert data.tokenizer.to_json() == known.to_json(), (case, by)
-    texts = corpora.load_corpus(path=config.data.path).splits
+    texts = load_corpus(path=config.data.path).splits
     num_unknown = 0
     for split, ids in data.splits.items():
       whole = "".join(texts[split])

@@ -360,9 +360,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
   path = folder / build_once.RECORD
   try:
     content = files.load_json(path)
-    if int(content["format"]) > FORMAT:
-      raise UserError(f"format {content['format']}, of a later version of dpjax")
-    name, dtype = str(content["name"]), np.dtype(content["dtype"])
+    version, name, dtype = content["format"], str(content["name"]), np.dtype(content["dtype"])
     counts = {split: dict(content["splits"][split]) for split in SPLITS}
     if any(int(counts[split][unit]) < 1 for split in SPLITS for unit in UNITS):
       raise UserError("a split without text")
@@ -386,6 +384,8 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
     raise UserError(
       f"{path}: expected the counts of tokens, got damaged JSON ({error!r})"
     ) from error
+  if version != FORMAT:
+    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another dpjax")
   kind = boundaries if has_boundaries else None
   tokenizer, _, learned = _open_encoder(folder, kind)
   return Tokens(

@@ -7,11 +7,11 @@ import sys
 import zipfile
 
 import pytest
-from dpjax.data.corpora import load_corpus
 
 from dpjax.commands import data as command
-from dpjax.data import catalog, corpora
+from dpjax.data import catalog
 from dpjax.data.sources import text8
+from dpjax.data.text import load_corpus
 from tests import helpers
 
 WORDS = " ".join(helpers.WORDS) + " "
@@ -38,7 +38,7 @@ def test_by_name(data_dir):
   assert found["valid"] == TEXT8[-2 * tenth : -tenth] and found["test"] == TEXT8[-tenth:]
   assert "".join(found.values()) == TEXT8
   assert corpus.name == "text8" and corpus.about["name"] == "text8"
-  assert corpora.is_made("text8", data_dir)
+  assert catalog.is_made("text8", data_dir)
   # It is opened again without its archive.
   (data_dir / "manual" / "text8.zip").unlink()
   again = load_corpus("text8", data_dir=data_dir)
@@ -139,7 +139,7 @@ def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
 def test_two_that_begin_at_once_and_never_import_tensorflow(data_dir):
   code = (
     "import dataclasses, sys; from dpjax.data.sources import text8; "
-    "from dpjax.data.corpora import load_corpus; "
+    "from dpjax.data.text import load_corpus; "
     "text8.ARCHIVE = dataclasses.replace(text8.ARCHIVE, checksum='', size=0); "
     "sys.stdin.readline(); corpus = load_corpus('text8', data_dir=sys.argv[1]); "
     "print(len(''.join(corpus.splits['train']))); "

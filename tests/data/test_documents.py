@@ -6,12 +6,15 @@ import lzma
 
 import numpy as np
 import pytest
-from dpjax.data.chunks import Chunks
-from dpjax.data.corpora import load_corpus
 
-from dpjax.data import catalog, chunks, corpora, documents, prepared
+from dpjax import files
+from dpjax.data import catalog
+from dpjax.data import corpus as corpus_lib
+from dpjax.data import tokens as tokens_lib
+from dpjax.data.corpus import Chunks
 from dpjax.data.encoding import Encoder, encode_text
 from dpjax.data.sources.source import Source
+from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.tokens import train_tokenizer
 
@@ -33,7 +36,7 @@ def all_found(corpus):
 
 
 def in_order(splits):
-  return [document for split in corpora.SPLITS for document in splits[split]]
+  return [document for split in corpus_lib.SPLITS for document in splits[split]]
 
 
 def as_json(texts, field="text"):
@@ -47,7 +50,7 @@ def packing(request):
   return request.param
 
 
-@pytest.fixture(params=[b"", documents.BYTE_ORDER_MARK], ids=["", "mark"])
+@pytest.fixture(params=[b"", corpus_lib.BYTE_ORDER_MARK], ids=["", "mark"])
 def mark(request):
   return request.param
 
@@ -95,7 +98,7 @@ def test_a_folder_of_files(tmp_path, packing, mark):
     (folder / split).mkdir()
     (folder / split / f"x.txt{packing}").write_bytes(PACKERS[packing](split.encode()))
   corpus = load_corpus(path=folder)
-  assert all_found(corpus) == {x: [f"{x}\n"] for x in corpora.SPLITS}
+  assert all_found(corpus) == {x: [f"{x}\n"] for x in corpus_lib.SPLITS}
   (folder / "valid" / f"x.txt{packing}").unlink()
   with pytest.raises(UserError, match="^data.path: expected .txt files, each a document.*valid$"):
     load_corpus(path=folder)
@@ -107,12 +110,12 @@ def test_a_line_between(tmp_path, packing, mark, separator):
   (tmp_path / "texts").mkdir()
   path = tmp_path / "texts" / f"books.txt{packing}"
   path.write_bytes(PACKERS[packing](mark + content.encode()))
-  for split in corpora.SPLITS:
+  for split in corpus_lib.SPLITS:
     (path.parent / f"{split}.txt{packing}").write_bytes(path.read_bytes())
   settings = dict(separator=separator, data_dir=tmp_path / "data")
   corpus = load_corpus(path=path.parent, documents="isolated", **settings)
   expected = [f"{text}{separator}\n" for text in WHOLE[:-1]] + WHOLE[-1:]
-  assert all_found(corpus) == dict.fromkeys(corpora.SPLITS, expected)
+  assert all_found(corpus) == dict.fromkeys(corpus_lib.SPLITS, expected)
   # One file is cut where it is cut when joined; a document on the cut becomes two.
   splits = {}
   for how in ("joined", "isolated"):
@@ -125,7 +128,7 @@ def test_a_line_between(tmp_path, packing, mark, separator):
 
 def test_lines_with_carriage_returns(tmp_path):
   text = Chunks(b"one\r\n--\r\ntwo --\n--\nthree\n--", 0, 27, "")
-  marked = documents.Marked(text, documents.line_pattern("--"))
+  marked = corpus_lib.Marked(text, corpus_lib.line_pattern("--"))
   assert found(marked) == ["one\r\n--\r\n", "two --\n--\n", "three\n--"]
 
 
@@ -151,11 +154,11 @@ def test_corpora_that_have_a_name(tmp_path, name):
   language = "fi" if catalog.ENTRIES[name].languages else ""
   folder = tmp_path / "manual" / name / language
   folder.mkdir(parents=True)
-  for split in corpora.SPLITS:
+  for split in corpus_lib.SPLITS:
     (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
   settings = dict(language=language, data_dir=tmp_path, manual_dir=tmp_path / "manual")
   corpus = load_corpus(name, documents="isolated", **settings)
-  assert all_found(corpus) == dict.fromkeys(corpora.SPLITS, MARKS[name])
+  assert all_found(corpus) == dict.fromkeys(corpus_lib.SPLITS, MARKS[name])
   joined = load_corpus(name, **settings)
   assert corpus.about == {**joined.about, "documents": catalog.ENTRIES[name].documents}
   assert [*joined.splits["train"]] == [*corpus.splits["train"]]
@@ -175,10 +178,10 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   for split, content in texts.items():
     (folder / f"{split}.jsonl").write_bytes(as_json(content))
   corpus = load_corpus(path=folder)
-  whole = prepared.prepare(corpus, tmp_path / "whole", kind, vocab_size=size)
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
-  monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: whole.tokenizer)
-  data = prepared.prepare(corpus, tmp_path / "data", kind)
+  whole = tokens_lib.tokenize(corpus, tmp_path / "whole", kind, vocab_size=size)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda *_, **__: whole.tokenizer)
+  data = tokens_lib.tokenize(corpus, tmp_path / "data", kind)
   assert data.documents is not None
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
@@ -194,7 +197,7 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
 
 
 def test_a_document_without_tokens_is_none(tmp_path):
-  class Blank(documents.Documents):
+  class Blank(corpus_lib.Documents):
     def __len__(self):
       return 0
 
@@ -214,49 +217,49 @@ def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
   made = {}
   for how in ("joined", "isolated"):
     corpus = load_corpus(path=tmp_path / "b.txt", documents=how, separator="--")
-    made[how] = prepared.prepare(corpus, tmp_path / "tokens", "characters", shared=True)
+    made[how] = tokens_lib.tokenize(corpus, tmp_path / "tokens", "characters", shared=True)
   plain = load_corpus(path=tmp_path / "b.txt")
-  again = prepared.prepare(plain, tmp_path / "tokens", "characters", shared=True)
+  again = tokens_lib.tokenize(plain, tmp_path / "tokens", "characters", shared=True)
   assert again.folder == made["joined"].folder
   assert made["joined"].folder != made["isolated"].folder
   assert made["joined"].documents is None and "documents" not in made["joined"].counts["train"]
   assert not [*made["joined"].folder.glob("*.documents.bin")]
-  for split in corpora.SPLITS:
+  for split in corpus_lib.SPLITS:
     np.testing.assert_array_equal(made["joined"].splits[split], made["isolated"].splits[split])
 
 
 def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
   (tmp_path / "x.jsonl").write_bytes(as_json(TEXTS * 3))
   corpus = load_corpus(path=tmp_path / "x.jsonl", split_fractions=(0.5, 0.3, 0.2))
-  expected = prepared.prepare(corpus, tmp_path / "expected", "bytes")
+  expected = tokens_lib.tokenize(corpus, tmp_path / "expected", "bytes")
 
   def fail(path, content):
     if path.name == "valid.json":
       raise KeyboardInterrupt
     written(path, content)
 
-  written = prepared.making.write_json
+  written = files.write_json
   with monkeypatch.context() as patch:
-    patch.setattr(prepared.making, "write_json", fail)
+    patch.setattr(files, "write_json", fail)
     with pytest.raises(KeyboardInterrupt):
-      prepared.prepare(corpus, tmp_path / "data", "bytes")
+      tokens_lib.tokenize(corpus, tmp_path / "data", "bytes")
   left = tmp_path / "data.partial"
   assert (left / "train.json").exists() and (left / "valid.documents.bin").exists()
   with monkeypatch.context() as patch:  # train is not read again
     train = corpus.splits["train"]
     read = type(train).documents
     patch.setattr(type(train), "documents", lambda text: 1 / 0 if text == train else read(text))
-    data = prepared.prepare(corpus, tmp_path / "data", "bytes")
-  for split in corpora.SPLITS:
+    data = tokens_lib.tokenize(corpus, tmp_path / "data", "bytes")
+  for split in corpus_lib.SPLITS:
     np.testing.assert_array_equal(data.documents[split], expected.documents[split])
     np.testing.assert_array_equal(data.splits[split], expected.splits[split])
   file = data.folder / "test.documents.bin"
   content = file.read_bytes()
   file.write_bytes(content[:-8] + np.int64(3).tobytes())
   with pytest.raises(UserError, match="test.documents.bin: expected what was prepared"):
-    prepared.open_prepared(tmp_path / "data").check()
+    tokens_lib.open_tokens(tmp_path / "data").check()
   file.write_bytes(content[:-8])
-  opened = prepared.open_prepared(tmp_path / "data")
+  opened = tokens_lib.open_tokens(tmp_path / "data")
   assert not opened.has_tokens
   with pytest.raises(UserError, match=f"test.documents.bin: expected {len(content)} bytes"):
     opened.check("test")
@@ -264,9 +267,9 @@ def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
 
 def test_memory_does_not_grow_with_the_text(monkeypatch):
   """A few documents are held at a time, whatever their number."""
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", 101)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 101)
 
-  class Many(documents.Documents):
+  class Many(corpus_lib.Documents):
     def __len__(self):
       return 0
 
@@ -307,7 +310,7 @@ def test_refusals(tmp_path, monkeypatch, settings, message):
   for name in "xy":
     (tmp_path / "few").mkdir(exist_ok=True)
     (tmp_path / "few" / f"{name}.txt").write_text(name)
-  for split in corpora.SPLITS:
+  for split in corpus_lib.SPLITS:
     folder = tmp_path / "data/manual/penn_treebank"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{split}.txt").write_text("a sentence \n")
@@ -331,7 +334,7 @@ def test_a_line_that_is_no_document(tmp_path, line):
 
 def test_a_source_of_ones_own(tmp_path, monkeypatch):
   def read(files):
-    for split in corpora.SPLITS:
+    for split in corpus_lib.SPLITS:
       for text in WHOLE[:5]:
         yield split, f"# {text}"
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import tensorflow_datasets as tfds
 
-from dpjax.data import catalog, corpora
+from dpjax.data import catalog
 from dpjax.data.download import Files
 from dpjax.data.sources import (
   cc100,
@@ -30,6 +30,7 @@ from dpjax.data.sources import (
   wikitext,
 )
 from dpjax.data.sources.source import Source
+from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 
 # Blank lines, one without words, and what other readers take for the end of a line.
@@ -54,7 +55,7 @@ def read(tmp_path):
   """Makes a corpus; its splits as text."""
 
   def make(name, language="", **settings):
-    corpus = corpora.open_named(name, language, tmp_path / "data", tmp_path / "manual", **settings)
+    corpus = catalog.open_named(name, language, tmp_path / "data", tmp_path / "manual", **settings)
     return {split: "".join(text) for split, text in corpus.splits.items()}
 
   return make
@@ -174,7 +175,7 @@ def test_what_is_served_must_have_the_checksum(site, read, monkeypatch, tmp_path
   expect(monkeypatch, "text8", content, f"{site.url}/text8.zip", f"sha256:{'0' * 64}")
   with pytest.raises(UserError, match="text8.zip: expected sha256:00"):
     read("text8")
-  assert not corpora.is_made("text8", tmp_path / "data")
+  assert not catalog.is_made("text8", tmp_path / "data")
 
 
 @pytest.mark.parametrize("form", ["./", "", "files"])
@@ -302,7 +303,7 @@ def test_the_head_of_wiki40b_needs_no_more_files(site, read, monkeypatch, tmp_pa
   assert text == WIKI_TEXT | {"train": PLAIN[0] + PLAIN[1]}  # whole articles
   assert parquet_names(site) == [name for name in WIKI if "0000-of" in name]
   assert read("wiki40b", "en") == WIKI_TEXT
-  assert len(parquet_names(site)) == 5 and corpora.is_made("wiki40b", tmp_path / "data", "en")
+  assert len(parquet_names(site)) == 5 and catalog.is_made("wiki40b", tmp_path / "data", "en")
   # Where all of it is there, the head is not made.
   monkeypatch.setattr(wiki40b, "HEAD_CHARACTERS", None)
   assert read("wiki40b", "en", is_head=True) == WIKI_TEXT
@@ -591,7 +592,7 @@ def test_tensorflow_datasets(read, tmp_path):
     "valid": lines("validation", range(3)),
     "test": lines("test", range(3)),
   }
-  text = corpora.load_corpus(
+  text = load_corpus(
     "tfds:small_text_for_tests/train", split_fractions=(0.7, 0.2, 0.1), data_dir=tmp_path / "data"
   ).splits
   parts = ["".join(text[split]) for split in SPLITS]
@@ -618,7 +619,7 @@ def test_missing_splits_are_cut_from_the_end_of_train(tmp_path, monkeypatch):
     source = Source("", lambda files, given=given: ((x, text) for x in given), "", "", "")
     name = "_".join(given)
     monkeypatch.setitem(catalog.ENTRIES, name, source)
-    splits = corpora.load_corpus(name, data_dir=tmp_path).splits
+    splits = load_corpus(name, data_dir=tmp_path).splits
     found = {split: "".join(parts) for split, parts in splits.items()}
     assert list(found) == list(SPLITS) and all(found.values())
     assert "".join(x for split, x in found.items() if split not in given[1:]) == text

@@ -8,11 +8,13 @@ import sys
 import types
 
 import pytest
-from dpjax.data.corpora import load_corpus
 
 from dpjax.analysis import calibrate
-from dpjax.data import catalog, chunks, corpora
+from dpjax.data import catalog
+from dpjax.data import corpus as corpus_lib
+from dpjax.data import text as text_lib
 from dpjax.data.sources.source import Source
+from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean
 from dpjax.text.tokens import Bytes
@@ -61,7 +63,7 @@ def test_file_of_one_line_is_cut_exactly(tmp_path):
   path.write_bytes(b"word " * 205)
   splits = joined(load_corpus(path=path))
   # Valid and test are rounded down, train takes the rest.
-  assert [len(splits[split]) for split in corpora.SPLITS] == [923, 51, 51]
+  assert [len(splits[split]) for split in corpus_lib.SPLITS] == [923, 51, 51]
 
 
 def test_file_is_cut_between_characters(tmp_path):
@@ -80,7 +82,7 @@ def test_file_is_cut_between_characters(tmp_path):
   ],
 )
 def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", 61)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 61)
   write(tmp_path, {**SPLITS, "train": text})
   parts = list(load_corpus(path=tmp_path).splits["train"])
   assert "".join(parts) == text
@@ -89,7 +91,7 @@ def test_parts_join_to_the_text(tmp_path, monkeypatch, text, ends):
 
 
 def test_not_utf_8(tmp_path, monkeypatch):
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", 7)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 7)
   write(tmp_path, SPLITS)
   (tmp_path / "valid.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
   corpus = load_corpus(path=tmp_path)
@@ -204,7 +206,7 @@ def make(tmp_path):
 
 
 def test_it_is_clean_and_cut(make, monkeypatch):
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", 29)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 29)
   sizes = (301, 0, 43)
   corpus = make(clean=True, language="en", max_characters=sizes)
   for (split, found), size in zip(joined(corpus).items(), sizes, strict=True):
@@ -225,7 +227,7 @@ def test_it_is_made_once(make, monkeypatch, tmp_path):
   settings = dict(clean=True, language="en")
   first = joined(make(**settings))
   with monkeypatch.context() as patch:
-    patch.setattr(corpora, "_clean_and_cut", lambda *_: 1 / 0)
+    patch.setattr(text_lib, "_clean_and_cut", lambda *_: 1 / 0)
     assert joined(make(**settings)) == first
     with pytest.raises(ZeroDivisionError):  # another is made anew
       make(clean=True, language="fi")
@@ -245,7 +247,7 @@ def test_what_is_not_whole_is_made_anew(make, monkeypatch, tmp_path, error):
 
   settings = dict(clean=True, language="en", max_characters=(99, 9, 9))
   with monkeypatch.context() as patch:
-    patch.setattr(corpora, "_clean_and_cut", fail)
+    patch.setattr(text_lib, "_clean_and_cut", fail)
     with pytest.raises((error, UserError), match="No space left"):
       make(**settings)
   assert not list((tmp_path / "data" / "texts").glob("*/data.json"))
@@ -281,7 +283,7 @@ def test_an_unknown_language_is_refused(make, tmp_path):
 )
 def test_the_first_part_is_taken_where_it_is_enough(monkeypatch, tmp_path, sizes, head):
   asked = []
-  monkeypatch.setattr(corpora, "open_named", lambda *_, is_head: asked.append(is_head) or 1 / 0)
+  monkeypatch.setattr(catalog, "open_named", lambda *_, is_head: asked.append(is_head) or 1 / 0)
   with pytest.raises(ZeroDivisionError):
     load_corpus("wiki40b", language="fi", max_characters=sizes, data_dir=tmp_path)
   assert asked == [head]
