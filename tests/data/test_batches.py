@@ -251,14 +251,14 @@ def test_documents_of_training(kind, begins):
 
 @pytest.mark.parametrize("kind", ["rows", "shuffled", "windows"])
 def test_padding(kind):
-  padded, expected = (KINDS[kind](np.arange(3, 80), pad_id=pad_id) for pad_id in (77, 0))
+  padded, expected = (KINDS[kind](np.arange(3, 80), pad_id=pad_id) for pad_id in (99, 0))
   num_padded = 0
   for index in range(len(padded) if kind == "windows" else padded.steps_per_epoch):
     batch, other = padded.batch(index), expected.batch(index)
-    np.testing.assert_array_equal(batch["tokens"] == 77, other["tokens"] == 0)
-    assert not batch["targets"][batch["tokens"] == 77].any()
-    assert not batch["weights"][batch["tokens"] == 77].any()
-    num_padded += (batch["tokens"] == 77).sum()
+    np.testing.assert_array_equal(batch["tokens"] == 99, other["tokens"] == 0)
+    assert not batch["targets"][batch["tokens"] == 99].any()
+    assert not batch["weights"][batch["tokens"] == 99].any()
+    num_padded += (batch["tokens"] == 99).sum()
   assert num_padded > 1
 
 
