@@ -1,29 +1,20 @@
 """Batches as pure functions of the step, so that the data need no other state.
 
-Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
-[b, T]; a target with weight 0 does not count. A slice selects a host's own b of the batch's
-B rows. T is the window.
+Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32 [b, T]; a
+target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
+Padding holds `pad_id`, 0 by default; no score depends on it.
 
-Places without a token hold `pad_id`, 0 by default; no score depends on it.
-
-If the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also has
-"boundaries", int32 [b, T], the boundary of the input token at each place:
+Given the stream's boundaries, uint8 [N], 0 or 1, every batch also has "boundaries", int32
+[b, T], the boundary of the input token at each place, 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-It is 0 in the padding.
-
-If they are given the places where documents begin (`DocumentStarts`), every batch also has
-"is_start", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
-places. At the first one, `is_start` is 1 and the input is a start token:
-
-  inputs   start d_0 .. d_{n-2}       targets   d_0 .. d_{n-1}
-
-So the start token predicts the first token, as if the document stood alone, and the last token
-is no input. The targets are the same as without documents. The part of a document at the
-beginning of a row counts as a document: `is_start` is 1 at the first place of every row. With
-start token 9:
+Given the places where documents begin (`DocumentStarts`), every batch also has "is_start", int32
+[b, T], so that no document sees another. Where a document begins, `is_start` is 1 and the input
+is a start token, which predicts the first token as if the document stood alone; its last token
+is no input. The targets are the same as without documents. `is_start` is also 1 at the first
+place of every row. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
@@ -81,13 +72,7 @@ def check_stream(
 
 
 class _Windows(abc.ABC):
-  """Batches of B windows of a stream.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: the number of batches in which every window comes once.
-  """
+  """Batches of B windows of T tokens of a stream."""
 
   def __init__(
     self,
@@ -120,10 +105,7 @@ class _Windows(abc.ABC):
     """The steps per epoch; raises a `UserError` for a stream that is too short."""
 
   def _take(self, place_bt: np.ndarray, is_start_bt: np.ndarray | bool = False) -> dict:
-    """A batch of the tokens at places [b, t + 1], t <= T; the last column is only a target.
-
-    `is_start_bt` has places that count as the first of a document, besides those that are.
-    """
+    """A batch of the tokens at places [b, t + 1]; the last column is only a target."""
     real = place_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
     found = self._tokens[place_bt].astype(np.int32)
@@ -181,12 +163,8 @@ class ContiguousRows(_Rows):
     step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
 
   The epoch's last window is shorter and padded with weight 0. Step s belongs to epoch
-  s // steps_per_epoch, and every epoch is the same; the seed has no effect.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((n - 1) / T).
+  s // steps_per_epoch, steps_per_epoch = ceil((n - 1) / T), and every epoch is the same; the seed
+  has no effect.
   """
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -197,8 +175,7 @@ class ContiguousRows(_Rows):
 class ShuffledWindows(_Rows):
   """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
-  The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
-  row is rolled by a shift of its own, drawn from 0 .. n - 1, and cut into windows of T
+  The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift, drawn from 0 .. n - 1, and cut into windows of T
   tokens; the windows come in a random order, the same for all rows. Each target is the next
   token in the rolled row:
 
@@ -212,12 +189,7 @@ class ShuffledWindows(_Rows):
   token of a rolled row is only a target and the first is never one; both vary with the shift.
   If T does not divide n - 1, the window at the rolled row's end is shorter and padded with
   weight 0. Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for
-  step s.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((n - 1) / T).
+  step s, steps_per_epoch = ceil((n - 1) / T).
 
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
@@ -245,12 +217,8 @@ class RandomWindows(_Windows):
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  If an epoch's windows do not fill its last batch, the next epoch begins within that batch.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((N - T) / B).
+  If an epoch's windows do not fill its last batch, the next epoch begins within that batch;
+  steps_per_epoch = ceil((N - T) / B).
 
   Source: Chen 2023, arXiv:2308.07661, Sec. 6; every offset is a window because 60,000 batches
   of 64 windows are 0.457 epochs of 8.4M tokens there.

@@ -28,35 +28,29 @@ Result = TypeVar("Result")
 
 
 class Counter:
-  """Counts the characters, words and bytes of a text in parts; see `count_text`."""
+  """Counts a text in parts; see `count_text`."""
 
   def __init__(self):
     self._sha256 = hashlib.sha256()
-    self._characters = self._words = self._bytes = 0
+    self._counts = {"characters": 0, "words": 0, "bytes": 0}
     self._in_word = False
 
   def add(self, part: str) -> int:
     """Counts a part and returns its size in bytes."""
-    if not part:
-      return 0
     encoded = part.encode()
-    self._sha256.update(encoded)
-    self._characters += len(part)
-    self._bytes += len(encoded)
-    self._words += len(part.split()) + part.count("\n")
-    # The same word, begun in the last part.
-    self._words -= self._in_word and not part[:1].isspace()
-    self._in_word = not part[-1:].isspace()
+    if part:
+      self._sha256.update(encoded)
+      self._counts["characters"] += len(part)
+      self._counts["bytes"] += len(encoded)
+      # A word may go on from the last part.
+      is_split = self._in_word and not part[0].isspace()
+      self._counts["words"] += len(part.split()) + part.count("\n") - is_split
+      self._in_word = not part[-1].isspace()
     return len(encoded)
 
   def result(self) -> dict:
     """The counts so far."""
-    return {
-      "characters": self._characters,
-      "words": self._words,
-      "bytes": self._bytes,
-      "sha256": self._sha256.hexdigest(),
-    }
+    return {**self._counts, "sha256": self._sha256.hexdigest()}
 
 
 def count_text(parts: Iterable[str]) -> dict:
@@ -132,13 +126,8 @@ class Encoder:
 def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
   """Encodes a text into files in a folder, unless an earlier call has done so.
 
-  Args:
-    text: the text.
-    encoder: makes arrays of its parts.
-    folder: receives <split>.bin and the like, and <split>.json once they are complete. For
-      `Documents` also <split>.documents.bin: the first token of each document, int64,
-      increasing.
-    split: the name of the files.
+  These are <split>.bin and the like, and <split>.json once they are complete; for `Documents`
+  also <split>.documents.bin: the first token of each document, int64, increasing.
 
   Returns:
     "tokens", the counts of `count_text` and, for `Documents`, "documents". Documents without

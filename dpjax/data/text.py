@@ -291,7 +291,7 @@ def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
 
 
 def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], texts: Path) -> Corpus:
-  """A corpus cleaned, cut short or both, written once."""
+  """A corpus cleaned, cut short or both."""
   about = {
     **corpus.about,
     "clean": language,

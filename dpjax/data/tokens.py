@@ -76,21 +76,21 @@ class _Arrays(Mapping[str, np.ndarray]):
 class Tokens:
   """A corpus as tokens.
 
+  Arrays are mapped read-only at first use; a model works without them.
+
   Attributes:
     name: the name of the corpus.
     tokenizer: the tokenizer that made its tokens.
-    splits: "train", "valid", "test": ids [N], uint16 or int32, mapped read-only at first use;
-      a model works without its tokens.
+    splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word.
-    boundaries: None, or for each split the boundaries that were computed from its text: 0 or
-      1 for each token, uint8 [N], mapped read-only.
+    boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
     learned: what their kind learned from the train split, b"" if nothing.
     kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
-    documents: None, or for each split the places where its documents begin, int64
-      [number of documents], increasing from 0, mapped read-only.
+    documents: None, or for each split the places where its documents begin, int64 [number of
+      documents], increasing from 0.
   """
 
   name: str
@@ -111,12 +111,7 @@ class Tokens:
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, and checks that they have not changed.
-
-    A gigabyte takes less than a second, or as long as the disk needs.
-
-    Args:
-      *splits: the names of splits; all by default.
+    """Reads whole splits, all by default, and checks that they have not changed.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
@@ -171,13 +166,9 @@ def tokenize(
       `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
     **settings: settings of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
-  Returns:
-    The result of `open_tokens` for the folder.
-
   Raises:
-    UserError: from the text (`data.path: ...`), the tokenizer (`data.tokenizer...`) or
-      the boundaries (`model.boundaries....`); or the folder holds something else or cannot
-      be written.
+    UserError: from the text, the tokenizer or the boundaries; or the folder holds something
+      else or cannot be written.
   """
   made = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
@@ -223,14 +214,12 @@ def tokenize(
 
 def _tokenizer_inputs(kind: str | Tokenizer, boundaries: Any, settings: Mapping) -> dict[str, Any]:
   """The settings that affect tokens, apart from the text and file names."""
-  known = kind if isinstance(kind, Tokenizer) else None
+  known, name = (kind, kind.kind) if isinstance(kind, Tokenizer) else (None, kind)
   if known is None and settings.get("file"):
     whole = {key: value for key, value in settings.items() if key != "restrict"}
-    known = train_tokenizer(str(kind), (), **whole)
-  name = kind.kind if isinstance(kind, Tokenizer) else kind
-  made: dict[str, Any] = {"kind": name} | {
-    key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")
-  }
+    known = train_tokenizer(name, (), **whole)
+  made: dict[str, Any] = {"kind": name}
+  made |= {key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")}
   if known is not None:
     made["vocabulary"] = _digest(known.to_json())
   elif name not in CHARACTER_KINDS:
@@ -271,12 +260,12 @@ def _learn(
   corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
 ) -> tuple[Tokenizer, bytes]:
   """The tokenizer of a text, and what its boundaries learn."""
-  text = corpus.splits["train"]
+  text, tokenizer = corpus.splits["train"], kind
   sample = _Sample(text)
-  learns = kind not in CHARACTER_KINDS and not settings.get("file")
   try:
-    known = isinstance(kind, Tokenizer)
-    tokenizer = kind if known else train_tokenizer(kind, sample if learns else text, **settings)
+    if not isinstance(tokenizer, Tokenizer):
+      is_whole = kind in CHARACTER_KINDS or settings.get("file")
+      tokenizer = train_tokenizer(str(kind), text if is_whole else sample, **settings)
     return tokenizer, b"" if boundaries is None else boundaries.learn(sample)
   except ValueError as error:
     raise sample.error or error from error
@@ -311,11 +300,7 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
   """Makes a folder with what a model needs of its tokens, and the place of the others.
 
-  Args:
-    data: the tokens.
-    folder: the folder to make; one that this function made is replaced.
-    is_export: whether to leave out the path of the tokens; `open_tokens` looks for them in
-      data_dir.
+  An export leaves out their path; `open_tokens` looks for them in data_dir.
 
   Raises:
     UserError: the folder holds something else.
@@ -345,8 +330,6 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
 
 def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
   """Opens a folder that `tokenize` or `write_reference` wrote.
-
-  Arrays are not opened until `Tokens.check` or the first use of a split.
 
   Args:
     folder: the folder with data.json.
