@@ -175,7 +175,8 @@ class ContiguousRows(_Rows):
 class ShuffledWindows(_Rows):
   """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
-  The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift, drawn from 0 .. n - 1, and cut into windows of T
+  The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift,
+  drawn from 0 .. n - 1, and cut into windows of T
   tokens; the windows come in a random order, the same for all rows. Each target is the next
   token in the rolled row:
 

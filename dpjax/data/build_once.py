@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 def build_once(
   folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Builds a folder, unless it exists and was built from the same inputs.
+  """Builds a folder, unless it exists and was built from the same inputs, as JSON values.
 
   If several processes ask for it, one builds it and the others wait.
 
   Args:
     folder: the folder; one built from other inputs is replaced.
-    inputs: the inputs, as JSON values.
+    inputs: the inputs.
     build: fills a given folder and returns what else to record. The folder holds the files of
       an earlier call that was killed, or that raised another error than a `UserError`.
 
@@ -111,11 +111,7 @@ def replace_folder(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-  """Waits until no other process holds the lock, and takes it.
-
-  Args:
-    path: an empty file; it is made if missing, and stays.
-  """
+  """Waits until no other process holds the lock, an empty file that stays, and takes it."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:
     try:

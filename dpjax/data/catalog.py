@@ -97,17 +97,11 @@ def open_named(
   *,
   is_head: bool = False,
 ) -> Corpus:
-  """Opens a named corpus with the splits that it has, and writes its text first if necessary.
+  """Opens a named corpus with the splits that it has; writes its text first if necessary.
 
   If the manual folder has a folder of that name (with languages, wiki40b/fi) with train.txt,
-  valid.txt and test.txt, plain or compressed, those are the splits.
-
-  Args:
-    name: see `find`.
-    language: for a corpus in several languages.
-    data_dir: the folder of texts and downloads.
-    manual_dir: see `dpjax.data.text.load_corpus`.
-    is_head: whether the first part is enough, if the corpus has one.
+  valid.txt and test.txt, plain or compressed, those are the splits. With `is_head`, the first
+  part is enough, if the corpus has one. For the rest, see `dpjax.data.text.load_corpus`.
 
   Raises:
     UserError: as for `load_corpus`.
@@ -142,8 +136,8 @@ def open_named(
 
 def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
   """Whether the text of a corpus has been made."""
-  folder = _text_folder(name, data_dir, language, is_head)
-  return bool(read_record(folder, {"version": find(name, language).version}))
+  version = {"version": find(name, language).version}
+  return bool(read_record(_text_folder(name, data_dir, language, is_head), version))
 
 
 def _text_folder(name: str, data_dir: str | Path, language: str, is_head: bool) -> Path:

@@ -64,11 +64,8 @@ class Chunks:
   space, and without spaces between any two characters. Joined, the parts are the exact text.
   Iteration raises a `UserError` with the place of the first byte that is not UTF-8.
 
-  Attributes:
-    content: bytes, or a mapped file.
-    begin: the first byte of the range in `content`.
-    end: the byte after its last one.
-    source: the name of `content` in messages.
+  The range is `begin` .. `end` - 1 of `content`, bytes or a mapped file; `source` is its name in
+  messages.
   """
 
   content: bytes | mmap.mmap
@@ -143,10 +140,8 @@ class Marked(Documents):
 
   All characters stay, marks included: joined, the documents are the text.
 
-  Attributes:
-    text: the whole text.
-    begins: a regular expression for bytes, in which ^ is the beginning of a line. A
-      document begins at the end of each match, and at the beginning of the text.
+  A document begins at the beginning of the text and at the end of each match of the regular
+  expression `begins`, in which ^ is the beginning of a line.
   """
 
   text: Chunks
@@ -176,12 +171,7 @@ class Marked(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class JsonLines(Documents):
-  """Documents that are strings in JSON objects, one on each line; blank lines are skipped.
-
-  Attributes:
-    lines: the whole text.
-    field: the name of the string.
-  """
+  """Documents that are the strings `field` of JSON objects, one a line; blank lines are skipped."""
 
   lines: Chunks
   field: str
@@ -212,9 +202,7 @@ class JsonLines(Documents):
 class FileDocuments(Documents):
   """Documents that are files, plain or compressed, in the given order; each is read whole.
 
-  Attributes:
-    paths: the paths of the files.
-    size: the size of all files on disk, in bytes.
+  `size` is that of all files on disk, in bytes.
   """
 
   paths: Sequence[Path]
@@ -270,12 +258,7 @@ def open_text(path: Path) -> Chunks:
 def build_texts(
   folder: Path, inputs: Mapping[str, Any], read: Callable[[], Iterable[tuple[str, str]]]
 ) -> tuple[dict[str, Chunks], dict[str, Any]]:
-  """Opens the splits in a folder, written once from pairs of a split and a piece of its text.
-
-  Args:
-    folder: receives train.txt, valid.txt and test.txt, or as many as there are.
-    inputs: see `build_once`.
-    read: yields the pairs.
+  """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
 
   Returns:
     The texts of the splits, and their sizes and checksums.

@@ -38,29 +38,17 @@ class File:
 
 
 class Files:
-  """The source of the files of corpora and vocabularies.
-
-  Attributes:
-    manual_dir: the folder of files downloaded by hand.
-    folder: the folder of downloads.
-  """
+  """The files of corpora and vocabularies, in `manual_dir` or the downloads' `folder`."""
 
   def __init__(self, data_dir: str | Path, manual_dir: str | Path = ""):
-    """Takes the folder of all data; "" is its manual folder."""
     self.manual_dir = Path(manual_dir or Path(data_dir, "manual"))
     self.folder = Path(data_dir, "downloads")
 
   def get(self, file: File, *, by_hand: bool = True) -> Path:
-    """Finds a file in the manual folder or among the downloads, or downloads it.
+    """Finds a file in the manual folder (if `by_hand`) or among the downloads, or downloads it.
 
-    A file has its name only once it is complete and has its checksum.
-
-    Args:
-      file: the file.
-      by_hand: whether a file in the manual folder will do.
-
-    Returns:
-      The path. With `head_bytes`, the file may be shorter, or longer if supplied by hand.
+    A file has its name only once it is complete and has its checksum. With `head_bytes`, it may
+    be shorter, or longer if supplied by hand.
 
     Raises:
       UserError: the file cannot be downloaded, or is not the expected one. The message says

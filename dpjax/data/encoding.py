@@ -68,12 +68,7 @@ def count_text(parts: Iterable[str]) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """Encodes a part of a text as tokens and, with `segment`, boundaries.
-
-  Attributes:
-    tokenizer: makes the tokens.
-    segment: makes the boundaries of a text's tokens, or None.
-  """
+  """Encodes a part of a text as tokens and, with `segment`, as their boundaries."""
 
   tokenizer: Tokenizer
   segment: Callable[[str, Tokenizer], np.ndarray] | None = None

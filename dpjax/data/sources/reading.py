@@ -105,16 +105,10 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
 
 
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
-  """The text of some members of a tar.gz archive, which is read once.
+  """The text of some members of a tar.gz archive, which is read once, in its order.
 
-  Args:
-    path: the archive.
-    wanted: for each split, a regular expression for the end of the members' paths (whole
-      names of a file and of the folders before it), and the number of members; reading stops
-      after the last.
-
-  Returns:
-    Pairs of split and piece, in the order of the archive.
+  `wanted` has for each split a regular expression for the end of the members' paths (whole names
+  of a file and of the folders before it), and the number of members.
 
   Raises:
     UserError: the archive is cut off or damaged, has fewer such members or paths that lead
@@ -176,14 +170,7 @@ def hub_parquet(
   """Yields the Parquet files of a split of a dataset at huggingface.co, one at a time.
 
   They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
-  the repository under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
-
-  Args:
-    files: finds or downloads a file.
-    corpus: the name of the corpus.
-    repository: OWNER/NAME.
-    folder: the folder in the repository.
-    split: the beginning of the files' names.
+  the repository OWNER/NAME under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
 
   Raises:
     UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
