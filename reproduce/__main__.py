@@ -29,8 +29,8 @@ from dpjax import run as run_lib
 from dpjax.analysis import costs, folders
 from dpjax.commands import flags as command_line
 from dpjax.config import ConfigDict
-from dpjax.data.making import write_json
 from dpjax.errors import UserError
+from dpjax.files import write_json
 from dpjax.training.loop import NonFiniteError
 from reproduce import papers, scales
 from reproduce import report as report_lib

@@ -20,9 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import files
 from dpjax.analysis import folders
 from dpjax.commands import export
-from dpjax.data import making, prepared
+from dpjax.data.tokens import open_tokens
 from dpjax.models import build
 from dpjax.run import card as card_lib
 from tests import helpers
@@ -217,15 +218,16 @@ def deep(path):
 @pytest.mark.parametrize(
   "make, message",
   [
-    (os.mkfifo, "got a device or a pipe"),
-    (lambda path: path.symlink_to("/dev/zero"), "got a device or a pipe"),
-    (lambda path: path.write_bytes(b" " * (making.MOST_BYTES + 1)), "expected "),
+    (os.mkfifo, "no regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    (lambda path: path.write_bytes(b" " * 100_001), "more than 100,000 bytes"),
     (deep, "expected "),
     (lambda path: path.write_text("[" * 100_000), "expected "),
   ],
 )
-def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_path):
+def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_path, monkeypatch):
   run.save(tmp_path / "out")
+  monkeypatch.setattr(files, "MOST_BYTES", 100_000)
   (tmp_path / "out" / name).unlink()
   make(tmp_path / "out" / name)
   with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
@@ -281,7 +283,7 @@ def test_a_card_of_the_clone_is_what_its_settings_give(name):
   config = config_lib.from_dict(json.loads((folder / "config.json").read_text()))
   with safe_open(folder / "model.safetensors", "np") as file:
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-  start_id = prepared.open_prepared(folder / "data").tokenizer.start_id
+  start_id = open_tokens(folder / "data").tokenizer.start_id
   section = card_lib.describe(config.model, shapes, start_id=start_id, dtype="bfloat16")
   assert (folder / "README.md").read_text(encoding="utf-8").endswith(section)
 

@@ -15,7 +15,8 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.data import batches, prepared
+from dpjax.data import batches
+from dpjax.data.tokens import Tokens
 from dpjax.layers import learned_boundaries
 from dpjax.run import build
 from dpjax.run import tokens as tokens_lib
@@ -117,7 +118,7 @@ def test_generation(finished):
 
 def test_models_of_a_seed_get_the_same_random_windows():
   tokens = np.arange(500, dtype=np.uint16)
-  data = prepared.Prepared("numbers", Bytes(), {"train": tokens}, {})
+  data = Tokens("numbers", Bytes(), {"train": tokens}, {})
 
   def windows(seed, **model):
     config = config_lib.default()
@@ -346,7 +347,7 @@ def test_after_a_refusal_the_folder_is_free_for_other_settings(text, tmp_path):
 def test_a_folder_that_is_not_a_run_is_left_alone(text, tmp_path):
   (tmp_path / "data").mkdir()
   (tmp_path / "data" / "train.txt").write_text("mine")
-  with pytest.raises(ValueError, match="workdir: expected room for prepared data"):
+  with pytest.raises(ValueError, match="expected a folder that dpjax can replace"):
     dpjax.train(helpers.small_config(text), tmp_path)
   assert (tmp_path / "data" / "train.txt").read_text() == "mine"
   (tmp_path / "other" / "checkpoints").mkdir(parents=True)

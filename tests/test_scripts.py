@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_one_line_and_no_file(workdir, monkeypatch, capsys):
     raise OSError(errno.ENOSPC, "No space left on device")
 
   before = sorted(workdir.rglob("*"))
-  monkeypatch.setattr("dpjax.data.making.os.fsync", fails)
+  monkeypatch.setattr("dpjax.files.os.fsync", fails)
   message = call("evaluate", f"--workdir={workdir}", "--split=train")
   place = re.escape(str(workdir / "scores_train_12.json"))
   assert re.fullmatch(rf"{place}: expected to read or write it, got: No space .*", message)

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import dpjax
-from dpjax.data.corpora import load_corpus
+from dpjax.data.text import load_corpus
 from dpjax.errors import Interrupted
 from tests import helpers
 

@@ -12,7 +12,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.data import making
+from dpjax import files
 from dpjax.errors import UserError
 from dpjax.run import workdir as workdir_lib
 from tests import helpers
@@ -116,9 +116,9 @@ def test_links_inside_of_the_folder_and_beside_the_run_are_nobodys_matter(tmp_pa
 def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   (tmp_path / "victim").write_text("of great worth")
   (tmp_path / f"scores.json.{os.getpid()}.tmp").symlink_to(tmp_path / "victim")
-  making.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
+  files.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
   assert (tmp_path / "victim").read_text() == "of great worth"
-  assert making.read_json(tmp_path / "scores.json") == {"perplexity": 7.5}
+  assert files.load_json(tmp_path / "scores.json") == {"perplexity": 7.5}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpjax.data import making
+from dpjax import files
 from dpjax.errors import UserError
 
 # Settings that say how a run reports or is computed. Runs are named after the seed only where
@@ -103,7 +103,7 @@ def read_config(workdir: str | Path) -> dict[str, Any]:
     ValueError: there is no such folder or file, or it holds no settings.
   """
   try:
-    config = _read(workdir, "config.json", making.load_json)
+    config = _read(workdir, "config.json", files.load_json)
   except UserError:
     raise
   except ValueError as error:

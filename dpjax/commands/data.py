@@ -1,4 +1,4 @@
-"""Lists, prepares and cleans corpora.
+"""Lists, prepares and cleans catalog.
 
   dpjax data list
   dpjax data prepare wikitext2
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dpjax.data import catalog, corpora
+from dpjax.data import catalog
 from dpjax.errors import UserError, exit_on_user_error
 
 PART = 2**20  # characters
@@ -64,7 +64,7 @@ def _list(given) -> None:
       f"{language}{' (head)' * head}".strip() or "yes"
       for language in entry.languages or ("",)
       for head in (False, True)[: 1 + bool(entry.head)]
-      if corpora.is_made(name, data_dir, language, head)
+      if catalog.is_made(name, data_dir, language, head)
     ]
     print(f"\n{name}: {entry.title}")
     if entry.languages:
@@ -76,7 +76,7 @@ def _list(given) -> None:
 
 
 def _prepare(given) -> None:
-  corpus = corpora.open_named(
+  corpus = catalog.open_named(
     given.name, given.language, given.data_dir, given.manual_dir, is_head=given.head
   )
   for split, text in corpus.splits.items():

@@ -9,10 +9,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 from absl import flags
 
+from dpjax import files
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
@@ -42,8 +42,7 @@ _BEYOND_WINDOW = flags.DEFINE_string(
 )
 _JSON = flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
 
-# More than any window holds, and rows than one wants to wait for: all are one batch.
-_MOST_BYTES, _MOST_SAMPLES = 2**24, 4096
+_MOST_SAMPLES = 4096  # All are one batch.
 
 
 def main(_) -> None:
@@ -80,22 +79,13 @@ def _given_prompt() -> str | None:
   if _PROMPT.value is not None:
     raise UserError("prompt, prompt_file: expected one of them, got both")
   file = _PROMPT_FILE.value
-  if file == "-":
-    content = sys.stdin.buffer.read(_MOST_BYTES + 1)
-  else:
-    # Others, /dev/zero or a pipe that nobody writes to, may have no end.
-    if not Path(file).is_file():
-      raise UserError(f"prompt_file: expected a file with a text, or -, got {file}")
-    with open(file, "rb") as opened:
-      content = opened.read(_MOST_BYTES + 1)
-  if len(content) > _MOST_BYTES:
-    raise UserError(
-      f"prompt_file: expected at most {_MOST_BYTES:,} bytes, got {file}, which has more"
-    )
   try:
+    content = sys.stdin.buffer.read() if file == "-" else files.read_file(file)
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-  except UnicodeDecodeError as error:
-    raise UserError(f"prompt_file: expected UTF-8 in {file}, got {error}") from error
+  except (OSError, ValueError) as error:
+    raise UserError(
+      f"prompt_file: expected a file with a text, or -, got {file} ({error})"
+    ) from error
   if not prompt:
     raise UserError(f"prompt_file: expected a text in {file}, got none")
   return prompt

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.machinery
-import json
 import os
 import runpy
 import sys
@@ -12,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dpjax import files
 from dpjax.config import saved
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
-
-_MOST_BYTES = 2**24  # of a run's settings
 
 
 def load(experiment: str) -> ConfigDict:
@@ -69,9 +67,7 @@ def load(experiment: str) -> ConfigDict:
 def _of_run(file: Path) -> ConfigDict:
   """The settings of a run; of an exported one, without those that follow from its tokenizer."""
   try:
-    if file.stat().st_size > _MOST_BYTES:
-      raise ValueError(f"more than {_MOST_BYTES:,} bytes")
-    config = saved.of_run(json.loads(file.read_text(encoding="utf-8")), file.parent)
+    config = saved.of_run(files.load_json(file), file.parent)
   except (OSError, ValueError, TypeError, AttributeError) as error:
     raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
   except RecursionError as error:

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
   from dpjax.data.batches import RandomWindows as RandomWindows
   from dpjax.data.batches import ShuffledWindows as ShuffledWindows
   from dpjax.data.catalog import register_corpus as register_corpus
-  from dpjax.data.corpora import Corpus as Corpus
-  from dpjax.data.corpora import load_corpus as load_corpus
+  from dpjax.data.corpus import Corpus as Corpus
   from dpjax.data.evaluation_batches import EvaluationDocuments as EvaluationDocuments
   from dpjax.data.evaluation_batches import EvaluationWindows as EvaluationWindows
-  from dpjax.data.prepared import Prepared as Prepared
-  from dpjax.data.prepared import open_prepared as open_prepared
-  from dpjax.data.prepared import prepare as prepare
   from dpjax.data.sources.source import Source as Source
+  from dpjax.data.text import load_corpus as load_corpus
+  from dpjax.data.tokens import Tokens as Tokens
+  from dpjax.data.tokens import open_tokens as open_tokens
+  from dpjax.data.tokens import tokenize as tokenize
 else:
   from dpjax import lazy
 

@@ -1,34 +1,26 @@
 """Batches as pure functions of the step, so that the data need no other state.
 
-Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32
-[b, T]; a target with weight 0 does not count. A slice selects a host's own b of the batch's
-B rows. T is the window.
+Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32 [b, T]; a
+target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
+Padding holds `pad_id`, 0 by default; no score depends on it.
 
-Places without a token hold `pad_id`, 0 by default; no score depends on it.
-
-If the classes are given the stream's boundaries, uint8 [N], 0 or 1, every batch also has
-"boundaries", int32 [b, T], the boundary of the input token at each place:
+Given the stream's boundaries, uint8 [N], 0 or 1, every batch also has "boundaries", int32
+[b, T], the boundary of the input token at each place, 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-It is 0 in the padding.
-
-If they are given the places where documents begin (`DocumentStarts`), every batch also has
-"is_start", int32 [b, T], so that no document sees another. A document d_0 .. d_{n-1} takes n
-places. At the first one, `is_start` is 1 and the input is a start token:
-
-  inputs   start d_0 .. d_{n-2}       targets   d_0 .. d_{n-1}
-
-So the start token predicts the first token, as if the document stood alone, and the last token
-is no input. The targets are the same as without documents. The part of a document at the
-beginning of a row counts as a document: `is_start` is 1 at the first place of every row. With
-start token 9:
+Given the places where documents begin (`DocumentStarts`), every batch also has "is_start", int32
+[b, T], so that no document sees another. Where a document begins, `is_start` is 1 and the input
+is a start token, which predicts the first token as if the document stood alone; its last token
+is no input. The targets are the same as without documents. `is_start` is also 1 at the first
+place of every row. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
 """
 
+import abc
 import dataclasses
 
 import numpy as np
@@ -50,62 +42,114 @@ class DocumentStarts:
   start_id: int
   start_boundary: int = 0
 
-  def check(self, tokens: np.ndarray) -> None:
-    """Checks the places against a stream of N tokens.
-
-    Raises:
-      ValueError: they do not increase from 0 to at most N - 1.
-    """
-    begins = self.begins
-    is_rising = begins.ndim == 1 and len(begins) > 0 and bool((begins[1:] > begins[:-1]).all())
-    if not (is_rising and begins[0] == 0 and begins[-1] < len(tokens)):
-      raise UserError(
-        f"documents: expected places that rise from 0 to at most {len(tokens) - 1}, the last "
-        f"token's, got {np.array2string(begins, threshold=8)}"
-      )
-
   def are_begun_at(self, places) -> np.ndarray:
     """Whether a document begins at each of the places, bool."""
     found = np.searchsorted(self.begins, places).clip(max=len(self.begins) - 1)
     return self.begins[found] == places
 
 
-class _Rows:
-  """The stream, cut into B contiguous rows; batches are windows of these."""
+def check_stream(
+  tokens: np.ndarray, boundaries: np.ndarray | None, documents: DocumentStarts | None
+) -> None:
+  """Checks that boundaries and documents are those of the N tokens.
+
+  Raises:
+    UserError: there are not N boundaries, or the documents do not rise from 0 to at most N - 1.
+  """
+  if boundaries is not None and len(boundaries) != len(tokens):
+    raise UserError(
+      f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
+    )
+  if documents is None:
+    return
+  begins = documents.begins
+  is_rising = begins.ndim == 1 and len(begins) > 0 and bool((begins[1:] > begins[:-1]).all())
+  if not (is_rising and begins[0] == 0 and begins[-1] < len(tokens)):
+    raise UserError(
+      f"documents: expected places that rise from 0 to at most {len(tokens) - 1}, the last "
+      f"token's, got {np.array2string(begins, threshold=8)}"
+    )
+
+
+class _Windows(abc.ABC):
+  """Batches of B windows of T tokens of a stream."""
 
   def __init__(
     self,
     tokens: np.ndarray,
     batch_size: int,
     window: int,
+    seed: int = 0,
     *,
     boundaries: np.ndarray | None = None,
     pad_id: int = 0,
     documents: DocumentStarts | None = None,
   ):
-    """Takes the stream, ids [N] of any integer type, and the id for padding.
+    """Takes the stream, ids [N] of any integer type, and the seed of a random order, >= 0.
 
     Raises:
-      ValueError: a row has fewer than T + 1 tokens, there are not N boundaries, or the
-        documents do not pass `DocumentStarts.check`.
+      UserError: the stream is too short, or `check_stream` refuses boundaries or documents.
     """
-    check_boundaries(boundaries, tokens)
-    if documents is not None:
-      documents.check(tokens)
-    length = _row_length(tokens, batch_size, window)
-    self.batch_size = batch_size
-    self.window = window
-    self.steps_per_epoch = -(-(length - 1) // window)
-    self._rows = _rows(tokens, batch_size)
-    self._boundary_rows = None if boundaries is None else _rows(boundaries, batch_size)
-    self._pad_id = pad_id
-    self._documents = documents
+    check_stream(tokens, boundaries, documents)
+    self.batch_size, self.window = batch_size, window
+    self._tokens, self._seed, self._pad_id = tokens, seed, pad_id
+    self._boundaries, self._documents = boundaries, documents
+    self.steps_per_epoch = self._count_steps()
 
-  def _starts(self, row_b1: np.ndarray, place_bt: np.ndarray) -> np.ndarray | None:
-    """Whether a document begins at the places of these rows; None without documents."""
-    if self._documents is None:
-      return None
-    return self._documents.are_begun_at(row_b1 * self._rows.shape[1] + place_bt)
+  @abc.abstractmethod
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step >= 0."""
+
+  @abc.abstractmethod
+  def _count_steps(self) -> int:
+    """The steps per epoch; raises a `UserError` for a stream that is too short."""
+
+  def _take(self, place_bt: np.ndarray, is_start_bt: np.ndarray | bool = False) -> dict:
+    """A batch of the tokens at places [b, t + 1]; the last column is only a target."""
+    real = place_bt.shape[1] - 1
+    padding = ((0, 0), (0, self.window - real))
+    found = self._tokens[place_bt].astype(np.int32)
+    batch = {
+      "tokens": np.pad(found[:, :-1], padding, constant_values=self._pad_id),
+      "targets": np.pad(found[:, 1:], padding),
+      "weights": np.pad(np.ones((len(found), real), np.float32), padding),
+    }
+    if self._boundaries is not None:
+      boundaries = self._boundaries[place_bt[:, :-1]].astype(np.int32)
+      batch["boundaries"] = np.pad(boundaries, padding)
+    if self._documents is not None:
+      is_start_bt = self._documents.are_begun_at(place_bt) | is_start_bt
+      # The token before a document's first one belongs to another document.
+      is_first = np.pad(is_start_bt[:, 1:], padding)
+      batch["tokens"][is_first] = self._documents.start_id
+      if self._boundaries is not None:
+        batch["boundaries"][is_first] = self._documents.start_boundary
+      batch["is_start"] = is_first.astype(np.int32)
+      batch["is_start"][:, 0] = 1
+    return batch
+
+
+class _Rows(_Windows):
+  """Windows of the stream cut into B contiguous rows of n = N // B tokens."""
+
+  def _count_steps(self) -> int:
+    self._length = len(self._tokens) // self.batch_size
+    if self._length < self.window + 1:
+      raise UserError(
+        f"train.window: expected at most {max(0, self._length - 1)} ({len(self._tokens)} tokens of "
+        f"the train split in {self.batch_size} rows give {self._length} each, the last of them a "
+        f"target alone), got {self.window}"
+      )
+    return -(-(self._length - 1) // self.window)
+
+  def _columns(self, index: int) -> np.ndarray:
+    """The places [t + 1] of the tokens and the last target of a window of every row."""
+    begin = index * self.window
+    return begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
+
+  def _begins(self, rows: slice) -> np.ndarray:
+    """Where rows begin in the stream, [b, 1]."""
+    return np.arange(self.batch_size)[rows, None] * self._length
 
 
 class ContiguousRows(_Rows):
@@ -119,36 +163,20 @@ class ContiguousRows(_Rows):
     step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
 
   The epoch's last window is shorter and padded with weight 0. Step s belongs to epoch
-  s // steps_per_epoch, and every epoch is the same.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((n - 1) / T).
+  s // steps_per_epoch, steps_per_epoch = ceil((n - 1) / T), and every epoch is the same; the seed
+  has no effect.
   """
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
-    begin = step % self.steps_per_epoch * self.window
-    places = slice(begin, begin + self.window + 1)
-    boundaries = self._boundary_rows
-    found = self._rows[rows, places]
-    row_b1 = np.arange(self.batch_size)[rows, None]
-    return _fill_up(
-      found,
-      self.window,
-      self._pad_id,
-      None if boundaries is None else boundaries[rows, places],
-      self._documents,
-      self._starts(row_b1, begin + np.arange(found.shape[1])[None]),
-    )
+    return self._take(self._begins(rows) + self._columns(step % self.steps_per_epoch))
 
 
 class ShuffledWindows(_Rows):
   """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
-  The stream is cut into B contiguous rows of n = N // B tokens. In each epoch every
-  row is rolled by a shift of its own, drawn from 0 .. n - 1, and cut into windows of T
+  The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift,
+  drawn from 0 .. n - 1, and cut into windows of T
   tokens; the windows come in a random order, the same for all rows. Each target is the next
   token in the rolled row:
 
@@ -161,121 +189,25 @@ class ShuffledWindows(_Rows):
   the target beyond the seam counts like any other; with documents, one begins there. The last
   token of a rolled row is only a target and the first is never one; both vary with the shift.
   If T does not divide n - 1, the window at the rolled row's end is shorter and padded with
-  weight 0.
-
-  Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for step s. They
-  are computed, not stored.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((n - 1) / T).
+  weight 0. Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for
+  step s, steps_per_epoch = ceil((n - 1) / T).
 
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
 
-  def __init__(
-    self,
-    tokens: np.ndarray,
-    batch_size: int,
-    window: int,
-    seed: int,
-    *,
-    boundaries: np.ndarray | None = None,
-    pad_id: int = 0,
-    documents: DocumentStarts | None = None,
-  ):
-    """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
-
-    Raises:
-      ValueError: as for `ContiguousRows`.
-    """
-    super().__init__(
-      tokens, batch_size, window, boundaries=boundaries, pad_id=pad_id, documents=documents
-    )
-    self._seed = seed
-
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
     epoch, draw = divmod(step, self.steps_per_epoch)
-    length = self._rows.shape[1]
-    # NumPy's seeds end with something else than 0, as it takes no note of zeros there.
+    # NumPy ignores zeros at the end of a seed.
     order = permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
     states = np.random.SeedSequence((self._seed, epoch, 2))
-    shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(length)
-    begin = int(order[0]) * self.window
-    real = min(self.window, length - 1 - begin)
-    row_b1 = np.arange(self.batch_size)[rows, None]
-    shift_b1 = shifts[rows, None].astype(np.int64)
-    place_bt = (begin + np.arange(real + 1)[None] - shift_b1) % length
-    boundaries = self._boundary_rows
-    is_start = self._starts(row_b1, place_bt)
-    return _fill_up(
-      self._rows[row_b1, place_bt],
-      self.window,
-      self._pad_id,
-      None if boundaries is None else boundaries[row_b1, place_bt],
-      self._documents,
-      None if is_start is None else is_start | (place_bt == 0),
-    )
+    shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(self._length)
+    column_bt = self._columns(int(order[0])) - shifts[rows, None].astype(np.int64)
+    column_bt %= self._length
+    return self._take(self._begins(rows) + column_bt, column_bt == 0)
 
 
-def _fill_up(
-  found: np.ndarray,
-  window: int,
-  pad_id: int,
-  boundaries: np.ndarray | None,
-  documents: DocumentStarts | None,
-  is_start: np.ndarray | None,
-) -> dict[str, np.ndarray]:
-  """A padded batch from tokens [b, t + 1], t <= T; the last column is only a target."""
-  real = found.shape[1] - 1
-  padding = ((0, 0), (0, window - real))
-  found = found.astype(np.int32)
-  batch = {
-    "tokens": np.pad(found[:, :-1], padding, constant_values=pad_id),
-    "targets": np.pad(found[:, 1:], padding),
-    "weights": np.pad(np.ones((len(found), real), np.float32), padding),
-  }
-  if boundaries is not None:
-    batch["boundaries"] = np.pad(boundaries[:, :-1].astype(np.int32), padding)
-  if documents is not None and is_start is not None:
-    # The token before a document's first one would be its input, and is that of no other.
-    is_first = np.pad(is_start[:, 1:], padding)
-    batch["tokens"][is_first] = documents.start_id
-    if boundaries is not None:
-      batch["boundaries"][is_first] = documents.start_boundary
-    batch["is_start"] = is_first.astype(np.int32)
-    batch["is_start"][:, 0] = 1
-  return batch
-
-
-def _rows(stream: np.ndarray, batch_size: int) -> np.ndarray:
-  """The stream in contiguous rows, [B, n]; the remainder is dropped."""
-  length = len(stream) // batch_size
-  return stream[: batch_size * length].reshape(batch_size, length)
-
-
-def _row_length(tokens: np.ndarray, batch_size: int, window: int) -> int:
-  length = len(tokens) // batch_size
-  if length < window + 1:
-    raise UserError(
-      f"train.window: expected at most {max(0, length - 1)} ({len(tokens)} tokens of "
-      f"the train split in {batch_size} rows give {length} each, the last of them a "
-      f"target alone), got {window}"
-    )
-  return length
-
-
-def check_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
-  """Checks that there is one boundary for each token."""
-  if boundaries is not None and len(boundaries) != len(tokens):
-    raise UserError(
-      f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
-    )
-
-
-class RandomWindows:
+class RandomWindows(_Windows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
   A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. They are drawn
@@ -286,50 +218,12 @@ class RandomWindows:
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  If an epoch's windows do not fill its last batch, the next epoch begins within that batch.
-  The order is computed, not stored, and takes no memory.
-
-  Attributes:
-    batch_size: B.
-    window: T.
-    steps_per_epoch: ceil((N - T) / B).
+  If an epoch's windows do not fill its last batch, the next epoch begins within that batch;
+  steps_per_epoch = ceil((N - T) / B).
 
   Source: Chen 2023, arXiv:2308.07661, Sec. 6; every offset is a window because 60,000 batches
   of 64 windows are 0.457 epochs of 8.4M tokens there.
   """
-
-  def __init__(
-    self,
-    tokens: np.ndarray,
-    batch_size: int,
-    window: int,
-    seed: int,
-    *,
-    boundaries: np.ndarray | None = None,
-    documents: DocumentStarts | None = None,
-  ):
-    """Takes the stream, ids [N] of any integer type, and the seed of the order, >= 0.
-
-    Raises:
-      ValueError: N < T + 1, there are not N boundaries, or the documents do not pass
-        `DocumentStarts.check`.
-    """
-    check_boundaries(boundaries, tokens)
-    if documents is not None:
-      documents.check(tokens)
-    if len(tokens) < window + 1:
-      raise UserError(
-        f"train.window: expected at most {max(0, len(tokens) - 1)} (the train split has "
-        f"{len(tokens)} tokens, the last of them a target alone), got {window}"
-      )
-    self.batch_size = batch_size
-    self.window = window
-    self.steps_per_epoch = -(-(len(tokens) - window) // batch_size)
-    self._num_windows = len(tokens) - window
-    self._tokens = tokens
-    self._boundaries = boundaries
-    self._documents = documents
-    self._seed = seed
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
@@ -339,16 +233,16 @@ class RandomWindows:
     for epoch in np.unique(epochs):
       is_here = epochs == epoch
       offsets[is_here] = permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
-    place_bt = offsets[:, None] + np.arange(self.window + 1)
-    boundaries, documents = self._boundaries, self._documents
-    return _fill_up(
-      self._tokens[place_bt],
-      self.window,
-      0,
-      None if boundaries is None else boundaries[place_bt],
-      documents,
-      None if documents is None else documents.are_begun_at(place_bt),
-    )
+    return self._take(offsets[:, None] + np.arange(self.window + 1))
+
+  def _count_steps(self) -> int:
+    self._num_windows = len(self._tokens) - self.window
+    if self._num_windows < 1:
+      raise UserError(
+        f"train.window: expected at most {max(0, len(self._tokens) - 1)} (the train split has "
+        f"{len(self._tokens)} tokens, the last of them a target alone), got {self.window}"
+      )
+    return -(-self._num_windows // self.batch_size)
 
 
 def permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,12 @@
 """Corpora and vocabularies by name."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from dpjax.data.build_once import read_record
+from dpjax.data.corpus import SPLITS, Corpus, build_texts
 from dpjax.data.download import File, Files
 from dpjax.data.sources import (
   cc100,
@@ -9,6 +14,7 @@ from dpjax.data.sources import (
   lm1b,
   openwebtext,
   penn_treebank,
+  reading,
   text8,
   tfds,
   wiki40b,
@@ -81,6 +87,65 @@ def find(name: str, language: str = "") -> Source:
       f"data.language: expected one of {', '.join(entry.languages)} for {name}, got {language!r}"
     )
   return entry
+
+
+def open_named(
+  name: str,
+  language: str,
+  data_dir: str | Path,
+  manual_dir: str | Path = "",
+  *,
+  is_head: bool = False,
+) -> Corpus:
+  """Opens a named corpus with the splits that it has; writes its text first if necessary.
+
+  If the manual folder has a folder of that name (with languages, wiki40b/fi) with train.txt,
+  valid.txt and test.txt, plain or compressed, those are the splits. With `is_head`, the first
+  part is enough, if the corpus has one. For the rest, see `dpjax.data.text.load_corpus`.
+
+  Raises:
+    UserError: as for `load_corpus`.
+  """
+  entry = find(name, language)
+  language = language if entry.languages else ""
+  # The whole text begins alike.
+  is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
+  about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
+  folder = _text_folder(name, data_dir, language, is_head)
+
+  def read() -> Iterator[tuple[str, str]]:
+    print(f"preparing {folder.name} in {folder.parent}", flush=True)
+    files = Files(data_dir, manual_dir)
+    settings: dict[str, Any] = {"language": language} if entry.languages else {}
+    settings |= {"is_head": is_head} if entry.head else {}
+    folder_by_hand = files.manual_dir / name / language
+    found = {split: reading.find_split(folder_by_hand, split) for split in SPLITS}
+    by_hand = {split: path for split, path in found.items() if path}
+    if not by_hand:
+      return entry.read(files, **settings)
+    if missing := [f"{split}.txt" for split in SPLITS if split not in by_hand]:
+      raise UserError(
+        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder_by_hand} "
+        f"without {', '.join(missing)}"
+      )
+    return reading.text_files(by_hand)
+
+  splits, about["texts"] = build_texts(folder, about, read)
+  return Corpus(_join(name, language), splits, about)
+
+
+def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
+  """Whether the text of a corpus has been made."""
+  version = {"version": find(name, language).version}
+  return bool(read_record(_text_folder(name, data_dir, language, is_head), version))
+
+
+def _text_folder(name: str, data_dir: str | Path, language: str, is_head: bool) -> Path:
+  return Path(data_dir, "texts", _join(name, language, "head" * is_head))
+
+
+def _join(name: str, *parts: str) -> str:
+  return "_".join(filter(None, (re.sub(r"[^\w.-]", "_", name), *parts)))
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:

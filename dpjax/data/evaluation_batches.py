@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dpjax.data.batches import DocumentStarts, check_boundaries, permute
+from dpjax.data.batches import DocumentStarts, check_stream, permute
 from dpjax.errors import UserError
 
 
@@ -21,11 +21,7 @@ class EvaluationWindows:
   `start_boundary` for p = 0.
 
   With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the
-  same ones for all streams of one length.
-
-  Attributes:
-    batch_size: B.
-    share: the share of the N tokens that is scored.
+  same ones for all streams of one length; `share` is the share of the N tokens that is scored.
   """
 
   def __init__(
@@ -44,18 +40,12 @@ class EvaluationWindows:
     """Takes the stream, ids [N] of any integer type, N >= 1; `max_tokens` = 0 takes all.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, or there are not N boundaries.
+      UserError: the stride is not in 1 .. window, or `check_stream` refuses the rest.
     """
-    check_boundaries(boundaries, tokens)
-    _check_stride(window, stride)
-    self.batch_size = batch_size
-    self._tokens = tokens
-    self._window = window
-    self._stride = stride
-    self._start_id = start_id
-    self._boundaries = boundaries
-    self._start_boundary = start_boundary
-    self._pad_id = pad_id
+    _check(tokens, boundaries, None, window, stride)
+    self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
+    self._tokens, self._start_id = tokens, start_id
+    self._boundaries, self._start_boundary = boundaries, start_boundary
     self._num_windows = total = -(-len(tokens) // stride)
     self._chosen, self.share = None, 1.0
     if 0 < max_tokens and -(-max_tokens // stride) < total:
@@ -79,19 +69,22 @@ class EvaluationWindows:
     real_bt = place_bt < np.minimum(end_b1, len(self._tokens))
     counted_bt = real_bt & (place_bt >= end_b1 - self._stride)
     place_bt = np.where(real_bt, place_bt, 0)
-    targets_bt = np.where(real_bt, self._tokens[place_bt], 0)
-    before_bt = self._tokens[np.maximum(0, place_bt - 1)]
-    tokens_bt = np.where(place_bt == 0, self._start_id, before_bt)
     batch = {
-      "tokens": np.where(real_bt, tokens_bt, self._pad_id).astype(np.int32),
-      "targets": targets_bt.astype(np.int32),
-      "weights": counted_bt.astype(np.float32),
+      "tokens": np.where(
+        real_bt, self._inputs(self._tokens, place_bt, self._start_id), self._pad_id
+      ),
+      "targets": np.where(real_bt, self._tokens[place_bt], 0),
+      "weights": counted_bt,
     }
     if self._boundaries is not None:
-      before_bt = self._boundaries[np.maximum(0, place_bt - 1)]
-      inputs_bt = np.where(place_bt == 0, self._start_boundary, before_bt)
-      batch["boundaries"] = np.where(real_bt, inputs_bt, 0).astype(np.int32)
-    return batch
+      inputs_bt = self._inputs(self._boundaries, place_bt, self._start_boundary)
+      batch["boundaries"] = np.where(real_bt, inputs_bt, 0)
+    dtypes = {"weights": np.float32}
+    return {name: array.astype(dtypes.get(name, np.int32)) for name, array in batch.items()}
+
+  def _inputs(self, stream: np.ndarray, place_bt: np.ndarray, first: int) -> np.ndarray:
+    """What stands before each place."""
+    return np.where(place_bt == 0, first, stream[np.maximum(0, place_bt - 1)])
 
 
 class EvaluationDocuments:
@@ -104,9 +97,6 @@ class EvaluationDocuments:
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
     row 0: tokens [9 3 1 4]  targets [3 1 4 1]  is_start [1 0 0 0]
     row 1: tokens [1 9 9 0]  targets [5 9 2 0]  is_start [1 1 0 0]  weights [1 1 1 0]
-
-  Attributes:
-    batch_size: B.
   """
 
   def __init__(
@@ -123,19 +113,11 @@ class EvaluationDocuments:
     """Takes the stream, ids [N] of any integer type, N >= 1.
 
     Raises:
-      ValueError: the stride is not in 1 .. window, there are not N boundaries, or the documents
-        do not pass `DocumentStarts.check`.
+      UserError: as for `EvaluationWindows`.
     """
-    check_boundaries(boundaries, tokens)
-    documents.check(tokens)
-    _check_stride(window, stride)
-    self.batch_size = batch_size
-    self._tokens = tokens
-    self._window = window
-    self._stride = stride
-    self._documents = documents
-    self._boundaries = boundaries
-    self._pad_id = pad_id
+    _check(tokens, boundaries, documents, window, stride)
+    self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
+    self._tokens, self._boundaries, self._documents = tokens, boundaries, documents
     sizes = np.diff(documents.begins, append=len(tokens))
     # After each document, how many windows there are; and their places.
     self._num_windows = np.cumsum(-(-sizes // stride))
@@ -154,15 +136,11 @@ class EvaluationDocuments:
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of batch `index`, 0 .. len - 1."""
     numbers = index * self.batch_size + np.arange(self.batch_size)[rows]
+    names = ["tokens", "targets", "weights", "is_start"]
+    names += ["boundaries"] * (self._boundaries is not None)
     shape = len(numbers), self._window
-    batch: dict[str, np.ndarray] = {
-      "tokens": np.full(shape, self._pad_id, np.int32),
-      "targets": np.zeros(shape, np.int32),
-      "weights": np.zeros(shape, np.float32),
-      "is_start": np.zeros(shape, np.int32),
-    }
-    if self._boundaries is not None:
-      batch["boundaries"] = np.zeros(shape, np.int32)
+    batch = {x: np.zeros(shape, np.float32 if x == "weights" else np.int32) for x in names}
+    batch["tokens"][:] = self._pad_id
     batch["is_start"][:, 0] = 1
     for b, number in enumerate(numbers.clip(max=len(self._rows) - 1)):
       windows = np.arange(*self._rows[number : number + 2]) if number + 1 < len(self._rows) else []
@@ -200,7 +178,7 @@ class EvaluationDocuments:
     )
 
 
-def _check_stride(window: int, stride: int) -> None:
-  """Checks that the stride is in 1 .. window."""
+def _check(tokens, boundaries, documents, window: int, stride: int) -> None:
+  check_stream(tokens, boundaries, documents)
   if not 1 <= stride <= window:
     raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       content, table, draw = _compare(given)
     print(table)
     if given.json:
-      from dpjax.data import making
+      from dpjax import files
 
-      making.write_json(Path(given.json), content)
+      files.write_json(Path(given.json), content)
     if given.out:
       plots.write(draw(content), given.out)
 
@@ -111,9 +111,8 @@ def _compare(given: argparse.Namespace):
   import dataclasses
   import functools
 
-  from dpjax import registry
+  from dpjax import files, registry
   from dpjax.commands import flags as command_line
-  from dpjax.data import making
   from dpjax.probes import report, tasks, training
 
   work = Path(given.work)
@@ -136,7 +135,7 @@ def _compare(given: argparse.Namespace):
       raise UserError(f"{name}: expected {expected}, got {values[name]}")
   if given.train:
     command_line.check_platform()
-    making.write_json(work / "settings.json", dataclasses.asdict(settings))
+    files.write_json(work / "settings.json", dataclasses.asdict(settings))
     trainees = functools.cache(functools.partial(training.Trainee, settings))
     share = jobs[first - 1 :: count]
     for number, (task, mixer, seed) in enumerate(share, 1):
@@ -144,7 +143,7 @@ def _compare(given: argparse.Namespace):
       if path.exists():
         continue
       found = trainees(mixer).run(task, seed)
-      making.write_json(path, {"task": task, "mixer": mixer, "seed": seed, **found})
+      files.write_json(path, {"task": task, "mixer": mixer, "seed": seed, **found})
       loss, seconds = found["loss"], found["seconds"]
       print(f"[{number} of {len(share)}] {path.stem}: loss {loss:.3f}, {seconds} s", flush=True)
   paths = [work / f"{task}_{mixer}_{seed}.json" for task, mixer, seed in jobs]

@@ -11,7 +11,8 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import ops, registry
-from dpjax.data import batches, prepared
+from dpjax.data import batches
+from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import Generator
 from dpjax.models.build import build_boundaries, build_model, pad_id
@@ -120,7 +121,7 @@ def capacity(settings: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int |
 
 
 def train_batches(config: ConfigDict, data: Any):
-  """The batches of `config.train` of a `Prepared`, by its rule."""
+  """The batches of `config.train` of a `Tokens`, by its rule."""
   settings, tokens = config.train, data.splits["train"]
   boundaries = None if data.boundaries is None else data.boundaries["train"]
   size = settings.batch_size, settings.window or config.model.max_length
@@ -146,7 +147,7 @@ def needs_run(config: ConfigDict) -> bool:
   return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
-def origin(data: prepared.Prepared) -> dict[str, str]:
+def origin(data: Tokens) -> dict[str, str]:
   """Inputs of a run, besides its settings, that must not change on resume."""
   origin = {
     "tokenizer": data.tokenizer.to_json(),

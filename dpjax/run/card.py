@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpjax import __version__
-from dpjax.data import making
+from dpjax import __version__, files
 from dpjax.errors import UserError
 from dpjax.run.numpy_code import foreign, numpy_code
 
@@ -139,7 +138,7 @@ def _scores(run: Any) -> list[str]:
   rows = []
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
     try:
-      content = making.load_json(path)
+      content = files.load_json(path)
       split = {x: x for x in run.data.counts}[content["split"]]
       rows += [
         f"| {split} | {name.replace('_', ' ')} | {float(value):.4g} |"

@@ -68,14 +68,15 @@ def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
   import jax.numpy as jnp
   from safetensors.flax import save_file
 
-  from dpjax.data import making, prepared
+  from dpjax import files
+  from dpjax.data.tokens import write_reference
   from dpjax.run import build, card, workdir
 
   frozen = workdir.read_frozen(run.workdir) if build.needs_run(run.config) else None
-  making.write_json(folder / "config.json", run.config.to_dict())
+  files.write_json(folder / "config.json", run.config.to_dict())
   if frozen is not None:
-    making.write_json(folder / "frozen.json", frozen.to_dict())
-  prepared.write_small(run.data, folder / "data")
+    files.write_json(folder / "frozen.json", frozen.to_dict())
+  write_reference(run.data, folder / "data", is_export=True)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
   flat: Any = {".".join(path): x for path, x in _flatten(params)}
   save_file(flat, folder / FILE, {"step": str(run.step)})

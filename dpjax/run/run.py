@@ -14,7 +14,9 @@ import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax.data import making, prepared
+from dpjax import files
+from dpjax.data.encoding import count_text
+from dpjax.data.tokens import Tokens, open_tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
@@ -48,7 +50,7 @@ class Run:
   params: dict
   tokenizer: Tokenizer
   step: int
-  data: prepared.Prepared | None = None
+  data: Tokens | None = None
   workdir: Path | None = None
 
   def __repr__(self) -> str:
@@ -90,7 +92,7 @@ class Run:
     tokens = self.tokenizer.encode(text)
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {text!r}")
-    counts = {"tokens": len(tokens), **prepared.count_text([text])}
+    counts = {"tokens": len(tokens), **count_text([text])}
     boundaries = None
     if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)
@@ -142,7 +144,7 @@ class Run:
     config_lib.check_choice("data.documents", documents or self.config.data.documents)
     return documents or self.config.data.documents
 
-  def _data_with(self, split: str, documents: str = "joined") -> prepared.Prepared:
+  def _data_with(self, split: str, documents: str = "joined") -> Tokens:
     if self.data is None or split not in [*self.data.splits]:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
@@ -189,7 +191,7 @@ class Run:
       "documents": documents,
       "counts": counts,
     }
-    making.write_json(Path(folder, f"{name}.json"), content)
+    files.write_json(Path(folder, f"{name}.json"), content)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
@@ -311,7 +313,7 @@ def load(
   workdir = Path(os.path.expanduser(workdir))
   config = workdir_lib.read_config(workdir)
   kind = build.text_boundaries(config)
-  data = prepared.open_prepared(workdir / "data", config.data.data_dir, kind)
+  data = open_tokens(workdir / "data", config.data.data_dir, kind)
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.model(config, model, build.saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.

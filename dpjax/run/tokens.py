@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from dpjax.data import catalog, corpora, prepared
+from dpjax.data import catalog
+from dpjax.data.corpus import Corpus
+from dpjax.data.text import load_corpus
+from dpjax.data.tokens import Tokens, open_tokens, tokenize, write_reference
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 from dpjax.run import build
@@ -10,7 +13,7 @@ from dpjax.run.workdir import not_writable, on_first_process
 from dpjax.text.tokens import Tokenizer, load_tokenizer
 
 
-def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> prepared.Prepared:
+def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and makes it first if it is missing.
 
   The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
@@ -35,7 +38,7 @@ def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> pre
     if not is_there or not _open(config, folder).has_tokens:
       made = _find_again(config, folder) if is_there else _make_tokens(config)
       try:
-        prepared.write_reference(made.folder, folder)
+        write_reference(made, folder)
       except OSError as error:
         raise not_writable(folder, error) from error
     _open(config, folder).check()
@@ -44,7 +47,7 @@ def prepare_data(config: ConfigDict, folder: Path, *, anew: bool = False) -> pre
   return _open(config, folder)
 
 
-def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
+def find_tokens(config: ConfigDict, folder: Path) -> Tokens:
   """Opens the corpus in `folder`, and recreates missing tokens in data_dir.
 
   Raises:
@@ -57,7 +60,7 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
   return _make_tokens(config, data.tokenizer)
 
 
-def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prepared:
+def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   """The same corpus with its documents, in data_dir, made if missing.
 
   Raises:
@@ -76,11 +79,11 @@ def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prep
   return made
 
 
-def _open(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  return prepared.open_prepared(folder, config.data.data_dir, build.text_boundaries(config))
+def _open(config: ConfigDict, folder: Path) -> Tokens:
+  return open_tokens(folder, config.data.data_dir, build.text_boundaries(config))
 
 
-def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
+def _find_again(config: ConfigDict, folder: Path) -> Tokens:
   """Recreates the tokens that the run began with."""
   before = _open(config, folder)
   gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
@@ -98,19 +101,19 @@ def _find_again(config: ConfigDict, folder: Path) -> prepared.Prepared:
   return made
 
 
-def _contents(data: prepared.Prepared) -> tuple:
+def _contents(data: Tokens) -> tuple:
   """The settings that determine tokens and boundaries."""
   return data.counts, data.tokenizer.to_json(), data.learned
 
 
-def _make_tokens(config: ConfigDict, own: Tokenizer | None = None) -> prepared.Prepared:
+def _make_tokens(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
   """The tokens in data_dir, made if missing; `own` is the tokenizer of a run that has one."""
   corpus, settings = _load_corpus(config), config.data
   tokens, boundaries = Path(settings.data_dir, "tokens"), build.text_boundaries(config)
   known = _known_tokenizer(config, own)
   if known is not None:
-    return prepared.prepare(corpus, tokens, known, shared=True, boundaries=boundaries)
-  return prepared.prepare(
+    return tokenize(corpus, tokens, known, shared=True, boundaries=boundaries)
+  return tokenize(
     corpus,
     tokens,
     settings.tokenizer,
@@ -153,9 +156,9 @@ def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | N
   return known
 
 
-def _load_corpus(config: ConfigDict) -> corpora.Corpus:
+def _load_corpus(config: ConfigDict) -> Corpus:
   settings = config.data
-  return corpora.load_corpus(
+  return load_corpus(
     settings.name,
     settings.path,
     settings.split_fractions,

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.config import sections
-from dpjax.data import prepared
+from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
@@ -27,7 +27,7 @@ from dpjax.training import checkpoint_files, loop, sharding
 from dpjax.training import optimizer as optimizers
 
 
-def prepare(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
+def prepare(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Prepares the tokens of a run, the first step of `train`.
 
   Args:
@@ -173,7 +173,7 @@ def _train(
   return best, scores
 
 
-def _print_unknown(config: ConfigDict, data: prepared.Prepared) -> None:
+def _print_unknown(config: ConfigDict, data: Tokens) -> None:
   """Says how much of a text a vocabulary that was not learned from it does not know."""
   if not (config.data.tokenizer_file or config.train.initial_run):
     return
@@ -197,7 +197,7 @@ def _shapes(model: Any, has_documents: bool) -> Any:
     raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
 
 
-def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
+def _prepare(config: ConfigDict, workdir: Path) -> Tokens:
   """Checks the settings, then prepares the tokens of a run unless it resumes."""
   goes_on = workdir_lib.check(workdir, config)
   others = {"train.initial_run": config.train.initial_run}
@@ -217,7 +217,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> prepared.Prepared:
 
 
 def _initial(
-  folder: str, shapes, data: prepared.Prepared, frozen: Run | None, model
+  folder: str, shapes, data: Tokens, frozen: Run | None, model
 ) -> Callable[[dict], dict] | None:
   """Reads the initial parameters, if they are not drawn at random."""
   if frozen is None and not folder:
@@ -232,7 +232,7 @@ def _initial(
   return read
 
 
-def _initial_params(folder: str, shapes, data: prepared.Prepared, model) -> dict:
+def _initial_params(folder: str, shapes, data: Tokens, model) -> dict:
   """The parameters of another run, if they fit this one."""
   other = _load_other(folder, "train.initial_run", data.tokenizer, model)
   expected, found = (

@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict, saved, sections
-from dpjax.data.making import load_json, write_json
 from dpjax.errors import UserError
+from dpjax.files import load_json, write_json
 from dpjax.run import export
 from dpjax.training import checkpoints
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import UserError
 
 FORMAT = 1
@@ -15,7 +16,6 @@ FORMAT = 1
 # learn it still have memory for.
 MOST_PIECES = 2**24
 # Of a vocabulary file: several times the largest that are known.
-_MOST_BYTES = 2**27
 
 
 class Tokenizer(abc.ABC):
@@ -217,16 +217,11 @@ def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
     ValueError: `setting: ...`, the file is empty, too large, not a regular file, or cannot be
       read.
   """
-  path = Path(file)
   try:
-    # Opening a pipe would wait, and some devices never end.
-    if path.exists() and not path.is_file():
-      raise file_error("a readable file", f"{file} (no regular file)", setting)
-    if path.stat().st_size > _MOST_BYTES:
-      raise file_error(f"at most {_MOST_BYTES:,} bytes", f"{file}, which has more", setting)
-    content = path.read_bytes()
-  except OSError as error:
-    raise file_error("a readable file", f"{file} ({error.strerror})", setting) from error
+    content = files.read_file(file)
+  except (OSError, ValueError) as error:
+    reason = getattr(error, "strerror", None) or error
+    raise file_error("a readable file", f"{file} ({reason})", setting) from error
   if not content:
     raise file_error("a vocabulary", f"the empty file {file}", setting)
   return content

@@ -1,6 +1,5 @@
-"""One web site for all tests of data, that does what networks and servers do wrong."""
+"""One web site for all tests of data, which may refuse, or break off in the middle."""
 
-import dataclasses
 import hashlib
 import http.server
 import json
@@ -8,19 +7,6 @@ import re
 import threading
 
 import pytest
-
-
-@dataclasses.dataclass
-class Plan:
-  """How one request is answered: `status` is an error, where it is not 0."""
-
-  status: int = 0
-  headers: dict = dataclasses.field(default_factory=dict)
-  break_after: int | None = None  # bytes of the body, then the connection ends
-  ignore_range: bool = False
-  ignore_if_range: bool = False
-  length: str | None = "true"  # Content-Length; "chunked", None: there is none
-  gate: threading.Event | None = None  # waited for before the body
 
 
 class Site(http.server.ThreadingHTTPServer):
@@ -31,23 +17,20 @@ class Site(http.server.ThreadingHTTPServer):
   def __init__(self):
     super().__init__(("127.0.0.1", 0), Handler)
     self.url = f"http://127.0.0.1:{self.server_port}"
-    self.lock = threading.Lock()
     self.clear()
 
   def clear(self):
-    self.files, self.asked, self.headers, self.sent = {}, [], [], 0
-    self.etag, self.modified = None, "Fri, 02 Jan 1970 00:00:00 GMT"
-    self.plans, self.usual = [], Plan()
+    self.files, self.asked, self.sent = {}, [], 0
+    self.refusals, self.break_after, self.has_ranges = [], None, True
 
   def publish(self, repository, folder, files):
     """Puts the files of a dataset, and the list of them, where huggingface.co has them."""
-    entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": f"{folder}/old"}]
+    entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder}]
     for name, content in files.items():
       self.files[f"/datasets/{repository}/resolve/main/{folder}/{name}"] = content
-      lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-      entry = {"type": "file", "oid": "1" * 40, "size": len(content), "lfs": lfs}
-      entries.append(entry | {"path": f"{folder}/{name}"})
-    self.files[f"/api/datasets/{repository}/tree/main/{folder}"] = json.dumps(entries).encode()
+      size = {"size": len(content), "path": f"{folder}/{name}"}
+      entries.append({"type": "file", "oid": "1" * 40, **size})
+    self.files[f"/api/datasets/{repository}/tree/main"] = json.dumps(entries).encode()
 
   def names(self):
     """The last parts of what was asked for."""
@@ -61,77 +44,33 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def log_message(self, *_):
     pass
 
-  def end_headers(self):
-    self.send_header("Connection", "close")
-    super().end_headers()
-
   def do_HEAD(self):
-    self.close_connection = True
     content = self.server.files.get(self.path.partition("?")[0])
-    self.send_response(404 if content is None else 200)
-    content = content or b""
-    etag = self.server.etag or f'"{hashlib.sha256(content).hexdigest()}"'
-    headers = {"ETag": etag, "X-Repo-Commit": "a" * 40, "Content-Length": len(content)}
-    for key, value in headers.items():
-      self.send_header(key, str(value))
-    self.end_headers()
+    self.answer(404 if content is None else 200, content or b"", is_head=True)
 
   def do_GET(self):
-    self.close_connection = True
-    server, path = self.server, self.path.partition("?")[0]
-    with server.lock:
-      server.asked.append(path)
-      server.headers.append(dict(self.headers))
-      plan = server.plans.pop(0) if server.plans else server.usual
-    try:
-      self.answer(plan, server.files.get(path))
-    except OSError:
-      pass  # the other side has gone
+    site, path = self.server, self.path.partition("?")[0]
+    site.asked.append(path)
+    content = site.files.get(path)
+    status = site.refusals.pop(0) if site.refusals else 200 if content is not None else 404
+    content = content or b""
+    wanted = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))
+    if status == 200 and wanted and site.has_ranges:
+      status, content = 206, content[: int(wanted[1]) + 1]
+    self.answer(status, content if status < 300 else b"")
 
-  def answer(self, plan, content):
-    if plan.status or content is None:
-      self.send_response(plan.status or 404)
-      for key, value in {"Content-Length": "0", **plan.headers}.items():
-        self.send_header(key, value)
-      return self.end_headers()
-    size, server = len(content), self.server
-    etag = f'"{hashlib.sha256(content).hexdigest()}"' if server.etag is None else server.etag
-    condition = self.headers.get("If-Range", "")
-    is_changed = condition and condition not in (etag, server.modified)
-    match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-    if match and not plan.ignore_range and (plan.ignore_if_range or not is_changed):
-      begin = int(match[1])
-      if begin >= size:
-        self.send_response(416)
-        self.send_header("Content-Range", f"bytes */{size}")
-        self.send_header("Content-Length", "0")
-        return self.end_headers()
-      end = min(int(match[2] or size - 1), size - 1)
-      self.send_response(206)
-      self.send_header("Content-Range", f"bytes {begin}-{end}/{size}")
-      content = content[begin : end + 1]
-    else:
-      self.send_response(200)
-    for key, value in {"ETag": etag, "Last-Modified": server.modified, **plan.headers}.items():
-      if value:
-        self.send_header(key, value)
-    if plan.length == "chunked":
-      self.send_header("Transfer-Encoding", "chunked")
-    elif plan.length:
-      self.send_header(
-        "Content-Length", str(len(content)) if plan.length == "true" else plan.length
-      )
+  def answer(self, status, content, is_head=False):
+    self.close_connection = True
+    self.send_response(status)
+    etag = f'"{hashlib.sha256(content).hexdigest()}"'
+    headers = {"ETag": etag, "X-Repo-Commit": "a" * 40, "Content-Length": len(content)}
+    for key, value in (headers | {"Connection": "close"}).items():
+      self.send_header(key, str(value))
     self.end_headers()
-    if plan.gate:
-      self.wfile.flush()
-      assert plan.gate.wait(20)
-    cut = content[: plan.break_after]
-    server.sent += len(cut)
-    if plan.length != "chunked":
-      return self.wfile.write(cut)
-    self.wfile.write(b"%x\r\n%s\r\n" % (len(cut), cut))
-    if len(cut) == len(content):
-      self.wfile.write(b"0\r\n\r\n")
+    if not is_head:
+      content = content[: self.server.break_after]
+      self.server.sent += len(content)
+      self.wfile.write(content)
 
 
 @pytest.fixture(scope="session")
@@ -148,10 +87,8 @@ def running_site():
 def site(running_site, monkeypatch):
   from huggingface_hub import constants
 
-  from dpjax.data import download
-
   monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-  monkeypatch.setattr(download, "PAUSE_S", 0.0)
+  monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
   monkeypatch.setattr(constants, "ENDPOINT", running_site.url)
   template = running_site.url + "/{repo_id}/resolve/{revision}/{filename}"
   monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

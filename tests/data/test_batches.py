@@ -1,17 +1,12 @@
-import json
-import pathlib
+"""Batches, place by place: what each token, target, weight, boundary and start is."""
 
 import numpy as np
 import pytest
 
-from dpjax.data.batches import (
-  ContiguousRows,
-  RandomWindows,
-  ShuffledWindows,
-)
-from dpjax.data.evaluation_batches import EvaluationWindows
+from dpjax.data.batches import ContiguousRows, DocumentStarts, RandomWindows, ShuffledWindows
+from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
+from dpjax.errors import UserError
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
 DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "boundaries": np.int32}
 
 
@@ -114,12 +109,6 @@ def test_a_large_corpus_costs_no_memory_and_a_seed_of_32_bits_will_do():
   check(batch, (5, 7))
 
 
-@pytest.mark.parametrize("num_tokens", [2, 7])
-def test_too_few_tokens_for_a_window(num_tokens):
-  with pytest.raises(ValueError, match=f"at most {num_tokens - 1} .* got 7"):
-    RandomWindows(np.arange(num_tokens), 2, window=7, seed=0)
-
-
 def test_shuffled_by_example():
   tokens = np.arange(11, dtype=np.uint16)
   batches = ShuffledWindows(tokens, batch_size=2, window=2, seed=0)
@@ -188,205 +177,124 @@ def test_shifts_and_orders_are_of_the_seed_and_the_epoch():
   assert len(counts) == 29 and counts.min() >= 1 and counts.max() < 22
 
 
-def make(kind, tokens, **settings):
-  if kind == "random":
-    return RandomWindows(tokens, batch_size=6, window=5, seed=11, **settings)
-  if kind == "rows":
-    return ContiguousRows(tokens, batch_size=6, window=5, **settings)
-  if kind == "shuffled":
-    return ShuffledWindows(tokens, batch_size=6, window=5, seed=11, **settings)
-  return EvaluationWindows(tokens, 5, 3, batch_size=6, start_id=2, **settings)
-
-
-KINDS = ["rows", "random", "shuffled", "windows"]
+KINDS = {
+  "rows": lambda tokens, **given: ContiguousRows(tokens, 6, 5, **given),
+  "random": lambda tokens, **given: RandomWindows(tokens, 6, 5, 11, **given),
+  "shuffled": lambda tokens, **given: ShuffledWindows(tokens, 6, 5, 11, **given),
+  "windows": lambda tokens, **given: EvaluationWindows(tokens, 5, 3, 6, 2, **given),
+  "documents": lambda tokens, documents, **given: EvaluationDocuments(
+    tokens, 5, 3, 6, documents, **given
+  ),
+}
+TRAINING = ["rows", "random", "shuffled"]
+# Documents of one token, of two, and longer than a window.
+BEGINS = np.array([0, 1, 2, 4, 30, 31, 37, 40, 60, 61, 70])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_boundaries_are_those_of_the_inputs(kind):
+def test_boundaries_rows_of_a_host_and_mapped_files(tmp_path, kind):
   # Tokens from 3 up, so that each tells its place; 2 stands before them.
+  tokens = np.arange(3, 74, dtype=np.uint16)
   boundaries = np.random.default_rng(1).integers(0, 2, 71).astype(np.uint8)
   by_token = np.concatenate([[0, 0, 0], boundaries])
-  batches = make(kind, np.arange(3, 74), boundaries=boundaries)
-  plain = make(kind, np.arange(3, 74))
-  for index in range(4):
+  given = {} if kind == "windows" else {"documents": DocumentStarts(BEGINS, 2)}
+  batches, plain = KINDS[kind](tokens, boundaries=boundaries, **given), KINDS[kind](tokens, **given)
+  for array, name in ((tokens, "tokens"), (boundaries, "boundaries")):
+    array.tofile(tmp_path / name)
+  mapped = KINDS[kind](
+    np.memmap(tmp_path / "tokens", np.uint16, "r"),
+    boundaries=np.memmap(tmp_path / "boundaries", np.uint8, "r"),
+    **given,
+  )
+  for index in range(2):
     batch = batches.batch(index)
-    check(batch, (6, 5))
+    np.testing.assert_equal(batch, mapped.batch(index))
+    assert all(type(array) is np.ndarray for array in mapped.batch(index).values())
+    for rows in (slice(0, 2), slice(2, 6), slice(5, 6)):
+      part = {name: array[rows] for name, array in batch.items()}
+      np.testing.assert_equal(batches.batch(index, rows), part)
+    assert ("is_start" in batch) == (kind != "windows")
+    batch = {name: batch[name] for name in batch if name != "is_start"}
+    check({name: batch[name] for name in DTYPES}, (6, 5))
     np.testing.assert_array_equal(batch["boundaries"], by_token[batch["tokens"]])
     found = batch.pop("boundaries")
     assert 0 < found.mean() < 1 and (found[batch["tokens"] == 0] == 0).all()
-    np.testing.assert_equal(batch, plain.batch(index))
+    np.testing.assert_equal(batch, {name: plain.batch(index)[name] for name in batch})
 
 
-def test_boundary_before_the_text():
-  settings = dict(boundaries=np.array([1, 0, 1, 1, 1], np.uint8))
-  for start in (0, 1):
-    batches = EvaluationWindows(
-      np.arange(1, 6), 3, 2, batch_size=2, start_id=7, start_boundary=start, **settings
-    )
-    assert batches.batch(0)["boundaries"].tolist() == [[start, 1, 0], [1, 0, 1]]
-    assert batches.batch(1)["boundaries"].tolist() == [[1, 1, 0], [0, 0, 0]]
+@pytest.mark.parametrize("kind", TRAINING)
+@pytest.mark.parametrize("begins", [BEGINS, [0], np.arange(71)], ids=["some", "one", "all"])
+def test_documents_of_training(kind, begins):
+  stream, boundaries = np.arange(20, 91), np.array([0, 1, 1])[np.arange(71) % 3]
+  starts = DocumentStarts(np.array(begins), 5, start_boundary=2)
+  given = dict(boundaries=boundaries, pad_id=4)
+  joined, isolated = KINDS[kind](stream, **given), KINDS[kind](stream, documents=starts, **given)
+  seen = set()
+  assert joined.steps_per_epoch == isolated.steps_per_epoch
+  for step in range(3 * joined.steps_per_epoch):
+    before, batch = joined.batch(step), isolated.batch(step)
+    assert [*batch] == [*before, "is_start"] and batch["is_start"].dtype == np.int32
+    # What is predicted, and what counts, is the same.
+    np.testing.assert_array_equal(batch["targets"], before["targets"])
+    np.testing.assert_array_equal(batch["weights"], before["weights"])
+    place = batch["targets"] - 20
+    is_first = np.isin(place, begins) | (kind == "shuffled") & (place >= 0) & (place % 11 == 0)
+    np.testing.assert_array_equal(batch["is_start"][:, 1:], is_first[:, 1:])
+    assert (batch["is_start"][:, 0] == 1).all()
+    np.testing.assert_array_equal(batch["tokens"], np.where(is_first, 5, before["tokens"]))
+    expected = np.where(is_first, 2, before["boundaries"])
+    np.testing.assert_array_equal(batch["boundaries"], expected)
+    seen |= {*place[is_first].tolist()}
+  if kind == "random":
+    assert seen == {*begins} - {0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_as_many_boundaries_as_tokens(kind):
-  with pytest.raises(
-    ValueError, match="boundaries: expected one for each of the 71 tokens, got 70"
-  ):
-    make(kind, np.arange(71), boundaries=np.zeros(70, np.uint8))
+@pytest.mark.parametrize("kind", ["rows", "shuffled", "windows"])
+def test_padding(kind):
+  padded, expected = (KINDS[kind](np.arange(3, 80), pad_id=pad_id) for pad_id in (99, 0))
+  num_padded = 0
+  for index in range(len(padded) if kind == "windows" else padded.steps_per_epoch):
+    batch, other = padded.batch(index), expected.batch(index)
+    np.testing.assert_array_equal(batch["tokens"] == 99, other["tokens"] == 0)
+    assert not batch["targets"][batch["tokens"] == 99].any()
+    assert not batch["weights"][batch["tokens"] == 99].any()
+    num_padded += (batch["tokens"] == 99).sum()
+  assert num_padded > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hosts_take_their_own_rows(kind):
-  batches = make(kind, np.arange(71), boundaries=np.arange(71) % 3 // 2)
-  for index in range(3):
-    whole = batches.batch(index)
-    for rows in (slice(0, 2), slice(2, 6), slice(5, 6)):
-      part = batches.batch(index, rows)
-      check(part, (rows.stop - rows.start, 5))
-      np.testing.assert_equal(part, {name: whole[name][rows] for name in whole})
+WRONG_STARTS = ([], [1, 5], [0, 5, 5], [0, 7, 5], [0, 71], [[0, 1]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mapped_tokens_give_plain_arrays(tmp_path, kind):
-  tokens = np.arange(71, dtype=np.uint16)
-  boundaries = (tokens % 3 // 2).astype(np.uint8)
-  tokens.tofile(tmp_path / "tokens.bin")
-  boundaries.tofile(tmp_path / "boundaries.bin")
-  mapped = np.memmap(tmp_path / "tokens.bin", np.uint16, "r")
-  mapped_too = np.memmap(tmp_path / "boundaries.bin", np.uint8, "r")
-  batch = make(kind, mapped, boundaries=mapped_too).batch(1)
-  np.testing.assert_equal(batch, make(kind, tokens, boundaries=boundaries).batch(1))
-  assert all(type(array) is np.ndarray for array in batch.values())
-
-
-def test_window_longer_than_the_rows():
-  ContiguousRows(np.arange(24), batch_size=3, window=7)
-  with pytest.raises(ValueError, match=r"train.window: expected at most 7 \(24 tokens"):
-    ContiguousRows(np.arange(24), batch_size=3, window=8)
-  with pytest.raises(ValueError, match="train.window: expected at most 0 "):
-    ContiguousRows(np.arange(2), batch_size=3, window=8)
-  ShuffledWindows(np.arange(24), batch_size=3, window=7, seed=0)
-  with pytest.raises(ValueError, match=r"train.window: expected at most 7 \(24 tokens"):
-    ShuffledWindows(np.arange(24), batch_size=3, window=8, seed=0)
-
-
-@pytest.mark.parametrize("case", [0, 1])
-def test_windows_are_the_authors(case):
-  golden = json.loads(GOLDEN.read_text())["cases"][case]
-  stream = np.random.default_rng(7).integers(1, 97, golden["stream_len"])
-  window, stride = golden["tgt_len"] + golden["ext_len"], golden["tgt_len"]
-  closes = (stream % 3 == 0).astype(np.uint8)
-  # Their stream's first token is no target; here it is what stands before the stream.
-  batches = EvaluationWindows(
-    stream[1:],
-    window,
-    stride,
-    1,
-    start_id=int(stream[0]),
-    boundaries=closes[1:],
-    start_boundary=int(closes[0]),
-  )
-  assert len(batches) == len(golden["windows"])
-  for index, expected in enumerate(golden["windows"]):
-    batch = {name: array[0] for name, array in batches.batch(index).items()}
-    data = stream[expected["data_begin"] : expected["data_end"]]
-    targets = stream[expected["target_begin"] : expected["target_end"]]
-    scored = np.flatnonzero(batch["weights"])
-    np.testing.assert_array_equal(batch["tokens"][: len(data)], data)
-    np.testing.assert_array_equal(batch["boundaries"][: len(data)], data % 3 == 0)
-    np.testing.assert_array_equal(batch["targets"][scored], targets)
-    # The last of the window's real tokens, in one piece, are scored.
-    np.testing.assert_array_equal(scored, np.arange(len(data) - len(targets), len(data)))
-
-
-@pytest.mark.parametrize("window, stride", [(7, 7), (7, 3), (7, 1), (11, 5), (61, 13)])
-@pytest.mark.parametrize("num_tokens", [1, 5, 53])
-def test_every_token_counts_once(window, stride, num_tokens):
-  tokens = np.arange(10, 10 + num_tokens, dtype=np.uint16)
-  batches = EvaluationWindows(tokens, window, stride, batch_size=3, start_id=9)
-  counted = []
-  for index in range(len(batches)):
-    batch = batches.batch(index)
-    check(batch, (3, window))
-    for row in range(3):
-      real = batch["targets"][row] > 0
-      np.testing.assert_array_equal(batch["tokens"][row] > 0, real)
-      np.testing.assert_array_equal(batch["tokens"][row, real], batch["targets"][row, real] - 1)
-      weights = batch["weights"][row]
-      assert not weights[~real].any()
-      counted += batch["targets"][row, weights == 1].tolist()
-      first = int(np.sum(real) - weights.sum())  # context: what fits, or all there is
-      if real.any() and real.all():
-        assert first == window - weights.sum()
-      elif real.any() and batch["tokens"][row, 0] != 9:
-        assert counted[-1] == tokens[-1]
-  assert counted == tokens.tolist()
-
-
-def test_windows_by_example():
-  batches = EvaluationWindows(np.arange(1, 6), 3, 2, batch_size=2, start_id=7)
-  first, second = batches.batch(0), batches.batch(1)
-  assert len(batches) == 2
-  assert first["tokens"].tolist() == [[7, 1, 0], [1, 2, 3]]
-  assert first["targets"].tolist() == [[1, 2, 0], [2, 3, 4]]
-  assert first["weights"].tolist() == [[1, 1, 0], [0, 1, 1]]
-  assert second["tokens"].tolist() == [[3, 4, 0], [0, 0, 0]]
-  assert second["targets"].tolist() == [[4, 5, 0], [0, 0, 0]]
-  assert second["weights"].tolist() == [[0, 1, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("stride", [0, -1, 8])
-def test_stride_outside_the_window(stride):
-  with pytest.raises(ValueError, match=r"eval.stride: expected 1 \.\. 7 .*, got "):
-    EvaluationWindows(np.arange(53), 7, stride, batch_size=3, start_id=0)
-
-
-def test_what_fills_up_a_window():
-  """A window that is not full needs no more segments: its places may be no space."""
-  tokens = np.arange(1, 12, dtype=np.uint16)
-  for kind in (ContiguousRows, ShuffledWindows):
-    seed = () if kind is ContiguousRows else (5,)
-    made = kind(tokens, 2, 3, *seed, pad_id=77)
-    for step in range(made.steps_per_epoch):
-      batch = made.batch(step)
-      np.testing.assert_array_equal(batch["tokens"] == 77, batch["weights"] == 0)
-      assert not batch["targets"][batch["weights"] == 0].any()
-  windows = EvaluationWindows(tokens, 4, 3, 3, 0, pad_id=77)
-  whole = [windows.batch(index)["tokens"] for index in range(len(windows))]
-  expected = EvaluationWindows(tokens, 4, 3, 3, 99)
-  for index, tokens_bt in enumerate(whole):
-    # Nothing else in the text is 0.
-    np.testing.assert_array_equal(tokens_bt == 77, expected.batch(index)["tokens"] == 0)
-  assert sum((tokens_bt == 77).sum() for tokens_bt in whole) > 4
-
-
-@pytest.mark.parametrize("size", [6, 4])
-def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens(size):
-  tokens = np.arange(3, 74)
-  settings = dict(boundaries=np.arange(71) % 2)
-  whole, part, again = (
-    EvaluationWindows(tokens, 5, 3, batch_size=size, start_id=2, max_tokens=most, **settings)
-    for most in (0, 20, 20)
-  )
-  assert len(part) == -(-7 // size) and whole.share == 1
-
-  def rows(windows):
-    found = [windows.batch(index) for index in range(len(windows))]
-    return {name: np.concatenate([x[name] for x in found]) for name in found[0]}
-
-  known, found = rows(whole), rows(part)
-  np.testing.assert_equal(found, rows(again))
-  is_real = found["weights"].any(axis=1)
-  assert is_real.sum() == 7 and is_real[:7].all()
-  chosen = [np.flatnonzero((known["targets"] == x).all(axis=1)) for x in found["targets"][:7]]
-  chosen = np.concatenate(chosen)
-  assert len(chosen) == 7 and (np.diff(chosen) > 0).all() and np.ptp(chosen) > 12
-  for name, array in found.items():
-    np.testing.assert_array_equal(array[:7], known[name][chosen])
-  assert part.share * 71 == pytest.approx(found["weights"].sum())
-
-
-def test_more_tokens_than_there_are_is_all():
-  for most in (70, 71, 99):
-    windows = EvaluationWindows(np.arange(71), 5, 3, 6, start_id=2, max_tokens=most)
-    assert windows.share == 1 and len(windows) == 4
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    *(
+      (
+        lambda kind=kind: KINDS[kind](np.arange(71), boundaries=np.zeros(70), documents=None),
+        "boundaries: expected one for each of the 71 tokens, got 70",
+      )
+      for kind in TRAINING
+    ),
+    *(
+      (
+        lambda x=x: KINDS["documents"](np.arange(71), documents=DocumentStarts(np.array(x), 5)),
+        "documents: expected places that rise from 0 to at most 70",
+      )
+      for x in WRONG_STARTS
+    ),
+    *(
+      (
+        lambda x=x: EvaluationWindows(np.arange(53), 7, x, 3, 0),
+        r"eval.stride: expected 1 \.\. 7 .*, got ",
+      )
+      for x in (0, -1, 8)
+    ),
+    (lambda: RandomWindows(np.arange(7), 2, 7, 0), "train.window: expected at most 6 .* got 7"),
+    (lambda: ContiguousRows(np.arange(24), 3, 8), r"train.window: .* at most 7 \(24 tokens"),
+    (lambda: ContiguousRows(np.arange(2), 3, 8), "train.window: expected at most 0 "),
+    (lambda: ShuffledWindows(np.arange(24), 3, 8, 0), r"train.window: .* at most 7 \(24 tokens"),
+  ],
+)
+def test_refusals(make, message):
+  with pytest.raises(UserError, match=f"^{message}"):
+    make()

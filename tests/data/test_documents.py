@@ -7,11 +7,13 @@ import lzma
 import numpy as np
 import pytest
 
-from dpjax.data import catalog, chunks, corpora, documents, prepared
-from dpjax.data.chunks import Chunks
-from dpjax.data.corpora import load_corpus
+from dpjax import files
+from dpjax.data import catalog
+from dpjax.data import corpus as corpus_lib
+from dpjax.data.corpus import SPLITS, Chunks, Documents, Marked, line_pattern
 from dpjax.data.encoding import Encoder, encode_text
-from dpjax.data.sources.source import Source
+from dpjax.data.text import load_corpus
+from dpjax.data.tokens import open_tokens, tokenize
 from dpjax.errors import UserError
 from dpjax.text.tokens import train_tokenizer
 
@@ -22,6 +24,7 @@ TEXTS = [
 ]
 WHOLE = [text if text.endswith("\n") else text + "\n" for text in TEXTS]
 PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+MARK = corpus_lib.BYTE_ORDER_MARK
 
 
 def found(text):
@@ -33,7 +36,7 @@ def all_found(corpus):
 
 
 def in_order(splits):
-  return [document for split in corpora.SPLITS for document in splits[split]]
+  return [document for split in SPLITS for document in splits[split]]
 
 
 def as_json(texts, field="text"):
@@ -42,90 +45,87 @@ def as_json(texts, field="text"):
   return "\n \n".join(lines).encode()
 
 
-@pytest.fixture(params=["", ".gz", ".xz"])
+@pytest.fixture(params=[("", MARK), (".gz", b""), (".xz", MARK)], ids=str)
 def packing(request):
-  return request.param
-
-
-@pytest.fixture(params=[b"", documents.BYTE_ORDER_MARK], ids=["", "mark"])
-def mark(request):
-  return request.param
+  """An ending, and the function that packs a text for it, some with a byte-order mark."""
+  ending, mark = request.param
+  return ending, lambda content: PACKERS[ending](mark + content)
 
 
 @pytest.mark.parametrize("how", ["joined", "isolated"])
-def test_json_lines(tmp_path, packing, mark, how):
-  path = tmp_path / f"texts.jsonl{packing}"
-  path.write_bytes(PACKERS[packing](mark + as_json(["", *TEXTS], "body") + b"\n"))
+def test_json_lines(tmp_path, packing, how):
+  ending, pack = packing
+  path = tmp_path / f"texts.jsonl{ending}"
+  path.write_bytes(pack(as_json(["", *TEXTS], "body") + b"\n"))
   settings = dict(text_field="body", data_dir=tmp_path / "data", documents=how)
   corpus = load_corpus(path=path, split_fractions=(0.5, 0.2, 0.3), **settings)
   splits = all_found(corpus)
-  assert in_order(splits) == WHOLE and all(splits.values())
-  assert corpus.name == "texts" and len("".join(corpus.splits["train"])) == len(
-    "".join(splits["train"])
-  )
-  assert all_found(corpus) == splits  # again
-
-
-def test_json_lines_of_splits(tmp_path, packing):
+  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
+  assert {x: "".join(text) for x, text in corpus.splits.items()} == {
+    x: "".join(texts) for x, texts in splits.items()
+  }
   names = {"train": "train", "valid": "validation", "test": "test"}
   for i, stem in enumerate(names.values()):
-    (tmp_path / f"{stem}.jsonl{packing}").write_bytes(PACKERS[packing](as_json(TEXTS[i::3])))
-  corpus = load_corpus(path=tmp_path, documents="isolated", data_dir=tmp_path / "data")
+    (tmp_path / f"{stem}.jsonl{ending}").write_bytes(pack(as_json(TEXTS[i::3])))
+  corpus = load_corpus(path=tmp_path, documents=how, data_dir=tmp_path / "data")
   assert all_found(corpus) == {split: WHOLE[i::3] for i, split in enumerate(names)}
 
 
-def test_a_folder_of_files(tmp_path, packing, mark):
+def test_a_folder_of_files(tmp_path, packing):
+  ending, pack = packing
   folder = tmp_path / "mine"
   for i, text in enumerate(TEXTS):
     place = folder / ("b" if i > 6 else "a")
     place.mkdir(parents=True, exist_ok=True)
-    (place / f"{i:02}.txt{packing}").write_bytes(PACKERS[packing](mark + text.encode()))
+    (place / f"{i:02}.txt{ending}").write_bytes(pack(text.encode()))
   (folder / "a" / "03x.txt").write_bytes(b"")  # empty: no document
   (folder / "README.md").write_bytes(b"no text")
-  for how in ("joined", "isolated"):
-    corpus = load_corpus(path=folder, documents=how, split_fractions=(0.6, 0.2, 0.2))
-    splits = all_found(corpus)
-    assert in_order(splits) == WHOLE and all(splits.values())
-    assert corpus.name == "mine"
-  if not packing and not mark:  # as many whole files as fit
-    ends = np.cumsum([len(text.encode()) for text in TEXTS])
-    num_files = np.searchsorted(ends, ends[-1] * np.array([0.6, 0.8]), "right")
-    assert np.cumsum([len(splits["train"]), len(splits["valid"])]).tolist() == num_files.tolist()
-  for split in ("train", "valid", "test"):
+  corpus = load_corpus(path=folder, documents="isolated", split_fractions=(0.6, 0.2, 0.2))
+  splits = all_found(corpus)
+  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "mine"
+  for split in SPLITS:
     (folder / split).mkdir()
-    (folder / split / f"x.txt{packing}").write_bytes(PACKERS[packing](split.encode()))
-  corpus = load_corpus(path=folder)
-  assert all_found(corpus) == {x: [f"{x}\n"] for x in corpora.SPLITS}
-  (folder / "valid" / f"x.txt{packing}").unlink()
+    (folder / split / f"x.txt{ending}").write_bytes(pack(split.encode()))
+  assert all_found(load_corpus(path=folder)) == {x: [f"{x}\n"] for x in SPLITS}
+  (folder / "valid" / f"x.txt{ending}").unlink()
   with pytest.raises(UserError, match="^data.path: expected .txt files, each a document.*valid$"):
     load_corpus(path=folder)
 
 
-@pytest.mark.parametrize("separator", ["<|end of book|>", "***", "--", " = "])
-def test_a_line_between(tmp_path, packing, mark, separator):
+def test_files_are_divided_by_size(tmp_path):
+  sizes = [7, 300, 2, 40, 40, 11, 90, 3, 30, 77]
+  for i, size in enumerate(sizes):
+    (tmp_path / f"{i}.txt").write_text("a" * (size - 1) + "\n")
+  splits = all_found(load_corpus(path=tmp_path, split_fractions=(0.6, 0.2, 0.2)))
+  ends = np.cumsum(sizes)
+  expected = np.searchsorted(ends, ends[-1] * np.array([0.6, 0.8]), "right")  # that fit
+  assert np.cumsum([len(splits["train"]), len(splits["valid"])]).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("separator", ["<|end of book|>", "***", " = "])
+def test_a_line_between(tmp_path, packing, separator):
+  ending, pack = packing
   content = f"{separator}\n".join(WHOLE)
-  (tmp_path / "texts").mkdir()
-  path = tmp_path / "texts" / f"books.txt{packing}"
-  path.write_bytes(PACKERS[packing](mark + content.encode()))
-  for split in corpora.SPLITS:
-    (path.parent / f"{split}.txt{packing}").write_bytes(path.read_bytes())
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  for stem in ("books", *SPLITS):
+    (folder / f"{stem}.txt{ending}").write_bytes(pack(content.encode()))
   settings = dict(separator=separator, data_dir=tmp_path / "data")
-  corpus = load_corpus(path=path.parent, documents="isolated", **settings)
+  corpus = load_corpus(path=folder, documents="isolated", **settings)
   expected = [f"{text}{separator}\n" for text in WHOLE[:-1]] + WHOLE[-1:]
-  assert all_found(corpus) == dict.fromkeys(corpora.SPLITS, expected)
+  assert all_found(corpus) == dict.fromkeys(SPLITS, expected)
   # One file is cut where it is cut when joined; a document on the cut becomes two.
-  splits = {}
-  for how in ("joined", "isolated"):
-    corpus = load_corpus(path=path, documents=how, split_fractions=(0.5, 0.2, 0.3), **settings)
-    splits[how] = {split: "".join(text) for split, text in corpus.splits.items()}
-  assert splits["joined"] == splits["isolated"]
-  assert "".join(in_order(all_found(corpus))) == content
-  assert isinstance(load_corpus(path=path, **settings).splits["train"], Chunks)
+  settings |= dict(path=folder / f"books.txt{ending}", split_fractions=(0.5, 0.2, 0.3))
+  joined, isolated = (load_corpus(documents=how, **settings) for how in ("joined", "isolated"))
+  for split in SPLITS:
+    assert "".join(joined.splits[split]) == "".join(isolated.splits[split])
+  assert "".join(in_order(all_found(isolated))) == content
+  assert isinstance(joined.splits["train"], Chunks)
 
 
-def test_lines_with_carriage_returns(tmp_path):
+def test_lines_with_carriage_returns():
   text = Chunks(b"one\r\n--\r\ntwo --\n--\nthree\n--", 0, 27, "")
-  marked = documents.Marked(text, documents.line_pattern("--"))
+  marked = Marked(text, line_pattern("--"))
   assert found(marked) == ["one\r\n--\r\n", "two --\n--\n", "three\n--"]
 
 
@@ -147,15 +147,15 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_corpora_that_have_a_name(tmp_path, name):
+def test_named_corpora(tmp_path, name):
   language = "fi" if catalog.ENTRIES[name].languages else ""
   folder = tmp_path / "manual" / name / language
   folder.mkdir(parents=True)
-  for split in corpora.SPLITS:
+  for split in SPLITS:
     (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
   settings = dict(language=language, data_dir=tmp_path, manual_dir=tmp_path / "manual")
   corpus = load_corpus(name, documents="isolated", **settings)
-  assert all_found(corpus) == dict.fromkeys(corpora.SPLITS, MARKS[name])
+  assert all_found(corpus) == dict.fromkeys(SPLITS, MARKS[name])
   joined = load_corpus(name, **settings)
   assert corpus.about == {**joined.about, "documents": catalog.ENTRIES[name].documents}
   assert [*joined.splits["train"]] == [*corpus.splits["train"]]
@@ -164,8 +164,8 @@ def test_corpora_that_have_a_name(tmp_path, name):
 @pytest.mark.parametrize(
   "kind, size, chunk_bytes",
   [
-    *(("characters", 0, 7), ("bytes", 0, 7), ("bytes", 0, 2**20), ("bpe", 270, 29)),
-    *(("bpe", 270, 2**20), ("sentencepiece_bpe", 290, 29), ("wordpiece", 67, 29)),
+    *(("characters", 0, 7), ("bytes", 0, 2**20), ("bpe", 270, 29)),
+    *(("sentencepiece_bpe", 290, 29), ("wordpiece", 67, 29)),
   ],
 )
 def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk_bytes):
@@ -174,18 +174,14 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   texts = {"train": WHOLE * 7, "valid": WHOLE[3:], "test": WHOLE[:4]}
   for split, content in texts.items():
     (folder / f"{split}.jsonl").write_bytes(as_json(content))
-  corpus = load_corpus(path=folder)
-  whole = prepared.prepare(corpus, tmp_path / "whole", kind, vocab_size=size)
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
-  monkeypatch.setattr(prepared, "train_tokenizer", lambda *_, **__: whole.tokenizer)
-  data = prepared.prepare(corpus, tmp_path / "data", kind)
-  assert data.documents is not None
+  tokenizer = train_tokenizer(kind, WHOLE * 7, vocab_size=size)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  data = tokenize(load_corpus(path=folder), tmp_path / "data", tokenizer)
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
     assert begins.dtype == np.int64 and isinstance(begins, np.memmap)
-    alone = [whole.tokenizer.encode(text) for text in content]
-    pieces = np.split(tokens, begins[1:])
-    assert [x.tolist() for x in pieces] == [x.tolist() for x in alone]
+    alone = [tokenizer.encode(text).tolist() for text in content]
+    assert [x.tolist() for x in np.split(tokens, begins[1:])] == alone
     assert data.counts[split]["documents"] == len(begins)
     text = "".join(content)
     assert data.counts[split]["characters"] == len(text)
@@ -193,89 +189,86 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   data.check()
 
 
+class Given(Documents):
+  """Documents given as lists of parts."""
+
+  def __init__(self, given):
+    self.given = given
+
+  def __len__(self):
+    return 0
+
+  def documents(self):
+    return iter(self.given)
+
+
 def test_a_document_without_tokens_is_none(tmp_path):
-  class Blank(documents.Documents):
-    def __len__(self):
-      return 0
-
-    def documents(self):
-      return iter([["  "], ["b"], [" ", " a b"], [""], ["a"], ["  "]])
-
+  text = Given([["  "], ["b"], [" ", " a b"], [""], ["a"], ["  "]])
   (tmp_path / "vocab.txt").write_text("[UNK]\na\nb\n")
   tokenizer = train_tokenizer("wordpiece", (), file=str(tmp_path / "vocab.txt"))
-  result = encode_text(Blank(), 0, Encoder(tokenizer), tmp_path, "train")
+  result = encode_text(text, Encoder(tokenizer), tmp_path, "train")
   assert np.fromfile(tmp_path / "train.bin", np.uint16).tolist() == [2, 1, 2, 1]
   assert np.fromfile(tmp_path / "train.documents.bin", np.int64).tolist() == [0, 1, 3]
   assert (result["tokens"], result["documents"]) == (4, 3)
 
 
+def test_memory_does_not_grow_with_the_text(monkeypatch):
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 101)
+  text = Given([f"document {i}\n"] for i in range(10_000))
+  sizes = [len(group) for group in Encoder(train_tokenizer("bytes", ())).groups(text)]
+  assert sum(sizes) == 10_000 and max(sizes) < 11
+
+
 def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
   (tmp_path / "b.txt").write_text("--\n".join(WHOLE * 9), encoding="utf-8")
-  made = {}
-  for how in ("joined", "isolated"):
-    corpus = load_corpus(path=tmp_path / "b.txt", documents=how, separator="--")
-    made[how] = prepared.prepare(corpus, tmp_path / "tokens", "characters", shared=True)
-  plain = load_corpus(path=tmp_path / "b.txt")
-  again = prepared.prepare(plain, tmp_path / "tokens", "characters", shared=True)
-  assert again.folder == made["joined"].folder
-  assert made["joined"].folder != made["isolated"].folder
-  assert made["joined"].documents is None and "documents" not in made["joined"].counts["train"]
-  assert not [*made["joined"].folder.glob("*.documents.bin")]
-  for split in corpora.SPLITS:
-    np.testing.assert_array_equal(made["joined"].splits[split], made["isolated"].splits[split])
+  plain, joined, isolated = (
+    tokenize(
+      load_corpus(path=tmp_path / "b.txt", **settings), tmp_path / "tokens", "bytes", shared=True
+    )
+    for settings in ({}, dict(separator="--"), dict(separator="--", documents="isolated"))
+  )
+  assert plain.folder == joined.folder != isolated.folder
+  assert joined.documents is None and "documents" not in joined.counts["train"]
+  assert not [*joined.folder.glob("*.documents.bin")]
+  for split in SPLITS:
+    np.testing.assert_array_equal(joined.splits[split], isolated.splits[split])
 
 
 def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
   (tmp_path / "x.jsonl").write_bytes(as_json(TEXTS * 3))
   corpus = load_corpus(path=tmp_path / "x.jsonl", split_fractions=(0.5, 0.3, 0.2))
-  expected = prepared.prepare(corpus, tmp_path / "expected", "bytes")
+  expected = tokenize(corpus, tmp_path / "expected", "bytes")
+  written = files.write_json
 
   def fail(path, content):
     if path.name == "valid.json":
       raise KeyboardInterrupt
     written(path, content)
 
-  written = prepared.making.write_json
   with monkeypatch.context() as patch:
-    patch.setattr(prepared.making, "write_json", fail)
+    patch.setattr(files, "write_json", fail)
     with pytest.raises(KeyboardInterrupt):
-      prepared.prepare(corpus, tmp_path / "data", "bytes")
+      tokenize(corpus, tmp_path / "data", "bytes")
   left = tmp_path / "data.partial"
   assert (left / "train.json").exists() and (left / "valid.documents.bin").exists()
   with monkeypatch.context() as patch:  # train is not read again
     train = corpus.splits["train"]
     read = type(train).documents
     patch.setattr(type(train), "documents", lambda text: 1 / 0 if text == train else read(text))
-    data = prepared.prepare(corpus, tmp_path / "data", "bytes")
-  for split in corpora.SPLITS:
+    data = tokenize(corpus, tmp_path / "data", "bytes")
+  for split in SPLITS:
     np.testing.assert_array_equal(data.documents[split], expected.documents[split])
     np.testing.assert_array_equal(data.splits[split], expected.splits[split])
   file = data.folder / "test.documents.bin"
   content = file.read_bytes()
   file.write_bytes(content[:-8] + np.int64(3).tobytes())
-  with pytest.raises(UserError, match="test.documents.bin: expected what was prepared"):
-    prepared.open_prepared(tmp_path / "data").check()
+  with pytest.raises(UserError, match="test.documents.bin: .* a file that was changed"):
+    open_tokens(tmp_path / "data").check()
   file.write_bytes(content[:-8])
-  opened = prepared.open_prepared(tmp_path / "data")
+  opened = open_tokens(tmp_path / "data")
   assert not opened.has_tokens
   with pytest.raises(UserError, match=f"test.documents.bin: expected {len(content)} bytes"):
     opened.check("test")
-
-
-def test_memory_does_not_grow_with_the_text(monkeypatch):
-  """A few documents are held at a time, whatever their number."""
-  monkeypatch.setattr(chunks, "CHUNK_BYTES", 101)
-
-  class Many(documents.Documents):
-    def __len__(self):
-      return 0
-
-    def documents(self):
-      for i in range(10_000):
-        yield [f"document {i}\n"]
-
-  sizes = [len(group) for group in Encoder(train_tokenizer("bytes", ())).groups(Many())]
-  assert sum(sizes) == 10_000 and max(sizes) < 11
 
 
 WITHOUT = "^data.documents: expected joined for {}, which does not say where documents begin"
@@ -304,12 +297,12 @@ def test_refusals(tmp_path, monkeypatch, settings, message):
   (tmp_path / "a.txt.gz").write_bytes(b"no archive")
   (tmp_path / "a.jsonl").write_bytes(as_json(TEXTS))
   (tmp_path / "b.jsonl").write_bytes(as_json(TEXTS[:1]))
+  (tmp_path / "few").mkdir()
   for name in "xy":
-    (tmp_path / "few").mkdir(exist_ok=True)
     (tmp_path / "few" / f"{name}.txt").write_text(name)
-  for split in corpora.SPLITS:
-    folder = tmp_path / "data/manual/penn_treebank"
-    folder.mkdir(parents=True, exist_ok=True)
+  folder = tmp_path / "data/manual/penn_treebank"
+  folder.mkdir(parents=True)
+  for split in SPLITS:
     (folder / f"{split}.txt").write_text("a sentence \n")
   with pytest.raises(UserError, match=message) as error:
     load_corpus(documents="isolated", **settings)
@@ -322,20 +315,7 @@ def test_refusals(tmp_path, monkeypatch, settings, message):
 def test_a_line_that_is_no_document(tmp_path, line):
   path = tmp_path / "texts.jsonl"
   path.write_bytes(as_json(["a", "b"]) + b"\n" + line.encode() + b"\n" + as_json(["c"] * 9))
-  corpus = load_corpus(path=path)
   place = len(as_json(["a", "b"])) + 1
   expected = rf"^data.path: .*string 'text' .data.text_field.*offset {place} of .*texts.jsonl"
   with pytest.raises(UserError, match=expected):
-    all_found(corpus)
-
-
-def test_a_source_of_ones_own(tmp_path, monkeypatch):
-  def read(files):
-    for split in corpora.SPLITS:
-      for text in WHOLE[:5]:
-        yield split, f"# {text}"
-
-  source = Source("Mine", read, "mine", "small", "me", documents=r"(?=^# )")
-  monkeypatch.setitem(catalog.ENTRIES, "mine", source)
-  corpus = load_corpus("mine", data_dir=tmp_path, documents="isolated")
-  assert all_found(corpus)["valid"] == [f"# {text}" for text in WHOLE[:5]]
+    all_found(load_corpus(path=path))

@@ -1,16 +1,122 @@
-"""Windows of documents, place by place: what each input, target and start is."""
+"""Evaluation: every token counts once, in the authors' windows; documents as if alone."""
+
+import json
+import pathlib
 
 import numpy as np
 import pytest
 
-from dpjax.data.batches import (
-  ContiguousRows,
-  DocumentStarts,
-  RandomWindows,
-  ShuffledWindows,
-)
+from dpjax.data.batches import DocumentStarts
 from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
-from dpjax.errors import UserError
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
+
+
+def test_windows_by_example():
+  batches = EvaluationWindows(np.arange(1, 6), 3, 2, batch_size=2, start_id=7)
+  first, second = batches.batch(0), batches.batch(1)
+  assert len(batches) == 2
+  assert first["tokens"].tolist() == [[7, 1, 0], [1, 2, 3]]
+  assert first["targets"].tolist() == [[1, 2, 0], [2, 3, 4]]
+  assert first["weights"].tolist() == [[1, 1, 0], [0, 1, 1]]
+  assert second["tokens"].tolist() == [[3, 4, 0], [0, 0, 0]]
+  assert second["targets"].tolist() == [[4, 5, 0], [0, 0, 0]]
+  assert second["weights"].tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+def test_boundary_before_the_text():
+  settings = dict(boundaries=np.array([1, 0, 1, 1, 1], np.uint8))
+  for start in (0, 1):
+    batches = EvaluationWindows(
+      np.arange(1, 6), 3, 2, batch_size=2, start_id=7, start_boundary=start, **settings
+    )
+    assert batches.batch(0)["boundaries"].tolist() == [[start, 1, 0], [1, 0, 1]]
+    assert batches.batch(1)["boundaries"].tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_windows_are_the_authors(case):
+  golden = json.loads(GOLDEN.read_text())["cases"][case]
+  stream = np.random.default_rng(7).integers(1, 97, golden["stream_len"])
+  window, stride = golden["tgt_len"] + golden["ext_len"], golden["tgt_len"]
+  closes = (stream % 3 == 0).astype(np.uint8)
+  # Their stream's first token is no target; here it is what stands before the stream.
+  batches = EvaluationWindows(
+    stream[1:],
+    window,
+    stride,
+    1,
+    start_id=int(stream[0]),
+    boundaries=closes[1:],
+    start_boundary=int(closes[0]),
+  )
+  assert len(batches) == len(golden["windows"])
+  for index, expected in enumerate(golden["windows"]):
+    batch = {name: array[0] for name, array in batches.batch(index).items()}
+    data = stream[expected["data_begin"] : expected["data_end"]]
+    targets = stream[expected["target_begin"] : expected["target_end"]]
+    scored = np.flatnonzero(batch["weights"])
+    np.testing.assert_array_equal(batch["tokens"][: len(data)], data)
+    np.testing.assert_array_equal(batch["boundaries"][: len(data)], data % 3 == 0)
+    np.testing.assert_array_equal(batch["targets"][scored], targets)
+    # The last of the window's real tokens, in one piece, are scored.
+    np.testing.assert_array_equal(scored, np.arange(len(data) - len(targets), len(data)))
+
+
+@pytest.mark.parametrize("window, stride", [(7, 7), (7, 3), (7, 1), (11, 5), (61, 13)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 53])
+def test_every_token_counts_once(window, stride, num_tokens):
+  tokens = np.arange(10, 10 + num_tokens, dtype=np.uint16)
+  batches = EvaluationWindows(tokens, window, stride, batch_size=3, start_id=9)
+  counted = []
+  for index in range(len(batches)):
+    batch = batches.batch(index)
+    for row in range(3):
+      real = batch["targets"][row] > 0
+      np.testing.assert_array_equal(batch["tokens"][row] > 0, real)
+      np.testing.assert_array_equal(batch["tokens"][row, real], batch["targets"][row, real] - 1)
+      weights = batch["weights"][row]
+      assert not weights[~real].any()
+      counted += batch["targets"][row, weights == 1].tolist()
+      first = int(np.sum(real) - weights.sum())  # context: what fits, or all there is
+      if real.any() and real.all():
+        assert first == window - weights.sum()
+      elif real.any() and batch["tokens"][row, 0] != 9:
+        assert counted[-1] == tokens[-1]
+  assert counted == tokens.tolist()
+
+
+@pytest.mark.parametrize("size", [6, 4])
+def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens(size):
+  tokens = np.arange(3, 74)
+  settings = dict(boundaries=np.arange(71) % 2)
+  whole, part, again = (
+    EvaluationWindows(tokens, 5, 3, batch_size=size, start_id=2, max_tokens=most, **settings)
+    for most in (0, 20, 20)
+  )
+  assert len(part) == -(-7 // size) and whole.share == 1
+
+  def rows(windows):
+    found = [windows.batch(index) for index in range(len(windows))]
+    return {name: np.concatenate([x[name] for x in found]) for name in found[0]}
+
+  known, found = rows(whole), rows(part)
+  np.testing.assert_equal(found, rows(again))
+  is_real = found["weights"].any(axis=1)
+  assert is_real.sum() == 7 and is_real[:7].all()
+  chosen = [np.flatnonzero((known["targets"] == x).all(axis=1)) for x in found["targets"][:7]]
+  chosen = np.concatenate(chosen)
+  assert len(chosen) == 7 and (np.diff(chosen) > 0).all() and np.ptp(chosen) > 12
+  for name, array in found.items():
+    np.testing.assert_array_equal(array[:7], known[name][chosen])
+  assert part.share * 71 == pytest.approx(found["weights"].sum())
+
+
+def test_more_tokens_than_there_are_is_all():
+  for most in (70, 71, 99):
+    windows = EvaluationWindows(np.arange(71), 5, 3, 6, start_id=2, max_tokens=most)
+    assert windows.share == 1 and len(windows) == 4
+
 
 START, PAD, FIRST = 5, 3, 20
 LENGTH = 83
@@ -18,58 +124,6 @@ STREAM = np.arange(FIRST, FIRST + LENGTH, dtype=np.uint16)  # a token tells its 
 # Documents of one token, of two, and longer than a window.
 BEGINS = np.array([0, 1, 2, 4, 30, 31, 37, 40, 60, 61, 82])
 BOUNDARIES = np.array([0, 1, 1], np.uint8)[np.arange(LENGTH) % 3]
-WINDOW, ROWS = 11, 3
-
-
-def make(kind, documents=None, **options):
-  options["boundaries"] = BOUNDARIES
-  if kind is not ContiguousRows:
-    options["seed"] = 7
-  if kind is not RandomWindows:
-    options["pad_id"] = PAD
-  return kind(STREAM, ROWS, WINDOW, documents=documents, **options)
-
-
-@pytest.mark.parametrize("kind", [ContiguousRows, RandomWindows, ShuffledWindows])
-@pytest.mark.parametrize("begins", [BEGINS, [0], np.arange(LENGTH)], ids=["some", "one", "all"])
-def test_windows_of_training(kind, begins):
-  starts = DocumentStarts(np.array(begins), START, start_boundary=2)
-  joined, isolated = make(kind), make(kind, starts)
-  seen = set()
-  assert joined.steps_per_epoch == isolated.steps_per_epoch
-  for step in range(2 * joined.steps_per_epoch + 1):
-    before, batch = joined.batch(step), isolated.batch(step)
-    assert [*batch] == [*before, "is_start"] and batch["is_start"].dtype == np.int32
-    # What is predicted, and what counts, is the same.
-    np.testing.assert_array_equal(batch["targets"], before["targets"])
-    np.testing.assert_array_equal(batch["weights"], before["weights"])
-    for b, row in enumerate(batch["targets"]):
-      for t, target in enumerate(row):
-        place = int(target) - FIRST
-        at_seam = kind is ShuffledWindows and place % (LENGTH // ROWS) == 0
-        is_first = target > 0 and (place in begins or at_seam)
-        assert batch["is_start"][b, t] == (is_first or t == 0)
-        assert batch["tokens"][b, t] == (START if is_first else before["tokens"][b, t])
-        assert batch["boundaries"][b, t] == (2 if is_first else before["boundaries"][b, t])
-        if is_first:
-          seen.add(place)
-        elif target and t:  # the same document's token before
-          assert batch["tokens"][b, t] == target - 1
-  if kind is RandomWindows:
-    assert seen == {*begins} - {0}
-
-
-def test_without_documents_there_are_no_starts():
-  for kind in (ContiguousRows, RandomWindows, ShuffledWindows):
-    assert "is_start" not in make(kind).batch(1)
-
-
-def test_hosts_take_their_own_rows():
-  for kind in (ContiguousRows, RandomWindows, ShuffledWindows):
-    batches = make(kind, DocumentStarts(BEGINS, START))
-    whole, part = batches.batch(2), batches.batch(2, slice(1, 3))
-    for name, rows in part.items():
-      np.testing.assert_array_equal(rows, whole[name][1:3])
 
 
 def alone(window, stride):
@@ -140,21 +194,3 @@ def test_rows_are_fewer_than_documents():
   begins = np.arange(0, LENGTH, 2)
   batches = EvaluationDocuments(STREAM, 12, 12, 1, DocumentStarts(begins, START))
   assert len(batches) == 7  # of 12 places, where each of 42 documents by itself takes one
-
-
-@pytest.mark.parametrize(
-  "begins", [[], [1, 5], [0, 5, 5], [0, 7, 5], [0, LENGTH], [[0, 1]]], ids=str
-)
-@pytest.mark.parametrize("kind", ["train", "random", "evaluation"])
-def test_wrong_places_are_refused(kind, begins):
-  starts = DocumentStarts(np.array(begins, np.int64), START)
-  with pytest.raises(UserError, match="^documents: expected places that rise from 0 to at most 82"):
-    if kind == "evaluation":
-      EvaluationDocuments(STREAM, 11, 4, 2, starts)
-    else:
-      make(ContiguousRows if kind == "train" else RandomWindows, starts)
-
-
-def test_a_stride_beyond_the_window_is_refused():
-  with pytest.raises(UserError, match="^eval.stride: expected 1 .. 11"):
-    EvaluationDocuments(STREAM, 11, 12, 2, DocumentStarts(BEGINS, START))

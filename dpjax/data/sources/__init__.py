@@ -1,7 +1,7 @@
-"""The named corpora, one module each, with their origin and the code that makes their text.
+"""The named corpora, one module each: their origin and the code that reads their text.
 
-Each module has `SOURCES`, by name. A source's generator gets its files, from the manual
-folder or by download, and yields pairs of split and text, in pieces of any size:
+Each module has `SOURCES`, by name. `Source.read` gets its files, from the manual folder or by
+download, and yields pairs of split and text, in pieces of any size:
 
   def read(files: Files):
     path = files.get(File("https://host/text.zip"))

@@ -6,11 +6,10 @@ in the same way). Licence: the preparers claim no rights; Common Crawl's terms o
 pages.
 
 One split, "train": the first documents, unchanged, until they reach 520M characters, enough for
-the pooling paper's 400M characters of training and 2M each of validation and test, which are
-cut after cleaning. Only the first 256 MiB of the file are downloaded; they decompress to
-about a billion bytes. Each line is a paragraph, and a blank line ends a document; a document
-that is cut off at the end of the file is dropped. By hand: put cc100-en.txt.xz, or its first
-256 MiB, into the manual folder.
+the pooling paper's 400M characters of training and 2M each of validation and test after
+cleaning. Only the first 256 MiB of the file are downloaded, about a billion bytes of text. Each
+line is a paragraph, and a blank line ends a document; one that is cut off is dropped. By
+hand: put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
 """
 
 import lzma
@@ -24,19 +23,13 @@ from dpjax.data.sources.source import Source
 BASE_URL = "https://data.statmt.org/cc-100"
 HEAD_BYTES = 2**28
 MAX_CHARACTERS = 520 * 10**6
-READ_BYTES = 2**20
 
 
 def read(files: Files, language: str) -> Iterator[tuple[str, str]]:
   """The first documents of a language."""
   name = f"{language}.txt.xz"
-  file = File(f"{BASE_URL}/{name}", f"cc100-{name}", head_bytes=HEAD_BYTES)
-  left = MAX_CHARACTERS
-  for text in read_documents(files.get(file)):
-    yield "train", text
-    left -= len(text)
-    if left <= 0:
-      return
+  path = files.get(File(f"{BASE_URL}/{name}", f"cc100-{name}", head_bytes=HEAD_BYTES))
+  yield from (("train", text) for text in reading.head(read_documents(path), MAX_CHARACTERS))
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -48,12 +41,12 @@ def read_documents(path: Path) -> Iterator[str]:
   rest = b""
   try:
     with lzma.open(path) as file:
-      while part := file.read1(READ_BYTES):
+      while part := file.read1(reading.PIECE):
         *documents, rest = (rest + part).split(b"\n\n")
         for document in documents:
           yield document.decode() + "\n\n"
     yield rest.decode()
-  except EOFError:  # only the beginning; what is left in `rest` is no whole document
+  except EOFError:  # Only the beginning; what is left in `rest` is no whole document.
     return
   except (lzma.LZMAError, UnicodeDecodeError) as error:
     expected = "UTF-8 text packed by xz, or the beginning of such a file"

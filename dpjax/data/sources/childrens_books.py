@@ -8,11 +8,10 @@ still protected.
 
 The books follow the order of the list, with a line <|endofbook|> between two. We remove
 header, licence and footer (by the lines `*** START OF ...` and `*** END OF ...`) and the
-credits at the beginning, and make line ends LF. Nothing else changes, so the text differs from
-the prepared one that was made of older copies (GITenberg), which has no [Illustration] and
-page marks, no transcribers' notes, no _ for italics, ASCII quotes and dashes, and at most two
-blank lines in a row. To use the prepared train.txt, valid.txt and test.txt, put them into
-childrens_books in the manual folder.
+credits at the beginning, and make line ends LF. Nothing else changes, unlike in the prepared
+text of older copies (GITenberg), which lacks [Illustration], page marks, notes and italics and
+has ASCII quotes. To use that, put its train.txt, valid.txt and test.txt into childrens_books in
+the manual folder.
 """
 
 import csv
@@ -20,7 +19,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpjax.data.documents import line_pattern
+from dpjax.data.corpus import line_pattern
 from dpjax.data.download import File, Files
 from dpjax.data.sources.source import Source
 from dpjax.errors import UserError

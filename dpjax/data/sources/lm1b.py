@@ -20,7 +20,6 @@ ARCHIVE = File(
   "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz",
   # tensorflow_datasets/datasets/lm1b/checksums.tsv of github.com/tensorflow/datasets.
   checksum="sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
-  size=1_792_209_805,
 )
 _HELDOUT = r"heldout-monolingual\.tokenized\.shuffled/news\.en\.heldout-{}-of-00050"
 MEMBERS = {

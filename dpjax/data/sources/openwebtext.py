@@ -16,7 +16,7 @@ words and lines of two pages apart with any tokenizer.
 
 from collections.abc import Iterator
 
-from dpjax.data.documents import line_pattern
+from dpjax.data.corpus import line_pattern
 from dpjax.data.download import Files
 from dpjax.data.sources import reading
 from dpjax.data.sources.source import Source

@@ -4,13 +4,12 @@ One sentence on each line, in lower case, with a space at either end; 10,000 wor
 numbers and `<unk>` for all other words. Sections 0-20, 21-22 and 23-24 are train, validation
 and test: 929,589, 73,760 and 82,430 tokens with an `<eos>` for each line.
 
-The licence forbids redistribution, so nothing is downloaded. The manual folder must have
-`simple-examples.tgz`, or three files of that archive: ptb.train.txt, ptb.valid.txt and
-ptb.test.txt.
+The licence (LDC99T42, catalog.ldc.upenn.edu/LDC99T42) forbids redistribution, so nothing is
+downloaded. The manual folder must have `simple-examples.tgz`, or its files ptb.train.txt,
+ptb.valid.txt and ptb.test.txt.
 
 Source: Mikolov et al. 2010, "Recurrent neural network based language model",
-fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993. Licence: the Linguistic Data Consortium's
-(LDC99T42, catalog.ldc.upenn.edu/LDC99T42).
+fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993.
 """
 
 import re
@@ -33,9 +32,7 @@ def read(files: Files) -> Iterator[tuple[str, str]]:
     wanted = {x: (re.escape(f"simple-examples/data/{name}"), 1) for x, name in NAMES.items()}
     yield from reading.tar_members(archive, wanted)
   elif all(path.exists() for path in paths.values()):
-    for split, path in paths.items():
-      for piece in reading.text_file(path):
-        yield split, piece
+    yield from reading.text_files(paths)
   else:
     raise UserError(
       f"penn_treebank: expected {ARCHIVE} (or {', '.join(NAMES.values())}, or a folder "

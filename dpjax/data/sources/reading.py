@@ -2,13 +2,14 @@
 
 import bz2
 import codecs
+import fnmatch
 import gzip
 import lzma
 import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -17,16 +18,8 @@ from dpjax.errors import UserError
 
 PIECE = 2**20  # bytes
 OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-_DAMAGES = (
-  zipfile.BadZipFile,
-  tarfile.TarError,
-  lzma.LZMAError,
-  zlib.error,
-  EOFError,
-  KeyError,
-  UnicodeDecodeError,
-  OSError,
-)
+_ARCHIVE_ERRORS = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error)
+_DAMAGES = (*_ARCHIVE_ERRORS, EOFError, KeyError, UnicodeDecodeError, OSError)
 
 
 def _pieces(file: IO[bytes]) -> Iterator[str]:
@@ -35,6 +28,16 @@ def _pieces(file: IO[bytes]) -> Iterator[str]:
   while block := file.read(PIECE):
     yield decoder.decode(block)
   yield decoder.decode(b"", final=True)
+
+
+def head(texts: Iterable[str], most: float) -> Iterator[str]:
+  """The first whole texts, until they have `most` characters."""
+  size = 0
+  for text in texts:
+    yield text
+    size += len(text)
+    if size >= most:
+      return
 
 
 def damage(path: Path, expected: str, error: Exception) -> UserError:
@@ -53,6 +56,18 @@ def text_file(path: Path) -> Iterator[str]:
       yield from _pieces(file)
   except _DAMAGES as error:
     raise damage(path, "a text in UTF-8", error) from error
+
+
+def text_files(paths: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+  """Pairs of a split and a piece of its `text_file`."""
+  return ((split, piece) for split, path in paths.items() for piece in text_file(path))
+
+
+def find_split(folder: Path, split: str, kinds: Sequence[str] = (".txt",)) -> Path | None:
+  """The file of a split, plain or compressed; None if there is none."""
+  stems = (split, "validation") if split == "valid" else (split,)
+  names = [f"{x}{kind}{packing}" for kind in kinds for packing in OPENERS for x in stems]
+  return next((folder / name for name in names if (folder / name).exists()), None)
 
 
 def read_text(path: str | Path, setting: str = "data.path") -> str:
@@ -90,16 +105,10 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
 
 
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
-  """The text of some members of a tar.gz archive, which is read once.
+  """The text of some members of a tar.gz archive, which is read once, in its order.
 
-  Args:
-    path: the archive.
-    wanted: for each split, a regular expression for the end of the members' paths (whole
-      names of a file and of the folders before it), and the number of members; reading stops
-      after the last.
-
-  Returns:
-    Pairs of split and piece, in the order of the archive.
+  `wanted` has for each split a regular expression for the end of the members' paths (whole names
+  of a file and of the folders before it), and the number of members.
 
   Raises:
     UserError: the archive is cut off or damaged, has fewer such members or paths that lead
@@ -112,13 +121,10 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
       for member in archive:
         _check_names([member.name])
         for split, (pattern, _) in wanted.items():
-          content = None
           if left[split] and re.fullmatch(f"(.*/)?{pattern}", member.name):
-            content = archive.extractfile(member)
-          if content is not None:
-            for piece in _pieces(content):
-              yield split, piece
-            left[split] -= 1
+            if content := archive.extractfile(member):
+              yield from ((split, piece) for piece in _pieces(content))
+              left[split] -= 1
         if not any(left.values()):
           return
   except _DAMAGES as error:
@@ -164,60 +170,33 @@ def hub_parquet(
   """Yields the Parquet files of a split of a dataset at huggingface.co, one at a time.
 
   They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
-  the repository under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
-  Missing files are downloaded and compared with the site's sizes and checksums.
-
-  Args:
-    files: finds or downloads a file.
-    corpus: the name of the corpus.
-    repository: OWNER/NAME.
-    folder: the folder in the repository.
-    split: the beginning of the files' names.
+  the repository OWNER/NAME under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
 
   Raises:
     UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
   """
-  local = files.manual_dir / corpus / folder
-  names = _in_order(split, [path.name for path in local.glob(f"{split}-*")])
-  listed = {}
-  if not names or not all((local / name).exists() for name in names):
-    listed = _list_hub(repository, folder)
-    names = _in_order(split, list(listed))
-    if not names or not listed.keys() >= set(names):
+  pattern = f"{split}-?????-of-?????.parquet"
+  names = sorted(path.name for path in (files.manual_dir / corpus / folder).glob(pattern))
+  if not _is_complete(names):
+    import huggingface_hub
+
+    place = f"hf://datasets/{repository}/{folder}"
+    try:
+      listed = huggingface_hub.HfApi().list_repo_files(repository, repo_type="dataset")
+    except Exception as error:  # Of several libraries.
+      raise UserError(f"{place}: expected a list of files, got {error!r}") from error
+    listed = fnmatch.filter(listed, f"{folder}/{pattern}")
+    names = sorted(name.removeprefix(f"{folder}/") for name in listed)
+    if not _is_complete(names):
       raise UserError(
-        f"hf://datasets/{repository}/{folder}: expected all of {split}-00000-of-NNNNN.parquet "
-        f"and so on, got {', '.join(sorted(listed)) or 'nothing'}"
+        f"{place}: expected all of {split}-00000-of-NNNNN.parquet and so on, got "
+        f"{', '.join(names) or 'none'}"
       )
   for name in names:
-    given = local / name
-    if given.exists():
-      yield given
-      continue
-    size, checksum = listed[name]
     url = f"hf://datasets/{repository}/{folder}/{name}"
-    yield files.get(File(url, f"{corpus}-{folder}-{name}", checksum, size))
+    yield files.get(File(url, f"{corpus}/{folder}/{name}"))
 
 
-def _in_order(split: str, names: list[str]) -> list[str]:
-  """The file names of a split in order; [] if their number is unknown."""
-  pattern = re.compile(rf"{split}-\d{{5}}-of-(\d{{5}})\.parquet")
-  counts = {found[1] for name in names if (found := pattern.fullmatch(name))}
-  count = counts.pop() if len(counts) == 1 else "0"
-  return [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
-
-
-def _list_hub(repository: str, folder: str) -> dict[str, tuple[int, str]]:
-  """The site's size and checksum of each file, by name."""
-  import huggingface_hub
-
-  try:
-    return {
-      Path(entry.path).name: (entry.size, f"sha256:{entry.lfs.sha256}" if entry.lfs else "")
-      for entry in huggingface_hub.HfApi().list_repo_tree(repository, folder, repo_type="dataset")
-      if isinstance(entry, huggingface_hub.RepoFile)
-    }
-  # Of several libraries, of what the site may answer.
-  except Exception as error:
-    raise UserError(
-      f"hf://datasets/{repository}/{folder}: expected a list of files, got {error!r}"
-    ) from error
+def _is_complete(names: Sequence[str]) -> bool:
+  """Whether there are NNNNN names that end with -of-NNNNN.parquet."""
+  return bool(names) and len(names) == int(names[0].removesuffix(".parquet")[-5:])

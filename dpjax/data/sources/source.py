@@ -21,7 +21,7 @@ class Source:
     head: the clean characters of train, valid and test that the first part, read with
       `is_head`, certainly holds; () if there is no such part.
     version: raise it when the same files give another text.
-    documents: how documents begin, see `dpjax.data.documents.Marked.begins`; "" if unknown.
+    documents: how documents begin, see `dpjax.data.corpus.Marked.begins`; "" if unknown.
   """
 
   title: str

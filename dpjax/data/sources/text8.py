@@ -1,10 +1,9 @@
-"""text8: the letters of Wikipedia.
+"""text8: the first 10^8 cleaned characters of the English Wikipedia of March 2006.
 
-The first 10^8 characters of the text of the English Wikipedia of March 2006: letters a to z
-and single spaces, digits spelt out, one line without an end. Train is the first 90%,
-validation and test are the next 5% each, as in the literature (Mikolov et al. 2012,
-"Subword language modeling with neural networks"): 90M, 5M and 5M characters. (Of n
-characters, n // 20 each; train takes the remainder.)
+Letters a to z and single spaces, digits spelt out, one line without an end. Train is the first
+90%, validation and test are the next 5% each (Mikolov et al. 2012, "Subword language modeling
+with neural networks"): 90M, 5M and 5M characters. (Of n characters, n // 20 each; train takes
+the remainder.)
 """
 
 import zipfile
@@ -18,8 +17,6 @@ ARCHIVE = File(
   "http://mattmahoney.net/dc/text8.zip",
   # Setup.hs of github.com/d61h6k4/tensorflow-text8-input-data.
   checksum="sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
-  # scripts/datasets/url_checksums/language_model.txt of github.com/dmlc/gluon-nlp.
-  size=31_344_016,
 )
 
 

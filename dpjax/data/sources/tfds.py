@@ -23,36 +23,32 @@ def source(name: str) -> Source:
   def read(files: Files) -> Iterator[tuple[str, str]]:
     import tensorflow_datasets as tfds
 
+    folder = files.folder / "tfds"
     try:
+      # array_record needs no TensorFlow.
       builder: Any = tfds.builder(
-        name.removeprefix(PREFIX),
-        data_dir=str(files.folder / "tfds"),
-        # What needs no TensorFlow, and loses nothing.
-        file_format="array_record",
+        name.removeprefix(PREFIX), data_dir=str(folder), file_format="array_record"
       )
       config = tfds.download.DownloadConfig(
         manual_dir=str(files.manual_dir) if files.manual_dir.is_dir() else None,
         try_download_gcs=False,
       )
-      builder.download_and_prepare(
-        download_dir=str(files.folder / "tfds" / "downloads"), download_config=config
-      )
+      builder.download_and_prepare(download_dir=str(folder / "downloads"), download_config=config)
       features = builder.info.features
       if "text" not in features:
         raise KeyError(f"the features {', '.join(features)}, and no text")
-      for split in builder.info.splits:
-        if split in SPLITS:
-          examples = builder.as_data_source(split)
-          for begin in range(0, len(examples), BATCH):
-            places = range(begin, min(begin + BATCH, len(examples)))
-            for example in examples.__getitems__(places):
-              text = example["text"].decode()
-              yield SPLITS[split], text if text.endswith("\n") else text + "\n"
-    # Whatever a builder of others raises; the disk is not its affair.
+      for split in (x for x in SPLITS if x in builder.info.splits):
+        examples = builder.as_data_source(split)
+        for begin in range(0, len(examples), BATCH):
+          places = range(begin, min(begin + BATCH, len(examples)))
+          for example in examples.__getitems__(places):
+            text = example["text"].decode()
+            yield SPLITS[split], text if text.endswith("\n") else text + "\n"
+    # Builders raise anything; errors of the disk are reported elsewhere.
     except Exception as error:
       if isinstance(error, OSError) and error.errno:
         raise
-      said = str(error).partition("\n")[0]  # It may go on with all names that there are.
+      said = str(error).partition("\n")[0]  # The rest may list all known names.
       raise UserError(
         "data.name: expected a text corpus that TensorFlow Datasets can make here, got "
         f"{name} ({type(error).__name__}: {said})"

@@ -20,50 +20,34 @@ from dpjax.data.sources.source import Source
 
 # The first author's own address: the one on Amazon S3 is gone, and this one has the same
 # files (issue 1284 of github.com/ooples/AiDotNet, pull request 11 of
-# github.com/IST-DASLab/Quartet). Checksums and sizes are those of the files on S3:
+# github.com/IST-DASLab/Quartet). Checksums are those of the files on S3:
 # datasets/wikitext/dataset_infos.json of github.com/huggingface/datasets.
 ADDRESS = "https://wikitext.smerity.com"
-_ARCHIVES = {
-  "wikitext2": (
-    "wikitext-2",
-    "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-    4_475_746,
-  ),
-  "wikitext103": (
-    "wikitext-103",
-    "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-    190_229_076,
-  ),
-  "wikitext2_raw": (
-    "wikitext-2-raw",
-    "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-    4_721_645,
-  ),
-  "wikitext103_raw": (
-    "wikitext-103-raw",
-    "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-    191_984_949,
-  ),
+_VERSIONS = {
+  "wikitext-2": "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+  "wikitext-103": "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+  "wikitext-2-raw": "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+  "wikitext-103-raw": "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
 }
 ARCHIVES = {
-  name: File(f"{ADDRESS}/{folder}-v1.zip", checksum=f"sha256:{digits}", size=size)
-  for name, (folder, digits, size) in _ARCHIVES.items()
+  version: File(f"{ADDRESS}/{version}-v1.zip", checksum=f"sha256:{digits}")
+  for version, digits in _VERSIONS.items()
 }
 
 
-def read(files: Files, name: str) -> Iterator[tuple[str, str]]:
+def read(files: Files, version: str) -> Iterator[tuple[str, str]]:
   """The three members of an archive."""
-  path = files.get(ARCHIVES[name])
-  ending = "raw" if name.endswith("_raw") else "tokens"
+  path = files.get(ARCHIVES[version])
+  ending = "raw" if version.endswith("raw") else "tokens"
   for split in ("train", "valid", "test"):
-    for piece in reading.zip_member(path, f"{_ARCHIVES[name][0]}/wiki.{split}.{ending}"):
+    for piece in reading.zip_member(path, f"{version}/wiki.{split}.{ending}"):
       yield split, piece
 
 
-def _source(name: str, title: str, size: str) -> Source:
+def _source(version: str, title: str, size: str) -> Source:
   return Source(
     title,
-    functools.partial(read, name=name),
+    functools.partial(read, version=version),
     "CC BY-SA 3.0",
     size,
     "Merity et al. 2016, arXiv:1609.07843",
@@ -74,8 +58,8 @@ def _source(name: str, title: str, size: str) -> Source:
 
 _RAW = "as it was written, with all of its words"
 SOURCES = {
-  "wikitext2": _source("wikitext2", "WikiText-2, words", "13 MB"),
-  "wikitext103": _source("wikitext103", "WikiText-103, words", "540 MB"),
-  "wikitext2_raw": _source("wikitext2_raw", f"WikiText-2 {_RAW}", "13 MB"),
-  "wikitext103_raw": _source("wikitext103_raw", f"WikiText-103 {_RAW}", "550 MB"),
+  "wikitext2": _source("wikitext-2", "WikiText-2, words", "13 MB"),
+  "wikitext103": _source("wikitext-103", "WikiText-103, words", "540 MB"),
+  "wikitext2_raw": _source("wikitext-2-raw", f"WikiText-2 {_RAW}", "13 MB"),
+  "wikitext103_raw": _source("wikitext-103-raw", f"WikiText-103 {_RAW}", "550 MB"),
 }

@@ -1,0 +1,350 @@
+"""Texts by path or by name, in three splits, streamed in parts.
+
+Named, compressed, cleaned and shortened texts are written once, in data_dir/texts/NAME, as
+train.txt, valid.txt and test.txt.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpjax.data import catalog
+from dpjax.data.corpus import (
+  SPLITS,
+  Chunks,
+  Corpus,
+  Documents,
+  FileDocuments,
+  JsonLines,
+  Marked,
+  build_texts,
+  character_begin,
+  line_pattern,
+  open_text,
+)
+from dpjax.data.sources import reading
+from dpjax.errors import UserError
+
+CLEANING = 1  # Raise it when the same text is cleaned differently.
+
+
+def load_corpus(
+  name: str = "python_manual",
+  path: str | Path = "",
+  split_fractions: Sequence[float] = (0.9, 0.05, 0.05),
+  *,
+  language: str = "",
+  clean: bool = False,
+  max_characters: Sequence[int] = (0, 0, 0),
+  data_dir: str | Path = "data",
+  manual_dir: str | Path = "",
+  documents: str = "joined",
+  text_field: str = "text",
+  separator: str = "",
+) -> Corpus:
+  """Opens a text, which is read only when needed, unless it must be downloaded or cleaned first.
+
+  Args:
+    name: without a path: "python_manual", the language manual that comes with Python (its
+      text differs a little between Python's versions), or a name of `dpjax.data.catalog`.
+    path: a UTF-8 text file, which is cut into the splits in this order, at line ends if it has
+      lines; or a folder with train.txt, valid.txt (or validation.txt) and test.txt. A .jsonl
+      file has one document on each line, as have train.jsonl and so on. In a folder without
+      these, each .txt file is a document, also in subfolders; the documents are cut into the
+      splits in the order of their paths, or taken from subfolders train, valid and test. All
+      may be compressed (.gz, .xz, .bz2).
+    split_fractions: the shares of a single text, in bytes; train takes the rounding error.
+    language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
+    clean: whether to apply `dpjax.text.cleaning.clean`.
+    max_characters: the number of clean characters to take from the beginning of train, valid
+      and test; 0 takes all. If all three are given, a corpus with a train split alone is cut
+      into the three in this order.
+    data_dir: the folder for named and cleaned texts.
+    manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
+    documents: "isolated" makes each split `dpjax.data.corpus.Documents`, of the same text.
+    text_field: the field of the text in .jsonl.
+    separator: the line between two documents in .txt.
+
+  Raises:
+    UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
+      or not readable, an unknown name or language, a file that must be downloaded by hand, or a
+      failed download.
+  """
+  marks, texts = "", Path(data_dir, "texts")
+  if path:
+    corpus = _open_path(Path(path), split_fractions, text_field, texts)
+    marks = line_pattern(separator) if separator else ""
+  elif name == catalog.PYTHON_MANUAL:
+    content = _python_manual()
+    about = {
+      "name": name,
+      "sha256": hashlib.sha256(content).hexdigest(),
+      "split_fractions": list(split_fractions),
+    }
+    corpus = Corpus(name, cut_splits(content, split_fractions, name), about)
+  else:
+    entry = catalog.find(name, language)
+    if language and not entry.languages and not clean:
+      raise UserError(
+        f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
+      )
+    is_enough = [0 < most <= held for most, held in zip(max_characters, entry.head, strict=False)]
+    is_head = bool(is_enough) and all(is_enough)
+    corpus = catalog.open_named(name, language, data_dir, manual_dir, is_head=is_head)
+    if not (set(corpus.splits) == {"train"} and all(max_characters)):
+      corpus = _cut_missing(corpus, split_fractions)
+    marks = entry.documents
+  has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
+  is_json = any(isinstance(text, JsonLines) for text in corpus.splits.values())
+  if text_field != "text" and not is_json:
+    raise UserError(
+      f"data.text_field: expected 'text' unless data.path is of .jsonl, got {text_field!r}"
+    )
+  if separator and (not path or has_own):
+    raise UserError(
+      "data.separator: expected '' unless data.path is of .txt files with several documents, got "
+      f"{separator!r}"
+    )
+  if has_own and documents == "isolated" and any(max_characters):
+    raise UserError(
+      "data.max_characters: expected (0, 0, 0) with documents that are files or lines, got "
+      f"{tuple(max_characters)}"
+    )
+  if clean or any(max_characters):
+    corpus = _cleaned(corpus, language if clean else "", max_characters, texts)
+  return _with_documents(corpus, "" if clean else marks) if documents == "isolated" else corpus
+
+
+def _with_documents(corpus: Corpus, marks: str) -> Corpus:
+  """The corpus with known documents in every split."""
+  if all(isinstance(text, Documents) for text in corpus.splits.values()):
+    return corpus
+  if not marks:
+    raise UserError(
+      f"data.documents: expected joined for {corpus.name}, which does not say where documents "
+      "begin, got isolated (a folder of .txt files, .jsonl, .txt with data.separator, and "
+      "childrens_books, openwebtext, wiki40b, wikitext*, cc100 and lm1b have documents, unless "
+      "cleaned)"
+    )
+  splits = {x: Marked(t, marks) if isinstance(t, Chunks) else t for x, t in corpus.splits.items()}
+  train = splits["train"]
+  if isinstance(train, Marked) and not any(train.marks()):
+    raise UserError(
+      f"data.documents, data.separator: expected a text with marks between documents, got "
+      f"{corpus.name}, in which no {marks!r} is found"
+    )
+  return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
+
+
+def _open_path(path: Path, fractions: Sequence[float], field: str, texts: Path) -> Corpus:
+  """The text of a file or a folder; `about` identifies its files."""
+  shares = {"split_fractions": list(fractions)}
+  try:
+    if path.is_dir():
+      return _open_folder(path, fractions, field, texts)
+    text, is_json = _open_file(path, texts)
+    name = Path(path.stem).stem if path.suffix and path.suffix in reading.OPENERS else path.stem
+    about = {"files": [_identity(path)], **shares}
+    splits = cut_splits(text.content, fractions, str(path), whole_lines=is_json)
+    if not is_json:
+      return Corpus(name, splits, about)
+    lines = {split: JsonLines(text, field) for split, text in splits.items()}
+    return Corpus(name, lines, {**about, "text_field": field})
+  except OSError as error:
+    raise UserError(
+      f"data.path: expected a readable text file or folder, got "
+      f"{error.filename or path} ({error.strerror})"
+    ) from error
+
+
+def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path) -> Corpus:
+  """The splits in a folder, or its files as documents."""
+  found = {split: _find_split(path, split) for split in SPLITS}
+  if not any(found.values()) and (files := _text_files(path)):
+    about = {"documents": _digest([*map(_identity, files)]), "split_fractions": list(fractions)}
+    return Corpus(path.name, _cut_files(files, fractions, path), about)
+  splits: dict[str, Any] = {}
+  about: dict[str, Any] = {"files": []}
+  for split, file in found.items():
+    if file is None:
+      names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
+      raise UserError(
+        f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl, packed, or a "
+        f"folder of documents, got {path} without"
+      )
+    if not file.suffix:
+      files = _text_files(file)
+      if not files:
+        raise UserError(f"data.path: expected .txt files, each a document, got none in {file}")
+      splits[split] = FileDocuments(files, sum(x.stat().st_size for x in files))
+      about["files"].append(_digest([*map(_identity, files)]))
+      continue
+    splits[split], is_json = _open_file(file, texts)
+    about["files"].append(_identity(file))
+    if is_json:
+      splits[split] = JsonLines(splits[split], field)
+      about["text_field"] = field
+  return Corpus(path.name, splits, about)
+
+
+def _find_split(folder: Path, split: str) -> Path | None:
+  """The file of a split, or the folder of its documents; None without either."""
+  stems = (split, "validation") if split == "valid" else (split,)
+  folders = (folder / stem for stem in stems if (folder / stem).is_dir())
+  return reading.find_split(folder, split, (".txt", ".jsonl")) or next(folders, None)
+
+
+def _text_files(folder: Path) -> list[Path]:
+  endings = tuple(f".txt{packing}" for packing in reading.OPENERS)
+  return sorted(x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
+
+
+def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) -> dict:
+  """Divides whole files among the splits by size on disk, at least one to each."""
+  if len(files) < len(SPLITS):
+    raise UserError(
+      f"data.path: expected files for three splits, each a document, got {len(files)} in {source}"
+    )
+  sizes = [file.stat().st_size for file in files]
+  ends = list(itertools.accumulate(sizes))
+  first, second = (bisect.bisect(ends, ends[-1] * x) for x in (fractions[0], 1 - fractions[2]))
+  first = min(max(1, first), len(files) - 2)
+  second = min(max(first + 1, second), len(files) - 1)
+  stretches = (slice(first), slice(first, second), slice(second, None))
+  return {x: FileDocuments(files[y], sum(sizes[y])) for x, y in zip(SPLITS, stretches, strict=True)}
+
+
+def _open_file(path: Path, texts: Path) -> tuple[Chunks, bool]:
+  """The text of a file, and whether it is .jsonl; a compressed one is decompressed once."""
+  if not (path.suffix and path.suffix in reading.OPENERS and path.is_file()):
+    return open_text(path), path.suffix == ".jsonl"
+  plain = Path(path.stem)
+  folder = texts / f"{plain.stem}_{_digest([_identity(path)])[:8]}"
+  pieces = lambda: reading.text_files({"train": path})  # noqa: E731
+  splits, _ = build_texts(folder, {"unpacked": _identity(path)}, pieces)
+  return splits["train"], plain.suffix == ".jsonl"
+
+
+def _digest(value: Any) -> str:
+  return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _identity(path: Path) -> list:
+  """The path, size and time of a file, which differ for another text."""
+  found = path.stat()
+  return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+
+
+def cut_splits(
+  content: Any, fractions: Sequence[float], source: str, *, whole_lines: bool = False
+) -> dict[str, Chunks]:
+  """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
+
+  `whole_lines` cuts only at line ends, however long the lines are.
+
+  Raises:
+    UserError: the text is too short.
+  """
+  size = len(content)
+  valid, test = (int(size * fraction) for fraction in fractions[1:])
+  if whole_lines:
+    second = content.rfind(b"\n", 0, size - test) + 1
+    first = content.rfind(b"\n", 0, max(0, min(size - valid - test, second - 1))) + 1
+  else:
+    first = _line_end(content, 0, size - valid - test)
+    second = _line_end(content, first, size - test) if valid else first
+  second = second if test else size
+  begin = Chunks.whole(content, source).begin
+  places: dict[str, tuple[int, int]] = {
+    "train": (begin, first),
+    "valid": (first, second),
+    "test": (second, size),
+  }
+  is_wanted = {"train": True, "valid": fractions[1], "test": fractions[2]}
+  if any(begin == end and is_wanted[split] for split, (begin, end) in places.items()):
+    raise UserError(
+      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
+    )
+  return {split: Chunks(content, *places[split], source) for split in SPLITS}
+
+
+def _line_end(content: Any, begin: int, end: int) -> int:
+  """The last line end in the second half of begin .. end, or `end` if there is none."""
+  line_end = content.rfind(b"\n", (begin + end) // 2, end) + 1
+  return line_end or character_begin(content, end)
+
+
+def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
+  """The splits of a corpus; missing ones are cut from the end of its train split."""
+  missing = [split for split in SPLITS if split not in corpus.splits]
+  if not missing:
+    return corpus
+  train: Any = corpus.splits["train"]
+  wanted = [x if split in missing else 0.0 for split, x in zip(SPLITS, fractions, strict=True)]
+  cut = cut_splits(train.content, wanted, train.source)
+  splits = {x: cut[x] if x in ("train", *missing) else corpus.splits[x] for x in SPLITS}
+  return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})
+
+
+def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], texts: Path) -> Corpus:
+  """A corpus cleaned, cut short or both."""
+  about = {
+    **corpus.about,
+    "clean": language,
+    "max_characters": list(max_characters),
+    "cleaning": CLEANING if language else 0,
+  }
+  digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+  splits, sizes = build_texts(
+    texts / f"{corpus.name}_{digits}",
+    {"made_of": about},
+    lambda: _clean_and_cut(corpus, language, max_characters),
+  )
+  return Corpus(corpus.name, splits, {**about, "texts": sizes})
+
+
+def _clean_and_cut(
+  corpus: Corpus, language: str, max_characters: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+  """Pairs of split and part; a missing split begins where the one before it ends."""
+  from dpjax.text.cleaning import clean_chunks  # its table takes a moment to load
+
+  rest: Iterator[str] = iter(())
+  for split, most in zip(SPLITS, max_characters, strict=True):
+    if split in corpus.splits:
+      text = corpus.splits[split]
+      rest = iter(clean_chunks(text, language) if language else text)
+    size = 0
+    for part in rest:
+      taken = part[: most - size] if most else part
+      size += len(taken)
+      yield split, taken
+      if most and size == most:
+        rest = itertools.chain([part[len(taken) :]], rest)
+        break
+    if not size:
+      raise UserError(
+        f"data.max_characters: expected a text long enough for every split, got none left "
+        f"for the {split} split of {corpus.name}"
+      )
+    if size < most:
+      print(
+        f"{corpus.name}: the {split} split has {size:,} characters, fewer than the "
+        f"{most:,} of data.max_characters"
+      )
+
+
+def _python_manual() -> bytes:
+  try:
+    from pydoc_data.topics import topics
+  except ImportError as error:
+    raise UserError(
+      "data.name: expected a Python with its manual (pydoc_data.topics), got one "
+      "without; install it (Debian, Ubuntu: apt install libpython3-stdlib) or give a "
+      "text of your own with data.path"
+    ) from error
+  return "\n".join(topics[topic] for topic in sorted(topics)).encode()

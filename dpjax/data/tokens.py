@@ -1,0 +1,376 @@
+"""A corpus as tokens on disk: encoded once, then memory-mapped.
+
+A folder holds {train,valid,test}.bin (uint16, or int32 for more than 65,536 ids),
+tokenizer.json, and data.json with counts and the checksums of the .bin files. With boundaries
+of the text it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and what
+their kind learned, as unigram.model; for a text that knows its documents,
+{train,valid,test}.documents.bin (int64, increasing: the first token of each document).
+
+These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the
+small files; "tokens" in its data.json is the path of the others.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpjax import files
+from dpjax.data import build_once
+from dpjax.data.corpus import SPLITS, Corpus, Text
+from dpjax.data.encoding import Encoder, encode_text
+from dpjax.errors import UserError
+from dpjax.text.tokens import (
+  CHARACTER_KINDS,
+  Tokenizer,
+  tokenizer_from_json,
+  train_tokenizer,
+)
+
+FORMAT = 1  # Readers without boundary support can still read the rest.
+LEARN_BYTES = 2**30  # of text, that a vocabulary is learned from at most
+UNITS = ("tokens", "characters", "words", "bytes")
+_LEARNED = "unigram.model"  # of any kind of boundaries; named after the first one
+
+
+class _Arrays(Mapping[str, np.ndarray]):
+  """The array of each split, in a file of its own, mapped at first use."""
+
+  def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
+    self._dtype = np.dtype(dtype)
+    self._files = {
+      split: (folder / f"{split}{suffix}", int(size) * self._dtype.itemsize)
+      for split, size in sizes.items()
+    }
+
+  def __getitem__(self, split: str) -> np.memmap:
+    path, size = self._files[split]
+    found = path.stat().st_size if path.exists() else "no such file"
+    if found != size:
+      raise UserError(
+        f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --prepare_only` "
+        "makes the tokens of a run again"
+      )
+    return np.memmap(path, self._dtype, "r")
+
+  def are_there(self) -> bool:
+    """Whether all files exist and have their sizes."""
+    return all(path.exists() and path.stat().st_size == size for path, size in self._files.values())
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._files)
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+  """A corpus as tokens.
+
+  Arrays are mapped read-only at first use; a model works without them.
+
+  Attributes:
+    name: the name of the corpus.
+    tokenizer: the tokenizer that made its tokens.
+    splits: "train", "valid", "test": ids [N], uint16 or int32.
+    counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
+      Words are separated by white space, and each line end counts as a word.
+    boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
+    learned: what their kind learned from the train split, b"" if nothing.
+    kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
+    folder: the folder of the files.
+    checksums: SHA-256 of the .bin files, by name.
+    documents: None, or for each split the places where its documents begin, int64 [number of
+      documents], increasing from 0.
+  """
+
+  name: str
+  tokenizer: Tokenizer
+  splits: Mapping[str, np.ndarray]
+  counts: Mapping[str, dict]
+  boundaries: Mapping[str, np.ndarray] | None = None
+  learned: bytes = b""
+  kind: Any = None
+  folder: Path = Path()
+  checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  documents: Mapping[str, np.ndarray] | None = None
+
+  @property
+  def has_tokens(self) -> bool:
+    """Whether the arrays exist and have their sizes."""
+    arrays = (self.splits, self.boundaries, self.documents)
+    return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
+
+  def check(self, *splits: str) -> None:
+    """Reads whole splits, all by default, and checks that they have not changed.
+
+    Raises:
+      UserError: a file is missing or has changed; the message names it.
+    """
+    for split in splits or self.splits:
+      for arrays in (self.splits, self.boundaries, self.documents):
+        if arrays is not None:
+          arrays[split]  # noqa: B018  (raises what is wrong with the file)
+      for name in (f"{split}.bin", f"{split}.boundaries.bin", f"{split}.documents.bin"):
+        expected = self.checksums.get(name)
+        path = self.folder / name
+        if expected is not None and files.checksum(path) != expected:
+          raise UserError(
+            f"{path}: expected the tokens as they were made, got a file that was changed; put a "
+            f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
+            "settings makes again"
+          )
+
+  def segment(self, text: str) -> np.ndarray:
+    """The boundaries of another text's tokens, uint8 [number of tokens].
+
+    Raises:
+      UserError: the tokens were made, or opened, without boundaries.
+    """
+    if self.boundaries is None or self.kind is None:
+      raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
+    return _encoder(self.tokenizer, self.kind, self.learned)(text)[1]
+
+
+def tokenize(
+  corpus: Corpus,
+  folder: str | Path,
+  kind: str | Tokenizer,
+  *,
+  shared: bool = False,
+  boundaries: Any = None,
+  **settings: Any,
+) -> Tokens:
+  """Trains a tokenizer on the train split, and writes the tokens of every split, once.
+
+  If tokens of the same text and settings exist, they are opened; others are replaced. A
+  killed call leaves `<folder>.partial`; the next call continues from its complete splits.
+  Memory does not grow with the text. A vocabulary is learned from at most 1 GiB, spread evenly
+  over the train split.
+
+  Args:
+    corpus: the text. If its `about` is empty, it counts as a new text each time.
+    folder: receives the files.
+    kind: the kind of the tokenizer, or the tokenizer itself.
+    shared: whether to write into a subfolder of `folder`, named after its content.
+    boundaries: None, or a kind of boundaries that needs the text, such as
+      `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
+    **settings: settings of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
+
+  Raises:
+    UserError: from the text, the tokenizer or the boundaries; or the folder holds something
+      else or cannot be written.
+  """
+  made = {
+    "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
+    "sizes": {split: len(text) for split, text in corpus.splits.items()},
+    **_tokenizer_inputs(kind, boundaries, settings),
+  }
+  if boundaries is not None and made["kind"] not in CHARACTER_KINDS:
+    raise UserError(
+      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
+      f"{type(boundaries).__name__} boundaries, got {made['kind']}"
+    )
+  folder = Path(folder)
+  if shared:
+    digits = _digest(json.dumps(made, sort_keys=True))[:8]
+    folder /= f"{corpus.name}_{made['kind']}_{digits}"
+  has_boundaries = boundaries is not None
+  inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
+
+  def build(partial: Path) -> dict[str, Any]:
+    try:  # The encoder of an interrupted call.
+      encoder = _encoder(*_open_encoder(partial, boundaries))
+    except (OSError, ValueError):
+      tokenizer, learned = _learn(corpus, kind, boundaries, settings)
+      _write_encoder(partial, tokenizer, learned)
+      encoder = _encoder(tokenizer, boundaries, learned)
+    counts = {}
+    for split, text in corpus.splits.items():
+      counts[split] = encode_text(text, encoder, partial, split)
+      for unit in ("tokens", "words"):
+        if not counts[split][unit]:
+          raise UserError(
+            f"data.path: expected {unit} in every split, got none in the "
+            f"{split} split of {corpus.name}"
+          )
+    checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
+    for split in corpus.splits:
+      (partial / f"{split}.json").unlink()
+    return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
+
+  build_once.build_once(folder, inputs, build)
+  return open_tokens(folder, boundaries=boundaries)
+
+
+def _tokenizer_inputs(kind: str | Tokenizer, boundaries: Any, settings: Mapping) -> dict[str, Any]:
+  """The settings that affect tokens, apart from the text and file names."""
+  known, name = (kind, kind.kind) if isinstance(kind, Tokenizer) else (None, kind)
+  if known is None and settings.get("file"):
+    whole = {key: value for key, value in settings.items() if key != "restrict"}
+    known = train_tokenizer(name, (), **whole)
+  made: dict[str, Any] = {"kind": name}
+  made |= {key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")}
+  if known is not None:
+    made["vocabulary"] = _digest(known.to_json())
+  elif name not in CHARACTER_KINDS:
+    made["vocab_size"] = settings.get("vocab_size", 0)
+  if boundaries is not None:
+    made["unigram"] = boundaries.text_settings()
+  return made
+
+
+def _digest(content: str) -> str:
+  return hashlib.sha256(content.encode()).hexdigest()
+
+
+class _Sample:
+  """Parts of a text, spread evenly, up to `LEARN_BYTES` of them."""
+
+  def __init__(self, text: Text):
+    self._text = text
+    self.error: ValueError | None = None  # in reading the text; libraries wrap it
+
+  def __iter__(self) -> Iterator[str]:
+    share = min(1.0, LEARN_BYTES / max(1, len(self._text)))
+    seen = given = 0
+    try:
+      for part in self._text:
+        seen += len(part)
+        if given >= LEARN_BYTES:  # The length is that of packed files.
+          return
+        if given < seen * share:
+          given += len(part)
+          yield part
+    except ValueError as error:
+      self.error = error
+      raise
+
+
+def _learn(
+  corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
+) -> tuple[Tokenizer, bytes]:
+  """The tokenizer of a text, and what its boundaries learn."""
+  text, tokenizer = corpus.splits["train"], kind
+  sample = _Sample(text)
+  try:
+    if not isinstance(tokenizer, Tokenizer):
+      is_whole = kind in CHARACTER_KINDS or settings.get("file")
+      tokenizer = train_tokenizer(str(kind), text if is_whole else sample, **settings)
+    return tokenizer, b"" if boundaries is None else boundaries.learn(sample)
+  except ValueError as error:
+    raise sample.error or error from error
+
+
+def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
+  if boundaries is None:
+    return Encoder(tokenizer)
+  return Encoder(tokenizer, functools.partial(boundaries.of_text, learned=learned))
+
+
+def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
+  if learned:
+    (folder / _LEARNED).write_bytes(learned)
+  (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
+
+
+def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]:
+  """The arguments of `_encoder`, as `_write_encoder` wrote them."""
+  path = folder / "tokenizer.json"
+  try:
+    tokenizer = tokenizer_from_json(files.read_file(path).decode())
+    path = folder / _LEARNED
+    learned = files.read_file(path) if path.exists() else b""
+    if boundaries is not None:
+      _encoder(tokenizer, boundaries, learned)("")
+  except (OSError, ValueError) as error:
+    raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
+  return tokenizer, boundaries, learned
+
+
+def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
+  """Makes a folder with what a model needs of its tokens, and the place of the others.
+
+  An export leaves out their path; `open_tokens` looks for them in data_dir.
+
+  Raises:
+    UserError: the folder holds something else.
+    OSError: it cannot be written.
+  """
+  folder = Path(folder).resolve()
+  build_once.check_replaceable(folder)
+  partial = folder.with_name(folder.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  _write_encoder(partial, data.tokenizer, data.learned)
+  known = (*UNITS, "sha256", "documents")
+  content = {
+    "format": FORMAT,
+    "name": data.name,
+    "unigram": data.boundaries is not None,
+    "dtype": Encoder(data.tokenizer).dtype.name,
+    "splits": {
+      split: {x: counts[x] for x in known if x in counts} for split, counts in data.counts.items()
+    },
+    "checksums": dict(data.checksums),
+    "tokens": data.folder.name if is_export else os.path.relpath(data.folder.resolve(), folder),
+  }
+  files.write_json(partial / build_once.RECORD, content)
+  build_once.replace_folder(partial, folder)
+
+
+def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
+  """Opens a folder that `tokenize` or `write_reference` wrote.
+
+  Args:
+    folder: the folder with data.json.
+    data_dir: "", or the folder to search for the tokens of a reference that was moved.
+    boundaries: None, or the kind of boundaries that `tokenize` was given, for other texts.
+
+  Raises:
+    UserError: a file is missing or damaged; the message names it.
+  """
+  folder = Path(folder)
+  path = folder / build_once.RECORD
+  try:
+    content = files.load_json(path)
+    version, name, dtype = content["format"], str(content["name"]), np.dtype(content["dtype"])
+    counts = {split: dict(content["splits"][split]) for split in SPLITS}
+    if any(int(counts[split][unit]) < 1 for split in SPLITS for unit in UNITS):
+      raise UserError("a split without text")
+    checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
+    tokens = folder
+    if content.get("tokens"):
+      given = Path(os.path.normpath(folder.resolve() / content["tokens"]))
+      moved = Path(data_dir, "tokens", given.name)
+      tokens = moved if (moved / "train.bin").exists() and not given.exists() else given
+    sizes = {split: counts[split]["tokens"] for split in SPLITS}
+    splits = _Arrays(tokens, ".bin", dtype, sizes)
+    has_boundaries = bool(content["unigram"])
+    arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes) if has_boundaries else None
+    documents = None
+    if all("documents" in counts[split] for split in SPLITS):
+      sizes = {split: counts[split]["documents"] for split in SPLITS}
+      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes)
+  except OSError as error:
+    raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
+  except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    raise UserError(
+      f"{path}: expected the counts of tokens, got damaged JSON ({error!r})"
+    ) from error
+  if version != FORMAT:
+    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another dpjax")
+  kind = boundaries if has_boundaries else None
+  tokenizer, _, learned = _open_encoder(folder, kind)
+  return Tokens(
+    name, tokenizer, splits, counts, arrays, learned, kind, tokens, checksums, documents
+  )

@@ -1,0 +1,69 @@
+"""Folders in data_dir: built once, complete, and again where they are not."""
+
+import errno
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from dpjax.data.build_once import build_once, read_record
+from dpjax.errors import UserError
+
+
+def build(calls):
+  def fill(folder):
+    calls.append(folder)
+    (folder / "a.txt").write_text("some text")
+    return {"words": 2}
+
+  return fill
+
+
+def test_once_and_again_where_a_file_is_not_complete(tmp_path):
+  target, calls = tmp_path / "new" / "text", []
+  target.parent.mkdir()
+  for damage in (Path.exists, lambda file: file.write_text("some"), Path.unlink):
+    record = build_once(target, {"version": 3}, build(calls))
+    assert record["words"] == 2 and record["files"]["a.txt"] == 9
+    assert (target / "a.txt").read_text() == "some text"
+    assert build_once(target, {"version": 3}, build(calls)) == record
+    damage(target / "a.txt")
+  assert len(calls) == 2 and not read_record(target, {})
+  build_once(target, {"version": 4}, build(calls))
+  assert not read_record(target, {"version": 3}) and len(calls) == 3
+  assert sorted(path.name for path in target.parent.iterdir()) == ["text", "text.lock"]
+
+
+def test_a_folder_of_something_else_stays(tmp_path):
+  (tmp_path / "text").mkdir()
+  (tmp_path / "text" / "mine.txt").write_text("mine")
+  with pytest.raises(UserError, match="text: expected a folder that dpjax can replace"):
+    build_once(tmp_path / "text", {}, build([]))
+  assert [path.name for path in (tmp_path / "text").iterdir()] == ["mine.txt"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+  def fail(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", fail)
+  assert build_once(tmp_path / "text", {}, build([]))["words"] == 2
+  assert "this file system has no locks (No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, UserError])
+def test_what_is_done_stays_unless_the_user_must_change_something(tmp_path, error):
+  target, calls = tmp_path / "text", []
+
+  def fail(folder):
+    build(calls)(folder)
+    raise error(28, "No space left on device")
+
+  with pytest.raises((error, UserError), match="No space left"):
+    build_once(target, {"version": 3}, fail)
+  left = tmp_path / "text.partial"
+  assert not target.exists() and left.exists() == (error is not UserError)
+  if left.exists():  # Of other inputs, it is of no use.
+    (left / "b.txt").touch()
+    build_once(target, {"version": 4}, build(calls))
+    assert not (target / "b.txt").exists()
