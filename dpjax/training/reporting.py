@@ -39,15 +39,10 @@ class Reporter:
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
-    self._is_first, self._new = jax.process_index() == 0, []
-    self._num_steps = num_steps
-    self._bar = tqdm(
-      total=num_steps,
-      initial=step,
-      unit="step",
-      desc="training",
-      disable=None if self._is_first else True,
-    )
+    self._is_first, self._new, self._num_steps = jax.process_index() == 0, [], num_steps
+    hidden = None if self._is_first else True  # None: hidden where there is no terminal
+    self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=hidden)
+    self._tensorboard = None
     if self._is_first:
       from tensorboardX import SummaryWriter
 
@@ -59,8 +54,7 @@ class Reporter:
       try:
         self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
       except OSError as error:  # metrics.jsonl has the same numbers.
-        self._tensorboard = None
-        _log.warning("%s: %s; training goes on without it", folder, error.strerror)
+        _log.warning("%s: %s; training continues without it", folder, error.strerror)
 
   def __enter__(self) -> "Reporter":
     return self
@@ -70,8 +64,8 @@ class Reporter:
     if self._is_first:
       self._file.close()
       self._losses.close()
-      if self._tensorboard is not None:
-        self._tensorboard.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
     """Counts one more step."""
@@ -102,12 +96,10 @@ class Reporter:
     if self._bar.disable and "loss" in scores:
       speed = scores.get("tokens_per_second", math.nan)
       shown = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
-      loss = f"loss {scores['loss']:.4f}{shown}"
-      print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
-    if self._tensorboard is None:
-      return
+      line = f"step {step:,} of {self._num_steps:,}: loss {scores['loss']:.4f}{shown}"
+      print(line, file=sys.stderr, flush=True)
     for name, value in curves.items():
-      if math.isfinite(value):
+      if self._tensorboard is not None and math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
@@ -115,7 +107,7 @@ class Reporter:
     new, self._new = self._new, []
     return new
 
-  def say(self, message: str) -> None:
+  def print(self, message: str) -> None:
     """Prints a line above the progress bar."""
     if self._is_first:
       self._bar.write(message)
@@ -138,26 +130,27 @@ def _drop_lines_after(path: Path, step: int) -> None:
   *lines, last = path.read_bytes().split(b"\n")
   if _step_of(last) is not None:
     lines.append(last)  # Else it was being written when the run was killed.
-  steps = [_step_of(line) for line in lines]
-  damaged = [line for line, found in zip(lines, steps, strict=True) if found is None]
+  kept, damaged = [], []
+  for line in lines:
+    found = _step_of(line)
+    if found is None:
+      damaged.append(line + b"\n")
+    elif found <= step:
+      kept.append(line + b"\n")
   if damaged:
     aside = path.with_name(path.name + ".damaged")
     with aside.open("ab") as file:
-      file.writelines(line + b"\n" for line in damaged)
+      file.writelines(damaged)
     _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
   temporary = path.with_suffix(".tmp")
-  with temporary.open("wb") as file:
-    for line, found in zip(lines, steps, strict=True):
-      if found is not None and found <= step:
-        file.write(line + b"\n")
+  temporary.write_bytes(b"".join(kept))
   os.replace(temporary, path)
 
 
 def _step_of(line: bytes) -> int | None:
   """The step of a line of `metrics.jsonl`; None for a damaged line."""
   try:
-    content = json.loads(line.decode("utf-8"))
-  except ValueError:
+    step = json.loads(line)["step"]
+  except (ValueError, LookupError, TypeError):
     return None
-  step = content.get("step") if isinstance(content, dict) else None
   return step if isinstance(step, int) else None
