@@ -25,11 +25,19 @@ from dpjax.training.step import TrainState
 FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
 
 _log = logging.getLogger(__name__)
-# Orbax logs each error that it raises many times.
-logging.getLogger("absl").addFilter(lambda line: not (line.exc_info and "orbax" in line.pathname))
 
 
-class Checkpoints:
+def _is_news(line: logging.LogRecord) -> bool:
+  """Whether to log a line: Orbax logs each error it raises, and asyncio those of its tasks."""
+  text = f"{line.pathname} {line.exc_info[1]}" if line.exc_info else ""
+  return "orbax" not in text and "tensorstore" not in text
+
+
+for logger in ("absl", "asyncio"):
+  logging.getLogger(logger).addFilter(_is_news)
+
+
+class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of a run: the last ones, and the best by validation.
 
   Each holds the train state (with the step, which is the position in the data), JSON values,
@@ -41,17 +49,13 @@ class Checkpoints:
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
-    self._folder, self._manager = Path(folder).absolute(), None
+    self._folder: Path = Path(folder).absolute()
+    self._manager: Any = None
     if keep is not None:
-      best = managers.CustomSteps([])  # `save` knows it.
-      self._kept = managers.AnyPreservationPolicy([managers.LatestN(keep), best])
-      options = ocp.CheckpointManagerOptions(
-        preservation_policy=self._kept, cleanup_tmp_directories=True
-      )
+      self._kept = [managers.LatestN(keep), managers.CustomSteps([])]  # `save` knows the best.
+      kept = managers.AnyPreservationPolicy(self._kept)
+      options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
       self._manager = ocp.CheckpointManager(self._folder, options=options)
-
-  def __enter__(self) -> "Checkpoints":
-    return self
 
   def __exit__(self, *_) -> None:
     self.close()
@@ -84,12 +88,13 @@ class Checkpoints:
         "since the training began"
       )
     tree = _storable(_parts(state))
-    own = {"origin": dict(origin or {}), "format": FORMAT, "fingerprints": fingerprints(tree)}
+    numbers = [int(number) for number in fingerprints(tree)]
+    own = {"origin": dict(origin or {}), "format": FORMAT, "fingerprints": numbers}
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave({**meta, **own})
     )
     with self._writing() as manager:
-      self._kept.policies[1] = managers.CustomSteps([meta.get("best", {}).get("step")])
+      self._kept[1] = managers.CustomSteps([meta.get("best", {}).get("step")])
       manager.save(int(state.step), args=items, force=True)
 
   @contextlib.contextmanager
@@ -115,9 +120,8 @@ class Checkpoints:
   ) -> tuple[TrainState, dict] | None:
     """Reads the newest undamaged checkpoint, to resume from it.
 
-    Damaged ones are moved into the folder "damaged". A checkpoint is damaged if a file is
-    missing or cannot be parsed, or if its arrays do not match their fingerprints. An error of
-    the file system is not damage.
+    Damaged ones, with missing or unparsable files or with other fingerprints than their arrays,
+    are moved into the folder "damaged". An error of the file system is not damage.
 
     Args:
       abstract: shapes, dtypes and shardings of the state.
@@ -139,10 +143,9 @@ class Checkpoints:
       raise UserError(
         f"workdir: expected a whole checkpoint in {self._folder}, got damaged ones of the "
         f"steps {[int(path.name) for path in damaged]}. Restore that folder from a backup, or "
-        "begin anew in another workdir (train.initial_run can name a run whose "
-        "parameters to begin with)"
+        "begin anew in another workdir (train.initial_run can name a run to begin with)"
       )
-    if damaged:
+    if damaged and self._manager is not None:
       if jax.process_index() == 0:
         (self._folder / "damaged").mkdir(exist_ok=True)
         for path in damaged:
@@ -176,16 +179,13 @@ class Checkpoints:
       ValueError: there is no such step, no intact checkpoint, or a mismatch; see `restore`.
       OSError: see `restore`.
     """
-    paths, steps, wanted = self._list_alike(), self.steps(), step
+    paths, best = self._list_alike(), self.best_step()
     if not paths:
       raise UserError("workdir: expected a run with a checkpoint, got none")
     if step is None:
-      wanted = self.best_step()
-      paths.sort(key=lambda path: path.name != str(wanted))
-    elif step in steps:
-      paths = [path for path in paths if path.name == str(step)]
-    else:
-      raise UserError(f"step: expected one of {steps}, got {step}")
+      paths.sort(key=lambda path: path.name != str(best))
+    elif not (paths := [path for path in paths if path.name == str(step)]):
+      raise UserError(f"step: expected one of {self.steps()}, got {step}")
     found, damaged = _read_first(paths, {part: abstract}, origin or {})
     if found is None:
       raise UserError(
@@ -211,7 +211,7 @@ class Checkpoints:
   def _list_alike(self) -> list[Path]:
     """The complete checkpoints, which must be those that the other processes see."""
     paths = find_complete(self._folder)
-    if len({*_gather(zlib.crc32(repr(paths).encode()))}) > 1:
+    if len({*_gather(zlib.crc32(repr([path.name for path in paths]).encode()))}) > 1:
       raise UserError(
         f"workdir: expected all processes to see the same checkpoints in {self._folder}, "
         f"got others than those of the steps {self.steps()} in some"
@@ -237,24 +237,21 @@ def find_best(folder: str | Path) -> int | None:
   """The best step by validation of `find_complete`, if it was saved."""
   paths = find_complete(folder)
   for path in paths:
-    with contextlib.suppress(OSError, ValueError, LookupError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
       step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
       return step if any(path.name == str(step) for path in paths) else None
   return None
 
 
-def fingerprints(tree: Any) -> list[int]:
+@jax.jit
+def fingerprints(tree: Any) -> list[jax.Array]:
   """One number for each array: the sum of its 32-bit words, weighted by place.
 
     sum over i of words[i] * (2 i + 1)  mod 2**32
 
   Sums of integers do not depend on their order, so the result is the same on all devices.
   """
-  return [int(number) for number in jax.device_get(_fingerprints(tree))]
 
-
-@jax.jit
-def _fingerprints(tree) -> list[jax.Array]:
   def fingerprint(array: jax.Array) -> jax.Array:
     if _is_key(array):
       array = jax.random.key_data(array)
@@ -279,10 +276,6 @@ def _parts(state: TrainState) -> dict:
 def _storable(tree: Any) -> Any:
   """The tree with None for arrays without elements, which Orbax does not save."""
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
-
-
-def _name(path) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _is_key(leaf) -> bool:
@@ -324,7 +317,7 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   _raise_together(error, path)
   assert found is not None
   tree, meta, expected = found
-  if fingerprints(tree) != expected:
+  if [int(number) for number in fingerprints(tree)] != expected:
     error = _DamagedError("its arrays are not those that were saved")
   _raise_together(error, path)
 
@@ -364,22 +357,19 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
 
 
-def _check_arrays(saved: Mapping[str, Any], target: dict, path: Path) -> None:
+def _check_arrays(saved: dict[str, Any], target: dict, path: Path) -> None:
   """Checks the names, shapes and dtypes of arrays against the model's."""
-  wanted = {
-    _name(place): jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    for place, leaf in jax.tree.leaves_with_path(target)
-  }
-  found, expected = (
-    {name: f"{np.dtype(leaf.dtype)} {list(leaf.shape)}" for name, leaf in leaves.items()}
-    for leaves in (saved, wanted)
-  )
-  wrong = [
-    f"{name} is {found.get(name, 'missing')}, and {expected.get(name, 'none')} in the model"
-    # Moments have the names of their parameters.
-    for name in sorted(found | expected, key=lambda name: (not name.startswith("params."), name))
-    if found.get(name) != expected.get(name)
-  ]
+  wanted = {}
+  for place, leaf in jax.tree.leaves_with_path(target):
+    name = jax.tree_util.keystr(place, simple=True, separator=".")
+    wanted[name] = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+
+  def describe(leaf) -> str:
+    return "missing" if leaf is None else f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
+
+  pairs = {name: (describe(saved.get(name)), describe(wanted.get(name))) for name in saved | wanted}
+  wrong = [f"{name} is {a}, in the model {b}" for name, (a, b) in pairs.items() if a != b]
+  wrong.sort(key=lambda line: (not line.startswith("params."), line))  # Moments have these names.
   if wrong:
     raise _RefusedError(
       f"workdir: expected a checkpoint of this model, got another in {path}: "
@@ -419,6 +409,4 @@ def _raise_together(error: Exception | None, path: Path) -> None:
 
 def _gather(number: int) -> list[int]:
   """A number from every process; all must call it."""
-  if jax.process_count() == 1:
-    return [number]
   return multihost_utils.process_allgather(np.uint32(number)).tolist()

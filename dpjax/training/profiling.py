@@ -1,5 +1,6 @@
 """Traces updates, and compares their speed with that of the machine's matrix products."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from dpjax.errors import UserError
 _SECONDS = 0.5  # spent on the largest product
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager):
   """A context that traces updates START + 1 to STOP; leaving it ends an open trace.
 
   Args:
@@ -45,9 +46,6 @@ class Profiler:
         f"profile: expected START:STOP with {first} <= START < STOP <= {num_steps}, the updates "
         f"that are to come, got {self._start}:{self._stop}"
       )
-
-  def __enter__(self) -> "Profiler":
-    return self
 
   def __exit__(self, *_) -> None:
     self._end()

@@ -1,5 +1,6 @@
 """Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
+import contextlib
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ _NO_CURVES = ("mean_over_steps", "median_over_steps")
 _log = logging.getLogger(__name__)
 
 
-class Reporter:
+class Reporter(contextlib.AbstractContextManager):
   """Writes scores, on the first process only.
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
@@ -55,9 +56,6 @@ class Reporter:
         self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
       except OSError as error:  # metrics.jsonl has the same numbers.
         _log.warning("%s: %s; training continues without it", folder, error.strerror)
-
-  def __enter__(self) -> "Reporter":
-    return self
 
   def __exit__(self, *_) -> None:
     self._bar.close()

@@ -169,7 +169,7 @@ def _apply(
   model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
 ) -> Any:
   """The model's output for a batch; other models need not know capacities and documents."""
-  known = {} if capacity is None else {"capacity": capacity}
+  known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
   known |= {"is_start": batch["is_start"]} if "is_start" in batch else {}
   rngs = {"dropout": key}
   return model.apply(

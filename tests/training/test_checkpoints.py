@@ -213,11 +213,11 @@ def test_a_file_that_cannot_be_read_is_no_damage(folder):
   [
     (
       dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
-      r"in \S+/7: params.v is missing, and float32 \[3, 5\] in the model; params.w is float32",
+      r"in \S+/7: params.v is missing, in the model float32 \[3, 5\]; params.w is float32",
     ),
     (
       dict(b=jax.ShapeDtypeStruct((17,), jnp.bfloat16)),
-      r"in \S+: params.b is float32 \[13\], and bfloat16 \[17\] in the model$",
+      r"in \S+: params.b is float32 \[13\], in the model bfloat16 \[17\]$",
     ),
   ],
 )
@@ -259,8 +259,8 @@ def test_reading_changes_nothing(folder):
 def test_fingerprints_notice_a_bit_and_a_swap():
   x = jnp.arange(13.0) * 3
   others = x, x.at[4].add(1e-6), x[::-1], x.astype(bool)
-  assert len({*checkpoints.fingerprints(others)}) == 4
-  assert checkpoints.fingerprints([x]) == checkpoints.fingerprints([x + 0])
+  found = [int(number) for number in checkpoints.fingerprints((*others, x + 0))]
+  assert len({*found}) == 4 and found[0] == found[-1]
 
 
 def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, capfd, caplog):

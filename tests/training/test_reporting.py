@@ -47,7 +47,7 @@ def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
     # It is on disk at once: a run may be killed.
     assert len(lines(tmp_path)) == 1
     reporter.report(2, "valid", {"nats_per_token": 2.5})
-    reporter.say("step 3: better")
+    reporter.print("step 3: better")
   assert "step 3: better\n" in capsys.readouterr().out
   written = lines(tmp_path)
   times = [line.pop("time") for line in written]
@@ -172,7 +172,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   with reporting.Reporter(tmp_path, 0, 7) as reporter:
     reporter.advance(1.0)
     reporter.report(1, "train", {"loss": 1.0})
-    reporter.say("step 1: better")
+    reporter.print("step 1: better")
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
 
