@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax.errors import UserError
+from dpjax.training.optimizer import describe_array, describe_arrays
 from dpjax.training.step import TrainState
 
 FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
@@ -79,8 +80,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       origin: inputs of the run by name: its vocabulary, a hash of its text.
 
     Raises:
-      UserError: the folder was removed, or this checkpoint or the one before cannot be
-        written, of which nothing is left.
+      UserError: the folder was removed, or this checkpoint or the last cannot be written.
     """
     if not self._folder.is_dir():  # Orbax would make it again.
       raise UserError(
@@ -131,8 +131,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       The state and the values saved with it, or None without a checkpoint.
 
     Raises:
-      ValueError: all checkpoints are damaged, or one has a later format, another origin or
-        another model.
+      UserError: all are damaged, or one has a later format, another origin or another model.
       OSError: the file system could not read one. Nothing is moved.
     """
     paths = self._list_alike()
@@ -162,21 +161,16 @@ class Checkpoints(contextlib.AbstractContextManager):
     origin: Mapping[str, str] | None = None,
     part: str = "params",
   ) -> tuple[int, dict]:
-    """Reads the parameters of one checkpoint: `step`, or the best, or else the newest.
-
-    The rest of the state is neither read nor checked.
+    """Reads the step and the parameters alone of one checkpoint.
 
     Args:
       abstract: shapes, dtypes and shardings of the parameters.
-      step: the step of the checkpoint; None is the best by validation.
+      step: the step of the checkpoint; None is the best by validation, or else the newest.
       origin: see `restore`; may be a part of it.
       part: "params", or "average" for a run that has one.
 
-    Returns:
-      The step and the parameters.
-
     Raises:
-      ValueError: there is no such step, no intact checkpoint, or a mismatch; see `restore`.
+      UserError: there is no such step; or see `restore`.
       OSError: see `restore`.
     """
     paths, best = self._list_alike(), self.best_step()
@@ -220,12 +214,9 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def find_complete(folder: str | Path) -> list[Path]:
-  """The complete checkpoints in a folder of a run's checkpoints, the newest first.
+  """The complete checkpoints in a run's folder of checkpoints, the newest first.
 
   Each is a folder with the name of its step, in older runs within "last" or "best".
-
-  Args:
-    folder: the folder, which need not exist.
   """
   places = [Path(folder).absolute() / part for part in ("", "last", "best")]
   names = ocp.path.step.standard_name_format()
@@ -253,7 +244,7 @@ def fingerprints(tree: Any) -> list[jax.Array]:
   """
 
   def fingerprint(array: jax.Array) -> jax.Array:
-    if _is_key(array):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       array = jax.random.key_data(array)
     if array.dtype == bool:
       array = array.astype(jnp.uint8)
@@ -276,10 +267,6 @@ def _parts(state: TrainState) -> dict:
 def _storable(tree: Any) -> Any:
   """The tree with None for arrays without elements, which Orbax does not save."""
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
-
-
-def _is_key(leaf) -> bool:
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 class _RefusedError(UserError):
@@ -346,7 +333,15 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   leaves: Any = jax.tree.leaves(handler.metadata(path / "state").tree)
   pairs = zip(leaves, meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
-  _check_arrays({name: leaf for name, (leaf, _) in saved.items()}, target, path)
+  found = {name: describe_array(leaf) for name, (leaf, _) in saved.items()}
+  expected = describe_arrays(target)
+  if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
+    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
+    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
+    raise _RefusedError(
+      f"workdir: expected a checkpoint of this model, got another in {path}: "
+      f"{'; '.join(lines)}{'; ...' if wrong[4:] else ''}"
+    )
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
   state_args = ocp.args.PyTreeRestore(
     target,
@@ -355,26 +350,6 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   )
   tree = handler.restore(path / "state", args=state_args)
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
-
-
-def _check_arrays(saved: dict[str, Any], target: dict, path: Path) -> None:
-  """Checks the names, shapes and dtypes of arrays against the model's."""
-  wanted = {}
-  for place, leaf in jax.tree.leaves_with_path(target):
-    name = jax.tree_util.keystr(place, simple=True, separator=".")
-    wanted[name] = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-
-  def describe(leaf) -> str:
-    return "missing" if leaf is None else f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
-
-  pairs = {name: (describe(saved.get(name)), describe(wanted.get(name))) for name in saved | wanted}
-  wrong = [f"{name} is {a}, in the model {b}" for name, (a, b) in pairs.items() if a != b]
-  wrong.sort(key=lambda line: (not line.startswith("params."), line))  # Moments have these names.
-  if wrong:
-    raise _RefusedError(
-      f"workdir: expected a checkpoint of this model, got another in {path}: "
-      f"{'; '.join(wrong[:4])}{'; ...' if wrong[4:] else ''}"
-    )
 
 
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

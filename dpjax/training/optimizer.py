@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import traverse_util
@@ -149,47 +150,52 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
 
   try:
     update = for_model(update, model)
-    before = params, jax.eval_shape(update.init, params)
-    after = jax.eval_shape(step, *before)
+    state = jax.eval_shape(update.init, params)
+    after = jax.eval_shape(step, params, state)
   except Exception as error:  # whatever an update rule of somebody's raises
     reason = str(error).partition("\n")[0]
     raise UserError(
       f"{key}: expected one that updates with the gradients, the parameters and the value of the "
       f"loss alone, got {type(error).__name__}: {reason}"
     ) from error
-  old, new = (
-    {
-      jax.tree_util.keystr(path): f"{x.dtype} {list(x.shape)}"
-      for path, x in jax.tree.leaves_with_path(tree)
-    }
-    for tree in (before, after)
-  )
-  wrong = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
-  if wrong:
-    raise UserError(
-      f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
-      f"{old.get(wrong[0])} in {wrong[0]}"
-    )
-  _check_can_save("model", before[0])
-  _check_can_save("optimizer", before[1])
+  for name, old, new in zip(("model", "optimizer"), (params, state), after, strict=True):
+    try:
+      old, new = describe_arrays(old), describe_arrays(new)
+    except ValueError as error:
+      raise UserError(f"{name}: {error}") from error
+    if wrong := [name for name in sorted(old | new) if old.get(name) != new.get(name)]:
+      raise UserError(
+        f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
+        f"{old.get(wrong[0])} in {wrong[0]}"
+      )
 
 
-def _check_can_save(owner: str, tree: Any) -> None:
+def describe_arrays(tree: Any) -> dict[str, str]:
+  """The dtype and shape of each array, by its name in a checkpoint.
+
+  Raises:
+    ValueError: two have one name, or a checkpoint cannot hold a dtype.
+  """
   import tensorstore
 
-  names = set()
+  found = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    if name in names:
-      raise UserError(f"{owner}: expected names of arrays that differ, got {name} twice")
-    names.add(name)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.eval_shape(jax.random.key_data, leaf)
+    if name in found:
+      raise ValueError(f"expected names of arrays that differ, got {name} twice")
+    found[name] = describe_array(leaf)
     try:
-      if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        tensorstore.dtype(str(leaf.dtype))
+      tensorstore.dtype(str(leaf.dtype))
     except ValueError as error:
-      raise UserError(
-        f"{owner}: expected arrays that can be saved, got {name} of {leaf.dtype}"
-      ) from error
+      raise ValueError(f"expected arrays that can be saved, got {name} of {leaf.dtype}") from error
+  return found
+
+
+def describe_array(leaf: Any) -> str:
+  """The dtype and shape of an array."""
+  return f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:

@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_no_damage(folder):
   [
     (
       dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
-      r"in \S+/7: params.v is missing, in the model float32 \[3, 5\]; params.w is float32",
+      r"in \S+/7: params.v is None, in the model float32 \[3, 5\]; params.w is float32",
     ),
     (
       dict(b=jax.ShapeDtypeStruct((17,), jnp.bfloat16)),
