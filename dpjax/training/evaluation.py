@@ -135,26 +135,12 @@ class Scorer:
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """Scores a text, including its first token.
+    """`evaluate` for a text [N], including its first token.
 
-    Args:
-      params: the model's parameters.
-      tokens: the tokens of the text, [N].
-      counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
-      boundaries: the boundaries of a Unigram model, [N], if the model needs them.
-      documents: the places where documents begin, to score each as if it stood alone; None
-        for one document.
-      window: see `sizes`.
-      stride: see `sizes`.
-      max_tokens: the number of tokens to score, in fixed random windows, with other counts
-        estimated from their share; 0, or with `documents`, scores all.
-      progress: whether to show a progress bar.
-
-    Returns:
-      See `evaluate`; without bits if the tokens do not represent the whole text.
-
-    Raises:
-      ValueError: see `sizes`.
+    With `boundaries` [N] for models that read those of a Unigram model. With `documents`, the
+    places where they begin, each is scored as if it stood alone. `max_tokens` scores that many
+    in fixed random windows, and estimates the other counts from their share; 0 scores all.
+    For `window` and `stride` see `sizes`. No bits if the tokens lose some of the text.
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}

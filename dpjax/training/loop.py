@@ -27,12 +27,7 @@ BEST_BY = "nats_per_token"
 
 
 class TrainBatches(Protocol):
-  """Batches as a function of the step alone (`dpjax.data.batches`).
-
-  Attributes:
-    batch_size: the number of rows in a batch.
-    window: the number of tokens in a row.
-  """
+  """Batches as a function of the step alone (`dpjax.data.batches`), of rows of `window` tokens."""
 
   batch_size: int
   window: int
@@ -80,8 +75,7 @@ class Trainer:
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
-    learning_rate: maps an update to the optimizer's learning rate, for reports; None if
-      unknown.
+    learning_rate: maps an update to the optimizer's learning rate, for reports.
   """
 
   model: nn.Module
@@ -101,11 +95,10 @@ class Durations:
 
   Attributes:
     num_steps: the total number of updates.
-    eval_every_steps: updates between evaluations; the last update is followed by one, too.
-    log_every_steps: updates between reports, each of the mean loss since the last.
-    median_every_steps: updates between reports of their median loss.
-    checkpoint_every_steps: updates between checkpoints; the best by validation and the end
-      are saved, too.
+    eval_every_steps: between evaluations; the last update is followed by one, too.
+    log_every_steps: between reports, each of the mean loss since the last.
+    median_every_steps: between reports of their median loss.
+    checkpoint_every_steps: between checkpoints; the best and the end are saved, too.
   """
 
   num_steps: int
@@ -149,24 +142,20 @@ def fit(
     workdir: the run's folder, which exists.
     keep_checkpoints: the number of last checkpoints to keep.
     patience: training ends after this number of evaluations without a new best; 0 means never.
-    initial: maps the drawn parameters to the initial ones, if there is no checkpoint; None
-      keeps the drawn ones.
+    initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
       differs from the checkpoint's, the search for the best restarts.
-    origin: values saved with each checkpoint, which must match on resume: the vocabulary, or
-      a hash of the text.
+    origin: values saved with each checkpoint, which must match on resume.
     callbacks: functions of each report, called in order.
-    should_stop: called after every update; training also stops at signals. All processes
-      must get the same answer.
+    should_stop: called after every update, with the same answer in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure the speed of matrix products, for about a second, and
-      to report training's share of it.
+    measure_products: whether to report training's share of the speed of matrix products.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal or `should_stop` stopped training.
-    ValueError: the batch does not divide over the devices, no checkpoint is intact, a
-      checkpoint has another origin or model, or updates of `profile` lie outside of the run.
+    ValueError: the batch does not divide over the devices, updates of `profile` lie outside of
+      the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)

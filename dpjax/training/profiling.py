@@ -18,17 +18,9 @@ _SECONDS = 0.5  # spent on the largest product
 
 
 class Profiler(contextlib.AbstractContextManager):
-  """A context that traces updates START + 1 to STOP; leaving it ends an open trace.
+  """Traces updates START + 1 to STOP into a folder; leaving the context ends an open trace.
 
-  Args:
-    updates: START and STOP; None for no trace.
-    folder: the folder for the trace.
-    first: the number of updates already made.
-    num_steps: the total number of updates.
-    log: prints a line.
-
-  Raises:
-    ValueError: some of these updates lie outside of the run.
+  Raises a `UserError` if some of `updates` are not among those after `first` to `num_steps`.
   """
 
   def __init__(
@@ -73,15 +65,10 @@ class Profiler(contextlib.AbstractContextManager):
 
 
 def count_products(function: Callable, *arguments: Any) -> int:
-  """Counts the operations of a function's matrix products, without running it.
+  """Counts the operations of a function's matrix products by its arguments' shapes.
 
   A product of [p, q] and [q, r] takes p q r multiplications and as many additions. A loop
-  counts all iterations, or one if their number is unknown; the largest of several branches
-  counts.
-
-  Args:
-    function: a function of arrays that JAX can trace.
-    *arguments: arrays, or their shapes as `jax.ShapeDtypeStruct`.
+  counts all iterations, or one if their number is unknown; of branches, the largest counts.
   """
   return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -104,16 +91,10 @@ class Utilisation:
   """The speed of training as a share of the speed of the machine's matrix products.
 
   A step counts as three forward passes, including parts hidden by a causal mask, but without
-  recomputation for the gradient and without operations other than matrix products. A model
-  with token pooling counts at its number of segments, interpolated from three lengths (a
-  second pooling counts like the first).
-
-  Args:
-    model: called as in training.
-    params: the model's parameters, or their shapes.
-    window: the number of tokens in a row.
-    has_pooling: whether the model takes `capacity`.
-    rate: the operations per second of the largest product, on all devices.
+  recomputation and without operations other than matrix products. A model with token pooling
+  (`has_pooling`) counts at its number of segments, interpolated from three lengths (a second
+  pooling counts like the first). `rate` is the operations per second of the largest product,
+  on all devices.
   """
 
   def __init__(self, model: nn.Module, params: Any, window: int, has_pooling: bool, rate: float):
@@ -131,11 +112,7 @@ class Utilisation:
     self._rate = rate
 
   def operations(self, segments: float = 0.0) -> float:
-    """The number of operations of training on one token.
-
-    Args:
-      segments: the mean number of segments in a row; 0 without token pooling.
-    """
+    """The operations of training on one token, for a mean number of segments in a row."""
     # Lagrange's polynomial through the known counts.
     return sum(
       value * math.prod((segments - x) / (length - x) for x in self._known if x != length)
@@ -143,12 +120,7 @@ class Utilisation:
     )
 
   def scores(self, tokens_per_second: float, boundaries: Mapping[str, float]) -> dict[str, float]:
-    """The speed in operations per second, and its share of the largest product's.
-
-    Args:
-      tokens_per_second: the speed of training.
-      boundaries: from `dpjax.training.metrics.boundary_scores`.
-    """
+    """The speed in operations per second, and its share of the largest product's."""
     speed = tokens_per_second * self.operations(boundaries.get("segments_mean", 0.0))
     return {"model_flops_per_second": speed, "model_flops_utilisation": speed / self._rate}
 
@@ -156,9 +128,7 @@ class Utilisation:
 def product_rate(dtype: Any = jnp.float32) -> float:
   """Operations per second of a large matrix product on one device, the maximum of a few runs.
 
-  Args:
-    dtype: the dtype of the square matrices. Their size doubles from 1,024 until a product
-      takes 20 ms, at most to 8,192.
+  The size of the square matrices doubles from 1,024 until a product takes 20 ms, or to 8,192.
   """
   multiply = jax.jit(lambda x: x @ x)
 

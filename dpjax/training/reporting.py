@@ -24,19 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class Reporter(contextlib.AbstractContextManager):
-  """Writes scores, on the first process only.
+  """Writes scores into the run's folder, on the first process only.
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
   "loss": ...}; the time is in seconds since 1970. `losses.f32` has the loss of every
-  update in order, as little-endian float32 (4 bytes each; NaN if unknown). A run that resumes
-  from an earlier step first drops later steps from the files. Lines that cannot be read are
-  moved to `metrics.jsonl.damaged`, with a warning. If standard error is not a terminal, each
-  report of training prints a line instead of updating a progress bar.
-
-  Args:
-    workdir: the run's folder, which exists.
-    step: the step at which the run begins or resumes.
-    num_steps: the total number of updates, for the progress bar.
+  update in order, as little-endian float32 (NaN if unknown). A run that resumes at an earlier
+  `step` first drops later ones from the files, and moves lines that cannot be read to
+  `metrics.jsonl.damaged`. If standard error is not a terminal, each report of training prints a
+  line instead of updating a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -51,11 +46,8 @@ class Reporter(contextlib.AbstractContextManager):
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._file = path.open("a", encoding="utf-8")
-      folder = Path(workdir) / "tensorboard"
-      try:
-        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
-      except OSError as error:  # metrics.jsonl has the same numbers.
-        _log.warning("%s: %s; training continues without it", folder, error.strerror)
+      folder = str(Path(workdir) / "tensorboard")
+      self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
   def __exit__(self, *_) -> None:
     self._bar.close()
@@ -123,23 +115,15 @@ def _open_losses(path: Path, step: int):
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-  if not path.exists():
-    return
-  *lines, last = path.read_bytes().split(b"\n")
+  *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
   if _step_of(last) is not None:
     lines.append(last)  # Else it was being written when the run was killed.
-  kept, damaged = [], []
-  for line in lines:
-    found = _step_of(line)
-    if found is None:
-      damaged.append(line + b"\n")
-    elif found <= step:
-      kept.append(line + b"\n")
-  if damaged:
+  if damaged := [line + b"\n" for line in lines if _step_of(line) is None]:
     aside = path.with_name(path.name + ".damaged")
     with aside.open("ab") as file:
       file.writelines(damaged)
     _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
+  kept = [line + b"\n" for line in lines if (found := _step_of(line)) is not None and found <= step]
   temporary = path.with_suffix(".tmp")
   temporary.write_bytes(b"".join(kept))
   os.replace(temporary, path)
