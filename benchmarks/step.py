@@ -133,7 +133,7 @@ def serve_jax(settings: Mapping) -> None:
   step = training.jit_train_step(model, optimizer, places, mesh, objective=objective)
   step = step.lower(abstract, batch).compile()
   seconds = time.perf_counter() - start
-  state = training.jit_init(model, optimizer, 0, mesh)
+  state = training.jit_init(model, optimizer, 0, abstract)
   ready = harness.peak_mib()
 
   def run() -> dict[str, Any]:

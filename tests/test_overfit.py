@@ -21,7 +21,7 @@ def learn(batch, names, mixer, boundaries="none", **settings):
   model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
   update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
-  state = step.jit_init(model, update, 0, mesh)
+  state = step.jit_init(model, update, 0, step.abstract_state(model, update, 0, mesh))
   places = sharding.state_sharding(state, mesh)
   train_step = step.jit_train_step(model, update, places, mesh, objective=objective)
   tokens = np.random.default_rng(7).integers(29, size=(5, 18), dtype=np.int32)

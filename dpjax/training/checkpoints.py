@@ -80,13 +80,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       origin: inputs of the run by name: its vocabulary, a hash of its text.
 
     Raises:
-      UserError: the folder was removed, or this checkpoint or the last cannot be written.
+      UserError: this checkpoint or the last cannot be written.
     """
-    if not self._folder.is_dir():  # Orbax would make it again.
-      raise UserError(
-        f"workdir: expected the run's folder to stay, got {self._folder}, which was removed "
-        "since the training began"
-      )
     tree = _storable(_parts(state))
     numbers = [int(number) for number in fingerprints(tree)]
     own = {"origin": dict(origin or {}), "format": FORMAT, "fingerprints": numbers}

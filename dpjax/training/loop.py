@@ -160,9 +160,8 @@ def fit(
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
   mesh, meta = sharding.make_mesh(), dict(meta or {})
-  has_average = trainer.ema_decay > 0
-  of_state = trainer.model, trainer.optimizer, trainer.seed, mesh, trainer.parameters, has_average
-  abstract = step_lib.abstract_state(*of_state)
+  of_state, has_average = (trainer.model, trainer.optimizer, trainer.seed), trainer.ema_decay > 0
+  abstract = step_lib.abstract_state(*of_state, mesh, trainer.parameters, has_average)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
     trainer.model,
@@ -187,7 +186,7 @@ def fit(
     find_signal = stack.enter_context(_stop_signal())
     found, is_over = saved.restore(abstract, origin), False
     if found is None:
-      state = step_lib.jit_init(*of_state)
+      state = step_lib.jit_init(*of_state, abstract)
       if initial is not None:
         params = jax.device_put(initial(state.params), shardings.params)
         average = jax.tree.map(jnp.copy, params) if has_average else None

@@ -158,38 +158,26 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
       f"{key}: expected one that updates with the gradients, the parameters and the value of the "
       f"loss alone, got {type(error).__name__}: {reason}"
     ) from error
-  for name, old, new in zip(("model", "optimizer"), (params, state), after, strict=True):
-    try:
-      old, new = describe_arrays(old), describe_arrays(new)
-    except ValueError as error:
-      raise UserError(f"{name}: {error}") from error
-    if wrong := [name for name in sorted(old | new) if old.get(name) != new.get(name)]:
-      raise UserError(
-        f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
-        f"{old.get(wrong[0])} in {wrong[0]}"
-      )
+  old, new = (describe_arrays(tree, key) for tree in ((params, state), after))
+  if wrong := [name for name in sorted(old | new) if old.get(name) != new.get(name)]:
+    raise UserError(
+      f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
+      f"{old.get(wrong[0])} in {wrong[0]}"
+    )
 
 
-def describe_arrays(tree: Any) -> dict[str, str]:
-  """The dtype and shape of each array, by its name in a checkpoint.
-
-  Raises:
-    ValueError: two have one name, or a checkpoint cannot hold a dtype.
-  """
+def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
+  """The dtype and shape of each array, by its name in a checkpoint, which must hold it."""
   import tensorstore
 
   found = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.eval_shape(jax.random.key_data, leaf)
-    if name in found:
-      raise ValueError(f"expected names of arrays that differ, got {name} twice")
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if name in found or not hasattr(tensorstore, str(leaf.dtype)):
+      raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
     found[name] = describe_array(leaf)
-    try:
-      tensorstore.dtype(str(leaf.dtype))
-    except ValueError as error:
-      raise ValueError(f"expected arrays that can be saved, got {name} of {leaf.dtype}") from error
   return found
 
 

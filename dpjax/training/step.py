@@ -56,9 +56,6 @@ def init_state(
     optimizer: from `dpjax.training.optimizer`.
     seed: the seed of parameters and dropout.
     has_average: whether the state has an average of the parameters.
-
-  Returns:
-    The state (under `jax.eval_shape`, its shapes).
   """
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
   tokens = jnp.zeros((1, 1), jnp.int32)
@@ -238,15 +235,9 @@ def abstract_state(
 
 
 def jit_init(
-  model: nn.Module,
-  optimizer: optax.GradientTransformation,
-  seed: int,
-  mesh: Mesh,
-  parameters: str = "replicated",
-  has_average: bool = False,
+  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
-  """`init_state`, computed on the devices of its sharding; see `abstract_state`."""
-  abstract = abstract_state(model, optimizer, seed, mesh, parameters, has_average)
+  """`init_state`, computed on the devices of `abstract_state`."""
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  make = partial(init_state, model, optimizer, seed, has_average)
+  make = partial(init_state, model, optimizer, seed, abstract.average is not None)
   return jax.jit(make, out_shardings=places)()

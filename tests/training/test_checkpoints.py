@@ -280,12 +280,3 @@ def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, c
   assert not [record for record in caplog.records if record.exc_info]
   assert not [*folder.glob("*tmp*")]
   assert restored_step(folder) == 7
-
-
-def test_a_folder_that_is_removed_is_missed_at_the_next_save(tmp_path):
-  saved = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
-  shutil.rmtree(tmp_path / "run")
-  with pytest.raises(UserError, match="^workdir: expected the run's folder to stay, got .* remov"):
-    saved.save(make_state(7), {})
-  saved.close()
-  assert not (tmp_path / "run").exists()

@@ -318,8 +318,8 @@ REFUSED = {
   "contrib.scale_by_muon": "^optimizer: .* ValueError: Expected dict, got None",
   "lookahead": "^optimizer: .* no attribute 'fast'",
   "monitor": "^optimizer: .* to keep the form of the state, got float32 .* for .*norm",
-  "a type that files do not have": "^optimizer: .* can be saved, got 1 of uint4$",
-  "two names in one": "^optimizer: .* differ, got a.b.0.count twice$",
+  "a type that files do not have": "^optimizer: expected arrays to save, got 1.1 of uint4",
+  "two names in one": "^optimizer: expected .*, got 1.a.b.0.count .* twice$",
 }
 BY_DEFAULT = ["lbfgs", "lookahead", "MultiSteps", *[*MORE][-3:]]
 
@@ -363,7 +363,7 @@ def test_every_optimizer_of_optax_trains_and_resumes_bit_for_bit_or_is_refused(
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7
   batch = dict(tokens=tokens, targets=(tokens + 2) % 7, weights=np.ones((8, 5), np.float32))
   batch = sharding.put_batch(batch, mesh)
-  state = step_lib.jit_init(model, update, 0, mesh, "sharded")
+  state = step_lib.jit_init(model, update, 0, abstract)
   for _ in range(2):
     state, _ = train(state, batch)
   with checkpoints.Checkpoints(tmp_path, keep=2) as saved:

@@ -175,7 +175,8 @@ def runs(standard_promotion):
   @cache
   def run(num_devices, parameters):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
-    first = step.jit_init(model, update, 5, mesh, parameters)
+    abstract = step.abstract_state(model, update, 5, mesh, parameters)
+    first = step.jit_init(model, update, 5, abstract)
     state, seen = jax.tree.map(jnp.copy, first), []
     shardings = sharding.state_sharding(state, mesh, parameters)
     train = step.jit_train_step(model, update, shardings, mesh)
