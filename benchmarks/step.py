@@ -107,7 +107,7 @@ def serve_jax(settings: Mapping) -> None:
 
   from dpjax import config
   from dpjax.models.build import build_boundaries, build_model
-  from dpjax.training import losses, operations, sharding
+  from dpjax.training import losses, profiling, sharding
   from dpjax.training import step as training
   from dpjax.training.optimizer import make_optimizer
 
@@ -123,9 +123,9 @@ def serve_jax(settings: Mapping) -> None:
   batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
   batch = sharding.put_batch(batch, mesh)
   abstract = training.abstract_state(model, optimizer, 0, mesh)
-  rate = operations.product_rate(of_model.dtype)
+  rate = profiling.product_rate(of_model.dtype)
   has_pooling = bool(objective.boundaries)
-  utilisation = operations.Utilisation(
+  utilisation = profiling.Utilisation(
     model, abstract.params, of_model.max_length, has_pooling, rate
   )
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -133,7 +133,7 @@ def serve_jax(settings: Mapping) -> None:
   step = training.jit_train_step(model, optimizer, places, mesh, objective=objective)
   step = step.lower(abstract, batch).compile()
   seconds = time.perf_counter() - start
-  state = training.jit_init(model, optimizer, 0, mesh)
+  state = training.jit_init(model, optimizer, 0, abstract)
   ready = harness.peak_mib()
 
   def run() -> dict[str, Any]:

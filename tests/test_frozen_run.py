@@ -112,7 +112,7 @@ def test_a_run_killed_in_its_first_save_takes_the_model_again(first, pooled, tmp
     patch.setattr(loop.checkpoints.Checkpoints, "save", kill)
     with pytest.raises(KeyboardInterrupt):
       dpjax.train(config, tmp_path)
-  (folder / "best" / "4.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+  (folder / "4.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
   run, _ = dpjax.train(config, tmp_path)
   assert_same_bits(run.params, whole.params)
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, and runs of several processes: what they leave is one result."""
+"""Runs that are stopped or killed, and runs of several processes, end like a whole one."""
 
 import contextlib
 import json
@@ -10,13 +10,46 @@ import sys
 import time
 
 import chex
+import optax
 import pytest
 
 import dpjax
-from dpjax.training import checkpoints
+from dpjax.errors import Interrupted
 from tests import helpers
 
-pytestmark = pytest.mark.slow
+
+def optimizer_with_moments():
+  return optax.chain(optax.clip_by_global_norm(0.5), optax.lion(0.01))
+
+
+@pytest.mark.parametrize(
+  "changes, optimizer",
+  [
+    (dict(accumulate_steps=2, batch_size=16), lambda: None),
+    (dict(ema_decay=0.6, parameters="sharded"), optimizer_with_moments),
+  ],
+  ids=["accumulated", "average"],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, changes, optimizer):
+  config = helpers.small_config(text, **changes)
+  known = dict(model=helpers.bigrams, optimizer=optimizer())
+  whole, scores = dpjax.train(config, tmp_path / "whole", **known)
+  told = []
+  known["callbacks"] = [lambda step, metrics, state: told.append((step, [*metrics]))]
+  done = 0
+  for step in (1, 4, 6, 7):  # Between, at a checkpoint, at an evaluation, and right after.
+    asked, done = iter([*[False] * (step - done - 1), True]), step
+    with pytest.raises(Interrupted, match=f"step {step} of 12"):
+      dpjax.train(config, tmp_path / "parts", **known, should_stop=asked.__next__)
+  parts, scores_of_parts = dpjax.train(config, tmp_path / "parts", **known)
+  chex.assert_trees_all_equal(parts.params, whole.params)
+  assert scores_of_parts == scores
+  losses = (tmp_path / "parts/losses.f32").read_bytes()
+  assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
+  assert medians(tmp_path / "parts") == medians(tmp_path / "whole")
+  # No report is missed, and none comes twice.
+  assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 
 
 def start(
@@ -53,7 +86,7 @@ def medians(workdir) -> list[tuple[int, float]]:
 
 def unfinished_saves(workdir) -> set[tuple]:
   found = set()
-  for path in workdir.glob("checkpoints/*/*orbax-checkpoint-tmp*"):
+  for path in workdir.glob("checkpoints/*orbax-checkpoint-tmp*"):
     with contextlib.suppress(FileNotFoundError):  # It was just finished.
       found.add((path, path.stat().st_ino))
   return found
@@ -81,6 +114,7 @@ def params_of(workdir, step):
   return dpjax.load(workdir, step).params
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   draw = random.Random(7)
   # Wide enough that writing a checkpoint takes a while.
@@ -93,22 +127,10 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   printed = finish(start(config, whole))
   assert "The test split" in printed
 
-  def after_steps(number):
-    wait = draw.uniform(0, 0.05)
-
-    def is_time():
-      if last_step(killed) < number:
-        return False
-      time.sleep(wait)
-      return True
-
-    return is_time
-
-  begin = time.monotonic()
-  delay = draw.uniform(0.5, 5)
+  begin, delay = time.monotonic(), draw.uniform(0.5, 5)
   kill_when(start(config, killed), lambda: time.monotonic() > begin + delay)
-  for number in sorted(draw.sample(range(5, 55), 3)):
-    kill_when(start(config, killed), after_steps(number))
+  for number in sorted(draw.sample(range(5, 55), 2)):
+    kill_when(start(config, killed), lambda number=number: last_step(killed) >= number)
   for _ in range(5):  # The save may end between the look and the kill.
     left = unfinished_saves(killed)
     process = start(config, killed)
@@ -133,6 +155,7 @@ def endless(text):
   return helpers.small_config(text, **dict.fromkeys(steps, 100_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status):
   config = endless(text)
@@ -143,19 +166,6 @@ def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status
   assert process.returncode == status, printed
   assert "which is saved. The same command goes on from there." in printed
   assert dpjax.load(tmp_path).step >= 3
-
-
-def test_a_killed_run_that_draws_boundaries_ends_as_one_that_never_was(text, tmp_path):
-  config = helpers.pooled_config(text, "gumbel", num_steps=20, eval_every_steps=10)
-  config.train.update(checkpoint_every_steps=3, log_every_steps=1, batches="shuffled_windows")
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  printed = finish(start(config, whole))
-  assert "shortening factor" in printed, printed
-  kill_when(start(config, killed), lambda: last_step(killed) >= 8)
-  printed = finish(start(config, killed))
-  assert "Going on from the checkpoint" in printed, printed
-  chex.assert_trees_all_equal(params_of(killed, 20), params_of(whole, 20))
-  assert (killed / "losses.f32").read_bytes() == (whole / "losses.f32").read_bytes()
 
 
 def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
@@ -177,13 +187,14 @@ def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[
       process.kill()
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "whitespace"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "whitespace"])
 def test_two_processes_train_as_one(text, tmp_path, kind):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
   if kind == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
     config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
-  elif kind == "sharded":
+  else:
     config.train.parameters = kind
     config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
@@ -202,33 +213,7 @@ def test_two_processes_train_as_one(text, tmp_path, kind):
   assert one.score(text) == pytest.approx(two.score(text), rel=1e-4)
 
 
-def test_two_processes_save_the_last_while_the_best_is_being_written(text, tmp_path):
-  script = tmp_path / "script.py"
-  script.write_text(f"""
-import sys
-import jax
-import jax.numpy as jnp
-from dpjax.training import checkpoints, step
-
-address, number = (flag.partition("=")[2] for flag in (sys.argv[-3], sys.argv[-1]))
-jax.distributed.initialize(address, 2, int(number))
-everywhere = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P())
-
-def state_of(i):
-  params = {{"w": jnp.arange(1000.0) + i}}
-  return step.TrainState(jnp.int32(i), params, (), jax.random.key(0))
-
-with checkpoints.Checkpoints({str(tmp_path / "run")!r}, keep=2) as saved:
-  for i in range(1, 31):
-    state = jax.jit(state_of, static_argnums=0, out_shardings=everywhere)(i)
-    saved.save(state, {{}}, best=i % 2 == 0)
-""")
-  printed = finish_all(start_two(helpers.small_config(text), tmp_path, script=script), seconds=150)
-  assert "Traceback" not in "".join(printed), printed
-  found = checkpoints.Checkpoints(tmp_path / "run").steps()
-  assert found == [29, 30]
-
-
+@pytest.mark.slow
 def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   config = endless(text)
   processes = start_two(config, tmp_path / "run")
@@ -245,6 +230,7 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   assert all("data.path: " in text and "Traceback" not in text for text in printed), printed
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_stops_both_and_moves_nothing(text, tmp_path):
   config = helpers.small_config(text, num_steps=6, eval_every_steps=6, checkpoint_every_steps=2)
   config.sample.prompt = ""
@@ -269,7 +255,7 @@ runpy.run_path({str(helpers.ROOT / "train.py")!r}, run_name="__main__")
   processes = start_two(config, tmp_path / "run", script=script)
   printed = finish_all(processes)
   assert all(process.returncode for process in processes), printed
-  assert "last/6: expected to read or write it, got: Stale file handle" in printed[1]
+  assert "checkpoints/6: expected to read or write it, got: Stale file handle" in printed[1]
   assert "Process 1 could not read" in printed[0]
   assert not (tmp_path / "run" / "checkpoints" / "damaged").exists()
   printed = finish_all(start_two(config, tmp_path / "run"))

@@ -1,6 +1,5 @@
 """`dpjax.train` with what is made in Python, and from the parameters of another run."""
 
-import contextlib
 import json
 import shutil
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 
 import dpjax
 from dpjax.data.text import load_corpus
@@ -70,23 +68,6 @@ def test_callbacks_see_what_is_reported(whole):
     assert finite == pytest.approx({name: x for name, x in written.items() if x is not None})
   assert any("valid/nats_per_token" in metrics for _, metrics, *_ in told)
   assert len({norm for *_, norm in told}) > 4
-
-
-def test_a_stopped_run_ends_the_same_and_its_callbacks_miss_no_report(whole, tmp_path):
-  config, run, _, _ = whole
-  told = []
-  for stop_at in (5, 99):
-    asked = iter(range(99))
-    with contextlib.suppress(Interrupted):
-      parts, _ = train(
-        config,
-        tmp_path,
-        should_stop=lambda: next(asked) == stop_at,  # noqa: B023
-        callbacks=[lambda step, metrics, state: told.append((step, [*metrics]))],
-      )
-  steps = [step for step, names in told if "train/loss" in names]
-  assert steps == [2, 4, 6, 8, 10, 12] and told[-1][0] == 12
-  chex.assert_trees_all_equal(parts.params, run.params)
 
 
 def test_a_callback_ends_the_training_early(whole, tmp_path):
@@ -152,22 +133,6 @@ def test_an_optimizer_gets_the_loss_or_is_refused_before_anything_is_made(text, 
   with pytest.raises(dpjax.UserError, match="^optimizer: expected one .* 'value_fn'"):
     train(config, tmp_path / "b", optimizer=optax.lbfgs())
   assert not (tmp_path / "b" / "config.json").exists()
-
-
-class Named(helpers.Bigrams):
-  """With a part that has the name of what boundaries freeze."""
-
-  @nn.compact
-  def __call__(self, tokens, *, deterministic):
-    return helpers.Bigrams(self.vocab_size, name="frozen")(tokens, deterministic=deterministic)
-
-
-def test_a_part_of_a_model_is_trained_whatever_its_name(whole, tmp_path):
-  config = whole[0]
-  run, _ = dpjax.train(config, tmp_path, model=lambda settings: Named(settings.vocab_size))
-  drawn = run.model.init(jax.random.key(0), jnp.zeros((2, 3), int), deterministic=True)["params"]
-  before, after = (jax.tree.map(np.std, x["frozen"]) for x in (drawn, run.params))
-  assert jax.tree.all(jax.tree.map(lambda x, y: abs(x - y) > 1e-4, before, after))
 
 
 def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):

@@ -181,8 +181,8 @@ def _train(config, workdir: str, seeds: Sequence[str]) -> None:
 def _read_score(run: Path, score: str, split: str) -> float:
   from dpjax.training import checkpoints  # Comparing needs no JAX otherwise.
 
-  best = map(str, checkpoints.saved_steps(run / "checkpoints", "best"))
-  pattern = rf"scores_{split}_({'|'.join(best) or '[0-9]+'})\.json"
+  best = checkpoints.find_best(run / "checkpoints")
+  pattern = rf"scores_{split}_({best or '[0-9]+'})\.json"
   files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
   if len(files) != 1:
     raise UserError(

@@ -326,7 +326,7 @@ def load(
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
       origin = {"tokenizer": data.tokenizer.to_json()}
       part = "average" if config.train.ema_decay else "params"
-      at, params, _ = saved.restore_step(abstract.params, step, origin, part)
+      at, params = saved.restore_step(abstract.params, step, origin, part)
   _check_finite(workdir, params)
   return Run(config, built, params, data.tokenizer, at, data, workdir)
 

@@ -23,7 +23,7 @@ from dpjax.run import build, tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoint_files, loop, sharding
+from dpjax.training import loop, sharding
 from dpjax.training import optimizer as optimizers
 
 
@@ -133,8 +133,7 @@ def _train(
   )
   shapes = _shapes(built, config.data.documents == "isolated")
   check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
-  opt_state = optimizers.check(optimizer, built, shapes["params"], key)
-  checkpoint_files.check_can_save({"params": shapes["params"], "opt_state": opt_state})
+  optimizers.check(optimizer, built, shapes["params"], key)
   workdir_lib.claim(workdir, given, frozen and frozen.config.model)
   if jax.process_index() == 0:
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))

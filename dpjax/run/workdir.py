@@ -4,7 +4,7 @@ config.json      the settings, as given
 frozen.json      the settings of the model that boundaries use, if any
 data/            the vocabulary, the sizes of the texts, and the path of their tokens in
                  data_dir/tokens; with unigram boundaries, their model
-checkpoints/     last/ and best/ (by validation)
+checkpoints/     the last, and the best by validation
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
 scores_<split>_<step>.json    scores of a whole split, by train.py and evaluate.py
@@ -144,8 +144,7 @@ def is_run(folder: Path) -> bool:
 
 def has_saved(workdir: Path) -> bool:
   """Whether the folder has a complete checkpoint."""
-  folder = workdir / "checkpoints"
-  return any(checkpoints.saved_steps(folder, kind) for kind in ("last", "best"))
+  return bool(checkpoints.find_complete(workdir / "checkpoints"))
 
 
 def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:

@@ -1,70 +1,48 @@
 """Checkpoints: written completely or not at all, and checked when read."""
 
 import contextlib
-import dataclasses
+import errno
+import json
 import logging
+import os
 import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax.errors import UserError
-from dpjax.training.checkpoint_files import (
-  FORMAT,
-  DamagedError,
-  as_dict,
-  fingerprints,
-  gather,
-  raise_together,
-  read,
-  storable,
-  system_error,
-)
+from dpjax.training.optimizer import describe_array, describe_arrays
 from dpjax.training.step import TrainState
+
+FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-  """A checkpoint that was read.
-
-  Attributes:
-    step: the number of updates made.
-    state: the train state.
-    meta: the values saved beside it, with the "format".
-  """
-
-  step: int
-  state: TrainState
-  meta: dict
+def _is_news(line: logging.LogRecord) -> bool:
+  """Whether to log a line: Orbax logs each error it raises, and asyncio those of its tasks."""
+  text = f"{line.pathname} {line.exc_info[1]}" if line.exc_info else ""
+  return "orbax" not in text and "tensorstore" not in text
 
 
-class Parameters(NamedTuple):
-  """The parameters of a checkpoint.
-
-  Attributes:
-    step: the number of updates made.
-    params: the model's parameters.
-    meta: see `Checkpoint`.
-  """
-
-  step: int
-  params: dict
-  meta: dict
+for logger in ("absl", "asyncio"):
+  logging.getLogger(logger).addFilter(_is_news)
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of a run: the last ones, and the best by validation.
 
-  Each holds parameters, optimizer state, random key and step (the position in the data), and
-  also the configuration, the vocabulary and a format version. It includes fingerprints of the
-  arrays, since the file format does not detect all damage.
+  Each holds the train state (with the step, which is the position in the data), JSON values,
+  and fingerprints of the arrays, since the file format does not detect all damage.
 
   Args:
     folder: the folder of the run's checkpoints.
@@ -72,132 +50,104 @@ class Checkpoints:
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
-    self._root = Path(folder).absolute()
-    self._last = _manager(self._root / "last", keep)
-    self._best = _manager(self._root / "best", keep and 1)
-
-  def __enter__(self) -> "Checkpoints":
-    return self
+    self._folder: Path = Path(folder).absolute()
+    self._manager: Any = None
+    if keep is not None:
+      self._kept = [managers.LatestN(keep), managers.CustomSteps([])]  # `save` knows the best.
+      kept = managers.AnyPreservationPolicy(self._kept)
+      options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
+      self._manager = ocp.CheckpointManager(self._folder, options=options)
 
   def __exit__(self, *_) -> None:
     self.close()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
-    return sorted({*self._last.all_steps(), *self._best.all_steps()})
+    return sorted({int(path.name) for path in find_complete(self._folder)})
 
   def best_step(self) -> int | None:
-    """The best step by validation, if one was saved."""
-    return self._best.latest_step()
+    """The best step by validation, if it was saved."""
+    return find_best(self._folder)
 
   def save(
-    self,
-    state: TrainState,
-    meta: Mapping,
-    *,
-    origin: Mapping[str, str] | None = None,
-    best: bool = False,
+    self, state: TrainState, meta: Mapping, *, origin: Mapping[str, str] | None = None
   ) -> None:
     """Writes a checkpoint in the background; the state may be donated at once.
 
     Args:
       state: the state; its step becomes the checkpoint's.
-      meta: JSON values.
+      meta: JSON values. The checkpoint of meta["best"]["step"] is kept.
       origin: inputs of the run by name: its vocabulary, a hash of its text.
-      best: whether it also replaces the best.
 
     Raises:
-      UserError: the folder was removed, or this checkpoint or the one before cannot be
-        written, of which nothing is left.
+      UserError: this checkpoint or the last cannot be written.
     """
-    step = int(state.step)
-    meta = {
-      **meta,
-      "origin": dict(origin or {}),
-      "format": FORMAT,
-      "fingerprints": fingerprints(state),
-    }
-    with self._writing():
-      if best:
-        self._save(self._best, step, state, meta)
-        # The last names the best, so it must not come first.
-        self._best.wait_until_finished()
-        for later in [other for other in self._best.all_steps() if other > step]:
-          self._best.delete(later)
-      self._save(self._last, step, state, meta)
-
-  def _save(self, manager, step: int, state: TrainState, meta: dict) -> None:
-    # Orbax would make it again, for a checkpoint of a run without settings and vocabulary.
-    if not self._root.is_dir():
-      raise UserError(
-        f"workdir: expected the run's folder to stay, got {self._root}, which was removed "
-        "since the training began"
-      )
-    if step not in manager.all_steps():
-      items = ocp.args.Composite(
-        state=ocp.args.StandardSave(storable(as_dict(state))), meta=ocp.args.JsonSave(meta)
-      )
-      manager.save(step, args=items, force=True)
+    tree = _storable(_parts(state))
+    numbers = [int(number) for number in fingerprints(tree)]
+    own = {"origin": dict(origin or {}), "format": FORMAT, "fingerprints": numbers}
+    items = ocp.args.Composite(
+      state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave({**meta, **own})
+    )
+    with self._writing() as manager:
+      self._kept[1] = managers.CustomSteps([meta.get("best", {}).get("step")])
+      manager.save(int(state.step), args=items, force=True)
 
   @contextlib.contextmanager
-  def _writing(self) -> Iterator[None]:
+  def _writing(self) -> Iterator[Any]:
     """Makes one line of an error of the file system, and removes what is half written."""
     try:
-      yield
+      yield self._manager
     except Exception as error:
-      cause = system_error(error, self._root)
+      cause = _system_error(error, self._folder)
       if cause is None:
         raise
-      for manager in (self._last, self._best):
-        with contextlib.suppress(Exception):  # of the same cause
-          manager.wait_until_finished()
-        for path in Path(manager.directory).glob("*.orbax-checkpoint-tmp*"):
-          shutil.rmtree(path, ignore_errors=True)
+      with contextlib.suppress(Exception):  # of the same cause
+        self._manager.wait_until_finished()
+      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
       raise UserError(
-        f"workdir: expected a folder that can be written, got {self._root} "
+        f"workdir: expected a folder that can be written, got {self._folder} "
         f"({cause.strerror or cause})"
       ) from error
 
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
-  ) -> Checkpoint | None:
+  ) -> tuple[TrainState, dict] | None:
     """Reads the newest undamaged checkpoint, to resume from it.
 
-    Damaged ones are moved into the folder "damaged". A checkpoint is damaged if a file is
-    missing or cannot be parsed, or if its arrays do not match their fingerprints. An error of
-    the file system is not damage.
+    Damaged ones, with missing or unparsable files or with other fingerprints than their arrays,
+    are moved into the folder "damaged". An error of the file system is not damage.
 
     Args:
       abstract: shapes, dtypes and shardings of the state.
       origin: the current inputs of the run by name; see `save`.
 
     Returns:
-      The checkpoint, or None without one.
+      The state and the values saved with it, or None without a checkpoint.
 
     Raises:
-      ValueError: all checkpoints are damaged, or one has a later format, another origin or
-        another model.
+      UserError: all are damaged, or one has a later format, another origin or another model.
       OSError: the file system could not read one. Nothing is moved.
     """
-    self._check_alike()
-    tries = [
-      (step, manager) for manager in (self._last, self._best) for step in manager.all_steps()
-    ]
-    tries.sort(key=lambda step_and_manager: step_and_manager[0], reverse=True)
-    found, damaged = self._first_readable(tries, as_dict(abstract), origin or {})
-    if found is None:
-      if damaged:
-        raise UserError(
-          f"workdir: expected a whole checkpoint in {self._root}, got damaged ones of the "
-          f"steps {[step for step, _ in damaged]}. Restore that folder from a backup, or "
-          "begin anew in another workdir (train.initial_run can name a run whose "
-          "parameters to begin with)"
-        )
+    paths = self._list_alike()
+    if not paths:
       return None
-    for step, manager in damaged:
-      self._set_aside(step, manager)
-    step, tree, meta = found
-    return Checkpoint(step, TrainState(**tree), meta)
+    found, damaged = _read_first(paths, _parts(abstract), origin or {})
+    if found is None:
+      raise UserError(
+        f"workdir: expected a whole checkpoint in {self._folder}, got damaged ones of the "
+        f"steps {[int(path.name) for path in damaged]}. Restore that folder from a backup, or "
+        "begin anew in another workdir (train.initial_run can name a run to begin with)"
+      )
+    if damaged and self._manager is not None:
+      if jax.process_index() == 0:
+        (self._folder / "damaged").mkdir(exist_ok=True)
+        for path in damaged:
+          path.rename(self._folder / "damaged" / f"{path.name}_{time.time_ns()}")
+      multihost_utils.sync_global_devices("damaged")
+      self._manager.reload()
+    _, tree, meta = found
+    return TrainState(**tree), meta
 
   def restore_step(
     self,
@@ -205,121 +155,228 @@ class Checkpoints:
     step: int | None = None,
     origin: Mapping[str, str] | None = None,
     part: str = "params",
-  ) -> Parameters:
-    """Reads the parameters of one checkpoint: `step`, or the best, or else the newest.
-
-    The rest of the state is neither read nor checked.
+  ) -> tuple[int, dict]:
+    """Reads the step and the parameters alone of one checkpoint.
 
     Args:
       abstract: shapes, dtypes and shardings of the parameters.
-      step: the step of the checkpoint; None is the best by validation.
+      step: the step of the checkpoint; None is the best by validation, or else the newest.
       origin: see `restore`; may be a part of it.
       part: "params", or "average" for a run that has one.
 
-    Returns:
-      The parameters.
-
     Raises:
-      ValueError: there is no such step, no intact checkpoint, or a mismatch; see `restore`.
+      UserError: there is no such step; or see `restore`.
       OSError: see `restore`.
     """
-    self._check_alike()
-    known = self.steps()
-    if not known:
+    paths, best = self._list_alike(), self.best_step()
+    if not paths:
       raise UserError("workdir: expected a run with a checkpoint, got none")
-    if step is not None and step not in known:
-      raise UserError(f"step: expected one of {known}, got {step}")
-    best = self.best_step()
-    wanted = [step] if step is not None else known[::-1]
-    if step is None and best is not None:
-      wanted.insert(0, best)
-    tries = [(each, self._last) for each in wanted if each in self._last.all_steps()]
-    if best is not None and step in (None, best):
-      tries.insert(0, (best, self._best))
-    found, damaged = self._first_readable(tries, {part: abstract}, origin or {})
+    if step is None:
+      paths.sort(key=lambda path: path.name != str(best))
+    elif not (paths := [path for path in paths if path.name == str(step)]):
+      raise UserError(f"step: expected one of {self.steps()}, got {step}")
+    found, damaged = _read_first(paths, {part: abstract}, origin or {})
     if found is None:
       raise UserError(
-        f"step: expected a whole checkpoint in {self._root}, got a damaged one of step "
-        f"{damaged[0][0]}"
+        f"step: expected a whole checkpoint in {self._folder}, got a damaged one of step "
+        f"{damaged[0].name}"
       )
-    step, tree, meta = found
-    return Parameters(step, tree[part], meta)
+    return found[0], found[1][part]
 
   def wait(self) -> None:
     """Waits until all checkpoints are on disk."""
-    with self._writing():
-      self._last.wait_until_finished()
-      self._best.wait_until_finished()
+    if self._manager is not None:
+      with self._writing() as manager:
+        manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits for writes, and releases the folder."""
     try:
       self.wait()
     finally:
-      self._last.close()
-      self._best.close()
+      if self._manager is not None:
+        self._manager.close()
 
-  def _check_alike(self) -> None:
-    steps = [[*self._last.all_steps()], [*self._best.all_steps()]]
-    if len({*gather(zlib.crc32(repr(steps).encode()))}) > 1:
+  def _list_alike(self) -> list[Path]:
+    """The complete checkpoints, which must be those that the other processes see."""
+    paths = find_complete(self._folder)
+    if len({*_gather(zlib.crc32(repr([path.name for path in paths]).encode()))}) > 1:
       raise UserError(
-        f"workdir: expected all processes to see the same checkpoints in {self._root}, "
+        f"workdir: expected all processes to see the same checkpoints in {self._folder}, "
         f"got others than those of the steps {self.steps()} in some"
       )
-
-  def _first_readable(self, tries, target: dict, origin: Mapping[str, str]):
-    damaged = []
-    for step, manager in tries:
-      try:
-        tree, meta = read(Path(manager.directory) / str(step), target, origin)
-        return (step, tree, meta), damaged
-      except DamagedError as error:
-        damaged.append((step, manager))
-        _log.warning(
-          "The checkpoint of step %d is damaged (%s); trying the one before.", step, error
-        )
-    return None, damaged
-
-  def _set_aside(self, step: int, manager: ocp.CheckpointManager) -> None:
-    source, error = Path(manager.directory) / str(step), None
-    if jax.process_index() == 0:
-      try:
-        folder = self._root / "damaged"
-        folder.mkdir(exist_ok=True)
-        source.rename(folder / f"{source.parent.name}_{step}_{time.time_ns()}")
-      except OSError as caught:
-        error = caught
-    raise_together(error, source)
-    manager.reload()
+    return paths
 
 
-def saved_steps(folder: str | Path, kind: str) -> list[int]:
-  """The steps of the complete checkpoints in a folder of a run's checkpoints, ascending.
+def find_complete(folder: str | Path) -> list[Path]:
+  """The complete checkpoints in a run's folder of checkpoints, the newest first.
 
-  Args:
-    folder: the folder, which need not exist.
-    kind: "last" or "best".
+  Each is a folder with the name of its step, in older runs within "last" or "best".
   """
+  places = [Path(folder).absolute() / part for part in ("", "last", "best")]
   names = ocp.path.step.standard_name_format()
-  return sorted(found.step for found in names.find_all(Path(folder).absolute() / kind))
+  found = [Path(each.path) for place in places for each in names.find_all(place)]
+  return sorted(found, key=lambda path: -int(path.name))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-  """Whether a line is to be logged; Orbax logs each error that it raises many times."""
-  return not (record.exc_info and "orbax" in record.pathname)
+def find_best(folder: str | Path) -> int | None:
+  """The best step by validation of `find_complete`, if it was saved."""
+  paths = find_complete(folder)
+  for path in paths:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+      step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
+      return step if any(path.name == str(step) for path in paths) else None
+  return None
 
 
-logging.getLogger("absl").addFilter(_is_news)
+@jax.jit
+def fingerprints(tree: Any) -> list[jax.Array]:
+  """One number for each array: the sum of its 32-bit words, weighted by place.
+
+    sum over i of words[i] * (2 i + 1)  mod 2**32
+
+  Sums of integers do not depend on their order, so the result is the same on all devices.
+  """
+
+  def fingerprint(array: jax.Array) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      array = jax.random.key_data(array)
+    if array.dtype == bool:
+      array = array.astype(jnp.uint8)
+    if jnp.iscomplexobj(array):
+      array = jnp.stack([array.real, array.imag])
+    info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
+    bits = jnp.dtype(f"uint{info(array.dtype).bits}")
+    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
+    places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+    return jnp.sum(words * places, dtype=jnp.uint32)
+
+  return [fingerprint(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
-  writes = keep is not None
-  options = ocp.CheckpointManagerOptions(
-    max_to_keep=keep,
-    cleanup_tmp_directories=writes,
-    create=writes,
-    # Managers meet at barriers by name. Without this the last of one process could meet the
-    # best of another, and both wait for ever.
-    multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder.name),
+def _parts(state: TrainState) -> dict:
+  """The parts of a state by name, without a missing average."""
+  return {name: part for name, part in vars(state).items() if part is not None}
+
+
+def _storable(tree: Any) -> Any:
+  """The tree with None for arrays without elements, which Orbax does not save."""
+  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
+
+
+class _RefusedError(UserError):
+  """The checkpoint is intact, but must not be used."""
+
+
+class _DamagedError(Exception):
+  """The checkpoint is proven to be damaged."""
+
+
+def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
+  """The step, tree and meta of the first checkpoint that is intact, and the damaged ones."""
+  damaged = []
+  for path in paths:
+    try:
+      return (int(path.name), *_read(path, target, origin)), damaged
+    except _DamagedError as error:
+      damaged.append(path)
+      _log.warning(
+        "The checkpoint of step %s is damaged (%s); trying the one before.", path.name, error
+      )
+  return None, damaged
+
+
+def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
+  """The parts of a state in `target`, and the meta; all processes raise if one does."""
+  found, error = None, None
+  try:
+    found = _read_files(path, _storable(target), origin)
+  except Exception as caught:
+    cause = _system_error(caught, path, _GONE)
+    is_damage = cause is None and not isinstance(caught, _NO_DAMAGE)
+    text = f"{type(caught).__name__}: {caught}".split("\n")[0][:200]
+    error = _DamagedError(text) if is_damage else cause or caught
+  _raise_together(error, path)
+  assert found is not None
+  tree, meta, expected = found
+  if [int(number) for number in fingerprints(tree)] != expected:
+    error = _DamagedError("its arrays are not those that were saved")
+  _raise_together(error, path)
+
+  def refill(wanted, array):
+    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding) if array is None else array
+
+  return jax.tree.map(refill, target, tree), meta
+
+
+def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
+  """The tree, the meta and the saved fingerprints, without waiting for other processes."""
+  # Without the manager, whose `restore` ends with a barrier that an error would skip.
+  meta = dict(ocp.JsonCheckpointHandler().restore(path / "meta"))
+  if meta["format"] > FORMAT:
+    raise _RefusedError(
+      f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
+      "later version of dpjax wrote"
+    )
+  for name, value in origin.items():
+    if meta["origin"].get(name) != value:
+      raise _RefusedError(
+        f"workdir: expected the {name} that its checkpoints were made with, got another; "
+        "was the folder data/ changed?"
+      )
+  handler = ocp.PyTreeCheckpointHandler()
+  leaves: Any = jax.tree.leaves(handler.metadata(path / "state").tree)
+  pairs = zip(leaves, meta["fingerprints"], strict=True)
+  saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
+  found = {name: describe_array(leaf) for name, (leaf, _) in saved.items()}
+  expected = describe_arrays(target)
+  if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
+    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
+    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
+    raise _RefusedError(
+      f"workdir: expected a checkpoint of this model, got another in {path}: "
+      f"{'; '.join(lines)}{'; ...' if wrong[4:] else ''}"
+    )
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+  state_args = ocp.args.PyTreeRestore(
+    target,
+    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+    partial_restore=True,
   )
-  return ocp.CheckpointManager(folder, options=options)
+  tree = handler.restore(path / "state", args=state_args)
+  return tree, meta, [fingerprint for _, fingerprint in saved.values()]
+
+
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_NO_DAMAGE = (_RefusedError, MemoryError, RuntimeError)
+
+
+def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSError | None:
+  """The error of the file system, except those in `but`, that led to an error of Orbax."""
+  each: BaseException | None = error
+  while each is not None:
+    if isinstance(each, OSError) and not isinstance(each, but):
+      return each if each.filename else OSError(each.errno, each.strerror, str(folder))
+    # TensorStore, which is not of Python, tells errors of the system in its text.
+    for number in errno.errorcode:
+      found = OSError(number, os.strerror(number), str(folder))
+      if os.strerror(number) in str(each) and not isinstance(found, but):
+        return found
+    each = each.__cause__ or each.__context__
+  return None
+
+
+def _raise_together(error: Exception | None, path: Path) -> None:
+  """Raises in all processes if one has an error; damage comes last."""
+  own = 0 if error is None else 1 if isinstance(error, _DamagedError) else 2
+  worst = max(every := _gather(own))
+  if error is not None and own == worst:
+    raise error
+  if worst:
+    message = f"Process {every.index(worst)} could not read {path}, and says why."
+    raise _DamagedError(message) if worst == 1 else RuntimeError(message)
+
+
+def _gather(number: int) -> list[int]:
+  """A number from every process; all must call it."""
+  return multihost_utils.process_allgather(np.uint32(number)).tolist()

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,38 +22,10 @@ from dpjax.training.step import jit_eval_step
 _log = logging.getLogger(__name__)
 
 
-class EvalStep(Protocol):
-  """The compiled step of `dpjax.training.step.jit_eval_step`."""
-
-  def __call__(
-    self, params, batch: dict[str, jax.Array], index: int, *, capacity: int | None
-  ) -> Mapping[str, jax.Array]:
-    """The sums of batch `index`."""
-    ...
-
-
-class EvaluationBatches(Protocol):
-  """Batches that weight every token of a text once (`dpjax.data.batches`).
-
-  Attributes:
-    batch_size: the number of rows in a batch.
-  """
-
-  batch_size: int
-
-  def __len__(self) -> int:
-    """The number of batches."""
-    ...
-
-  def batch(self, index: int, rows: slice) -> Mapping[str, np.ndarray]:
-    """The given rows of batch `index`."""
-    ...
-
-
 def evaluate(
-  eval_step: EvalStep,
+  eval_step: Callable[..., Mapping[str, jax.Array]],
   params: Mapping,
-  windows: EvaluationBatches,
+  windows: evaluation_batches.EvaluationWindows | evaluation_batches.EvaluationDocuments,
   counts: Mapping[str, int],
   mesh: Mesh,
   *,
@@ -64,7 +37,7 @@ def evaluate(
   Args:
     eval_step: from `dpjax.training.step.jit_eval_step`.
     params: the model's parameters.
-    windows: the text, with every token weighted once.
+    windows: the batches of the text, with every token weighted once.
     counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
     mesh: the devices.
     progress: whether to show a progress bar.
@@ -91,13 +64,11 @@ def evaluate(
 
 
 def _warn_of_rounding(scores: Mapping[str, float]) -> None:
-  """Tells of boundaries of which evaluation finds far more or fewer than training."""
-  for name, drawn in scores.items():
-    number = name.removeprefix("p_ones_drawn")
-    if number == name:
-      continue
-    rounded = scores[f"p_ones_rounded{number}"]
-    if max(drawn, rounded) > 2 * min(drawn, rounded):
+  """Warns of boundaries of which evaluation finds far more or fewer than training."""
+  for name in scores:
+    stem, is_drawn, number = name.partition("p_ones_drawn")
+    drawn, rounded = scores[name], scores.get(f"p_ones_rounded{number}", math.nan)
+    if is_drawn and max(drawn, rounded) > 2 * min(drawn, rounded):
       _log.warning(
         "Training draws a boundary at %.1f%% of the %s, rounding finds %.1f%%: these scores are "
         "of other segments than those of training. A model trained with sample=True among the "
@@ -164,31 +135,18 @@ class Scorer:
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """Scores a text, including its first token.
+    """`evaluate` for a text [N], including its first token.
 
-    Args:
-      params: the model's parameters.
-      tokens: the tokens of the text, [N].
-      counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
-      boundaries: the boundaries of a Unigram model, [N], if the model needs them.
-      documents: the places where documents begin, to score each as if it stood alone; None
-        for one document.
-      window: see `sizes`.
-      stride: see `sizes`.
-      max_tokens: the number of tokens to score, in windows drawn once for all texts of one
-        length; characters and other counts are estimated from the share of tokens. 0, or with
-        `documents`, scores all.
-      progress: whether to show a progress bar.
-
-    Returns:
-      See `evaluate`; without bits if the tokens do not represent the whole text.
-
-    Raises:
-      ValueError: see `sizes`.
+    With `boundaries` [N] for models that read those of a Unigram model. With `documents`, the
+    places where they begin, each is scored as if it stood alone. `max_tokens` scores that many
+    in fixed random windows, and estimates the other counts from their share; 0 scores all.
+    For `window` and `stride` see `sizes`. No bits if the tokens lose some of the text.
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
-    size = tokens, *self.sizes(window, stride), self._num_rows
+    # A multiple of the devices: rows without text do not count.
+    num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
+    size = tokens, *self.sizes(window, stride), num_rows
     given: Any = dict(boundaries=boundaries, pad_id=self.pad_id)
     if documents is None:
       start = document_starts(np.zeros(1, np.int64), self.tokenizer)
@@ -205,14 +163,9 @@ class Scorer:
     )
 
   @cached_property
-  def step(self) -> EvalStep:
+  def step(self) -> Callable[..., Mapping[str, jax.Array]]:
     """The compiled step."""
     return jit_eval_step(self.model, self._mesh, self.objective)
-
-  @property
-  def _num_rows(self) -> int:
-    """The number of rows, a multiple of the devices; rows without text do not count."""
-    return -(-self.batch_size // self._mesh.size) * self._mesh.size
 
   @cached_property
   def _mesh(self) -> Mesh:

@@ -1,9 +1,12 @@
 """The training loop: restore, step, report, evaluate, save."""
 
+import contextlib
 import dataclasses
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,25 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.experimental import multihost_utils
 
 from dpjax.errors import Interrupted
 from dpjax.training import checkpoints, losses, metrics, reporting, sharding
 from dpjax.training import step as step_lib
-from dpjax.training.operations import Utilisation, product_rate
-from dpjax.training.profiling import Profiler
-from dpjax.training.signals import stop_signal
+from dpjax.training.profiling import Profiler, Utilisation, product_rate
 
 # What validation is judged by; the lower the better.
 BEST_BY = "nats_per_token"
 
 
 class TrainBatches(Protocol):
-  """Batches as a function of the step alone (`dpjax.data.batches`).
-
-  Attributes:
-    batch_size: the number of rows in a batch.
-    window: the number of tokens in a row.
-  """
+  """Batches as a function of the step alone (`dpjax.data.batches`), of rows of `window` tokens."""
 
   batch_size: int
   window: int
@@ -59,9 +56,8 @@ class Callback(Protocol):
       state: the newest state, of this step or the next one. The next update donates it.
 
     Returns:
-      True to end the training here as at its last step: it is scored and saved, and the same
-      call trains no further (a call with more steps, or without callbacks, does). All
-      processes must return the same.
+      True, in all processes, to end the training here: it is scored and saved, and the same
+      call trains no further (a call with more steps, or without callbacks, does).
     """
     ...
 
@@ -79,8 +75,7 @@ class Trainer:
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
-    learning_rate: maps an update to the optimizer's learning rate, for reports; None if
-      unknown.
+    learning_rate: maps an update to the optimizer's learning rate, for reports.
   """
 
   model: nn.Module
@@ -100,11 +95,10 @@ class Durations:
 
   Attributes:
     num_steps: the total number of updates.
-    eval_every_steps: updates between evaluations; the last update is followed by one, too.
-    log_every_steps: updates between reports, each of the mean loss since the last.
-    median_every_steps: updates between reports of their median loss.
-    checkpoint_every_steps: updates between checkpoints; the best by validation and the end
-      are saved, too.
+    eval_every_steps: between evaluations; the last update is followed by one, too.
+    log_every_steps: between reports, each of the mean loss since the last.
+    median_every_steps: between reports of their median loss.
+    checkpoint_every_steps: between checkpoints; the best and the end are saved, too.
   """
 
   num_steps: int
@@ -148,31 +142,26 @@ def fit(
     workdir: the run's folder, which exists.
     keep_checkpoints: the number of last checkpoints to keep.
     patience: training ends after this number of evaluations without a new best; 0 means never.
-    initial: maps the drawn parameters to the initial ones, if there is no checkpoint; None
-      keeps the drawn ones.
+    initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
       differs from the checkpoint's, the search for the best restarts.
-    origin: values saved with each checkpoint, which must match on resume: the vocabulary, or
-      a hash of the text.
+    origin: values saved with each checkpoint, which must match on resume.
     callbacks: functions of each report, called in order.
-    should_stop: called after every update; training also stops at signals. All processes
-      must get the same answer.
+    should_stop: called after every update, with the same answer in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure the speed of matrix products, for about a second, and
-      to report training's share of it.
+    measure_products: whether to report training's share of the speed of matrix products.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
     Interrupted: a signal or `should_stop` stopped training.
-    ValueError: the batch does not divide over the devices, no checkpoint is intact, a
-      checkpoint has another origin or model, or updates of `profile` lie outside of the run.
+    ValueError: the batch does not divide over the devices, updates of `profile` lie outside of
+      the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
-  mesh = sharding.make_mesh()
-  has_average = trainer.ema_decay > 0
-  of_state = trainer.model, trainer.optimizer, trainer.seed, mesh, trainer.parameters, has_average
-  abstract = step_lib.abstract_state(*of_state)
+  mesh, meta = sharding.make_mesh(), dict(meta or {})
+  of_state, has_average = (trainer.model, trainer.optimizer, trainer.seed), trainer.ema_decay > 0
+  abstract = step_lib.abstract_state(*of_state, mesh, trainer.parameters, has_average)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train_step = step_lib.jit_train_step(
     trainer.model,
@@ -184,121 +173,136 @@ def fit(
     ema_decay=trainer.ema_decay,
     learning_rate=trainer.learning_rate,
   )
-  num_steps, is_over = durations.num_steps, False
-  rows = sharding.process_rows(batches.batch_size)
-  with (
-    checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints) as saved,
-    stop_signal() as find_signal,
-  ):
-    found = saved.restore(abstract, origin)
-    none_yet = {"step": 0, BEST_BY: math.inf, "since": 0}
+  num_steps, rows = durations.num_steps, sharding.process_rows(batches.batch_size)
+  best, tokens_seen = {"step": 0, BEST_BY: math.inf, "since": 0}, 0
+
+  def is_exhausted() -> bool:
+    return 0 < patience <= best["since"]
+
+  with contextlib.ExitStack() as stack:
+    saved = stack.enter_context(
+      checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints)
+    )
+    find_signal = stack.enter_context(_stop_signal())
+    found, is_over = saved.restore(abstract, origin), False
     if found is None:
-      state = step_lib.jit_init(*of_state)
+      state = step_lib.jit_init(*of_state, abstract)
       if initial is not None:
         params = jax.device_put(initial(state.params), shardings.params)
         average = jax.tree.map(jnp.copy, params) if has_average else None
         state = dataclasses.replace(state, params=params, average=average)
-      best = none_yet
     else:
-      state, best = found.state, found.meta["best"]
-      ours = (meta or {}).get("validation")
-      if found.meta.get("validation", ours) != ours:
-        best = none_yet  # By other scores than those to come.
-
-    def is_exhausted() -> bool:
-      return 0 < patience <= best.get("since", 0)  # A run of before did not count them.
-
+      state, known = found
+      tokens_seen = known["tokens_seen"]
+      if known.get("validation") == meta.get("validation"):
+        best = known["best"]
+      if known.get("ended") == num_steps:
+        is_over = bool(callbacks) or is_exhausted()
     start = int(state.step)
-    if found is not None and found.meta.get("ended") == num_steps:
-      is_over = bool(callbacks) or is_exhausted()
+    reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
+    profiler = stack.enter_context(
+      Profiler(profile, Path(workdir) / "profile", start, num_steps, reporter.print)
+    )
+    if found is not None:
+      reporter.print(f"Going on from the checkpoint of step {start}.")
+    utilisation = None
+    if measure_products:
+      rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
+      has_pooling = bool(trainer.objective.boundaries)
+      utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
+      reporter.print(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
+    meter = _Meter(reporter, batches, durations, utilisation, tokens_seen)
+    compiled, is_enough = set(), False
 
-    with (
-      reporting.Reporter(workdir, start, num_steps) as reporter,
-      Profiler(profile, Path(workdir) / "profile", start, num_steps, reporter.say) as profiler,
-    ):
-      if found is not None:
-        reporter.say(f"Going on from the checkpoint of step {start}.")
-      utilisation = None
-      if measure_products:
-        rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
-        has_pooling = bool(trainer.objective.boundaries)
-        utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
-        reporter.say(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
-      meter = _Meter(
-        reporter, batches, durations.log_every_steps, durations.median_every_steps, utilisation
-      )
-      padded = start * batches.batch_size * batches.window  # for a run of an earlier version
-      meter.tokens_seen = (found.meta if found else {}).get("tokens_seen", padded)
-      compiled, is_enough = set(), False
+    def call_back() -> None:
+      nonlocal is_enough
+      for done, scores in reporter.new_reports():
+        for callback in callbacks:
+          is_enough |= bool(callback(done, scores, state))
 
-      def tell() -> None:
-        nonlocal is_enough
-        for done, scores in reporter.new_reports():
-          for callback in callbacks:
-            is_enough |= bool(callback(done, scores, state))
-
-      for step in range(num_steps if is_over else start, num_steps):
-        meter.start()
-        batch = batches.batch(step, rows)
-        size = trainer.capacity(batch)
-        compiles = size not in compiled
-        if compiles:
-          # Else the step before would be timed with the compilation.
-          meter.read_pending()
-          compiled.add(size)
-        # Placing a batch over several processes counts as unasked: outside of the guard.
-        placed = sharding.put_batch(batch, mesh)
-        profiler.begin(step)
-        with jax.transfer_guard("disallow"):
-          state, measured = train_step(state, placed, capacity=size)
-          meter.read_previous(step + 1, measured, is_timed=not compiles)
-        done = step + 1
-        profiler.end(done, measured)
-        number = find_signal(done)
-        stopping = number is not None or should_stop()
-        is_due = stopping or done % durations.checkpoint_every_steps == 0
-        at_eval = done == num_steps or done % durations.eval_every_steps == 0
-        if at_eval or is_due:
-          meter.read_pending()
-        tell()
-        # Decided before the evaluation, so that an ended run has been validated.
-        at_end = done == num_steps or is_enough
-        if at_end or at_eval:
-          meter.read_pending()
-          scores = evaluate(state.scored)
-          reporter.report(done, "valid", scores)
-          is_best = scores[BEST_BY] < best[BEST_BY]
-          if is_best:
-            best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
-          else:
-            best = {**best, "since": best.get("since", 0) + 1}
-          bits = scores.get("bits_per_character")
-          reporter.say(
-            f"step {done}: nats per token {meter.mean:.4f} in training, "
-            f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
-            f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
-            f"{' (best so far)' if is_best else ''}"
-          )
-          tell()
-          if is_exhausted() and not at_end:
-            is_enough = True
-            reporter.say(
-              f"No evaluation since step {best['step']} was better (train.patience = "
-              f"{patience}): the training ends at step {done}."
-            )
-          at_end |= is_enough
+    for step in range(num_steps if is_over else start, num_steps):
+      meter.start()
+      batch = batches.batch(step, rows)
+      size = trainer.capacity(batch)
+      compiles = size not in compiled
+      if compiles:
+        meter.read_pending()  # Else the step before would be timed with the compilation.
+        compiled.add(size)
+      # Placing a batch over several processes counts as unasked: outside of the guard.
+      placed = sharding.put_batch(batch, mesh)
+      profiler.begin(step)
+      with jax.transfer_guard("disallow"):
+        state, measured = train_step(state, placed, capacity=size)
+        meter.read_previous(step + 1, measured, is_timed=not compiles)
+      done = step + 1
+      profiler.end(done, measured)
+      number = find_signal(done)
+      stopping = number is not None or should_stop()
+      is_due = stopping or done % durations.checkpoint_every_steps == 0
+      at_eval = done == num_steps or done % durations.eval_every_steps == 0
+      if at_eval or is_due:
+        meter.read_pending()
+      call_back()
+      # Decided before the evaluation, so that an ended run has been validated.
+      at_end, is_best = done == num_steps or is_enough, False
+      if at_end or at_eval:
+        meter.read_pending()
+        scores = evaluate(state.scored)
+        reporter.report(done, "valid", scores)
+        is_best = scores[BEST_BY] < best[BEST_BY]
+        if is_best:
+          best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
         else:
-          is_best = False
-        if is_best or at_end or is_due:
-          kept = {**(meta or {}), "best": best, "tokens_seen": meter.tokens_seen}
-          if is_enough:
-            kept["ended"] = num_steps
-          saved.save(state, kept, origin=origin, best=is_best)
-        if at_end:
-          break
-        if stopping:
-          saved.wait()
-          raise Interrupted(done, num_steps, number)
+          best = {**best, "since": best["since"] + 1}
+        bits = scores.get("bits_per_character")
+        reporter.print(
+          f"step {done}: nats per token {meter.mean:.4f} in training, "
+          f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
+          f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
+          f"{' (best so far)' if is_best else ''}"
+        )
+        call_back()
+        if is_exhausted() and not at_end:
+          is_enough = True
+          reporter.print(
+            f"No evaluation since step {best['step']} was better (train.patience = "
+            f"{patience}): the training ends at step {done}."
+          )
+        at_end |= is_enough
+      if is_best or at_end or is_due:
+        ended = {"ended": num_steps} if is_enough else {}
+        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen, **ended}
+        saved.save(state, kept, origin=origin)
+      if at_end:
+        break
+      if stopping:
+        saved.wait()
+        raise Interrupted(done, num_steps, number)
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[int], int | None]]:
+  """Yields a function of the step that returns the signal to stop, or None."""
+  if jax.process_count() > 1:
+    # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
+    sync = multihost_utils.reached_preemption_sync_point
+    yield lambda step: signal.SIGTERM if sync(step) else None
+    return
+  if threading.current_thread() is not threading.main_thread():
+    yield lambda step: None
+    return
+  received, before = [], {}
+
+  def note(number, frame):
+    received.append(number)
+    signal.signal(number, before[number])  # A second one ends it at once.
+
+  before |= {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield lambda step: received[0] if received else None
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 class _Meter:
@@ -312,18 +316,20 @@ class _Meter:
     self,
     reporter: reporting.Reporter,
     batches: TrainBatches,
-    log_every_steps: int,
-    median_every: int,
+    durations: Durations,
     utilisation: Utilisation | None = None,
+    tokens_seen: int = 0,
   ):
-    self._reporter = reporter
-    self._log_every_steps, self._median_every = log_every_steps, median_every
-    self._utilisation = utilisation
+    self._reporter, self._durations, self._utilisation = reporter, durations, utilisation
     self._places_each = batches.batch_size * batches.window
-    self._pending, self._losses, self._sums = None, [], {}
-    self._since, self._seconds, self._num_timed, self._tokens_timed = 0.0, 0.0, 0, 0
-    self.tokens_seen = 0  # the targets that counted, since the beginning of the run
+    self._pending, self._since = None, 0.0
+    self.tokens_seen = tokens_seen  # the targets that counted, since the beginning of the run
     self.mean = math.nan  # of the losses since the report before
+    self._begin_report()
+
+  def _begin_report(self) -> None:
+    self._losses, self._sums = [], {}
+    self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
 
   def start(self) -> None:
     """Marks the beginning of a step, which excludes earlier work."""
@@ -333,22 +339,21 @@ class _Meter:
   def read_previous(
     self, step: int, measured: Mapping[str, jax.Array], is_timed: bool = True
   ) -> None:
-    """Takes the pending metrics of step `step`, and reads those of the step before.
+    """Takes the metrics of step `step`, and reads those of the step before.
 
     The speed excludes an untimed step, which included compilation.
     """
     previous, self._pending = self._pending, (step, measured, is_timed)
-    self._read(previous)
+    if previous is not None:
+      self._read(*previous)
 
   def read_pending(self) -> None:
     """Waits for the newest step, and so verifies that the state is finite."""
     pending, self._pending = self._pending, None
-    self._read(pending)
+    if pending is not None:
+      self._read(*pending)
 
-  def _read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None) -> None:
-    if pending is None:
-      return
-    step, measured, is_timed = pending
+  def _read(self, step: int, measured: Mapping[str, jax.Array], is_timed: bool) -> None:
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
     now, tokens = time.perf_counter(), round(values["count"])
     if is_timed:
@@ -358,7 +363,6 @@ class _Meter:
     self._since = now
     self.tokens_seen += tokens
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
-    rate = values.pop("learning_rate", None)
     for name, value in (("loss", loss), ("grad_norm", grad_norm)):
       if not math.isfinite(value):
         raise NonFiniteError(
@@ -366,35 +370,28 @@ class _Meter:
           "before it. A lower train.learning_rate, a warm-up or a tighter "
           "train.clip_norm may help, in a new workdir."
         )
+    rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
     self._losses.append(loss)
     self._sums = metrics.add(self._sums, values)
     self.mean = sum(self._losses) / len(self._losses)
     self._reporter.advance(loss)
-    if step % self._log_every_steps == 0:
-      boundaries, shares = metrics.boundary_scores(self._sums), {}
-      # Of the steps that are timed; not known where there are none.
-      seconds = self._seconds or math.nan
+    if step % self._durations.log_every_steps == 0:
+      scores = {
+        "loss": self.mean,
+        "mean_over_steps": len(self._losses),  # Fewer than usual after a resume.
+        "grad_norm": grad_norm,
+        **rate,
+        "tokens_seen": self.tokens_seen,
+        "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
+      }
+      boundaries = metrics.boundary_scores(self._sums)
       if self._utilisation is not None:  # Padding takes as many operations as tokens.
-        places = self._places_each * self._num_timed
-        shares = self._utilisation.scores(places / seconds, boundaries)
-      self._reporter.report(
-        step,
-        "train",
-        {
-          "loss": self.mean,
-          # Fewer than usual where the run was taken up in between.
-          "mean_over_steps": len(self._losses),
-          "grad_norm": grad_norm,
-          **({} if rate is None else {"learning_rate": rate}),
-          "tokens_seen": self.tokens_seen,
-          "tokens_per_second": self._tokens_timed / seconds,
-          **shares,
-          **boundaries,
-        },
-      )
-      self._losses, self._sums = [], {}
-      self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
-    if step % self._median_every == 0:
-      median, known = self._reporter.median(self._median_every)
+        speed = self._places_each * self._num_timed / (self._seconds or math.nan)
+        scores |= self._utilisation.scores(speed, boundaries)
+      self._reporter.report(step, "train", scores | boundaries)
+      self._begin_report()
+    every = self._durations.median_every_steps
+    if step % every == 0:
+      median, known = self._reporter.median(every)
       scores = {"median_loss": median, "median_over_steps": known}
       self._reporter.report(step, "train", scores)

@@ -20,14 +20,13 @@ def cross_entropy(
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  These are sums, not their quotient, so that parts of a batch add up to the whole. Only
-  reverse-mode derivatives, which store the logits in their dtype.
+  These are sums, so that parts of a batch add up to the whole. Only reverse-mode derivatives,
+  which store the logits in their dtype.
 
   Args:
     logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
     targets: [B, T], integers in [0, V).
-    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan, and
-      the gradient by the weight is 0.
+    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
 
   Returns:
     nats and count, scalars.
@@ -70,8 +69,7 @@ def _nats_backward(residuals, grad_bt):
   p_btv = jnp.exp(_wide(logits) - max_bt[..., None] - log_sum_bt[..., None])
   is_0_bt = grad_bt == 0  # Also where p is nan.
   grad_btv = jnp.where(is_0_bt[..., None], 0, p_btv * grad_bt[..., None]).astype(logits.dtype)
-  # In its place: a comparison with every v would have XLA make the gradient once for each
-  # of those that read it.
+  # In its place: with a comparison with every v, XLA would make the gradient for each reader.
   of_target_bt = jnp.expm1(_pick(logits, targets) - max_bt - log_sum_bt) * grad_bt
   of_target_bt = jnp.where(is_0_bt, 0, of_target_bt).astype(logits.dtype)
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
@@ -79,8 +77,7 @@ def _nats_backward(residuals, grad_bt):
 
 
 def _pick(logits, targets) -> jax.Array:
-  picked_bt1 = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-  return _wide(picked_bt1[..., 0])
+  return _wide(jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
 
 
 def _wide(x) -> jax.Array:
@@ -102,13 +99,12 @@ def output_nats(
 ) -> jax.Array:
   """`cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
 
-  The logits are computed in pieces of positions, once each. With derivatives, each piece also
-  computes its gradients at once, which the backward pass only scales. Reverse-mode derivatives
-  with respect to hidden, kernel and bias only.
+  The logits are computed in pieces of positions, once each, and with derivatives also the
+  gradients of each piece, which the backward pass only scales. Reverse-mode derivatives with
+  respect to hidden, kernel and bias only.
 
   Args:
-    hidden: [B, T, D], floats; products are in this dtype, sums in float32, or in float64 for
-      float64.
+    hidden: [B, T, D], floats; products are in this dtype, sums in float32 or float64.
     kernel: [D, V], floats.
     bias: [V], or None.
     targets: see `cross_entropy`.
@@ -156,9 +152,7 @@ def _output_forward(hidden, kernel, bias, targets, weights):
     add_piece, zeros, _cut(hidden, kernel, targets, weights)
   )
   of_hidden = jnp.moveaxis(pieces, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
-  of_layer = jax.tree.map(
-    lambda x, like: x.astype(like.dtype), (of_kernel, of_bias), (kernel, bias)
-  )
+  of_layer = jax.tree.map(lambda x, y: x.astype(y.dtype), (of_kernel, of_bias), (kernel, bias))
   return nats, (of_hidden[:, : hidden.shape[1]], *of_layer)
 
 
@@ -199,8 +193,8 @@ class Objective:
     loss = nats / count + boundary_nats / count
 
   Attributes:
-    boundaries: the kinds of boundaries, whose `loss` is the second term, the outermost first;
-      () without pooling. The loss of pooled segments is a mean over segments, not tokens.
+    boundaries: the kinds of boundaries, the outermost first; () without pooling. Inner ones
+      add the mean of their loss over segments instead of tokens.
   """
 
   boundaries: Sequence[Boundaries] = ()
@@ -225,12 +219,10 @@ class Objective:
 
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: "tokens", "targets", "weights", each [B, T], and any inputs of the boundaries; for
-        rows of several documents also "is_start", [B, T], 1 at the first token of each.
+      batch: see `dpjax.training.train_step`.
       output_layer: the kernel and bias that make logits from `output.hidden`, for
         `output_nats`; ignored if the boundaries read the logits anyway.
-      counts: for a part of a batch, the sums `Objective.counts` of the whole; None if this is
-        the whole.
+      counts: for a part of a batch, the sums `Objective.counts` of the whole.
 
     Returns:
       Float32 scalars for `add_sums`: "nats" and "count" (`cross_entropy`); with token pooling
@@ -246,8 +238,7 @@ class Objective:
     if not self.boundaries:
       return sums
     kind, *within = self.boundaries
-    boundaries = output.boundaries.astype(jnp.float32)
-    is_start = batch.get("is_start")
+    boundaries, is_start = output.boundaries.astype(jnp.float32), batch.get("is_start")
     of_segments = _count_segments(boundaries, weights, is_start, kind.has_null_group)
     whole = counts or sums | of_segments
     share = _share(whole["boundaries"], whole["count"])
@@ -290,10 +281,9 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
 
 def _count_segments(boundaries, weights, is_start, has_null_group: bool) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
-  segments_b = jnp.sum(boundaries * is_real, axis=1)
-  places_b = segments_b
+  segments_b = places_b = jnp.sum(boundaries * is_real, axis=1)
   if has_null_group:
-    places_b += 1.0 if is_start is None else _null_groups(is_start, is_real)
+    places_b = segments_b + (1.0 if is_start is None else _null_groups(is_start, is_real))
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),

@@ -12,17 +12,15 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
     bits_per_character   = nats / ln 2 / characters
     bits_per_byte        = nats / ln 2 / bytes
 
-  Perplexity per token depends on the tokenizer. The other three do not, and can compare models
-  with different tokenizers. Bits need tokens that represent the whole text
-  (`dpjax.text.tokenizer.Tokenizer.keeps_text`): a lower-cased text takes fewer bits for as
-  many characters. Perplexity per word is always given, as in word-level benchmarks; compare it
-  only between tokens that represent equally much of the text.
+  All but perplexity per token compare models with different tokenizers. Bits need tokens that
+  represent the whole text (`dpjax.text.tokenizer.Tokenizer.keeps_text`): a lower-cased text
+  takes fewer bits for as many characters.
 
   Args:
     nats: -ln P(tokens), the sum over all tokens.
     counts: the number of "tokens" and "words" in the text and, unless tokenization loses some
-      of it, of "characters" and "bytes", each at least 1. Words are separated by white space,
-      and each line end counts as a word, as in word-level benchmarks.
+      of it, of "characters" and "bytes". Each line end counts as a word, as in word-level
+      benchmarks.
 
   Returns:
     "nats_per_token" and the scores above, bits only with "characters" and "bytes"; an
@@ -50,15 +48,12 @@ def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]
   Returns:
     Python floats, which have 64 bits.
   """
-  if measured is None:
-    return dict(sums)
-  read = {name: float(value) for name, value in measured.items()}
-  return {
-    name: max(sums.get(name, value), value)
-    if name.endswith("_max")
-    else sums.get(name, 0.0) + value
-    for name, value in read.items()
-  }
+  added = dict(sums)
+  for name, value in (measured or {}).items():
+    value = float(value)
+    is_max = name.endswith("_max")
+    added[name] = max(sums.get(name, value), value) if is_max else sums.get(name, 0.0) + value
+  return added
 
 
 def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """Learning rates and update rules, for the names in `dpjax.registry`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
+from flax import traverse_util
 from optax import contrib
 
 from dpjax import registry
@@ -49,29 +51,16 @@ def decays(params: Any) -> Any:
   others, including convolution taps.
   """
 
-  def of_leaf(path, leaf):
-    del leaf
-    names = [str(getattr(key, "key", key)) for key in path]
+  def is_decayed(path, leaf):
+    names = _names(path)
     is_table = names[0] == "embedding" or names[-1] == "embedding"
     return not (is_table or names[-1].endswith(("scale", "bias", "null_group")))
 
-  return jax.tree_util.tree_map_with_path(of_leaf, params)
+  return jax.tree.map_with_path(is_decayed, params)
 
 
-def learning_rate(schedule: str, peak: float, *, num_steps: int, **settings: Any) -> optax.Schedule:
-  """The learning rate of each update, counted from 0, by the name of a schedule.
-
-  Args:
-    schedule: a name in `dpjax.registry.schedules`.
-    peak: the highest rate.
-    num_steps: the total number of updates.
-    **settings: settings of the schedule, such as `warmup_steps`.
-
-  Raises:
-    UserError: the name or a setting is unknown, or a setting is out of range.
-  """
-  section = registry.schedules.section(schedule, **settings)
-  return registry.schedules.build(section, "schedule", peak=peak, num_steps=num_steps)
+def _names(path) -> list[str]:
+  return [str(getattr(key, "key", key)) for key in path]
 
 
 def make_optimizer(
@@ -114,11 +103,15 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
   """
   path = frozen_path(model)
 
-  def init(params):
-    return update.init(_trained(params, path))
+  def split(tree, is_frozen: bool):
+    flat = traverse_util.flatten_dict(tree)
+    return {key: x for key, x in flat.items() if (key[: len(path)] == path) == is_frozen}
+
+  def trained(tree):
+    return traverse_util.unflatten_dict(split(tree, False)) if tree and path else tree
 
   def update_trained(updates, state, params=None, **more):
-    given = _trained(updates, path), state, _trained(params, path)
+    given = trained(updates), state, trained(params)
     try:
       found, state = update.update(*given, **more)
     except TypeError as error:
@@ -126,30 +119,18 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
       if "unexpected keyword argument 'value'" not in str(error):
         raise
       found, state = update.update(*given)
-    return _with_zeros(found, updates, path), state
+    if path:
+      zeros = jax.tree.map(jnp.zeros_like, split(updates, True))
+      found = traverse_util.unflatten_dict(traverse_util.flatten_dict(found) | zeros)
+    return found, state
 
-  return optax.GradientTransformationExtraArgs(init, update_trained)
-
-
-def _trained(tree: Any, path: Sequence[str]) -> Any:
-  if tree is None or not path:
-    return tree
-  first, *rest = path
-  others = {key: part for key, part in tree.items() if key != first}
-  return {**others, first: _trained(tree[first], rest)} if rest else others
+  return optax.GradientTransformationExtraArgs(
+    lambda params: update.init(trained(params)), update_trained
+  )
 
 
-def _with_zeros(updates: Any, grads: Any, path: Sequence[str]) -> Any:
-  if not path:
-    return updates
-  first, *rest = path
-  part = grads[first]
-  zeros = _with_zeros(updates[first], part, rest) if rest else jax.tree.map(jnp.zeros_like, part)
-  return {**updates, first: zeros}
-
-
-def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
-  """Checks, without computing, that an update rule can train a model.
+def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> None:
+  """Checks, without computing, that an update rule can train a model and be saved.
 
   Args:
     update: any update rule of Optax.
@@ -157,12 +138,9 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
     params: its parameters, or their shapes.
     key: the setting that gave the rule.
 
-  Returns:
-    The shapes of its state.
-
   Raises:
     UserError: it needs more than the gradients, the parameters and the value of the loss, such
-      as the loss as a function, or its state changes its form.
+      as the loss as a function; its state changes its form; or a checkpoint cannot hold it.
   """
 
   def step(params, state):
@@ -172,28 +150,40 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
 
   try:
     update = for_model(update, model)
-    before = params, jax.eval_shape(update.init, params)
-    after = jax.eval_shape(step, *before)
+    state = jax.eval_shape(update.init, params)
+    after = jax.eval_shape(step, params, state)
   except Exception as error:  # whatever an update rule of somebody's raises
     reason = str(error).partition("\n")[0]
     raise UserError(
       f"{key}: expected one that updates with the gradients, the parameters and the value of the "
       f"loss alone, got {type(error).__name__}: {reason}"
     ) from error
-  old, new = (
-    {
-      jax.tree_util.keystr(path): f"{x.dtype} {list(x.shape)}"
-      for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    for tree in (before, after)
-  )
-  wrong = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
-  if wrong:
+  old, new = (describe_arrays(tree, key) for tree in ((params, state), after))
+  if wrong := [name for name in sorted(old | new) if old.get(name) != new.get(name)]:
     raise UserError(
       f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
       f"{old.get(wrong[0])} in {wrong[0]}"
     )
-  return before[1]
+
+
+def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
+  """The dtype and shape of each array, by its name in a checkpoint, which must hold it."""
+  import tensorstore
+
+  found = {}
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.eval_shape(jax.random.key_data, leaf)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if name in found or not hasattr(tensorstore, str(leaf.dtype)):
+      raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
+    found[name] = describe_array(leaf)
+  return found
+
+
+def describe_array(leaf: Any) -> str:
+  """The dtype and shape of an array."""
+  return f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
@@ -241,13 +231,10 @@ def linear(
     peak (1 - (1 - min_ratio) x),  x = (k - warmup_steps) / (num_steps - warmup_steps)
 
   Args:
-    peak: see `cosine`.
+    peak: see `cosine`, as for what is raised.
     num_steps: see `cosine`.
     warmup_steps: see `cosine`.
     min_ratio: see `cosine`.
-
-  Raises:
-    ValueError: see `cosine`.
   """
   _check_decay(num_steps, warmup_steps, min_ratio)
   decay = optax.linear_schedule(peak, peak * min_ratio, num_steps - warmup_steps)
@@ -338,9 +325,9 @@ def muon(
     weight_decay: the weight decay of the matrices.
     nesterov: whether to use Nesterov momentum.
     adaptive: whether to scale by the dual norm of the gradient.
-    adam_b1: see `optax.adam`.
-    adam_b2: see `optax.adam`.
-    adam_weight_decay: see `optax.adam`.
+    adam_b1: Adam's first decay.
+    adam_b2: Adam's second decay.
+    adam_weight_decay: Adam's weight decay.
 
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
@@ -362,8 +349,8 @@ def muon(
 def _matrices(params: Any) -> Any:
   """The axes of each parameter that form a matrix; None for Adam's parameters."""
 
-  def of_leaf(path, leaf):
-    names = [str(getattr(key, "key", key)) for key in path]
+  def find_axes(path, leaf):
+    names = _names(path)
     if names[-1] != "kernel" or names[0] in ("embedding", "logits") or leaf.ndim < 2:
       return None
     # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
@@ -375,4 +362,4 @@ def _matrices(params: Any) -> Any:
       reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
     )
 
-  return jax.tree_util.tree_map_with_path(of_leaf, params)
+  return jax.tree.map_with_path(find_axes, params)

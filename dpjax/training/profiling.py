@@ -1,25 +1,26 @@
-"""Traces a few updates for xprof or Perfetto."""
+"""Traces updates, and compares their speed with that of the machine's matrix products."""
 
-from collections.abc import Callable
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.extend import core
 
 from dpjax.errors import UserError
 
+_SECONDS = 0.5  # spent on the largest product
 
-class Profiler:
-  """A context that traces updates START + 1 to STOP; leaving it ends an open trace.
 
-  Args:
-    updates: START and STOP; None for no trace.
-    folder: the folder for the trace.
-    first: the number of updates already made.
-    num_steps: the total number of updates.
-    say: prints a line.
+class Profiler(contextlib.AbstractContextManager):
+  """Traces updates START + 1 to STOP into a folder; leaving the context ends an open trace.
 
-  Raises:
-    ValueError: some of these updates lie outside of the run.
+  Raises a `UserError` if some of `updates` are not among those after `first` to `num_steps`.
   """
 
   def __init__(
@@ -28,22 +29,18 @@ class Profiler:
     folder: Path,
     first: int,
     num_steps: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
   ):
     self._start, self._stop = updates or (-1, -1)
-    self._folder, self._say, self._is_tracing = folder, say, False
+    self._folder, self._log, self._is_tracing = folder, log, False
     if updates is not None and not first <= self._start < self._stop <= num_steps:
       raise UserError(
         f"profile: expected START:STOP with {first} <= START < STOP <= {num_steps}, the updates "
         f"that are to come, got {self._start}:{self._stop}"
       )
 
-  def __enter__(self) -> "Profiler":
-    return self
-
   def __exit__(self, *_) -> None:
-    if self._is_tracing:
-      self._end()
+    self._end()
 
   def begin(self, done: int) -> None:
     """Marks the beginning of the update after `done` updates."""
@@ -53,14 +50,99 @@ class Profiler:
 
   def end(self, done: int, result) -> None:
     """Marks the end of update `done`, which returns the arrays in `result`."""
-    if self._is_tracing and done == self._stop:
+    if done == self._stop:
       jax.block_until_ready(result)
       self._end()
 
   def _end(self) -> None:
-    self._is_tracing = False
-    jax.profiler.stop_trace()
-    self._say(
-      f"A trace is in {self._folder}: open it with xprof --logdir={self._folder}, or its "
-      "trace.json.gz at https://ui.perfetto.dev."
+    if self._is_tracing:
+      self._is_tracing = False
+      jax.profiler.stop_trace()
+      self._log(
+        f"A trace is in {self._folder}: open it with xprof --logdir={self._folder}, or its "
+        "trace.json.gz at https://ui.perfetto.dev."
+      )
+
+
+def count_products(function: Callable, *arguments: Any) -> int:
+  """Counts the operations of a function's matrix products by its arguments' shapes.
+
+  A product of [p, q] and [q, r] takes p q r multiplications and as many additions. A loop
+  counts all iterations, or one if their number is unknown; of branches, the largest counts.
+  """
+  return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _count(jaxpr) -> int:
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      (sums, _), _ = equation.params["dimension_numbers"]
+      summed = math.prod(equation.invars[0].aval.shape[axis] for axis in sums)
+      total += 2 * summed * math.prod(equation.outvars[0].aval.shape)
+    else:
+      inner = [_count(part) for part in core.jaxprs_in_params(equation.params)]
+      is_branch = equation.primitive.name == "cond"
+      total += max(inner) if is_branch else sum(inner) * equation.params.get("length", 1)
+  return total
+
+
+class Utilisation:
+  """The speed of training as a share of the speed of the machine's matrix products.
+
+  A step counts as three forward passes, including parts hidden by a causal mask, but without
+  recomputation and without operations other than matrix products. A model with token pooling
+  (`has_pooling`) counts at its number of segments, interpolated from three lengths (a second
+  pooling counts like the first). `rate` is the operations per second of the largest product,
+  on all devices.
+  """
+
+  def __init__(self, model: nn.Module, params: Any, window: int, has_pooling: bool, rate: float):
+    tokens, key = jax.ShapeDtypeStruct((1, window), jnp.int32), jax.random.key(0)
+
+    def count(**known) -> float:
+      def forward(params, tokens):
+        rngs = {"dropout": key}
+        return model.apply({"params": params}, tokens, deterministic=True, rngs=rngs, **known)
+
+      return 3 * count_products(forward, params, tokens) / window
+
+    lengths = sorted({1 + window // 4, 1 + window // 2, 1 + window}) if has_pooling else []
+    self._known = {length: count(capacity=length) for length in lengths} or {0: count()}
+    self._rate = rate
+
+  def operations(self, segments: float = 0.0) -> float:
+    """The operations of training on one token, for a mean number of segments in a row."""
+    # Lagrange's polynomial through the known counts.
+    return sum(
+      value * math.prod((segments - x) / (length - x) for x in self._known if x != length)
+      for length, value in self._known.items()
     )
+
+  def scores(self, tokens_per_second: float, boundaries: Mapping[str, float]) -> dict[str, float]:
+    """The speed in operations per second, and its share of the largest product's."""
+    speed = tokens_per_second * self.operations(boundaries.get("segments_mean", 0.0))
+    return {"model_flops_per_second": speed, "model_flops_utilisation": speed / self._rate}
+
+
+def product_rate(dtype: Any = jnp.float32) -> float:
+  """Operations per second of a large matrix product on one device, the maximum of a few runs.
+
+  The size of the square matrices doubles from 1,024 until a product takes 20 ms, or to 8,192.
+  """
+  multiply = jax.jit(lambda x: x @ x)
+
+  def seconds(x) -> float:
+    start = time.perf_counter()
+    multiply(x).block_until_ready()
+    return time.perf_counter() - start
+
+  for size in (1024, 2048, 4096, 8192):
+    x = jnp.ones((size, size), dtype)
+    seconds(x)  # It is compiled.
+    if seconds(x) > 0.02:
+      break
+  times, begin = [], time.perf_counter()
+  while not times or time.perf_counter() - begin < _SECONDS:
+    times.append(seconds(x))
+  return 2 * size**3 / min(times)

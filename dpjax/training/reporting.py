@@ -1,5 +1,6 @@
 """Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
+import contextlib
 import json
 import logging
 import math
@@ -22,32 +23,22 @@ _NO_CURVES = ("mean_over_steps", "median_over_steps")
 _log = logging.getLogger(__name__)
 
 
-class Reporter:
-  """Writes scores, on the first process only.
+class Reporter(contextlib.AbstractContextManager):
+  """Writes scores into the run's folder, on the first process only.
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
   "loss": ...}; the time is in seconds since 1970. `losses.f32` has the loss of every
-  update in order, as little-endian float32 (4 bytes each; NaN if unknown). A run that resumes
-  from an earlier step first drops later steps from the files. Lines that cannot be read are
-  moved to `metrics.jsonl.damaged`, with a warning. If standard error is not a terminal, each
-  report of training prints a line instead of updating a progress bar.
-
-  Args:
-    workdir: the run's folder, which exists.
-    step: the step at which the run begins or resumes.
-    num_steps: the total number of updates, for the progress bar.
+  update in order, as little-endian float32 (NaN if unknown). A run that resumes at an earlier
+  `step` first drops later ones from the files, and moves lines that cannot be read to
+  `metrics.jsonl.damaged`. If standard error is not a terminal, each report of training prints a
+  line instead of updating a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
-    self._is_first, self._new = jax.process_index() == 0, []
-    self._num_steps = num_steps
-    self._bar = tqdm(
-      total=num_steps,
-      initial=step,
-      unit="step",
-      desc="training",
-      disable=None if self._is_first else True,
-    )
+    self._is_first, self._new, self._num_steps = jax.process_index() == 0, [], num_steps
+    hidden = None if self._is_first else True  # None: hidden where there is no terminal
+    self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=hidden)
+    self._tensorboard = None
     if self._is_first:
       from tensorboardX import SummaryWriter
 
@@ -55,23 +46,16 @@ class Reporter:
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._file = path.open("a", encoding="utf-8")
-      folder = Path(workdir) / "tensorboard"
-      try:
-        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
-      except OSError as error:  # metrics.jsonl has the same numbers.
-        self._tensorboard = None
-        _log.warning("%s: %s; training goes on without it", folder, error.strerror)
-
-  def __enter__(self) -> "Reporter":
-    return self
+      folder = str(Path(workdir) / "tensorboard")
+      self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
 
   def __exit__(self, *_) -> None:
     self._bar.close()
     if self._is_first:
       self._file.close()
       self._losses.close()
-      if self._tensorboard is not None:
-        self._tensorboard.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
     """Counts one more step."""
@@ -102,12 +86,10 @@ class Reporter:
     if self._bar.disable and "loss" in scores:
       speed = scores.get("tokens_per_second", math.nan)
       shown = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
-      loss = f"loss {scores['loss']:.4f}{shown}"
-      print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
-    if self._tensorboard is None:
-      return
+      line = f"step {step:,} of {self._num_steps:,}: loss {scores['loss']:.4f}{shown}"
+      print(line, file=sys.stderr, flush=True)
     for name, value in curves.items():
-      if math.isfinite(value):
+      if self._tensorboard is not None and math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
@@ -115,7 +97,7 @@ class Reporter:
     new, self._new = self._new, []
     return new
 
-  def say(self, message: str) -> None:
+  def print(self, message: str) -> None:
     """Prints a line above the progress bar."""
     if self._is_first:
       self._bar.write(message)
@@ -133,31 +115,24 @@ def _open_losses(path: Path, step: int):
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-  if not path.exists():
-    return
-  *lines, last = path.read_bytes().split(b"\n")
+  *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
   if _step_of(last) is not None:
     lines.append(last)  # Else it was being written when the run was killed.
-  steps = [_step_of(line) for line in lines]
-  damaged = [line for line, found in zip(lines, steps, strict=True) if found is None]
-  if damaged:
+  if damaged := [line + b"\n" for line in lines if _step_of(line) is None]:
     aside = path.with_name(path.name + ".damaged")
     with aside.open("ab") as file:
-      file.writelines(line + b"\n" for line in damaged)
+      file.writelines(damaged)
     _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
+  kept = [line + b"\n" for line in lines if (found := _step_of(line)) is not None and found <= step]
   temporary = path.with_suffix(".tmp")
-  with temporary.open("wb") as file:
-    for line, found in zip(lines, steps, strict=True):
-      if found is not None and found <= step:
-        file.write(line + b"\n")
+  temporary.write_bytes(b"".join(kept))
   os.replace(temporary, path)
 
 
 def _step_of(line: bytes) -> int | None:
   """The step of a line of `metrics.jsonl`; None for a damaged line."""
   try:
-    content = json.loads(line.decode("utf-8"))
-  except ValueError:
+    step = json.loads(line)["step"]
+  except (ValueError, LookupError, TypeError):
     return None
-  step = content.get("step") if isinstance(content, dict) else None
   return step if isinstance(step, int) else None

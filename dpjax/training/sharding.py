@@ -18,17 +18,10 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
 
 
 def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
-  """The sharding of each array of a train state.
+  """The sharding of each array (or shape) of a train state.
 
-  Args:
-    state: a pytree of arrays or of their shapes.
-    mesh: from `make_mesh`.
-    parameters: "replicated", where every device holds all; or "sharded", where an array is
-      divided along its longest axis that the number of devices divides, or replicated if it
-      has none.
-
-  Returns:
-    The same pytree, of `NamedSharding`.
+  With `parameters` "replicated", every device holds all; with "sharded", an array is divided
+  along its longest axis that the number of devices divides, or replicated if it has none.
   """
 
   def place(leaf) -> NamedSharding:
@@ -44,15 +37,7 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
 
 
 def check_rows(batch_size: int, accumulate_steps: int = 1) -> None:
-  """Checks that a batch can be divided evenly.
-
-  Args:
-    batch_size: the number of rows on all devices.
-    accumulate_steps: the number of sequential parts, each of them on all devices.
-
-  Raises:
-    ValueError: the rows do not divide.
-  """
+  """Raises a `UserError` if a batch, or a part of it, does not divide over the devices."""
   devices = jax.device_count()
   if batch_size % (devices * accumulate_steps):
     raise UserError(

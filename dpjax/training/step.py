@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,9 +56,6 @@ def init_state(
     optimizer: from `dpjax.training.optimizer`.
     seed: the seed of parameters and dropout.
     has_average: whether the state has an average of the parameters.
-
-  Returns:
-    The state (under `jax.eval_shape`, its shapes).
   """
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
   tokens = jnp.zeros((1, 1), jnp.int32)
@@ -105,17 +103,8 @@ def train_step(
   """
   key = jax.random.fold_in(state.key, state.step)
 
-  known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
-
   def total(params, part: Batch, part_key, counts=None):
-    output: Any = model.apply(
-      {"params": params},
-      part["tokens"],
-      deterministic=False,
-      rngs={"dropout": part_key},
-      **known,
-      **_documents(part),
-    )
+    output = _apply(model, params, part, part_key, capacity, deterministic=False)
     sums = objective.sums(output, part, _output_layer(model, params), counts)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
@@ -127,14 +116,13 @@ def train_step(
     parts = jax.tree.map(
       lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
     )
-    keys = jax.random.split(key, accumulate_steps)
-
-    def count_part(_, part_and_key):
-      _, sums = total(state.params, *part_and_key)
-      return None, {name: sums[name] for name in objective.counts}
-
-    counts = None
+    keys, counts = jax.random.split(key, accumulate_steps), None
     if objective.counts:
+
+      def count_part(_, part_and_key):
+        _, sums = total(state.params, *part_and_key)
+        return None, {name: sums[name] for name in objective.counts}
+
       _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
       counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
     shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
@@ -148,8 +136,8 @@ def train_step(
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
   value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
-  update = optimizers.for_model(optimizer, model).update
-  updates, opt_state = update(grads, state.opt_state, state.params, value=value)
+  update = optimizers.for_model(optimizer, model)
+  updates, opt_state = update.update(grads, state.opt_state, state.params, value=value)
   metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
   if learning_rate is not None:
     metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
@@ -174,14 +162,21 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
 
 
+def _apply(
+  model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
+) -> Any:
+  """The model's output for a batch; other models need not know capacities and documents."""
+  known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
+  known |= {"is_start": batch["is_start"]} if "is_start" in batch else {}
+  rngs = {"dropout": key}
+  return model.apply(
+    {"params": params}, batch["tokens"], deterministic=deterministic, rngs=rngs, **known
+  )
+
+
 def _output_layer(model: nn.Module, params: Any) -> Any:
   """The kernel and bias of the logits; None for other models than `LanguageModel`."""
   return model.output_layer(params) if type(model) is LanguageModel else None
-
-
-def _documents(batch: Batch) -> dict[str, Any]:
-  """The model's arguments for a batch's documents."""
-  return {"is_start": batch["is_start"]} if "is_start" in batch else {}
 
 
 def jit_train_step(
@@ -191,41 +186,22 @@ def jit_train_step(
   mesh: Mesh,
   *,
   accumulate_steps: int = 1,
-  objective: losses.Objective = _TOKENS_ALONE,
-  ema_decay: float = 0.0,
-  learning_rate: optax.Schedule | None = None,
+  **settings: Any,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-  """`train_step` compiled for a mesh: (state, batch, capacity=None).
+  """`train_step` with its settings, compiled for a mesh: (state, batch, capacity=None).
 
   The input state is donated. Each capacity is compiled separately.
   """
-
-  def step(state, batch, capacity=None):
-    return train_step(
-      model,
-      optimizer,
-      accumulate_steps,
-      state,
-      batch,
-      objective=objective,
-      capacity=capacity,
-      ema_decay=ema_decay,
-      learning_rate=learning_rate,
-    )
-
-  replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(
-    step,
+    partial(train_step, model, optimizer, accumulate_steps, **settings),
     donate_argnums=0,
     static_argnames="capacity",
-    out_shardings=(state_shardings, replicated),
+    out_shardings=(state_shardings, NamedSharding(mesh, PartitionSpec())),
   )
 
 
 def jit_eval_step(
-  model: nn.Module,
-  mesh: Mesh,
-  objective: losses.Objective = _TOKENS_ALONE,
+  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ALONE
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
@@ -233,16 +209,8 @@ def jit_eval_step(
   """
 
   def step(params, batch, index, capacity=None):
-    known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
     key = jax.random.fold_in(jax.random.key(0), index)
-    output: Any = model.apply(
-      {"params": params},
-      batch["tokens"],
-      deterministic=True,
-      rngs={"dropout": key},
-      **known,
-      **_documents(batch),
-    )
+    output = _apply(model, params, batch, key, capacity, deterministic=True)
     return objective.sums(output, batch, _output_layer(model, params))
 
   replicated = NamedSharding(mesh, PartitionSpec())
@@ -267,15 +235,9 @@ def abstract_state(
 
 
 def jit_init(
-  model: nn.Module,
-  optimizer: optax.GradientTransformation,
-  seed: int,
-  mesh: Mesh,
-  parameters: str = "replicated",
-  has_average: bool = False,
+  model: nn.Module, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
-  """`init_state`, computed on the devices of its sharding."""
-  abstract = abstract_state(model, optimizer, seed, mesh, parameters, has_average)
+  """`init_state`, computed on the devices of `abstract_state`."""
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  make = jax.jit(lambda: init_state(model, optimizer, seed, has_average), out_shardings=places)
-  return make()
+  make = partial(init_state, model, optimizer, seed, abstract.average is not None)
+  return jax.jit(make, out_shardings=places)()

@@ -45,14 +45,6 @@ def test_sums_and_capacities_of_all_batches(capacity):
   assert scores == metrics.text_scores(12.0, COUNTS) | metrics.boundary_scores(sums)
 
 
-def test_without_pooling_there_are_the_scores_of_the_text_alone():
-  def eval_step(params, batch, index, capacity):
-    return {"nats": 2.5, "count": 8.0}
-
-  scores = evaluation.evaluate(eval_step, {}, Numbers(), COUNTS, sharding.make_mesh())
-  assert scores == metrics.text_scores(7.5, COUNTS)
-
-
 @pytest.mark.parametrize(
   ("changes", "told"),
   [

@@ -1,6 +1,7 @@
 import inspect
 import json
 import pathlib
+from functools import partial
 
 import chex
 import jax
@@ -13,7 +14,7 @@ from optax import contrib
 import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.training import checkpoint_files, checkpoints, optimizer, sharding
+from dpjax.training import checkpoints, optimizer, sharding
 from dpjax.training import step as step_lib
 from tests import helpers
 
@@ -23,53 +24,43 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def rates(schedule, steps, **settings):
-  rate = optimizer.learning_rate(schedule, 0.5, **settings)
-  return [float(rate(step)) for step in steps]
+def schedule(name, peak=0.5, num_steps=10, **settings):
+  section = registry.schedules.section(name, **settings)
+  return optimizer.build_schedule({"schedule": section, "learning_rate": peak}, num_steps)
 
 
-def test_constant():
-  assert rates("constant", (0, 1, 99), warmup_steps=0, num_steps=7) == [0.5, 0.5, 0.5]
-  got = rates("constant", (0, 1, 2, 3, 4, 5, 99), warmup_steps=4, num_steps=7)
-  np.testing.assert_allclose(got, [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+COS = [0, 0.25, *(0.25 * (1 + np.cos(np.pi * np.array([0, 2, 3, 4, 8, 8]) / 8)))]
+LINE = [0, 0.25, *(0.5 - 0.4 * np.array([0, 2, 3, 4, 8, 8]) / 8)]
 
 
-def test_cosine():
-  got = rates("cosine", (0, 1, 2, 4, 5, 6, 10, 11), warmup_steps=2, num_steps=10)
-  steps = np.array([2, 4, 5, 6, 10, 10]) - 2
-  expected = [0, 0.25, *(0.25 * (1 + np.cos(np.pi * steps / 8)))]
-  np.testing.assert_allclose(got, expected, atol=1e-7)
-  assert rates("cosine", (0, 10), warmup_steps=0, num_steps=10) == [0.5, 0]
-
-
-def test_cosine_and_line_end_at_the_lowest_rate():
-  steps = (0, 1, 2, 4, 5, 6, 10, 99)
-  settings = dict(warmup_steps=2, num_steps=10, min_ratio=0.2)
-  x = np.array([2, 4, 5, 6, 10, 10])
-  expected = optax.warmup_cosine_decay_schedule(0.0, 0.5, 2, 10, end_value=0.1)
-  np.testing.assert_allclose(rates("cosine", steps, **settings), [*map(expected, steps)], rtol=1e-6)
-  line = [0, 0.25, *(0.5 - 0.4 * (x - 2) / 8)]
-  np.testing.assert_allclose(rates("linear", steps, **settings), line, rtol=1e-6)
-  np.testing.assert_allclose(rates("linear", (0, 5, 10), num_steps=10), [0.5, 0.25, 0], atol=1e-8)
-
-
-def test_warm_up_stable_decay():
-  settings = dict(warmup_steps=2, num_steps=10, decay_fraction=0.4, min_ratio=0.2)
-  got = rates("warmup_stable_decay", range(12), **settings)
-  line = [0, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]
-  np.testing.assert_allclose(got, line, rtol=1e-6)
-  got = rates("warmup_stable_decay", range(7), num_steps=5, decay_fraction=0.01)
-  np.testing.assert_allclose(got, [0.5] * 5 + [0, 0])
-  with pytest.raises(ValueError, match="warmup_steps: expected at most the 6 steps before"):
-    rates("warmup_stable_decay", (0,), **{**settings, "warmup_steps": 7})
-  rates("warmup_stable_decay", (0,), **{**settings, "warmup_steps": 6})
+@pytest.mark.parametrize(
+  "name, settings, steps, expected",
+  [
+    ("constant", dict(), (0, 1, 99), [0.5] * 3),
+    ("constant", dict(warmup_steps=4), (0, 1, 2, 3, 4, 5, 99), [0, 0.125, 0.25, 0.375] + [0.5] * 3),
+    ("cosine", dict(warmup_steps=2), (0, 1, 2, 4, 5, 6, 10, 11), COS),
+    ("cosine", dict(min_ratio=0.2), (0, 5, 10, 99), [0.5, 0.3, 0.1, 0.1]),
+    ("linear", dict(warmup_steps=2, min_ratio=0.2), (0, 1, 2, 4, 5, 6, 10, 11), LINE),
+    (
+      "warmup_stable_decay",
+      dict(warmup_steps=2, decay_fraction=0.4, min_ratio=0.2),
+      range(12),
+      [0, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1],
+    ),
+    ("warmup_stable_decay", dict(decay_fraction=0.01), range(8, 12), [0.5, 0.5, 0, 0]),
+    ("warmup_stable_decay", dict(warmup_steps=6, decay_fraction=0.4), (6, 8, 10), [0.5, 0.25, 0]),
+  ],
+)
+def test_schedules(name, settings, steps, expected):
+  rate = schedule(name, **settings)
+  np.testing.assert_allclose([rate(step) for step in steps], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_is_the_authors_from_the_second_update():
   golden = json.loads((GOLDEN / "H_lr_schedule.json").read_text())
   settings = golden["config"]
-  rate = optimizer.learning_rate(
-    "cosine", settings["lr"], warmup_steps=settings["warmup_step"], num_steps=settings["max_step"]
+  rate = schedule(
+    "cosine", settings["lr"], settings["max_step"], warmup_steps=settings["warmup_step"]
   )
   # Their first update is at the full rate, and past the end their cosine rises again.
   last = settings["max_step"] + 1
@@ -79,13 +70,24 @@ def test_is_the_authors_from_the_second_update():
   assert rate(0) == 0 and rate(last) == 0
 
 
-def test_refusals():
-  with pytest.raises(ValueError, match="schedule: expected one of .* got lineal"):
-    optimizer.learning_rate("lineal", 0.5, warmup_steps=0, num_steps=7)
-  with pytest.raises(ValueError, match="schedule.warmup_steps: expected fewer than the 7"):
-    optimizer.learning_rate("cosine", 0.5, warmup_steps=7, num_steps=7)
-  with pytest.raises(ValueError, match="expected one of .* got sdg; did you mean sgd"):
-    optimizer.make_optimizer("sdg", 0.5)
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (lambda: schedule("lineal"), "expected one of .* got lineal"),
+    (lambda: schedule("cosine", warmup_steps=10), "warmup_steps: expected fewer than the 10"),
+    (lambda: schedule("constant", warmup_steps=-1), "warmup_steps: expected at least 0"),
+    (lambda: schedule("linear", min_ratio=1.5), r"min_ratio: expected a number in \[0, 1\]"),
+    (
+      lambda: schedule("warmup_stable_decay", warmup_steps=7, decay_fraction=0.4),
+      "warmup_steps: expected at most the 6 steps before",
+    ),
+    (lambda: schedule("warmup_stable_decay", decay_fraction=0.0), "decay_fraction: expected"),
+    (lambda: optimizer.make_optimizer("sdg", 0.5), "expected one of .* got sdg; did you mean sgd"),
+  ],
+)
+def test_refusals(make, message):
+  with pytest.raises(dpjax.UserError, match=message):
+    make()
 
 
 PARAMS = {"a": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([[4.0, 0.5]])}
@@ -95,43 +97,28 @@ GRADS = [
 ]
 
 
-def run(update):
-  params, state = PARAMS, update.init(PARAMS)
-  for grads in GRADS:
-    updates, state = update.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-  return params
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-@pytest.mark.parametrize("clip_norm", [0.0, 2.0])
+@pytest.mark.parametrize("name, clip_norm", [("adam", 0.0), ("adamw", 2.0)])
 def test_updates_are_those_of_the_papers(name, clip_norm):
-  b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.03
+  b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.03 if name == "adamw" else 0.0
   rate = lambda step: 0.1 / (1 + step)  # noqa: E731
-  settings = dict(b1=b1, b2=b2, eps=eps, clip_norm=clip_norm)
-  if name == "adamw":
-    settings["weight_decay"] = decay
-  got = run(optimizer.make_optimizer(name, rate, **settings))
+  settings = dict(weight_decay=decay) if decay else {}
+  update = optimizer.make_optimizer(
+    name, rate, b1=b1, b2=b2, eps=eps, clip_norm=clip_norm, **settings
+  )
+  got, state = PARAMS, update.init(PARAMS)
+  for grads in GRADS:
+    updates, state = update.update(grads, state, got)
+    got = optax.apply_updates(got, updates)
   for key, x in PARAMS.items():
-    x = np.float64(x)
-    mean, square = 0.0, 0.0
+    x, mean, square = np.float64(x), 0.0, 0.0
     for step, grads in enumerate(GRADS):
       norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
-      scale = min(1, clip_norm / norm) if clip_norm else 1
-      grad = scale * np.float64(grads[key])
+      grad = (min(1, clip_norm / norm) if clip_norm else 1) * np.float64(grads[key])
       mean = b1 * mean + (1 - b1) * grad
       square = b2 * square + (1 - b2) * grad**2
       direction = mean / (1 - b1 ** (step + 1)) / (np.sqrt(square / (1 - b2 ** (step + 1))) + eps)
-      direction += decay * x if name == "adamw" else 0
-      x = x - rate(step) * direction
+      x = x - rate(step) * (direction + decay * x)
     np.testing.assert_allclose(got[key], x, rtol=1e-5)
-
-
-def test_the_first_update_of_a_warm_up_changes_nothing():
-  rate = optimizer.learning_rate("constant", 0.5, warmup_steps=3, num_steps=7)
-  update = optimizer.make_optimizer("adam", rate)
-  updates, _ = update.update(GRADS[0], update.init(PARAMS), PARAMS)
-  assert not any(x.any() for x in jax.tree.leaves(updates))
 
 
 def stacked_params():
@@ -153,45 +140,29 @@ def stacked_params():
 
 def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
   params = stacked_params()
-  grads = jax.tree.map(lambda x: x**2 - 0.5, params)
-  update = optimizer.make_optimizer("muon", 0.1)
-  adam = optimizer.make_optimizer("adam", 0.1, nesterov=True)
-  got, _ = update.update(grads, update.init(params), params)
-  of_adam, _ = adam.update(grads, adam.init(params), params)
-  same = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-6)), got, of_adam)
+
+  @partial(jax.jit, static_argnums=0)
+  def update_once(name, params):
+    rule = optimizer.make_optimizer(name, 0.1, **dict(nesterov=True) if name == "adam" else {})
+    return rule.update(jax.tree.map(lambda x: x**2 - 0.5, params), rule.init(params), params)[0]
+
+  got, of_adam = update_once("muon", params), update_once("adam", params)
+  same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), got, of_adam)
   mixer = same["layers"].pop("mixer")
-  assert not mixer["out"]["kernel"] and not mixer["queries_keys_values"].pop("kernel")
-  del mixer["out"]
+  assert not mixer.pop("out")["kernel"] and not mixer["queries_keys_values"].pop("kernel")
   assert all(jax.tree.leaves((same, mixer)))
   # Each layer alone: an orthogonal matrix has singular values of about one size.
   for layer in range(3):
     values = np.linalg.svd(got["layers"]["mixer"]["out"]["kernel"][layer])[1]
     assert values.max() < 2 * values.min(), values
-  alone = jax.tree.map(lambda x: x[:1], params["layers"])
-  one, _ = update.update(
-    jax.tree.map(lambda x: x**2 - 0.5, {"layers": alone}),
-    update.init({"layers": alone}),
-    {"layers": alone},
-  )
-  np.testing.assert_allclose(
-    one["layers"]["mixer"]["out"]["kernel"][0],
-    got["layers"]["mixer"]["out"]["kernel"][0],
-    rtol=1e-5,
-    atol=1e-6,
-  )
 
 
-@pytest.mark.parametrize(
-  "settings",
-  [dict(name="adamw", weight_decay=0.3), dict(name="muon", weight_decay=0.3), dict(name="lion")],
-  ids=lambda settings: settings["name"],
-)
-def test_what_is_frozen_stays_and_has_no_part_in_the_others(settings):
-  config = helpers.tiny_model(num_layers=1, first_layers=1, last_layers=1)
-  config.boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)
-  reader = dpjax.build_model(helpers.tiny_model())
-  model = dpjax.build_model(config, reader)
-  update = optimizer.make_optimizer(rate=0.1, clip_norm=0.5, **settings)
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_what_is_frozen_stays_and_has_no_part_in_the_others(name):
+  boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)
+  reader = dpjax.build_model(helpers.model_settings())
+  model = dpjax.build_model(helpers.model_settings(boundaries=boundaries), reader)
+  update = optimizer.make_optimizer(name, 0.1, clip_norm=0.5, weight_decay=0.3)
   update, of_others = optimizer.for_model(update, model), optimizer.for_model(update, reader)
   # What else has that name is trained.
   trained = stacked_params() | {"frozen": {"frozen": PARAMS["b"]}}
@@ -231,7 +202,7 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
   train["optimizer"] = registry.optimizers.section("adamw", **settings)
   grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
   found, expected, everywhere = (
-    update.update(grads, update.init(params), params)[0]
+    jax.jit(update.update)(grads, update.init(params), params)[0]
     for update in (
       optimizer.build_optimizer(train, 7),
       optax.adamw(0.1, **settings, mask=mask),
@@ -239,7 +210,7 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
     )
   )
   chex.assert_trees_all_equal(found, expected)
-  is_alike = jax.tree.map(lambda x, y: bool((x == y).all()), found, everywhere)
+  is_alike = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), found, everywhere)
   assert is_alike == mask
 
 
@@ -347,13 +318,10 @@ REFUSED = {
   "contrib.scale_by_muon": "^optimizer: .* ValueError: Expected dict, got None",
   "lookahead": "^optimizer: .* no attribute 'fast'",
   "monitor": "^optimizer: .* to keep the form of the state, got float32 .* for .*norm",
-  "a type that files do not have": "^optimizer: .* can be saved, got 1 of uint4$",
-  "two names in one": "^optimizer: .* differ, got a.b.0.count twice$",
+  "a type that files do not have": "^optimizer: expected arrays to save, got 1.1 of uint4",
+  "two names in one": "^optimizer: expected .*, got 1.a.b.0.count .* twice$",
 }
-# The kinds that failed before: a bool, an empty array, a value, a function of the value.
-BY_DEFAULT = "apply_if_finite contrib.galore contrib.momo lbfgs lookahead".split() + [
-  *("MultiSteps", "all types", "two names in one", "a type that files do not have")
-]
+BY_DEFAULT = ["lbfgs", "lookahead", "MultiSteps", *[*MORE][-3:]]
 
 
 def made(name):
@@ -384,31 +352,27 @@ def test_every_optimizer_of_optax_trains_and_resumes_bit_for_bit_or_is_refused(
   model, mesh, update = helpers.Bigrams(7), sharding.make_mesh(jax.devices()[:2]), made(name)
   params = step_lib.abstract_state(model, optax.identity(), 0, mesh).params
 
-  def check():
-    state = optimizer.check(update, model, params)
-    checkpoint_files.check_can_save({"params": params, "opt_state": state})
-
   if name in REFUSED:
     with pytest.raises(dpjax.UserError, match=REFUSED[name]):
-      check()
+      optimizer.check(update, model, params)
     return
-  check()
+  optimizer.check(update, model, params)
   abstract = step_lib.abstract_state(model, update, 0, mesh, "sharded")
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train = step_lib.jit_train_step(model, update, places, mesh)
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7
   batch = dict(tokens=tokens, targets=(tokens + 2) % 7, weights=np.ones((8, 5), np.float32))
   batch = sharding.put_batch(batch, mesh)
-  state = step_lib.jit_init(model, update, 0, mesh, "sharded")
+  state = step_lib.jit_init(model, update, 0, abstract)
   for _ in range(2):
     state, _ = train(state, batch)
   with checkpoints.Checkpoints(tmp_path, keep=2) as saved:
     saved.save(state, {})
   state, _ = train(state, batch)
   with checkpoints.Checkpoints(tmp_path, keep=2) as saved:
-    found = saved.restore(abstract)
+    found, _ = saved.restore(abstract)
     assert found.step == 2
-    resumed, _ = train(found.state, batch)
+    resumed, _ = train(found, batch)
   with_keys = jax.tree.map(
     lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
     (resumed, state),

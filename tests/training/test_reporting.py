@@ -1,7 +1,6 @@
 """Scores in files: a line for each report, and the same for TensorBoard."""
 
 import json
-import logging
 import math
 import struct
 import sys
@@ -19,12 +18,19 @@ def lines(workdir) -> list[dict]:
   return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps(workdir) -> list[int]:
+  return [line["step"] for line in lines(workdir)]
+
+
+def losses(workdir) -> list[float]:
+  return np.fromfile(workdir / reporting.LOSSES, "<f4").tolist()
+
+
 def events(workdir) -> list:
   """The events of all files, oldest first: length, checksum, content, checksum each."""
   found = []
   for path in sorted((workdir / "tensorboard").iterdir()):
     content = path.read_bytes()
-    assert content
     while content:
       (size,) = struct.unpack("<Q", content[:8])
       found.append(event_pb2.Event.FromString(content[12 : 12 + size]))
@@ -40,30 +46,36 @@ def scalars(workdir) -> list[tuple[int, str, float]]:
   ]
 
 
+def write(workdir, steps, begin=0):
+  with reporting.Reporter(workdir, begin, 11) as reporter:
+    for step in steps:
+      reporter.report(step, "train", {"loss": float(step)})
+
+
 def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
   with reporting.Reporter(tmp_path, 0, 7) as reporter:
     reporter.advance(3.5)
-    reporter.report(2, "train", {"loss": 3.5, "grad_norm": 0.25})
+    reporter.report(2, "train", {"loss": 3.5, "mean_over_steps": 2})
     # It is on disk at once: a run may be killed.
     assert len(lines(tmp_path)) == 1
     reporter.report(2, "valid", {"nats_per_token": 2.5})
-    reporter.say("step 3: better")
+    reporter.print("step 3: better")
+    told = reporter.new_reports()
   assert "step 3: better\n" in capsys.readouterr().out
   written = lines(tmp_path)
   times = [line.pop("time") for line in written]
   assert times == sorted(times) and abs(times[0] - time.time()) < 60
   assert written == [
-    {"step": 2, "split": "train", "loss": 3.5, "grad_norm": 0.25},
+    {"step": 2, "split": "train", "loss": 3.5, "mean_over_steps": 2},
     {"step": 2, "split": "valid", "nats_per_token": 2.5},
   ]
-  assert scalars(tmp_path) == [
-    (2, "train/loss", 3.5),
-    (2, "train/grad_norm", 0.25),
-    (2, "valid/nats_per_token", 2.5),
-  ]
+  # Over how many steps a mean is, is no curve.
+  curves = [(2, "train/loss", 3.5), (2, "valid/nats_per_token", 2.5)]
+  assert scalars(tmp_path) == curves
+  assert told == [(step, {name: value}) for step, name, value in curves]
 
 
-def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys):
+def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys, monkeypatch):
   with reporting.Reporter(tmp_path, 0, 1234) as reporter:
     reporter.advance(3.5)
     reporter.report(20, "train", {"loss": 3.5, "tokens_per_second": 56789.4})
@@ -74,37 +86,17 @@ def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys
     "step 20 of 1,234: loss 3.5000, 56,789 tokens/s",
     "step 1,040 of 1,234: loss 2.2500",
   ]
-
-
-def test_a_terminal_has_its_bar_alone(tmp_path, capsys, monkeypatch):
+  # A terminal has its bar alone.
   monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-  with reporting.Reporter(tmp_path, 0, 7) as reporter:
-    reporter.advance(3.5)
-    reporter.report(1, "train", {"loss": 3.5})
+  write(tmp_path, [1])
   shown = capsys.readouterr().err
-  assert "training:" in shown and "\r" in shown and "step 1 of 7" not in shown
+  assert "training:" in shown and "\r" in shown and "step 1 of" not in shown
 
 
-def test_over_how_many_a_mean_is_is_no_curve(tmp_path):
-  with reporting.Reporter(tmp_path, 0, 7) as reporter:
-    reporter.report(2, "train", {"loss": 3.5, "mean_over_steps": 2})
-    reporter.report(3, "train", {"median_loss": 3.0, "median_over_steps": 3})
-    told = reporter.new_reports()
-  assert told == [(2, {"train/loss": 3.5}), (3, {"train/median_loss": 3.0})]
-  assert [name for _, name, _ in scalars(tmp_path)] == ["train/loss", "train/median_loss"]
-  assert [line.get("mean_over_steps") for line in lines(tmp_path)] == [2, None]
-
-
-def write(workdir, steps, begin=0):
-  with reporting.Reporter(workdir, begin, 11) as reporter:
-    for step in steps:
-      reporter.report(step, "train", {"loss": float(step)})
-
-
-def test_lines_after_the_step_it_goes_on_from_are_dropped(tmp_path):
+def test_lines_after_the_step_of_a_resume_are_dropped(tmp_path):
   write(tmp_path, [2, 3, 4, 7])
   write(tmp_path, [5, 11], begin=3)
-  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5, 11]
+  assert steps(tmp_path) == [2, 3, 5, 11]
   assert not list(tmp_path.glob("*.tmp"))
   # TensorBoard's readers drop what came before from this step on.
   (start,) = [event for event in events(tmp_path) if event.HasField("session_log")]
@@ -112,24 +104,32 @@ def test_lines_after_the_step_it_goes_on_from_are_dropped(tmp_path):
   assert start.session_log.status == event_pb2.SessionLog.START
 
 
-@pytest.mark.parametrize("cut", ["{", '{"step": 3', '{"step": 3, "split": "train", "lo'])
-def test_a_cut_last_line_is_dropped(tmp_path, cut):
+@pytest.mark.parametrize(
+  "last, expected",
+  [
+    ('{"step": 3', [2, 5]),
+    ('{"step": 3, "split": "train", "lo', [2, 5]),
+    ('{"step": 3, "split": "train", "loss": 3.0}', [2, 3, 5]),  # It is completed.
+  ],
+)
+def test_a_cut_last_line_is_dropped(tmp_path, last, expected):
   write(tmp_path, [2])
   with (tmp_path / "metrics.jsonl").open("a") as file:
-    file.write(cut)
+    file.write(last)
   write(tmp_path, [5], begin=4)
-  assert [line["step"] for line in lines(tmp_path)] == [2, 5]
-  # One without its end is completed.
-  with (tmp_path / "metrics.jsonl").open("a") as file:
-    file.write('{"step": 6, "split": "train", "loss": 3.0}')
-  write(tmp_path, [7], begin=6)
-  assert [line["step"] for line in lines(tmp_path)] == [2, 5, 6, 7]
-  write(tmp_path, [1], begin=0)  # from the beginning
-  assert [line["step"] for line in lines(tmp_path)] == [1]
+  assert steps(tmp_path) == expected
 
 
-def losses(workdir) -> list[float]:
-  return np.fromfile(workdir / reporting.LOSSES, "<f4").tolist()
+def test_damaged_lines_are_set_aside_with_a_warning(tmp_path, caplog):
+  damage = b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"a": "\xff"}', bytes(5)
+  write(tmp_path, [2, 3])
+  path = tmp_path / "metrics.jsonl"
+  damaged = b"".join(line + b"\n" for line in damage)
+  path.write_bytes(damaged + path.read_bytes())
+  write(tmp_path, [5], begin=4)
+  assert steps(tmp_path) == [2, 3, 5]
+  assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
+  assert "metrics.jsonl: moved 6 damaged line(s) into metrics.jsonl.damaged" in caplog.text
 
 
 def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path):
@@ -137,34 +137,21 @@ def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path
     for i, loss in enumerate([7.0, 0.5, 3.0, 1.0, 2.0], 1):
       reporter.advance(loss)
       assert losses(tmp_path) == [7.0, 0.5, 3.0, 1.0, 2.0][:i]
-    assert reporter.median(5) == (2.0, 5) and reporter.median(3) == (2.0, 3)
-    assert reporter.median(4) == (1.5, 4)
+    assert reporter.median(5) == (2.0, 5) and reporter.median(4) == (1.5, 4)
     reporter.advance(4.0)
     assert losses(tmp_path)[5:] == [4.0] and reporter.median(3) == (2.0, 3)
 
 
-def test_losses_after_the_step_it_goes_on_from_are_dropped(tmp_path):
-  with reporting.Reporter(tmp_path, 0, 7) as reporter:
-    for loss in (5.0, 4.0, 3.0, 2.0):
-      reporter.advance(loss)
-  with (tmp_path / reporting.LOSSES).open("ab") as file:
-    file.write(b"cut")
+def test_losses_after_the_step_of_a_resume_are_dropped_and_missing_ones_are_nan(tmp_path):
+  (tmp_path / reporting.LOSSES).write_bytes(np.float32([5, 4, 3, 2]).tobytes() + b"cut")
   with reporting.Reporter(tmp_path, 3, 7) as reporter:
     assert losses(tmp_path) == [5.0, 4.0, 3.0]
     reporter.advance(9.0)
     assert reporter.median(3) == (4.0, 3)
-  assert losses(tmp_path) == [5.0, 4.0, 3.0, 9.0]
-  with reporting.Reporter(tmp_path, 0, 7):
-    assert losses(tmp_path) == []
-
-
-def test_losses_that_are_not_known_are_not_numbers(tmp_path):
-  # A run of an earlier version, or a disk that lost the last of them.
-  (tmp_path / reporting.LOSSES).write_bytes(np.float32([5, 4]).tobytes() + b"cu")
-  with reporting.Reporter(tmp_path, 4, 7) as reporter:
-    reporter.advance(9.0)
-    assert reporter.median(4) == (6.5, 2)
-  np.testing.assert_equal(losses(tmp_path), [5, 4, math.nan, math.nan, 9])
+  with reporting.Reporter(tmp_path, 6, 7) as reporter:
+    reporter.advance(8.0)
+    assert reporter.median(4) == (8.5, 2)
+  np.testing.assert_equal(losses(tmp_path), [5, 4, 3, 9, math.nan, math.nan, 8])
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
@@ -172,40 +159,12 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   with reporting.Reporter(tmp_path, 0, 7) as reporter:
     reporter.advance(1.0)
     reporter.report(1, "train", {"loss": 1.0})
-    reporter.say("step 1: better")
+    reporter.print("step 1: better")
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
-
-
-DAMAGE = b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"a": "\xff"}', bytes(5)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_lines_are_set_aside_with_a_warning(tmp_path, caplog, damage):
-  write(tmp_path, [2, 3])
-  path = tmp_path / "metrics.jsonl"
-  first, second = path.read_bytes().splitlines(keepends=True)
-  path.write_bytes(first + damage + b"\n" + second + damage + b"\n")
-  write(tmp_path, [5], begin=4)
-  assert [line["step"] for line in lines(tmp_path)] == [2, 3, 5]
-  aside = tmp_path / "metrics.jsonl.damaged"
-  assert aside.read_bytes() == 2 * (damage + b"\n")
-  assert "metrics.jsonl: moved 2 damaged line(s) into metrics.jsonl.damaged" in caplog.text
-
-
-def test_a_file_in_the_place_of_tensorboards_folder(tmp_path, caplog):
-  (tmp_path / "tensorboard").write_text("mine")
-  with caplog.at_level(logging.WARNING):
-    write(tmp_path, [2, 3])
-  assert [line["step"] for line in lines(tmp_path)] == [2, 3]
-  assert (tmp_path / "tensorboard").read_text() == "mine"
-  (record,) = caplog.records
-  assert record.getMessage().startswith(f"{tmp_path / 'tensorboard'}: ")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", reporting.LOSSES])
 def test_a_folder_in_the_place_of_a_file_is_told_in_one_line(tmp_path, name):
-  write(tmp_path, [2])
-  (tmp_path / name).unlink()
   (tmp_path / name).mkdir()
   with pytest.raises(SystemExit, match=f"^{tmp_path / name}: expected .* Is a directory$"):
     with exit_on_user_error():
