@@ -347,7 +347,7 @@ class EntropyThreshold(Boundaries):
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
   it, and in a `LanguageModel` `dpjax.training.train_step` does not update it. `model.init` draws
-  its parameters, and `dpjax.models.language_model.with_frozen` inserts the trained ones, as
+  its parameters, and `dpjax.models.build.with_frozen` inserts the trained ones, as
   `dpjax.train` does. If the small model has no cache, neither has the whole model.
 
   Attributes:

@@ -11,7 +11,7 @@ from dpjax import ops, registry
 from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
 from dpjax.models.build import build_boundaries
-from dpjax.models.language_model import with_frozen
+from dpjax.models.build import with_frozen
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
