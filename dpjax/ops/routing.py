@@ -9,6 +9,9 @@ The first token of a row is always a boundary, so that no token reads the null g
 
 Letters: B batch, T position (token), S segment, D feature, E feature of the projections.
 
+Functions raise a `ValueError` for arguments that are not as described; values are checked only
+outside of `jit`.
+
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
 hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.
 """
@@ -49,9 +52,6 @@ def route(
 
   Returns:
     p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
-
-  Raises:
-    ValueError: the shapes do not match.
 
   Source: arXiv:2507.07955, the routing module.
   """
@@ -98,9 +98,6 @@ def smooth_segments(
   Returns:
     e, [B, S, D], in the dtype of `segments`, computed in at least float32.
 
-  Raises:
-    ValueError: the shapes do not match.
-
   Source: arXiv:2507.07955, the smoothing module.
   """
   segments, probabilities, previous, is_start = checks.arrays(
@@ -136,9 +133,6 @@ def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Arr
   Returns:
     [B, T], in the dtype of `probabilities`.
 
-  Raises:
-    ValueError: an argument is not as above.
-
   Source: arXiv:2507.07955, the confidence score of the upsampler.
   """
   probabilities, boundaries = checks.arrays(
@@ -172,9 +166,6 @@ def ratio_loss(
 
   Returns:
     A scalar, at least float32.
-
-  Raises:
-    ValueError: the shapes do not match, or N is not above 1.
 
   Source: arXiv:2507.07955, the ratio loss.
   """

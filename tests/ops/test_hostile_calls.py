@@ -84,7 +84,7 @@ CALLS = [
       boundaries=ENDS,
       cache=ops.init_segment_cache(B, D),
       method="last",
-      **CHUNK,
+      lengths=LENGTHS,
     ),
   ),
   ("capacities", dict(longest=9, number=4)),
