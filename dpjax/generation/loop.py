@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dpjax.generation import sampling
+from dpjax.ops import checks
 
 Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
@@ -56,11 +57,7 @@ def begin(
   Raises:
     ValueError: the prompt is not [B, P] with P >= 1, or the lengths are not [B].
   """
-  if prompt.ndim != 2 or prompt.shape[1] < 1 or lengths.shape != prompt.shape[:1]:
-    raise ValueError(
-      "prompt, lengths: expected [B, P] with at least one token, and [B], got "
-      f"{prompt.shape}, {lengths.shape}"
-    )
+  checks.arrays(prompt=(prompt, "B P>=1", checks.INTEGERS), lengths=(lengths, "B", checks.INTEGERS))
   prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
   last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
   batch, length = prompt.shape
@@ -69,7 +66,7 @@ def begin(
 
   def read(cache, piece):
     tokens, begins = piece
-    # Nobody asks for these logits, so that they are not computed under `jax.jit`.
+    # The logits are not used, and so not computed under `jax.jit`.
     return step(tokens, cache, jnp.clip(lengths - 1 - begins, 0, size))[1], None
 
   prompt = jnp.pad(prompt, ((0, 0), (0, count * size - length)))
@@ -101,7 +98,7 @@ def advance(
     state: from `begin`, or from the previous call.
     keys: [B], random keys, the same in every call.
     num_tokens: the number of tokens to add, at least 1.
-    temperature: see `dpjax.generation.sampling.sample`.
+    temperature: see `dpjax.generation.sample`.
     top_k: see `sample`.
     top_p: see `sample`.
 
@@ -111,8 +108,7 @@ def advance(
   Raises:
     ValueError: `num_tokens` < 1, or a setting of `sample` is out of range.
   """
-  if num_tokens < 1:
-    raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+  checks.integers(num_tokens=num_tokens)
 
   def add_token(state: State, _):
     logits_b1v, cache = step(state.token[:, None], state.cache, None)
@@ -144,29 +140,13 @@ class WindowCache(NamedTuple):
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
-  """The cache before any token.
-
-  Args:
-    batch: B.
-    window: W, the longest sequence that the model takes.
-    pad_id: the padding; no result depends on it.
-
-  Raises:
-    ValueError: a size is below 1.
-  """
-  for name, size in (("batch", batch), ("window", window)):
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
-  return WindowCache(
-    jnp.full((batch, window), pad_id, jnp.int32),
-    jnp.zeros(batch, jnp.int32),
-    jnp.zeros(batch, jnp.int32),
-  )
+  """The cache of B rows and a window of W tokens before any token, filled with padding."""
+  checks.integers(batch=batch, window=window)
+  tokens_bw = jnp.full((batch, window), pad_id, jnp.int32)
+  return WindowCache(tokens_bw, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def sliding_window(
-  next_logits: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Step:
+def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> Step:
   """Makes a step of any causal model: a full pass over the last W tokens for each token.
 
   The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
@@ -192,7 +172,7 @@ def sliding_window(
     new_place_bw = (place_bw - cache.known[:, None]).clip(0, chunk - 1)
     new_bw = jnp.take_along_axis(tokens, new_place_bw, axis=1)
     tokens_bw = jnp.where(place_bw < cache.known[:, None], old_bw, new_bw)
-    # What stood behind the known ones is padding, and stays so.
+    # Padding behind the known tokens stays.
     tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
     cache_after = WindowCache(tokens_bw, known_b, cache.num_before + gone_b)
     logits_bwv = next_logits(tokens_bw, cache_after.num_before)

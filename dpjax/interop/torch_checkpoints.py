@@ -110,23 +110,18 @@ def from_torch(
   if torch_hourglass.is_hourglass(state):
     if variant != "paper":
       raise UserError(f"variant: expected paper for a MemTransformerLM, got {variant}")
+    settings = dict(shortening_factor=shortening_factor, temperature=temperature)
+    settings |= dict(offset=None if boundary_offset < 0 else boundary_offset)
+    settings |= dict(space_ids=tuple(space_ids), sample=sample_boundaries)
     return torch_hourglass.convert(
-      state_dict,
-      state,
-      boundaries=boundaries,
-      num_heads=num_heads,
-      max_length=max_length,
-      shortening_factor=shortening_factor,
-      boundary_offset=boundary_offset,
-      space_ids=tuple(space_ids),
-      temperature=temperature,
-      sample_boundaries=sample_boundaries,
+      state_dict, state, boundaries, num_heads, max_length, settings=settings
     )
   if boundaries not in (None, "none"):
     raise UserError(f"boundaries: expected none for a file without token pooling, got {boundaries}")
   num_heads = 1 if num_heads is None else num_heads
   is_attention = any(name.endswith(".in_proj_weight") for name in state)
-  table, num_layers = _table(state, _ATTENTION if is_attention else _DISPATCHER)
+  num_layers = max(len({match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}), 1)
+  table = _table(_ATTENTION if is_attention else _DISPATCHER, num_layers)
   torch_arrays.check_names(
     state.keys() - {_POSITIONS}, table, "DispatcherModel or TransformerModel"
   )
@@ -142,10 +137,13 @@ def from_torch(
       raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, got None")
     max_length = len(positions)
 
-  name = _mixer_name(is_attention, variant)
-  levels = {} if is_attention else {"num_levels": sizes["K"]}
+  if is_attention:
+    mixer = config_lib.mixer("attention", num_heads=num_heads)
+  else:
+    name = "dispatcher" if variant == "paper" else "dispatcher_multihead"
+    mixer = config_lib.mixer(name, num_heads=num_heads, num_levels=sizes["K"])
   model_config = config_lib.default_model()
-  model_config.mixer = config_lib.mixer(name, num_heads=num_heads, **levels)
+  model_config.mixer = mixer
   model_config.update(
     vocab_size=sizes["V"],
     num_layers=num_layers,
@@ -157,14 +155,7 @@ def from_torch(
   return model_config, torch_arrays.to_params(arrays, table)
 
 
-def _table(state: Mapping, mixer: Table) -> tuple[Table, int]:
-  """The table of the file, and its number of layers."""
-  indices = {match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}
-  num_layers = max(len(indices), 1)
-  return _lines(mixer, num_layers), num_layers
-
-
-def _lines(mixer: Table, num_layers: int) -> Table:
+def _table(mixer: Table, num_layers: int) -> Table:
   prefixes = (f"{_LAYERS}.{index}" for index in range(num_layers))
   return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)}
 
@@ -211,9 +202,9 @@ def _table_of(model: Mapping) -> Table | None:
   if kind != "none" or not is_theirs:
     return None
   if mixers == {"attention"}:
-    return _lines(_ATTENTION, *depths)
+    return _table(_ATTENTION, *depths)
   if mixers <= {"dispatcher", "dispatcher_multihead"}:
-    return _lines(_DISPATCHER, *depths) if model["mixer"]["num_heads"] == 1 else None
+    return _table(_DISPATCHER, *depths) if model["mixer"]["num_heads"] == 1 else None
   return None
 
 
@@ -243,9 +234,3 @@ def _check_positions(table: np.ndarray, width: int) -> None:
   here = embeddings.sinusoidal_positions(len(table), width)
   if not (np.abs(table[:, 0] - here) <= tolerance).all():
     raise UserError(f"{_POSITIONS}: expected the sinusoidal positions, got others")
-
-
-def _mixer_name(is_attention: bool, variant: str) -> str:
-  if is_attention:
-    return "attention"
-  return "dispatcher" if variant == "paper" else "dispatcher_multihead"

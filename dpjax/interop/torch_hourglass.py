@@ -58,8 +58,8 @@ _PREDICTION: Table = {
   "hourglass/boundary_predictor/out/kernel": ("1F", f"{_PREDICTOR}.2.weight"),
   "hourglass/boundary_predictor/out/bias": ("1", f"{_PREDICTOR}.2.bias"),
 }
-# Their settings in words of ours.
-_KINDS = {"whitespaces": "whitespace"}
+# Settings of boundaries as in the authors' code.
+USUAL = dict(shortening_factor=None, offset=0, space_ids=(), temperature=0.5, sample=False)
 
 
 def is_hourglass(state: Mapping) -> bool:
@@ -70,37 +70,23 @@ def is_hourglass(state: Mapping) -> bool:
 def convert(
   content: Mapping,
   state: Mapping,
-  *,
   boundaries: str | None,
   num_heads: int | None,
   max_length: int | None,
-  shortening_factor: int | None,
-  boundary_offset: int,
-  space_ids: tuple[int, ...],
-  temperature: float,
-  sample_boundaries: bool,
+  settings: Mapping[str, Any],
 ) -> tuple[ConfigDict, dict]:
-  """Implements `dpjax.interop.from_torch` for an hourglass.
+  """Implements `dpjax.interop.from_torch` for an hourglass; see there.
 
   Args:
     content: the whole checkpoint, for its "model_config", or `state`.
     state: names -> arrays.
-    boundaries: see `from_torch`, also for the others.
+    boundaries: the kind of boundaries.
     num_heads: H.
     max_length: the longest T.
-    shortening_factor: k of fixed boundaries.
-    boundary_offset: the place of the first fixed boundary.
-    space_ids: the spaces, for whitespace and gumbel.
-    temperature: the temperature of gumbel.
-    sample_boundaries: whether gumbel draws boundaries in evaluation, too.
-
-  Returns:
-    See `from_torch`.
-
-  Raises:
-    ValueError: see `from_torch`.
+    settings: the settings of the boundaries.
   """
-  recorded = _recorded(content)
+  recorded = content.get("model_config")
+  recorded = recorded if isinstance(recorded, Mapping) else {}
   boundaries = _boundaries(state, boundaries, recorded.get("boundaries_type"))
   table, depths = _table(state, boundaries)
   torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
@@ -133,41 +119,15 @@ def convert(
   )
   for name in ("first", "last"):
     model_config[name].num_layers = depths.get(f"{name}_layers", 2)
-  if boundaries == "fixed" and shortening_factor is None:
+  if boundaries == "fixed" and settings["shortening_factor"] is None:
     raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
-  if boundaries == "whitespace" and not space_ids:
+  if boundaries == "whitespace" and not settings["space_ids"]:
     raise UserError("space_ids: expected the space's for whitespace, got none")
-  given = {
-    "shortening_factor": shortening_factor,
-    "offset": None if boundary_offset < 0 else boundary_offset,
-    "space_ids": space_ids,
-    "temperature": temperature,
-    "sample": sample_boundaries,
-  }
-  usual = {
-    "shortening_factor": None,
-    "offset": 0,
-    "space_ids": (),
-    "temperature": 0.5,
-    "sample": False,
-  }
   known = registry.boundaries.settings(boundaries)
-  model_config.boundaries = config_lib.boundaries(
-    boundaries,
-    **{name: x for name, x in given.items() if name in known or x != usual[name]},
-  )
+  own = {name: x for name, x in settings.items() if name in known or x != USUAL[name]}
+  model_config.boundaries = config_lib.boundaries(boundaries, **own)
   config_lib.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
-
-
-def _recorded(content: Mapping) -> Mapping[str, Any]:
-  """The arguments of the authors' model, if a whole checkpoint has them."""
-  recorded = content.get("model_config")
-  return recorded if isinstance(recorded, Mapping) else {}
-
-
-def _is_pooled(state: Mapping) -> bool:
-  return "null_group" in state or any(name.startswith("layers.1.") for name in state)
 
 
 def _has_predictor(state: Mapping) -> bool:
@@ -176,14 +136,14 @@ def _has_predictor(state: Mapping) -> bool:
 
 def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
   """The kind of boundaries: as given, as recorded in the file, or the only one that fits."""
-  if not _is_pooled(state):
+  if "null_group" not in state and not any(name.startswith("layers.1.") for name in state):
     possible = ("none",)
   elif not _has_predictor(state):
     possible = ("fixed", "whitespace")
   else:
     possible = ("unigram", "entropy", "gumbel")
   if recorded is not None:
-    recorded = _KINDS.get(recorded, recorded)
+    recorded = "whitespace" if recorded == "whitespaces" else recorded
     possible = tuple(kind for kind in possible if kind == recorded) or possible
   if given is None and len(possible) == 1:
     return possible[0]
