@@ -28,8 +28,8 @@ every_kind = pytest.mark.parametrize(
 
 
 def settings(outer, inner, width=INNER):
-  config = helpers.tiny_model(feed_forward_width=14)
-  config.boundaries = config_lib.boundaries(**outer)
+  kind = config_lib.boundaries(**outer)
+  config = helpers.model_settings("relative_attention", kind, feed_forward_width=14)
   config.middle = config_lib.middle(config_lib.boundaries(**inner), width=width)
   for section in (config, config.middle):
     section.first.num_layers = section.last.num_layers = 1
@@ -200,39 +200,3 @@ def test_it_trains_and_writes(tmp_path):
     logits = loaded.model.apply({"params": loaded.params}, np.array([tokens])).logits
     tokens.append(int(logits[0, -1].argmax()))
   assert text == loaded.tokenizer.decode(tokens[7:])
-
-
-INNER_KIND = "middle.boundaries"
-
-
-@pytest.mark.parametrize(
-  ("key", "value", "message"),
-  [
-    (INNER_KIND, dict(name="whitespace"), f"{INNER_KIND}: .* none, fixed, gumbel, routing"),
-    (INNER_KIND, dict(name="gumbel", sample=True), f"{INNER_KIND}: .* in evaluation, got gumbel"),
-    (INNER_KIND, dict(name="routing", factor=1.0), f"{INNER_KIND}.factor: expected above 1"),
-    ("middle.width", 9, "m.*num_heads: expected a divisor of model.middle.width = 9"),
-    ("middle.width", -1, "middle.width: expected at least 0"),
-    ("boundaries", dict(name="none"), "first.num_layers: expected 2"),
-    ("middle.first.num_layers", 0, "middle.first.num_layers: expected at least 1"),
-  ],
-)
-def test_refusals(key, value, message):
-  config = settings(*KINDS["routing"])
-  *parents, name = key.split(".")
-  section = config_lib.get(config, ".".join(parents)) if parents else config
-  section[name] = config_lib.boundaries(**value) if isinstance(value, dict) else value
-  with pytest.raises(dpjax.UserError, match=f"^model.{message}"):
-    config_lib.check_model(config)
-
-
-def test_unknown_settings_of_a_middle_are_named():
-  with pytest.raises(dpjax.UserError, match="model.middle.wdith: .* is model.middle.width"):
-    config_lib.middle(wdith=8)
-  with pytest.raises(dpjax.UserError, match="model.middle.width: .* type int, got 1.5"):
-    config_lib.middle("routing", width=1.5)
-  assert config_lib.middle("fixed").boundaries == config_lib.boundaries("fixed")
-  config = settings(*KINDS["routing"]).to_dict()
-  config["middle"]["first"]["num_layer"] = 2
-  with pytest.raises(dpjax.UserError, match="middle.first.num_layer: .*first.num_layers"):
-    config_lib.from_dict({"model": config})
