@@ -47,7 +47,7 @@ def pooled(boundaries, middle="relative_attention", first=None, last=None, outer
 def modern():
   own = mixer("attention", use_bias=False, rotary_base=30.0)
   frame = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-  return plain(own, norm="pre", positions="none", **frame)
+  return plain(own, width=8, norm="pre", positions="none", **frame)
 
 
 FIXED_0 = dict(name="fixed", shortening_factor=3, offset=0, pooling="last")
