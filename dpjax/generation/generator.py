@@ -100,13 +100,10 @@ class Generator:
       top_k: draw from the k most likely tokens; 0 means all.
       top_p: draw from the most likely tokens that reach this probability, in (0, 1].
       beyond_window: what to do, for all rows, once a text exceeds the model's window of M
-        tokens.
-        "slide": each token takes a full pass over the M tokens before it.
-        "continue": the cache goes on. Each layer of a Dispatcher reaches back 2**K - 1
-          tokens, of an Extractor and of relative attention M - 1, so that upper layers reach
-          further; sinusoidal positions are computed as far as needed. Attention and learned
-          positions end with the window.
-        "refuse": such a length is an error.
+        tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
+        the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
+        Extractor and of relative attention M - 1. Attention and learned positions end with the
+        window. "refuse": such a length is an error.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample; the stop token is not part of it.
@@ -257,14 +254,9 @@ def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | 
 def check_prompt(
   model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:
-  """Checks that a prompt and its continuation fit into the model of `config.model`.
+  """Checks that a prompt, called `name`, and its continuation fit into the model.
 
-  Args:
-    model: `config.model`.
-    tokenizer: the tokenizer of the model.
-    prompt: the text.
-    name: the name of the prompt, for the message.
-    settings: "length" and "beyond_window", see `Generator.stream`.
+  The settings are "length" and "beyond_window" of `Generator.stream`.
   """
   ids = tokenizer.encode(prompt)
   window, beyond = model.max_length, settings["beyond_window"]

@@ -47,7 +47,7 @@ def begin(
   Args:
     step: the model.
     cache: an empty cache, before any token.
-    prompt: [B, P], integers, each row padded at its end.
+    prompt: [B, P], integers, P >= 1, each row padded at its end.
     lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
 
@@ -55,7 +55,7 @@ def begin(
     The state for `advance`.
 
   Raises:
-    ValueError: the prompt is not [B, P] with P >= 1, or the lengths are not [B].
+    ValueError: an argument has another shape or dtype.
   """
   checks.arrays(prompt=(prompt, "B P>=1", checks.INTEGERS), lengths=(lengths, "B", checks.INTEGERS))
   prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
@@ -90,8 +90,8 @@ def advance(
 
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
-  Each token is drawn with the row's key and its place in the row. So the text of a row does
-  not depend on the other rows, nor on the chunks.
+  Each token is drawn with the row's key and its place in the row, so the text of a row depends
+  neither on the other rows nor on the chunks.
 
   Args:
     step: the model.
@@ -126,7 +126,7 @@ def advance(
 
 
 class WindowCache(NamedTuple):
-  """The last tokens of each row, for a model that has no other memory.
+  """The last tokens of each row, for a model without a cache.
 
   Attributes:
     tokens: [B, W], int32, the oldest first, padded at the end.

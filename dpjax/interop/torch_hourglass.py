@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import ConfigDict
@@ -62,11 +60,6 @@ _PREDICTION: Table = {
 USUAL = dict(shortening_factor=None, offset=0, space_ids=(), temperature=0.5, sample=False)
 
 
-def is_hourglass(state: Mapping) -> bool:
-  """Whether the names are those of a `MemTransformerLM`."""
-  return "word_emb.weight" in state or "r_w_bias" in state
-
-
 def convert(
   content: Mapping,
   state: Mapping,
@@ -75,20 +68,27 @@ def convert(
   max_length: int | None,
   settings: Mapping[str, Any],
 ) -> tuple[ConfigDict, dict]:
-  """Implements `dpjax.interop.from_torch` for an hourglass; see there.
-
-  Args:
-    content: the whole checkpoint, for its "model_config", or `state`.
-    state: names -> arrays.
-    boundaries: the kind of boundaries.
-    num_heads: H.
-    max_length: the longest T.
-    settings: the settings of the boundaries.
-  """
-  recorded = content.get("model_config")
-  recorded = recorded if isinstance(recorded, Mapping) else {}
-  boundaries = _boundaries(state, boundaries, recorded.get("boundaries_type"))
-  table, depths = _table(state, boundaries)
+  """`dpjax.interop.from_torch` for an hourglass; `content` is the whole checkpoint."""
+  recorded = content.get("model_config", {})
+  has_predictor = any(name.startswith("boundary_predictor.") for name in state)
+  layers = {(match[1], match[2]) for name in state if (match := _LAYER_NAME.fullmatch(name))}
+  is_pooled = "null_group" in state or any(stack == "1" for stack, _ in layers)
+  possible = ("none",)
+  if is_pooled:
+    possible = ("unigram", "entropy", "gumbel") if has_predictor else ("fixed", "whitespace")
+  in_file = recorded.get("boundaries_type", "").removesuffix("s")
+  possible = (in_file,) if in_file in possible else possible
+  if boundaries is None and len(possible) == 1:
+    boundaries = possible[0]
+  if boundaries is None or boundaries not in possible:
+    raise UserError(
+      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {boundaries}"
+    )
+  depths = [
+    max(sum(stack == str(number) for stack, _ in layers), 1)
+    for number in range(1 if boundaries == "none" else 3)
+  ]
+  table = lines(depths, has_predictor)
   torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
   arrays = torch_arrays.read_arrays(state)
   sizes = torch_arrays.read_sizes(arrays, table)
@@ -99,8 +99,6 @@ def convert(
       f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
       f"{(sizes['H'], sizes['E'])}"
     )
-  if _FREQUENCIES in arrays:
-    _check_frequencies(arrays[_FREQUENCIES], sizes["D"])
   if max_length is None:
     raise UserError(
       "max_length: expected a number, as a MemTransformerLM has no table of positions, got None"
@@ -115,10 +113,10 @@ def convert(
     max_length=max_length,
     positions="none",
     activation=recorded.get("activation_function", "gelu"),
-    num_layers=depths["num_layers"],
+    num_layers=depths[len(depths) // 2],
   )
-  for name in ("first", "last"):
-    model_config[name].num_layers = depths.get(f"{name}_layers", 2)
+  if len(depths) == 3:
+    model_config.first.num_layers, _, model_config.last.num_layers = depths
   if boundaries == "fixed" and settings["shortening_factor"] is None:
     raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
   if boundaries == "whitespace" and not settings["space_ids"]:
@@ -130,61 +128,14 @@ def convert(
   return model_config, torch_arrays.to_params(arrays, table)
 
 
-def _has_predictor(state: Mapping) -> bool:
-  return any(name.startswith("boundary_predictor.") for name in state)
-
-
-def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
-  """The kind of boundaries: as given, as recorded in the file, or the only one that fits."""
-  if "null_group" not in state and not any(name.startswith("layers.1.") for name in state):
-    possible = ("none",)
-  elif not _has_predictor(state):
-    possible = ("fixed", "whitespace")
-  else:
-    possible = ("unigram", "entropy", "gumbel")
-  if recorded is not None:
-    recorded = "whitespace" if recorded == "whitespaces" else recorded
-    possible = tuple(kind for kind in possible if kind == recorded) or possible
-  if given is None and len(possible) == 1:
-    return possible[0]
-  if given is None or given not in possible:
-    raise UserError(
-      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {given}"
-    )
-  return given
-
-
-def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
-  """The table of the file, and the number of blocks in each stack, as settings."""
-  matches = [match for name in state if (match := _LAYER_NAME.fullmatch(name))]
-  names = ("num_layers",)
-  if boundaries != "none":
-    names = ("first_layers", "num_layers", "last_layers")
-  depths = [
-    max(len({match[2] for match in matches if match[1] == str(stack)}), 1)
-    for stack in range(len(names))
-  ]
-  return lines(depths, _has_predictor(state)), dict(zip(names, depths, strict=True))
-
-
 def lines(depths: Sequence[int], has_predictor: bool) -> Table:
   """The table of a model by the number of blocks in each stack, of one or three stacks."""
-  places = ("layers",)
+  places, table = ("layers",), {**_MODEL, **_POSITIONS}
   if len(depths) == 3:
     places = ("hourglass/first", "hourglass/middle", "hourglass/last")
-  table = {**_MODEL, **_POSITIONS}
-  if len(depths) == 3:
     positions = {f"hourglass/{path}": line for path, line in _POSITIONS.items()}
     table = {**_MODEL, **positions, **_POOLING}
   for stack, (place, depth) in enumerate(zip(places, depths, strict=True)):
     prefixes = (f"layers.{stack}.{index}" for index in range(depth))
     table |= torch_arrays.of_layers(_LAYER, place, prefixes)
   return {**table, **(_PREDICTION if has_predictor else {})}
-
-
-def _check_frequencies(frequencies: np.ndarray, width: int) -> None:
-  here = 10000.0 ** (-np.arange(0, width, 2) / width)
-  if frequencies.shape != here.shape:
-    raise UserError(f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}")
-  if not np.allclose(frequencies, here, rtol=1e-5, atol=0):
-    raise UserError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")

@@ -1,6 +1,4 @@
-"""Kinds of boundaries: they find where segments end, and may have a predictor that learns it.
-
-B batch, T position, D width.
+"""Kinds of boundaries, by rules: they find where segments end. B batch, T position, D width.
 
 A kind is one Linen module. `dpjax.models.hourglass.Hourglass` gets the segments and the
 pooling from it, and `dpjax.training.losses.Objective` its part of the loss. A new kind
@@ -116,7 +114,7 @@ class Boundaries(nn.Module):
       learned: the result of `learn`.
 
     Returns:
-      0 or 1 for each token of `tokenizer.encode(text)`, [N].
+      [N], 0 or 1 for each token.
     """
     raise UserError(
       "model.boundaries: expected a kind with of_text, as it says needs_text, got "
@@ -128,7 +126,7 @@ class Boundaries(nn.Module):
     return b""
 
   def text_settings(self) -> Any:
-    """The settings on which `of_text` depends, as JSON; by default all, and the class's name."""
+    """The settings on which `of_text` depends, as JSON: the class's name and all fields."""
     fields = [x.name for x in dataclasses.fields(self) if x.name not in _GIVEN]
     return [type(self).__name__, *([name, str(getattr(self, name))] for name in fields)]
 
@@ -171,10 +169,10 @@ class Boundaries(nn.Module):
     previous: jax.Array | None,
     is_start: jax.Array | None = None,
   ) -> jax.Array:
-    """Changes the segments between the middle and the tokens; does nothing by default.
+    """Changes the segments between the middle and the tokens, without a null group.
 
     Args:
-      segments: [B, S, D], the output of the middle, without the null group.
+      segments: [B, S, D], the output of the middle.
       probabilities: [B, S], those of `BoundaryOutput` at the boundaries that end the segments.
       previous: [B, D], the last result, if rows continue.
       is_start: [B, S], 1 at the first segment of each document, if rows have several.
@@ -197,14 +195,12 @@ class Boundaries(nn.Module):
     """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
-      output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: see `dpjax.training.losses.Objective.sums`. Rows of several documents also have
-        "is_start", [B, T]. "boundary_share", a scalar, is the share of boundaries among the
-        tokens that count, of the whole batch if this is a part of one.
+      output: `dpjax.models.LanguageModelOutput`.
+      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T], and
+        "boundary_share", the share of boundaries in the whole batch of which this is a part.
 
     Returns:
-      The sum over tokens that count, in nats, float32, to which parts of a batch add up; and
-      [B, T], 0 or 1, or None.
+      The sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
     return jnp.zeros(()), None
 
@@ -241,10 +237,9 @@ class Fixed(Boundaries):
   def __call__(self, hidden, tokens, *, num_before=None, is_start=None, **_):
     """See `Boundaries`."""
     shape = checks.array("hidden", hidden, "B T D").shape[:2]
+    rule = self.shortening_factor, self._first
     return BoundaryOutput(
-      ops.fixed_boundaries(
-        shape, self.shortening_factor, self._first, num_before=num_before, is_start=is_start
-      )
+      ops.fixed_boundaries(shape, *rule, num_before=num_before, is_start=is_start)
     )
 
   def most_segments(self, length: int) -> int:

@@ -18,7 +18,7 @@ from dpjax.ops import checks
 from dpjax.ops.entropies import check_rule
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
-_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # which remembers words
+_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # remembers words
 
 
 class _Predicted(Boundaries):
@@ -272,13 +272,7 @@ class Routing(Boundaries):
 
 
 class EntropyState(NamedTuple):
-  """The state of `EntropyThreshold` after some tokens.
-
-  Attributes:
-    cache: the cache of the frozen model.
-    entropy: [B], nats, after the last token.
-    boundary: [B], whether a segment ended with it.
-  """
+  """The frozen model's cache; entropy, nats, and boundary, 0 or 1, of the last token, [B]."""
 
   cache: Any
   entropy: jax.Array
@@ -289,9 +283,9 @@ class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
-  it, and in a `LanguageModel` `dpjax.training.train_step` does not update it. `model.init` draws
-  its parameters, and `dpjax.models.build.with_frozen` inserts the trained ones, as
-  `dpjax.train` does. If the small model has no cache, neither has the whole model.
+  it, and `dpjax.training.train_step` does not update it. `model.init` draws its parameters;
+  `dpjax.models.build.with_frozen` inserts the trained ones. If it has no cache, neither has the
+  whole model.
 
   Attributes:
     run: the folder of the small model's run, with the same vocabulary.
