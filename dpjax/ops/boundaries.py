@@ -50,7 +50,7 @@ def fixed_boundaries(
   Returns:
     [B, T], int32.
 
-  Source: the pooling paper, Eq. 2.
+  Source: Eq. 2.
   """
   batch, length = checks.shape(shape)
   checks.integer("factor", factor)
@@ -76,16 +76,8 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
 
     b_t = 1 where x_t is a space
 
-  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]].
-
-  Args:
-    tokens: [B, T], integers: ids of the vocabulary.
-    space_ids: the ids of spaces, at least one; include the newline's if there is one.
-
-  Returns:
-    [B, T], int32.
-
-  Source: the pooling paper, Sec. 3 (whitespace).
+  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]]. Takes token ids, [B, T], and the
+  ids of spaces, at least one; include the newline's if there is one. Returns [B, T], int32.
   """
   space_ids = checks.ids("space_ids", space_ids)
   if not space_ids:
@@ -170,7 +162,7 @@ def gumbel_sigmoid(
   Returns:
     [B, T], float32, or float64 for such logits, exactly 0.0 or 1.0.
 
-  Source: the pooling paper, Eq. 4.
+  Source: Eq. 4.
   """
   logits = checks.array("logits", logits, "B T")
   checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
@@ -217,7 +209,7 @@ def binomial_prior_loss(
     [B], nats per token, float32, or float64 for such boundaries. A row in which no token
     counts gives 0, with zero gradient.
 
-  Source: the pooling paper, Eq. 7.
+  Source: Eq. 7.
   """
   checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
   b_bt, w_bt, is_start = checks.arrays(

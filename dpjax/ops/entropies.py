@@ -30,23 +30,15 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
     H_t = -sum over v of p_tv ln p_tv,   p_t = softmax(logits_t)
 
-  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing.
-
-  Args:
-    logits: [B, T, V], floats; at least one of every V is finite.
-
-  Returns:
-    [B, T], nats, float32, or float64 for such logits.
-
-  Source: the pooling paper, Sec. 3 (entropy).
+  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing, but one of every V is
+  finite. Takes [B, T, V], floats. Returns [B, T], nats, float32, or float64 for such logits.
   """
   logits = checks.array("logits", logits, "B T V>=1")
   logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0. (A `where` on p would have
-  # XLA keep log p and p.)
+  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0.
   log_p_btv = jnp.maximum(log_p_btv, -200)
   return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
 

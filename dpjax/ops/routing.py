@@ -37,7 +37,7 @@ def route(
   num_before: jax.Array | None = None,
   is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """The probability of a boundary at each token, and the boundaries.
+  """The probability of a boundary at each token, and the boundaries (the routing module).
 
     p_t = clip((1 - cos(h_{t-1} W_q, h_t W_k)) / 2, 0, 1),  p_0 = 1
     b_t = [p_t > 1/2]
@@ -52,8 +52,6 @@ def route(
 
   Returns:
     p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
-
-  Source: arXiv:2507.07955, the routing module.
   """
   hidden, query_kernel, key_kernel, previous, num_before, is_start = checks.arrays(
     hidden=(hidden, "B T>=1 D"),
@@ -84,7 +82,7 @@ def smooth_segments(
   previous: jax.Array | None = None,
   is_start: ArrayLike | None = None,
 ) -> jax.Array:
-  """Smooths segments over time, weighted by the probabilities of their boundaries.
+  """Smooths segments, weighted by the probabilities of their boundaries (the smoothing module).
 
     q_m = clip(p_m, 1e-4, 1 - 1e-4)
     e_m = q_m z_m + (1 - q_m) e_{m-1},  e_{-1} = 0
@@ -97,8 +95,6 @@ def smooth_segments(
 
   Returns:
     e, [B, S, D], in the dtype of `segments`, computed in at least float32.
-
-  Source: arXiv:2507.07955, the smoothing module.
   """
   segments, probabilities, previous, is_start = checks.arrays(
     segments=(segments, "B S>=1 D"),
@@ -122,18 +118,11 @@ def smooth_segments(
 
 
 def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Array:
-  """Ones that pass the gradient to the probability of each decision.
+  """Ones that pass the gradient to the probability of each decision (the confidence score).
 
     c_t = p_t if b_t else 1 - p_t;  the result is 1, with the gradient of c_t
 
-  Args:
-    probabilities: [B, T], floats.
-    boundaries: [B, T], 0 or 1.
-
-  Returns:
-    [B, T], in the dtype of `probabilities`.
-
-  Source: arXiv:2507.07955, the confidence score of the upsampler.
+  Takes [B, T], floats, and [B, T], 0 or 1. Returns [B, T], in the dtype of `probabilities`.
   """
   probabilities, boundaries = checks.arrays(
     probabilities=(probabilities, "B T"), boundaries=(boundaries, "B T", checks.ONES)
@@ -166,8 +155,6 @@ def ratio_loss(
 
   Returns:
     A scalar, at least float32.
-
-  Source: arXiv:2507.07955, the ratio loss.
   """
   boundaries, probabilities, weights = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),

@@ -71,13 +71,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
 
     [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]].
 
-  Args:
-    boundaries: [B, T], zeros and ones of any dtype; they get no gradient.
-
-  Returns:
-    [B, T], int32, nondecreasing along a row.
-
-  Source: the pooling paper, Sec. 3.
+  Takes [B, T], zeros and ones of any dtype. Returns [B, T], int32, without a gradient.
   """
   return _ids(checks.array("boundaries", boundaries, "B T", checks.ONES))
 
@@ -176,7 +170,6 @@ def upsample_segments(
   Returns:
     [B, T, D], in the dtype of `segments`.
 
-  Source: the pooling paper, Sec. 3.
   """
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
@@ -210,14 +203,8 @@ def segment_starts(
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
 
-  Args:
-    boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    is_start: [B, T], 1 at the first token of each document, else 0.
-    capacity: see `pool_segments`; here it includes the first null group.
-    has_null_group: whether a null group precedes the segments of each document.
-
-  Returns:
-    [B, capacity], int32, 0 or 1.
+  Takes boundaries and starts, [B, T]; `capacity` includes the first null group, if documents
+  have null groups. Returns [B, capacity], int32, 0 or 1.
   """
   boundaries, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)

@@ -168,10 +168,7 @@ def kind(name, **own):
     (lambda: settings(init_std=-0.1), "init_std: expected at least 0, got -0.1"),
     (lambda: settings(max_length=0), "max_length: expected at least 1, got 0"),
     (lambda: settings().to_dict() | {"num_layer": 3}, "num_layer: .*nearest.* model.num_layers"),
-    (
-      lambda: {k: x for k, x in settings().items() if k != "norm"},
-      "norm: expected a value",
-    ),
+    (lambda: {k: x for k, x in settings().items() if k != "norm"}, "norm: expected a value"),
     (kind("routing", factor=1.0), "boundaries.factor: expected above 1, got 1.0"),
     (kind("routing", weight=-0.1), "boundaries.weight: expected at least 0"),
     (kind("routing", num_capacities=0), "boundaries.num_capacities: expected at least 1"),
@@ -231,10 +228,7 @@ def test_refusals(make, message):
       "mixer.dropout: expected a number .* finite",
     ),
     (lambda: config_lib.middle(wdith=8), "model.middle.wdith: .* is model.middle.width"),
-    (
-      lambda: config_lib.middle("routing", width=1.5),
-      "model.middle.width: .* type int, got 1.5",
-    ),
+    (lambda: config_lib.middle("routing", width=1.5), "model.middle.width: .* type int, got 1.5"),
     (
       lambda: config_lib.boundaries("entropy_threshold", run="a", theta=float("inf")),
       "theta: expected a number .* finite, got",

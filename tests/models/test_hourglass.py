@@ -234,7 +234,8 @@ def test_bfloat16():
   ],
 )
 def test_refusals(kind, options, message):
-  model = make(kind, changes={} if kind != "none" else dict(first=dict(num_layers=2)))
+  two = dict(num_layers=2)
+  model = make(kind, changes=dict(first=two, last=two) if kind == "none" else {})
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(lambda key: model.init(key, TOKENS, **options), jax.random.key(0))
 

@@ -90,8 +90,7 @@ def entropies(*shape):
 
 
 @pytest.mark.parametrize(
-  "settings",
-  [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)],
+  "settings", [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)]
 )
 def test_thresholds(settings):
   h = entropies(3, 41)
