@@ -19,16 +19,11 @@ from dpjax.registry import ConfigDict
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
-  """Builds the model that `config.model` describes.
+  """Builds the model that `config.model` describes, a Linen module.
 
   Args:
-    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's
-      `vocab_size`.
+    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's `vocab_size`.
     frozen: the model of another run, for boundaries that use one.
-
-  Returns:
-    A Linen module: `model.init(key, tokens)` and
-    `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
 
   Raises:
     ValueError: `key: expected ..., got ...`.

@@ -11,9 +11,8 @@ B batch, T position, D width, S shortened length, segments and the null group.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360.
 Differences from the authors' code:
-- The result of a row does not depend on the other rows or on S: surplus capacity is never
-  read. (The authors take the batch's largest S; the function is the same.) Dropout does depend
-  on S, as its draws have the shape of the array.
+- The result of a row does not depend on the other rows or on S, as surplus capacity is never
+  read; dropout does, as its draws have the shape of the array.
 - Fixed segments end at k - 1, 2k - 1, ... (Eq. 2), not at 0, k, ... (`boundary_offset`).
 - Gumbel rounds p in evaluation (Sec. 3.1) instead of sampling (`sample_boundaries`).
 """
@@ -56,10 +55,11 @@ class HourglassOutput(NamedTuple):
 
   Attributes:
     hidden: [B, T, D].
-    boundaries: [B, T], 0 or 1. Integers, or, if gumbel draws them, floats that pass a gradient.
-    boundary_logits: [B, T], the logits of boundaries; None without a predictor.
+    boundaries: [B, T], 1 where a segment ends, else 0. Integers, or, if gumbel draws them, floats
+      that pass a gradient.
+    boundary_logits: [B, T], the predictor's logits; None without one.
     cache: the new cache, if one was given.
-    boundary_probabilities: [B, T], if the kind of boundaries has them.
+    boundary_probabilities: [B, T], if the boundaries have them beside logits.
     inner: the boundaries of a pooling in the middle; None without one, or with a cache.
   """
 
@@ -172,8 +172,8 @@ class Hourglass(nn.Module):
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
 
-    With a cache, the tokens continue from it. A single token then costs a step of the outer
-    stacks, and a step of the middle if a segment ends with it in any row.
+    With a cache, a single token costs a step of the outer stacks, and one of the middle if a
+    segment ends with it in any row.
 
     Args:
       inputs: [B, T, D].
@@ -189,15 +189,10 @@ class Hourglass(nn.Module):
       sizes: the lengths for which the outer stacks are compiled; see `Stack`.
       needed: see `Stack`.
       is_start: [B, T], without a cache: 1 where a document begins, else 0. Each document has a
-        null group, or begins with a boundary, and the middle receives the starts. None means
-        that each row is one document.
-
-    Returns:
-      `HourglassOutput`.
+        null group, or begins with a boundary.
 
     Raises:
-      ValueError: boundaries have another shape or are not 0 or 1, a `capacity` is out of range
-        or given with a cache, or noise is given for boundaries that draw nothing.
+      ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
     """
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:

@@ -55,13 +55,13 @@ def read_segments(
   """The upsampled segments for the tokens of a chunk.
 
   Args:
-    step: the step of the middle stack: segments, caches and lengths -> segments, caches.
+    step: the middle stack: segments, caches and lengths -> segments, caches.
     queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
     kind: the kind of the boundaries.
     found: the boundaries, [B, C].
     cache: the cache before the chunk.
-    num_before: [B], the number of tokens before the chunk.
-    lengths: [B], the number of real tokens in the chunk, or None for all.
+    num_before: see `Hourglass`.
+    lengths: see `Hourglass`.
 
   Returns:
     [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.

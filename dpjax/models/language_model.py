@@ -17,10 +17,7 @@ from dpjax.ops.explicit_axes import automatic_axes
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Equal blocks with stacked parameters, [num_layers, ...].
-
-  Scanned and unrolled layers store parameters alike, so each form reads the other's
-  checkpoints.
+  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled.
 
   Attributes:
     num_layers: the number of blocks.
@@ -47,7 +44,7 @@ class Stack:
     needed: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> jax.Array:
-    """Applies the blocks; call it within a compact method of the module that contains them.
+    """[B, T, D] -> [B, T, D]; call it within a compact method of the module around.
 
     Args:
       x_btd: [B, T, D].
@@ -56,10 +53,7 @@ class Stack:
       positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
       sizes: the capacities of `dpjax.ops.run_at_capacity`, up to T; () for T alone.
       needed: int scalar, with capacities: the number of positions that will be read.
-      is_start: [B, T], 1 where a document begins, else 0; None for one document.
-
-    Returns:
-      [B, T, D].
+      is_start: see `LanguageModel`.
     """
     shared = None
     if self.has_positions and positions is not None:
@@ -96,12 +90,9 @@ class Stack:
   def with_caches(
     self, width: int, *, name: str, positions: nn.Module | None = None
   ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """The blocks as a function that continues from their caches; for the arguments see `__call__`.
+    """A function that continues from caches, also within `lax.while_loop` and the like.
 
-      function(x_btd, caches, lengths) -> [B, T, D], new caches
-
-    `lengths`, [B], is the number of real positions in each row; None means all. The function
-    closes only over arrays, so that it may be called within `lax.while_loop` and the like.
+    function(x_btd, caches, lengths) -> [B, T, D], new caches
     """
     block = self.make_block(name=name)
     params, free = block.variables["params"], block.clone(parent=None)
@@ -179,11 +170,11 @@ class LanguageModelOutput(NamedTuple):
 
   Attributes:
     logits: [B, T, V]; row t is for token t + 1.
-    boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. For the
-      dtype see `dpjax.models.hourglass.HourglassOutput`.
-    boundary_logits: [B, T], the predictor's logits; None without one.
+    boundaries: see `dpjax.models.hourglass.HourglassOutput`, also for the next; None without
+      token pooling.
+    boundary_logits: [B, T].
     cache: the new cache, if one was given.
-    boundary_probabilities: [B, T], if the boundaries have them beside logits.
+    boundary_probabilities: [B, T].
     inner: a `dpjax.models.hourglass.StageBoundaries`, if segments are pooled again.
     hidden: [B, T, D], the input of `LanguageModel.output_layer`, which makes the logits.
   """
@@ -252,31 +243,24 @@ class LanguageModel(nn.Module):
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
-    With a cache, the tokens continue from it, and the logits equal those of a pass over whole
-    rows:
+    With a cache, for inference, the tokens continue from it, and the logits equal those of a
+    pass over whole rows:
 
-      cache = model.init_cache(batch)
-      output = model.apply(variables, prompt, cache=cache)
+      output = model.apply(variables, prompt, cache=model.init_cache(batch))
       output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
-
-    Caches are for inference, without dropout or gradients.
 
     Args:
       tokens: [B, T], integers in [0, V).
       deterministic: False in training, where dropout draws from the "dropout" stream.
-      boundaries: [B, T], 0 or 1, the ends of segments for a model with token pooling,
-        instead of its own.
-      boundary_noise: see `dpjax.models.hourglass.Hourglass`.
-      capacity: see `dpjax.models.hourglass.Hourglass`.
+      boundaries: see `dpjax.models.Hourglass`, also for the next two.
+      boundary_noise: [B, T].
+      capacity: S.
       cache: None, or from `init_cache` or the previous output.
       lengths: [B], int32, with a cache: the number of real tokens in each row, before its
         padding, which has no effect; None means all.
       is_start: [B, T], 1 at the first token of each document, else 0. A row then holds several
         documents, and each gives the same outputs as alone; the row may be longer than
         `max_length`, a document may not. None means that each row is one document.
-
-    Returns:
-      `LanguageModelOutput`.
 
     Raises:
       ValueError: an argument is not as above; or `boundaries`, `boundary_noise` or `capacity`
@@ -360,12 +344,7 @@ class LanguageModel(nn.Module):
     return automatic_axes(of_tokens)(tokens, variables, args, kwargs)
 
   def output_layer(self, params: Mapping) -> tuple[jax.Array, jax.Array | None]:
-    """The kernel [D, V] and bias [V] that make logits from `LanguageModelOutput.hidden`.
-
-      logits = hidden @ kernel + bias
-
-    The bias is None in a model without biases or with tied embeddings.
-    """
+    """The kernel [D, V] and bias [V], or None, of logits = hidden @ kernel + bias."""
     if self.tie_embeddings:
       return params["embedding"]["tokens"]["embedding"].T, None
     return params["logits"]["kernel"], params["logits"].get("bias")
@@ -373,8 +352,7 @@ class LanguageModel(nn.Module):
   def unstack(self, params: Mapping) -> dict:
     """A copy of the parameters, separate for each layer.
 
-    `apply` with a cache takes either form. With this one, made before a loop over single
-    tokens, the steps copy no parameters.
+    `apply` with a cache takes either form; with this one a step copies no parameters.
     """
     name = "hourglass" if self.layers is None else "layers"
     return {**params, name: self._core().unstack(params[name])}
