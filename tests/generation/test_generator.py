@@ -179,18 +179,6 @@ def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
   assert found[0] == "" and found[1].startswith(texts[1])
 
 
-def test_a_text_goes_on_from_its_prompt():
-  """WordPiece, whose decoder puts a space before a word, but not before the first."""
-  line = "the cat sat on a mat"
-  maker = make(train_tokenizer("wordpiece", [line] * 2, vocab_size=31))
-  tokenizer, prompts = maker[0]._tokenizer, ["the cat", "the cat ", "the", ""]
-  texts = write(maker, prompts, length=5, temperature=0.0)
-  for prompt, text in zip(prompts, texts, strict=True):
-    tokens, _ = by_hand(maker, prompt, 5)
-    assert prompt + text == tokenizer.decode([*tokenizer.encode(prompt), *tokens])
-  assert texts[0] == " " + texts[1] and not texts[3].startswith(" ")
-
-
 def test_a_character_that_stays_incomplete_is_shown_at_the_end():
   maker = make(Bytes(), mixer="me")
   # Nothing but the first byte of two is ever drawn.
@@ -204,11 +192,6 @@ def test_text_comes_as_it_is_made(dispatcher):
   pieces = [chunk[0] for chunk in generator.stream(params, ["abc"], **settings)]
   assert len(pieces) > 1 and all(piece.text for piece in pieces)
   assert sum(piece.num_tokens for piece in pieces) == 20
-  # Bytes that are no character yet are held back.
-  maker = make(Bytes(), mixer="me")
-  rows = list(maker[0].stream(maker[1], ["\u00e4"], **settings))
-  text = "".join(row[0].text for row in rows)
-  assert text == write(maker, ["\u00e4"], **settings)[0]
 
 
 def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):

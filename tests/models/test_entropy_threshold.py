@@ -108,12 +108,6 @@ def test_no_gradient_reaches_the_frozen_model():
   assert all(leaf.any() for leaf in jax.tree.leaves(grads["hourglass"]["middle"]["mixer"]))
 
 
-def test_unstacked_parameters_are_those_of_each_layer():
-  _, model = make(make_frozen()[0])
-  params = model.unstack(helpers.draw_params(model, 13, 1 / 2))
-  assert params["hourglass"]["boundary_predictor"]["frozen"]["layers"].keys() == {"0", "1"}
-
-
 def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):
   _, model = make(make_frozen()[0])
   assert model.has_cache

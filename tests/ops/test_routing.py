@@ -78,15 +78,6 @@ def test_equal_neighbours_are_joined_and_opposite_ones_cut():
   assert boundaries.tolist() == [[1, 0, 1, 0, 0]]
 
 
-def test_a_probability_looks_at_no_later_token():
-  hidden, query, key = normal(0, 1, LENGTH, WIDTH), normal(1, WIDTH, 7), normal(2, WIDTH, 7)
-  jacobian = jax.jit(jax.jacobian(lambda h: ops.route(h, query, key)[0]))(hidden)[0, :, 0]
-  reached = np.abs(jacobian).sum(-1) > 0
-  expected = np.eye(LENGTH, dtype=bool) | np.eye(LENGTH, k=-1, dtype=bool)
-  expected[0] = False
-  np.testing.assert_array_equal(reached, expected)
-
-
 def test_rows_that_go_on_are_routed_as_whole_ones():
   shapes = (BATCH, LENGTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
   hidden, query, key = (normal(3 + i, *shape) for i, shape in enumerate(shapes))

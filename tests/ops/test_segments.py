@@ -199,33 +199,6 @@ def test_bfloat16_is_summed_in_float32():
   np.testing.assert_array_equal(pull(many)[0][0], [[600] * 3, [0] * 3])
 
 
-def test_inside_vmap_scan_and_checkpoint():
-  inputs, _ = draw(LARGE)
-  stacks = (jnp.stack([inputs, 2 * inputs]), jnp.stack([floats(), floats()[::-1]]))
-
-  @jax.checkpoint
-  def loss(inputs, boundaries):
-    pooled = pool_segments(inputs, boundaries, LENGTH)
-    segments = jnp.concatenate([jnp.ones_like(pooled[:, :1]), pooled], axis=1)
-    return jnp.sum(jnp.sin(upsample_segments(segments, boundaries)))
-
-  gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-  rows = [jax.tree.leaves(gradients(*row)) for row in zip(*stacks, strict=True)]
-  expected = [jnp.stack(x) for x in zip(*rows, strict=True)]
-  assert_close(jax.tree.leaves(jax.jit(jax.vmap(gradients))(*stacks)), expected)
-  _, scanned = jax.lax.scan(lambda carry, x: (carry, gradients(*x)), 0, stacks)
-  assert_close(jax.tree.leaves(scanned), expected)
-
-
-def test_a_batch_over_devices_stays_there():
-  inputs, weights = draw(LARGE)
-  arrays = [jnp.concatenate([x, x[:1]]) for x in (inputs, floats(), weights)]
-  placed = jax.device_put(arrays, helpers.over_devices()[0])
-  compiled = pool.lower(*placed, LARGE).compile()
-  assert_close(compiled(*placed), pool(*arrays, LARGE))
-  assert not helpers.collectives(compiled)
-
-
 def zeros(*shape, dtype=jnp.float32):
   return jnp.zeros(shape, dtype)
 
