@@ -75,7 +75,6 @@ class Boundaries(nn.Module):
   num_capacities = 1
 
   def __post_init__(self):
-    """Checks the settings that kinds share."""
     checks.choice("pooling", self.pooling_method, METHODS)
     checks.integers(num_capacities=self.num_capacities)
     for name in ("space_ids", "end_ids"):
@@ -224,7 +223,6 @@ class Fixed(Boundaries):
   pooling: str = "mean"
 
   def __post_init__(self):
-    """Checks that the settings describe segments."""
     checks.integers(shortening_factor=self.shortening_factor)
     if self.offset is not None:
       checks.integer("offset", self.offset, 0, self.shortening_factor - 1)

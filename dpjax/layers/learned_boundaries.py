@@ -43,8 +43,7 @@ class _Predicted(Boundaries):
     nn.share_scope(self, self._predictor)
 
   def _logits(self, hidden: jax.Array) -> jax.Array:
-    hidden = checks.array("hidden", hidden, "B T D>=1")
-    return self._predictor(hidden)[..., 0]
+    return self._predictor(checks.array("hidden", hidden, "B T D>=1"))[..., 0]
 
   def __call__(self, hidden, tokens, **_):
     """See `Boundaries`."""
@@ -72,7 +71,6 @@ class Unigram(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.integers(size=self.size)
     super().__post_init__()
 
@@ -113,7 +111,6 @@ class EntropySpikes(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.integers(left=self.left)
     super().__post_init__()
 
@@ -148,7 +145,6 @@ class Gumbel(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.number("temperature", self.temperature, "above 0", lambda x: x > 0)
     checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
     super().__post_init__()
@@ -175,10 +171,8 @@ class Gumbel(_Predicted):
   def loss(self, output, batch):
     """See `Boundaries`."""
     weights, targets = batch["weights"], None
-    boundaries = output.boundaries.astype(jnp.float32)
-    nats_b = ops.binomial_prior_loss(
-      boundaries, self.prior, weights=weights, is_start=batch.get("is_start")
-    )
+    given = dict(weights=weights, is_start=batch.get("is_start"))
+    nats_b = ops.binomial_prior_loss(output.boundaries.astype(jnp.float32), self.prior, **given)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
@@ -212,7 +206,6 @@ class Routing(Boundaries):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.number("factor", self.factor, "above 1", lambda x: x > 1)
     checks.number("weight", self.weight, "at least 0", lambda x: x >= 0)
     super().__post_init__()
@@ -260,14 +253,9 @@ class Routing(Boundaries):
 
   def loss(self, output, batch):
     """See `Boundaries`."""
-    weights = batch["weights"]
-    ratio = ops.ratio_loss(
-      output.boundaries,
-      output.boundary_probabilities,
-      self.factor,
-      weights=weights,
-      share=batch.get("boundary_share"),
-    )
+    weights, share = batch["weights"], batch.get("boundary_share")
+    found = output.boundaries, output.boundary_probabilities
+    ratio = ops.ratio_loss(*found, self.factor, weights=weights, share=share)
     return self.weight * ratio * jnp.sum(weights), None
 
 
@@ -309,14 +297,12 @@ class EntropyThreshold(Boundaries):
   frozen: Any = None
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     if not self.run:
       raise ValueError("run: expected the folder of a run, got ''")
     check_rule(self.rule, self.theta_add)
     if self.theta is None:
       raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
-    for name in ("theta", "theta_add"):
-      checks.number(name, getattr(self, name))
+    checks.number("theta", self.theta)
     super().__post_init__()
 
   @property
@@ -335,12 +321,8 @@ class EntropyThreshold(Boundaries):
     entropies = ops.conditional_entropy(output.logits)
     previous = state.entropy, state.boundary
     found = ops.entropy_threshold(entropies, *rule, previous=previous)
-    state = EntropyState(
-      output.cache,
-      newest(state.entropy, entropies, lengths),
-      newest(state.boundary, found, lengths),
-    )
-    return BoundaryOutput(found, state=state)
+    last = newest(state.entropy, entropies, lengths), newest(state.boundary, found, lengths)
+    return BoundaryOutput(found, state=EntropyState(output.cache, *last))
 
   def init_state(self, batch: int, width: int) -> EntropyState:
     """The state before the first token, whose entropy counts as a rise."""

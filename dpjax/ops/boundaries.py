@@ -81,10 +81,7 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
   """
   space_ids = checks.ids("space_ids", space_ids)
   if not space_ids:
-    raise ValueError(
-      "space_ids: expected at least one id, got none: an alphabet without a space has "
-      "no whitespace boundaries"
-    )
+    raise ValueError("space_ids: expected at least one id, got none: an alphabet without a space")
   tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
   return _is_in(tokens, space_ids).astype(jnp.int32)
 

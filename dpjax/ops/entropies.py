@@ -9,6 +9,7 @@ outside of `jit`.
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
 
+import bisect
 import math
 
 import jax
@@ -190,12 +191,10 @@ def entropy_theta(
       f"factor: expected at least {h_bt.size / most:.4g}, which theta_add = {theta_add} "
       f"leaves, got {factor}"
     )
-  low, high = 0, len(thetas) - 1
-  while low + 1 < high:  # count(low) >= wanted > count(high), but at the ends
-    middle = (low + high) // 2
-    low, high = (middle, high) if count(middle) >= wanted else (low, middle)
-  place = min((low, high), key=lambda place: abs(count(place) - wanted))
-  return float(thetas[place])
+  # The first place with fewer than wanted, or the one before it.
+  high = bisect.bisect_right(range(len(thetas)), -wanted, key=lambda place: -count(place))
+  near = max(high - 1, 0), min(high, len(thetas) - 1)
+  return float(thetas[min(near, key=lambda place: abs(count(place) - wanted))])
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> None:
