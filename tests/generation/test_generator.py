@@ -145,27 +145,6 @@ def test_greedy_text_is_that_of_full_passes(dispatcher):
   assert maker[0]._advance[False]._cache_size() == slow
 
 
-def test_text_ends_at_a_stop_token(dispatcher):
-  generator, params = dispatcher
-  whole = write(dispatcher, ["abc", "j"], length=90, seed=2, num_samples=2)
-  stop = [whole[0][5], whole[3][8]]
-  expected = []
-  for text in whole:
-    ends = [text.find(x) for x in stop if x in text]
-    expected.append(text[: min(ends)] if ends else text)
-  assert any(len(text) < 16 for text in expected)
-  settings = dict(length=90, seed=2, num_samples=2, stop=stop)
-  assert write(dispatcher, ["abc", "j"], **settings) == expected
-  chunks = list(generator.stream(params, ["abc", "j"], **settings))
-  longest = max(map(len, expected)) + 1
-  assert sum(len(chunk[0].text) for chunk in chunks) == len(expected[0])
-  # It ends with the last of them, and not before.
-  assert [piece.is_stopped for piece in chunks[-1]] == [len(x) < 90 for x in expected]
-  counts = [sum(piece.num_tokens for piece in row) for row in zip(*chunks, strict=True)]
-  assert counts == [min(90, len(text) + 1) for text in expected]
-  assert len(chunks) < 90 // 4 or longest > 80
-
-
 def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
   generator, _ = dispatcher
   texts = write(dispatcher, ["hij abc de", "j"], length=2, seed=2)

@@ -17,28 +17,6 @@ def draw(logits, count: int, **settings) -> np.ndarray:
   return np.asarray(compiled(rows, keys, **settings))
 
 
-def drawn(probabilities, **settings) -> set[int]:
-  """The tokens that come at all in 2,000 draws: none of 0.01 or more is missed."""
-  with np.errstate(divide="ignore"):
-    return set(draw(np.log(np.asarray(probabilities)), 2000, **settings).tolist())
-
-
-@pytest.mark.parametrize(
-  ("probabilities", "settings", "expected"),
-  [
-    ([0.1, 0.4, 0.2, 0.2, 0.1], dict(top_k=2), {1, 2, 3}),  # a tie
-    ([0.5, 0.3, 0.15, 0.05], dict(top_p=0.6), {0, 1}),  # .5 < .6 <= .8
-    ([0.5, 0.3, 0.15, 0.05], dict(top_p=1e-9), {0}),  # the first stays in any case
-    ([0.4, 0.2, 0.2, 0.2], dict(top_p=0.5), {0, 1, 2, 3}),  # a tie
-    # Of the first three alone they are .44, .33, .22: two of them reach .75.
-    ([0.4, 0.3, 0.2, 0.1], dict(top_p=0.75, top_k=3), {0, 1}),
-    ([0.5, 0.0, 0.5, 0.0], dict(top_k=3, top_p=0.999), {0, 2}),
-  ],
-)
-def test_the_tokens_that_come(probabilities, settings, expected):
-  assert drawn(probabilities, **settings) == expected
-
-
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_are_those_of_the_softmax(temperature):
   logits, count = np.array([1.3, 0.2, -0.4, -1.1, 0.7]), 20_000

@@ -215,16 +215,6 @@ def test_a_cache_of_bfloat16_stays_what_it_is():
     assert jax.tree.map(jax.typeof, output.cache) == jax.tree.map(jax.typeof, cache)
 
 
-@pytest.mark.parametrize("name", ["she", "he", "we", "me"])
-def test_long_windows_of_extractors_are_online(name):
-  for length in (extractors.ONLINE_LENGTH - 1, extractors.ONLINE_LENGTH):
-    model = dpjax.build_model(plain(name, max_length=length))
-    layers = jax.eval_shape(partial(model.init_cache, 2)).layers
-    is_online = name != "she" and length == extractors.ONLINE_LENGTH
-    kind = ops.OnlineConvolutionCache if is_online else ops.ConvolutionCache
-    assert [type(x) for x in layers] == [kind] * 2
-
-
 @pytest.mark.parametrize(
   ("given", "message"),
   [

@@ -117,7 +117,7 @@ def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
 
 # The model of "entropy" is that of "unigram".
 @pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])
-def test_rows_do_not_touch_each_other_nor_later_tokens_the_earlier(kind):
+def test_rows_do_not_touch_each_other(kind):
   model = make(kind)
   params = draw_params(model)
   apply = jax.jit(model.apply)
@@ -132,13 +132,6 @@ def test_rows_do_not_touch_each_other_nor_later_tokens_the_earlier(kind):
     output = apply({"params": params}, others)
     np.testing.assert_array_equal(output.boundaries[row], whole.boundaries[row])
     assert_close(output.logits[row], whole.logits[row])
-  for end, filling in ((6, SPACE), (6, SPACE + 1), (1, SPACE)):
-    other = TOKENS.copy()
-    other[:, end:] = filling
-    output = apply({"params": params}, other)
-    np.testing.assert_array_equal(output.boundaries[:, :end], whole.boundaries[:, :end])
-    assert_close(output.logits[:, :end], whole.logits[:, :end])
-    assert np.abs(output.logits - whole.logits).max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])

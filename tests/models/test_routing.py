@@ -43,23 +43,6 @@ def parts():
   return model, params, apply, output
 
 
-def test_is_what_its_parts_are(parts):
-  """The router, the middle and the way back, by the pure functions."""
-  model, params, *_ = parts
-  h = np.random.default_rng(2).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  variables = {"params": params["hourglass"]["boundary_predictor"]}
-  found = kind.apply(variables, h, TOKENS)
-  query, key = variables["params"]["query"], variables["params"]["key"]
-  p, b = ops.route(h, query, key)
-  np.testing.assert_array_equal(found.boundaries, b)
-  read = jnp.ones_like(h)
-  y = kind.apply(variables, read, jnp.asarray(h), found, method="join")
-  residual = variables["params"]["residual"]
-  expected = read + h @ residual["kernel"] + residual["bias"][None, None]
-  np.testing.assert_allclose(y, expected, atol=1e-5)
-
-
 def test_it_begins_with_cosines_and_without_a_residual():
   _, model = make()
   params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]["hourglass"]
