@@ -26,13 +26,7 @@ Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
 
 class State(NamedTuple):
-  """Rows of text during generation.
-
-  Attributes:
-    token: [B], int32, the last token of each row, which the model has not seen yet.
-    length: [B], int32, the number of tokens in each row, that one included.
-    cache: the model's cache of the tokens before it.
-  """
+  """Rows of text: the last token and the number of tokens, [B], and a cache of those before it."""
 
   token: jax.Array
   length: jax.Array
@@ -50,9 +44,6 @@ def begin(
     prompt: [B, P], integers, P >= 1, each row padded at its end.
     lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
-
-  Returns:
-    The state for `advance`.
 
   Raises:
     ValueError: an argument has another shape or dtype.
@@ -126,17 +117,11 @@ def advance(
 
 
 class WindowCache(NamedTuple):
-  """The last tokens of each row, for a model without a cache.
+  """The last tokens of each row, for a model without a cache."""
 
-  Attributes:
-    tokens: [B, W], int32, the oldest first, padded at the end.
-    known: [B], int32, the number of tokens without padding.
-    num_before: [B], int32, the place of the first of them in the row.
-  """
-
-  tokens: jax.Array
-  known: jax.Array
-  num_before: jax.Array
+  tokens: jax.Array  # [B, W], the oldest first, padded at the end
+  known: jax.Array  # [B], the number of tokens without padding
+  num_before: jax.Array  # [B], the place of the first of them in the row
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:

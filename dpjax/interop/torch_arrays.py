@@ -23,10 +23,7 @@ Table = Mapping[str, tuple[str, Names]]
 
 
 def find_state(content: Mapping) -> dict:
-  """The names and arrays of a checkpoint, or of the mapping within it.
-
-  Removes the "module." that `torch.nn.parallel.DistributedDataParallel` puts before names.
-  """
+  """The names, without "module." of parallel training, and the arrays of a checkpoint."""
   state = content
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))

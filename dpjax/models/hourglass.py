@@ -170,10 +170,7 @@ class Hourglass(nn.Module):
     needed: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> HourglassOutput:
-    """[B, T, D] -> [B, T, D].
-
-    With a cache, a single token costs a step of the outer stacks, and one of the middle if a
-    segment ends with it in any row.
+    """[B, T, D] -> [B, T, D]; with a cache, the middle runs only if a segment ends.
 
     Args:
       inputs: [B, T, D].
@@ -206,21 +203,13 @@ class Hourglass(nn.Module):
       _check_documents(kind)
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
-    positions = None
-    if self.make_positions is not None:
-      positions = self.make_positions(name="relative_positions")
-    middle_positions = positions
-    if self.make_middle_positions is not None:
-      middle_positions = self.make_middle_positions(name="middle_positions")
-    common: dict[str, Any] = dict(
-      positions=positions,
-      deterministic=deterministic,
-      sizes=sizes,
-      needed=needed,
-      is_start=is_start,
-    )
+    make, make_middle = self.make_positions, self.make_middle_positions
+    positions = None if make is None else make(name="relative_positions")
+    middle_positions = positions if make_middle is None else make_middle(name="middle_positions")
+    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
+    outer = common | dict(sizes=sizes, needed=needed, is_start=is_start)
     if cache is None:
-      h_btd = self.first(inputs, name="first", **common)
+      h_btd = self.first(inputs, name="first", **outer)
     else:
       step_first = self.first.with_caches(width, name="first", positions=positions)
       h_btd, first = step_first(inputs, cache.first, lengths)
@@ -303,14 +292,8 @@ class Hourglass(nn.Module):
       if middle_starts is not None:
         s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
       s_bsd = norm(s_bsd)
-    of_middle: dict[str, Any] = dict(
-      name="middle",
-      positions=middle_positions,
-      deterministic=deterministic,
-      sizes=middle_sizes,
-      needed=num_read,
-      is_start=middle_starts,
-    )
+    of_middle = common | dict(name="middle", positions=middle_positions, is_start=middle_starts)
+    of_middle |= dict(sizes=middle_sizes, needed=num_read)
     inner = None
     if isinstance(self.middle, PooledMiddle):
       s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
@@ -321,7 +304,7 @@ class Hourglass(nn.Module):
       s_bsd = kind.blend(s_bsd, pool_at_boundaries(found, size), None, middle_starts)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries, is_start=null_starts)
-    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **common)
+    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **outer)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
   def _projections(self, width: int) -> tuple[Callable, Callable]:

@@ -18,12 +18,10 @@ class HourglassCache(NamedTuple):
   """The cache of an hourglass.
 
   Attributes:
-    first: caches of the first stack's layers.
-    middle: caches of the middle stack, which has seen the null group and all closed segments.
-    last: caches of the last stack.
+    first, middle, last: caches of the stacks; the middle has seen the null group and all closed
+      segments.
     segment: the open segment.
-    latest: [B, D], the middle stack's output for the last closed segment, for tokens until
-      the next one closes.
+    latest: [B, D], the middle stack's output for the last closed segment.
     boundaries: the state of `dpjax.layers.boundaries.Boundaries.init_state`.
   """
 

@@ -19,15 +19,7 @@ def capacities(longest: int, number: int) -> tuple[int, ...]:
 
     capacities(9, 4)  ->  (3, 5, 7, 9)
 
-  Args:
-    longest: the last capacity, at least 1.
-    number: the number of capacities, from 1 to 65,536; at most `longest` are returned.
-
-  Returns:
-    ceil(longest * i / number) for i = 1 .. number, increasing.
-
-  Raises:
-    ValueError: an argument is out of range.
+  They are ceil(longest * i / number) for i = 1 .. number, without repetitions.
   """
   checks.integer("longest", longest)
   checks.integer("number", number, most=2**16)

@@ -1,21 +1,19 @@
 """Pooling of tokens into segments of any length, and upsampling back.
 
-A boundary of 1 means that a segment ends with that token. Rows have different numbers of
-segments, but shapes must be static: `pool_segments` has a fixed number of places, and results
-depend neither on that number nor on the other rows of the batch.
+A boundary of 1 means that a segment ends with that token. Shapes are static: `pool_segments` has
+a fixed number of places, and results depend neither on it nor on the other rows of the batch.
 
     h                  [B, T, D]   a vector for each token
     s = pool_segments  [B, S-1, D] a vector for each segment
     null, s            [B, S, D]   with a learned vector, the null group, in front
     upsample_segments  [B, T, D]   the vector of the last closed segment
 
-No future leaks: segment m is available from its last token on. So a token that closes a
-segment sees it, and tokens of an open segment see the segment before it, or the null group in
-a row's first segment. An open segment at the end of a row is never used.
+No future leaks: a token that closes a segment sees it, and tokens of an open segment see the
+segment before it, or the null group in a row's first segment. An open segment at the end of a
+row is never used.
 
 If a row has several documents (`is_start`), each has a null group before its segments, and a
-segment ends with its document. The places of a row are those of its documents, one after
-another:
+segment ends with its document:
 
     h           a  b  c  d  e  f
     is_start      1  0  0  1  0  0
@@ -23,18 +21,14 @@ another:
     places      null, ab, null, def
     read        0  1  1  2  2  3
 
-c, whose segment is never closed, has no place; the next document's null group follows.
-
-Letters: B batch, T position (token), C position in a chunk, S segments and the null group,
-D feature.
+B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
 
 Functions raise a `ValueError` for arguments that are not as described; values are checked only
 outside of `jit`.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
-code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. Differences: the authors build a
-matrix [B, T, S] of weights; here every token is added to its segment, with the same values and
-gradients. The caller supplies the null group.
+code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. They build a matrix [B, T, S] of
+weights; here every token is added to its segment, with the same values and gradients.
 """
 
 import functools
@@ -96,9 +90,8 @@ def pool_segments(
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
 
-  The result has no null group. Places without a segment are zero. An open segment at the end
-  has its mean if there is room, and no last token. Segments from `capacity` on are dropped, and
-  `upsample_segments` gives nan to tokens that would use them. Sums are in float32.
+  Places without a segment are zero. An open segment at the end has its mean if there is room, and
+  no last token. Segments from `capacity` on are dropped. Sums are in float32.
 
   Gradients: "mean" gives float boundaries a gradient, as the authors' code does:
   token l has the weight w_l = 1 + (id_l - stop_gradient(id_l)) in its segment, which is 1,
@@ -111,8 +104,7 @@ def pool_segments(
   Args:
     inputs: [B, T, D], floats.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    capacity: the number of places for segments in a row, at least 0; static. T is always
-      enough, and so is the largest number of boundaries in a row.
+    capacity: the number of places for segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
     is_start: [B, T], 1 at the first token of each document, else 0. Each document but the first
       then has a place before its segments, for the caller's null group (`segment_starts`, one
@@ -169,7 +161,6 @@ def upsample_segments(
 
   Returns:
     [B, T, D], in the dtype of `segments`.
-
   """
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
@@ -291,12 +282,7 @@ _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
 
 
 class SegmentCache(NamedTuple):
-  """The open segment of each row.
-
-  Attributes:
-    total: [B, D], float32 or float64, the sum of its tokens.
-    count: [B], int32, the number of its tokens.
-  """
+  """The open segment of each row: the sum [B, D] and the number [B], int32, of its tokens."""
 
   total: jax.Array
   count: jax.Array
@@ -321,8 +307,7 @@ def pool_segments_cached(
 ) -> tuple[jax.Array, SegmentCache]:
   """Pools the segments that end within a chunk; the first may have begun before it.
 
-  Equals `pool_segments` of whole rows, for any division into chunks. For one feature and a row
-  whose open segment has the tokens 4 and 6:
+  Equals `pool_segments` of whole rows. For one feature and an open segment of the tokens 4 and 6:
 
     chunk  [2, 30, 50, 8], boundaries [1, 0, 1, 0]
     mean:  [4, 40, 0, 0],  cache total 8, count 1
