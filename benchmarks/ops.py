@@ -33,7 +33,7 @@ import numpy as np
 from dpjax import ops
 from dpjax.layers import attention as attention_layers
 from dpjax.layers import blocks
-from dpjax.models import stack
+from dpjax.models import language_model
 
 DROP_RATES, DRAWS = (0.0, 0.2, 0.9), 16
 TOKENS_A_BOUNDARY = 5
@@ -231,15 +231,15 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
     blocks.Block, make_mixer=mixer, hidden_width=hidden_width, activation="gelu"
   )
 
-  class Middle(stack.nn.Module):
+  class Middle(language_model.nn.Module):
     """The layers with the positions that they share."""
 
     sizes: tuple[int, ...] = ()
 
-    @stack.nn.compact
+    @language_model.nn.compact
     def __call__(self, x_bsd, needed):
       positions = attention_layers.SharedPositions(num_heads, name="relative_positions")
-      layers = stack.Stack(num_layers, block, has_positions=True)
+      layers = language_model.Stack(num_layers, block, has_positions=True)
       return layers(
         x_bsd,
         name="middle",

@@ -12,7 +12,7 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.analysis import calibrate
 from dpjax.errors import Interrupted
-from dpjax.models.language_model import with_frozen
+from dpjax.models.build import with_frozen
 from dpjax.training import loop
 from tests import helpers
 

@@ -1,8 +1,7 @@
 """Streams the continuations of prompts by a trained model.
 
-`Run.generate` and `Run.stream` of `dpjax.run`, `dpjax.generate` and generate.py use this.
 Each new token costs one step with a cache, or a pass over the window if a mixer has no
-`init_cache`; the loop is in `dpjax.generation`.
+`init_cache`; the loop is in `dpjax.generation.loop`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from dpjax.registry import ConfigDict
 from dpjax.text.streaming import TextStream
 from dpjax.text.tokenizer import Tokenizer
 
-# Tokens between two looks at them, each so many steps or full passes.
+# Tokens between two looks at them, by steps or by full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4
 
 
@@ -64,9 +63,7 @@ class Generator:
     self._settings, self._sample = settings, sample
     self._model, self._tokenizer = model, tokenizer
     self._window = settings.max_length
-    self._pad_id = pad_id(settings)
-    kinds = build_boundaries(settings)
-    self._draws_boundaries = any(kind.draws_in_evaluation for kind in kinds)
+    self._draws_boundaries = any(kind.draws_in_evaluation for kind in build_boundaries(settings))
     # A model made in Python may have none.
     self._has_cache = getattr(model, "has_cache", False)
     # A step of one token then copies no parameters.
@@ -103,13 +100,10 @@ class Generator:
       top_k: draw from the k most likely tokens; 0 means all.
       top_p: draw from the most likely tokens that reach this probability, in (0, 1].
       beyond_window: what to do, for all rows, once a text exceeds the model's window of M
-        tokens.
-        "slide": each token takes a full pass over the M tokens before it.
-        "continue": the cache goes on. Each layer of a Dispatcher reaches back 2**K - 1
-          tokens, of an Extractor and of relative attention M - 1, so that upper layers reach
-          further; sinusoidal positions are computed as far as needed. Attention and learned
-          positions end with the window.
-        "refuse": such a length is an error.
+        tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
+        the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
+        Extractor and of relative attention M - 1. Attention and learned positions end with the
+        window. "refuse": such a length is an error.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample; the stop token is not part of it.
@@ -122,15 +116,10 @@ class Generator:
       ValueError: a setting is out of range, a prompt is too long or has characters outside
         the vocabulary, or the model cannot continue beyond its window.
     """
-    given: dict[str, Any] = dict(
-      length=length,
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-      beyond_window=beyond_window,
+    settings: dict[str, Any] = dict(
+      length=length, temperature=temperature, top_k=top_k, top_p=top_p, beyond_window=beyond_window
     )
-    usual = self._sample
-    settings = {name: usual[name] if value is None else value for name, value in given.items()}
+    settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
     config_lib.check_sampling(settings)
     config_lib.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
@@ -147,25 +136,18 @@ class Generator:
         "beyond_window: expected slide or refuse with a mixer that has no cache, got continue"
       )
     stop_ids = self._stop_ids(stop)
-    texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
-    rows = [list(ids or [self._tokenizer.start_id]) for ids in texts for _ in range(num_samples)]
+    samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
     key = jax.random.key(seed)
-    keys = jnp.stack(
-      [
-        jax.random.fold_in(jax.random.fold_in(key, i), j)
-        for j in range(len(prompts))
-        for i in range(num_samples)
-      ]
-    )
+    keys = jnp.stack([jax.random.fold_in(jax.random.fold_in(key, i), j) for j, i in samples])
+    texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
+    rows = [list(texts[j] or [self._tokenizer.start_id]) for j, _ in samples]
+    streams = [TextStream(self._tokenizer, prompts[j]) for j, _ in samples]
     draw = dict(
       temperature=jnp.float32(settings["temperature"]),
       top_k=jnp.int32(min(settings["top_k"], self._tokenizer.vocab_size)),
       top_p=jnp.float32(settings["top_p"]),
     )
     length, beyond_window = settings["length"], settings["beyond_window"]
-    streams = [
-      TextStream(self._tokenizer, prompt) for prompt in prompts for _ in range(num_samples)
-    ]
     return self._pieces(params, rows, streams, keys, draw, length, stop_ids, beyond_window)
 
   def _pieces(self, params, rows, streams, keys, draw, length, stop_ids, beyond_window):
@@ -173,7 +155,7 @@ class Generator:
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
       own_params = self._by_layer(params)
-      state = self._begin(own_params, *_filled(rows, self._window), keys)
+      state = self._begin(own_params, *_pad(rows, self._bucket(rows)), keys)
     else:
       own_params, state = params, self._slide(rows)
     while living := [n for n, row in enumerate(rows) if not is_stopped[n] and len(row) < ends[n]]:
@@ -185,8 +167,8 @@ class Generator:
       for number, new in enumerate(np.asarray(tokens).tolist()):
         if number not in living:
           continue
-        # What is drawn beyond the window is not the model's. The state of a row that is cut
-        # has gone further, and is not used again: the row is complete, or all slide next.
+        # Cut what is drawn beyond the window; the row's state has gone further, but is not used
+        # again: the row is complete, or all rows slide next.
         most = ends[number]
         if is_cached and beyond_window == "slide":
           most = min(most, self._window + 1)
@@ -204,27 +186,31 @@ class Generator:
   def _stop_ids(self, stop: Sequence[str]) -> set[int]:
     if isinstance(stop, str):
       stop = [stop]
-    found = set()
-    if stop:
-      texts = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size)]
-      for text in stop:
-        ids = {i for i, other in enumerate(texts) if other == text}
-        if not ids or not text:
-          raise UserError(f"stop: expected texts of one token each, got {text!r}")
-        found |= ids
+    stop = [stop] if isinstance(stop, str) else stop
+    size = self._tokenizer.vocab_size if stop else 0
+    texts, found = [self._tokenizer.decode([i]) for i in range(size)], set()
+    for text in stop:
+      ids = {i for i, other in enumerate(texts) if other == text}
+      if not ids or not text:
+        raise UserError(f"stop: expected texts of one token each, got {text!r}")
+      found |= ids
     return found
+
+  def _bucket(self, rows: Sequence[Sequence[int]]) -> int:
+    """A size for the rows, one of few: a power of two up to the window, or times the window."""
+    longest, window = max(map(len, rows)), self._window
+    if longest <= window:
+      return min(_round_up(longest), window)
+    return window * _round_up(-(-longest // window))
 
   def _slide(self, rows: Sequence[Sequence[int]]) -> loop.State:
     """The state of rows of which only the last window is known."""
     known = [row[-self._window : -1] for row in rows]
-    tokens, _ = _filled(known, self._window, self._pad_id, self._window)
-    counts = np.array([*map(len, known)], np.int32)
+    tokens, counts = _pad(known, self._window, pad_id(self._settings))
     lengths = np.array([*map(len, rows)], np.int32)
-    cache = loop.WindowCache(
-      jnp.asarray(tokens), jnp.asarray(counts), jnp.asarray(lengths - 1 - counts)
-    )
+    window = map(jnp.asarray, (tokens, counts, lengths - 1 - counts))
     last = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return loop.State(last, jnp.asarray(lengths), cache)
+    return loop.State(last, jnp.asarray(lengths), loop.WindowCache(*window))
 
   def _step(self, params, keys, is_cached: bool) -> loop.Step:
     def apply(tokens, num_before, **inputs) -> Any:
@@ -257,15 +243,8 @@ def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | 
 
     16, 16 and 9 tokens at 5, 6 and 8 s  ->  16
 
-  The first chunk of each size does not count, as its time may include compilation; nor does
-  the rest of a chunk that was cut.
-
-  Args:
-    counts: the number of tokens in each chunk.
-    times: the time at the end of each chunk, in seconds.
-
-  Returns:
-    Tokens per second; None without such chunks.
+  `counts` are the tokens in each chunk, `times` the seconds at its end. The first chunk of each
+  size does not count, as its time may include compilation. None without such chunks.
   """
   same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
   seconds = sum(times[i] - times[i - 1] for i in same)
@@ -273,23 +252,11 @@ def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | 
 
 
 def check_prompt(
-  model: ConfigDict,
-  tokenizer: Tokenizer,
-  prompt: str,
-  name: str,
-  settings: Mapping,
+  model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:
-  """Checks that a prompt and its continuation fit into the model.
+  """Checks that a prompt, called `name`, and its continuation fit into the model.
 
-  Args:
-    model: `config.model`.
-    tokenizer: the tokenizer of the model.
-    prompt: the text.
-    name: the name of the prompt, for the message.
-    settings: "length" and "beyond_window", see `Generator.stream`.
-
-  Raises:
-    ValueError: see `Generator.stream`.
+  The settings are "length" and "beyond_window" of `Generator.stream`.
   """
   ids = tokenizer.encode(prompt)
   window, beyond = model.max_length, settings["beyond_window"]
@@ -329,24 +296,12 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
   raise UserError(f"prompt: expected what the vocabulary has, got {shown}")
 
 
-def _filled(
-  rows: Sequence[Sequence[int]], window: int, fill: int = 0, size: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-  """Pads rows to one size, and returns their lengths.
-
-  Sizes are powers of two up to the window, then the window times powers of two, so that few
-  programs are compiled.
-  """
-  lengths = np.array([*map(len, rows)], np.int32)
-  longest = int(lengths.max())
-  if not size and longest <= window:
-    size = min(_round_up(longest), window)
-  elif not size:
-    size = window * _round_up(-(-longest // window))
-  filled = np.full((len(rows), size), fill, np.int32)
+def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+  """Rows padded to one size, and their lengths."""
+  padded = np.full((len(rows), size), fill, np.int32)
   for number, row in enumerate(rows):
-    filled[number, : len(row)] = row
-  return filled, lengths
+    padded[number, : len(row)] = row
+  return padded, np.array([*map(len, rows)], np.int32)
 
 
 def _round_up(number: int) -> int:

@@ -20,18 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from dpjax.generation import sampling
+from dpjax.ops import checks
 
 Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
 
 class State(NamedTuple):
-  """Rows of text during generation.
-
-  Attributes:
-    token: [B], int32, the last token of each row, which the model has not seen yet.
-    length: [B], int32, the number of tokens in each row, that one included.
-    cache: the model's cache of the tokens before it.
-  """
+  """Rows of text: the last token and the number of tokens, [B], and a cache of those before it."""
 
   token: jax.Array
   length: jax.Array
@@ -46,21 +41,14 @@ def begin(
   Args:
     step: the model.
     cache: an empty cache, before any token.
-    prompt: [B, P], integers, each row padded at its end.
+    prompt: [B, P], integers, P >= 1, each row padded at its end.
     lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
 
-  Returns:
-    The state for `advance`.
-
   Raises:
-    ValueError: the prompt is not [B, P] with P >= 1, or the lengths are not [B].
+    ValueError: an argument has another shape or dtype.
   """
-  if prompt.ndim != 2 or prompt.shape[1] < 1 or lengths.shape != prompt.shape[:1]:
-    raise ValueError(
-      "prompt, lengths: expected [B, P] with at least one token, and [B], got "
-      f"{prompt.shape}, {lengths.shape}"
-    )
+  checks.arrays(prompt=(prompt, "B P>=1", checks.INTEGERS), lengths=(lengths, "B", checks.INTEGERS))
   prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
   last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
   batch, length = prompt.shape
@@ -69,7 +57,7 @@ def begin(
 
   def read(cache, piece):
     tokens, begins = piece
-    # Nobody asks for these logits, so that they are not computed under `jax.jit`.
+    # The logits are not used, and so not computed under `jax.jit`.
     return step(tokens, cache, jnp.clip(lengths - 1 - begins, 0, size))[1], None
 
   prompt = jnp.pad(prompt, ((0, 0), (0, count * size - length)))
@@ -93,15 +81,15 @@ def advance(
 
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
-  Each token is drawn with the row's key and its place in the row. So the text of a row does
-  not depend on the other rows, nor on the chunks.
+  Each token is drawn with the row's key and its place in the row, so the text of a row depends
+  neither on the other rows nor on the chunks.
 
   Args:
     step: the model.
     state: from `begin`, or from the previous call.
     keys: [B], random keys, the same in every call.
     num_tokens: the number of tokens to add, at least 1.
-    temperature: see `dpjax.generation.sampling.sample`.
+    temperature: see `dpjax.generation.sample`.
     top_k: see `sample`.
     top_p: see `sample`.
 
@@ -111,8 +99,7 @@ def advance(
   Raises:
     ValueError: `num_tokens` < 1, or a setting of `sample` is out of range.
   """
-  if num_tokens < 1:
-    raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+  checks.integers(num_tokens=num_tokens)
 
   def add_token(state: State, _):
     logits_b1v, cache = step(state.token[:, None], state.cache, None)
@@ -130,43 +117,21 @@ def advance(
 
 
 class WindowCache(NamedTuple):
-  """The last tokens of each row, for a model that has no other memory.
+  """The last tokens of each row, for a model without a cache."""
 
-  Attributes:
-    tokens: [B, W], int32, the oldest first, padded at the end.
-    known: [B], int32, the number of tokens without padding.
-    num_before: [B], int32, the place of the first of them in the row.
-  """
-
-  tokens: jax.Array
-  known: jax.Array
-  num_before: jax.Array
+  tokens: jax.Array  # [B, W], the oldest first, padded at the end
+  known: jax.Array  # [B], the number of tokens without padding
+  num_before: jax.Array  # [B], the place of the first of them in the row
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
-  """The cache before any token.
-
-  Args:
-    batch: B.
-    window: W, the longest sequence that the model takes.
-    pad_id: the padding; no result depends on it.
-
-  Raises:
-    ValueError: a size is below 1.
-  """
-  for name, size in (("batch", batch), ("window", window)):
-    if size < 1:
-      raise ValueError(f"{name}: expected at least 1, got {size}")
-  return WindowCache(
-    jnp.full((batch, window), pad_id, jnp.int32),
-    jnp.zeros(batch, jnp.int32),
-    jnp.zeros(batch, jnp.int32),
-  )
+  """The cache of B rows and a window of W tokens before any token, filled with padding."""
+  checks.integers(batch=batch, window=window)
+  tokens_bw = jnp.full((batch, window), pad_id, jnp.int32)
+  return WindowCache(tokens_bw, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def sliding_window(
-  next_logits: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Step:
+def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> Step:
   """Makes a step of any causal model: a full pass over the last W tokens for each token.
 
   The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
@@ -192,7 +157,7 @@ def sliding_window(
     new_place_bw = (place_bw - cache.known[:, None]).clip(0, chunk - 1)
     new_bw = jnp.take_along_axis(tokens, new_place_bw, axis=1)
     tokens_bw = jnp.where(place_bw < cache.known[:, None], old_bw, new_bw)
-    # What stood behind the known ones is padding, and stays so.
+    # Padding behind the known tokens stays.
     tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
     cache_after = WindowCache(tokens_bw, known_b, cache.num_before + gone_b)
     logits_bwv = next_logits(tokens_bw, cache_after.num_before)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from dpjax.ops.checks import is_known
 
-# Below it, float32 may not hold logits / temperature, and at last not the temperature itself.
-_COLDEST = 1e-20
+_COLDEST = 1e-20  # below it, float32 may not hold logits / temperature
 
 
 def sample(
@@ -26,8 +25,7 @@ def sample(
     probabilities [.5, .3, .15, .05], top_p=.6 draws from tokens 0 and 1 (.5 < .6 <= .8)
 
   The settings may be traced, so that new values need no compilation; disabled settings cost
-  nothing. Nothing is sorted. (Under `jax.vmap` every branch would be computed; put a batch in
-  the rows of `logits` instead.)
+  nothing.
 
   Args:
     logits: [B, V], floats; -inf excludes a token.
@@ -46,7 +44,12 @@ def sample(
   """
   if logits.ndim != 2:
     raise ValueError(f"logits: expected [B, V], got the shape {logits.shape}")
-  _check(temperature, top_k, top_p)
+  if is_known(temperature) and not 0 <= temperature < math.inf:
+    raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
+  if is_known(top_k) and top_k < 0:
+    raise ValueError(f"top_k: expected at least 0, got {top_k}")
+  if is_known(top_p) and not 0 < top_p <= 1:
+    raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
   size = logits.shape[1]
 
   def cut_to_k(scaled_bv: jax.Array) -> jax.Array:
@@ -60,23 +63,13 @@ def sample(
 
   def draw(logits_bv: jax.Array) -> jax.Array:
     scaled_bv = logits_bv.astype(jnp.float32) / jnp.asarray(temperature, jnp.float32)
-    scaled_bv = _if((top_k > 0) & (top_k < size), cut_to_k, _as_it_is, scaled_bv)
-    scaled_bv = _if(top_p < 1, cut_to_p, _as_it_is, scaled_bv)
+    scaled_bv = _if((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, scaled_bv)
+    scaled_bv = _if(top_p < 1, cut_to_p, lambda x: x, scaled_bv)
     # The draws of `jax.random.categorical`, which takes twice the time on a CPU.
     noise_bv = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
     return _first_largest(noise_bv + scaled_bv)
 
   return _if(temperature < _COLDEST, _first_largest, draw, logits)
-
-
-def _check(temperature, top_k, top_p) -> None:
-  """Checks that the settings are in range, unless they are traced."""
-  if is_known(temperature) and not 0 <= temperature < math.inf:
-    raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-  if is_known(top_k) and top_k < 0:
-    raise ValueError(f"top_k: expected at least 0, got {top_k}")
-  if is_known(top_p) and not 0 < top_p <= 1:
-    raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
 
 
 def _if(
@@ -91,10 +84,6 @@ def _if(
   return jax.lax.cond(condition, then, otherwise, operand)
 
 
-def _as_it_is(x: jax.Array) -> jax.Array:
-  return x
-
-
 def _first_largest(x_bv: jax.Array) -> jax.Array:
   """The index of the first largest value, [B]: `jnp.argmax` in two passes that a CPU vectorises."""
   size = x_bv.shape[1]
@@ -104,24 +93,11 @@ def _first_largest(x_bv: jax.Array) -> jax.Array:
 
 
 def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
-  """Sets all but the top of each row to -inf; finds the threshold by bisection.
+  """Sets all but the top of each row to -inf: x_i stays if sum_{j: x_j > x_i} weights_j < limit.
 
-    x_i stays if sum_{j: x_j > x_i} weights_j < limit
-
-    x [3, 1, 2, 1], weights all 1, limit 2  ->  [3, -inf, 2, -inf];  limit 3  ->  all
-
-  The sum falls as x_i rises, so there is a smallest value that stays. Mapped to int32 in the
-  same order, it takes 32 halvings to find, ties included: 32 sums over a row are much faster
-  than sorting it.
-
-  Args:
-    x_bv: [B, V], float32.
-    weights_bv: [B, V], float32, at least 0.
-    limit: [], float32, above 0, so that the largest value stays.
-
-  Returns:
-    [B, V].
+  x [3, 1, 2, 1], weights all 1, limit 2  ->  [3, -inf, 2, -inf];  limit 3  ->  all
   """
+  # Bisection in int32 finds the smallest value that stays. 32 sums are faster than sorting.
 
   def halve(_, range_b1):
     low_b1, high_b1 = range_b1

@@ -23,13 +23,7 @@ Table = Mapping[str, tuple[str, Names]]
 
 
 def find_state(content: Mapping) -> dict:
-  """The names and arrays of a checkpoint, or of the mapping within it.
-
-  Removes the "module." that `torch.nn.parallel.DistributedDataParallel` puts before names.
-
-  Raises:
-    ValueError: the checkpoint is not a mapping.
-  """
+  """The names, without "module." of parallel training, and the arrays of a checkpoint."""
   state = content
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))
@@ -43,15 +37,10 @@ def find_state(content: Mapping) -> dict:
 
 
 def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
-  """The table of equal layers from the entries of one layer.
+  """The table of equal layers from the table of one.
 
-    {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
-      ->  {"layers/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
-
-  Args:
-    lines: the table of one layer, with paths and names within it.
-    place: the path of the layers here.
-    prefixes: the name of each layer in PyTorch.
+  {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
+    ->  {"layers/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
   """
   prefixes = tuple(prefixes)
   return {
@@ -61,12 +50,7 @@ def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
 
 
 def check_names(names: Iterable[str], table: Table, models: str) -> None:
-  """Checks that the names are exactly those of the table.
-
-  Raises:
-    ValueError: names are unknown or missing; the message lists them, and the `models` that
-      have such names.
-  """
+  """Checks that the names are exactly those of the table of the authors' `models`."""
   expected = {name for _, each in table.values() for name in _tuple(each)}
   unknown, missing = sorted({*names} - expected), sorted(expected - {*names})
   if missing or unknown:
@@ -78,15 +62,12 @@ def check_names(names: Iterable[str], table: Table, models: str) -> None:
 
 def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
   """Converts tensors, or anything that NumPy reads, to float32."""
-  return {name: _as_array(value) for name, value in state.items()}
+  of_numpy = {name: x.detach().cpu() if hasattr(x, "detach") else x for name, x in state.items()}
+  return {name: np.asarray(value, np.float32) for name, value in of_numpy.items()}
 
 
 def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
-  """The size of each letter, from the first array with it.
-
-  Raises:
-    ValueError: `name: expected the shape ..., got ...`.
-  """
+  """The size of each letter, from the first array with it; a `ValueError` if shapes disagree."""
   sizes = {"1": 1}
   for letters, names in table.values():
     for name in _tuple(names):
@@ -117,12 +98,6 @@ def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
     for name, part in zip(_tuple(names), each, strict=True):
       arrays[name] = np.ascontiguousarray(_convert_back(part, path))
   return arrays
-
-
-def _as_array(value) -> np.ndarray:
-  if hasattr(value, "detach"):
-    value = value.detach().cpu()
-  return np.asarray(value, np.float32)
 
 
 def _convert(array: np.ndarray, path: str) -> np.ndarray:

@@ -71,21 +71,19 @@ def from_torch(
     model = dpjax.build_model(model_config)
     logits = model.apply({"params": params}, tokens).logits
 
-  The names tell the models apart: self-attention has `in_proj_weight`, and dynamic token
-  pooling (`MemTransformerLM`) has `word_emb.weight`. The conversion of the arrays is linear,
-  so it also converts gradients.
+  The names tell the models apart. The conversion of the arrays is linear, so it also converts
+  gradients.
 
   Args:
     state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint
       that holds them under "model_state_dict" or "model_state". From the latter,
       "model_config" is read, too: the kind of boundaries and the activation, GELU if missing.
-    num_heads: the number of heads of self-attention, which no name or shape tells (None: 1);
-      for `MemTransformerLM` it comes from `r_w_bias`.
+    num_heads: the number of heads of self-attention, which no name or shape tells (None: 1).
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
       they differ only in the sigmoid of the gates.
-    max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which
-      `MemTransformerLM` lacks.
-    boundaries: the kind of boundaries of `MemTransformerLM`: "none", "fixed", "whitespace",
+    max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which the pooling
+      model lacks.
+    boundaries: the kind of boundaries of the pooling model: "none", "fixed", "whitespace",
       "unigram", "entropy" or "gumbel"; None if the file tells it, as one without pooling does.
     shortening_factor: k of fixed boundaries.
     boundary_offset: the place of the first of these, 0 in the authors' code; -1 means k - 1.
@@ -94,39 +92,31 @@ def from_torch(
     sample_boundaries: whether gumbel draws boundaries in evaluation, too, like the authors.
 
   Returns:
-    `model_config`, all keys of `dpjax.config.default_model()` without dropout, and
-    `params`, float32, with layers stacked to [num_layers, ...]. The Dispatcher's number of
-    levels comes from its gates, so it does not depend on `max_length`.
+    `config.model`, without dropout, and the parameters, float32.
 
   Raises:
-    ValueError: names are missing or unknown, or shapes do not match; a setting contradicts
-      the file, or one that the file lacks is missing; the positions are not sinusoidal; or
-      the model is a Dispatcher with several heads, which the authors' code computes by a
-      reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not features.
+    ValueError: names or shapes are not the authors', a setting contradicts the file or is
+      missing, or the model is a Dispatcher with several heads, which the authors' code computes
+      by a reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not features.
   """
   if variant not in ("paper", "multihead"):
     raise UserError(f"variant: expected paper or multihead, got {variant}")
   state = torch_arrays.find_state(state_dict)
-  if torch_hourglass.is_hourglass(state):
+  if "word_emb.weight" in state or "r_w_bias" in state:  # MemTransformerLM
     if variant != "paper":
       raise UserError(f"variant: expected paper for a MemTransformerLM, got {variant}")
+    settings = dict(shortening_factor=shortening_factor, temperature=temperature)
+    settings |= dict(offset=None if boundary_offset < 0 else boundary_offset)
+    settings |= dict(space_ids=tuple(space_ids), sample=sample_boundaries)
     return torch_hourglass.convert(
-      state_dict,
-      state,
-      boundaries=boundaries,
-      num_heads=num_heads,
-      max_length=max_length,
-      shortening_factor=shortening_factor,
-      boundary_offset=boundary_offset,
-      space_ids=tuple(space_ids),
-      temperature=temperature,
-      sample_boundaries=sample_boundaries,
+      state_dict, state, boundaries, num_heads, max_length, settings=settings
     )
   if boundaries not in (None, "none"):
     raise UserError(f"boundaries: expected none for a file without token pooling, got {boundaries}")
   num_heads = 1 if num_heads is None else num_heads
   is_attention = any(name.endswith(".in_proj_weight") for name in state)
-  table, num_layers = _table(state, _ATTENTION if is_attention else _DISPATCHER)
+  num_layers = max(len({match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}), 1)
+  table = _table(_ATTENTION if is_attention else _DISPATCHER, num_layers)
   torch_arrays.check_names(
     state.keys() - {_POSITIONS}, table, "DispatcherModel or TransformerModel"
   )
@@ -142,10 +132,13 @@ def from_torch(
       raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, got None")
     max_length = len(positions)
 
-  name = _mixer_name(is_attention, variant)
-  levels = {} if is_attention else {"num_levels": sizes["K"]}
+  if is_attention:
+    mixer = config_lib.mixer("attention", num_heads=num_heads)
+  else:
+    name = "dispatcher" if variant == "paper" else "dispatcher_multihead"
+    mixer = config_lib.mixer(name, num_heads=num_heads, num_levels=sizes["K"])
   model_config = config_lib.default_model()
-  model_config.mixer = config_lib.mixer(name, num_heads=num_heads, **levels)
+  model_config.mixer = mixer
   model_config.update(
     vocab_size=sizes["V"],
     num_layers=num_layers,
@@ -157,14 +150,7 @@ def from_torch(
   return model_config, torch_arrays.to_params(arrays, table)
 
 
-def _table(state: Mapping, mixer: Table) -> tuple[Table, int]:
-  """The table of the file, and its number of layers."""
-  indices = {match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}
-  num_layers = max(len(indices), 1)
-  return _lines(mixer, num_layers), num_layers
-
-
-def _lines(mixer: Table, num_layers: int) -> Table:
+def _table(mixer: Table, num_layers: int) -> Table:
   prefixes = (f"{_LAYERS}.{index}" for index in range(num_layers))
   return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)}
 
@@ -175,16 +161,9 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
     state = dpjax.interop.to_torch(run.config.model, run.params)
     torch.save({name: torch.from_numpy(x) for name, x in state.items()}, "model.pt")
 
-  Settings that the file does not hold (attention's heads, the offset of fixed boundaries)
-  must be given to `from_torch` again. Models that `from_torch` cannot read get dpjax's names,
-  joined by dots.
-
-  Args:
-    model_config: `config.model` of the model.
-    params: the parameters of the model.
-
-  Returns:
-    Arrays of NumPy, float32.
+  Takes `config.model` and the parameters. Settings that the file does not hold (attention's
+  heads, the offset of fixed boundaries) must be given to `from_torch` again. Models that
+  `from_torch` cannot read get dpjax's names, joined by dots.
   """
   flat = traverse_util.flatten_dict(params, sep="/")
   table = _table_of(model_config)
@@ -195,30 +174,26 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 
 def _table_of(model: Mapping) -> Table | None:
   """The table for the authors' model with the same settings, if there is one."""
-  mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
+  mixer, *others = {section["name"] for section in config_lib.mixers_in(model).values()}
   kind, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = kind in ("unigram", "entropy", "gumbel")
-  if model["middle"] is not None or len(mixers) > 1:
+  if others or model["middle"] is not None:
     return None
-  if mixers == {"relative_attention"} and model["positions"] == "none":
-    if kind not in ("none", "fixed", "whitespace") and not has_predictor:
-      return None
+  if mixer == "relative_attention" and model["positions"] == "none":
     if kind != "none":
       depths = [model["first"]["num_layers"], *depths, model["last"]["num_layers"]]
-    return torch_hourglass.lines(depths, has_predictor)
-  is_theirs = model["positions"] == "sinusoidal" and model["activation"] == "relu"
-  is_theirs = is_theirs and model["mixer"].get("rotary_base") is None
-  if kind != "none" or not is_theirs:
+    is_theirs = has_predictor or kind in ("none", "fixed", "whitespace")
+    return torch_hourglass.lines(depths, has_predictor) if is_theirs else None
+  frame = kind, model["positions"], model["activation"], model["mixer"].get("rotary_base")
+  if frame != ("none", "sinusoidal", "relu", None):
     return None
-  if mixers == {"attention"}:
-    return _lines(_ATTENTION, *depths)
-  if mixers <= {"dispatcher", "dispatcher_multihead"}:
-    return _lines(_DISPATCHER, *depths) if model["mixer"]["num_heads"] == 1 else None
-  return None
+  if mixer == "attention":
+    return _table(_ATTENTION, *depths)
+  is_theirs = mixer.startswith("dispatcher") and model["mixer"]["num_heads"] == 1
+  return _table(_DISPATCHER, *depths) if is_theirs else None
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
-  """Checks that a Dispatcher has one head, by its shapes and settings."""
   if num_heads != 1:
     got = f"num_heads = {num_heads}"
   elif sizes["E"] != sizes["D"]:
@@ -230,8 +205,7 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
     return
   raise UserError(
     f"num_heads: expected a Dispatcher of one head, got {got}; with more the authors' "
-    "code reshapes [B, T, D] to [B * H, T, D / H], which cuts positions instead of "
-    "features, and no model here does that"
+    "code reshapes [B, T, D] to [B * H, T, D / H], which cuts positions instead of features"
   )
 
 
@@ -243,9 +217,3 @@ def _check_positions(table: np.ndarray, width: int) -> None:
   here = embeddings.sinusoidal_positions(len(table), width)
   if not (np.abs(table[:, 0] - here) <= tolerance).all():
     raise UserError(f"{_POSITIONS}: expected the sinusoidal positions, got others")
-
-
-def _mixer_name(is_attention: bool, variant: str) -> str:
-  if is_attention:
-    return "attention"
-  return "dispatcher" if variant == "paper" else "dispatcher_multihead"

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import ConfigDict
@@ -58,51 +56,39 @@ _PREDICTION: Table = {
   "hourglass/boundary_predictor/out/kernel": ("1F", f"{_PREDICTOR}.2.weight"),
   "hourglass/boundary_predictor/out/bias": ("1", f"{_PREDICTOR}.2.bias"),
 }
-# Their settings in words of ours.
-_KINDS = {"whitespaces": "whitespace"}
-
-
-def is_hourglass(state: Mapping) -> bool:
-  """Whether the names are those of a `MemTransformerLM`."""
-  return "word_emb.weight" in state or "r_w_bias" in state
+# Settings of boundaries as in the authors' code.
+USUAL = dict(shortening_factor=None, offset=0, space_ids=(), temperature=0.5, sample=False)
 
 
 def convert(
   content: Mapping,
   state: Mapping,
-  *,
   boundaries: str | None,
   num_heads: int | None,
   max_length: int | None,
-  shortening_factor: int | None,
-  boundary_offset: int,
-  space_ids: tuple[int, ...],
-  temperature: float,
-  sample_boundaries: bool,
+  settings: Mapping[str, Any],
 ) -> tuple[ConfigDict, dict]:
-  """Implements `dpjax.interop.from_torch` for an hourglass.
-
-  Args:
-    content: the whole checkpoint, for its "model_config", or `state`.
-    state: names -> arrays.
-    boundaries: see `from_torch`, also for the others.
-    num_heads: H.
-    max_length: the longest T.
-    shortening_factor: k of fixed boundaries.
-    boundary_offset: the place of the first fixed boundary.
-    space_ids: the spaces, for whitespace and gumbel.
-    temperature: the temperature of gumbel.
-    sample_boundaries: whether gumbel draws boundaries in evaluation, too.
-
-  Returns:
-    See `from_torch`.
-
-  Raises:
-    ValueError: see `from_torch`.
-  """
-  recorded = _recorded(content)
-  boundaries = _boundaries(state, boundaries, recorded.get("boundaries_type"))
-  table, depths = _table(state, boundaries)
+  """`dpjax.interop.from_torch` for an hourglass; `content` is the whole checkpoint."""
+  recorded = content.get("model_config", {})
+  has_predictor = any(name.startswith("boundary_predictor.") for name in state)
+  layers = {(match[1], match[2]) for name in state if (match := _LAYER_NAME.fullmatch(name))}
+  is_pooled = "null_group" in state or any(stack == "1" for stack, _ in layers)
+  possible = ("none",)
+  if is_pooled:
+    possible = ("unigram", "entropy", "gumbel") if has_predictor else ("fixed", "whitespace")
+  in_file = recorded.get("boundaries_type", "").removesuffix("s")
+  possible = (in_file,) if in_file in possible else possible
+  if boundaries is None and len(possible) == 1:
+    boundaries = possible[0]
+  if boundaries is None or boundaries not in possible:
+    raise UserError(
+      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {boundaries}"
+    )
+  depths = [
+    max(sum(stack == str(number) for stack, _ in layers), 1)
+    for number in range(1 if boundaries == "none" else 3)
+  ]
+  table = lines(depths, has_predictor)
   torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
   arrays = torch_arrays.read_arrays(state)
   sizes = torch_arrays.read_sizes(arrays, table)
@@ -113,8 +99,6 @@ def convert(
       f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
       f"{(sizes['H'], sizes['E'])}"
     )
-  if _FREQUENCIES in arrays:
-    _check_frequencies(arrays[_FREQUENCIES], sizes["D"])
   if max_length is None:
     raise UserError(
       "max_length: expected a number, as a MemTransformerLM has no table of positions, got None"
@@ -129,102 +113,29 @@ def convert(
     max_length=max_length,
     positions="none",
     activation=recorded.get("activation_function", "gelu"),
-    num_layers=depths["num_layers"],
+    num_layers=depths[len(depths) // 2],
   )
-  for name in ("first", "last"):
-    model_config[name].num_layers = depths.get(f"{name}_layers", 2)
-  if boundaries == "fixed" and shortening_factor is None:
+  if len(depths) == 3:
+    model_config.first.num_layers, _, model_config.last.num_layers = depths
+  if boundaries == "fixed" and settings["shortening_factor"] is None:
     raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
-  if boundaries == "whitespace" and not space_ids:
+  if boundaries == "whitespace" and not settings["space_ids"]:
     raise UserError("space_ids: expected the space's for whitespace, got none")
-  given = {
-    "shortening_factor": shortening_factor,
-    "offset": None if boundary_offset < 0 else boundary_offset,
-    "space_ids": space_ids,
-    "temperature": temperature,
-    "sample": sample_boundaries,
-  }
-  usual = {
-    "shortening_factor": None,
-    "offset": 0,
-    "space_ids": (),
-    "temperature": 0.5,
-    "sample": False,
-  }
   known = registry.boundaries.settings(boundaries)
-  model_config.boundaries = config_lib.boundaries(
-    boundaries,
-    **{name: x for name, x in given.items() if name in known or x != usual[name]},
-  )
+  own = {name: x for name, x in settings.items() if name in known or x != USUAL[name]}
+  model_config.boundaries = config_lib.boundaries(boundaries, **own)
   config_lib.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
 
 
-def _recorded(content: Mapping) -> Mapping[str, Any]:
-  """The arguments of the authors' model, if a whole checkpoint has them."""
-  recorded = content.get("model_config")
-  return recorded if isinstance(recorded, Mapping) else {}
-
-
-def _is_pooled(state: Mapping) -> bool:
-  return "null_group" in state or any(name.startswith("layers.1.") for name in state)
-
-
-def _has_predictor(state: Mapping) -> bool:
-  return any(name.startswith("boundary_predictor.") for name in state)
-
-
-def _boundaries(state: Mapping, given: str | None, recorded: str | None) -> str:
-  """The kind of boundaries: as given, as recorded in the file, or the only one that fits."""
-  if not _is_pooled(state):
-    possible = ("none",)
-  elif not _has_predictor(state):
-    possible = ("fixed", "whitespace")
-  else:
-    possible = ("unigram", "entropy", "gumbel")
-  if recorded is not None:
-    recorded = _KINDS.get(recorded, recorded)
-    possible = tuple(kind for kind in possible if kind == recorded) or possible
-  if given is None and len(possible) == 1:
-    return possible[0]
-  if given is None or given not in possible:
-    raise UserError(
-      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {given}"
-    )
-  return given
-
-
-def _table(state: Mapping, boundaries: str) -> tuple[Table, dict[str, int]]:
-  """The table of the file, and the number of blocks in each stack, as settings."""
-  matches = [match for name in state if (match := _LAYER_NAME.fullmatch(name))]
-  names = ("num_layers",)
-  if boundaries != "none":
-    names = ("first_layers", "num_layers", "last_layers")
-  depths = [
-    max(len({match[2] for match in matches if match[1] == str(stack)}), 1)
-    for stack in range(len(names))
-  ]
-  return lines(depths, _has_predictor(state)), dict(zip(names, depths, strict=True))
-
-
 def lines(depths: Sequence[int], has_predictor: bool) -> Table:
   """The table of a model by the number of blocks in each stack, of one or three stacks."""
-  places = ("layers",)
+  places, table = ("layers",), {**_MODEL, **_POSITIONS}
   if len(depths) == 3:
     places = ("hourglass/first", "hourglass/middle", "hourglass/last")
-  table = {**_MODEL, **_POSITIONS}
-  if len(depths) == 3:
     positions = {f"hourglass/{path}": line for path, line in _POSITIONS.items()}
     table = {**_MODEL, **positions, **_POOLING}
   for stack, (place, depth) in enumerate(zip(places, depths, strict=True)):
     prefixes = (f"layers.{stack}.{index}" for index in range(depth))
     table |= torch_arrays.of_layers(_LAYER, place, prefixes)
   return {**table, **(_PREDICTION if has_predictor else {})}
-
-
-def _check_frequencies(frequencies: np.ndarray, width: int) -> None:
-  here = 10000.0 ** (-np.arange(0, width, 2) / width)
-  if frequencies.shape != here.shape:
-    raise UserError(f"{_FREQUENCIES}: expected the shape {here.shape}, got {frequencies.shape}")
-  if not np.allclose(frequencies, here, rtol=1e-5, atol=0):
-    raise UserError(f"{_FREQUENCIES}: expected the sinusoidal positions, got others")

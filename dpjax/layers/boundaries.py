@@ -1,6 +1,4 @@
-"""Kinds of boundaries: they find where segments end, and may have a predictor that learns it.
-
-B batch, T position, D width.
+"""Kinds of boundaries, by rules: they find where segments end. B batch, T position, D width.
 
 A kind is one Linen module. `dpjax.models.hourglass.Hourglass` gets the segments and the
 pooling from it, and `dpjax.training.losses.Objective` its part of the loss. A new kind
@@ -62,6 +60,8 @@ class Boundaries(nn.Module):
     reads_logits: whether its `loss` reads the model's logits.
     reads_share: whether its `loss` reads "boundary_share". With `train.accumulate_steps`, the
       boundaries of all parts are then counted first, in a pass of their own.
+    pooling: "mean", or "last" (sub-sampling). A field of some kinds.
+    num_capacities: the number of lengths for which the middle is compiled. A field of some kinds.
   """
 
   needs_text: ClassVar[bool] = False
@@ -72,8 +72,14 @@ class Boundaries(nn.Module):
   is_endless: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
-  # Not a field: a kind whose middle is compiled for several capacities has one.
   num_capacities = 1
+
+  def __post_init__(self):
+    checks.choice("pooling", self.pooling_method, METHODS)
+    checks.integers(num_capacities=self.num_capacities)
+    for name in ("space_ids", "end_ids"):
+      checks.ids(name, getattr(self, name, ()))
+    super().__post_init__()
 
   @property
   def pooling_method(self) -> str:
@@ -91,15 +97,11 @@ class Boundaries(nn.Module):
     return True
 
   def settings_for(self, tokenizer: Any) -> dict[str, Any]:
-    """Fills in settings that follow from the tokenizer.
-
-    Args:
-      tokenizer: from `dpjax.text`.
+    """Fills in settings that follow from the tokenizer, of `dpjax.text`.
 
     Raises:
       ValueError: `data.tokenizer: ...`, the kind does not work with its tokens.
     """
-    del tokenizer
     return {}
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
@@ -111,7 +113,7 @@ class Boundaries(nn.Module):
       learned: the result of `learn`.
 
     Returns:
-      0 or 1 for each token of `tokenizer.encode(text)`, [N].
+      [N], 0 or 1 for each token.
     """
     raise UserError(
       "model.boundaries: expected a kind with of_text, as it says needs_text, got "
@@ -120,11 +122,10 @@ class Boundaries(nn.Module):
 
   def learn(self, text: Iterable[str]) -> bytes:
     """What `of_text` has to know of the train split, given in parts; it is kept with the tokens."""
-    del text
     return b""
 
   def text_settings(self) -> Any:
-    """The settings on which `of_text` depends, as JSON; by default all, and the class's name."""
+    """The settings on which `of_text` depends, as JSON: the class's name and all fields."""
     fields = [x.name for x in dataclasses.fields(self) if x.name not in _GIVEN]
     return [type(self).__name__, *([name, str(getattr(self, name))] for name in fields)]
 
@@ -150,15 +151,14 @@ class Boundaries(nn.Module):
       num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      is_start: [B, T], 1 where a document begins, else 0; a document sees nothing before its
-        start. None means that each row is one document. A kind may lack this argument; the
-        model then refuses documents.
+      is_start: [B, T], without a state: 1 where a document begins, else 0; a document sees
+        nothing before its start. None means that each row is one document. A kind may lack this
+        argument; the model then refuses documents.
     """
     raise NotImplementedError
 
   def init_state(self, batch: int, width: int) -> Any:
     """The state before the first token, for B rows of width D."""
-    del batch, width
     return ()
 
   def blend(
@@ -168,46 +168,39 @@ class Boundaries(nn.Module):
     previous: jax.Array | None,
     is_start: jax.Array | None = None,
   ) -> jax.Array:
-    """Changes the segments between the middle and the tokens; does nothing by default.
+    """Changes the segments between the middle and the tokens, without a null group.
 
     Args:
-      segments: [B, S, D], the output of the middle, without the null group.
+      segments: [B, S, D], the output of the middle.
       probabilities: [B, S], those of `BoundaryOutput` at the boundaries that end the segments.
       previous: [B, D], the last result, if rows continue.
-      is_start: [B, S], 1 at the first segment of each document, else 0; None for one document.
+      is_start: [B, S], 1 at the first segment of each document, if rows have several.
     """
-    del probabilities, previous, is_start
     return segments
 
   def join(self, read: jax.Array, hidden: jax.Array, found: BoundaryOutput) -> jax.Array:
     """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' own vectors."""
-    del found
     return read + hidden
 
   def most_segments(self, length: int) -> int | None:
     """The number of segments in any row of T tokens; None if it depends on the tokens."""
-    del length
     return None
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray | None:
     """[B], the number of segments that end in each of the host's rows [B, T]; None if unknown."""
-    del tokens
     return None
 
   def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
-      output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: see `dpjax.training.losses.Objective.sums`. Rows of several documents also have
-        "is_start", [B, T]. "boundary_share", a scalar, is the share of boundaries among the
-        tokens that count, of the whole batch if this is a part of one.
+      output: `dpjax.models.LanguageModelOutput`.
+      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T], and
+        "boundary_share", the share of boundaries in the whole batch of which this is a part.
 
     Returns:
-      The sum over tokens that count, in nats, float32, to which parts of a batch add up; and
-      [B, T], 0 or 1, or None.
+      The sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
-    del output, batch
     return jnp.zeros(()), None
 
 
@@ -221,7 +214,6 @@ class Fixed(Boundaries):
   Attributes:
     shortening_factor: k.
     offset: the place of the first boundary; None means k - 1. The authors' code has 0.
-    pooling: "mean", or "last" (sub-sampling).
   """
 
   suits_segments: ClassVar[bool] = True
@@ -231,36 +223,21 @@ class Fixed(Boundaries):
   pooling: str = "mean"
 
   def __post_init__(self):
-    """Checks that the settings describe segments."""
     checks.integers(shortening_factor=self.shortening_factor)
     if self.offset is not None:
       checks.integer("offset", self.offset, 0, self.shortening_factor - 1)
-    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   @property
   def _first(self) -> int:
     return self.shortening_factor - 1 if self.offset is None else self.offset
 
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, *, num_before=None, is_start=None, **_):
     """See `Boundaries`."""
-    del tokens, deterministic, noise, state, lengths
     shape = checks.array("hidden", hidden, "B T D").shape[:2]
+    rule = self.shortening_factor, self._first
     return BoundaryOutput(
-      ops.fixed_boundaries(
-        shape, self.shortening_factor, self._first, num_before=num_before, is_start=is_start
-      )
+      ops.fixed_boundaries(shape, *rule, num_before=num_before, is_start=is_start)
     )
 
   def most_segments(self, length: int) -> int:
@@ -273,35 +250,14 @@ class Whitespace(Boundaries):
 
   Attributes:
     space_ids: the tokens that end words; () takes the tokenizer's.
-    pooling: see `Fixed`.
-    num_capacities: the number of lengths for which the middle is compiled.
   """
 
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
   num_capacities: int = 8
 
-  def __post_init__(self):
-    """Checks that the settings are in range."""
-    checks.ids("space_ids", self.space_ids)
-    checks.choice("pooling", self.pooling, METHODS)
-    checks.integers(num_capacities=self.num_capacities)
-    super().__post_init__()
-
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, **_):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, num_before, state, lengths, is_start
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def settings_for(self, tokenizer):
@@ -325,8 +281,7 @@ class SpaceByte(Boundaries):
   Attributes:
     space_ids: the tokens whose first byte is spacelike; () takes the tokenizer's.
     end_ids: the tokens whose last byte is spacelike; () takes the tokenizer's.
-    pooling: see `Fixed`; SpaceByte's own is "last".
-    num_capacities: the number of lengths for which the middle is compiled.
+    pooling: see `Boundaries`; SpaceByte's own is "last".
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
@@ -336,28 +291,8 @@ class SpaceByte(Boundaries):
   pooling: str = "mean"
   num_capacities: int = 8
 
-  def __post_init__(self):
-    """Checks that the settings are in range."""
-    checks.ids("space_ids", self.space_ids)
-    checks.ids("end_ids", self.end_ids)
-    checks.choice("pooling", self.pooling, METHODS)
-    checks.integers(num_capacities=self.num_capacities)
-    super().__post_init__()
-
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, num_before
     found = ops.spacelike_boundaries(
       tokens, self.space_ids, self.end_ids, previous=state, is_start=is_start
     )
@@ -368,7 +303,6 @@ class SpaceByte(Boundaries):
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""
-    del width
     return jnp.zeros(batch, bool)
 
   def settings_for(self, tokenizer):

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -16,14 +16,19 @@ from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, newest
 from dpjax.ops import checks
 from dpjax.ops.entropies import check_rule
-from dpjax.ops.segments import METHODS
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
-_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # which remembers words
+_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # remembers words
 
 
 class _Predicted(Boundaries):
-  """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5]."""
+  """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5].
+
+  Attributes:
+    predictor_width: the width of the predictor's hidden layer.
+    init_std: the standard deviation of its weights; see `dpjax.layers.blocks.FeedForward`.
+    dtype: the dtype of the computation.
+  """
 
   predictor_width: int
   init_std: float = 0.0
@@ -38,23 +43,10 @@ class _Predicted(Boundaries):
     nn.share_scope(self, self._predictor)
 
   def _logits(self, hidden: jax.Array) -> jax.Array:
-    hidden = checks.array("hidden", hidden, "B T D>=1")
-    return self._predictor(hidden)[..., 0]
+    return self._predictor(checks.array("hidden", hidden, "B T D>=1"))[..., 0]
 
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, **_):
     """See `Boundaries`."""
-    del tokens, deterministic, noise, num_before, state, lengths, is_start
     logits = self._logits(hidden)
     return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
 
@@ -68,11 +60,6 @@ class Unigram(_Predicted):
     file: a SentencePiece `.model`; "" trains one on the train split.
     size: the number of pieces to train.
     double_sigmoid: whether the loss takes probabilities for logits, as in the authors' code.
-    pooling: see `Fixed`.
-    num_capacities: the number of lengths for which the middle is compiled.
-    predictor_width: the width of the predictor's hidden layer.
-    init_std: the standard deviation of its weights; see `dpjax.layers.blocks.FeedForward`.
-    dtype: the dtype of the computation.
   """
 
   needs_text: ClassVar[bool] = True
@@ -84,10 +71,7 @@ class Unigram(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.integers(size=self.size)
-    checks.integers(num_capacities=self.num_capacities)
-    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
@@ -117,11 +101,6 @@ class EntropySpikes(_Predicted):
   Attributes:
     left: k of Eq. 6: the number of earlier places that a spike exceeds.
     double_sigmoid: see `Unigram`.
-    pooling: see `Unigram`.
-    num_capacities: see `Unigram`.
-    predictor_width: see `Unigram`.
-    init_std: see `Unigram`.
-    dtype: see `Unigram`.
   """
 
   reads_logits: ClassVar[bool] = True
@@ -132,10 +111,7 @@ class EntropySpikes(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.integers(left=self.left)
-    checks.integers(num_capacities=self.num_capacities)
-    checks.choice("pooling", self.pooling, METHODS)
     super().__post_init__()
 
   def loss(self, output, batch):
@@ -157,10 +133,6 @@ class Gumbel(_Predicted):
     sample: whether to draw in evaluation, too, as in the authors' code; else round (Sec. 3.1).
     space_ids: the reference for the boundaries' scores: tokens that end words; () takes the
       tokenizer's.
-    num_capacities: see `Unigram`.
-    predictor_width: see `Unigram`.
-    init_std: see `Unigram`.
-    dtype: see `Unigram`.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -173,11 +145,8 @@ class Gumbel(_Predicted):
   num_capacities: int = 8
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.number("temperature", self.temperature, "above 0", lambda x: x > 0)
     checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
-    checks.ids("space_ids", self.space_ids)
-    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   @property
@@ -189,20 +158,8 @@ class Gumbel(_Predicted):
     """See `Boundaries`."""
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, **_):
     """See `Boundaries`."""
-    del tokens, num_before, state, lengths, is_start
     logits = self._logits(hidden)
     if deterministic and not self.sample and noise is None:
       return BoundaryOutput((logits > 0).astype(jnp.int32), logits)  # p > 0.5
@@ -214,10 +171,8 @@ class Gumbel(_Predicted):
   def loss(self, output, batch):
     """See `Boundaries`."""
     weights, targets = batch["weights"], None
-    boundaries = output.boundaries.astype(jnp.float32)
-    nats_b = ops.binomial_prior_loss(
-      boundaries, self.prior, weights=weights, is_start=batch.get("is_start")
-    )
+    given = dict(weights=weights, is_start=batch.get("is_start"))
+    nats_b = ops.binomial_prior_loss(output.boundaries.astype(jnp.float32), self.prior, **given)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
@@ -234,7 +189,6 @@ class Routing(Boundaries):
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
     weight: the weight of the ratio loss.
-    num_capacities: the number of lengths for which the middle is compiled.
     width: D.
     dtype: the dtype of the router's projections; the rest is float32.
 
@@ -252,18 +206,16 @@ class Routing(Boundaries):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     checks.number("factor", self.factor, "above 1", lambda x: x > 1)
     checks.number("weight", self.weight, "at least 0", lambda x: x >= 0)
-    checks.integers(num_capacities=self.num_capacities)
     super().__post_init__()
 
   def setup(self):
     """Initialises the router to the cosine of neighbouring vectors, and the residual to 0."""
-    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)  # noqa: E731
-    shape = (self.width, self.width)
-    self._query = self.param("query", identity, shape, jnp.float32)
-    self._key = self.param("key", identity, shape, jnp.float32)
+    self._query, self._key = (
+      self.param(name, lambda key: jnp.eye(self.width, dtype=jnp.float32))
+      for name in ("query", "key")
+    )
     self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
 
   @property
@@ -272,32 +224,16 @@ class Routing(Boundaries):
     return "last"
 
   def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
+    self, hidden, tokens, *, num_before=None, state=None, lengths=None, is_start=None, **_
   ):
     """See `Boundaries`."""
-    del tokens, deterministic, noise
     hidden = checks.array("hidden", hidden, "B T>=1 D", D=self.width)
+    kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
-      hidden,
-      self._query.astype(self.dtype),
-      self._key.astype(self.dtype),
-      previous=state,
-      num_before=num_before,
-      is_start=is_start,
+      hidden, *kernels, previous=state, num_before=num_before, is_start=is_start
     )
-    if state is None:
-      return BoundaryOutput(boundaries, probabilities=probabilities)
-    state = newest(state, hidden, lengths)
-    return BoundaryOutput(boundaries, probabilities=probabilities, state=state)
+    after = () if state is None else newest(state, hidden, lengths)
+    return BoundaryOutput(boundaries, probabilities=probabilities, state=after)
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B, D], the last vector of each row."""
@@ -317,25 +253,14 @@ class Routing(Boundaries):
 
   def loss(self, output, batch):
     """See `Boundaries`."""
-    weights = batch["weights"]
-    ratio = ops.ratio_loss(
-      output.boundaries,
-      output.boundary_probabilities,
-      self.factor,
-      weights=weights,
-      share=batch.get("boundary_share"),
-    )
+    weights, share = batch["weights"], batch.get("boundary_share")
+    found = output.boundaries, output.boundary_probabilities
+    ratio = ops.ratio_loss(*found, self.factor, weights=weights, share=share)
     return self.weight * ratio * jnp.sum(weights), None
 
 
 class EntropyState(NamedTuple):
-  """The state of `EntropyThreshold` after some tokens.
-
-  Attributes:
-    cache: the cache of the frozen model.
-    entropy: [B], nats, after the last token.
-    boundary: [B], whether a segment ended with it.
-  """
+  """The frozen model's cache; entropy, nats, and boundary, 0 or 1, of the last token, [B]."""
 
   cache: Any
   entropy: jax.Array
@@ -346,17 +271,15 @@ class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
-  it, and in a `LanguageModel` `dpjax.training.train_step` does not update it. `model.init` draws
-  its parameters, and `dpjax.models.language_model.with_frozen` inserts the trained ones, as
-  `dpjax.train` does. If the small model has no cache, neither has the whole model.
+  it, and `dpjax.training.train_step` does not update it. `model.init` draws its parameters;
+  `dpjax.models.build.with_frozen` inserts the trained ones. If it has no cache, neither has the
+  whole model.
 
   Attributes:
     run: the folder of the small model's run, with the same vocabulary.
     rule: "global", "monotonic" or "combined"; see `dpjax.ops.entropy_threshold`.
     theta: nats; `dpjax calibrate` finds it for a target length of segments.
     theta_add: nats, for the rule "combined".
-    pooling: see `Fixed`.
-    num_capacities: the number of lengths for which the middle is compiled.
     frozen: the small model, whose `max_length` is at least this one's.
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
@@ -374,16 +297,12 @@ class EntropyThreshold(Boundaries):
   frozen: Any = None
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     if not self.run:
       raise ValueError("run: expected the folder of a run, got ''")
     check_rule(self.rule, self.theta_add)
     if self.theta is None:
       raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
-    for name in ("theta", "theta_add"):
-      checks.number(name, getattr(self, name))
-    checks.choice("pooling", self.pooling, METHODS)
-    checks.integers(num_capacities=self.num_capacities)
+    checks.number("theta", self.theta)
     super().__post_init__()
 
   @property
@@ -391,44 +310,22 @@ class EntropyThreshold(Boundaries):
     """See `Boundaries`."""
     return self.frozen.has_cache
 
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-    is_start=None,
-  ):
+  def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
     """See `Boundaries`."""
-    del hidden, deterministic, noise, num_before
     assert self.theta is not None
-    decide = partial(
-      ops.entropy_threshold,
-      rule=self.rule,
-      theta=self.theta,
-      theta_add=self.theta_add,
-      is_start=is_start,
-    )
+    rule = self.rule, self.theta, self.theta_add
     if state is None:
-      output = self.frozen(tokens, is_start=is_start)
-      return BoundaryOutput(decide(ops.conditional_entropy(output.logits)))
-    output = self.frozen(tokens, cache=state.cache, lengths=lengths, is_start=is_start)
+      entropies = ops.conditional_entropy(self.frozen(tokens, is_start=is_start).logits)
+      return BoundaryOutput(ops.entropy_threshold(entropies, *rule, is_start=is_start))
+    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
-    found = decide(entropies, previous=(state.entropy, state.boundary))
-    state = EntropyState(
-      output.cache,
-      newest(state.entropy, entropies, lengths),
-      newest(state.boundary, found, lengths),
-    )
-    return BoundaryOutput(found, state=state)
+    previous = state.entropy, state.boundary
+    found = ops.entropy_threshold(entropies, *rule, previous=previous)
+    last = newest(state.entropy, entropies, lengths), newest(state.boundary, found, lengths)
+    return BoundaryOutput(found, state=EntropyState(output.cache, *last))
 
   def init_state(self, batch: int, width: int) -> EntropyState:
     """The state before the first token, whose entropy counts as a rise."""
-    del width
     none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
     return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
 

@@ -14,22 +14,16 @@ from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass, PooledMiddle
-from dpjax.models.language_model import LanguageModel
-from dpjax.models.stack import Stack
+from dpjax.models.language_model import LanguageModel, Stack
 from dpjax.registry import ConfigDict
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
-  """Builds the model that `config.model` describes.
+  """Builds the model that `config.model` describes, a Linen module.
 
   Args:
-    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's
-      `vocab_size`.
+    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's `vocab_size`.
     frozen: the model of another run, for boundaries that use one.
-
-  Returns:
-    A Linen module: `model.init(key, tokens)` and
-    `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V].
 
   Raises:
     ValueError: `key: expected ..., got ...`.
@@ -39,26 +33,17 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  dtype = jnp.dtype(model["dtype"])
-  common: dict[str, Any] = dict(
-    vocab_size=model["vocab_size"],
-    width=model["width"],
-    max_length=model["max_length"],
-    positions=model["positions"],
-    dropout=model["dropout"],
-    final_norm=model["norm"] == "pre",
-    init_std=model["init_std"],
-    norm_init_std=model["norm_init_std"],
-    dtype=dtype,
-    norm_kind=model["norm_kind"],
-    use_bias=model["use_bias"],
-    tie_embeddings=model["tie_embeddings"],
-    norm_epsilon=model["norm_epsilon"],
-  )
+  common: dict[str, Any] = {
+    name: model[name]
+    for name in (
+      *("vocab_size", "width", "max_length", "positions", "dropout", "init_std", "norm_init_std"),
+      *("norm_kind", "use_bias", "tie_embeddings", "norm_epsilon"),
+    )
+  }
+  common |= dict(final_norm=model["norm"] == "pre", dtype=jnp.dtype(model["dtype"]))
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
-    make_positions = _make_positions([core])
-    return LanguageModel(layers=core, make_positions=make_positions, **common)
+    return LanguageModel(layers=core, make_positions=_make_positions([core]), **common)
   return LanguageModel(make_hourglass=core.make_hourglass, **common)
 
 
@@ -78,24 +63,20 @@ def _core(
   has_own_width = inner[0]["width"] != model["width"]
   blocks_within = [middle] if isinstance(middle, Stack) else []
   shares = [first, last, *([] if has_own_width else blocks_within)]
-  return PooledMiddle(
-    partial(
-      Hourglass,
-      first=first,
-      middle=middle,
-      last=last,
-      make_boundaries=_boundaries_maker(model, frozen),
-      make_positions=_make_positions(shares),
-      middle_width=inner[0]["width"] if has_own_width else None,
-      make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
-      norm_init_std=model["norm_init_std"],
-      init_std=model["init_std"],
-      dtype=jnp.dtype(model["dtype"]),
-      norm_kind=model["norm_kind"],
-      use_bias=model["use_bias"],
-      norm_epsilon=model["norm_epsilon"],
-    )
+  names = ("norm_init_std", "init_std", "norm_kind", "use_bias", "norm_epsilon")
+  make_hourglass = partial(
+    Hourglass,
+    first=first,
+    middle=middle,
+    last=last,
+    make_boundaries=_boundaries_maker(model, frozen),
+    make_positions=_make_positions(shares),
+    middle_width=inner[0]["width"] if has_own_width else None,
+    make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
+    dtype=jnp.dtype(model["dtype"]),
+    **{name: model[name] for name in names},
   )
+  return PooledMiddle(make_hourglass)
 
 
 def check_memory(shapes: Any, num_parts: int = 1) -> None:
@@ -177,20 +158,13 @@ def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length:
     init_std=model["init_std"],
     dtype=dtype,
   )
+  names = ("norm", "activation", "dropout", "hidden_dropout", "init_std", "norm_init_std")
   make_block = partial(
     blocks.Block,
     make_mixer=make_mixer,
     hidden_width=model["feed_forward_width"],
-    norm=model["norm"],
-    activation=model["activation"],
-    dropout=model["dropout"],
-    hidden_dropout=model["hidden_dropout"],
-    init_std=model["init_std"],
-    norm_init_std=model["norm_init_std"],
     dtype=dtype,
-    norm_kind=model["norm_kind"],
-    use_bias=model["use_bias"],
-    norm_epsilon=model["norm_epsilon"],
+    **{name: model[name] for name in (*names, "norm_kind", "use_bias", "norm_epsilon")},
   )
   return Stack(
     num_layers,
@@ -217,3 +191,19 @@ def pad_id(settings: ConfigDict) -> int:
   """The id for padding: if possible a token that ends no word, so that padding adds no segments."""
   known = settings.boundaries.get("space_ids", ())
   return next((i for i in range(settings.vocab_size) if i not in known), 0)
+
+
+def frozen_path(model: Any) -> tuple[str, ...]:
+  """The path, in a model's parameters, of those of the frozen model; () without one."""
+  if not isinstance(model, LanguageModel) or model.make_hourglass is None:
+    return ()
+  boundaries = model.make_hourglass(parent=None).make_boundaries(parent=None)
+  needs_run = getattr(boundaries, "needs_run", False)
+  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
+
+
+def with_frozen(params: Mapping, frozen: Mapping) -> dict:
+  """A model's parameters, with these for the frozen model that its boundaries use."""
+  inner = params["hourglass"]
+  boundaries = {**inner["boundary_predictor"], "frozen": frozen}
+  return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

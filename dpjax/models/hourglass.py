@@ -11,16 +11,15 @@ B batch, T position, D width, S shortened length, segments and the null group.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360.
 Differences from the authors' code:
-- The result of a row does not depend on the other rows or on S: surplus capacity is never
-  read. (The authors take the batch's largest S; the function is the same.) Dropout does depend
-  on S, as its draws have the shape of the array.
+- The result of a row does not depend on the other rows or on S, as surplus capacity is never
+  read; dropout does, as its draws have the shape of the array.
 - Fixed segments end at k - 1, 2k - 1, ... (Eq. 2), not at 0, k, ... (`boundary_offset`).
 - Gumbel rounds p in evaluation (Sec. 3.1) instead of sampling (`sample_boundaries`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,95 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers import blocks, initializers
-from dpjax.layers.boundaries import Boundaries, BoundaryOutput
+from dpjax.layers.boundaries import Boundaries
 from dpjax.layers.mixer import check_takes_starts
-from dpjax.models.stack import Stack
-from dpjax.models.stages import HourglassCache, HourglassOutput, PooledMiddle
-from dpjax.ops.documents import starts_in_chunk
-from dpjax.ops.segments import take_segments
+from dpjax.models.hourglass_cache import HourglassCache, pool_at_boundaries, read_segments
+from dpjax.models.language_model import Stack
+
+
+class StageBoundaries(NamedTuple):
+  """The boundaries of a second pooling, of the S segments of the outer one.
+
+  Attributes:
+    boundaries, boundary_logits, boundary_probabilities: [B, S]; see `HourglassOutput`.
+    inner: the stage within this one, or None.
+    is_start: [B, S], 1 where a document begins; None for one document.
+  """
+
+  boundaries: jax.Array
+  boundary_logits: jax.Array | None
+  boundary_probabilities: jax.Array | None
+  inner: "StageBoundaries | None" = None
+  is_start: jax.Array | None = None
+
+
+class HourglassOutput(NamedTuple):
+  """The output of an hourglass.
+
+  Attributes:
+    hidden: [B, T, D].
+    boundaries: [B, T], 1 where a segment ends, else 0. Integers, or, if gumbel draws them, floats
+      that pass a gradient.
+    boundary_logits: [B, T], the predictor's logits; None without one.
+    cache: the new cache, if one was given.
+    boundary_probabilities: [B, T], if the boundaries have them beside logits.
+    inner: the boundaries of a pooling in the middle; None without one, or with a cache.
+  """
+
+  hidden: jax.Array
+  boundaries: jax.Array
+  boundary_logits: jax.Array | None
+  cache: HourglassCache | None = None
+  boundary_probabilities: jax.Array | None = None
+  inner: StageBoundaries | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledMiddle:
+  """An hourglass in place of a middle `Stack`, with segments for tokens, and its methods.
+
+  Its cache is the number of segments so far in each row, [B], and the hourglass's own cache.
+
+  Attributes:
+    make_hourglass: makes an `Hourglass`, with boundaries that suit segments, from its `name`.
+  """
+
+  make_hourglass: Callable[..., Any]
+
+  def __call__(self, x_bsd, *, name: str, lengths: jax.Array, **options):
+    """[B, S, D] and `StageBoundaries`; `lengths`, [B], counts the segments."""
+    del options["positions"]
+    output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
+    stage = StageBoundaries(*output[1:3], *output[4:], is_start=options["is_start"])
+    return output.hidden, stage
+
+  def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
+    """See `Stack`."""
+    del width, positions
+    hourglass = self.make_hourglass(name=name)
+    params, free = hourglass.variables["params"], hourglass.clone(parent=None)
+
+    def function(x_bsd, caches, lengths):
+      num_before, cache = caches
+      given = dict(cache=cache, num_before=num_before, lengths=lengths)
+      output: Any = free.apply({"params": params}, x_bsd, None, **given)
+      return output.hidden, (num_before + lengths, output.cache)
+
+    return function
+
+  def unstack(self, params: Mapping) -> dict:
+    """See `Stack`."""
+    return self.make_hourglass(parent=None).unstack(params)
+
+  @property
+  def has_cache(self) -> bool:
+    """See `Stack`."""
+    return self.make_hourglass(parent=None).has_cache
+
+  def init_cache(self, batch: int, width: int) -> tuple:
+    """See `Stack`."""
+    hourglass = self.make_hourglass(parent=None)
+    return jnp.zeros(batch, jnp.int32), hourglass.init_cache(batch, width)
 
 
 class Hourglass(nn.Module):
@@ -50,13 +132,11 @@ class Hourglass(nn.Module):
       attention of all three stacks shares; None without relative attention.
     middle_width: the width of the middle, with a matrix each way; None means D.
     make_middle_positions: like `make_positions`, for a middle with a width of its own.
-    norm_init_std: standard deviation of the gains of the middle's norm.
+    norm_init_std, norm_kind, use_bias, norm_epsilon: of the middle's norm; see
+      `dpjax.layers.blocks.Norm`.
     init_std: standard deviation of the matrices of `middle_width`; see
       `dpjax.layers.blocks.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
-    norm_kind: the kind of the middle's norm; see `dpjax.layers.blocks.Norm`.
-    use_bias: whether the middle's norm has biases.
-    norm_epsilon: that of the middle's norm.
   """
 
   first: Stack
@@ -90,10 +170,7 @@ class Hourglass(nn.Module):
     needed: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> HourglassOutput:
-    """[B, T, D] -> [B, T, D].
-
-    With a cache, the tokens continue from it. A single token then costs a step of the outer
-    stacks, and a step of the middle if a segment ends with it in any row.
+    """[B, T, D] -> [B, T, D]; with a cache, the middle runs only if a segment ends.
 
     Args:
       inputs: [B, T, D].
@@ -104,21 +181,15 @@ class Hourglass(nn.Module):
       capacity: an S that holds every row, from the data, at most T + 1, with `is_start` 2 T;
         None finds it on the device. If it is too small, the result is nan.
       cache: None, or from `init_cache` or the previous output.
-      num_before: [B], int32, with a cache: the number of earlier tokens in each row's document.
+      num_before: [B], int32, with a cache: the number of earlier tokens in each row.
       lengths: [B], int32: the number of real tokens in each row; None means all.
-      sizes: the lengths for which the outer stacks are compiled; see
-        `dpjax.models.stack.Stack`.
-      needed: see `dpjax.models.stack.Stack`.
-      is_start: [B, T], 1 where a document begins, else 0. Each document has a null group, or
-        begins with a boundary, and the middle receives the starts. None means that each row is
-        one document.
-
-    Returns:
-      `HourglassOutput`.
+      sizes: the lengths for which the outer stacks are compiled; see `Stack`.
+      needed: see `Stack`.
+      is_start: [B, T], without a cache: 1 where a document begins, else 0. Each document has a
+        null group, or begins with a boundary.
 
     Raises:
-      ValueError: boundaries have another shape or are not 0 or 1, a `capacity` is out of range
-        or given with a cache, or noise is given for boundaries that draw nothing.
+      ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
     """
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
@@ -132,31 +203,16 @@ class Hourglass(nn.Module):
       _check_documents(kind)
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
-    positions = None
-    if self.make_positions is not None:
-      positions = self.make_positions(name="relative_positions")
-    middle_positions = positions
-    if self.make_middle_positions is not None:
-      middle_positions = self.make_middle_positions(name="middle_positions")
-    common: dict[str, Any] = dict(
-      positions=positions,
-      deterministic=deterministic,
-      sizes=sizes,
-      needed=needed,
-      is_start=is_start,
-    )
-    steps: dict[str, Any] = {}
+    make, make_middle = self.make_positions, self.make_middle_positions
+    positions = None if make is None else make(name="relative_positions")
+    middle_positions = positions if make_middle is None else make_middle(name="middle_positions")
+    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
+    outer = common | dict(sizes=sizes, needed=needed, is_start=is_start)
     if cache is None:
-      h_btd = self.first(inputs, name="first", **common)
+      h_btd = self.first(inputs, name="first", **outer)
     else:
-      for name in ("first", "last"):
-        steps[name] = getattr(self, name).with_caches(width, name=name, positions=positions)
-      steps["middle"] = self.middle.with_caches(
-        self.middle_width or width, name="middle", positions=middle_positions
-      )
-      if is_start is not None:
-        is_start = starts_in_chunk(is_start, (batch, length), lengths)
-      h_btd, first_caches = steps["first"](inputs, cache.first, lengths, is_start)
+      step_first = self.first.with_caches(width, name="first", positions=positions)
+      h_btd, first = step_first(inputs, cache.first, lengths)
 
     if boundaries is not None and boundary_noise is None and kind.takes_noise:
       boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
@@ -177,11 +233,10 @@ class Hourglass(nn.Module):
         capacity = most + 1
     else:
       ops.check_boundaries(boundaries, (batch, length))
-      found = found._replace(boundaries=boundaries)
     if lengths is not None and cache is None:
       is_real_bt = jnp.arange(length)[None] < lengths[:, None]
       boundaries = boundaries * is_real_bt.astype(boundaries.dtype)
-      found = found._replace(boundaries=boundaries)
+    found = found._replace(boundaries=boundaries)
     null_b1d = jnp.zeros((batch, 1, self.middle_width or width), h_btd.dtype)
     if kind.has_null_group:
       null_d = self.param(
@@ -192,38 +247,26 @@ class Hourglass(nn.Module):
     of_norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     norm = blocks.Norm(*of_norm, name="middle_norm")
     if cache is not None:
-      new, segment = ops.pool_segments_cached(
-        h_btd,
-        boundaries,
-        cache.segment,
-        method=kind.pooling_method,
-        lengths=lengths,
-        is_start=is_start if kind.has_null_group else None,
+      assert num_before is not None
+      pooled_bsd, segment = ops.pool_segments_cached(
+        h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
       )
-      queue_bsd = widen(new)
-      if is_start is None or not kind.has_null_group:
-        queue_bsd = jnp.concatenate([null_b1d, queue_bsd], axis=1)
-      else:
-        is_null_bs = ops.segment_starts(found.boundaries, is_start, queue_bsd.shape[1])
-        queue_bsd = jnp.where(is_null_bs[..., None] > 0, null_b1d, queue_bsd)
+      queue_bsd = jnp.concatenate([null_b1d, widen(pooled_bsd)], axis=1)
+      if kind.has_null_group:
+        queue_bsd = norm(queue_bsd)
+      middle_width = self.middle_width or width
+      step = self.middle.with_caches(middle_width, name="middle", positions=middle_positions)
 
-      def step_middle(x_bsd, caches, lengths, is_start):
-        s_bsd, caches = steps["middle"](x_bsd, caches, lengths, is_start)
+      def step_middle(x_bsd, caches, lengths):
+        s_bsd, caches = step(x_bsd, caches, lengths)
         return narrow(s_bsd), caches
 
-      u_btd, latest, middle_caches = _read_segments(
-        step_middle,
-        norm(queue_bsd) if kind.has_null_group else queue_bsd,
-        kind,
-        found,
-        cache,
-        num_before,
-        lengths,
-        is_start,
+      u_btd, latest, middle = read_segments(
+        step_middle, queue_bsd, kind, found, cache, num_before, lengths
       )
-      x_btd = kind.join(u_btd, h_btd, found)
-      y_btd, last_caches = steps["last"](x_btd, cache.last, lengths, is_start)
-      cache = HourglassCache(first_caches, middle_caches, last_caches, segment, latest, found.state)
+      step_last = self.last.with_caches(width, name="last", positions=positions)
+      y_btd, last = step_last(kind.join(u_btd, h_btd, found), cache.last, lengths)
+      cache = HourglassCache(first, middle, last, segment, latest, found.state)
       return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
     num_null = int(kind.has_null_group)
@@ -231,31 +274,26 @@ class Hourglass(nn.Module):
     segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
     segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
-      inner_sizes = _capacities(kind, length, is_start is not None)
-      of_middle: dict[str, Any] = dict(sizes=inner_sizes, needed=jnp.max(segments_b))
+      middle_sizes = _capacities(kind, length, is_start is not None)
+      num_read = jnp.max(segments_b)
     else:
-      of_middle = dict(sizes=(capacity,), needed=None)
-    size = of_middle["sizes"][-1]
+      middle_sizes, num_read = (capacity,), None
+    size = middle_sizes[-1]
     pooled_bsd = ops.pool_segments(
       h_btd, boundaries, size - num_null, method=kind.pooling_method, is_start=null_starts
     )
     s_bsd, middle_starts = widen(pooled_bsd), None
-    if kind.has_null_group:
-      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
     if is_start is not None:
       middle_starts = ops.segment_starts(
         boundaries, is_start, size, has_null_group=kind.has_null_group
       )
-      if kind.has_null_group:
-        s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
     if kind.has_null_group:
+      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
+      if middle_starts is not None:
+        s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
       s_bsd = norm(s_bsd)
-    of_middle |= dict(
-      name="middle",
-      positions=middle_positions,
-      deterministic=deterministic,
-      is_start=middle_starts,
-    )
+    of_middle = common | dict(name="middle", positions=middle_positions, is_start=middle_starts)
+    of_middle |= dict(sizes=middle_sizes, needed=num_read)
     inner = None
     if isinstance(self.middle, PooledMiddle):
       s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
@@ -263,11 +301,10 @@ class Hourglass(nn.Module):
       s_bsd = self.middle(s_bsd, **of_middle)
     s_bsd = narrow(s_bsd)
     if not kind.has_null_group:
-      of_documents = {} if is_start is None else {"is_start": middle_starts}
-      s_bsd = kind.blend(s_bsd, _at_boundaries(found, size), None, **of_documents)
+      s_bsd = kind.blend(s_bsd, pool_at_boundaries(found, size), None, middle_starts)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
     u_btd = ops.upsample_segments(s_bsd, boundaries, is_start=null_starts)
-    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **common)
+    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **outer)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
   def _projections(self, width: int) -> tuple[Callable, Callable]:
@@ -304,9 +341,9 @@ class Hourglass(nn.Module):
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D before the first token."""
     return HourglassCache(
-      self.first.init_caches(batch, width),
-      self.middle.init_caches(batch, self.middle_width or width),
-      self.last.init_caches(batch, width),
+      self.first.init_cache(batch, width),
+      self.middle.init_cache(batch, self.middle_width or width),
+      self.last.init_cache(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
       self.make_boundaries(parent=None).init_state(batch, width),
@@ -333,105 +370,3 @@ def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int
   if has_documents:
     sizes.add(max(sizes | {length * (1 + int(kind.has_null_group))}))
   return tuple(sorted(sizes))
-
-
-def _at_boundaries(found: BoundaryOutput, size: int) -> jax.Array | None:
-  """[B, S], the probabilities at the boundaries that end the segments."""
-  if found.probabilities is None:
-    return None
-  p_bt1 = found.probabilities[..., None]
-  return ops.pool_segments(p_bt1, found.boundaries, size, method="last")[..., 0]
-
-
-def _read_segments(
-  step,
-  queue_bsd,
-  kind: Boundaries,
-  found: BoundaryOutput,
-  cache: HourglassCache,
-  num_before,
-  lengths,
-  is_start,
-):
-  """The upsampled segments for the tokens of a chunk, and the new cache.
-
-  Args:
-    step: the step of the middle stack, from `Stack.with_caches`.
-    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk; with
-      `is_start` and null groups [B, 2 C, D], those of each document.
-    kind: the kind of the boundaries.
-    found: the boundaries, [B, C].
-    cache: the cache before the chunk.
-    num_before: [B], the number of tokens before the chunk.
-    lengths: [B], the number of real tokens in the chunk, or None for all.
-    is_start: [B, C], from `starts_in_chunk`, or None.
-
-  Returns:
-    [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
-  """
-  b_bc = found.boundaries.astype(jnp.int32)
-  batch, chunk = b_bc.shape
-  if lengths is None:
-    lengths = jnp.full(batch, chunk, jnp.int32)
-  b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
-  p_bc = _at_boundaries(found._replace(boundaries=b_bc), chunk)
-  num_places = queue_bsd.shape[1]
-  is_new_b = (num_before == 0) & (lengths > 0)  # the null group goes first
-  if not kind.has_null_group or is_start is not None:
-    is_new_b = jnp.zeros_like(is_new_b)
-  # How many of the queue have come in turn by each token, and whether its place 0 has.
-  index_bc = is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32)
-  is_first_b, middle_starts = is_new_b, None
-  if is_start is not None:
-    middle_starts = ops.segment_starts(
-      b_bc, is_start, num_places, has_null_group=kind.has_null_group
-    )
-    if kind.has_null_group:
-      index_bc += jnp.cumsum(is_start, axis=1, dtype=jnp.int32)
-      is_first_b = jnp.ones_like(is_new_b)
-  waiting_b = index_bc[:, -1]
-
-  def blend(s_bsd, previous_bd, is_start):
-    of_documents = {} if is_start is None else {"is_start": is_start}
-    return kind.blend(s_bsd, p_bc, previous_bd, **of_documents)
-
-  if chunk > 1:
-    begun_bsd = jnp.where(is_first_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
-    most = min(kind.num_capacities, 4, chunk // 8 + 1)
-    sizes = (*ops.capacities(chunk + 1, most), *([num_places] if num_places > chunk + 1 else []))
-
-    def at_capacity(size, begun_bsd, middle, is_start):
-      is_start = None if is_start is None else is_start[:, :size]
-      s_bsd, middle = step(begun_bsd[:, :size], middle, waiting_b, is_start)
-      return jnp.pad(s_bsd, ((0, 0), (0, num_places - size), (0, 0))), middle
-
-    index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
-    branches = [partial(at_capacity, size) for size in sizes]
-    s_bsd, middle = jax.lax.switch(index, branches, begun_bsd, cache.middle, middle_starts)
-    if not kind.has_null_group:
-      s_bsd = blend(
-        s_bsd[:, :-1], cache.latest, None if middle_starts is None else middle_starts[:, :-1]
-      )
-    known_bsd = jnp.concatenate([cache.latest[:, None], s_bsd], axis=1)
-    latest_bd = jnp.take_along_axis(known_bsd, waiting_b[:, None, None], axis=1)[:, 0]
-    return take_segments(known_bsd, index_bc), latest_bd, middle
-
-  def advance(state):
-    place, latest_bd, middle = state
-    is_next_b = place < waiting_b
-    next_b = jnp.where(is_first_b, place, 1)
-    next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
-    starts_b1 = None
-    if middle_starts is not None:
-      starts_b1 = jax.lax.dynamic_slice_in_dim(middle_starts, place, 1, axis=1)
-    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32), starts_b1)
-    if not kind.has_null_group:
-      s_b1d = blend(s_b1d, latest_bd, starts_b1)
-    return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
-
-  # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
-  state = jnp.int32(0), cache.latest, cache.middle
-  _, latest_bd, middle = jax.lax.while_loop(
-    lambda state: state[0] < jnp.max(waiting_b), advance, state
-  )
-  return latest_bd[:, None], latest_bd, middle

@@ -1,6 +1,7 @@
 """Embedding -> blocks -> logits. B batch, T position, D width, V vocabulary."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +11,154 @@ from jax.typing import ArrayLike
 
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
-from dpjax.models.stack import Stack
 from dpjax.ops import checks
-from dpjax.ops.documents import document_length, starts_in_chunk
 from dpjax.ops.explicit_axes import automatic_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled.
+
+  Attributes:
+    num_layers: the number of blocks.
+    make_block: makes a `dpjax.layers.blocks.Block` from its `name`.
+    has_positions: whether its mixers take `positions` that layers share.
+    scan_layers: whether to compile one layer and loop over it; otherwise each is compiled.
+    remat: whether to keep only each layer's input for the gradient, and recompute the rest.
+  """
+
+  num_layers: int
+  make_block: Callable[..., nn.Module]
+  has_positions: bool = False
+  scan_layers: bool = True
+  remat: bool = False
+
+  def __call__(
+    self,
+    x_btd: jax.Array,
+    *,
+    name: str,
+    deterministic: bool,
+    positions: nn.Module | None = None,
+    sizes: Sequence[int] = (),
+    needed: jax.Array | None = None,
+    is_start: jax.Array | None = None,
+  ) -> jax.Array:
+    """[B, T, D] -> [B, T, D]; call it within a compact method of the module around.
+
+    Args:
+      x_btd: [B, T, D].
+      name: the name of the parameters in that module.
+      deterministic: False in training.
+      positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
+      sizes: the capacities of `dpjax.ops.run_at_capacity`, up to T; () for T alone.
+      needed: int scalar, with capacities: the number of positions that will be read.
+      is_start: see `LanguageModel`.
+    """
+    shared = None
+    if self.has_positions and positions is not None:
+      shared = positions(x_btd.shape[1], x_btd.shape[2], deterministic=deterministic)
+
+    def apply_block(block, x_btd, _):
+      # Parameters are made by a direct call, which any capacity would make alike.
+      if not sizes or block.is_initializing():
+        return block(x_btd, deterministic=deterministic, **_given(shared, is_start)), None
+      has_key = not deterministic and block.has_rng("dropout")
+      key = block.make_rng("dropout") if has_key else None
+      free = block.clone(parent=None)
+
+      def at_capacity(x_btd, params, shared, key, is_start):
+        given = _given(shared, None if is_start is None else is_start[:, : x_btd.shape[1]])
+        given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
+        return free.apply({"params": params}, x_btd, **given)
+
+      arguments = block.variables["params"], shared, key, is_start
+      return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments), None
+
+    if self.remat and len(sizes) < 2:
+      # Within a scan the loop itself keeps the two passes apart.
+      apply_block = nn.remat(apply_block, prevent_cse=not self.scan_layers)
+    scan = nn.scan(
+      apply_block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      length=self.num_layers,
+      unroll=1 if self.scan_layers else self.num_layers,
+    )
+    return scan(self.make_block(name=name), x_btd, None)[0]
+
+  def with_caches(
+    self, width: int, *, name: str, positions: nn.Module | None = None
+  ) -> Callable[..., tuple[jax.Array, tuple]]:
+    """A function that continues from caches, also within `lax.while_loop` and the like.
+
+    function(x_btd, caches, lengths) -> [B, T, D], new caches
+    """
+    block = self.make_block(name=name)
+    params, free = block.variables["params"], block.clone(parent=None)
+    layers = params if "0" in params else self.unstack(params)
+    shared = None
+    if self.has_positions and positions is not None:
+      shared = positions(self.make_mixer().max_length, width)
+
+    def apply_block(x_btd, params, cache, lengths) -> Any:
+      given = _given(shared, None)
+      return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
+
+    def function(x_btd, caches, lengths=None):
+      if x_btd.shape[1] > 1 and self.scan_layers:
+        stacked = jax.tree.map(
+          lambda *x: jnp.stack(x), *((layers[str(i)], cache) for i, cache in enumerate(caches))
+        )
+        x_btd, after = jax.lax.scan(
+          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths), x_btd, stacked
+        )
+        return x_btd, tuple(_layer(after, i) for i in range(self.num_layers))
+      # A loop would copy each layer's parameters and cache, for every single token.
+      after = []
+      for i, cache in enumerate(caches):
+        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths)
+        after.append(cache)
+      return x_btd, tuple(after)
+
+    return function
+
+  def unstack(self, params: Mapping) -> dict:
+    """A copy of the parameters, separate for each layer, under "0", "1", ...."""
+    return {str(i): _layer(params, i) for i in range(self.num_layers)}
+
+  @property
+  def has_cache(self) -> bool:
+    """Whether its mixers have a cache."""
+    return hasattr(self.make_mixer(), "init_cache")
+
+  def init_cache(self, batch: int, width: int) -> tuple:
+    """A cache for each layer, for B rows of width D."""
+    return tuple(self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers))
+
+  def make_mixer(self) -> Any:
+    """A mixer of the blocks, without parameters."""
+    block: Any = self.make_block
+    return block.keywords["make_mixer"](parent=None)
+
+
+def _given(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
+  """The arguments that a mixer may lack, unless they are None."""
+  given = {"positions": positions, "is_start": is_start}
+  return {name: value for name, value in given.items() if value is not None}
+
+
+def _layer(tree: Any, i: int) -> Any:
+  return jax.tree.map(lambda x: x[i], tree)
 
 
 class LanguageModelCache(NamedTuple):
   """The cache of a model after the tokens so far.
 
   Attributes:
-    length: [B], int32, the number of tokens so far in each row's last document.
+    length: [B], int32, the number of tokens so far in each row.
     layers: the cache of each layer's mixer in order; with token pooling, a
-      `dpjax.models.hourglass.HourglassCache`.
+      `dpjax.models.hourglass_cache.HourglassCache`.
   """
 
   length: jax.Array
@@ -34,11 +170,11 @@ class LanguageModelOutput(NamedTuple):
 
   Attributes:
     logits: [B, T, V]; row t is for token t + 1.
-    boundaries: [B, T], 1 where a segment ends, else 0; None without token pooling. For the
-      dtype see `dpjax.models.hourglass.HourglassOutput`.
-    boundary_logits: [B, T], the predictor's logits; None without one.
+    boundaries: see `dpjax.models.hourglass.HourglassOutput`, also for the next; None without
+      token pooling.
+    boundary_logits: [B, T].
     cache: the new cache, if one was given.
-    boundary_probabilities: [B, T], if the boundaries have them beside logits.
+    boundary_probabilities: [B, T].
     inner: a `dpjax.models.hourglass.StageBoundaries`, if segments are pooled again.
     hidden: [B, T, D], the input of `LanguageModel.output_layer`, which makes the logits.
   """
@@ -68,13 +204,11 @@ class LanguageModel(nn.Module):
     final_norm: whether there is a norm before the output layer, as in pre-norm models.
     init_std: standard deviation of embeddings and output weights, N(0, init_std**2);
       0: U(-0.1, 0.1). Biases are 0.
-    norm_init_std: standard deviation of the gains of the final norm.
+    norm_init_std, norm_kind, norm_epsilon: of the final norm; see `dpjax.layers.blocks.Norm`.
     dtype: the dtype of the computation; parameters are float32.
-    norm_kind: the kind of the final norm; see `dpjax.layers.blocks.Norm`.
     use_bias: whether the final norm and the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias,
       instead of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
-    norm_epsilon: that of the final norm.
   """
 
   vocab_size: int
@@ -109,85 +243,65 @@ class LanguageModel(nn.Module):
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
-    With a cache, the tokens continue from it, and the logits equal those of a pass over whole
-    rows:
+    With a cache, for inference, the tokens continue from it, and the logits equal those of a
+    pass over whole rows:
 
-      cache = model.init_cache(batch)
-      output = model.apply(variables, prompt, cache=cache)
+      output = model.apply(variables, prompt, cache=model.init_cache(batch))
       output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
-
-    Caches are for inference, without dropout or gradients.
 
     Args:
       tokens: [B, T], integers in [0, V).
       deterministic: False in training, where dropout draws from the "dropout" stream.
-      boundaries: [B, T], 0 or 1, the ends of segments for a model with token pooling,
-        instead of its own.
-      boundary_noise: see `dpjax.models.hourglass.Hourglass`.
-      capacity: see `dpjax.models.hourglass.Hourglass`.
+      boundaries: see `dpjax.models.Hourglass`, also for the next two.
+      boundary_noise: [B, T].
+      capacity: S.
       cache: None, or from `init_cache` or the previous output.
       lengths: [B], int32, with a cache: the number of real tokens in each row, before its
         padding, which has no effect; None means all.
       is_start: [B, T], 1 at the first token of each document, else 0. A row then holds several
         documents, and each gives the same outputs as alone; the row may be longer than
-        `max_length`, a document may not. With a cache, the first of a row may be 0 to
-        continue its document. None means that each row is one document.
-
-    Returns:
-      `LanguageModelOutput`.
+        `max_length`, a document may not. None means that each row is one document.
 
     Raises:
-      ValueError: T is above `max_length`; `boundaries`, `boundary_noise` or `capacity` is
-        wrong, or given to a model without token pooling; a cache is given in training or
-        to `init`; `lengths` are given without a cache; or `is_start` is wrong, or given to a
-        model whose mixers or boundaries do not take them.
+      ValueError: an argument is not as above; or `boundaries`, `boundary_noise` or `capacity`
+        is given to a model without token pooling, a cache in training, to `init` or with
+        `is_start`, or `is_start` to a model whose mixers or boundaries do not take it.
     """
-    if cache is not None and not deterministic:
-      raise ValueError("deterministic: expected True with a cache, got False")
-    if cache is not None and self.is_initializing():
-      raise ValueError("cache: expected none in `init`, got one")
-    if cache is None and lengths is not None:
-      raise ValueError("lengths: expected none without a cache, got some")
-    if cache is not None:
+    if cache is None:
+      if lengths is not None:
+        raise ValueError("lengths: expected none without a cache, got some")
+      if is_start is not None:
+        is_start = ops.check_starts(is_start, tokens.shape)
+    else:
+      if not deterministic:
+        raise ValueError("deterministic: expected True with a cache, got False")
+      if self.is_initializing():
+        raise ValueError("cache: expected none in `init`, got one")
+      if is_start is not None:
+        raise ValueError("is_start: expected none with a cache, got some")
       checks.record(
         "cache", cache, LanguageModelCache, dict(B=len(tokens)), length=("B", jnp.int32)
       )
-    if is_start is not None and cache is None:
-      is_start = ops.check_starts(is_start, tokens.shape)
-    elif is_start is not None and cache is not None:
-      is_start = starts_in_chunk(is_start, tokens.shape, lengths)
-      is_start = is_start.at[:, 0].max((cache.length == 0).astype(is_start.dtype))
+    sizes = self.vocab_size, self.width, self.max_length
     embedding = embeddings.TokenAndPosition(
-      self.vocab_size,
-      self.width,
-      self.max_length,
-      self.positions,
-      self.dropout,
-      self.init_std,
-      self.dtype,
-      name="embedding",
+      *sizes, self.positions, self.dropout, self.init_std, self.dtype, name="embedding"
     )
-    x_btd = embedding(
-      tokens,
-      deterministic=deterministic,
-      num_before=None if cache is None else cache.length,
-      is_start=is_start,
-    )
+    num_before = None if cache is None else cache.length
+    x_btd = embedding(tokens, deterministic=deterministic, num_before=num_before, is_start=is_start)
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
     found: dict[str, Any] = {}
     if self.make_hourglass is not None:
       if cache is not None:
-        of_pooling |= dict(cache=cache.layers, num_before=cache.length, lengths=lengths)
+        of_pooling |= dict(cache=cache.layers, num_before=num_before, lengths=lengths)
       found = self.make_hourglass(name="hourglass")(
         x_btd, tokens, deterministic=deterministic, is_start=is_start, **of_pooling
       )._asdict()
       x_btd, layers = found.pop("hidden"), found.pop("cache")
     else:
+      stack = self._core()
       given = [name for name, value in of_pooling.items() if value is not None]
-      if self.layers is None:
-        raise ValueError("layers, make_hourglass: expected one of them, got neither")
       if given:
         raise ValueError(
           f"{', '.join(given)}: expected none for a model without token pooling, got some"
@@ -197,32 +311,27 @@ class LanguageModel(nn.Module):
         positions = self.make_positions(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
-        x_btd = self.layers(x_btd, deterministic=deterministic, is_start=is_start, **named)
+        x_btd = stack(x_btd, deterministic=deterministic, is_start=is_start, **named)
       else:
-        step = self.layers.with_caches(self.width, **named)
-        x_btd, layers = step(x_btd, cache.layers, lengths, is_start)
+        x_btd, layers = stack.with_caches(self.width, **named)(x_btd, cache.layers, lengths)
     if cache is not None:
-      if is_start is None:
-        length = cache.length + (tokens.shape[1] if lengths is None else lengths)
-      else:
-        length = document_length(is_start, cache.length, lengths)
-      cache = LanguageModelCache(length, layers)
+      num_new = tokens.shape[1] if lengths is None else lengths
+      cache = LanguageModelCache(cache.length + num_new, layers)
     if self.final_norm:
       norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
       x_btd = blocks.Norm(*norm, name="final_norm")(x_btd)
     if self.tie_embeddings:
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)
-      contract = ((2,), (0,)), ((), ())
-      logits_btv = ops.dot_general(x_btd, table_vd.T, contract)
-      return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
-    logits_btv = nn.Dense(
-      self.vocab_size,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=initializers.weights(self.init_std, initializers.symmetric_uniform(0.1)),
-      dot_general=ops.dot_general,
-      name="logits",
-    )(x_btd)
+      logits_btv = ops.dot_general(x_btd, table_vd.T, (((2,), (0,)), ((), ())))
+    else:
+      logits_btv = nn.Dense(
+        self.vocab_size,
+        use_bias=self.use_bias,
+        dtype=self.dtype,
+        kernel_init=initializers.weights(self.init_std, initializers.symmetric_uniform(0.1)),
+        dot_general=ops.dot_general,
+        name="logits",
+      )(x_btd)
     return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
 
   @nn.nowrap
@@ -235,12 +344,7 @@ class LanguageModel(nn.Module):
     return automatic_axes(of_tokens)(tokens, variables, args, kwargs)
 
   def output_layer(self, params: Mapping) -> tuple[jax.Array, jax.Array | None]:
-    """The kernel [D, V] and bias [V] that make logits from `LanguageModelOutput.hidden`.
-
-      logits = hidden @ kernel + bias
-
-    The bias is None in a model without biases or with tied embeddings.
-    """
+    """The kernel [D, V] and bias [V], or None, of logits = hidden @ kernel + bias."""
     if self.tie_embeddings:
       return params["embedding"]["tokens"]["embedding"].T, None
     return params["logits"]["kernel"], params["logits"].get("bias")
@@ -248,50 +352,25 @@ class LanguageModel(nn.Module):
   def unstack(self, params: Mapping) -> dict:
     """A copy of the parameters, separate for each layer.
 
-    `apply` with a cache takes either form. With this one, made before a loop over single
-    tokens, the steps copy no parameters.
+    `apply` with a cache takes either form; with this one a step copies no parameters.
     """
-    if self.layers is not None:
-      return {**params, "layers": self.layers.unstack(params["layers"])}
-    hourglass = self._hourglass().unstack(params["hourglass"])
-    return {**params, "hourglass": hourglass}
+    name = "hourglass" if self.layers is None else "layers"
+    return {**params, name: self._core().unstack(params[name])}
 
   @property
   def has_cache(self) -> bool:
     """Whether all mixers have a cache; else each new token takes a pass over the window."""
-    if self.layers is not None:
-      return self.layers.has_cache
-    return self._hourglass().has_cache
+    return self._core().has_cache
 
   def init_cache(self, batch: int) -> LanguageModelCache:
     """The cache of B rows before the first token; it needs no parameters."""
-    if self.layers is not None:
-      layers = self.layers.init_caches(batch, self.width)
-    else:
-      layers = self._hourglass().init_cache(batch, self.width)
+    layers = self._core().init_cache(batch, self.width)
     return LanguageModelCache(jnp.zeros(batch, jnp.int32), layers)
 
-  def _hourglass(self) -> Any:
+  def _core(self) -> Any:
+    """The stack, or an hourglass without parameters."""
+    if self.layers is not None:
+      return self.layers
     if self.make_hourglass is None:
       raise ValueError("layers, make_hourglass: expected one of them, got neither")
     return self.make_hourglass(parent=None)
-
-
-def frozen_path(model: nn.Module) -> tuple[str, ...]:
-  """Where in a model's parameters those of the frozen model lie that its boundaries use.
-
-  Returns:
-    The names from the outside in; () for a model without one.
-  """
-  if not isinstance(model, LanguageModel) or model.make_hourglass is None:
-    return ()
-  boundaries = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  needs_run = getattr(boundaries, "needs_run", False)
-  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
-
-
-def with_frozen(params: Mapping, frozen: Mapping) -> dict:
-  """A model's parameters, with these for the frozen model that its boundaries use."""
-  inner = params["hourglass"]
-  boundaries = {**inner["boundary_predictor"], "frozen": frozen}
-  return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

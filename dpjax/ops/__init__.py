@@ -36,16 +36,14 @@ from dpjax.ops.products import dot_general
 from dpjax.ops.rotary import rotary_angles, rotate
 from dpjax.ops.routing import ratio_loss, route, smooth_segments, straight_through
 from dpjax.ops.segments import (
+  SegmentCache,
   check_boundaries,
+  init_segment_cache,
   pool_segments,
+  pool_segments_cached,
   segment_ids,
   segment_starts,
   upsample_segments,
-)
-from dpjax.ops.segments_cache import (
-  SegmentCache,
-  init_segment_cache,
-  pool_segments_cached,
 )
 from dpjax.ops.shift_and_sum import IMPLEMENTATIONS as SHIFT_AND_SUM
 from dpjax.ops.shift_and_sum import (

@@ -1,7 +1,10 @@
-"""Boundaries of segments: rules, samples and losses.
+"""Boundaries of segments: rules, samples and losses. B batch, T position.
 
-A boundary of 1 means that a segment ends with that token. Letters: B batch, T position,
-V vocabulary.
+A boundary of 1 means that a segment ends with that token. Everywhere `is_start`, [B, T], is 1 at
+the first token of each document, else 0; None means that each row is one document.
+
+Functions raise a `ValueError` for arguments that are not as described; values are checked only
+outside of `jit`.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
 """
@@ -42,16 +45,12 @@ def fixed_boundaries(
     offset: the place of the first boundary, 0 <= offset < factor. None is factor - 1, which
       makes all segments equally long; the authors' code has 0.
     num_before: [B], integers, the place t of each row's first token; None means 0.
-    is_start: [B, T], 1 at the first token of each document, where t is 0, else 0. None means
-      that each row is one document.
+    is_start: [B, T], without `num_before`; t is 0 at the first token of each document.
 
   Returns:
-    [B, T], int32; without `num_before` and `is_start`, all rows are equal.
+    [B, T], int32.
 
-  Raises:
-    ValueError: an argument is not as above.
-
-  Source: the pooling paper, Eq. 2.
+  Source: Eq. 2.
   """
   batch, length = checks.shape(shape)
   checks.integer("factor", factor)
@@ -67,7 +66,7 @@ def fixed_boundaries(
   if num_before is not None:
     place_bt += num_before[:, None]
   if is_start is not None:
-    place_bt = document_places(is_start, num_before)
+    place_bt = document_places(is_start)
   is_end_bt = place_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 
@@ -77,31 +76,14 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
 
     b_t = 1 where x_t is a space
 
-  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]].
-
-  Args:
-    tokens: [B, T], integers: ids of the vocabulary.
-    space_ids: the ids of spaces, at least one; include the newline's if there is one.
-
-  Returns:
-    [B, T], int32.
-
-  Raises:
-    ValueError: `space_ids` is empty, or the tokens are not integers [B, T].
-
-  Source: the pooling paper, Sec. 3 (whitespace).
+  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]]. Takes token ids, [B, T], and the
+  ids of spaces, at least one; include the newline's if there is one. Returns [B, T], int32.
   """
   space_ids = checks.ids("space_ids", space_ids)
   if not space_ids:
-    raise ValueError(
-      "space_ids: expected at least one id, got none: an alphabet without a space has "
-      "no whitespace boundaries"
-    )
+    raise ValueError("space_ids: expected at least one id, got none: an alphabet without a space")
   tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
-  is_space_bt = jnp.zeros(tokens.shape, bool)
-  for space_id in space_ids:
-    is_space_bt |= tokens == int(space_id)
-  return is_space_bt.astype(jnp.int32)
+  return _is_in(tokens, space_ids).astype(jnp.int32)
 
 
 def spacelike_boundaries(
@@ -124,15 +106,11 @@ def spacelike_boundaries(
     tokens: [B, T], integers: ids of the vocabulary.
     space_ids: the tokens whose first byte is spacelike.
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
-    previous: [B], whether the token before each row ends with a spacelike byte, to continue
-      rows; None means that it does not.
-    is_start: [B, T], 1 at the first token of each document, else 0.
+    previous: [B], whether the token before each row ends with a spacelike byte; None: it does not.
+    is_start: [B, T]; see above.
 
   Returns:
     [B, T], int32.
-
-  Raises:
-    ValueError: an argument is not as above.
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
@@ -153,7 +131,7 @@ def spacelike_boundaries(
 
 
 def _is_in(tokens: jax.Array, ids: Sequence[int]) -> jax.Array:
-  return jnp.isin(tokens, np.asarray(sorted(ids), np.int32))
+  return jnp.isin(tokens.astype(jnp.int32), np.asarray(sorted(ids), np.int32))
 
 
 def gumbel_sigmoid(
@@ -181,11 +159,7 @@ def gumbel_sigmoid(
   Returns:
     [B, T], float32, or float64 for such logits, exactly 0.0 or 1.0.
 
-  Raises:
-    ValueError: both or neither of `key` and `noise` are given, or an argument has a wrong
-      shape or, unless traced, is out of range.
-
-  Source: the pooling paper, Eq. 4.
+  Source: Eq. 4.
   """
   logits = checks.array("logits", logits, "B T")
   checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
@@ -194,7 +168,9 @@ def gumbel_sigmoid(
     raise ValueError(f"key, noise: expected one of the two, got {got}")
   if noise is None:
     checks.key("key", key)
-    u = _open_uniform(key, logits.shape)
+    assert key is not None
+    # In the open interval (0, 1): the odd multiples of 2**-24.
+    u = jax.random.uniform(key, logits.shape, jnp.float32) + 2.0**-24
   else:
     u = _check_noise(noise, logits.shape)
   dtype = sum_dtype(logits)
@@ -223,18 +199,14 @@ def binomial_prior_loss(
     boundaries: [B, T], zeros and ones; floats get a gradient.
     alpha: the prior probability of a boundary, in (0, 1).
     weights: [B, T], 1 where a token counts, else 0. None means that all count.
-    is_start: [B, T], 1 at the first token of each document, else 0. Each document has its own
-      k and L, and the row's loss is the mean of theirs, weighted by L. None means that each
-      row is one document.
+    is_start: [B, T]; each document has its own k and L, and the row's loss is the mean of
+      theirs, weighted by L.
 
   Returns:
     [B], nats per token, float32, or float64 for such boundaries. A row in which no token
     counts gives 0, with zero gradient.
 
-  Raises:
-    ValueError: an argument is not as above.
-
-  Source: the pooling paper, Eq. 7.
+  Source: Eq. 7.
   """
   checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
   b_bt, w_bt, is_start = checks.arrays(
@@ -244,22 +216,22 @@ def binomial_prior_loss(
   )
   b_bt = b_bt.astype(sum_dtype(b_bt))
   w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
+
+  def log_binomial(ones, total):
+    log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
+    return log_choices + ones * math.log(alpha) + (total - ones) * math.log1p(-alpha)
+
   total_b = jnp.sum(w_bt, axis=1)
   if is_start is None:
-    log_p_b = _log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b, alpha)
+    log_p_b = log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b)
   else:
     document_bt = jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
-    ones_bn, total_bn = (
+    of_documents = [
       sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
-    )
-    log_p_b = jnp.sum(_log_binomial(ones_bn, total_bn, alpha), axis=1)
+    ]
+    log_p_b = jnp.sum(log_binomial(*of_documents), axis=1)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
-
-
-def _log_binomial(ones, total, alpha: float) -> jax.Array:
-  log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
-  return log_choices + ones * math.log(alpha) + (total - ones) * math.log1p(-alpha)
 
 
 @jax.custom_jvp
@@ -272,17 +244,11 @@ def _straight_through_jvp(primals, tangents):
   return _straight_through(*primals), tangents[0]
 
 
-def _open_uniform(key, shape):
-  """Uniform in the open interval (0, 1): the odd multiples of 2**-24."""
-  return jax.random.uniform(key, shape, jnp.float32) + 2.0**-24
-
-
 def _check_noise(noise, shape):
   noise = checks.array("noise", noise, "B T", B=shape[0], T=shape[1])
-  if not checks.is_known(noise):
-    return noise
-  values = np.asarray(noise)
-  is_wrong = ~((values > 0) & (values < 1))
-  if is_wrong.any():
-    raise ValueError(f"noise: expected above 0 and below 1, got {values[is_wrong][0]}")
+  if checks.is_known(noise):
+    values = np.asarray(noise)
+    is_wrong = ~((values > 0) & (values < 1))
+    if is_wrong.any():
+      raise ValueError(f"noise: expected above 0 and below 1, got {values[is_wrong][0]}")
   return noise

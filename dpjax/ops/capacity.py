@@ -1,7 +1,7 @@
 """Static shapes for data whose real length is known only on the device.
 
-A sequence is stored in an array of the maximum length. Its computation is compiled for a few
-lengths, the capacities; at run time, the smallest sufficient one is selected.
+A computation is compiled for a few lengths, the capacities; at run time, the smallest
+sufficient one is selected.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,7 @@ def capacities(longest: int, number: int) -> tuple[int, ...]:
 
     capacities(9, 4)  ->  (3, 5, 7, 9)
 
-  Args:
-    longest: the last capacity, at least 1.
-    number: the number of capacities, from 1 to 65,536; at most `longest` are returned.
-
-  Returns:
-    ceil(longest * i / number) for i = 1 .. number, increasing.
-
-  Raises:
-    ValueError: an argument is out of range.
+  They are ceil(longest * i / number) for i = 1 .. number, without repetitions.
   """
   checks.integer("longest", longest)
   checks.integer("number", number, most=2**16)
@@ -46,10 +38,9 @@ def run_at_capacity(
     output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
     output[:, c:] = 0
 
-  The function must be causal, so that its first `needed` outputs do not depend on c. (Its
-  random draws may depend on c.) Time depends on c, not on S, forward and backward. The backward
-  pass recomputes the function within its branch, because plain gradients of `lax.switch` store
-  the residuals of every branch; here only the arguments are stored.
+  The function must be causal, so that its first `needed` outputs do not depend on c; its random
+  draws may. The backward pass recomputes the function within its branch and stores only the
+  arguments: plain gradients of `lax.switch` store the residuals of every branch.
 
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
@@ -82,12 +73,11 @@ def run_at_capacity(
   index = jnp.searchsorted(jnp.asarray(sizes), needed)
   leaves, structure = jax.tree.flatten(others)
   is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
-  floats = [leaf for leaf, of_floats in zip(leaves, is_float, strict=True) if of_floats]
-  fixed = [leaf for leaf, of_floats in zip(leaves, is_float, strict=True) if not of_floats]
+  floats = [x if of_floats else None for x, of_floats in zip(leaves, is_float, strict=True)]
+  fixed = [None if of_floats else x for x, of_floats in zip(leaves, is_float, strict=True)]
 
   def call(inputs, floats, fixed):
-    rest = {True: iter(floats), False: iter(fixed)}
-    leaves = [next(rest[of_floats]) for of_floats in is_float]
+    leaves = [y if x is None else x for x, y in zip(floats, fixed, strict=True)]
     return function(inputs, *jax.tree.unflatten(structure, leaves))
 
   return _switch(call, sizes, index, inputs, floats, fixed)

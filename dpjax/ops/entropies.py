@@ -1,8 +1,15 @@
 """Boundaries at tokens after which a model's prediction is uncertain.
 
+Everywhere `is_start`, [B, T], is 1 at the first token of each document, else 0; None means that
+each row is one document.
+
+Functions raise a `ValueError` for arguments that are not as described; values are checked only
+outside of `jit`.
+
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
 
+import bisect
 import math
 
 import jax
@@ -24,26 +31,15 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
     H_t = -sum over v of p_tv ln p_tv,   p_t = softmax(logits_t)
 
-  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing.
-
-  Args:
-    logits: [B, T, V], floats; at least one of every V is finite.
-
-  Returns:
-    [B, T], nats, float32, or float64 for such logits.
-
-  Raises:
-    ValueError: the logits are not as above.
-
-  Source: the pooling paper, Sec. 3 (entropy).
+  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing, but one of every V is
+  finite. Takes [B, T, V], floats. Returns [B, T], nats, float32, or float64 for such logits.
   """
   logits = checks.array("logits", logits, "B T V>=1")
   logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0. (A `where` on p would have
-  # XLA keep log p and p.)
+  # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0.
   log_p_btv = jnp.maximum(log_p_btv, -200)
   return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
 
@@ -61,14 +57,10 @@ def entropy_spikes(
   Args:
     entropies: [B, T], floats, nats; no nan.
     left: the number of preceding tokens to compare with, at least 1.
-    is_start: [B, T], 1 at the first token of each document, else 0; earlier tokens are not
-      compared. None means that each row is one document.
+    is_start: [B, T]; tokens of earlier documents are not compared.
 
   Returns:
     [B, T], int32, with no gradient.
-
-  Raises:
-    ValueError: `left` is below 1, or the entropies are not floats [B, T].
 
   Source: the pooling paper, Eq. 6.
   """
@@ -114,14 +106,10 @@ def entropy_threshold(
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
-    is_start: [B, T], 1 at the first token of each document, else 0; t counts from there.
+    is_start: [B, T]; t counts from the first token of each document.
 
   Returns:
     [B, T], int32, with no gradient.
-
-  Raises:
-    ValueError: the rule is unknown, `theta_add` is given for a rule without it, or the
-      entropies are not floats [B, T].
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
   bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
@@ -136,13 +124,11 @@ def entropy_threshold(
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
   elif not isinstance(previous, tuple | list) or len(previous) != 2:
     raise ValueError(f"previous: expected an entropy and a boundary, got {previous!r}")
-  else:
-    entropy, boundary = (
-      checks.array("previous", x, "B", kind, B=len(h_bt))
-      for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
-    )
-    previous = entropy, boundary
-  before_bt = jnp.concatenate([previous[0][:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
+  entropy, boundary = (
+    checks.array("previous", x, "B", kind, B=len(h_bt))
+    for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
+  )
+  before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
   if is_start is not None:
     is_start = is_start.astype(bool)
     before_bt = jnp.where(is_start, -jnp.inf, before_bt)
@@ -153,7 +139,7 @@ def entropy_threshold(
   may_bt = (h_bt > theta) & (h_bt - before_bt > theta_add)
   # Of tokens in a row that may be one, every other is: the first, the third, ...
   place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
-  taken_b1 = previous[1][:, None].astype(jnp.int32)
+  taken_b1 = boundary[:, None].astype(jnp.int32)
   refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
   if is_start is not None:
     refused_bt = jnp.where(is_start, jnp.maximum(refused_bt, place_t - 1), refused_bt)
@@ -168,10 +154,9 @@ def entropy_theta(
 
     share of boundaries = 1 / factor, as nearly as ties allow
 
-  It is the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic"). For
-  "combined" with its `theta_add`, bisection finds it, as the number of boundaries never grows
-  with theta. It lies between two entropies, so that rounding changes nothing. With
-  [[1, 2, 3, 4]] and factor 2, it is 2.5.
+  Bisection finds it, as the number of boundaries never grows with theta: the quantile
+  1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic"). It lies between two entropies,
+  so that rounding changes nothing. With [[1, 2, 3, 4]] and factor 2, it is 2.5.
 
   Args:
     entropies: [B, T], floats, nats, of a text in B windows.
@@ -180,10 +165,7 @@ def entropy_theta(
     theta_add: see `entropy_threshold`.
 
   Returns:
-    theta, float32.
-
-  Raises:
-    ValueError: see `entropy_threshold`; or the factor is below what the rule can reach.
+    theta, float32. A `ValueError` says if the factor is below what the rule can reach.
   """
   check_rule(rule, theta_add)
   h_bt, _ = _check(entropies, None)
@@ -209,20 +191,14 @@ def entropy_theta(
       f"factor: expected at least {h_bt.size / most:.4g}, which theta_add = {theta_add} "
       f"leaves, got {factor}"
     )
-  low, high = 0, len(thetas) - 1
-  while low + 1 < high:  # count(low) >= wanted > count(high), but at the ends
-    middle = (low + high) // 2
-    low, high = (middle, high) if count(middle) >= wanted else (low, middle)
-  place = min((low, high), key=lambda place: abs(count(place) - wanted))
-  return float(thetas[place])
+  # The first place with fewer than wanted, or the one before it.
+  high = bisect.bisect_right(range(len(thetas)), -wanted, key=lambda place: -count(place))
+  near = max(high - 1, 0), min(high, len(thetas) - 1)
+  return float(thetas[min(near, key=lambda place: abs(count(place) - wanted))])
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> None:
-  """Checks that a rule is known, and that it uses `theta_add` unless that is 0.
-
-  Raises:
-    ValueError: the rule is unknown, or has no `theta_add`; or that is not finite.
-  """
+  """Checks that a rule is known, and that it uses `theta_add` unless that is 0."""
   if not isinstance(rule, str) or rule not in RULES:
     raise unknown("rule", RULES, rule)
   checks.number("theta_add", theta_add, error=UserError)

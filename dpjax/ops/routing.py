@@ -9,6 +9,9 @@ The first token of a row is always a boundary, so that no token reads the null g
 
 Letters: B batch, T position (token), S segment, D feature, E feature of the projections.
 
+Functions raise a `ValueError` for arguments that are not as described; values are checked only
+outside of `jit`.
+
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
 hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.
 """
@@ -34,7 +37,7 @@ def route(
   num_before: jax.Array | None = None,
   is_start: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """The probability of a boundary at each token, and the boundaries.
+  """The probability of a boundary at each token, and the boundaries (the routing module).
 
     p_t = clip((1 - cos(h_{t-1} W_q, h_t W_k)) / 2, 0, 1),  p_0 = 1
     b_t = [p_t > 1/2]
@@ -49,11 +52,6 @@ def route(
 
   Returns:
     p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
-
-  Raises:
-    ValueError: the shapes do not match.
-
-  Source: arXiv:2507.07955, the routing module.
   """
   hidden, query_kernel, key_kernel, previous, num_before, is_start = checks.arrays(
     hidden=(hidden, "B T>=1 D"),
@@ -84,7 +82,7 @@ def smooth_segments(
   previous: jax.Array | None = None,
   is_start: ArrayLike | None = None,
 ) -> jax.Array:
-  """Smooths segments over time, weighted by the probabilities of their boundaries.
+  """Smooths segments, weighted by the probabilities of their boundaries (the smoothing module).
 
     q_m = clip(p_m, 1e-4, 1 - 1e-4)
     e_m = q_m z_m + (1 - q_m) e_{m-1},  e_{-1} = 0
@@ -97,11 +95,6 @@ def smooth_segments(
 
   Returns:
     e, [B, S, D], in the dtype of `segments`, computed in at least float32.
-
-  Raises:
-    ValueError: the shapes do not match.
-
-  Source: arXiv:2507.07955, the smoothing module.
   """
   segments, probabilities, previous, is_start = checks.arrays(
     segments=(segments, "B S>=1 D"),
@@ -125,21 +118,11 @@ def smooth_segments(
 
 
 def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Array:
-  """Ones that pass the gradient to the probability of each decision.
+  """Ones that pass the gradient to the probability of each decision (the confidence score).
 
     c_t = p_t if b_t else 1 - p_t;  the result is 1, with the gradient of c_t
 
-  Args:
-    probabilities: [B, T], floats.
-    boundaries: [B, T], 0 or 1.
-
-  Returns:
-    [B, T], in the dtype of `probabilities`.
-
-  Raises:
-    ValueError: an argument is not as above.
-
-  Source: arXiv:2507.07955, the confidence score of the upsampler.
+  Takes [B, T], floats, and [B, T], 0 or 1. Returns [B, T], in the dtype of `probabilities`.
   """
   probabilities, boundaries = checks.arrays(
     probabilities=(probabilities, "B T"), boundaries=(boundaries, "B T", checks.ONES)
@@ -172,11 +155,6 @@ def ratio_loss(
 
   Returns:
     A scalar, at least float32.
-
-  Raises:
-    ValueError: the shapes do not match, or N is not above 1.
-
-  Source: arXiv:2507.07955, the ratio loss.
   """
   boundaries, probabilities, weights = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),

@@ -1,21 +1,19 @@
 """Pooling of tokens into segments of any length, and upsampling back.
 
-A boundary of 1 means that a segment ends with that token. Rows have different numbers of
-segments, but shapes must be static: `pool_segments` has a fixed number of places, and results
-depend neither on that number nor on the other rows of the batch.
+A boundary of 1 means that a segment ends with that token. Shapes are static: `pool_segments` has
+a fixed number of places, and results depend neither on it nor on the other rows of the batch.
 
     h                  [B, T, D]   a vector for each token
     s = pool_segments  [B, S-1, D] a vector for each segment
     null, s            [B, S, D]   with a learned vector, the null group, in front
     upsample_segments  [B, T, D]   the vector of the last closed segment
 
-No future leaks: segment m is available from its last token on. So a token that closes a
-segment sees it, and tokens of an open segment see the segment before it, or the null group in
-a row's first segment. An open segment at the end of a row is never used.
+No future leaks: a token that closes a segment sees it, and tokens of an open segment see the
+segment before it, or the null group in a row's first segment. An open segment at the end of a
+row is never used.
 
 If a row has several documents (`is_start`), each has a null group before its segments, and a
-segment ends with its document. The places of a row are those of its documents, one after
-another:
+segment ends with its document:
 
     h           a  b  c  d  e  f
     is_start      1  0  0  1  0  0
@@ -23,46 +21,37 @@ another:
     places      null, ab, null, def
     read        0  1  1  2  2  3
 
-c, whose segment is never closed, has no place; the next document's null group follows.
+B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
 
-Letters: B batch, T position (token), S segments and the null group, D feature.
+Functions raise a `ValueError` for arguments that are not as described; values are checked only
+outside of `jit`.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
-code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. Differences: the authors build a
-matrix [B, T, S] of weights; here every token is added to its segment, with the same values and
-gradients. The caller supplies the null group.
+code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. They build a matrix [B, T, S] of
+weights; here every token is added to its segment, with the same values and gradients.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts
 from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import sum_dtype
 
 METHODS = ("mean", "last")
 
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
-  """Checks that boundaries are zeros and ones of this shape.
-
-  Under `jit` and other transformations the values are unknown, and only the shape
-  and the dtype are checked.
-
-  Args:
-    boundaries: [B, T], bools, integers or floats.
-    shape: (B, T).
-
-  Raises:
-    ValueError: the shape differs, or a value is neither 0 nor 1.
-  """
+  """Checks that boundaries are zeros and ones, of any dtype and the shape (B, T)."""
   batch, length = checks.shape(shape)
   checks.array("boundaries", boundaries, "B T", checks.ONES, B=batch, T=length)
 
@@ -76,16 +65,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
 
     [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]].
 
-  Args:
-    boundaries: [B, T], zeros and ones of any dtype; they get no gradient.
-
-  Returns:
-    [B, T], int32, nondecreasing along a row.
-
-  Raises:
-    ValueError: `boundaries` are not as above.
-
-  Source: the pooling paper, Sec. 3.
+  Takes [B, T], zeros and ones of any dtype. Returns [B, T], int32, without a gradient.
   """
   return _ids(checks.array("boundaries", boundaries, "B T", checks.ONES))
 
@@ -110,13 +90,8 @@ def pool_segments(
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
 
-  The result has no null group. Places without a segment are zero. An open segment at the end
-  has its mean if there is room, and no last token; `upsample_segments` never uses it.
-  Segments from `capacity` on are dropped, and `upsample_segments` gives nan to tokens that
-  would use them.
-
-  Sums are in float32, separately for each segment: the result does not depend on other
-  segments or on `capacity`.
+  Places without a segment are zero. An open segment at the end has its mean if there is room, and
+  no last token. Segments from `capacity` on are dropped. Sums are in float32.
 
   Gradients: "mean" gives float boundaries a gradient, as the authors' code does:
   token l has the weight w_l = 1 + (id_l - stop_gradient(id_l)) in its segment, which is 1,
@@ -124,26 +99,19 @@ def pool_segments(
 
     ds_m / dw_l = (h_l - s_m) / n_m,   dw_l / db_i = 1 for i < l, else 0.
 
-  Only reverse-mode derivatives. Boundaries that are bools or integers get no gradient, at no
-  cost; with "last", boundaries of any dtype get zero.
+  It has only reverse-mode derivatives. Other boundaries get none, and with "last" zero.
 
   Args:
     inputs: [B, T, D], floats.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    capacity: the number of places for segments in a row, at least 0; static. T is always
-      enough, and so is the largest number of boundaries in a row.
+    capacity: the number of places for segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
-    is_start: [B, T], 1 at the first token of each document, else 0, for kinds of boundaries
-      with a null group. Each document but the first then has a place before its segments, for
-      the caller's null group (`segment_starts`, one place further). None means that each row
-      is one document.
+    is_start: [B, T], 1 at the first token of each document, else 0. Each document but the first
+      then has a place before its segments, for the caller's null group (`segment_starts`, one
+      place further). None means that each row is one document.
 
   Returns:
     [B, capacity, D], in the dtype of `inputs`.
-
-  Raises:
-    ValueError: an argument is not as above. Values of boundaries are checked only outside of
-      `jit`.
 
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
@@ -181,11 +149,9 @@ def upsample_segments(
 
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
-  Vectors after the row's last closed segment are not used. If S is too small for a token's
-  segment, as where the null group is missing, this is an error, and under `jit`, where the
-  boundaries are unknown, the token gets nan.
-
-  The gradient of a segment is the sum over its readers, in float32. Boundaries get zero.
+  If S is too small for a token's segment, this is an error, and under `jit`, where the
+  boundaries are unknown, the token gets nan. The gradient of a segment is the sum over its
+  readers, in float32. Boundaries get zero.
 
   Args:
     segments: [B, S, D], floats: the null group, then the segments in order; with `is_start`
@@ -195,12 +161,6 @@ def upsample_segments(
 
   Returns:
     [B, T, D], in the dtype of `segments`.
-
-  Raises:
-    ValueError: an argument is not as above, or S is too small. Values of boundaries are checked
-      only outside of `jit`.
-
-  Source: the pooling paper, Sec. 3.
   """
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
@@ -234,18 +194,8 @@ def segment_starts(
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
 
-  Args:
-    boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    is_start: [B, T], 1 at the first token of each document, else 0; in a chunk of longer rows,
-      the places are those of the null groups and segments completed in it.
-    capacity: see `pool_segments`; here it includes the first null group.
-    has_null_group: whether a null group precedes the segments of each document.
-
-  Returns:
-    [B, capacity], int32, 0 or 1.
-
-  Raises:
-    ValueError: an argument is not as above.
+  Takes boundaries and starts, [B, T]; `capacity` includes the first null group, if documents
+  have null groups. Returns [B, capacity], int32, 0 or 1.
   """
   boundaries, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)
@@ -313,11 +263,11 @@ def _mean_backward(capacity, kept, by_means):
     by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
   else:
     goes_on_bt = jnp.pad(is_start == 0, ((0, 0), (0, 1)))[:, 1:]
-    by_boundaries_bt = _sums_to_the_end(later_bt, goes_on_bt)
+    by_boundaries_bt = _sum_to_end(later_bt, goes_on_bt)
   return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype), None
 
 
-def _sums_to_the_end(values, goes_on):
+def _sum_to_end(values, goes_on):
   """s_t = values_t + s_{t+1} if the document continues at t + 1, else 0; [B, T]."""
 
   def join(later, earlier):
@@ -329,3 +279,79 @@ def _sums_to_the_end(values, goes_on):
 
 
 _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
+
+
+class SegmentCache(NamedTuple):
+  """The open segment of each row: the sum [B, D] and the number [B], int32, of its tokens."""
+
+  total: jax.Array
+  count: jax.Array
+
+
+def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -> SegmentCache:
+  """The cache before the first token, zeros, for inputs [B, D] of this dtype."""
+  checks.integers(batch=batch, width=width)
+  checks.float_dtype(dtype)
+  total_bd = jnp.zeros((batch, width), dtype)
+  return SegmentCache(total_bd.astype(sum_dtype(total_bd)), jnp.zeros(batch, jnp.int32))
+
+
+@automatic_axes
+def pool_segments_cached(
+  inputs: jax.Array,
+  boundaries: ArrayLike,
+  cache: SegmentCache,
+  *,
+  method: str = "mean",
+  lengths: ArrayLike | None = None,
+) -> tuple[jax.Array, SegmentCache]:
+  """Pools the segments that end within a chunk; the first may have begun before it.
+
+  Equals `pool_segments` of whole rows. For one feature and an open segment of the tokens 4 and 6:
+
+    chunk  [2, 30, 50, 8], boundaries [1, 0, 1, 0]
+    mean:  [4, 40, 0, 0],  cache total 8, count 1
+    last:  [2, 50, 0, 0]
+
+  Each boundary in the chunk fills a place; the others are zero.
+
+  Args:
+    inputs: [B, C, D], floats, C >= 1.
+    boundaries: [B, C], zeros and ones: 1 where a segment ends.
+    cache: from `init_segment_cache` or the previous call.
+    method: "mean" or "last".
+    lengths: [B], int32, in 0 .. C: the number of real tokens in each row. The rest, with any
+      inputs and boundaries, has no effect. None means all.
+
+  Returns:
+    [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
+  """
+  sizes: dict[str, int] = {}
+  inputs, boundaries = checks.arrays(
+    sizes, inputs=(inputs, "B C>=1 D"), boundaries=(boundaries, "B C", checks.ONES)
+  )
+  checks.choice("method", method, METHODS)
+  batch, chunk, _ = inputs.shape
+  dtype = sum_dtype(inputs)
+  checks.record("cache", cache, SegmentCache, sizes, total=("B D", dtype), count=("B", jnp.int32))
+  b_bc = boundaries.astype(jnp.int32)
+  x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
+  if lengths is not None:
+    is_real_bc = is_real(check_lengths(lengths, batch, chunk), chunk)
+    real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
+    x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
+  ids_bc, num_b1 = _ids(b_bc), jnp.sum(b_bc, axis=1, keepdims=True, dtype=jnp.int32)
+  # One more than can end: the segment that stays open.
+  totals_bsd = sum_of_segments(x_bcd, ids_bc, chunk + 1).at[:, 0].add(cache.total)
+  counts_bs = sum_of_segments(real_bc, ids_bc, chunk + 1).at[:, 0].add(cache.count)
+  cache = SegmentCache(
+    jnp.take_along_axis(totals_bsd, num_b1[..., None], axis=1)[:, 0],
+    jnp.take_along_axis(counts_bs, num_b1, axis=1)[:, 0],
+  )
+  if method == "mean":
+    counts_bs1 = jnp.maximum(counts_bs[:, :chunk], 1)[..., None]
+    s_bcd = totals_bsd[:, :chunk] / counts_bs1.astype(dtype)
+  else:
+    s_bcd = sum_of_segments(jnp.where(b_bc[..., None] > 0, x_bcd, 0), ids_bc, chunk)
+  is_closed_bc = jnp.arange(chunk, dtype=jnp.int32)[None] < num_b1
+  return jnp.where(is_closed_bc[..., None], s_bcd, 0).astype(inputs.dtype), cache

@@ -16,8 +16,7 @@ from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
-from dpjax.models.build import build_boundaries, check_memory
-from dpjax.models.language_model import with_frozen
+from dpjax.models.build import build_boundaries, check_memory, with_frozen
 from dpjax.registry import ConfigDict
 from dpjax.run import build, tokens
 from dpjax.run import workdir as workdir_lib

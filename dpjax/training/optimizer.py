@@ -13,7 +13,7 @@ from optax import contrib
 
 from dpjax import registry
 from dpjax.errors import UserError
-from dpjax.models.language_model import frozen_path
+from dpjax.models.build import frozen_path
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
@@ -94,7 +94,7 @@ def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
   """An update rule that takes the loss as `value`, and leaves out what the model has frozen.
 
-  The parameters at `dpjax.models.language_model.frozen_path` have no part in updates, norms and
+  The parameters at `dpjax.models.build.frozen_path` have no part in updates, norms and
   moments. Without such parameters, states and updates are those of `update` itself.
 
   Args:

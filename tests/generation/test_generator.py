@@ -13,32 +13,35 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise, tokens_per_second
 from dpjax.models.build import build_model, pad_id
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers
 
-POOLED = dict(mixer="relative_attention", positions="none", num_layers=1, first_layers=1)
-POOLED |= dict(last_layers=1)
+ONE = dict(num_layers=1)
+POOLED = dict(mixer="relative_attention", positions="none", first=ONE, last=ONE, **ONE)
 WINDOW, LETTERS = 11, "abcdefg hij\n"
 
 
-def make(tokenizer=None, seed=2, scale=6, is_drawn=True, **settings):
-  """A generator and parameters for it, of weights so large that it is sure of itself."""
+def make(
+  tokenizer=None, seed=2, scale=6, mixer="dispatcher", boundaries="none", own=None, **changes
+):
+  """A generator and parameters for it, of weights so large that it is sure of itself.
+
+  `own` are settings of the mixer and the boundaries; without a seed there are no parameters.
+  """
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
-  config = config_lib.default()
-  usual = dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW, num_heads=3)
-  usual |= dict(vocab_size=tokenizer.vocab_size)
-  if settings.get("boundaries") == "whitespace":
-    usual |= dict(space_ids=tokenizer.space_ids)
-  helpers.set_model(config.model, **{**usual, **settings})
-  model = build_model(config.model)
-  if is_drawn:
+  config, own = config_lib.default(), dict(num_heads=3, space_ids=tokenizer.space_ids) | (own or {})
+  config.model.mixer = helpers.component(registry.mixers, mixer, **own)
+  config.model.boundaries = helpers.component(registry.boundaries, boundaries, **own)
+  usual = dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW)
+  config.model.update(dict(vocab_size=tokenizer.vocab_size, **usual) | changes)
+  model, params = build_model(config.model), {}
+  if seed is not None:
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
     params = jax.tree.map(lambda x: scale * x, params)
-  else:
-    params = {}
   return Generator(config.model, config.sample, model, tokenizer), params
 
 
@@ -127,17 +130,11 @@ def dispatcher():
   return make()
 
 
-@pytest.fixture(scope="module")
-def pooled():
-  return make(boundaries="whitespace", **POOLED)
-
-
 PROMPTS = ["abc", "hij abc de", "", "d"]
 
 
-@pytest.mark.parametrize("name", ["dispatcher", pytest.param("pooled", marks=pytest.mark.slow)])
-def test_greedy_text_is_that_of_full_passes(name, request):
-  maker = request.getfixturevalue(name)
+def test_greedy_text_is_that_of_full_passes(dispatcher):
+  maker = dispatcher
   # From within the window to far beyond it, rows leaving it one after the other.
   texts = write(maker, PROMPTS, length=21, temperature=0.0)
   assert texts == greedy_by_hand(maker, PROMPTS, 21)
@@ -146,93 +143,6 @@ def test_greedy_text_is_that_of_full_passes(name, request):
   slow = maker[0]._advance[False]._cache_size()
   assert write(maker, ["abc"], length=9, temperature=0.0, beyond_window="refuse") == [texts[0][:9]]
   assert maker[0]._advance[False]._cache_size() == slow
-
-
-@pytest.mark.slow
-def test_what_goes_on_is_what_a_longer_model_says():
-  """A Dispatcher's levels are what it reaches; the positions are a formula."""
-  maker, longer = make(num_levels=3), make(num_levels=3, max_length=64)
-  prompts = ["abc", "hij abc defg ab cd ef gab j ihg fed"]
-  texts = write(maker, prompts, length=23, temperature=0.0, beyond_window="continue")
-  assert texts == greedy_by_hand(longer, prompts, 23)
-  # Which is not what a window says.
-  assert texts[:1] != write(maker, prompts[:1], length=23, temperature=0.0)
-
-
-@pytest.mark.slow
-def test_words_go_on_beyond_the_window(pooled):
-  together = write(pooled, PROMPTS, length=40, seed=3, beyond_window="continue")
-  assert [len(text) for text in together] == [40] * 4
-  within = write(pooled, PROMPTS, length=1, seed=3, beyond_window="continue")
-  assert [text[:1] for text in together] == within
-  # The ends of the chunks do not matter.
-  assert write(pooled, PROMPTS, length=37, seed=3, beyond_window="continue") == [
-    text[:37] for text in together
-  ]
-
-
-@pytest.mark.slow
-def test_a_sample_is_of_its_seed_and_numbers_alone(dispatcher):
-  settings = dict(length=7, seed=5)
-  texts = write(dispatcher, ["abc", "d"], num_samples=3, **settings)
-  assert len(texts) == len(set(texts)) == 6
-  assert write(dispatcher, ["abc"], num_samples=2, **settings) == texts[:2]
-  # Of another text in its place, too: only its own prompt and the numbers count.
-  assert write(dispatcher, ["hij a", "d"], num_samples=1, **settings)[1] == texts[3]
-  assert write(dispatcher, ["abc"], length=7, seed=6) != texts[:1]
-  # More than all tokens are all.
-  assert write(dispatcher, ["abc"], top_k=10**12, **settings) == texts[:1]
-
-
-@pytest.mark.slow
-def test_boundaries_that_are_drawn_stay(dispatcher):
-  """Those of the past are drawn anew in every pass, and have to come out the same."""
-  maker = make(boundaries="gumbel", sample_boundaries=True, scale=4, seed=3, **POOLED)
-  generator, params = maker
-  # As unsure as can be, so that the draw decides.
-  predictor = params["hourglass"]["boundary_predictor"]
-  predictor["out"] = jax.tree.map(jnp.zeros_like, predictor["out"])
-  rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
-  keys = jax.random.split(jax.random.key(2), 2)
-  draw = dict(temperature=jnp.float32(0), top_k=jnp.int32(0), top_p=jnp.float32(1))
-  lengths = np.array([3, 5], np.int32)
-  filled = np.array([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], np.int32)
-  state = generator._begin(params, filled, lengths, keys)
-  _, cached = generator._advance[True](params, state, keys, draw)
-  passes, state = [], generator._slide(rows)
-  for _ in range(2):
-    state, tokens = generator._advance[False](params, state, keys, draw)
-    passes.append(tokens)
-  np.testing.assert_array_equal(jnp.concatenate(passes, 1)[:, :6], cached[:, :6])
-  # They are drawn: another key, another text.
-  state = generator._begin(params, filled, lengths, keys[::-1])
-  _, other = generator._advance[True](params, state, keys[::-1], draw)
-  assert not np.array_equal(other, cached)
-  noise = _noise(keys, jnp.array([0, 7]), 9)
-  assert len(np.unique(noise)) == 18 and noise.min() > 0 and noise.max() < 1
-  np.testing.assert_array_equal(_noise(keys, jnp.array([3, 9]), 4)[0], noise[0, 3:7])
-  np.testing.assert_array_equal(_noise(keys, jnp.array([3, 9]), 4)[1], noise[1, 2:6])
-
-
-def test_text_ends_at_a_stop_token(dispatcher):
-  generator, params = dispatcher
-  whole = write(dispatcher, ["abc", "j"], length=90, seed=2, num_samples=2)
-  stop = [whole[0][5], whole[3][8]]
-  expected = []
-  for text in whole:
-    ends = [text.find(x) for x in stop if x in text]
-    expected.append(text[: min(ends)] if ends else text)
-  assert any(len(text) < 16 for text in expected)
-  settings = dict(length=90, seed=2, num_samples=2, stop=stop)
-  assert write(dispatcher, ["abc", "j"], **settings) == expected
-  chunks = list(generator.stream(params, ["abc", "j"], **settings))
-  longest = max(map(len, expected)) + 1
-  assert sum(len(chunk[0].text) for chunk in chunks) == len(expected[0])
-  # It ends with the last of them, and not before.
-  assert [piece.is_stopped for piece in chunks[-1]] == [len(x) < 90 for x in expected]
-  counts = [sum(piece.num_tokens for piece in row) for row in zip(*chunks, strict=True)]
-  assert counts == [min(90, len(text) + 1) for text in expected]
-  assert len(chunks) < 90 // 4 or longest > 80
 
 
 def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
@@ -248,31 +158,11 @@ def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
   assert found[0] == "" and found[1].startswith(texts[1])
 
 
-def test_a_text_goes_on_from_its_prompt():
-  """WordPiece, whose decoder puts a space before a word, but not before the first."""
-  line = "the cat sat on a mat"
-  maker = make(train_tokenizer("wordpiece", [line] * 2, vocab_size=31))
-  tokenizer, prompts = maker[0]._tokenizer, ["the cat", "the cat ", "the", ""]
-  texts = write(maker, prompts, length=5, temperature=0.0)
-  for prompt, text in zip(prompts, texts, strict=True):
-    tokens, _ = by_hand(maker, prompt, 5)
-    assert prompt + text == tokenizer.decode([*tokenizer.encode(prompt), *tokens])
-  assert texts[0] == " " + texts[1] and not texts[3].startswith(" ")
-
-
 def test_a_character_that_stays_incomplete_is_shown_at_the_end():
-  maker = make(Bytes(), mixer="me", positions="sinusoidal")
+  maker = make(Bytes(), mixer="me")
   # Nothing but the first byte of two is ever drawn.
   maker[1]["logits"]["bias"] = maker[1]["logits"]["bias"].at[0xC3].add(1e4)
   assert write(maker, ["a"], length=3) == ["\ufffd" * 3]
-
-
-def test_a_window_begins_where_the_known_ones_do(dispatcher):
-  generator, _ = dispatcher
-  state = generator._slide([[*range(1, 11), 2, 3, 4], [5, 6, 7]])
-  assert state.token.tolist() == [4, 7] and state.length.tolist() == [13, 3]
-  assert state.cache.known.tolist() == [10, 2] and state.cache.num_before.tolist() == [2, 0]
-  assert state.cache.tokens[0, :10].tolist() == [*range(3, 11), 2, 3]
 
 
 def test_text_comes_as_it_is_made(dispatcher):
@@ -281,11 +171,6 @@ def test_text_comes_as_it_is_made(dispatcher):
   pieces = [chunk[0] for chunk in generator.stream(params, ["abc"], **settings)]
   assert len(pieces) > 1 and all(piece.text for piece in pieces)
   assert sum(piece.num_tokens for piece in pieces) == 20
-  # Bytes that are no character yet are held back.
-  maker = make(Bytes(), mixer="me", positions="sinusoidal")
-  rows = list(maker[0].stream(maker[1], ["\u00e4"], **settings))
-  text = "".join(row[0].text for row in rows)
-  assert text == write(maker, ["\u00e4"], **settings)[0]
 
 
 def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):
@@ -325,13 +210,14 @@ def test_wrong_input_is_refused_at_once(dispatcher, settings, message):
 
 
 def test_models_that_end_with_their_window_say_so():
-  pooled = dict(boundaries="fixed", last_mixer="attention", positions="learned")
+  last = dict(mixer=config_lib.mixer("attention"))
+  pooled = dict(boundaries="fixed", last=last, positions="learned")
   for settings, what in (
     (dict(mixer="attention"), "attention"),
     (dict(mixer="we", positions="learned"), "learned positions"),
     (dict(mixer="dispatcher", **pooled), "attention and learned positions"),
   ):
-    generator, params = make(**settings, is_drawn=False)
+    generator, params = make(**settings, seed=None)
     message = f"beyond_window: expected slide or refuse with {what}, which ends with the mod"
     with pytest.raises(ValueError, match=message):
       generator.stream(params, ["abc"], length=10, beyond_window="continue")
@@ -451,15 +337,13 @@ def test_a_row_is_the_row_alone(dispatcher):
 
 
 SEARCHED = {
-  **{
-    name: dict(mixer=name, positions="sinusoidal") for name in ("dispatcher_multihead", "attention")
-  },
-  **{name: dict(mixer=name, positions="sinusoidal") for name in ("she", "he", "we", "me")},
+  **{name: dict(mixer=name) for name in ("dispatcher_multihead", "attention", "she", "he", "we")},
+  "me": dict(mixer="me"),
   "relative_attention": dict(mixer="relative_attention", positions="none"),
-  "dispatcher": dict(num_levels=3),
+  "dispatcher": dict(own=dict(num_levels=3)),
   "words": dict(boundaries="whitespace", **POOLED),
-  "fixed": dict(boundaries="fixed", shortening_factor=3, **POOLED),
-  "drawn": dict(boundaries="gumbel", sample_boundaries=True, **POOLED),
+  "fixed": dict(boundaries="fixed", own=dict(shortening_factor=3), **POOLED),
+  "drawn": dict(boundaries="gumbel", own=dict(sample=True), **POOLED),
   "routing": dict(boundaries="routing", **POOLED),
 }
 
@@ -476,8 +360,7 @@ def test_any_row_is_the_row_alone(name, monkeypatch):
     check_case(maker, draw_case(maker, rng), rng)
 
 
-def test_padding_is_a_token_of_the_vocabulary():
-  """One that ends no segment, if there is one: another id would make logits of nan."""
+def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():
   config = config_lib.default()
   config.model.vocab_size = 3
   assert pad_id(config.model) == 0

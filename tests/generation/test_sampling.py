@@ -1,7 +1,5 @@
 """How a token is chosen: which ones can come, how often, and by whose key."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,34 +17,6 @@ def draw(logits, count: int, **settings) -> np.ndarray:
   return np.asarray(compiled(rows, keys, **settings))
 
 
-def drawn(probabilities, **settings) -> set[int]:
-  """The tokens that come at all in 2,000 draws: none of 0.01 or more is missed."""
-  with np.errstate(divide="ignore"):
-    return set(draw(np.log(np.asarray(probabilities)), 2000, **settings).tolist())
-
-
-@pytest.mark.parametrize(
-  ("probabilities", "settings", "expected"),
-  [
-    ([0.1, 0.4, 0.2, 0.2, 0.1], dict(top_k=2), {1, 2, 3}),  # a tie
-    ([0.1, 0.4, 0.2, 0.2, 0.1], dict(top_k=1), {1}),
-    ([0.1, 0.4, 0.2, 0.2, 0.1], dict(top_k=7), {0, 1, 2, 3, 4}),
-    ([0.5, 0.3, 0.15, 0.05], dict(top_p=0.6), {0, 1}),  # .5 < .6 <= .8
-    ([0.5, 0.3, 0.15, 0.05], dict(top_p=1e-9), {0}),  # the first stays in any case
-    ([0.05, 0.15, 0.3, 0.5], dict(top_p=jnp.float32(0.81)), {1, 2, 3}),
-    ([0.5, 0.3, 0.15, 0.05], dict(top_p=1.0), {0, 1, 2, 3}),
-    ([0.4, 0.2, 0.2, 0.2], dict(top_p=0.5), {0, 1, 2, 3}),  # a tie
-    ([0.4, 0.3, 0.2, 0.1], dict(top_p=0.75), {0, 1, 2}),
-    # Of the first three alone they are .44, .33, .22: two of them reach .75.
-    ([0.4, 0.3, 0.2, 0.1], dict(top_p=0.75, top_k=3), {0, 1}),
-    ([0.5, 0.0, 0.5, 0.0], {}, {0, 2}),
-    ([0.5, 0.0, 0.5, 0.0], dict(top_k=3, top_p=0.999), {0, 2}),
-  ],
-)
-def test_the_tokens_that_come(probabilities, settings, expected):
-  assert drawn(probabilities, **settings) == expected
-
-
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_are_those_of_the_softmax(temperature):
   logits, count = np.array([1.3, 0.2, -0.4, -1.1, 0.7]), 20_000
@@ -58,16 +28,6 @@ def test_frequencies_are_those_of_the_softmax(temperature):
   np.testing.assert_array_less(
     np.abs(found - expected), 5 * np.sqrt(expected * (1 - expected) / count)
   )
-
-
-def test_a_row_depends_on_its_own_key_and_logits_alone():
-  logits = jax.random.normal(jax.random.key(1), (7, 53))
-  keys = jax.random.split(jax.random.key(2), 7)
-  draw_rows = partial(compiled, temperature=1.7, top_k=31, top_p=0.95)
-  tokens = draw_rows(logits, keys)
-  assert len(set(tokens.tolist())) > 3
-  np.testing.assert_array_equal(draw_rows(logits[2:5], keys[2:5]), tokens[2:5])
-  np.testing.assert_array_equal(draw_rows(logits[::-1], keys[::-1]), tokens[::-1])
 
 
 def plain_sample(logits, noise, temperature, top_k, top_p) -> list[int]:
@@ -116,7 +76,7 @@ def test_settings_traced_or_not_are_those_of_a_plain_sampler():
   assert len(traces) == 1 and len(expected_all) > 6
 
 
-@pytest.mark.parametrize("temperature", [1e-12, 1e-25, 1e-36, 1e-37, 1e-38, 1e-40, 1e-45, 1e-50])
+@pytest.mark.parametrize("temperature", [1e-12, 1e-37, 1e-45, 1e-50])
 def test_temperatures_that_float32_cannot_divide_by_are_greedy(temperature):
   logits = 200 * jax.random.normal(jax.random.key(4), (7, 53)).at[:, ::5].set(-jnp.inf)
   keys = jax.random.split(jax.random.key(9), 7)

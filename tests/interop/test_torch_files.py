@@ -37,9 +37,8 @@ def config(tmp_path):
   letters = np.random.default_rng(5).choice(list(string.ascii_lowercase + " .,\n"), 3000)
   (tmp_path / "text.txt").write_text("".join(letters))
   config = helpers.small_config(tmp_path / "text.txt")
-  helpers.set_model(
-    config.model, num_layers=2, width=16, feed_forward_width=24, num_heads=1, max_length=16
-  )
+  config.model.mixer = config_lib.mixer("dispatcher")
+  config.model.update(num_layers=2, width=16, feed_forward_width=24, max_length=16)
   return config
 
 
@@ -61,30 +60,24 @@ def test_a_file_is_scored(torch, config, tmp_path):
   run.write_scores("test", scores)
 
 
-def test_token_pooling_is_refused(torch, config, tmp_path):
-  """Their characters are numbered by how often a text has them, which no file tells."""
-  helpers.set_model(config.model, mixer="relative_attention", boundaries="whitespace")
-  with pytest.raises(ValueError, match="model.mixer: .*dpjax.interop.from_torch reads it"):
-    run_lib.load_torch("model.pt", config, tmp_path)
+def test_refusals(torch, config, tmp_path, monkeypatch):
+  def refused(message):
+    with pytest.raises(ValueError, match=message):
+      run_lib.load_torch("model.pt", config, tmp_path)
 
-
-def test_another_mixer_or_vocabulary_is_refused(torch, config, tmp_path):
+  # Their characters are numbered by how often a text has them, which no file tells.
+  config.model.mixer = config_lib.mixer("relative_attention")
+  config.model.boundaries = config_lib.boundaries("whitespace")
+  refused("model.mixer: .*dpjax.interop.from_torch reads it")
+  config.model.boundaries = config_lib.boundaries("none")
   config.model.mixer = config_lib.mixer("attention")
-  with pytest.raises(ValueError, match="model.mixer: expected the file's dispatcher"):
-    run_lib.load_torch("model.pt", config, tmp_path / "one")
+  refused("model.mixer: expected the file's dispatcher")
   config.model.mixer = config_lib.mixer("dispatcher")
   config.data.tokenizer = "bytes"
-  with pytest.raises(ValueError, match="model.vocab_size: .* tokenizer's 256, got 31"):
-    run_lib.load_torch("model.pt", config, tmp_path / "other")
-
-
-def test_what_cannot_be_read_is_refused(torch, config, tmp_path, monkeypatch):
+  refused("model.vocab_size: .* tokenizer's 256, got 31")
   monkeypatch.setattr(torch, "load", lambda *_, **__: [3])
-  with pytest.raises(ValueError, match="state_dict: expected a mapping .* got list"):
-    run_lib.load_torch("model.pt", config, tmp_path)
+  refused("state_dict: expected a mapping .* got list")
   monkeypatch.setattr(torch, "load", lambda *_, **__: 1 / 0)
-  with pytest.raises(ValueError, match="torch_checkpoint: expected a file of the"):
-    run_lib.load_torch("model.pt", config, tmp_path)
+  refused("torch_checkpoint: expected a file of the")
   monkeypatch.setitem(sys.modules, "torch", None)
-  with pytest.raises(ValueError, match="torch_checkpoint: expected PyTorch"):
-    run_lib.load_torch("model.pt", config, tmp_path)
+  refused("torch_checkpoint: expected PyTorch")

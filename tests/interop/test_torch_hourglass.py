@@ -226,6 +226,8 @@ def test_refusals_name_what_is_wrong():
   refused(gumbel, "space_ids.*, got", boundaries="entropy", space_ids=(0,))
   refused(none, "shortening_factor: .* setting of none", shortening_factor=3)
   refused(none, "variant: .*, got multihead", variant="multihead")
+  plain = helpers.part(helpers.golden("A_dispatcher_nhead1_L5"), "param/")
+  refused(plain, "boundaries: expected none .*, got gumbel", boundaries="gumbel")
   # Names.
   refused(without(fixed, "null_group"), "'null_group'. missing", **kind)
   refused(without(fixed, "word_emb.weight"), "MemTr.*'word_emb.weight'. missing", **kind)
@@ -240,15 +242,6 @@ def test_refusals_name_what_is_wrong():
   refused(changed("null_group", np.ones(16)), r"null_group.*\(1, 1, 16\)", **kind)
   halves = {**fixed, "r_w_bias": np.ones((2, 4)), "r_r_bias": np.ones((2, 4))}
   refused(halves, r"r_w_bias: .* 16 features together.*\(2, 4\)", **kind)
-  name = "pos_emb.inv_freq"
-  refused(changed(name, np.ones(8)), f"{name}: expected the sinusoidal", **kind)
-  refused(changed(name, np.ones(16)), rf"{name}: .*\(8,\), got \(16,\)", **kind)
-
-
-def test_a_file_without_pooling_has_no_boundaries():
-  state = helpers.part(helpers.golden("A_dispatcher_nhead1_L5"), "param/")
-  with pytest.raises(ValueError, match="boundaries: expected none .*, got gumbel"):
-    from_torch(state, max_length=5, boundaries="gumbel")
 
 
 def test_other_boundaries_keep_their_names():

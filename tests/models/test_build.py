@@ -1,3 +1,5 @@
+"""Settings become models: every one arrives, and wrong ones are refused."""
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -5,25 +7,13 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops, registry
-from dpjax.layers import attention, dispatcher, extractors
-from dpjax.models import build
+from dpjax.models.build import build_boundaries
 from tests import helpers
 
-LAYERS = {
-  "dispatcher": dispatcher.Dispatcher,
-  "dispatcher_multihead": dispatcher.MultiHeadDispatcher,
-  "attention": attention.SelfAttention,
-  "relative_attention": attention.RelativeAttention,
-  "she": extractors.SHE,
-  "he": extractors.HE,
-  "we": extractors.WE,
-  "me": extractors.ME,
-}
 
-
-def settings(**changes):
-  usual = dict(vocab_size=11, width=6, feed_forward_width=10, max_length=13)
-  return helpers.set_model(config_lib.default_model(), **{**usual, **changes})
+def settings(mixer="dispatcher", boundaries="none", **changes):
+  usual = dict(max_length=13, positions="sinusoidal", activation="relu")
+  return helpers.model_settings(mixer, boundaries, **usual | changes)
 
 
 def init_shapes(model):
@@ -34,177 +24,173 @@ def init_shapes(model):
 # The sizes of the paper (Sec. 3.3): width and feed-forward network 512, 6 layers, 512
 # tokens; vocabularies are the types of the train split and 3 special tokens.
 @pytest.mark.parametrize(
-  "mixer, vocab_size, expected, in_millions",
+  "mixer, vocab_size, expected",
   [
-    ("dispatcher", 20_044, 26_882_636, 26.9),
-    ("attention", 20_044, 30_013_004, 30.0),
-    ("dispatcher", 8_558, 15_109_486, 15.1),
-    ("attention", 8_558, 18_239_854, 18.2),
+    ("dispatcher", 20_044, 26_882_636),
+    ("attention", 20_044, 30_013_004),
+    ("dispatcher", 8_558, 15_109_486),
+    ("attention", 8_558, 18_239_854),
   ],
 )
-def test_parameter_counts(mixer, vocab_size, expected, in_millions):
+def test_parameter_counts(mixer, vocab_size, expected):
   model = config_lib.default_model()
-  helpers.set_model(model, mixer=mixer, vocab_size=vocab_size)
+  model.update(mixer=config_lib.mixer(mixer), vocab_size=vocab_size)
   leaves = jax.tree.leaves(init_shapes(dpjax.build_model(model)))
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
   assert sum(leaf.size for leaf in leaves) == expected
-  assert round(expected / 1e6, 1) == in_millions
-  width, levels = 512, 9
-  mix = 2 * width**2 + levels * width
-  if mixer == "attention":
-    mix = 4 * width**2 + 4 * width
-  feed_forward_and_norms = 2 * width**2 + 2 * width + 4 * width
-  tables = (2 * width + 1) * vocab_size
-  assert expected == tables + 6 * (mix + feed_forward_and_norms)
 
 
-def attributes(component, expected):
-  """Asserts that these have the values expected."""
+def check_attributes(component, expected):
   assert {name: getattr(component, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_every_setting_arrives(mixer):
   known = registry.mixers.settings(mixer)
-  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else (ops.SHIFT_AND_SUM)
+  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else ops.SHIFT_AND_SUM
   other = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
   other |= dict(rotary_base=50.0)
   other |= dict(adjustment=False, output_projection=False, implementation=next(iter(forms)))
-  assert known.keys() <= other.keys()
   own = {name: other[name] for name in known}
-  config = settings()
-  config.mixer = config_lib.mixer(mixer, **own)
   init = dict(init_std=0.4, norm_init_std=0.5)
   modern = dict(norm_kind="rms_norm", use_bias=False)
   shared = dict(norm="pre", activation="swiglu", dropout=0.1, hidden_dropout=0.2, **init, **modern)
   layers = dict(num_layers=3, scan_layers=False, remat=True)
-  helpers.set_model(config, positions="learned", dtype="bfloat16", **shared, **layers)
-  config.tie_embeddings = True
-  model = dpjax.build_model(config)
+  changes = dict(positions="learned", dtype="bfloat16", tie_embeddings=True, **shared, **layers)
+  model = dpjax.build_model(settings(config_lib.mixer(mixer, **own), **changes))
   bfloat16 = dict(dtype=jnp.bfloat16)
   sizes = dict(vocab_size=11, width=6, max_length=13, positions="learned", dropout=0.1)
   sizes |= modern | dict(tie_embeddings=True, final_norm=True, make_hourglass=None)
-  attributes(model, sizes | init | bfloat16)
-  attributes(model.layers, layers)
+  check_attributes(model, sizes | init | bfloat16)
+  assert model.layers is not None
+  check_attributes(model.layers, layers)
   has_positions = mixer == "relative_attention"
   assert model.layers.has_positions == (model.make_positions is not None) == has_positions
-  if has_positions:
-    attributes(model.make_positions(), dict(num_heads=3, dropout=0.1, init_std=0.4) | bfloat16)
-  block = model.layers.make_block()
-  attributes(block, dict(hidden_width=10) | shared | bfloat16)
-  layer = block.make_mixer()
-  assert type(layer) is LAYERS[mixer]
-  attributes(layer, dict(max_length=13, init_std=0.4) | bfloat16 | own)
-
-
-def test_what_is_left_open_is_the_best_and_the_longest():
-  layer = dpjax.build_model(settings()).layers.make_block().make_mixer()
-  assert layer.implementation is None and layer.num_levels is None
-  shapes = init_shapes(dpjax.build_model(settings()))
-  assert shapes["layers"]["mixer"]["gates"]["kernel"].shape == (6, 6, 4)
-
-
-def hourglass(**changes):
-  model = dpjax.build_model(settings(**changes))
-  assert model.layers is None and model.make_positions is None
-  return model.make_hourglass()
+  if model.make_positions is not None:
+    positions = model.make_positions()
+    check_attributes(positions, dict(num_heads=3, dropout=0.1, init_std=0.4) | bfloat16)
+  check_attributes(model.layers.make_block(), dict(hidden_width=10) | shared | bfloat16)
+  layer = model.layers.make_mixer()
+  assert type(layer) is registry.mixers.component(mixer)
+  check_attributes(layer, dict(max_length=13, init_std=0.4) | bfloat16 | own)
 
 
 @pytest.mark.parametrize(
-  "kind, own, names",
+  "kind, own, filled",
   [
-    ("fixed", dict(shortening_factor=5, boundary_offset=3), dict(shortening_factor=5, offset=3)),
-    ("whitespace", dict(space_ids=(4, 7), num_capacities=3), None),
+    ("fixed", dict(shortening_factor=5, offset=3, pooling="last"), {}),
+    ("whitespace", dict(space_ids=(4, 7), num_capacities=3, pooling="last"), {}),
     (
       "gumbel",
-      dict(boundary_temperature=0.7, sample_boundaries=True),
-      dict(temperature=0.7, sample=True, predictor_width=10, init_std=0.4, dtype=jnp.bfloat16),
+      dict(temperature=0.7, sample=True),
+      dict(predictor_width=10, init_std=0.4, dtype=jnp.bfloat16),
     ),
   ],
 )
-def test_every_setting_of_the_pooling_arrives(kind, own, names):
-  pooling = "mean" if kind == "gumbel" else "last"
-  stacks = dict(first_layers=1, num_layers=3, last_layers=4, num_heads=2, mixer="attention")
-  stacks |= dict(first_mixer="dispatcher", last_mixer="relative_attention")
+def test_every_setting_of_the_pooling_arrives(kind, own, filled):
+  stacks = dict(
+    first=dict(num_layers=1, mixer=config_lib.mixer("dispatcher")),
+    last=dict(
+      num_layers=4, mixer=helpers.component(registry.mixers, "relative_attention", num_heads=2)
+    ),
+  )
   init = dict(init_std=0.4, norm_init_std=0.5, dtype="bfloat16")
   modern = dict(norm_kind="rms_norm", use_bias=False)
-  built = hourglass(boundaries=kind, pooling=pooling, **stacks, **init, **own, **modern)
-  attributes(built, dict(norm_init_std=0.5, dtype=jnp.bfloat16) | modern)
-  boundaries = built.make_boundaries(name="boundary_predictor")
-  attributes(boundaries, (names or own) | dict(pooling_method=pooling))
+  config = settings(
+    "attention", config_lib.boundaries(kind, **own), num_layers=3, **stacks, **init, **modern
+  )
+  model = dpjax.build_model(config)
+  assert model.layers is None and model.make_positions is None
+  built = model.make_hourglass()
+  check_attributes(built, dict(norm_init_std=0.5, dtype=jnp.bfloat16) | modern)
+  (boundaries,) = build_boundaries(config)
   assert type(boundaries) is registry.boundaries.component(kind)
+  check_attributes(boundaries, own | filled)
   stacks = (built.first, built.middle, built.last)
   assert [stack.num_layers for stack in stacks] == [1, 3, 4]
   assert [stack.has_positions for stack in stacks] == [False, False, True]
   assert built.make_positions().num_heads == 2
-  layers = [stack.make_block().make_mixer() for stack in stacks]
+  layers = [stack.make_mixer() for stack in stacks]
   names = ("dispatcher", "attention", "relative_attention")
-  assert [type(layer) for layer in layers] == [LAYERS[name] for name in names]
+  assert [type(layer) for layer in layers] == [registry.mixers.component(x) for x in names]
   assert [layer.max_length for layer in layers] == [13, 14, 13]
 
 
-def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
-  built = hourglass(boundaries="entropy", mixer="she")
+def test_what_is_left_open():
+  plain = dpjax.build_model(settings())
+  layer = plain.layers.make_mixer()
+  assert layer.implementation is None and layer.num_levels is None
+  assert init_shapes(plain)["layers"]["mixer"]["gates"]["kernel"].shape == (2, 3, 4)
+  built = dpjax.build_model(settings("she", "entropy")).make_hourglass()
   for stack in (built.first, built.middle, built.last):
-    assert type(stack.make_block().make_mixer()) is LAYERS["she"]
+    assert type(stack.make_mixer()) is registry.mixers.component("she")
   assert built.make_positions is None
 
 
+def two_stages(outer=None, inner=None, **middle):
+  first = dict(num_layers=1)
+  stage = config_lib.middle(inner or config_lib.boundaries("fixed"), **dict(width=10) | middle)
+  stage.first.num_layers = stage.last.num_layers = middle.get("layers", 1)
+  return settings("relative_attention", outer or "routing", middle=stage, first=first, last=first)
+
+
+THRESHOLD = dict(run="a", theta=1.0)
+
+
+def kind(name, **own):
+  return lambda: settings("dispatcher", config_lib.boundaries(name, **own))
+
+
+# tests/test_config.py and tests/test_hostile.py have those of single settings.
 @pytest.mark.parametrize(
-  "changes, message",
+  "make, message",
   [
-    (dict(vocab_size=0), "model.vocab_size: expected the tokenizer's size, got 0"),
-    (dict(mixer="dispacher"), "mixer: expected .*did you mean dispatcher"),
-    (dict(num_heads=4), "model.mixer.num_heads: expected a divisor of model.width = 6, g"),
-    (dict(dropout=1.0), "model.dropout: expected a probability"),
-    (dict(mixer_dropout=1.0), "model.mixer.level_dropout: expected a probability"),
-    (dict(mixer="he", implementation="loop"), "implementation: expected one of None, sc"),
-    (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
-    (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
+    (lambda: settings(vocab_size=0), "vocab_size: expected the tokenizer's size, got 0"),
+    (kind("routing", weight=-0.1), "boundaries.weight: expected at least 0"),
+    (
+      kind("entropy_threshold", theta=1.0, run=""),
+      "boundaries.run: expected the folder of a run, got ''",
+    ),
+    (
+      kind("entropy_threshold", run="a"),
+      "boundaries.theta: expected a number, which dpjax calibrate",
+    ),
+    (
+      kind("entropy_threshold", **THRESHOLD, rule="globl"),
+      "boundaries.rule: expected one of global, monotonic, .*; did you mean global",
+    ),
+    (
+      kind("entropy_threshold", **THRESHOLD, theta_add=0.1),
+      "boundaries.theta_add: expected 0 with the rule global, got 0.1",
+    ),
+    (kind("entropy_threshold", **THRESHOLD, pooling="max"), "boundaries.pooling: expected one of"),
+    (
+      lambda: two_stages(inner=config_lib.boundaries("whitespace")),
+      "middle.boundaries: .* none, fixed, gumbel, routing",
+    ),
+    (
+      lambda: two_stages(inner=config_lib.boundaries("gumbel", sample=True)),
+      "middle.boundaries: .* in evaluation, got gumbel",
+    ),
+    (lambda: two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
+    (lambda: two_stages(width=-1), "middle.width: expected at least 0"),
+    (lambda: two_stages(outer="none"), "first.num_layers: expected 2"),
   ],
 )
-def test_refusals(changes, message):
-  with pytest.raises(ValueError, match=message):
-    dpjax.build_model(settings(**changes))
+def test_refusals(make, message):
+  with pytest.raises(ValueError, match=f"^model.{message}"):
+    dpjax.build_model(make())
 
 
-def test_unknown_and_missing_keys_are_refused():
-  model = settings().to_dict()
-  dpjax.build_model(model)
-  with pytest.raises(ValueError, match="model.num_layer: .*nearest.* model.num_layers"):
-    dpjax.build_model(model | {"num_layer": 3})
-  del model["norm"]
-  with pytest.raises(ValueError, match="model.norm: expected a value"):
-    dpjax.build_model(model)
-
-
-@pytest.mark.parametrize(
-  ("mixer", "setting", "message"),
-  [
-    ("she", dict(num_heads=2), "mixer.num_heads: expected a setting of she, .* nearest"),
-    ("me", dict(adjustment=False), "mixer.adjustment: expected a setting of me"),
-    ("dispatcher", dict(num_level=3), "nearest known is mixer.num_levels"),
-    ("dispatcher", dict(num_levels=2.0), "expected a value of type int or None, got 2.0"),
-    ("attention", dict(use_bias=0), "mixer.use_bias: expected a value of type bool"),
-    ("attention", dict(dropout=float("nan")), "mixer.dropout: expected a number .* finite"),
-  ],
-)
-def test_settings_that_a_mixer_lacks_or_cannot_have(mixer, setting, message):
-  with pytest.raises(dpjax.UserError, match=message):
-    config_lib.mixer(mixer, **setting)
-
-
-def test_a_state_that_no_device_holds_is_refused(monkeypatch):
-  shapes = {"kernel": jax.ShapeDtypeStruct((2**27, 7), jnp.float32)}  # 3.5 GiB
-  monkeypatch.setattr(build, "_host_memory", lambda: 11 * 2**30)
-  build.check_memory(shapes)
-  monkeypatch.setattr(build, "_host_memory", lambda: 10 * 2**30)
-  with pytest.raises(
-    ValueError,
-    match="^model.num_layers, model.width, .* the 10.0 GiB of "
-    "a device, got 10.5 GiB; train.parameters",
+def test_a_frozen_model_has_to_fit():
+  config = settings(boundaries=config_lib.boundaries("entropy_threshold", **THRESHOLD))
+  for other, message in (
+    (None, "^frozen: expected the model of a model.boundaries.run, got none"),
+    (dict(max_length=12), r"^model.boundaries.run: expected .* at least this .* 13, got .* 12"),
+    (dict(vocab_size=12), "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12"),
   ):
-    build.check_memory(shapes)
-  build.check_memory(shapes, num_parts=2)
-  monkeypatch.setattr(build, "_host_memory", lambda: 0)  # not known
-  build.check_memory(shapes)
+    frozen = None if other is None else dpjax.build_model(settings(**other))
+    with pytest.raises(dpjax.UserError, match=message):
+      dpjax.build_model(config, frozen)
+  with pytest.raises(dpjax.UserError, match="^frozen: expected none without"):
+    dpjax.build_model(settings(), dpjax.build_model(settings()))

@@ -4,13 +4,13 @@ import dataclasses
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses
 from tests import helpers
@@ -49,15 +49,15 @@ def join(rows):
   return packed
 
 
-def pooled(boundaries, **settings):
-  usual = dict(boundaries=boundaries, num_layers=1, first_layers=1, last_layers=1)
-  return helpers.tiny_model(**{**usual, "num_capacities": 2, "mixer": "dispatcher", **settings})
+def pooled(boundaries, mixer="dispatcher", **own):
+  one = dict(num_layers=1)
+  kind = helpers.component(registry.boundaries, boundaries, num_capacities=2, **own)
+  return helpers.model_settings(mixer, kind, first=one, last=one, **one)
 
 
 def two_stages(outer, inner):
-  config = helpers.tiny_model(feed_forward_width=14, num_layers=1)
-  config.boundaries = config_lib.boundaries(**outer)
-  config.middle = config_lib.middle(config_lib.boundaries(**inner), width=10)
+  config = helpers.model_settings("relative_attention", outer, feed_forward_width=14, num_layers=1)
+  config.middle = config_lib.middle(inner, width=10)
   for section in (config, config.middle):
     section.first.num_layers = section.last.num_layers = 1
   return config
@@ -68,41 +68,41 @@ def build(config):
   frozen = None
   if config.boundaries.name == "entropy_threshold":
     sizes = dict(width=4, feed_forward_width=7, max_length=31)
-    frozen = dpjax.build_model(helpers.tiny_model(mixer="he", positions="sinusoidal", **sizes))
+    frozen = dpjax.build_model(helpers.model_settings("he", positions="sinusoidal", **sizes))
   return dpjax.build_model(config, frozen)
 
 
+plain, kind = helpers.model_settings, config_lib.boundaries
 CASES = {
-  "dispatcher": lambda: helpers.tiny_model(mixer="dispatcher", positions="sinusoidal"),
-  "multihead": lambda: helpers.tiny_model(mixer="dispatcher_multihead", positions="learned"),
-  "attention": lambda: helpers.tiny_model(mixer="attention", positions="learned"),
-  "rotary": lambda: helpers.tiny_model(mixer="attention", rotary_base=50.0, width=8),
-  "relative attention": lambda: helpers.tiny_model(),
-  **{name: lambda name=name: helpers.tiny_model(mixer=name) for name in ("she", "he", "we", "me")},
-  "fixed": lambda: pooled("fixed", shortening_factor=3, mixer="he"),
+  "dispatcher": lambda: plain("dispatcher", positions="sinusoidal"),
+  "multihead": lambda: plain("dispatcher_multihead", positions="learned"),
+  "attention": lambda: plain("attention", positions="learned"),
+  "rotary": lambda: plain(config_lib.mixer("attention", num_heads=2, rotary_base=50.0), width=8),
+  **{name: lambda name=name: plain(name) for name in ("relative_attention", "she", "he", "we")},
+  "me": lambda: plain("me"),
+  "fixed": lambda: pooled("fixed", "he", shortening_factor=3),
   "fixed, offset 0": lambda: pooled(
-    "fixed", shortening_factor=3, boundary_offset=0, pooling="last", mixer="relative_attention"
+    "fixed", "relative_attention", shortening_factor=3, offset=0, pooling="last"
   ),
   "whitespace": lambda: pooled("whitespace", space_ids=(SPACE, 3, 4)),
   "spacebyte": lambda: pooled("spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7)),
-  "unigram": lambda: pooled("unigram", mixer="relative_attention"),
-  "entropy": lambda: pooled("entropy", mixer="attention"),
-  "gumbel": lambda: pooled("gumbel", space_ids=(SPACE,), mixer="relative_attention"),
-  "routing": lambda: pooled("routing", mixer="relative_attention"),
+  "unigram": lambda: pooled("unigram", "relative_attention"),
+  "entropy": lambda: pooled("entropy", "attention"),
+  "gumbel": lambda: pooled("gumbel", "relative_attention", space_ids=(SPACE,)),
+  "routing": lambda: pooled("routing", "relative_attention"),
   "entropy_threshold": lambda: pooled("entropy_threshold", run="a", rule="monotonic", theta=0.0),
   "two stages of routing": lambda: two_stages(
-    dict(name="routing", num_capacities=2), dict(name="routing", factor=2.0, num_capacities=2)
+    kind("routing", num_capacities=2), kind("routing", factor=2.0, num_capacities=2)
   ),
   "whitespace, gumbel": lambda: two_stages(
-    dict(name="whitespace", space_ids=(SPACE, 3, 4)), dict(name="gumbel", num_capacities=3)
+    kind("whitespace", space_ids=(SPACE, 3, 4)), kind("gumbel", num_capacities=3)
   ),
 }
-cases = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
   "case", [helpers.slow_unless(case == "dispatcher", case) for case in CASES]
 )
-
-
-@cases
 def test_documents_are_as_alone(case):
   config = CASES[case]()
   model, objective = build(config), losses.Objective(build_boundaries(config))
@@ -132,51 +132,17 @@ def test_documents_are_as_alone(case):
   helpers.assert_trees_close(grads, by_rows, rtol=1e-4, atol=1e-5)
 
 
-CHUNKS = [(9, (9, 4)), (1, (1, 1)), (1, (0, 1)), (9, (3, 9)), (1, (1, 0)), (9, (9, 0))]
-CHUNKS += [(1, (0, 1)), (9, (0, 7))]
-
-
-@cases
-def test_chunks_in_which_documents_begin(case):
-  model = build(CASES[case]())
-  params = helpers.draw_params(model, 3, 1 / 2)
-  given = {"is_start": STARTS} | ({"boundary_noise": NOISE} if case == "gumbel" else {})
-  whole = jax.jit(model.apply)({"params": params}, TOKENS, **given)
-  step, cache, seen = helpers.make_step(model, params), model.init_cache(BATCH), [0, 0]
-  logits, garbage = np.zeros(whole.logits.shape, np.float32), np.random.default_rng(5)
-  for size, lengths in CHUNKS:
-    tokens = garbage.integers(VOCAB, size=(BATCH, size))
-    parts = {name: np.resize(x, (BATCH, size)) for name, x in given.items()}
-    for row, length in enumerate(lengths):
-      part = slice(seen[row], seen[row] + length)
-      tokens[row, :length] = TOKENS[row, part]
-      for name, x in given.items():
-        parts[name][row, :length] = x[row, part]
-    if not any(parts["is_start"][row, :length].any() for row, length in enumerate(lengths)):
-      del parts["is_start"]
-    output = step(cache, tokens, jnp.asarray(lengths, jnp.int32), parts)
-    cache = output.cache
-    for row, length in enumerate(lengths):
-      logits[row, seen[row] : seen[row] + length] = output.logits[row, :length]
-      seen[row] += length
-  assert seen == [LENGTH] * BATCH
-  np.testing.assert_allclose(logits, whole.logits, rtol=1e-5, atol=1e-5)
-  np.testing.assert_array_equal(cache.length, [sizes[-1] for sizes in DOCUMENTS])
-
-
-def test_wrong_starts_are_refused():
+def test_refusals():
   model = dpjax.build_model(CASES["dispatcher"]())
   params = helpers.draw_params(model, 3, 1 / 2)
-
-  def refused(is_start, message, **options):
-    with pytest.raises(dpjax.UserError, match=message):
-      model.apply({"params": params}, TOKENS, is_start=is_start, **options)
-
-  refused(STARTS[:, 1:], r"is_start: expected .* = \(2, 23\), got int32 \(2, 22\)")
-  refused(2 * STARTS, "is_start: expected integers 0 or 1, got 2")
-  refused(
-    np.roll(STARTS, 1, axis=1), "is_start: expected every row to begin with 1, got 0 in row 0"
-  )
+  for is_start, message, given in (
+    (STARTS[:, 1:], r"expected .* = \(2, 23\), got int32 \(2, 22\)", {}),
+    (2 * STARTS, "expected integers 0 or 1, got 2", {}),
+    (np.roll(STARTS, 1, axis=1), "expected every row to begin with 1, got 0 in row 0", {}),
+    (STARTS, "expected none with a cache, got some", dict(cache=model.init_cache(BATCH))),
+  ):
+    with pytest.raises(ValueError, match=f"^is_start: {message}"):
+      model.apply({"params": params}, TOKENS, is_start=is_start, **given)
 
 
 def test_a_mixer_that_takes_no_starts_is_refused_with_them():

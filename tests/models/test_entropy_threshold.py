@@ -7,34 +7,34 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import ops, registry
+from dpjax import ops
 from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
-from dpjax.models.build import build_boundaries
-from dpjax.models.language_model import with_frozen
+from dpjax.models.build import build_boundaries, with_frozen
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
+ONE = dict(num_layers=1)
+WORDS = config_lib.boundaries("whitespace", space_ids=(2, 7), num_capacities=2)
 FROZEN = {
   "plain": dict(mixer="attention", positions="sinusoidal"),
-  "pooled": dict(mixer="he", boundaries="whitespace", space_ids=(2, 7), num_capacities=2)
-  | dict(first_layers=1, last_layers=1, positions="sinusoidal"),
+  "pooled": dict(mixer="he", boundaries=WORDS, first=ONE, last=ONE, positions="sinusoidal"),
 }
 
 
-def make_frozen(**settings):
-  usual = dict(width=4, feed_forward_width=7, max_length=31, mixer="dispatcher")
-  model = dpjax.build_model(helpers.tiny_model(**{**usual, **settings}))
+def make_frozen(mixer="dispatcher", boundaries="none", **changes):
+  sizes = dict(width=4, feed_forward_width=7, max_length=31)
+  model = dpjax.build_model(helpers.model_settings(mixer, boundaries, **sizes | changes))
   return model, helpers.draw_params(model, SEED, 1.0)
 
 
-def make(frozen, **settings):
-  config = helpers.tiny_model(num_layers=1, first_layers=1, last_layers=1)
-  settings = dict(run="a", theta=0.0, num_capacities=2) | settings
-  config.boundaries = config_lib.boundaries("entropy_threshold", **settings)
+def make(frozen, **own):
+  own = dict(run="a", theta=0.0, num_capacities=2) | own
+  kind = config_lib.boundaries("entropy_threshold", **own)
+  config = helpers.model_settings("relative_attention", kind, first=ONE, last=ONE, **ONE)
   return config, dpjax.build_model(config, frozen)
 
 
@@ -108,12 +108,6 @@ def test_no_gradient_reaches_the_frozen_model():
   assert all(leaf.any() for leaf in jax.tree.leaves(grads["hourglass"]["middle"]["mixer"]))
 
 
-def test_unstacked_parameters_are_those_of_each_layer():
-  _, model = make(make_frozen()[0])
-  params = model.unstack(helpers.draw_params(model, 13, 1 / 2))
-  assert params["hourglass"]["boundary_predictor"]["frozen"]["layers"].keys() == {"0", "1"}
-
-
 def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):
   _, model = make(make_frozen()[0])
   assert model.has_cache
@@ -134,55 +128,6 @@ def test_text_beyond_the_window_cannot_go_on_from_the_cache():
   check(29, "slide")
   with pytest.raises(dpjax.UserError, match="refuse with entropy_threshold boundaries, wh"):
     check(29)
-
-
-def test_a_model_has_to_fit():
-  reader, _ = make_frozen()
-  for other, message in (
-    (None, "^frozen: expected the model of a model.boundaries.run, got none"),
-    (
-      make_frozen(max_length=28)[0],
-      r"^model.boundaries.run: expected .*max_length is at least this .* 29, got .* 28",
-    ),
-    (
-      make_frozen(vocab_size=12)[0],
-      "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12",
-    ),
-  ):
-    with pytest.raises(dpjax.UserError, match=message):
-      make(other)
-  config = helpers.set_model(config_lib.default_model(), vocab_size=VOCAB)
-  with pytest.raises(dpjax.UserError, match="^frozen: expected none without"):
-    dpjax.build_model(config, reader)
-
-
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    (dict(run=""), "run: expected the folder of a run, got ''"),
-    (dict(theta=None), "theta: expected a number, which dpjax calibrate"),
-    (dict(rule="globl"), "rule: expected one of global, monotonic, .*; did you mean global"),
-    (dict(theta_add=0.1), "theta_add: expected 0 with the rule global, got 0.1"),
-    (dict(pooling="max"), "pooling: expected one of"),
-    (dict(num_capacities=0), "num_capacities: expected at least 1"),
-  ],
-)
-def test_refusals(settings, message):
-  config = config_lib.default()
-  settings = dict(run="a", theta=1.0) | settings
-  config.model.boundaries = config_lib.boundaries("entropy_threshold", **settings)
-  with pytest.raises(dpjax.UserError, match=f"^model.boundaries.{message}"):
-    config_lib.check(config)
-
-
-@pytest.mark.parametrize(("name", "value"), [("theta", np.inf), ("theta_add", np.nan)])
-def test_thresholds_are_finite(name, value):
-  settings = dict(run="a", rule="combined", theta=1.0) | {name: float(value)}
-  with pytest.raises(dpjax.UserError, match=f"{name}: expected a number .* finite, got"):
-    config_lib.boundaries("entropy_threshold", **settings)
-  kind = registry.boundaries.component("entropy_threshold")
-  with pytest.raises(ValueError, match=f"^{name}: expected a finite number, got"):
-    kind(**settings)
 
 
 def test_its_loss_is_none():

@@ -1,3 +1,5 @@
+"""Whole models without pooling: their parts, forms that change nothing, and their randomness."""
+
 from functools import partial
 
 import jax
@@ -7,17 +9,19 @@ import numpy as np
 import pytest
 
 import dpjax
+from dpjax import config as config_lib
 from dpjax.layers import blocks, embeddings
 from tests import helpers
+from tests.reference import transformer
 
-BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 3
+BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 2
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
-def make(**settings):
-  usual = dict(mixer="dispatcher", vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
+def make(mixer="dispatcher", boundaries="none", **changes):
+  usual = dict(vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
   usual |= dict(positions="sinusoidal", activation="relu")
-  return dpjax.build_model(helpers.tiny_model(**{**usual, **settings}))
+  return dpjax.build_model(helpers.model_settings(mixer, boundaries, **usual | changes))
 
 
 def random_key(seed):
@@ -42,20 +46,19 @@ def loss_and_grads(model, params):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("mixer", ["dispatcher", pytest.param("attention", marks=pytest.mark.slow)])
-def test_scan_and_remat_change_nothing(mixer):
-  settings = dict(mixer=mixer, num_layers=2, dropout=0.2, hidden_dropout=0.3, mixer_dropout=0.4)
+@pytest.mark.parametrize("change", ["remat", pytest.param("scan_layers", marks=pytest.mark.slow)])
+def test_scan_and_remat_change_nothing(change):
+  own = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
+  settings = dict(mixer=own, num_layers=2, dropout=0.2, hidden_dropout=0.3)
   params = draw_params(make(**settings))
   expected = loss_and_grads(make(**settings), params)
-  # Each on its own, with one mixer or the other.
-  changes = dict(remat=True) if mixer == "dispatcher" else dict(scan_layers=False)
-  got = loss_and_grads(make(**settings, **changes), params)
+  got = loss_and_grads(make(**settings, **{change: change == "remat"}), params)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
 
 
 def test_scan_and_remat_are_what_is_compiled():
   def programs(**settings):
-    model = make(mixer="attention", **settings)
+    model = make("attention", **settings)
     loss = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, TOKENS).logits))
     traced = jax.jit(loss).trace(draw_params(model))
     return traced.lower().as_text(), str(traced.jaxpr)
@@ -68,7 +71,7 @@ def test_scan_and_remat_are_what_is_compiled():
 
 def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own():
   first, second = (
-    jax.jit(make(scan_layers=scan_layers).init)(random_key(3), TOKENS)["params"]
+    jax.jit(make("we", scan_layers=scan_layers).init)(random_key(3), TOKENS)["params"]
     for scan_layers in (True, False)
   )
   jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -83,7 +86,7 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_is_embedding_then_blocks_then_logits(norm):
+def test_is_embedding_then_blocks_then_logits_and_causal(norm):
   model = make(norm=norm, positions="learned")
   params = draw_params(model)
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
@@ -97,36 +100,75 @@ def test_is_embedding_then_blocks_then_logits(norm):
     norm_layer = blocks.Norm("layer_norm", jnp.float32)
     x_btd = norm_layer.apply({"params": params["final_norm"]}, x_btd)
   expected = x_btd @ params["logits"]["kernel"] + params["logits"]["bias"][None, None]
-  logits = jax.jit(model.apply)({"params": params}, TOKENS).logits
-  np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-# The contract's tests have every mixer.
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_a_token_changes_its_own_logits_and_the_later_ones_alone(norm):
-  model = make(norm=norm)
-  apply = partial(jax.jit(model.apply), {"params": draw_params(model)})
-  expected = apply(TOKENS).logits
-  for position in range(LENGTH):
+  apply = partial(jax.jit(model.apply), {"params": params})
+  whole = apply(TOKENS).logits
+  np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+  for position in (0, 3):
     changed = TOKENS.copy()
     changed[0, position] = (changed[0, position] + 1) % VOCAB
-    differs_bt = (apply(changed).logits != expected).any(axis=-1)
+    differs_bt = (apply(changed).logits != whole).any(axis=-1)
     np.testing.assert_array_equal(differs_bt[0], np.arange(LENGTH) >= position)
     assert not differs_bt[1].any()
 
 
+HEADS, BASE = 3, 30.0
+MODERN = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+
+
+def make_modern(mixer="attention", **changes):
+  if mixer == "attention":
+    mixer = config_lib.mixer("attention", num_heads=HEADS, use_bias=False, rotary_base=BASE)
+  settings = dict(width=12, num_layers=2, norm="pre", positions="none") | MODERN
+  model = make(mixer, **settings | changes)
+  return model, helpers.draw_params(model, 8, 1 / 3)
+
+
+def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
+  model, params = make_modern()
+  names = {path[-1].key for path, _ in jax.tree.leaves_with_path(params)}
+  assert names == {"embedding", "kernel", "scale"} and "logits" not in params
+  exact = jax.tree.map(np.float64, params)
+  table = exact["embedding"]["tokens"]["embedding"]
+  x = table[TOKENS]
+  for i in range(2):
+    layer = jax.tree.map(lambda leaf: leaf[i], exact["layers"])  # noqa: B023
+
+    def mix(x):
+      return transformer.rotary_attention(x, layer["mixer"], HEADS, BASE)  # noqa: B023
+
+    x = transformer.block(x, layer, mix, "pre", "swiglu", transformer.rms_norm)
+  expected = transformer.rms_norm(x, exact["final_norm"]) @ table.T
+  output = jax.jit(model.apply)({"params": params}, TOKENS)
+  np.testing.assert_allclose(output.logits, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_table_learns_from_tokens_and_from_logits():
+  model, params = make_modern("we")
+  # Token 12 is not read: its row has a gradient by its logit alone.
+  tokens = TOKENS.copy()
+  tokens[tokens == 12] = 3
+  loss = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens).logits[..., 12])))
+  table = loss(params)["embedding"]["tokens"]["embedding"]
+  assert np.abs(table[12]).min() > 0
+  unread = np.array(sorted({*range(12)} - {*tokens.flat}))
+  assert unread.size
+  np.testing.assert_array_equal(table[unread], 0)
+  assert np.abs(table[tokens[0, 0]]).max() > 0
+
+
+def test_a_pooled_model_takes_the_frame():
+  kind = config_lib.boundaries("fixed", shortening_factor=3)
+  _, params = make_modern(boundaries=kind)
+  assert {*params["hourglass"]["middle_norm"]} == {"scale"} and "logits" not in params
+
+
 @pytest.mark.parametrize(
   "settings",
-  [
-    {},
-    dict(use_bias=False),
-    dict(tie_embeddings=True),
-    dict(norm="pre", boundaries="fixed", mixer="relative_attention", positions="none"),
-  ],
+  [{}, dict(use_bias=False), dict(tie_embeddings=True), dict(norm="pre", boundaries="fixed")],
   ids=str,
 )
 def test_the_output_layer_makes_the_logits(settings):
-  model = make(**settings)
+  model = make("we", num_layers=1, **settings)
   params = draw_params(model)
   output = jax.jit(model.apply)({"params": params}, TOKENS)
   kernel, bias = model.output_layer(params)
@@ -141,8 +183,9 @@ def test_the_output_layer_makes_the_logits(settings):
 def test_bfloat16():
   exact, rounded = make(), make(dtype="bfloat16")
   params = jax.jit(exact.init)(random_key(0), TOKENS)["params"]
-  output = jax.eval_shape(rounded.apply, {"params": params}, TOKENS)
-  assert output.logits.dtype == jnp.bfloat16
+  for model in (rounded, make_modern(dtype="bfloat16")[0]):
+    shapes = jax.eval_shape(model.init, random_key(0), TOKENS)
+    assert jax.eval_shape(model.apply, shapes, TOKENS).logits.dtype == jnp.bfloat16
   (_, expected), expected_grads = loss_and_grads(exact, params)
   (_, logits), grads = loss_and_grads(rounded, params)
   np.testing.assert_allclose(logits, expected, rtol=0, atol=0.03)
@@ -152,7 +195,7 @@ def test_bfloat16():
 
 
 def test_dropout_needs_training_and_a_key():
-  model = make(dropout=0.3)
+  model = make("we", num_layers=1, dropout=0.3)
   variables = {"params": draw_params(model)}
 
   @partial(jax.jit, static_argnames="deterministic")
@@ -161,7 +204,8 @@ def test_dropout_needs_training_and_a_key():
     return model.apply(variables, TOKENS, deterministic=deterministic, rngs=rngs).logits
 
   still = run(0, deterministic=True)
-  np.testing.assert_array_equal(still, jax.jit(make().apply)(variables, TOKENS).logits)
+  expected = jax.jit(make("we", num_layers=1).apply)(variables, TOKENS).logits
+  np.testing.assert_allclose(still, expected, rtol=1e-5, atol=1e-5)  # two programs
   np.testing.assert_array_equal(run(4), run(4))
   assert (run(4) != run(5)).any() and (run(4) != still).any()
 
@@ -169,7 +213,8 @@ def test_dropout_needs_training_and_a_key():
 def test_layers_drop_levels_apart():
   # Each of 5 layers adds 1 + keep / 2 to feature 0, and feature 1 remains as it was, so
   # that the logits count the kept levels. Were the draws one, there would be 0 or 5.
-  model = make(norm="pre", num_heads=1, num_layers=5, num_levels=1, mixer_dropout=0.5)
+  own = config_lib.mixer("dispatcher", num_heads=1, num_levels=1, level_dropout=0.5)
+  model = make(own, norm="pre", num_layers=5)
   params = jax.tree.map(jnp.zeros_like, draw_params(model))
   mixer = params["layers"]["mixer"]
   params["layers"]["mixer_norm"]["bias"] = jnp.ones((5, WIDTH))
@@ -189,19 +234,13 @@ def test_layers_drop_levels_apart():
 
 
 @pytest.mark.parametrize(
-  "settings",
-  [
-    dict(mixer="he"),
-    dict(mixer="relative_attention", positions="none"),
-    pytest.param(
-      dict(boundaries="gumbel", first_layers=1, last_layers=1, num_capacities=2),
-      marks=pytest.mark.slow,
-    ),
-  ],
-  ids=["he", "relative_attention", "gumbel"],
+  "mixer, boundaries",
+  [("he", "none"), pytest.param("dispatcher", "gumbel", marks=pytest.mark.slow)],
 )
-def test_a_batch_on_a_mesh_with_explicit_axes(settings):
-  model = make(num_layers=1, **settings)
+def test_a_batch_on_a_mesh_with_explicit_axes(mixer, boundaries):
+  one = dict(num_layers=1)
+  outer = dict(first=one, last=one) if boundaries != "none" else {}
+  model = make(mixer, boundaries, **outer, **one)
   params = draw_params(model)
   tokens = np.random.default_rng(2).integers(VOCAB, size=(16, 5))
 

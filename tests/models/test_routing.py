@@ -18,9 +18,10 @@ BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 6
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
-def make(**settings):
-  config = helpers.tiny_model(first_layers=1, last_layers=1)
-  config.boundaries = config_lib.boundaries("routing", num_capacities=2, **settings)
+def make(**own):
+  one = dict(num_layers=1)
+  kind = config_lib.boundaries("routing", num_capacities=2, **own)
+  config = helpers.model_settings("relative_attention", kind, first=one, last=one)
   return config, dpjax.build_model(config)
 
 
@@ -42,23 +43,6 @@ def parts():
   return model, params, apply, output
 
 
-def test_is_what_its_parts_are(parts):
-  """The router, the middle and the way back, by the pure functions."""
-  model, params, *_ = parts
-  h = np.random.default_rng(2).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  variables = {"params": params["hourglass"]["boundary_predictor"]}
-  found = kind.apply(variables, h, TOKENS)
-  query, key = variables["params"]["query"], variables["params"]["key"]
-  p, b = ops.route(h, query, key)
-  np.testing.assert_array_equal(found.boundaries, b)
-  read = jnp.ones_like(h)
-  y = kind.apply(variables, read, jnp.asarray(h), found, method="join")
-  residual = variables["params"]["residual"]
-  expected = read + h @ residual["kernel"] + residual["bias"][None, None]
-  np.testing.assert_allclose(y, expected, atol=1e-5)
-
-
 def test_it_begins_with_cosines_and_without_a_residual():
   _, model = make()
   params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]["hourglass"]
@@ -67,18 +51,6 @@ def test_it_begins_with_cosines_and_without_a_residual():
   for name in ("query", "key"):
     np.testing.assert_array_equal(routing[name], np.eye(WIDTH))
   assert not routing["residual"]["kernel"].any()
-
-
-def test_causal_and_the_same_at_any_capacity(parts):
-  model, params, apply, whole = parts
-  for place in (0, 7, 15):
-    other = TOKENS.copy()
-    other[:, place + 1 :] = (other[:, place + 1 :] + 3) % VOCAB
-    logits = apply(other).logits
-    np.testing.assert_allclose(logits[:, : place + 1], whole.logits[:, : place + 1], atol=1e-5)
-  least = int(whole.boundaries.sum(1).max())
-  output = jax.jit(partial(model.apply, capacity=least))({"params": params}, TOKENS)
-  np.testing.assert_allclose(output.logits, whole.logits, atol=1e-5)
 
 
 def test_chunks_say_what_the_whole_says(parts):
@@ -105,18 +77,3 @@ def test_its_loss_is_the_ratios(parts):
 
   grads = jax.jit(jax.grad(boundary_nats))(params)["hourglass"]
   assert all(x.any() for x in jax.tree.leaves(grads["boundary_predictor"]["query"]))
-
-
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    (dict(factor=1.0), "factor: expected above 1, got 1.0"),
-    (dict(weight=-0.1), "weight: expected at least 0"),
-    (dict(num_capacities=0), "num_capacities: expected at least 1"),
-  ],
-)
-def test_refusals(settings, message):
-  config = config_lib.default()
-  config.model.boundaries = config_lib.boundaries("routing", **settings)
-  with pytest.raises(dpjax.UserError, match=f"^model.boundaries.{message}"):
-    config_lib.check(config)

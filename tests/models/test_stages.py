@@ -28,8 +28,8 @@ every_kind = pytest.mark.parametrize(
 
 
 def settings(outer, inner, width=INNER):
-  config = helpers.tiny_model(feed_forward_width=14)
-  config.boundaries = config_lib.boundaries(**outer)
+  kind = config_lib.boundaries(**outer)
+  config = helpers.model_settings("relative_attention", kind, feed_forward_width=14)
   config.middle = config_lib.middle(config_lib.boundaries(**inner), width=width)
   for section in (config, config.middle):
     section.first.num_layers = section.last.num_layers = 1
@@ -146,93 +146,23 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own():
 
 
 def test_a_middle_of_its_own_width():
-  """Padding a wider middle's matrices with zeros, it computes what a narrow one does."""
-  config = settings(dict(name="fixed", shortening_factor=3), dict(name="none"))
-  config.middle.first.num_layers = config.middle.last.num_layers = 2
-  config.middle.feed_forward_width = 9
-  model = dpjax.build_model(config)
+  """Of the tokens' width, with the identity for its matrices, it is one without them."""
+  kind = dict(name="fixed", shortening_factor=3)
+  model = dpjax.build_model(settings(kind, dict(name="none")))
   params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
-  assert params["middle_in"].shape == (WIDTH, INNER)
-  assert params["middle_out"].shape == (INNER, WIDTH)
-  assert params["null_group"].shape == (INNER,)
-  assert params["middle"]["feed_forward"]["hidden"]["kernel"].shape == (2, INNER, 9)
-  assert params["last"]["feed_forward"]["hidden"]["kernel"].shape == (1, WIDTH, 14)
+  assert params["middle_in"].shape == (WIDTH, INNER) and params["null_group"].shape == (INNER,)
   assert params["middle_positions"]["content_bias"].shape == (2, INNER // 2)
-  # Of the tokens' width, with the identity for its matrices: as without them.
-  narrow = settings(dict(name="fixed", shortening_factor=3), dict(name="none"), width=0)
+  narrow = settings(kind, dict(name="none"), width=0)
   narrow.middle = None
   plain = dpjax.build_model(narrow)
-  own = helpers.draw_params(plain, 3, 1 / 2)
+  own = helpers.draw_params(plain, 3, 1 / 2)["hourglass"]
   hourglass = plain.make_hourglass(parent=None)
   same = hourglass.clone(middle_width=WIDTH, make_middle_positions=hourglass.make_positions)
-  eye = jnp.eye(WIDTH)
-  more = dict(
-    own["hourglass"],
-    middle_in=eye,
-    middle_out=eye,
-    middle_positions=own["hourglass"]["relative_positions"],
-  )
+  more = own | dict(middle_in=jnp.eye(WIDTH), middle_out=jnp.eye(WIDTH))
+  more |= dict(middle_positions=own["relative_positions"])
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")
   found, expected = (
     jax.jit(module.apply)({"params": params}, x, TOKENS).hidden
-    for module, params in ((same, more), (hourglass, own["hourglass"]))
+    for module, params in ((same, more), (hourglass, own))
   )
   np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_it_trains_and_writes(tmp_path):
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=6)
-  config.model.boundaries = config_lib.boundaries("routing", num_capacities=2)
-  config.model.middle = config_lib.middle(
-    config_lib.boundaries("routing", num_capacities=2), width=18, feed_forward_width=22
-  )
-  for stage in (config.model, config.model.middle):
-    stage.first.num_layers = stage.last.num_layers = 1
-  with jax.numpy_dtype_promotion("standard"):
-    run, scores = dpjax.train(config, tmp_path / "run")
-  assert {"shortening_factor", "shortening_factor_2"} <= scores.keys()
-  loaded = dpjax.load(tmp_path / "run")
-  assert loaded.config == run.config and loaded.config.model.middle.width == 18
-  text = loaded.generate("the cat", length=9, temperature=0)[0]
-  tokens = [*loaded.tokenizer.encode("the cat")]
-  for _ in range(9):
-    logits = loaded.model.apply({"params": loaded.params}, np.array([tokens])).logits
-    tokens.append(int(logits[0, -1].argmax()))
-  assert text == loaded.tokenizer.decode(tokens[7:])
-
-
-INNER_KIND = "middle.boundaries"
-
-
-@pytest.mark.parametrize(
-  ("key", "value", "message"),
-  [
-    (INNER_KIND, dict(name="whitespace"), f"{INNER_KIND}: .* none, fixed, gumbel, routing"),
-    (INNER_KIND, dict(name="gumbel", sample=True), f"{INNER_KIND}: .* in evaluation, got gumbel"),
-    (INNER_KIND, dict(name="routing", factor=1.0), f"{INNER_KIND}.factor: expected above 1"),
-    ("middle.width", 9, "m.*num_heads: expected a divisor of model.middle.width = 9"),
-    ("middle.width", -1, "middle.width: expected at least 0"),
-    ("boundaries", dict(name="none"), "first.num_layers: expected 2"),
-    ("middle.first.num_layers", 0, "middle.first.num_layers: expected at least 1"),
-  ],
-)
-def test_refusals(key, value, message):
-  config = settings(*KINDS["routing"])
-  *parents, name = key.split(".")
-  section = config_lib.get(config, ".".join(parents)) if parents else config
-  section[name] = config_lib.boundaries(**value) if isinstance(value, dict) else value
-  with pytest.raises(dpjax.UserError, match=f"^model.{message}"):
-    config_lib.check_model(config)
-
-
-def test_unknown_settings_of_a_middle_are_named():
-  with pytest.raises(dpjax.UserError, match="model.middle.wdith: .* is model.middle.width"):
-    config_lib.middle(wdith=8)
-  with pytest.raises(dpjax.UserError, match="model.middle.width: .* type int, got 1.5"):
-    config_lib.middle("routing", width=1.5)
-  assert config_lib.middle("fixed").boundaries == config_lib.boundaries("fixed")
-  config = settings(*KINDS["routing"]).to_dict()
-  config["middle"]["first"]["num_layer"] = 2
-  with pytest.raises(dpjax.UserError, match="middle.first.num_layer: .*first.num_layers"):
-    config_lib.from_dict({"model": config})

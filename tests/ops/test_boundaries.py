@@ -90,8 +90,7 @@ def entropies(*shape):
 
 
 @pytest.mark.parametrize(
-  "settings",
-  [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)],
+  "settings", [("global", 2.0), ("monotonic", 0.3), ("combined", 1.2, 0.4), ("combined", 1.2, -0.9)]
 )
 def test_thresholds(settings):
   h = entropies(3, 41)
@@ -113,16 +112,6 @@ def test_thresholds(settings):
     part = rule(h[:, t:], (h[:, t - 1], result[:, t - 1]))
     np.testing.assert_array_equal(part, expected[:, t:])
   assert not jax.grad(lambda h: rule(h).astype(jnp.float32).sum())(h).any()
-
-
-def test_the_first_token_is_above_the_one_before_it():
-  h = jnp.float32([[2, 3, 0, 2], [0.5, 0.7, 0.9, 3]])
-  found = [entropy_threshold(h, rule, 1.0)[:, 0].tolist() for rule in RULES]
-  assert dict(zip(RULES, found, strict=True)) == {
-    "global": [1, 0],
-    "monotonic": [1, 1],
-    "combined": [1, 0],
-  }
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -152,8 +141,6 @@ def test_thresholds_refuse():
     entropy_threshold(h, "monotonc", 1.0)
   with pytest.raises(ValueError, match="^theta_add: expected 0 with the rule global"):
     entropy_threshold(h, "global", 1.0, 0.5)
-  with pytest.raises(ValueError, match="^entropies: expected floats"):
-    entropy_threshold(h[0], "global", 1.0)
   for factor in (0.9, np.inf, np.nan):
     with pytest.raises(ValueError, match="^factor: expected at least 1"):
       entropy_theta(h, factor)
@@ -290,40 +277,18 @@ X = jnp.zeros((2, 7))
 KEY = jax.random.key(0)
 
 
+# Of wrong shapes and dtypes tests/ops/test_hostile_calls.py has all.
 @pytest.mark.parametrize(
   "call, message",
   [
-    (lambda: fixed_boundaries((2, 7), 0), "factor: expected at least 1, got 0"),
     (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected at most 2, got 3"),
-    (lambda: fixed_boundaries((2, 7), 3, -1), "offset: .* got -1"),
-    (lambda: fixed_boundaries((7,), 3), r"shape: .* got \(7,\)"),
-    (
-      lambda: fixed_boundaries((2, 7), 3, num_before=X[:, 0:1]),
-      r"num_before: .* \(2,\), got float32 \(2, 1",
-    ),
-    (lambda: fixed_boundaries((2, 7), 3, num_before=X[0]), r"num_before: .* got float32 \(7,\)"),
     (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
-    (lambda: whitespace_boundaries(X, (0,)), "tokens: .* got float32"),
-    (lambda: whitespace_boundaries(np.arange(3), (0,)), r"tokens: .* got int64 \(3,\)"),
-    (lambda: gumbel_sigmoid(X, 0.0, key=KEY), "temperature: .* got 0.0"),
-    (lambda: gumbel_sigmoid(X, math.nan, key=KEY), "temperature: .* got nan"),
     (lambda: gumbel_sigmoid(X, 1.0), "key, noise: .* got none"),
     (lambda: gumbel_sigmoid(X, 1.0, key=KEY, noise=X + 0.5), "key, noise: .* got both"),
     (lambda: gumbel_sigmoid(X, 1.0, noise=X), "noise: .* above 0 and below 1, got 0.0"),
-    (lambda: gumbel_sigmoid(X, 1.0, noise=X + 1), "noise: .* got 1.0"),
-    (lambda: gumbel_sigmoid(X, 1.0, noise=X[0] + 0.5), r"noise: .*\(2, 7\), got .*\(7,"),
-    (lambda: gumbel_sigmoid(X.astype(int), 1.0, key=KEY), "logits: expected floats"),
-    (lambda: entropy_spikes(X, 0), "left: expected at least 1, got 0"),
-    (lambda: entropy_spikes(X[0]), r"entropies: .*\(7,\)"),
-    (lambda: binomial_prior_loss(X, 0.0), "alpha: expected 0 < alpha < 1, got 0.0"),
-    (lambda: binomial_prior_loss(X, 1.0), "alpha: .* got 1.0"),
-    (lambda: binomial_prior_loss(X[0], 0.2), r"boundaries: .*\(7,\)"),
-    (
-      lambda: binomial_prior_loss(X, 0.2, weights=X[:1]),
-      r"weights: .*\(2, 7\), got float32 \(1, 7\)",
-    ),
+    (lambda: binomial_prior_loss(X, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
   ],
 )
-def test_refuses_what_does_not_match(call, message):
+def test_refusals(call, message):
   with pytest.raises(ValueError, match=message):
     call()

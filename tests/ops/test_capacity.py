@@ -102,21 +102,6 @@ def test_each_branch_works_at_its_size_and_the_backward_pass_again():
   assert tanhs(lowered) == sorted(2 * SIZES)
 
 
-@pytest.mark.parametrize("sizes, needed", [((LENGTH,), 5), (SIZES, None)], ids=str)
-def test_no_switch_where_there_is_no_choice(sizes, needed):
-  inputs, (params, row_ids, key), _ = draw()
-
-  @jax.jit
-  def forward(inputs, params):
-    return run_at_capacity(mix, sizes, needed, inputs, params, row_ids, key)
-
-  lowered = forward.lower(inputs, params)
-  assert "stablehlo.case" not in lowered.as_text() and tanhs(lowered) == [LENGTH]
-  # With JAX's own gradient: that of the operator itself has no forward mode.
-  arguments = inputs, params
-  jax.eval_shape(lambda: jax.jvp(forward, arguments, arguments))
-
-
 def plain_switch(needed, inputs, *others):
   """The operator with JAX's own gradient."""
 
@@ -176,17 +161,6 @@ def test_within_a_scan_of_layers():
     found = run_layers(inputs, others, weights, needed, operator=at_capacity, **settings)
     np.testing.assert_allclose(found[0][:, :needed], expected[:, :needed], **ROUNDING)
     assert_close(found[1:], tuple(gradients))
-
-
-def test_layers_take_no_more_memory_than_those_of_the_whole_length():
-  inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
-
-  def temporary(operator):
-    lowered = run_layers.lower(inputs, others, weights, 6, operator=operator)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
-
-  padded = temporary(at_full_length)
-  assert temporary(at_capacity) <= 1.1 * padded < temporary(plain_switch)
 
 
 def test_a_batch_over_devices():

@@ -78,15 +78,6 @@ def test_equal_neighbours_are_joined_and_opposite_ones_cut():
   assert boundaries.tolist() == [[1, 0, 1, 0, 0]]
 
 
-def test_a_probability_looks_at_no_later_token():
-  hidden, query, key = normal(0, 1, LENGTH, WIDTH), normal(1, WIDTH, 7), normal(2, WIDTH, 7)
-  jacobian = jax.jit(jax.jacobian(lambda h: ops.route(h, query, key)[0]))(hidden)[0, :, 0]
-  reached = np.abs(jacobian).sum(-1) > 0
-  expected = np.eye(LENGTH, dtype=bool) | np.eye(LENGTH, k=-1, dtype=bool)
-  expected[0] = False
-  np.testing.assert_array_equal(reached, expected)
-
-
 def test_rows_that_go_on_are_routed_as_whole_ones():
   shapes = (BATCH, LENGTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
   hidden, query, key = (normal(3 + i, *shape) for i, shape in enumerate(shapes))
@@ -140,23 +131,3 @@ def test_the_ratio_loss_is_one_where_the_share_is_right(factor):
   weights = jnp.zeros((2, 18)).at[:, :5].set(1)
   mixed = jnp.where(weights > 0, share, 0.9)
   assert ops.ratio_loss(mixed, mixed, factor, weights=weights) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda: ops.route(jnp.ones((2, 3)), jnp.eye(3), jnp.eye(3)), "hidden: expected floats"),
-    (
-      lambda: ops.route(jnp.ones((2, 3, 5)), jnp.eye(3), jnp.eye(3)),
-      r"query_kernel: .*= \(5, E\), got float32 \(3, 3\)",
-    ),
-    (
-      lambda: ops.smooth_segments(jnp.ones((2, 3, 5)), jnp.ones((2, 5))),
-      r"probabilities: .*\(2, 3\), got float32 \(2, 5\)",
-    ),
-    (lambda: ops.ratio_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0), "a factor above 1"),
-  ],
-)
-def test_wrong_shapes_are_refused(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

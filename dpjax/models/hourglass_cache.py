@@ -1,0 +1,111 @@
+"""The cache of an hourglass: segments are pooled and read chunk by chunk.
+
+B batch, C position in a chunk, D width.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpjax import ops
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput
+from dpjax.ops.segments import take_segments
+
+
+class HourglassCache(NamedTuple):
+  """The cache of an hourglass.
+
+  Attributes:
+    first, middle, last: caches of the stacks; the middle has seen the null group and all closed
+      segments.
+    segment: the open segment.
+    latest: [B, D], the middle stack's output for the last closed segment.
+    boundaries: the state of `dpjax.layers.boundaries.Boundaries.init_state`.
+  """
+
+  first: tuple
+  middle: tuple
+  last: tuple
+  segment: ops.SegmentCache
+  latest: jax.Array
+  boundaries: Any
+
+
+def pool_at_boundaries(found: BoundaryOutput, size: int) -> jax.Array | None:
+  """[B, S], the probabilities at the boundaries that end the segments."""
+  if found.probabilities is None:
+    return None
+  p_bt1 = found.probabilities[..., None]
+  return ops.pool_segments(p_bt1, found.boundaries, size, method="last")[..., 0]
+
+
+def read_segments(
+  step,
+  queue_bsd: jax.Array,
+  kind: Boundaries,
+  found: BoundaryOutput,
+  cache: HourglassCache,
+  num_before: jax.Array,
+  lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, tuple]:
+  """The upsampled segments for the tokens of a chunk.
+
+  Args:
+    step: the middle stack: segments, caches and lengths -> segments, caches.
+    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
+    kind: the kind of the boundaries.
+    found: the boundaries, [B, C].
+    cache: the cache before the chunk.
+    num_before: see `Hourglass`.
+    lengths: see `Hourglass`.
+
+  Returns:
+    [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
+  """
+  b_bc = found.boundaries.astype(jnp.int32)
+  batch, chunk = b_bc.shape
+  if lengths is None:
+    lengths = jnp.full(batch, chunk, jnp.int32)
+  b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
+  p_bc = pool_at_boundaries(found._replace(boundaries=b_bc), chunk)
+  # The null group goes first in a new row.
+  is_new_b = (num_before == 0) & (lengths > 0) & kind.has_null_group
+  # Number of queue entries consumed by each token; includes the null group if it is new.
+  index_bc = is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32)
+  waiting_b = index_bc[:, -1]
+
+  if chunk > 1:
+    queue_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
+    sizes = ops.capacities(chunk + 1, min(kind.num_capacities, 4, chunk // 8 + 1))
+
+    def at_capacity(size, queue_bsd, middle):
+      s_bsd, middle = step(queue_bsd[:, :size], middle, waiting_b)
+      return jnp.pad(s_bsd, ((0, 0), (0, chunk + 1 - size), (0, 0))), middle
+
+    index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
+    branches = [partial(at_capacity, size) for size in sizes]
+    s_bsd, middle = jax.lax.switch(index, branches, queue_bsd, cache.middle)
+    if not kind.has_null_group:
+      s_bsd = kind.blend(s_bsd[:, :-1], p_bc, cache.latest)
+    known_bsd = jnp.concatenate([cache.latest[:, None], s_bsd], axis=1)
+    latest_bd = jnp.take_along_axis(known_bsd, waiting_b[:, None, None], axis=1)[:, 0]
+    return take_segments(known_bsd, index_bc), latest_bd, middle
+
+  def advance(state):
+    place, latest_bd, middle = state
+    is_next_b = place < waiting_b
+    next_b = jnp.where(is_new_b, place, 1)
+    next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
+    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    if not kind.has_null_group:
+      s_b1d = kind.blend(s_b1d, p_bc, latest_bd)
+    return place + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
+
+  # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
+  state = jnp.int32(0), cache.latest, cache.middle
+  _, latest_bd, middle = jax.lax.while_loop(
+    lambda state: state[0] < jnp.max(waiting_b), advance, state
+  )
+  return latest_bd[:, None], latest_bd, middle

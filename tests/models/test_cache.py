@@ -1,0 +1,233 @@
+"""Models with a cache: whatever the chunks, the outputs are those of the parallel pass."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import ops, registry
+from dpjax.layers import extractors
+from tests import helpers
+
+BATCH, LENGTH, VOCAB = 3, 23, 11
+SPACE = 2
+# Rows of many spaces, two of them at once; of none; and of one at the very first token.
+SPACES = (
+  [0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1],
+  [0] * LENGTH,
+  [1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0],
+)
+WORDS = np.random.default_rng(0).integers(SPACE + 1, VOCAB, (BATCH, LENGTH))
+TOKENS = np.where(SPACES, SPACE, WORDS)
+NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.float32)
+IDS = dict(space_ids=(SPACE,))
+
+
+def mixer(name, **own):
+  return helpers.component(registry.mixers, name, **dict(num_heads=2) | own)
+
+
+def plain(name, **changes):
+  return helpers.model_settings(name, **dict(positions="sinusoidal") | changes)
+
+
+def pooled(boundaries, middle="relative_attention", first=None, last=None, outer=1, **changes):
+  """Settings of a pooled model; `boundaries` are a name and its settings."""
+  kind = helpers.component(registry.boundaries, **dict(num_capacities=2) | boundaries)
+  stacks = {
+    name: dict(num_layers=outer) | ({} if x is None else dict(mixer=mixer(x)))
+    for name, x in (("first", first), ("last", last))
+  }
+  return helpers.model_settings(middle, kind, **stacks, **changes)
+
+
+def modern():
+  own = mixer("attention", use_bias=False, rotary_base=30.0)
+  frame = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+  return plain(own, width=8, norm="pre", positions="none", **frame)
+
+
+FIXED_0 = dict(name="fixed", shortening_factor=3, offset=0, pooling="last")
+BYTES = dict(name="spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7))
+# Settings, and the schedule of chunks.
+CASES = {
+  "dispatcher": (plain("dispatcher"), "steps"),
+  "modern": (modern(), "chunks"),
+  "we": (plain("we", positions="learned", norm="pre", scan_layers=False), "steps"),
+  "fixed": (pooled(dict(name="fixed", shortening_factor=3)), "chunks"),
+  "offset 0": (pooled(FIXED_0, "we", last="attention", positions="sinusoidal"), "steps"),
+  "whitespace": (
+    pooled(dict(name="whitespace", **IDS), "dispatcher", "attention", "relative_attention"),
+    "chunks",
+  ),
+  "spacebyte": (pooled(BYTES, "dispatcher"), "steps"),
+  "unigram": (
+    pooled(
+      dict(name="unigram"),
+      *("he", "dispatcher_multihead", "me"),
+      **dict(norm="pre", scan_layers=False, positions="learned"),
+    ),
+    "steps",
+  ),
+  "entropy": (
+    pooled(dict(name="entropy", pooling="last"), first="she", last="dispatcher", outer=2),
+    "steps",
+  ),
+  "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
+}
+BY_LAYER = ("we", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
+
+
+def balance(params, output):
+  """Tokens come about as often as each other, and so do boundaries; all are far apart."""
+  if "logits" in params:
+    mean, out = output.logits.mean(axis=(0, 1)), params["logits"]
+    scale = 1 / (output.logits - mean[None, None]).std()
+    out["bias"], out["kernel"] = (out["bias"] - mean) * scale, out["kernel"] * scale
+  helpers.balance(params, output.boundary_logits)
+
+
+@pytest.mark.parametrize(
+  "case", [helpers.slow_unless(x in ("modern", "we", "whitespace"), x) for x in CASES]
+)
+def test_chunks_are_the_whole(case):
+  config, schedule = CASES[case]
+  model = dpjax.build_model(config)
+  # Draws of which nothing is nearly a tie.
+  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
+  whole = jax.jit(model.apply)
+  balance(params, whole({"params": params}, TOKENS))
+  expected = whole({"params": params}, TOKENS)
+  helpers.assert_sure(expected.boundary_logits)
+  assert expected.logits.std() > 0.5
+  if expected.boundaries is not None:
+    assert 0 < np.asarray(expected.boundaries).sum() < 0.7 * TOKENS.size
+  if case == "whitespace":
+    np.testing.assert_array_equal(expected.boundaries, SPACES)
+  of_step = model.unstack(params) if case in BY_LAYER else params
+  helpers.check_chunks(model, of_step, TOKENS, expected, helpers.SCHEDULES[schedule])
+
+
+def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
+  config = pooled(dict(name="gumbel", num_capacities=1), "dispatcher", num_layers=1)
+  model = dpjax.build_model(config)
+  params = helpers.draw_params(model, 2, 1 / 2)
+  step, whole = helpers.make_step(model, params), jax.jit(model.apply)
+  given = np.asarray(SPACES)[:, ::-1].copy()
+  given[2, 0] = 1
+  schedule = [(9, (9, 4, 0)), (9, (1, 1, 9)), (9, (4, 9, 5)), (9, (9, 9, 9))]
+  for options in (dict(boundaries=given), dict(boundary_noise=NOISE)):
+    found = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
+    expected = whole({"params": params}, TOKENS, **options)
+    helpers.assert_found(found, expected)
+  logits = np.asarray(expected.boundary_logits)
+  helpers.assert_sure(logits + np.log(NOISE / (1 - NOISE)))
+  assert (np.asarray(expected.boundaries) != (logits > 0)).any()
+
+
+# Of chunks no longer than the window.
+SHORT_CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (5, (3, 5, 5))]
+SHORT_CHUNKS += [(1, (1, 0, 0)), (5, (5, 5, 4)), (5, (0, 5, 5)), (5, (3, 1, 3))]
+
+
+@pytest.mark.parametrize(
+  "is_online", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "online"]
+)
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypatch):
+  if is_online:
+    monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
+    few = partial(ops.init_online_convolution_cache, block=4)
+    monkeypatch.setattr(ops, "init_online_convolution_cache", few)
+    mixers = ["he", "me", "we"]
+  else:
+    mixers = [mixer("dispatcher", num_levels=3), None, "dispatcher_multihead"]
+  short, long = (
+    pooled(dict(name="whitespace", num_capacities=1, **IDS), *mixers) for _ in range(2)
+  )
+  short.update(max_length=8, positions="sinusoidal")
+  long.update(max_length=LENGTH, positions="sinusoidal")
+  for config in (short, long):
+    if not is_online:
+      config.last.mixer.num_levels = 3
+  short, long = dpjax.build_model(short), dpjax.build_model(long)
+  params = helpers.draw_params(short, 4, 1 / 2)
+  caches = short.init_cache(BATCH)
+  if is_online:
+    layers = [*caches.layers.first, *caches.layers.middle, *caches.layers.last]
+    assert [type(x) for x in layers] == [ops.OnlineConvolutionCache] * 4
+  # More segments than the window of the middle has places.
+  tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
+  expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
+  found = helpers.by_chunks(helpers.make_step(short, params), caches, tokens, SHORT_CHUNKS)
+  helpers.assert_found(found, expected)
+
+
+def test_beyond_the_window_relative_attention_sees_the_last_tokens():
+  model = dpjax.build_model(
+    helpers.model_settings("relative_attention", max_length=7, num_layers=1)
+  )
+  params = helpers.draw_params(model, 1, 1 / 3)
+  step = helpers.make_step(model, params)
+  found = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, SHORT_CHUNKS)["logits"]
+  # Further layers would see a token that theirs did not: what it said of earlier ones.
+  windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
+  last = jax.jit(model.apply)({"params": params}, windows).logits[:, -1]
+  for i, logits in enumerate(last.reshape(-1, BATCH, VOCAB)):
+    np.testing.assert_allclose(found[:, 6 + i], logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    plain("dispatcher", positions="learned", max_length=8, num_layers=1),
+    pooled(dict(name="fixed"), "attention", positions="sinusoidal", max_length=8, num_layers=1),
+  ],
+  ids=["learned positions", "attention"],
+)
+def test_where_there_is_no_going_on_it_says_nan(config):
+  model = dpjax.build_model(config)
+  step = helpers.make_step(model, helpers.draw_params(model, 3, 1 / 2))
+  cache, is_nan = model.init_cache(BATCH), []
+  for place in range(11):
+    lengths = jnp.asarray([1, place % 2, 1], jnp.int32)
+    output = step(cache, TOKENS[:, place : place + 1], lengths, {})
+    cache = output.cache
+    is_nan.append(np.isnan(output.logits[:, 0]))
+  is_nan = np.asarray(is_nan)  # [T, B, V]
+  assert is_nan[8:, [0, 2]].all() and not is_nan[:8].any() and not is_nan[:, 1].any()
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_cache_of_bfloat16_stays_what_it_is():
+  config = CASES["offset 0"][0].copy_and_resolve_references()
+  config.dtype = "bfloat16"
+  model = dpjax.build_model(config)
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
+  cache = model.init_cache(BATCH)
+  assert cache.layers.latest.dtype == jnp.bfloat16
+  for size in (1, 9):
+    step = partial(model.apply, cache=cache)
+    output = jax.eval_shape(step, {"params": params}, TOKENS[:, :size])
+    assert output.logits.dtype == jnp.bfloat16
+    assert jax.tree.map(jax.typeof, output.cache) == jax.tree.map(jax.typeof, cache)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (dict(capacity=3), "capacity: expected none with a cache, got 3"),
+    (dict(boundaries=np.zeros((BATCH, 4), int)), r"boundaries: expected .*\(3, 5\)"),
+    (dict(tokens=TOKENS[:2, :5]), r"cache.length: .*\(2,\), got int32 \(3,\)"),
+    (dict(boundary_noise=NOISE[:, :5]), "boundary_noise: expected none"),
+    (dict(deterministic=False), "deterministic: expected True with a cache"),
+  ],
+)
+def test_refusals(given, message):
+  model = dpjax.build_model(CASES["whitespace"][0])
+  params = helpers.draw_params(model, 3, 1 / 2)
+  call = partial(model.apply, cache=model.init_cache(BATCH), **dict(tokens=TOKENS[:, :5]) | given)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(lambda params: call({"params": params}), params)
