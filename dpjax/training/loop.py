@@ -227,8 +227,7 @@ def fit(
       meter = _Meter(
         reporter, batches, durations.log_every_steps, durations.median_every_steps, utilisation
       )
-      padded = start * batches.batch_size * batches.window  # for a run of an earlier version
-      meter.tokens_seen = (found.meta if found else {}).get("tokens_seen", padded)
+      meter.tokens_seen = found.meta["tokens_seen"] if found else 0
       compiled, is_enough = set(), False
 
       def tell() -> None:
