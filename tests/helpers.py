@@ -20,7 +20,6 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.__main__ import COMMANDS
-from dpjax.config import old as old_settings
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -34,43 +33,6 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return path
-
-
-def set_model(model, **settings):
-  """Changes a model's settings, those of its components by their names of version 0.1.
-
-  Of those a component takes what it has: `set_model(model, mixer="me", num_heads=3)`.
-  """
-  flat = dict(settings)
-  for name in ("mixer", "boundaries"):
-    flat.setdefault(name, model[name].name)
-  new = old_settings.to_sections({"model": flat})["model"]
-  for place in ("mixer", "boundaries"):
-    known = registry.mixers if place == "mixer" else registry.boundaries
-    section = new.pop(place)
-    same = model[place] if model[place].name == section["name"] else {}
-    later = {
-      key: new.pop(key)
-      for key in known.settings(section["name"])
-      if key in flat and key in new and key not in model
-    }
-    model[place] = known.section(**{**dict(same), **section, **later})
-  for place in ("first", "last"):
-    stack = new.pop(place, {})
-    if "mixer" in stack:
-      model[place].mixer = registry.mixers.section(**stack.pop("mixer"))
-    model[place].update(stack)
-  model.update(new)
-  return model
-
-
-def tiny_model(**changes):
-  """A model's settings: relative attention, and sizes that differ; see `set_model`."""
-  usual = dict(
-    mixer="relative_attention", vocab_size=11, width=6, num_heads=2, feed_forward_width=10
-  )
-  usual |= dict(num_layers=2, max_length=29, positions="none", activation="gelu")
-  return set_model(config_lib.default_model(), **{**usual, **changes})
 
 
 def component(known: registry.Registry, name: str, **settings):
