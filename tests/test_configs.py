@@ -85,30 +85,25 @@ def test_is_valid_and_builds(name, variant):
     assert count < 3.5e6 and config.train.num_steps == 50
 
 
-@pytest.mark.parametrize("variant", ["", "tiny"])
 @pytest.mark.parametrize("name", NAMES)
-def test_its_corpus_and_vocabulary_have_names(name, variant):
-  data = load(name, variant).data
+def test_its_corpus_is_known_and_its_header_has_commands_that_run(name):
+  data = load(name).data
   stem = name.split("_")[-1]
   assert data.name == CORPORA.get(stem, stem) and not data.path
   if data.name != catalog.PYTHON_MANUAL:
     catalog.find(data.name, data.language)
   assert data.tokenizer_file in ("", *catalog.VOCABULARIES)
-  assert data.data_dir == "data" and not data.manual_dir
-  text = re.sub(r"\s+", " ", header(name))
-  if name.startswith("msa"):
-    assert f"as for configs/dispatcher_{stem}.py" in text
-  elif data.name != catalog.PYTHON_MANUAL:
-    assert "--config.data.path" in text and re.search(r"[Dd]ownload.* into data/", text)
-  assert ("data/manual/simple-examples.tgz" in text) == (name == "dispatcher_ptb")
+  text = header(name)
+  assert set(re.findall(r"configs/(\w+)\.py", text)) <= {*NAMES}
+  words = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
+  assert len(words) >= 2 or name == "quickstart"
+  for word in words:
+    config_lib.check(load(name, word))
 
 
 @pytest.mark.parametrize("name", PERPLEXITIES)
 def test_header_is_true(name):
   text = header(name)
-  assert re.search(rf"^  python train.py --config=configs/{name}.py ", text, re.MULTILINE)
-  assert f"--config=configs/{name}.py:tiny " in text
-  assert re.search(r"^Hardware, hours: \S", text, re.MULTILINE)
   paper = re.search(r"^Test perplexity: the paper's ([\d.]+);", text, re.MULTILINE)
   assert float(paper[1]) == PERPLEXITIES[name]
   data = name.split("_")[-1]
@@ -120,10 +115,6 @@ def test_header_is_true(name):
     count = count_parameters(load(name), UNCASED)
     assert f"paper: {count / 1e6:.0f}M" in text
     assert all(f"{count / 1e6:.1f}M" in said for said in (text, header("dispatcher_lm1b")))
-  for size in re.findall(r"vocabulary ([\d,]+)|all ([\d,]+) pieces", text):
-    assert int("".join(size).replace(",", "")) == VOCABULARIES[data]
-  for file in re.findall(r"configs/(\w+)\.py", text):
-    assert file in NAMES
 
 
 @pytest.mark.parametrize("name", ["dispatcher_ptb", "dispatcher_wikitext2"])
@@ -142,13 +133,6 @@ def test_the_headers_of_the_larger_dispatcher_are_true():
     text = header(name)
     stated = f"Parameters:      {count / 1e6:.1f}M (the paper: {count / 1e6:.0f}M)"
     assert f"{stated}, vocabulary {VOCABULARIES['openwebtext']:,};" in text
-    assert "GPT-2's vocabulary (1.5 MB)" in text and "5 x 1,024 tokens" in text
-    commands = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
-    assert len(commands) == 2
-    for word in commands:
-      config_lib.check(load(name, word))
-    for file in re.findall(r"configs/(\w+)\.py", text):
-      assert file in NAMES
   perplexities = ", ".join(map(" ".join, FINETUNED.items()))
   assert f"Test perplexity: the paper's, of {perplexities};" in text
   counts = re.search(r"([\d,]+) training tokens\s+of ptb, ([\d,]+) of wikitext2", text)
@@ -260,16 +244,9 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     sample top_p=0.6 temperature=1.0 top_k=0""",
   )
   assert config.model.mixer.to_dict() == of_mixer
-  princess = "Once upon a time there was a little princess who"
-  assert princess.startswith(config.sample.prompt)
-  # The whole prompt has some ten tokens.
-  assert (config.sample.prompt == princess) == (config.model.max_length > 8)
   tiny = extractors.get_config(f"tiny,{mixer},{figure}".rstrip(","))
   config_lib.check(tiny)
-  assert tiny.train.num_steps == 50 and tiny.model.width == 32
-  assert tiny.model.mixer.name == config.model.mixer.name
-  assert tiny.train.median_every_steps <= 50
-  assert tiny.data == config.data and tiny.train.batches == config.train.batches
+  assert tiny.train.num_steps == 50 and tiny.model.mixer.name == config.model.mixer.name
 
 
 def test_the_header_of_the_extractors_is_true():
@@ -279,8 +256,6 @@ def test_the_header_of_the_extractors_is_true():
   for mixer, size in stated.items():
     config = extractors.get_config({"attention": "attention_32"}.get(mixer, mixer))
     assert f"{count_parameters(config, 5000) / 1e6:.1f}" == f"{size:.1f}"
-  for word in re.findall(r"--config=configs/extractors_childrens_books.py:(\S+)", text):
-    config_lib.check(extractors.get_config(word))
 
 
 MODERN = {"transformer": "attention", "dispatcher": "dispatcher", "we": "we"}
@@ -403,14 +378,7 @@ def test_pooling_has_the_papers_settings(kind):
     assert stack.to_dict() == dict(num_layers=2, mixer=None)
   boundaries = config.model.boundaries.to_dict()
   assert boundaries.pop("num_capacities", 8) == 8 and boundaries == KINDS[kind]
-  alphabet = set("abcdefghijklmnopqrstuvwxyz ")
-  assert config.sample.prompt and set(config.sample.prompt) <= alphabet
-  tiny = pooling_text8.get_config(f"tiny,{kind}")
-  config_lib.check(tiny)
-  assert tiny.model.mixer == config.model.mixer and tiny.model.positions == "none"
-  assert tiny.train.num_steps == 50 and tiny.model.width == 32
-  assert max(tiny.data.max_characters) == 1_000_000 and min(tiny.data.max_characters) > 0
-  assert tiny.model.boundaries.get("num_capacities") == (3 if kind in BOUNDARIES[4:] else None)
+  config_lib.check(pooling_text8.get_config(f"tiny,{kind}"))
 
 
 def changes(variant: str, base: str) -> dict:
@@ -502,14 +470,6 @@ def million(variant: str) -> str:
   return f"{count / 1e6:.1f}M"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_pooling_has_the_parameters_of_the_header(kind):
-  plain, predicted = re.findall(r"[\d.]+M", header("pooling_text8"))[:2]
-  has_predictor = kind in ("unigram", "entropy", "gumbel")
-  assert million(kind) == (predicted if has_predictor else plain)
-
-
 def test_the_header_of_pooling_is_true():
   text = header("pooling_text8")
   stated = re.search(r"^Parameters: .*?^Hardware", text, re.MULTILINE | re.DOTALL)[0]
@@ -521,15 +481,3 @@ def test_the_header_of_pooling_is_true():
   # Rows of 90,000,000 // 8 characters, the first of which is no target.
   steps = re.search(r"([\d,]+) steps an epoch", text)[1]
   assert -(-(90_000_000 // 8 - 1) // 2048) == int(steps.replace(",", ""))
-  for name in ("pooling_text8", "pooling_wiki40b", "pooling_cc100"):
-    commands = re.findall(rf"--config=configs/{name}.py:(\S+)", header(name))
-    assert len(commands) >= 2
-    for word in commands:
-      config_lib.check(load(name, word))
-  for letter, words in (
-    ("V", pooling_text8.UNIGRAM),
-    ("A", pooling_text8.GUMBEL),
-    ("N", pooling_text8.MIDDLE),
-  ):
-    *values, last = (word.split("_")[1] for word in words)
-    assert f" {letter} = {', '.join(values)} or {last} " in text
