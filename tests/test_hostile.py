@@ -20,7 +20,7 @@ import pytest
 from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
 from tests import helpers
 
-SECONDS = 60  # of a case: only to end one that hangs
+SECONDS = 60  # of a command, only to end one that hangs
 
 # Settings of train.py, of which the last is wrong and named by the message, and what else
 # the message says. Rules between settings are tested in test_config.py.
@@ -28,61 +28,38 @@ SETTINGS = helpers.cases(r"""
   # Unknown ones and other types.
   model.widht=3 | expected a known setting, .* nearest known is model.width
   bach_size=3 | expected a known setting
-  train=3 | expected a known setting
   model.width=a | --config.model.width=a
-  model.width=2.5 | width
   model.remat=perhaps | remat
   train.learning_rate=fast | learning_rate
   data.split_fractions=1 | expected
   data.max_characters=(1,2.5,3) | expected
   seed=-1 | expected
   seed=4294967296 | expected
-  train.log_every_steps=9999999999999999999999 | expected
   # Components.
   model.mixer=dispacher | did you mean dispatcher[?]
-  model.mixer=rg_lru | one of dispatcher, .*dpjax.register_mixer adds another
   model.mixer= | expected
   model.mixer.num_heads=a | num_heads
-  model.mixer.num_level=3 | the nearest known is model.mixer.num_levels
   model.mixer=we model.mixer.num_levels=3 | expected a setting of we
-  model.mixer.name=we model.mixer.num_levels=3 | expected a setting of we
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
-  model.mixer=he model.mixer.ajustment=1 | the nearest known is model.mixer.adjustment
-  model.mixer=he model.mixer.adjustment=3 | adjustment
-  model.mixer.num_levels=0 | expected at least 1, got 0
   model.mixer.num_levels=many | num_levels
-  model.mixer.level_dropout=1.5 | expected .*, got 1.5
-  model.mixer.num_heads=7 | a divisor of model.width
-  model.mixer.implementation=lop | did you mean loop[?]
   model.first.mixer=he | expected
-  model.first.mixer.num_heads=2 | expected
   model.first.mixer=heh | one of .*, he, .*did you mean he
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
-  model.boundaries=whitespaces | did you mean whitespace[?]
   model.boundaries.factor=3 | model.boundaries.factor: .* setting of none
   model.boundaries=gumbel model.boundaries.pior=0.1 | known is .*boundaries.prior
-  model.boundaries=gumbel model.boundaries.prior=1.0 | expected a number in \(0, 1\)
   model.boundaries=gumbel model.boundaries.prior=nan | expected
   model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
-  model.boundaries=fixed model.boundaries.pooling=max | one of \['mean', 'last'\], got 'max'
   train.optimizer=adamx | one of adam, .*did you mean adam
-  train.optimizer=sgd train.optimizer.b1=0.8 | expected a setting of sgd
   train.optimizer=muon train.optimizer.beta=2 | expected a number in \[0, 1\), got 2
-  train.schedule=cosin | did you mean cosine[?]
-  train.schedule=cosine train.schedule.warmup=5 | known is train.schedule.warmup_steps
   # What only the data, or the run as a whole, can tell.
   train.batches=random | did you mean random_windows
-  sample.beyond_window=stop | expected one of
   data.tokenizer=character | did you mean characters
   data.path= data.name=texte8 | did you mean text8
   data.language=en | expected
   data.restrict_vocabulary=true | expected
-  train.schedule=cosine train.schedule.warmup_steps=400 | expected fewer
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
-  train.batch_size=800 train.window=128 | expected at most
   train.batches=random_windows data.path={short} train.window=0 | has 108 .* got 128
-  model.feed_forward_width=16000000 model.width=16000000 | expected
   # Files and folders.
   data.path={nothing} | no_such
   data.path={latin} | UTF-8
@@ -116,7 +93,6 @@ COMMANDS = helpers.cases(r"""
   {train} --config={other} | a: expected a known setting
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
   {train} --config={extractors}:shee | ^--config: expected a mixer, .* got shee
-  {train} --config={extractors}:we --config.model.mixer.implementation=ftt | .*mean fft
   {train} --config={quickstart} rest | flags: expected --name=value
   train --config={quickstart} --wordkir={new} | wordkir
   # Folders that are no run's, or another's.
@@ -124,7 +100,6 @@ COMMANDS = helpers.cases(r"""
   train {quick} --workdir={text} | workdir: expected a folder that can be written
   train {quick} --workdir={text}/a/b | workdir: expected a folder that can be written
   train {quick} --workdir=/proc/a | workdir: expected a folder that can be written
-  evaluate --workdir={nothing} | workdir: expected the folder of a run
   evaluate --workdir={text} | text
   evaluate --workdir={folder} | workdir: expected the folder of a run
   evaluate --workdir={no_checkpoints} | workdir|checkpoints
@@ -137,8 +112,6 @@ COMMANDS = helpers.cases(r"""
   {evaluate} --step=a | --step
   {evaluate} --split=all | --split
   {evaluate} --window=20 | window: expected 1 to .* 19, got 20
-  {evaluate} --window=-5 | eval.window: expected 1 to model.max_length = 19, got -5
-  {evaluate} --stride=-5 | stride: expected .* got -5
   {evaluate} --stride=20 | stride: expected .* got 20
   {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
@@ -149,13 +122,10 @@ COMMANDS = helpers.cases(r"""
   generate --workdir={nothing} | workdir: expected the folder of a run
   {generate} --seed=-1 | seed: expected an integer in
   {generate} --length=0 | ^length: expected
-  {generate} --length=1000000000 | length: expected .* 1000000000
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
   {generate} --temperature=-1 | ^temperature: expected
-  {generate} --temperature=1e39 | temperature: expected
   {generate} --top_p=1.5 | ^top_p: expected
   {generate} --top_k=-1 | top_k: expected
-  {generate} --top_k=1.5 | --top_k
   {generate} --beyond_window=stop | beyond_window: expected one of
   {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7
   {generate} --stop=the | stop: expected texts of one
@@ -174,10 +144,7 @@ COMMANDS = helpers.cases(r"""
   {generate} --num_processes=2 | --coordinator, .* expected all three
   {generate} --coordinator=localhost:1234 | --coordinator, .* expected all three
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
-  {generate} --coordinator=a:99999 {two} --process_id=0 | expected host:port
-  {generate} --coordinator=:1234 {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
-  {generate} --coordinator=a:1234 {two} --process_id=-1 | --process_id
   {generate} --coordinator=a:1 --num_processes=0 --process_id=0 | --num_processes
   # Numbers and files that ended in a traceback, or for which a command waited.
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
@@ -270,13 +237,10 @@ MODULES = helpers.cases(r"""
 PROCESSES = helpers.cases(r"""
   JAX_PLATFORMS=cuda | generate --workdir={run} | JAX_PLATFORMS: expected
   JAX_PLATFORMS=foo | evaluate --workdir={run} | JAX_PLATFORMS: .*'foo'
-  JAX_PLATFORMS=foo | segmentation {run} | JAX_PLATFORMS: .*'foo'
   A=1 | generate --workdir={run} --distributed | --distributed: expected
   A=1 | generate --workdir={run} --prompt_file=- < /dev/zero | prompt_file: .* most
   A=1 | generate --workdir={run} --prompt_file=- < /dev/null | prompt_file: .*a text
   A=1 | {join} --coordinator=localhost:{free} --process_id=1 | --coord.*: .* all .* within 2 s
-  A=1 | {join} --coordinator=localhost:{busy} --process_id=1 | --coord.*: .* all .* within 2 s
-  A=1 | {join} --coordinator=localhost:{free} --process_id=0 | --coord.*: .* all .* within 2 s
   A=1 | {join} --coordinator=localhost:{busy} --process_id=0 | --coordinator=.*: .* listen .*in use
 """)
 
@@ -365,12 +329,18 @@ def places(text, finished, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def unchanged(places, tmp_path, monkeypatch):
-  """Works in an empty folder; what lay in another one is as it was, and nothing new."""
+def elsewhere(tmp_path, monkeypatch):
+  """Works in an empty folder."""
   monkeypatch.chdir(tmp_path)
-  before = contents(places["run"].parent)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unchanged(places):
+  """What lies there is as it was, and nothing new."""
+  root = places["run"].parent
+  before = contents(root)
   yield
-  assert contents(places["run"].parent) == before
+  assert contents(root) == before
 
 
 def contents(root):
