@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax import run as run_lib
 from dpjax.commands import flags as command_line
-from dpjax.errors import Interrupted
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -48,25 +46,9 @@ def workdir(finished, tmp_path_factory):
   return shutil.copytree(finished[0], tmp_path_factory.mktemp("runs") / "small", symlinks=True)
 
 
-@pytest.mark.slow
-def test_a_workdir_alone_goes_on(text, finished, tmp_path, capsys):
-  config = run_lib.load(finished[0]).config
-  asked = iter(range(99))
-  with pytest.raises(Interrupted):
-    run_lib.train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
-  assert call("train", f"--workdir={tmp_path / 'run'}") is None
-  assert "Going on from the checkpoint of step 5" in capsys.readouterr().out
-  last, whole = (run_lib.load(x, 12).params for x in (tmp_path / "run", finished[0]))
-  chex.assert_trees_all_equal(last, whole)
-
-
-def test_a_longer_schedule_is_another_run(text, tmp_path):
-  config = helpers.small_config(text, num_steps=4)
-  config.train.schedule = config_lib.schedule("cosine")
-  run_lib.train(config, tmp_path, model=helpers.bigrams)
-  config.train.num_steps = 6
-  with pytest.raises(ValueError, match="4 there, 6 here .*train.initial_run = .*"):
-    run_lib.train(config, tmp_path)
+def test_a_workdir_alone_resumes_its_run(workdir, capsys):
+  assert call("train", f"--workdir={workdir}") is None
+  assert "Going on from the checkpoint of step 12" in capsys.readouterr().out
 
 
 def test_components_of_a_middle_are_chosen_by_name(tmp_path):
@@ -80,20 +62,10 @@ def get_config():
   config.model.middle = dpjax.config.middle("fixed")
   return config
 """)
-  argv = (
-    "train",
-    f"--config={tmp_path / 'config.py'}",
-    *(
-      f"--config.model.{setting}"
-      for setting in (
-        "first.mixer=none",
-        "middle.boundaries=gumbel",
-        "middle.last.mixer=he",
-        "middle.boundaries.prior=0.3",
-        "middle.width=64",
-      )
-    ),
-  )
+  settings = "first.mixer=none middle.boundaries=gumbel middle.last.mixer=he "
+  settings += "middle.boundaries.prior=0.3 middle.width=64"
+  flags = [f"--config.model.{setting}" for setting in settings.split()]
+  argv = "train", f"--config={tmp_path / 'config.py'}", *flags
   with helpers.arguments(*argv):
     holder = command_line.define_config()
     command_line._parse(sys.argv)
@@ -236,10 +208,13 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
   ]
   message = call("train", *flags_of_run)
   assert message is not None and message.startswith("model.mixer: expected one of disp")
-  message = call("train", *flags_of_run, "--config.model.mixer.rate=1.5", "--plugin=a_plugin")
-  assert message == "model.mixer.rate: expected at most 1, got 1.5"
   message = call("train", *flags_of_run, "--plugin", "no_plugin")
   assert message is not None and message.startswith("--plugin: expected a module that")
+  # Flags of a file are those of the command line.
+  lines = [*flags_of_run[:2], "--config.model.mixer.rate=1.5", "--plugin=a_plugin"]
+  (tmp_path / "flags").write_text("\n".join(lines))
+  message = call("train", flags_of_run[2], f"--flagfile={tmp_path / 'flags'}")
+  assert message == "model.mixer.rate: expected at most 1, got 1.5"
 
 
 @pytest.fixture
@@ -264,10 +239,6 @@ def test_a_run_says_which_plugin_it_needs(copying, tmp_path, monkeypatch, capsys
     ("export", copying, tmp_path / "exported"),
     ("evaluate", f"--workdir={copying}"),
     ("train", f"--workdir={copying}"),
-    ("generate", f"--workdir={copying}", "--prompt=the ", "--length=3"),
-    ("segmentation", copying),
-    ("calibrate", copying, "--factor=2.5"),
-    ("probes", copying, "--num_test_rows=3"),
     ("plots", copying, f"--out={tmp_path}/x.png"),
   ):
     for plugin in ([], ["--plugin=copies"]):
@@ -284,22 +255,10 @@ def test_a_run_says_which_plugin_it_needs(copying, tmp_path, monkeypatch, capsys
   assert json.loads((tmp_path / "exported/config.json").read_text())["plugins"] == ["copies"]
 
 
-def test_flags_of_a_file_are_those_of_the_command_line(tmp_path, monkeypatch):
-  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
-  monkeypatch.syspath_prepend(tmp_path)
-  (tmp_path / "of_a_file.py").write_text(PLUGIN)
-  lines = ["--config=quickstart", "--config.model.mixer=copy", "--config.model.mixer.rate=1.5"]
-  (tmp_path / "flags").write_text("\n".join([*lines, "--plugin=of_a_file"]))
-  message = call("train", f"--workdir={tmp_path / 'run'}", f"--flagfile={tmp_path / 'flags'}")
-  assert message == "model.mixer.rate: expected at most 1, got 1.5"
-
-
 @pytest.mark.slow
 def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, capsys):
   home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
   shutil.copytree(workdir, home / "run", symlinks=True)
-  shutil.copytree(workdir, home / "seeds/seed_0", symlinks=True)
-  shutil.copytree(workdir, home / "seeds/seed_1", symlinks=True)
   shutil.copy(text, home / "text.txt")
   (home / "prompt.txt").write_text("the cat")
   (home / "mine.py").write_text("from configs.quickstart import get_config")
@@ -311,10 +270,7 @@ def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, cap
     "export ~/run ~/exported",
     "generate --workdir=~/run --prompt_file=~/prompt.txt --length=3",
     "segmentation ~/run --text=~ --out=~/segments.png",
-    "calibrate ~/run --factor=2.5 --text=~/text.txt",
-    "probes ~/run --num_test_rows=3 --json=~/probes.json --out=~/probes.png",
     "plots ~/run --out=~/plots.png --json=~/plots.json",
-    "significance compare ~/seeds --baseline=~/seeds",
     "data clean --language=en ~/text.txt ~/clean.txt",
     "train --workdir=~/new --config=~/mine.py --config.data.path=~/text.txt "
     "--config.data.data_dir=~/data --prepare_only",
@@ -324,8 +280,8 @@ def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, cap
     assert not message, (command, message)
     printed = capsys.readouterr().out
     assert command[:4] != "segm" or "\n1 tokens" in printed  # A text is no path.
-  names = "scores/scores_valid_12.json exported/model.safetensors probes.json probes.png plots.png "
-  names += "plots.json clean.txt new/config.json data/tokens"
+  names = "scores/scores_valid_12.json exported/model.safetensors plots.png plots.json "
+  names += "clean.txt new/config.json data/tokens"
   assert [name for name in names.split() if not (home / name).exists()] == []
   assert not [*elsewhere.iterdir()]
   assert json.loads((home / "new/config.json").read_text())["data"]["path"] == f"{home}/text.txt"
