@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpjax.errors import UserError
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
@@ -41,28 +40,19 @@ def test_the_same_run_has_the_losses_of_the_authors(case, settings, make):
   np.testing.assert_allclose(p_ones, expected, rtol=1e-6)
 
 
-def test_every_run_has_a_file_of_its_own():
+def test_every_run_has_a_file_and_is_done_once(tmp_path, capsys):
   for small in (False, True):
     cells = trajectories.cells(small)
     assert len({cell.stem for cell in cells}) == len(cells)
-    assert {cell.experiment for cell in cells} == {"same", "seeds", "sizes"}
-  same = [cell for cell in trajectories.cells() if cell.experiment == "same"]
-  sides = {cell.side for cell in same if cell.name == "gumbel"}
-  assert sides == {"authors", "again", "dpjax", "exact_adam"}
-
-
-def test_what_is_done_is_not_done_again(tmp_path, capsys):
   flags = [f"--{x}={tmp_path}" for x in ("reference", "ptb", "vocabulary", "text8", "work")]
   flags += ["--only=same-msa", "--list"]
   trajectories.main(flags)
   todo = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
   assert len(todo) == 3
   (tmp_path / f"{todo[1]}.json").write_text("{}")
-  halves = []
-  for part in ("0/2", "1/2"):
-    trajectories.main([*flags, f"--part={part}"])
-    halves += [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-  assert sorted(halves) == sorted({*todo} - {todo[1]})
+  trajectories.main(flags)
+  left = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+  assert left == [todo[0], todo[2]]
 
 
 def test_differences_are_of_each_window():
@@ -136,16 +126,9 @@ def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
     assert model["most_of_first_100"] < 1e-6
     assert model["boundaries_differ_at"] == ({"exact_adam": 345} if name == "gumbel" else {})
   assert same["gumbel"]["most_over_floor_until_then"]["exact_adam"] > 1000
-  assert same["dispatcher"]["difference"].keys() == {
-    "again",
-    "dpjax",
-    "one_level_less",
-    "shifted_mask",
-  }
-  assert len(same["dispatcher"]["difference"]["shifted_mask"]) == 15
+  assert same["dispatcher"]["difference"].keys() > {"again", "dpjax"}
   assert all(model["is_equivalent"] for model in seeds.values()) and len(seeds) == 4
   assert sizes["dispatcher"]["at_one_million"] == pytest.approx(-0.1, abs=1e-3)
-  assert len(sizes["gumbel"]["points"]) == 4
   largest = {run: np.mean([*x.values()]) for run, x in sizes["dispatcher"]["largest"].items()}
   assert largest == pytest.approx(
     {
@@ -157,9 +140,6 @@ def test_the_report_has_every_experiment_and_a_picture_of_it(tmp_path):
     },
     abs=1e-3,
   )
-  files = sorted(tmp_path.glob("sizes-*.json"), reverse=True)
-  backwards = report.report_sizes([json.loads(file.read_text()) for file in files])
-  assert backwards["dispatcher"]["at_one_million"] == pytest.approx(-0.1, abs=1e-3)
   points = sizes["gumbel"]["points"]
   fit = stats.linregress(
     [math.log10(x["parameters"]) for x in points for _ in x["differences"]],
@@ -190,15 +170,3 @@ def test_wrong_folders_end_in_one_message(tmp_path, capsys):
     report.main([str(tmp_path / "none"), f"--out={tmp_path / 'out'}"])
   assert "expected a folder with runs" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-  ("name", "missing"), [("msa", "no such file"), ("fixed4", "no such folder")]
-)
-def test_a_wrong_checkout_of_the_authors_code(name, missing, tmp_path):
-  pytest.importorskip("torch", reason="no dependency of dpjax")
-  import authors
-
-  sizes = {"vocab_size": 11, "width": 8, "num_layers": 3, "length": 16, "dropout": 0.0, "seed": 0}
-  with pytest.raises(UserError, match=f"reference: expected .*, got {missing}"):
-    authors.Authors(tmp_path, name, **sizes)
