@@ -168,18 +168,3 @@ def test_the_hybrid_of_the_guide_continues_from_its_cache():
     found.append(output.logits)
   whole = jax.jit(model.apply)(variables, tokens).logits
   chex.assert_trees_all_close(jax.numpy.concatenate(found, 1), whole, atol=1e-5)
-
-
-@pytest.mark.parametrize("library", ["equinox", "haiku"])
-def test_the_dispatcher_of_another_library_runs(library):
-  module = pytest.importorskip(library)
-  titled = {title: code for _, title, code, _ in blocks(DOCS / "guides/pieces.md")}
-  names: dict = {}
-  exec(titled[f"{library}_dispatcher.py"], names)
-  key, x_btd = jax.random.key(0), jax.numpy.ones((2, 11, 6))
-  if library == "equinox":
-    y_btd = jax.vmap(names["Dispatcher"](6, 13, key=key))(x_btd)
-  else:
-    net = module.transform(lambda x: names["Dispatcher"](13)(x))
-    y_btd = net.apply(net.init(key, x_btd), None, x_btd)
-  assert y_btd.shape == x_btd.shape
