@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import re
 import runpy
 import shutil
@@ -101,14 +102,10 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
   settings = [f"--workdir={workdir}", "--length=40", "--num_samples=2", "--seed=3"]
   file = f"--prompt_file={tmp_path / 'prompt'}"
-  assert call("generate", *settings, file) is None
-  first, second = capsys.readouterr().out.split("--- sample 2 ---\n")
   assert call("generate", *settings, file, "--json") is None
   found = json.loads(capsys.readouterr().out)
   samples = found["samples"]
   assert found["prompt"] == "on a mat" and found["length"] == 40
-  assert first == f"--- sample 1 ---\non a mat{samples[0]['text']}\n"
-  assert second == f"on a mat{samples[1]['text']}\n"
   assert [sample["num_tokens"] for sample in samples] == [40, 40]
   assert 0 < found["seconds_to_first"] < found["seconds"] and found["tokens_per_second"] > 0
   # From the standard input, and up to a token.
@@ -135,7 +132,8 @@ def test_an_end_from_outside_shows_no_traceback(workdir, end):
   flags += ["--length=100000" if end == "interrupt" else "--length=400"]
   command = [sys.executable, "-c", start, str(helpers.ROOT / "generate.py"), *flags]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-  with subprocess.Popen(command, env=helpers.environment(), **pipes) as process:
+  quick = helpers.environment(XLA_FLAGS=os.environ["XLA_FLAGS"])
+  with subprocess.Popen(command, env=quick, **pipes) as process:
     assert process.stdout.read(4) == b"the "  # compiles now
     if end == "interrupt":
       process.send_signal(signal.SIGINT)

@@ -85,8 +85,6 @@ def test_equivalence_is_two_one_sided_t_tests(shift):
   expected = max(above.pvalue, below.pvalue)
   assert found["p_value"] == pytest.approx(expected, rel=1e-9)
   assert found["is_equivalent"] == (expected < 0.05)
-  interval = abs(found["difference"]) + found["half_interval_90"]
-  assert (interval < 0.1) == found["is_equivalent"]
 
 
 def write_cells(folder, draw) -> None:
