@@ -70,7 +70,7 @@ def test_a_process_that_ends_says_its_status():
   ("name", "parts"),
   [
     ("ops", "shift_and_sum,lengths,attention,pooling"),
-    ("step", "dispatcher,hourglass"),
+    ("step", "hourglass"),
     ("generation", "operators,online,models,pooling"),
   ],
 )
