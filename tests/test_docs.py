@@ -154,16 +154,6 @@ def test_the_page_of_settings_is_what_the_code_says():
   assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
 
 
-def test_a_long_command_wraps_between_its_flags():
-  pytest.importorskip("mkdocs")
-  block = '<div class="{} highlight"><pre><code>dpjax a-b --c=d\n--e -f\n</code></pre></div>'
-  page = block.format("language-text") + block.format("language-python")
-  found = runpy.run_path(str(DOCS / "hooks.py"))["on_page_content"](page, None, None, None)
-  assert re.findall('<span class="flag">(.*?)</span>', found) == ["--c=d", "--e"]
-  style = re.search(r"extra_css: \[(.*)\]", (helpers.ROOT / "mkdocs.yml").read_text())[1]
-  assert ".flag {" in (DOCS / style).read_text(encoding="utf-8")
-
-
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_pictures_can_be_read_on_a_telephone():
   drawing = runpy.run_path(str(DOCS / "draw_pictures.py"))

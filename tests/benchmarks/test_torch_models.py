@@ -141,19 +141,6 @@ def test_dropped_levels_and_units_are_there_in_training_alone():
       assert torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-  "settings, words",
-  [
-    (dict(mixer=dict(name="dispatcher", num_heads=2)), "num_heads: expected 1"),
-    (dict(mixer=dict(name="dispatcher_multihead")), "mixer: expected one of dispatcher, attention"),
-    (dict(POOLED, boundaries=dict(name="gumbel")), "boundaries: expected fixed or whitespace"),
-  ],
-)
-def test_refuses_what_is_not_written_in_pytorch(settings, words):
-  with pytest.raises(ValueError, match=words):
-    torch_models.LanguageModel(settings_of(settings))
-
-
 def test_a_process_of_pytorch_learns_its_batch():
   settings = step.settings_of(step.DISPATCHER, 3, **SMALL, dropout=0.0)
   settings["optimizer"] = dict(name="adam", learning_rate=0.02, clip_norm=0.5)
