@@ -30,11 +30,13 @@ from dpjax.models.build import build_model
 SIZES = dict(num_layers=6, width=512, feed_forward_width=2048, vocab_size=10_000)
 QUICK = dict(num_layers=2, width=32, feed_forward_width=64, vocab_size=101)
 # As in configs/: dispatcher_ptb.py, extractors_childrens_books.py, pooling_text8.py.
-RELATIVE = dict(mixer="relative_attention", num_heads=8, positions="none", activation="gelu")
+RELATIVE = dict(
+  mixer=dict(name="relative_attention", num_heads=8), positions="none", activation="gelu"
+)
 MODELS: dict[str, dict[str, Any]] = {
-  "Dispatcher": dict(mixer="dispatcher"),
-  "WE": dict(mixer="we", norm="pre", positions="learned"),
-  "attention": dict(mixer="attention", num_heads=8),
+  "Dispatcher": dict(mixer=dict(name="dispatcher")),
+  "WE": dict(mixer=dict(name="we"), norm="pre", positions="learned"),
+  "attention": dict(mixer=dict(name="attention", num_heads=8)),
   "relative attention": RELATIVE,
 }
 MORE_LETTERS = 3.9  # of a word, after its first
@@ -135,7 +137,7 @@ def online(quick: bool) -> Iterator[harness.Case]:
 
 
 def build(settings: dict[str, Any]) -> tuple[Any, Any]:
-  """A model of flat settings, and its parameters as `init` gives them."""
+  """A model of these settings, and its parameters as `init` gives them."""
   model = build_model(config.from_dict({"model": settings}).model)
   params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
   return model, params
@@ -189,8 +191,8 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
   sizes = (QUICK if quick else SIZES) | RELATIVE | {"vocab_size": 27, "max_length": length}
   layers = (1, 2, 1) if quick else (2, 8, 2)
   first, middle, last = layers
-  pooled = dict(boundaries="whitespace", space_ids=(0,), num_layers=middle)
-  pooled |= dict(first_layers=first, last_layers=last)
+  pooled = dict(boundaries=dict(name="whitespace", space_ids=(0,)), num_layers=middle)
+  pooled |= dict(first=dict(num_layers=first), last=dict(num_layers=last))
   built = {
     "no pooling": build(sizes | {"num_layers": sum(layers)}),
     "whitespace": build(sizes | pooled),

@@ -33,52 +33,30 @@ from typing import Any
 
 import harness
 
-# The settings of a model in one flat table, for both sides; a component of dpjax takes its own.
-DEFAULTS: dict[str, Any] = dict(
-  mixer="dispatcher",
-  vocab_size=0,
-  num_layers=6,
-  width=512,
-  feed_forward_width=512,
-  num_heads=1,
-  max_length=512,
-  num_levels=0,
-  attention_bias=True,
-  adjustment=True,
-  output_projection=True,
-  norm="post",
-  positions="sinusoidal",
-  activation="relu",
-  dropout=0.0,
-  hidden_dropout=0.0,
-  mixer_dropout=0.0,
-  init_std=0.0,
-  norm_init_std=0.0,
-  boundaries="none",
-  first_layers=2,
-  last_layers=2,
-  shortening_factor=2,
-  space_ids=(),
-)
+from dpjax import config
+
 SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
+# Changes to the default settings of `config.model`, for both sides.
 # Sec. 3.3 of the Dispatcher's paper; its vocabulary is Penn Treebank's.
 DISPATCHER = dict(
-  model=DEFAULTS | dict(vocab_size=8_558, dropout=0.2, hidden_dropout=0.2, mixer_dropout=0.2),
+  model=dict(vocab_size=8_558, dropout=0.2, hidden_dropout=0.2),
   optimizer=dict(name="adam", learning_rate=1e-4, clip_norm=0.5),
 )
+DISPATCHER_MIXERS = {
+  "dispatcher": dict(name="dispatcher", level_dropout=0.2),
+  "attention": dict(name="attention", dropout=0.2),
+}
 # Sec. 6, Table 1 of the Extractors' paper, with 2 of 18 layers.
 EXTRACTORS = dict(
-  model=DEFAULTS
-  | dict(vocab_size=5000, num_layers=2, width=128, max_length=128, norm="pre", dropout=0.1)
-  | dict(positions="learned", init_std=0.01, attention_bias=False),
+  model=dict(vocab_size=5000, num_layers=2, width=128, max_length=128, norm="pre", dropout=0.1)
+  | dict(feed_forward_width=512, positions="learned", init_std=0.01, hidden_dropout=0.0),
   optimizer=dict(name="adamw", learning_rate=1e-3, clip_norm=0.0, weight_decay=0.01),
 )
 # Sec. 4.2 of the pooling paper.
 POOLING = dict(
-  model=DEFAULTS
-  | dict(mixer="relative_attention", vocab_size=27, num_layers=12, feed_forward_width=2048)
-  | dict(num_heads=8, positions="none", activation="gelu", init_std=0.02, norm_init_std=0.02)
-  | dict(dropout=0.1, hidden_dropout=0.1, mixer_dropout=0.1),
+  model=dict(mixer=dict(name="relative_attention", num_heads=8, dropout=0.1))
+  | dict(vocab_size=27, num_layers=12, feed_forward_width=2048, positions="none")
+  | dict(activation="gelu", init_std=0.02, norm_init_std=0.02, dropout=0.1, hidden_dropout=0.1),
   optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25),
 )
 # How PyTorch computes an Extractor.
@@ -90,14 +68,17 @@ def settings_of(paper: Mapping, batch: int, quick: bool = False, **model: Any) -
   given = paper["model"] | model
   if quick:
     given |= {key: value for key, value in SMALL.items() if key not in model}
-    given |= {"max_length": min(given["max_length"], 24), "num_heads": min(given["num_heads"], 2)}
+    given["max_length"] = min(given.get("max_length", 24), 24)
+    if "num_heads" in given.get("mixer", {}):
+      given["mixer"] = given["mixer"] | {"num_heads": 2}
     batch = 2
+  given = config.from_dict({"model": given}).model.to_dict()
   return {"model": given, "optimizer": paper["optimizer"], "batch": batch}
 
 
 def pooled(factor: int, quick: bool = False) -> dict[str, Any]:
-  layers = dict(num_layers=1 if quick else 8, first_layers=2, last_layers=2)
-  return dict(boundaries="fixed", shortening_factor=factor, **layers)
+  boundaries = dict(name="fixed", shortening_factor=factor)
+  return dict(boundaries=boundaries, num_layers=1 if quick else 8)
 
 
 def serve_jax(settings: Mapping) -> None:
@@ -105,7 +86,6 @@ def serve_jax(settings: Mapping) -> None:
   import jax
   import numpy as np
 
-  from dpjax import config
   from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses, profiling, sharding
   from dpjax.training import step as training
@@ -179,7 +159,7 @@ def programs(settings: Mapping, stack: contextlib.ExitStack) -> dict[str, harnes
   settings |= {"compile": False}
   here = pathlib.Path(__file__).resolve()
   told = {"dpjax": ("jax", {}), "dpjax, bfloat16": ("jax", {"dtype": "bfloat16"})}
-  for form in FORMS.get(settings["model"]["mixer"], ("",)):
+  for form in FORMS.get(settings["model"]["mixer"]["name"], ("",)):
     for name, way in torch_ways().items():
       told[f"{name}, {form}".strip(", ")] = "torch", way | {"extraction": form}
   found = {}
@@ -231,18 +211,21 @@ def beside(name: str, base: str, models: Mapping[str, Mapping]) -> Iterator[harn
 
 
 def paper(quick: bool) -> Iterator[harness.Case]:
-  yield from case("Dispatcher, 20 x 512", settings_of(DISPATCHER, 20, quick))
+  mixer = DISPATCHER_MIXERS["dispatcher"]
+  yield from case("Dispatcher, 20 x 512", settings_of(DISPATCHER, 20, quick, mixer=mixer))
 
 
 def dispatcher(quick: bool) -> Iterator[harness.Case]:
-  for mixer in ("dispatcher", "attention"):
-    yield from case(f"{mixer}, 4 x 512", settings_of(DISPATCHER, 4, quick, mixer=mixer))
+  for name, mixer in DISPATCHER_MIXERS.items():
+    yield from case(f"{name}, 4 x 512", settings_of(DISPATCHER, 4, quick, mixer=mixer))
 
 
 def extractors(quick: bool) -> Iterator[harness.Case]:
-  for mixer in FORMS:
-    yield from case(f"{mixer.upper()}, 64 x 128", settings_of(EXTRACTORS, 64, quick, mixer=mixer))
-  settings = settings_of(EXTRACTORS, 64, quick, mixer="attention", num_heads=32)
+  for name in FORMS:
+    settings = settings_of(EXTRACTORS, 64, quick, mixer=dict(name=name))
+    yield from case(f"{name.upper()}, 64 x 128", settings)
+  mixer = dict(name="attention", num_heads=32, use_bias=False)
+  settings = settings_of(EXTRACTORS, 64, quick, mixer=mixer)
   yield from case("attention, 32 heads, 64 x 128", settings)
 
 
@@ -254,8 +237,10 @@ def hourglass(quick: bool) -> Iterator[harness.Case]:
 def lengths(quick: bool) -> Iterator[harness.Case]:
   for length in (16, 32) if quick else (512, 1024, 2048, 4096, 8192):
     models = {
-      name: settings_of(DISPATCHER, 1, quick, mixer=mixer, max_length=length)
-      for name, mixer in {"Dispatcher": "dispatcher", "attention": "attention"}.items()
+      name: settings_of(
+        DISPATCHER, 1, quick, mixer=DISPATCHER_MIXERS[name.lower()], max_length=length
+      )
+      for name in ("Dispatcher", "attention")
     }
     yield from beside(f"1 x {length}", "attention", models)
 

@@ -16,7 +16,7 @@ with no kernels of our own. Where PyTorch has a fused function for a formula it 
                  the product with a Toeplitz matrix; or "fft" (not SHE)
   pooling        by the dense matrix of which token belongs to which segment
 
-Modules have the names of dpjax's parameters, settings those of `step.DEFAULTS`.
+Modules have the names of dpjax's parameters, settings those of `config.model`.
 
 Sources: the Dispatcher, aclanthology.org/2022.clasp-1.3; the Extractors, arXiv:2308.07661;
 dynamic token pooling, arXiv:2211.09761; Transformer-XL, arXiv:1901.02860.
@@ -71,11 +71,12 @@ class Dispatcher(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    if settings["num_heads"] != 1:
-      raise ValueError(f"num_heads: expected 1 of a Dispatcher here, got {settings['num_heads']}")
+    mixer = settings["mixer"]
+    if mixer["num_heads"] != 1:
+      raise ValueError(f"num_heads: expected 1 of a Dispatcher here, got {mixer['num_heads']}")
     width, length = settings["width"], settings["max_length"]
-    self.num_levels = settings["num_levels"] or max(1, (length - 1).bit_length())
-    self.level_dropout = settings["mixer_dropout"]
+    self.num_levels = mixer["num_levels"] or max(1, (length - 1).bit_length())
+    self.level_dropout = mixer["level_dropout"]
     self.values = linear(width, width, settings, bias=False)
     self.gates = linear(width, self.num_levels, settings, bias=False)
     self.out = linear(width, width, settings, bias=False)
@@ -103,8 +104,8 @@ class SelfAttention(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    width, bias = settings["width"], settings["attention_bias"]
-    self.num_heads, self.dropout = settings["num_heads"], settings["mixer_dropout"]
+    width, mixer = settings["width"], settings["mixer"]
+    bias, self.num_heads, self.dropout = mixer["use_bias"], mixer["num_heads"], mixer["dropout"]
     self.queries_keys_values = linear(width, 3 * width, settings, bias)
     self.out = linear(width, width, settings, bias)
     if not settings["init_std"]:
@@ -132,7 +133,7 @@ class RelativePositions(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    width, heads = settings["width"], settings["num_heads"]
+    width, heads = settings["width"], settings["mixer"]["num_heads"]
     shape = heads, width // heads
     self.content_bias = nn.Parameter(settings["init_std"] * torch.randn(shape))
     self.position_bias = nn.Parameter(settings["init_std"] * torch.randn(shape))
@@ -154,8 +155,8 @@ class RelativeAttention(nn.Module):
   def __init__(self, settings):
     super().__init__()
     width = settings["width"]
-    self.num_heads = settings["num_heads"]
-    self.dropout = nn.Dropout(settings["mixer_dropout"])
+    self.num_heads = settings["mixer"]["num_heads"]
+    self.dropout = nn.Dropout(settings["mixer"]["dropout"])
     self.queries_keys_values = linear(width, 3 * width, settings)
     self.distances = linear(width, width, settings)
     self.out = linear(width, width, settings)
@@ -237,7 +238,9 @@ class Extractor(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    name, width, length = (settings[key] for key in ("mixer", "width", "max_length"))
+    width, length = settings["width"], settings["max_length"]
+    mixer = settings["mixer"]
+    name = mixer["name"]
     self.extract = EXTRACTIONS[settings["extraction"]]
     shape = {"she": (length, width, width), "me": (length,)}.get(name, (length, width))
     fan_in = length * (width if name == "she" else 1)
@@ -251,8 +254,8 @@ class Extractor(nn.Module):
       return linear(width, width, settings, bias=False) if is_there else None
 
     self.values = square(name == "he")
-    self.adjustment = square(name != "me" and settings["adjustment"])
-    self.out = square(name != "me" and settings["output_projection"])
+    self.adjustment = square(mixer.get("adjustment"))
+    self.out = square(mixer.get("output_projection"))
 
   def forward(self, x_btd, _=None):
     """[B, T, D] -> [B, T, D]."""
@@ -291,7 +294,7 @@ class Block(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    self.mixer = MIXERS[settings["mixer"]](settings)
+    self.mixer = MIXERS[settings["mixer"]["name"]](settings)
     self.feed_forward = FeedForward(settings)
     self.mixer_norm, self.feed_forward_norm = layer_norm(settings), layer_norm(settings)
     self.dropout = nn.Dropout(settings["dropout"])
@@ -318,7 +321,7 @@ def run_blocks(layers, x_btd, make_positions):
 
 
 def relative_positions(settings):
-  is_relative = settings["mixer"] == "relative_attention"
+  is_relative = settings["mixer"]["name"] == "relative_attention"
   return RelativePositions(settings) if is_relative else None
 
 
@@ -327,15 +330,14 @@ class Hourglass(nn.Module):
 
   def __init__(self, settings):
     super().__init__()
-    self.kind = settings["boundaries"]
+    self.boundaries = settings["boundaries"]
+    self.kind = self.boundaries["name"]
     if self.kind not in ("fixed", "whitespace"):
       raise ValueError(f"boundaries: expected fixed or whitespace here, got {self.kind}")
-    self.factor = settings["shortening_factor"]
-    self.space_ids = settings["space_ids"]
-    self.first = blocks(settings, settings["first_layers"])
+    self.first = blocks(settings, settings["first"]["num_layers"])
     longer = settings | {"max_length": settings["max_length"] + 1}
     self.middle = blocks(longer, settings["num_layers"])
-    self.last = blocks(settings, settings["last_layers"])
+    self.last = blocks(settings, settings["last"]["num_layers"])
     self.null_group = nn.Parameter(torch.randn(settings["width"]))
     self.middle_norm = layer_norm(settings)
     self.relative_positions = relative_positions(settings)
@@ -361,10 +363,11 @@ class Hourglass(nn.Module):
   def find_boundaries(self, tokens_bt):
     """[B, T], 1 where a segment ends."""
     if self.kind == "whitespace":
-      spaces = torch.tensor(self.space_ids, device=tokens_bt.device)
+      spaces = torch.tensor(self.boundaries["space_ids"], device=tokens_bt.device)
       return torch.isin(tokens_bt, spaces).long()
     b_bt = torch.zeros_like(tokens_bt)
-    b_bt[:, self.factor - 1 :: self.factor] = 1
+    factor = self.boundaries["shortening_factor"]
+    b_bt[:, factor - 1 :: factor] = 1
     return b_bt
 
 
@@ -408,17 +411,18 @@ class LanguageModel(nn.Module):
   """[B, T] token ids -> logits [B, T, V].
 
   Args:
-    settings: all keys of `step.DEFAULTS`, and "extraction", one of
-      `EXTRACTIONS`; its default is "convolution".
+    settings: all of `config.model`, and "extraction", one of `EXTRACTIONS`;
+      its default is "convolution".
   """
 
   def __init__(self, settings):
     super().__init__()
     settings = {"extraction": "convolution"} | dict(settings)
-    if settings["mixer"] not in MIXERS:
-      raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {settings['mixer']}")
+    mixer = settings["mixer"]["name"]
+    if mixer not in MIXERS:
+      raise ValueError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
     self.embedding = Embedding(settings)
-    self.is_pooled = settings["boundaries"] != "none"
+    self.is_pooled = settings["boundaries"]["name"] != "none"
     if self.is_pooled:
       self.hourglass = Hourglass(settings)
     else:

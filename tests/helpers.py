@@ -1,4 +1,4 @@
-"""What several tests need: a small text, a small configuration, a quick compilation."""
+"""Texts, configurations, models and comparisons that several tests share."""
 
 import contextlib
 import json
@@ -20,7 +20,6 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.__main__ import COMMANDS
-from dpjax.config import old as old_settings
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -29,52 +28,15 @@ WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
 
 
 def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
-  """Lines of random words: text with a little to learn, the same everywhere."""
+  """Writes lines of random words, the same everywhere."""
   draw = np.random.default_rng(seed)
   lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return path
 
 
-def set_model(model, **settings):
-  """Changes a model's settings, those of its components by their names of version 0.1.
-
-  Of those a component takes what it has: `set_model(model, mixer="me", num_heads=3)`.
-  """
-  flat = dict(settings)
-  for name in ("mixer", "boundaries"):
-    flat.setdefault(name, model[name].name)
-  new = old_settings.to_sections({"model": flat})["model"]
-  for place in ("mixer", "boundaries"):
-    known = registry.mixers if place == "mixer" else registry.boundaries
-    section = new.pop(place)
-    same = model[place] if model[place].name == section["name"] else {}
-    later = {
-      key: new.pop(key)
-      for key in known.settings(section["name"])
-      if key in flat and key in new and key not in model
-    }
-    model[place] = known.section(**{**dict(same), **section, **later})
-  for place in ("first", "last"):
-    stack = new.pop(place, {})
-    if "mixer" in stack:
-      model[place].mixer = registry.mixers.section(**stack.pop("mixer"))
-    model[place].update(stack)
-  model.update(new)
-  return model
-
-
-def tiny_model(**changes):
-  """A model's settings: relative attention, and sizes that differ; see `set_model`."""
-  usual = dict(
-    mixer="relative_attention", vocab_size=11, width=6, num_heads=2, feed_forward_width=10
-  )
-  usual |= dict(num_layers=2, max_length=29, positions="none", activation="gelu")
-  return set_model(config_lib.default_model(), **{**usual, **changes})
-
-
 def component(known: registry.Registry, name: str, **settings):
-  """The section of a component, with those of the settings that it has."""
+  """The section of a component; settings that it lacks are ignored."""
   has = known.settings(name)
   return known.section(name, **{key: x for key, x in settings.items() if key in has})
 
@@ -96,7 +58,7 @@ def model_settings(mixer="relative_attention", boundaries="none", **changes):
 
 
 def objective(boundaries: str = "none", **settings) -> losses.Objective:
-  """That of a kind of boundaries, by its name and settings."""
+  """The objective of a kind of boundaries."""
   if boundaries == "none":
     return losses.Objective()
   section = registry.boundaries.section(boundaries, **settings)
@@ -133,7 +95,7 @@ class Output(NamedTuple):
 
 
 class Bigrams(nn.Module):
-  """Somebody's own language model, compiled at once: each token tells the next one."""
+  """A language model of the user's that compiles at once: bigrams."""
 
   vocab_size: int
 
@@ -144,12 +106,12 @@ class Bigrams(nn.Module):
 
 
 def bigrams(settings) -> Bigrams:
-  """For `dpjax.train` of what is no matter of the model."""
+  """`dpjax.train(model=bigrams)`, where the model does not matter."""
   return Bigrams(settings.vocab_size)
 
 
 def draw_params(model, seed: int, spread: float) -> dict:
-  """Normal numbers in the place of a model's initial ones; gains lie about 1."""
+  """Normal numbers instead of a model's initial values; gains have mean 1."""
   tokens = jnp.zeros((2, 2), jnp.int32)
   shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
   generator = np.random.default_rng(seed)
@@ -172,7 +134,7 @@ def lengthen(params, model):
 
 
 def balance(params, logits) -> None:
-  """Makes a predictor with these logits find a boundary at two tokens in five, and be sure."""
+  """Changes a predictor with these logits: boundaries at two tokens in five, none near 0.5."""
   if logits is not None:
     ranked = np.sort(np.asarray(logits), axis=None)
     places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
@@ -189,23 +151,23 @@ def assert_sure(logits) -> None:
 
 
 def pointers(tree) -> set[int]:
-  """Where its arrays lie in memory; numbers may move."""
+  """The addresses of its arrays."""
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
 def slow_unless(is_default: bool, *values, id: str | None = None):
-  """A case of a family of which the default suite runs a part, and CI all."""
+  """Marks the case slow unless it runs by default."""
   return pytest.param(*values, id=id, marks=() if is_default else pytest.mark.slow)
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
-  """What the authors' code computed, by the names of its parts."""
+  """Arrays that the authors' code computed, by name."""
   with np.load(ROOT / "tests/golden" / f"{name}.npz") as arrays:
     return dict(arrays)
 
 
 def part(arrays, prefix: str) -> dict:
-  """Those whose names begin so, without the beginning."""
+  """The arrays whose names have the prefix, without it."""
   return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
 
 
@@ -218,7 +180,7 @@ def assert_trees_close(tree, expected, **tolerance) -> None:
 
 
 def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> None:
-  """Losses and norms of gradients of the authors' first updates by Adam are ours."""
+  """Our losses and gradient norms are those of the authors' first updates by Adam."""
   rates = jnp.asarray(arrays["out/lrs"])
   update = optimizer.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, clip_norm=clip_norm
@@ -257,13 +219,13 @@ def overrides(config) -> list[str]:
 
 
 def environment(**changes) -> dict[str, str]:
-  """Of a script: one CPU device, unless XLA_FLAGS says otherwise."""
+  """The environment of a script: one CPU device, unless XLA_FLAGS says otherwise."""
   names = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
   return {**os.environ, **names, **changes}
 
 
 def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess:
-  """Runs a script to its end, and gives what it printed."""
+  """Runs a script to its end."""
   return subprocess.run(
     [sys.executable, str(ROOT / name), *arguments],
     env=environment(**changes),
@@ -276,7 +238,7 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
 
 @contextlib.contextmanager
 def arguments(*argv):
-  """As a script begins that gets them; of its flags nothing is left."""
+  """Sets sys.argv, and afterwards removes the flags that a script has defined."""
   before, kept = {*flags.FLAGS}, sys.argv
   sys.argv = [*map(str, argv)]
   try:
@@ -303,14 +265,14 @@ def command(name: str, *words):
 
 
 def cases(table: str) -> list[tuple[str, ...]]:
-  """One case a line, its cells between " | "; a line that begins with # says what follow."""
+  """One case a line, with " | " between cells; lines with # are comments."""
   lines = [line.strip() for line in table.strip().splitlines()]
   rows = [line for line in lines if line and not line.startswith("#")]
   return [tuple(cell.strip() for cell in row.split(" | ")) for row in rows]
 
 
 def reports(workdir: Path, split: str) -> list[dict]:
-  """What a run reported of a split; of training without the lines of medians."""
+  """The metrics a run wrote about a split, without the lines of medians."""
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
   is_train = split == "train"
   return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
@@ -329,7 +291,7 @@ SCHEDULES = {
 
 
 def make_step(model, params):
-  """(cache, tokens, lengths, **what is given beside) -> output, jitted with its cache donated."""
+  """(cache, tokens, lengths, given) -> output, jitted, with the cache donated."""
 
   def step(params, cache, tokens, lengths, given):
     return model.apply({"params": params}, tokens, cache=cache, lengths=lengths, **given)
@@ -338,18 +300,10 @@ def make_step(model, params):
 
 
 def by_chunks(step, cache, tokens, schedule, after=None, **given):
-  """What the steps say of every token, in whatever chunks they come.
+  """The output for every token [B, T], chunk by chunk, by field.
 
-  Args:
-    step: of `make_step`.
-    cache: that of the beginning.
-    tokens: [B, T].
-    schedule: (size, how many tokens of each row are real); the others are any tokens.
-    after: called with the cache and the tokens seen, [B], after each chunk.
-    **given: [B, T], for each token.
-
-  Returns:
-    Arrays by their names in the output.
+  `step` is from `make_step`; `schedule` has the size of each chunk and how many tokens of each row
+  are real; `after(cache, seen)` is called after each chunk; `given` are more arrays, [B, T].
   """
   batch, garbage, found = len(tokens), np.random.default_rng(7), {}
   seen = np.zeros(batch, int)
@@ -365,7 +319,7 @@ def by_chunks(step, cache, tokens, schedule, after=None, **given):
     places = pointers(cache)
     output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
     cache = output.cache
-    # It does not grow, and lies where it lay.
+    # The cache neither grows nor moves.
     assert jax.tree.map(jax.typeof, cache) == kinds and pointers(cache) == places
     for key in ("logits", "boundaries", "boundary_logits"):
       values = getattr(output, key)
@@ -383,13 +337,13 @@ def by_chunks(step, cache, tokens, schedule, after=None, **given):
 
 
 def assert_found(found, expected):
-  """The output of a whole pass is what `by_chunks` found."""
+  """The output of a pass over whole rows equals that of `by_chunks`."""
   for key, array in found.items():
     np.testing.assert_allclose(array, getattr(expected, key), atol=1e-5, rtol=1e-5, err_msg=key)
 
 
 def check_chunks(model, params, tokens, whole, schedule, after=None):
-  """Chunks with a cache say what a pass over the whole rows says, in one program a size."""
+  """Chunks with a cache give the output of a whole pass, with one program a size."""
   step, cache = make_step(model, params), model.init_cache(len(tokens))
   assert_found(by_chunks(step, cache, tokens, schedule, after), whole)
   assert step.func._cache_size() == len({size for size, _ in schedule})
@@ -402,7 +356,7 @@ def over_devices(size: int = 8) -> tuple[jax.NamedSharding, jax.NamedSharding]:
 
 
 def collectives(compiled) -> set[str]:
-  """What devices exchange in a compiled function."""
+  """The collectives of a compiled function."""
   names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
   text = compiled.as_text()
   return {name for name in names if f" {name}" in text}

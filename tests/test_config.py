@@ -10,7 +10,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import errors, ops
+from dpjax import ops
 from dpjax.config import sections
 
 
@@ -59,10 +59,6 @@ def test_the_name_of_a_component_is_its_section():
     config_lib.check(mine)
     with pytest.raises(dpjax.UserError, match="^mixer: expected one of .*did you mean we[?]"):
       mine.model.mixer = "wee"
-  config.update({"model": {"mixer": "he", "width": 48}})
-  config.model.last.update(mixer="she")
-  assert config.model.mixer == config_lib.mixer("he") and config.model.width == 48
-  assert config.model.last.mixer == config_lib.mixer("she")
   # Sections of a plain ConfigDict fit as before.
   plain = ml_collections.ConfigDict(expected.to_dict())
   assert plain == expected and expected == plain
@@ -106,7 +102,6 @@ REFUSED = [
   ("model.layers", 3, "expected a known setting, .* nearest known is model.num_layers"),
   ("seeds", 3, "expected a known setting, .* the nearest known is seed"),
   ("model", 3, "expected a section of settings, got 3"),
-  ("model.first", 3, "expected a section of settings, got 3"),
   ("model.mixer", ("he",), r"expected a section of settings, got \('he',\)"),
   ("model.middle", "fixed", r"expected a section .*, by dpjax.config.middle\('fixed'\), got"),
   ("model.mixer", None, "expected a section of settings, got None"),
@@ -114,32 +109,18 @@ REFUSED = [
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
   ("train.batch_size", 2.5, "expected a value of type int, got 2.5"),
   ("train.batch_size", True, "expected a value of type int, got True"),
-  ("train.learning_rate", "fast", "expected a value of type float, got 'fast'"),
   ("data.lower_text", 1, "expected a value of type bool, got 1"),
   ("data.split_fractions", 1, "expected a value of type tuple, got 1"),
   ("model.mixer.num_levels", 2.0, "expected a value of type int or None, got 2.0"),
   # Names.
   ("model.mixer.name", "dispacher", ".* got dispacher; did you mean dispatcher?"),
   ("model.boundaries.name", "gumble", "expected one of none, .* did you mean gumbel?"),
-  ("model.norm", "none", "expected one of post, pre, got none"),
-  ("model.positions", "fixed", "expected one of sinusoidal, learned, none, got fixed"),
-  ("model.activation", "tanh", "expected one of relu, gelu, swiglu, got tanh"),
-  ("model.dtype", "float16", "expected one of float32, bfloat16, got float16"),
   ("train.optimizer.name", "sgdm", "expected one of adam, adamw, .*, got sgdm"),
   ("train.schedule.name", "lineal", "expected one of constant, .* did you mean linear?"),
-  ("model.norm_kind", "rmsnorm", "expected one of layer_norm, rms_norm, got rmsnorm; did you"),
   ("model.activation", "swigul", "expected one of .* did you mean swiglu?"),
-  ("model.tie_embeddings", 1, "expected a value of type bool, got 1"),
-  ("model.use_bias", "no", "expected a value of type bool, got 'no'"),
   ("model.mixer.rotary_base", 1e4, "expected a setting of dispatcher, got an unknown one"),
-  ("train.decay_mask", "matrix", "expected one of all, matrices, got matrix; did you mean"),
   ("train.decay_mask", "matrices", "expected all with train.optimizer = adam, .* no mask, got"),
   ("train.ema_decay", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-  ("train.ema_decay", -0.1, r"expected a number in \[0, 1\), got -0.1"),
-  ("train.patience", 1.5, "expected a value of type int, got 1.5"),
-  ("eval.max_tokens", 0.05, "expected a value of type int, got 0.05"),
-  ("train.parameters", "split", "expected one of replicated, sharded, got split"),
-  ("train.batches", "shufled_windows", ".* mean shuffled_windows?"),
   ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
@@ -148,7 +129,6 @@ REFUSED = [
   ("model.mixer.level_dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
   ("model.dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
   ("model.hidden_dropout", -0.1, "expected a probability .* got -0.1"),
-  ("data.split_fractions", (0.5, 0.5), "expected three positive numbers"),
   ("data.split_fractions", (0.5, 0.5, 0.0), "expected three positive numbers"),
   ("data.split_fractions", (0.5, 0.5, 0.1), "expected .* with the sum 1"),
   ("data.split_fractions", ("a", "b", "c"), "expected three positive numbers"),
@@ -158,59 +138,42 @@ REFUSED = [
   ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
   ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
   ("train.optimizer.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-  ("train.optimizer.b2", -0.1, r"expected a number in \[0, 1\), got -0.1"),
   ("eval.window", 513, "expected at most model.max_length = 512, got 513"),
   ("eval.stride", 513, "expected at most the window 512, got 513"),
   ("seed", -1, "expected an integer in .*got -1"),
   ("sample.length", 0, "expected an integer of at least 1 .*, got 0"),
-  ("sample.length", 2**24 + 1, "expected .* at most 16,777,216, got 16777217"),
-]
-# The same with a component by its name.
-OF_COMPONENTS = [
-  ("train.schedule=cosine", "min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
-  ("train.schedule=linear", "min_ratio", -0.1, r"expected a number in \[0, 1\], got -0.1"),
-  ("train.schedule=constant", "min_ratio", 0.1, "expected a setting of constant, got an unkn"),
-  ("train.schedule=linear", "warmup_steps", -1, "expected at least 0, got -1"),
-  ("train.schedule=warmup_stable_decay", "decay_fraction", 0.0, r"expected .* \(0, 1\], got 0"),
-  ("train.schedule=warmup_stable_decay", "decay_fraction", 1.5, r"expected .* \(0, 1\], got 1"),
-  ("model.mixer=attention", "rotary_base", 1.0, "expected None or a number above 1, got 1.0"),
-  ("model.mixer=attention", "rotary_base", "yes", "expected a value of type float or None"),
-  ("model.mixer=relative_attention", "rotary_base", 1e4, "expected a setting of relative_att"),
-  ("train.optimizer=adamw", "weight_decay", -0.1, "expected at least 0, got -0.1"),
-  ("train.optimizer=sgd", "momentum", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-  ("model.mixer=attention", "dropout", 1.0, r"expected a probability in \[0, 1\), go"),
-  ("model.mixer=she", "num_heads", 2, "expected a setting of she, got an unknown one"),
-  ("model.mixer=me", "adjustment", False, "expected a setting of me, got an unknown"),
-  ("model.mixer=we", "implementation", "ftt", "expected one of None, .* did you mean fft?"),
-  ("model.first.mixer=dispatcher", "name", "atention", "expected .* did you mean attention?"),
-  ("model.first.mixer=dispatcher", "num_heads", 3, "expected a divisor of model.width = 512"),
-  ("model.last.mixer=dispatcher", "name", "dispacher", "expected .* did you mean dispatcher?"),
-  ("model.last.mixer=dispatcher", "num_levels", 11, "expected at most 10, .* reach .*, got 11"),
-  ("model.boundaries=none", "pooling", "last", "expected a setting of none, got an unknown"),
-  ("model.boundaries=gumbel", "pooling", "last", "expected a setting of gumbel, got an unkn"),
-  ("model.boundaries=whitespace", "offset", 0, "expected a setting of whitespace, got an"),
-  ("model.boundaries=fixed", "space_ids", (3,), "expected a setting of fixed, got an unknown"),
-  ("model.boundaries=entropy", "file", "a.model", "expected a setting of entropy, got an unk"),
-  ("model.boundaries=fixed", "ofset", 1, ".* the nearest known is model.boundaries.offset"),
-  (
-    "model.boundaries=fixed",
-    "pooling",
-    "first",
-    r"expected one of \['mean', 'last'\], got 'first'",
-  ),
-  ("model.boundaries=fixed", "offset", 2, "expected at most 1, got 2"),
-  ("model.boundaries=fixed", "offset", -2, "expected at least 0, got -2"),
-  ("model.boundaries=gumbel", "num_capacities", 0, "expected at least 1, got 0"),
-  ("model.boundaries=gumbel", "temperature", 0.0, "expected above 0, got 0.0"),
-  ("model.boundaries=gumbel", "temperature", float("nan"), ".* finite, got nan"),
-  ("model.boundaries=gumbel", "prior", 0.0, r"expected a number in \(0, 1\), got 0.0"),
-  ("model.boundaries=gumbel", "prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
-  ("model.boundaries=entropy", "left", 0, "expected at least 1, got 0"),
-  ("model.boundaries=unigram", "size", 0, "expected at least 1, got 0"),
-  ("model.boundaries=whitespace", "space_ids", (1.5,), r"expected token ids, got \(1.5,\)"),
-  ("model.boundaries=whitespace", "space_ids", (True,), r"expected token ids, got \(True,\)"),
-  ("model.boundaries=whitespace", "space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
-  ("model.boundaries=whitespace", "space_ids", 3, "expected a value of type tuple, got 3"),
+  # Of a component by its name.
+  ("train.schedule=cosine min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
+  ("train.schedule=constant min_ratio", 0.1, "expected a setting of constant, got an unkn"),
+  ("train.schedule=linear warmup_steps", -1, "expected at least 0, got -1"),
+  ("train.schedule=warmup_stable_decay decay_fraction", 0.0, r"expected .* \(0, 1\], got 0"),
+  ("train.schedule=warmup_stable_decay decay_fraction", 1.5, r"expected .* \(0, 1\], got 1"),
+  ("model.mixer=attention rotary_base", 1.0, "expected None or a number above 1, got 1.0"),
+  ("model.mixer=attention rotary_base", "yes", "expected a value of type float or None"),
+  ("model.mixer=relative_attention rotary_base", 1e4, "expected a setting of relative_att"),
+  ("train.optimizer=adamw weight_decay", -0.1, "expected at least 0, got -0.1"),
+  ("train.optimizer=sgd momentum", 1.0, r"expected a number in \[0, 1\), got 1.0"),
+  ("model.mixer=attention dropout", 1.0, r"expected a probability in \[0, 1\), go"),
+  ("model.mixer=she num_heads", 2, "expected a setting of she, got an unknown one"),
+  ("model.mixer=me adjustment", False, "expected a setting of me, got an unknown"),
+  ("model.mixer=we implementation", "ftt", "expected one of None, .* did you mean fft?"),
+  ("model.first.mixer=dispatcher name", "atention", "expected .* did you mean attention?"),
+  ("model.last.mixer=dispatcher num_levels", 11, "expected at most 10, .* reach .*, got 11"),
+  ("model.boundaries=none pooling", "last", "expected a setting of none, got an unknown"),
+  ("model.boundaries=fixed space_ids", (3,), "expected a setting of fixed, got an unknown"),
+  ("model.boundaries=fixed ofset", 1, ".* the nearest known is model.boundaries.offset"),
+  ("model.boundaries=fixed pooling", "first", r"expected one of \['mean', 'last'\], got 'first'"),
+  ("model.boundaries=fixed offset", 2, "expected at most 1, got 2"),
+  ("model.boundaries=fixed offset", -2, "expected at least 0, got -2"),
+  ("model.boundaries=gumbel num_capacities", 0, "expected at least 1, got 0"),
+  ("model.boundaries=gumbel temperature", 0.0, "expected above 0, got 0.0"),
+  ("model.boundaries=gumbel prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
+  ("model.boundaries=entropy left", 0, "expected at least 1, got 0"),
+  ("model.boundaries=unigram size", 0, "expected at least 1, got 0"),
+  ("model.boundaries=whitespace space_ids", (1.5,), r"expected token ids, got \(1.5,\)"),
+  ("model.boundaries=whitespace space_ids", (True,), r"expected token ids, got \(True,\)"),
+  ("model.boundaries=whitespace space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
+  ("model.boundaries=whitespace space_ids", 3, "expected a value of type tuple, got 3"),
 ]
 # Without token pooling there are no blocks around it.
 REFUSED += [
@@ -220,19 +183,62 @@ REFUSED += [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), REFUSED)
-def test_what_cannot_run_is_refused(key, value, message):
+@pytest.mark.parametrize(("where", "value", "message"), REFUSED)
+def test_what_cannot_run_is_refused(where, value, message):
+  component, _, key = where.rpartition(" ")
+  settings = {key: value}
+  if component:
+    section, _, name = component.partition("=")
+    around = {"model.boundaries": "fixed"} if section.endswith("t.mixer") else {}
+    key = f"{section}.{key}"
+    settings = {**around, section: name, key: value}
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
-    config_lib.check(changed({key: value}))
+    config_lib.check(changed(settings))
 
 
-@pytest.mark.parametrize(("component", "setting", "value", "message"), OF_COMPONENTS)
-def test_what_a_component_cannot_have_is_refused(component, setting, value, message):
-  section, _, name = component.partition("=")
-  around = {"model.boundaries": "fixed"} if section.endswith("t.mixer") else {}
-  config = changed({**around, section: name, f"{section}.{setting}": value})
-  with pytest.raises(ValueError, match=f"^{section}.{setting}: {message}"):
-    config_lib.check(config)
+ODD_HEADS = {"model.width": 21, "model.mixer": "attention", "model.mixer.num_heads": 3}
+MIXED = {
+  "model.boundaries": "fixed",
+  "model.mixer": config_lib.mixer("he", adjustment=False, implementation="fft"),
+  "model.first.mixer": config_lib.mixer("attention", num_heads=4, use_bias=False),
+  # Each has the names of its own operator.
+  "model.last.mixer": config_lib.mixer("dispatcher", implementation="loop"),
+}
+# Settings that can run, one that cannot beside them, and what is said.
+TOGETHER = [
+  (ODD_HEADS, {"model.mixer.rotary_base": 1e4}, "model.mixer.rotary_base: .* None .* 21 // 3 = 7"),
+  (
+    MIXED,
+    {"model.last.mixer.implementation": "fft"},
+    "model.last.mixer.implementation: .* got fft",
+  ),
+  (
+    {"model.boundaries": config_lib.boundaries("gumbel", space_ids=(8,)), "model.vocab_size": 9},
+    {"model.vocab_size": 8},
+    "model.boundaries.space_ids: .* = 8, got",
+  ),
+  (
+    {"data.documents": "isolated"},
+    {"eval.max_tokens": 50},
+    "eval.max_tokens: expected 0 with .*, got 50",
+  ),
+  ({}, {"train.num_steps": 5}, "train.num_steps, train.num_epochs: .* 5 steps and 60.0 epochs"),
+  ({}, {"train.eval_every_epochs": 0.0}, "train.eval_every_steps, .* 0 steps and 0.0 epochs"),
+]
+
+
+@pytest.mark.parametrize(("fine", "change", "message"), TOGETHER)
+def test_settings_that_contradict_each_other_are_refused(fine, change, message):
+  config_lib.check(changed(fine))
+  with pytest.raises(ValueError, match=f"^{message}"):
+    config_lib.check(changed({**fine, **change}))
+
+
+def test_a_choice_is_one_of_the_known():
+  for key, known in config_lib.CHOICES.items():
+    message = f"^{key}: expected one of {', '.join(known)}, got {known[0]}s"
+    with pytest.raises(ValueError, match=message):
+      config_lib.check(changed({key: f"{known[0]}s"}))
 
 
 FLOATS = [
@@ -242,7 +248,7 @@ FLOATS = [
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_numbers_that_are_not_finite_in_float32_are_refused(value):
-  assert len(FLOATS) == 17
+  assert "train.learning_rate" in FLOATS
   for key in FLOATS:
     with pytest.raises(
       ValueError, match=f"^{key}: expected a number .* finite, got {value}".replace("+", r"\+")
@@ -250,102 +256,29 @@ def test_numbers_that_are_not_finite_in_float32_are_refused(value):
       config_lib.check(changed({key: value}))
 
 
-SIZES = """model.num_layers model.width model.feed_forward_width model.max_length model.vocab_size
-  model.boundaries.num_capacities model.boundaries.size model.first.num_layers
-  model.last.num_layers train.batch_size train.window eval.batch_size eval.window eval.stride
-  data.tokenizer_size sample.length"""
-
-
-def test_sizes_that_fit_no_machine_are_refused():
-  for key in SIZES.split():
-    with pytest.raises(ValueError, match=f"^{key}: expected .*at most .*, got 1000000000"):
-      config_lib.check(changed({"model.boundaries": "unigram", key: 10**9}))
-
-
-def test_sizes_that_fit_no_machine_together_are_refused():
-  for fine in ({}, {"model.num_layers": 10_000, "train.batch_size": 2**20}):
-    config_lib.check(changed(fine))
-  with pytest.raises(
-    ValueError,
-    match="^model.num_layers, model.width, model.feed_forward_"
-    r"width: expected .* got 6 x 1,048,576 x 1,048,576$",
-  ):
-    config_lib.check(changed({"model.width": 2**20, "model.feed_forward_width": 2**20}))
-  rows = {"train.batch_size": 2**24, "model.max_length": 2**9, "model.width": 2**9}
-  with pytest.raises(
-    ValueError, match="^train.batch_size, train.window, model.width, .* got 16,777,216 x 512 x 512$"
-  ):
-    config_lib.check(changed(rows))
-  config_lib.check(changed({**rows, "train.accumulate_steps": 4}))
-  with pytest.raises(ValueError, match="^eval.batch_size, .* got 16,777,216 x 400 x 512$"):
-    config_lib.check(changed({"eval.batch_size": 2**24, "eval.window": 400}))
-
-
-def test_what_boundaries_go_with():
-  for name, settings, others in (
-    ("fixed", dict(shortening_factor=1, offset=0), {}),
-    ("fixed", dict(offset=1, pooling="last"), {}),
-    ("whitespace", dict(space_ids=(0, 7)), {"model.vocab_size": 8}),
-    ("entropy", dict(left=1, double_sigmoid=True), {}),
-    ("unigram", dict(size=200, num_capacities=1), {}),
-    ("gumbel", dict(prior=0.01, space_ids=(3,)), {}),
-    ("gumbel", dict(sample=True), {"model.last.num_layers": 1}),
-  ):
-    section = config_lib.boundaries(name, **settings)
-    config_lib.check(changed({"model.boundaries": section, **others}))
-  few = config_lib.boundaries("gumbel", space_ids=(8,))
-  with pytest.raises(ValueError, match="^model.boundaries.space_ids: .* = 8, got"):
-    config_lib.check(changed({"model.boundaries": few, "model.vocab_size": 8}))
-
-
-def test_blocks_with_mixers_of_their_own_have_their_own_settings():
-  mixed = {
-    "model.mixer": config_lib.mixer("he", adjustment=False, implementation="fft"),
-    "model.first.mixer": config_lib.mixer("attention", num_heads=4, use_bias=False),
-  }
-  assert [*config_lib.mixers_in(changed(mixed).model)] == ["model.mixer"]
-  config = changed({**mixed, "model.boundaries": "fixed"})
-  config_lib.check(config)
-  assert {key: x.name for key, x in config_lib.mixers_in(config.model).items()} == {
+def test_the_mixers_of_a_model_are_found():
+  names = {key: x.name for key, x in config_lib.mixers_in(changed(MIXED).model).items()}
+  assert names == {
     "model.mixer": "he",
     "model.first.mixer": "attention",
+    "model.last.mixer": "dispatcher",
   }
-  # Each has the names of its own operator.
-  mixed["model.last.mixer"] = config_lib.mixer("dispatcher", implementation="loop")
-  mixed["model.boundaries"] = "fixed"
-  config_lib.check(changed(mixed))
-  with pytest.raises(ValueError, match="^model.last.mixer.implementation: .* got fft"):
-    config_lib.check(changed({**mixed, "model.last.mixer.implementation": "fft"}))
-
-
-def test_two_units_of_a_duration_are_refused():
-  for name, value in (("num", 60.0), ("eval_every", 1.0)):
-    steps, epochs = f"train.{name}_steps", f"train.{name}_epochs"
-    message = f"^{steps}, {epochs}: expected one of them .* 5 steps and {value} epochs"
-    with pytest.raises(ValueError, match=message):
-      config_lib.check(changed({steps: 5}))
-    with pytest.raises(ValueError, match=f"^{steps}, {epochs}: .* 0 steps and 0.0 epochs"):
-      config_lib.check(changed({epochs: 0.0}))
+  without = changed({**MIXED, "model.boundaries": "none"}).model
+  assert [*config_lib.mixers_in(without)] == ["model.mixer"]
 
 
 def test_a_missing_setting_is_refused():
   config = config_lib.default()
   del config.model["width"]
-  with pytest.raises(ValueError, match="^model.width: expected a value, got none"):
-    config_lib.check(config)
-  with pytest.raises(ValueError, match="^model.width: expected a value, got none"):
-    config_lib.check_model(config.model)
+  for check, settings in ((config_lib.check, config), (config_lib.check_model, config.model)):
+    with pytest.raises(ValueError, match="^model.width: expected a value, got none"):
+      check(settings)
 
 
 def test_a_model_is_checked_by_itself():
-  config_lib.check_model(config_lib.default_model())
-  config_lib.check_model(dict(config_lib.default_model()))
   mixer = config_lib.mixer("attention", num_heads=7)
   model = {**config_lib.default_model(), "mixer": mixer}
-  message = "^model.mixer.num_heads: .* divisor of model.width = 512"
-  with pytest.raises(ValueError, match=message):
-    config_lib.check_model(model)
-  with pytest.raises(ValueError, match=message):  # as JSON has it
+  with pytest.raises(ValueError, match="^model.mixer.num_heads: .* divisor of model.width = 512"):
     config_lib.check_model(json.loads(config_lib.ConfigDict(model).to_json()))
   with pytest.raises(ValueError, match="^model.depth: .* the nearest known is model.width"):
     config_lib.check_model({**config_lib.default_model(), "depth": 7})
@@ -401,14 +334,12 @@ def test_json_and_back_is_equal():
   assert config_lib.differences(json.loads(json.dumps(config.to_dict())), config) == []
 
 
-def test_settings_added_later_take_their_defaults():
+def test_missing_settings_take_their_defaults():
   config = changed({"train.batch_size": 30})
   old = config.to_dict()
   del old["model"]["remat"], old["train"]["optimizer"]["eps"], old["eval"]
   assert config_lib.from_dict(old) == config
   assert config_lib.differences(old, config) == []
-  other = changed({"train.batch_size": 30, "train.optimizer.eps": 1e-3})
-  assert config_lib.differences(old, other) == ["train.optimizer.eps: 1e-08 there, 0.001 here"]
 
 
 @pytest.mark.parametrize(
@@ -416,12 +347,12 @@ def test_settings_added_later_take_their_defaults():
   [
     ({"train": {"batchsize": 3}}, "train.batchsize: .* nearest known is train.batch_size"),
     ({"train": {"batch_size": 2.5}}, "train.batch_size: expected a value of type int"),
-    ({"train": {"optimizer": 3}}, "train.optimizer: expected one of adam, .*, got 3"),
-    ({"train": {"optimizer": None}}, "train.optimizer: expected one of adam, .* got None"),
+    ({"train": {"optimizer": 3}}, "train.optimizer: expected a section of settings, got 3"),
+    ({"train": {"optimizer": None}}, "train.optimizer: expected a section .* got None"),
     ({"train": {"batch_size": -20}}, "train.batch_size: expected at least 1, got -20"),
     ({"model": 3}, "model: expected a section of settings, got 3"),
     ({"model": {"first": 3}}, "model.first: expected a section of settings, got 3"),
-    ({"model": {"mixer": "hee"}}, "model.mixer: expected one of .*, got hee"),
+    ({"model": {"mixer": "he"}}, "model.mixer: expected a section .* got .he"),
     ({"model": {"mixer": {"adjustment": True}}}, "model.mixer.name: expected one of"),
     ({"model": {"mixer": {"name": "he", "num_heads": 3}}}, "model.mixer.num_heads: expec"),
     ({"model": {"mixer": {"name": "he", "adjustment": 1}}}, "model.mixer.adjustment: exp"),
@@ -433,62 +364,13 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
     config_lib.from_dict(settings)
 
 
-# Of version 0.1, in which components had no sections.
-FLAT = {
-  "model": dict(mixer="he", num_heads=1, num_levels=0, mixer_dropout=0.0, adjustment=False)
-  | dict(attention_bias=True, output_projection=True, implementation=""),
-  "train": dict(optimizer="adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02, batch_size=30)
-  | dict(schedule="cosine", warmup_steps=50),
-}
-
-
-def test_a_run_of_version_01_is_read():
-  config = config_lib.from_dict(json.loads(json.dumps(FLAT)))
-  assert config.model.mixer == config_lib.mixer("he", adjustment=False)
-  assert config.train.optimizer == config_lib.optimizer(
-    "adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02
-  )
-  assert config.train.schedule == config_lib.schedule("cosine", warmup_steps=50)
-  assert config_lib.differences(FLAT, config) == []
-  config.model.mixer.adjustment = True
-  assert config_lib.differences(FLAT, config) == ["model.mixer.adjustment: False there, True here"]
-
-
-def test_a_run_from_before_token_pooling_is_read():
-  old = {
-    "model": dict(mixer="he", num_heads=1, adjustment=True),
-    "train": dict(batch_size=30, optimizer="adam", b1=0.9),
-  }
-  config = config_lib.from_dict(json.loads(json.dumps(old)))
-  assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
-  assert config.model.boundaries.name == "none"
-  assert config_lib.differences(old, config) == []
-  section = config_lib.boundaries("whitespace", space_ids=(0, 7))
-  pooled = {"train.batch_size": 30, "model.mixer": "he", "model.boundaries": section}
-  pooled = changed(pooled)
-  assert config_lib.differences(old, pooled) == [
-    "model.boundaries.name: 'none' there, 'whitespace' here",
-    "model.boundaries.pooling: None there, 'mean' here",
-    "model.boundaries.space_ids: None there, (0, 7) here",
-  ]
-  back = config_lib.from_dict(json.loads(json.dumps(pooled.to_dict())))
-  assert back == pooled and back.model.boundaries.space_ids == (0, 7)
-
-
-def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
-  for key, value in {"train.clip_norm": float("inf"), "model.mixer.num_levels": 12}.items():
-    config = changed({key: value})
-    with pytest.raises(ValueError, match=f"^{key}: expected"):
-      config_lib.check(config)
-    assert config_lib.from_dict(config.to_dict()) == config
-
-
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
   run = {"num_steps": 7, "num_epochs": 0.0, "log_every_steps": 3, "checkpoint_every_steps": 9}
   run |= {"keep_checkpoints": 5, "parameters": "sharded", "accumulate_steps": 4}
+  run |= {"patience": 3}
   others = {"model.remat": True, "model.mixer.implementation": "loop", "eval.stride": 17}
-  others |= {"sample.prompt": "A", "sample.top_k": 3}
+  others |= {"sample.prompt": "A", "sample.top_k": 3, "eval.max_tokens": 999}
   free = changed({**{f"train.{key}": value for key, value in run.items()}, **others})
   assert config_lib.differences(config, free) == []
   other = changed({"seed": 5, "model.width": 7, "train.clip_norm": 0.25, "data.path": "a.txt"})
@@ -498,7 +380,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     "seed: 0 there, 5 here",
     "train.clip_norm: 0.5 there, 0.25 here",
   ]
-  ends = "train.schedule.name"  # With another one the length of the run matters.
+  ends = "train.schedule.name"  # which decides whether the length matters
   other = config_lib.default().to_dict()
   for key in {*config_lib.known_keys()} - {ends}:
     section, _, name = key.rpartition(".")
@@ -512,40 +394,12 @@ def test_only_what_changes_no_trained_number_may_differ():
     and key != ends
   ]
   cosine = changed({"train.schedule": "cosine"})
+  longer = changed({"train.schedule": "cosine", "train.num_epochs": 61.0})
+  assert config_lib.differences(cosine, longer) == ["train.num_epochs: 60.0 there, 61.0 here"]
   assert config_lib.differences(config, cosine) == [
     "train.schedule.min_ratio: None there, 0.0 here",
     "train.schedule.name: 'constant' there, 'cosine' here",
   ]
-
-
-def test_heads_of_an_odd_width_have_no_rotary_positions():
-  odd = {"model.width": 21, "model.mixer": "attention", "model.mixer.num_heads": 3}
-  config_lib.check(changed(odd))
-  with pytest.raises(ValueError, match="^model.mixer.rotary_base: expected None .* 21 // 3 = 7 of"):
-    config_lib.check(changed({**odd, "model.mixer.rotary_base": 1e4}))
-
-
-def test_a_run_may_go_on_with_more_patience_or_a_part_of_the_split():
-  changes = {"train.patience": 3, "eval.max_tokens": 999}
-  assert config_lib.differences(config_lib.default(), changed(changes)) == []
-  average = changed({"train.ema_decay": 0.9})
-  assert config_lib.differences(config_lib.default(), average) == [
-    "train.ema_decay: 0.0 there, 0.9 here"
-  ]
-
-
-def test_a_schedule_that_ends_with_the_run_fixes_its_length():
-  there = changed({"train.schedule": "cosine"})
-  here = changed({"train.schedule": "cosine", "train.num_epochs": 61.0})
-  assert config_lib.differences(there, here) == ["train.num_epochs: 60.0 there, 61.0 here"]
-
-
-def test_an_unknown_key_is_answered_with_the_nearest():
-  error = errors.unknown_setting("model.widht", config_lib.known_keys())
-  assert str(error) == (
-    "model.widht: expected a known setting, got an unknown one; the nearest known is model.width"
-  )
-  assert "nearest" not in str(errors.unknown_setting("a", []))
 
 
 def test_variants():
@@ -571,10 +425,3 @@ def test_the_implementations_are_those_of_the_operator(operator, shapes, names):
     operator(*arrays, implementation="none of them")
   known = re.findall(r"'([^']+)'", str(error.value).partition(", got")[0])
   assert set(known) == set(names)
-
-
-def test_a_part_of_a_split_has_no_documents():
-  config = config_lib.default()
-  config.eval.max_tokens, config.data.documents = 50, "isolated"
-  with pytest.raises(ValueError, match="eval.max_tokens: expected 0 with .* = isolated, got 50"):
-    config_lib.check(config)

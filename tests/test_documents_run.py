@@ -1,13 +1,13 @@
 """Runs on documents that do not see each other: train, stop, go on, score."""
 
+import dataclasses
 import json
 
-import chex
 import numpy as np
 import pytest
 
 import dpjax
-from dpjax.errors import Interrupted, UserError
+from dpjax.errors import UserError
 from tests import helpers
 
 pytestmark = [
@@ -15,12 +15,12 @@ pytestmark = [
 ]
 
 
-def write_documents(path):
+def write_documents(path, number=120):
   """Documents of random words, of one to eleven lines."""
   draw = np.random.default_rng(3)
   texts = [
     "".join(" ".join(draw.choice(helpers.WORDS, size=4)) + "\n" for _ in range(draw.integers(1, 9)))
-    for _ in range(120)
+    for _ in range(number)
   ]
   if path.suffix == ".jsonl":
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -86,57 +86,27 @@ def test_scores_say_what_they_are_of(isolated):
   assert content["documents"] == "joined"
 
 
-@pytest.mark.parametrize(
-  "batches", ["contiguous", pytest.param("shuffled_windows", marks=pytest.mark.slow)]
-)
-def test_stopped_and_taken_up_ends_bit_for_bit_as_never_stopped(isolated, tmp_path, batches):
-  folder, config, _, _ = isolated
-  config = config.copy_and_resolve_references()
-  config.train.batches = batches
-  whole = folder / "run"
-  if batches != "contiguous":
-    whole = tmp_path / "whole"
-    dpjax.train(config, whole)
-  asked = []
-  with pytest.raises(Interrupted):
-    dpjax.train(config, tmp_path / "run", should_stop=lambda: len(asked) > 4 or asked.append(1))
-  dpjax.train(config, tmp_path / "run")
-  params = dpjax.load(whole, 12).params
-  chex.assert_trees_all_equal(dpjax.load(tmp_path / "run", 12).params, params)
-  config.data.documents = "joined"
-  with pytest.raises(UserError, match="data.documents: 'isolated' there, 'joined' here"):
-    dpjax.train(config, tmp_path / "run")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("boundaries", ["unigram", "routing"])
-def test_a_run_that_pools(tmp_path, boundaries):
-  path = write_documents(tmp_path / "texts.txt")
-  config = helpers.pooled_config(path, boundaries)
+def test_a_run_that_pools(tmp_path):
+  path = write_documents(tmp_path / "texts.txt", 40)
+  config = helpers.pooled_config(path, "unigram", num_steps=2, eval_every_steps=2)
   config.data.update(documents="isolated", separator="--")
   run, scores = dpjax.train(config, tmp_path / "run")
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_command_scores_a_joined_run_by_documents(tmp_path):
-  path = write_documents(tmp_path / "texts.txt")
-  config = helpers.small_config(path)
+def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
+  config = helpers.small_config(write_documents(tmp_path / "texts.txt", 40), num_steps=2)
   config.data.separator = "--"
   run, _ = dpjax.train(config, tmp_path / "run")
   assert run.data.documents is None
-  flags = [f"--workdir={tmp_path / 'run'}"]
-  done = helpers.script("evaluate.py", *flags, "--documents=isolated")
-  assert done.returncode == 0, done.stderr
-  assert "The test split, by step" in done.stdout
-  assert ", each document as if it stood alone:" in done.stdout
+  assert not helpers.command("evaluate", f"--workdir={tmp_path}/run", "--documents=isolated")
+  assert ", each document as if it stood alone:" in capsys.readouterr().out
   file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
-  content = json.loads(file.read_text())
+  found = json.loads(file.read_text())["scores"]["nats_per_token"]
+  # The joined texts have the same tokens.
   config.data.documents = "isolated"
-  other = dpjax.run.tokens.prepare_data(config, tmp_path / "data")
-  texts = np.split(other.splits["test"], other.documents["test"][1:])
-  scores = [run.score(run.tokenizer.decode(x))["nats_per_token"] * len(x) for x in texts]
-  expected = sum(scores) / len(other.splits["test"])
-  assert content["scores"]["nats_per_token"] == pytest.approx(expected, rel=1e-5)
-  plain = helpers.script("evaluate.py", *flags)
-  assert plain.returncode == 0 and "alone" not in plain.stdout
+  other, _ = dpjax.train(config, tmp_path / "isolated")
+  other = dataclasses.replace(run, data=other.data)
+  assert found == pytest.approx(score_alone(other, "test"), rel=1e-5)

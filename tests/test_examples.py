@@ -1,6 +1,5 @@
 """The notebooks of examples/: what is committed is clean, and every cell runs."""
 
-import inspect
 import json
 import os
 import re
@@ -11,16 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpjax import testing
 from tests import helpers
 
 EXAMPLES = helpers.ROOT / "examples"
 NOTEBOOKS = ["tour", "your_own"]
 FAMILIES = ["dispatcher", "extractor", "attention", "pooling"]
-KEYS = {
-  "markdown": {"cell_type", "id", "metadata", "source"},
-  "code": {"cell_type", "id", "metadata", "source", "outputs", "execution_count"},
-}
 
 
 def run_cells(name: str, folder: Path) -> None:
@@ -41,7 +35,6 @@ def run_cells(name: str, folder: Path) -> None:
 
 
 def run(name: str, folder: Path) -> dict:
-  before = sorted(EXAMPLES.iterdir())
   call = "import pathlib, sys; from tests import test_examples as t; "
   done = subprocess.run(
     [
@@ -62,9 +55,6 @@ def run(name: str, folder: Path) -> dict:
     check=False,
   )
   assert done.returncode == 0, done.stderr
-  assert sorted(x for x in EXAMPLES.iterdir() if x.name != "__pycache__") == [
-    x for x in before if x.name != "__pycache__"
-  ]
   return json.loads((folder / "values.json").read_text(encoding="utf-8"))
 
 
@@ -74,20 +64,10 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   content = json.loads(written)
   # As Jupyter writes it, so that a later edit shows as what it changes.
   assert written == json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-  assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-  assert content["metadata"] == {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-  }
   cells = content["cells"]
-  assert len({cell["id"] for cell in cells}) == len(cells)
   code = [cell for cell in cells if cell["cell_type"] == "code"]
-  for cell in cells:
-    assert set(cell) == KEYS[cell["cell_type"]], cell["id"]
-    assert not cell["metadata"] and "".join(cell["source"]).strip(), cell["id"]
   for count, cell in enumerate(code, start=1):
     source = "".join(cell["source"])
-    compile(source, cell["id"], "exec")
     assert all(len(line) <= 100 for line in source.splitlines()), cell["id"]
     assert cell["execution_count"] == count, cell["id"]
     assert cell["outputs"] or "print(" not in source, cell["id"]
@@ -95,15 +75,6 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   assert kinds.count("display_data") >= 2 and "error" not in kinds
   assert len(written) < 1_000_000
   assert not re.search(r"/(work|tmp|home|Users|root)/|[A-Z]:\\", written)
-
-
-def test_the_stored_message_of_the_contract_is_todays():
-  content = json.loads((EXAMPLES / "your_own.ipynb").read_text(encoding="utf-8"))
-  outputs = [x for cell in content["cells"] for x in cell.get("outputs", ())]
-  texts = ["".join(x.get("text", "")) for x in outputs]
-  assert f"keeps the contract: {', '.join(testing.RELATIONS)}\n" in texts
-  causality = inspect.getdoc(testing.RELATIONS["causality"])
-  assert f"causality: {causality}\nan output depends on later inputs\n" in texts
 
 
 @pytest.mark.slow

@@ -20,76 +20,42 @@ import pytest
 from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
 from tests import helpers
 
-SECONDS = 60  # of a case: only to end one that hangs
+SECONDS = 60  # of a command, only to end one that hangs
 
 # Settings of train.py, of which the last is wrong and named by the message, and what else
 # the message says. Rules between settings are tested in test_config.py.
 SETTINGS = helpers.cases(r"""
   # Unknown ones and other types.
   model.widht=3 | expected a known setting, .* nearest known is model.width
-  bach_size=3 | expected a known setting
-  train=3 | expected a known setting
   model.width=a | --config.model.width=a
-  model.width=2.5 | width
   model.remat=perhaps | remat
   train.learning_rate=fast | learning_rate
-  data.split_fractions=1 | expected
   data.max_characters=(1,2.5,3) | expected
   seed=-1 | expected
-  seed=4294967296 | expected
-  train.log_every_steps=9999999999999999999999 | expected
   # Components.
   model.mixer=dispacher | did you mean dispatcher[?]
-  model.mixer=rg_lru | one of dispatcher, .*dpjax.register_mixer adds another
-  model.mixer= | expected
   model.mixer.num_heads=a | num_heads
-  model.mixer.num_level=3 | the nearest known is model.mixer.num_levels
   model.mixer=we model.mixer.num_levels=3 | expected a setting of we
-  model.mixer.name=we model.mixer.num_levels=3 | expected a setting of we
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
-  model.mixer=he model.mixer.ajustment=1 | the nearest known is model.mixer.adjustment
-  model.mixer=he model.mixer.adjustment=3 | adjustment
-  model.mixer.num_levels=0 | expected at least 1, got 0
-  model.mixer.num_levels=many | num_levels
-  model.mixer.level_dropout=1.5 | expected .*, got 1.5
-  model.mixer.num_heads=7 | a divisor of model.width
-  model.mixer.implementation=lop | did you mean loop[?]
   model.first.mixer=he | expected
-  model.first.mixer.num_heads=2 | expected
-  model.first.mixer=heh | one of .*, he, .*did you mean he
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
-  model.boundaries=whitespaces | did you mean whitespace[?]
   model.boundaries.factor=3 | model.boundaries.factor: .* setting of none
-  model.boundaries=gumbel model.boundaries.pior=0.1 | known is .*boundaries.prior
-  model.boundaries=gumbel model.boundaries.prior=1.0 | expected a number in \(0, 1\)
-  model.boundaries=gumbel model.boundaries.prior=nan | expected
   model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
-  model.boundaries=fixed model.boundaries.pooling=max | one of \['mean', 'last'\], got 'max'
   train.optimizer=adamx | one of adam, .*did you mean adam
-  train.optimizer=sgd train.optimizer.b1=0.8 | expected a setting of sgd
-  train.optimizer=muon train.optimizer.beta=2 | expected a number in \[0, 1\), got 2
-  train.schedule=cosin | did you mean cosine[?]
-  train.schedule=cosine train.schedule.warmup=5 | known is train.schedule.warmup_steps
   # What only the data, or the run as a whole, can tell.
   train.batches=random | did you mean random_windows
-  sample.beyond_window=stop | expected one of
-  data.tokenizer=character | did you mean characters
   data.path= data.name=texte8 | did you mean text8
   data.language=en | expected
   data.restrict_vocabulary=true | expected
-  train.schedule=cosine train.schedule.warmup_steps=400 | expected fewer
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
-  train.batch_size=800 train.window=128 | expected at most
   train.batches=random_windows data.path={short} train.window=0 | has 108 .* got 128
-  model.feed_forward_width=16000000 model.width=16000000 | expected
   # Files and folders.
   data.path={nothing} | no_such
   data.path={latin} | UTF-8
   data.path={empty} | empty
   data.path={folder} | expected
   train.initial_run={nothing} | expected
-  train.initial_run={folder} | expected
   model.boundaries=unigram model.boundaries.file={nothing} | expected a readable .*no_such
   model.boundaries=whitespace model.boundaries.space_ids=(3,99) | token ids below .* = 18
   data.tokenizer=wordpiece data.tokenizer_file={nothing} | expected
@@ -101,44 +67,29 @@ COMMANDS = helpers.cases(r"""
   {train} | --config
   train --workdir={nothing} | --config: expected an experiment, or a --workdir with a run
   train --config={quickstart} | --workdir
-  train --config={quickstart} --workdir= | --workdir: expected a folder, got none
   train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
   {train} --config= | --config
   {train} --config={nothing}.py | --config: expected a Python file, .* one of
   {train} --config={folder} | --config: expected a Python file
   {train} --config=/dev/zero | --config: expected a Python file
   {train} --config={fifo} | --config: expected a Python file
-  {train} --config={json} | --config: expected .* 'true' is not .*1
-  {train} --config={text} | --config: expected .* invalid syntax
   {train} --config={zeros} | --config: expected .* null bytes
   {train} --config={number} | --config: expected .*ConfigDict.* int
-  {train} --config={nones} | --config.* None
   {train} --config={other} | a: expected a known setting
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
-  {train} --config={extractors}:shee | ^--config: expected a mixer, .* got shee
-  {train} --config={extractors}:we --config.model.mixer.implementation=ftt | .*mean fft
   {train} --config={quickstart} rest | flags: expected --name=value
   train --config={quickstart} --wordkir={new} | wordkir
   # Folders that are no run's, or another's.
   train --config={quickstart} --workdir={run} | workdir: expected an empty folder or a run
   train {quick} --workdir={text} | workdir: expected a folder that can be written
-  train {quick} --workdir={text}/a/b | workdir: expected a folder that can be written
-  train {quick} --workdir=/proc/a | workdir: expected a folder that can be written
-  evaluate --workdir={nothing} | workdir: expected the folder of a run
-  evaluate --workdir={text} | text
   evaluate --workdir={folder} | workdir: expected the folder of a run
   evaluate --workdir={no_checkpoints} | workdir|checkpoints
   evaluate --workdir={no_data} | data
   evaluate --workdir={damaged} | workdir: expected a readable .*config.json
-  evaluate --workdir={nested} | workdir: expected a readable .*config.json
   evaluate --workdir={of_text} | train.batch_size: expected a value of type int
   evaluate --workdir={of_list} | workdir: expected a readable .*config.json
   {evaluate} --step=5 | step: expected one of
-  {evaluate} --step=a | --step
-  {evaluate} --split=all | --split
   {evaluate} --window=20 | window: expected 1 to .* 19, got 20
-  {evaluate} --window=-5 | eval.window: expected 1 to model.max_length = 19, got -5
-  {evaluate} --stride=-5 | stride: expected .* got -5
   {evaluate} --stride=20 | stride: expected .* got 20
   {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
@@ -146,39 +97,26 @@ COMMANDS = helpers.cases(r"""
   evaluate | --workdir, --torch_checkpoint: expected one of them, got none
   # Prompts and samples.
   generate | --workdir
-  generate --workdir={nothing} | workdir: expected the folder of a run
   {generate} --seed=-1 | seed: expected an integer in
   {generate} --length=0 | ^length: expected
-  {generate} --length=1000000000 | length: expected .* 1000000000
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
   {generate} --temperature=-1 | ^temperature: expected
-  {generate} --temperature=1e39 | temperature: expected
-  {generate} --top_p=1.5 | ^top_p: expected
-  {generate} --top_k=-1 | top_k: expected
-  {generate} --top_k=1.5 | --top_k
   {generate} --beyond_window=stop | beyond_window: expected one of
   {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7
   {generate} --stop=the | stop: expected texts of one
-  {generate} --stop= | stop: expected texts of one
   {generate} --prompt=a --prompt_file={text} | prompt, prompt_file: .* got both
   {generate} --prompt=café | prompt: expected what the vocabulary has, got 'f' 'é'
   {generate} --prompt='the cat sat on a mat' | prompt: expected 1 to 19
   {generate} --prompt_file={nothing} | prompt_file: .* a text, or -, got .*no_such
-  {generate} --prompt_file={folder} | prompt_file: expected a file
   {generate} --prompt_file={fifo} | prompt_file: expected a file
   {generate} --prompt_file=/dev/zero | prompt_file: expected a file
   {generate} --prompt_file={sparse} | prompt_file: .*more than
   {generate} --prompt_file={empty} | prompt_file: .* text in .*empty, got none
   {generate} --prompt_file={latin} | prompt_file: expected a file .*latin
   # Processes that do not fit together.
-  {generate} --num_processes=2 | --coordinator, .* expected all three
   {generate} --coordinator=localhost:1234 | --coordinator, .* expected all three
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
-  {generate} --coordinator=a:99999 {two} --process_id=0 | expected host:port
-  {generate} --coordinator=:1234 {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
-  {generate} --coordinator=a:1234 {two} --process_id=-1 | --process_id
-  {generate} --coordinator=a:1 --num_processes=0 --process_id=0 | --num_processes
   # Numbers and files that ended in a traceback, or for which a command waited.
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   {calibrate} --text={nothing} | --text: expected a file with a text, got .*no_such
@@ -189,53 +127,34 @@ COMMANDS = helpers.cases(r"""
   probes --train --part=1/{many_digits}{many_digits}{many_digits} | --part: expected i/n
   {summary}={damaged_probes} | --work: expected JSON in .*settings.json, got: Expecting
   {summary}={other_probes} | --work: expected the settings of results in .*got bright
-  {summary}={typed_probes} | --length: expected a value of type int, got '32'
   {summary}={damaged_record} | --work: expected JSON in .*recall_me_0.json
-  {summary}={other_record} | --work: expected results of this command in .*KeyError
-  {summary}={listed_record} | --work: expected a file with a JSON object, got .*me_0.json
-  {summary}={piped_record} | --work: expected a file with a JSON object, got .*me_0.json
   export {damaged_scores} {new} | scores_test_12.json: expected scores of the run
-  export {other_scores} {new} | scores_test_12.json: expected scores of the run
   export {piped_scores} {new} | scores_test_12.json: .*a device or a pipe
   export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
 """)
 MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
-  {plot} --metric=train/loss --figure=curves | --metric: expected it with --figure
   {plot} --log=z | --log: expected x, y or x,y, got z
   {plot} --width=9 | --width: expected 1.5in to 40in, .* got 9
-  {plot} --width=1.2.3in | --width: expected
-  {plot} --width=1mm | --width: expected
   {plot} --seeds=none | --seeds
   plots --out=x.png | run_folder
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
-  plots {nothing} --out=x.bmp | --out: expected a file that ends in .png
   plots {run} --out={text}/x.png | --out: expected a file that can be written
   {plot} --json={folder} | --json: expected a file that .* a directory
   {plot} --every=13 | --every: .* at most the 12 updates of .* got 13
-  {plot} --every=0 | --every: expected .* got 0
-  {plot} --every=a | --every
   {plot} --labels=a,b | --labels: .* each of the 1 runs, got 2
-  {plot} --figure=pie | --figure
   plots {nothing} --out={new}.png | workdir: expected the folder of a run
   plots {folder} --out={new}.png | workdir: expected to read .*losses.f32, got: No
-  plots {damaged} --out={new}.png | workdir: expected JSON in .*config.json
-  plots {nested} --out={new}.png | workdir: expected JSON in .*config.json
   plots {of_list} --out={new}.png | workdir: expected the settings of a run .* got others
   plots {of_text} --out={new}.png | train.median_every_steps: expected
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
   complexity --length=0 | --length: expected an integer of at least 1, got 0
-  complexity --width=7 | --num_heads: expected a divisor of the width 7
   complexity --inference=129 | --inference: expected .* 1 to the length 128, got 129
-  complexity --length={many_digits} | --length: expected
-  complexity --width=a | --width: invalid int value: 'a'
   segmentation | run_folder
-  segmentation {nothing} | workdir: expected the folder of a run
   segmentation {run} --length=20 | --length: expected 1 to model.max_length = 19, got 20
   segmentation {run} --text= | --text: expected 1 to 19 tokens .the model's window., got 0
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
-  segmentation {run} --text=a --out={text}/x.png | --out: expected a file
   significance | command
   significance compare {seeds} | --baseline
   significance compare {run} --baseline={run} | expected runs seed_<n>
@@ -243,17 +162,11 @@ MODULES = helpers.cases(r"""
   {compare} --alpha=2 | --alpha: expected a number in .0, 1., got 2
   {compare} --split=valid | --split: expected scores_valid.* 0 of them
   {compare} --score=beauty | --score: expected one of .* got beauty
-  {compare} --score=text | --score: .*got text
-  {compare} --score=truth | --score: .*got truth
   {compare} --score=endless | --score: .*got endless
-  {compare} --score=huge | --score: .*got huge
-  {compare} --score=list | --score: .*got list
   {train_seeds} --seeds=0,a | seeds: expected whole
   {train_seeds} --seeds=1,1 | seeds: expected whole
-  {train_seeds} --seeds=1{many_digits}{many_digits}{many_digits} | seeds: exp
   reproduce | TABLE: expected a name
   reproduce pooling-tabel1 | did you mean pooling-table1
-  reproduce all --scale=large | scale.*should be one of
   reproduce all --seeds=-1 --out={new} | seeds: expected
   reproduce all --data={nothing} --out={new} | data: expected a fold
   data | command
@@ -270,12 +183,9 @@ MODULES = helpers.cases(r"""
 PROCESSES = helpers.cases(r"""
   JAX_PLATFORMS=cuda | generate --workdir={run} | JAX_PLATFORMS: expected
   JAX_PLATFORMS=foo | evaluate --workdir={run} | JAX_PLATFORMS: .*'foo'
-  JAX_PLATFORMS=foo | segmentation {run} | JAX_PLATFORMS: .*'foo'
   A=1 | generate --workdir={run} --distributed | --distributed: expected
   A=1 | generate --workdir={run} --prompt_file=- < /dev/null | prompt_file: .*a text
   A=1 | {join} --coordinator=localhost:{free} --process_id=1 | --coord.*: .* all .* within 2 s
-  A=1 | {join} --coordinator=localhost:{busy} --process_id=1 | --coord.*: .* all .* within 2 s
-  A=1 | {join} --coordinator=localhost:{free} --process_id=0 | --coord.*: .* all .* within 2 s
   A=1 | {join} --coordinator=localhost:{busy} --process_id=0 | --coordinator=.*: .* listen .*in use
 """)
 
@@ -290,35 +200,26 @@ def places(text, finished, tmp_path_factory):
   settings["train"] |= dict(batch_size="8", median_every_steps="5")
   damage = {
     "damaged/config.json": '{"model": {"mix',
-    "nested/config.json": "[" * 100_000,
     "of_list/config.json": "[]",
     "of_text/config.json": json.dumps(settings),
     "odd/losses.f32": "7 bytes",
     "none_yet/losses.f32": "",
     "damaged_scores/scores_test_12.json": "{",
-    "other_scores/scores_test_12.json": '{"split": "test"}',
     "no_checkpoints/checkpoints": None,
     "no_data/data": None,
   }
-  scores = dict(
-    bits_per_character=2.5, text="a", truth=True, endless=float("inf"), huge=10**400, list=[1]
-  )
+  scores = dict(bits_per_character=2.5, endless=float("inf"))
   config_dict = "from ml_collections import ConfigDict as C\n"
   files = {
     "latin": "na\u00efve\n" * 50,
     "empty": "",
     "short": "a cat\n" * 20,
-    "json": '{"model": true}',
     "number.py": "def get_config():\n  return 3\n",
-    "nones.py": "def get_config():\n  pass\n",
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
     "damaged_probes/settings.json": "{",
     "other_probes/settings.json": '{"bright": 3}',
-    "typed_probes/settings.json": '{"length": "32"}',
     "damaged_record/recall_me_0.json": "{",
-    "other_record/recall_me_0.json": '{"mixer": "me"}',
-    "listed_record/recall_me_0.json": "[1]",
     "seeds/seed_0/scores_test_12.json": json.dumps({"scores": scores}),
     "seeds/seed_1/scores_test_12.json": json.dumps({"scores": scores}),
   }
@@ -333,8 +234,6 @@ def places(text, finished, tmp_path_factory):
       path.write_text(content, encoding="latin-1")
   (root / "folder").mkdir()
   os.mkfifo(root / "fifo")
-  (root / "piped_record").mkdir()
-  os.mkfifo(root / "piped_record/recall_me_0.json")
   shutil.copytree(root / "run", root / "piped_scores", symlinks=True)
   (root / "piped_scores/scores_test_12.json").unlink()
   os.mkfifo(root / "piped_scores/scores_test_12.json")
@@ -346,7 +245,6 @@ def places(text, finished, tmp_path_factory):
   quickstart = helpers.ROOT / "configs/quickstart.py"
   return known | dict(
     quickstart=quickstart,
-    extractors=helpers.ROOT / "configs/extractors_childrens_books.py",
     nothing=root / "no_such",
     quick=f"--config={quickstart} --config.data.path={known['text']}",
     train="train --workdir=new",
@@ -364,12 +262,18 @@ def places(text, finished, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def unchanged(places, tmp_path, monkeypatch):
-  """Works in an empty folder; what lay in another one is as it was, and nothing new."""
+def elsewhere(tmp_path, monkeypatch):
+  """Works in an empty folder."""
   monkeypatch.chdir(tmp_path)
-  before = contents(places["run"].parent)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unchanged(places):
+  """What lies there is as it was, and nothing new."""
+  root = places["run"].parent
+  before = contents(root)
   yield
-  assert contents(places["run"].parent) == before
+  assert contents(root) == before
 
 
 def contents(root):

@@ -59,13 +59,6 @@ def test_log_likelihoods_are_those_of_the_model(model):
     assert is_greedy == (logs.argmax(1) == after).all()
 
 
-def test_a_rolling_text_within_the_window_has_the_runs_score(model):
-  text = "the cat sat"[: model.run.window]
-  (nats,) = model.loglikelihood_rolling(requests((text,)))
-  score = model.run.score(text)
-  assert -nats == pytest.approx(score["nats_per_token"] * len(model.run.tokenizer.encode(text)))
-
-
 def test_a_continuation_beyond_the_window_is_refused(model):
   with pytest.raises(ValueError, match="continuation: expected 1 to"):
     model.loglikelihood(requests(("a", " cat" * 400)))

@@ -13,7 +13,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import chex
 import jax
 import pytest
 
@@ -151,35 +150,3 @@ def reader(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(helpers.ROOT)))
 def test_every_snippet_of_the_page_runs(page, reader):
   run(page)
-
-
-def test_the_hybrid_of_the_guide_continues_from_its_cache():
-  titled = {title: code for _, title, code, _ in blocks(DOCS / "guides/pieces.md")}
-  names: dict = {"__name__": "hybrid"}
-  exec(titled["hybrid.py"], names)
-  model = names["Hybrid"](11, 6, 19, num_layers=3)
-  tokens = jax.random.randint(jax.random.key(1), (2, 13), 0, 11)
-  variables = jax.jit(model.init)(jax.random.key(0), tokens)
-  step = jax.jit(lambda x, cache: model.apply(variables, x, cache=cache))
-  output = step(tokens[:, :8], model.init_cache(2))
-  found = [output.logits]
-  for i in range(8, 13):
-    output = step(tokens[:, i : i + 1], output.cache)
-    found.append(output.logits)
-  whole = jax.jit(model.apply)(variables, tokens).logits
-  chex.assert_trees_all_close(jax.numpy.concatenate(found, 1), whole, atol=1e-5)
-
-
-@pytest.mark.parametrize("library", ["equinox", "haiku"])
-def test_the_dispatcher_of_another_library_runs(library):
-  module = pytest.importorskip(library)
-  titled = {title: code for _, title, code, _ in blocks(DOCS / "guides/pieces.md")}
-  names: dict = {}
-  exec(titled[f"{library}_dispatcher.py"], names)
-  key, x_btd = jax.random.key(0), jax.numpy.ones((2, 11, 6))
-  if library == "equinox":
-    y_btd = jax.vmap(names["Dispatcher"](6, 13, key=key))(x_btd)
-  else:
-    net = module.transform(lambda x: names["Dispatcher"](13)(x))
-    y_btd = net.apply(net.init(key, x_btd), None, x_btd)
-  assert y_btd.shape == x_btd.shape

@@ -1,11 +1,10 @@
-"""Reads configurations from JSON files, written by this version or an earlier one."""
+"""Reads configurations from JSON files."""
 
 import sys
 from collections.abc import Mapping
 
 from dpjax import registry
 from dpjax.config.checks import check
-from dpjax.config.old import to_sections
 from dpjax.config.sections import (
   COMPONENTS,
   check_type,
@@ -43,15 +42,13 @@ FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """Reads a configuration from JSON values, written by this version or an earlier one.
-
-  Settings added since then take their defaults.
+  """Reads a configuration from JSON values; missing settings take their defaults.
 
   Raises:
     ValueError: see `check`.
   """
   config = default()
-  _fill(config, to_sections(settings), "")
+  _fill(config, settings, "")
   check(config, limits=False)
   return config
 

@@ -1,6 +1,5 @@
 """The harness takes turns and reports; each benchmark runs when small."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -71,7 +70,7 @@ def test_a_process_that_ends_says_its_status():
   ("name", "parts"),
   [
     ("ops", "shift_and_sum,lengths,attention,pooling"),
-    ("step", "dispatcher,hourglass"),
+    ("step", "hourglass"),
     ("generation", "operators,online,models,pooling"),
   ],
 )
@@ -109,10 +108,3 @@ def test_an_unknown_part_ends_in_one_message(capsys, monkeypatch):
   with pytest.raises(SystemExit):
     harness.main("A benchmark.", {"pooling": lambda quick: []}, name="ops")
   assert "expected some of pooling, got operators" in capsys.readouterr().err
-
-
-def test_the_settings_of_both_libraries_are_those_of_dpjax():
-  from dpjax import config
-
-  step = importlib.import_module("step")
-  assert config.from_dict({"model": step.DEFAULTS}).model == config.default_model()

@@ -42,37 +42,28 @@ def test_what_a_table_compares_stays_different(table, scale):
   "name, kept",
   [
     ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
-    ("extractors_childrens_books.py:me,fig11_8", {"max_length": 32, "num_layers": 8}),
     ("extractors_childrens_books.py:attention_64", {"mixer.num_heads": 64}),
     (
       "pooling_text8.py:entropy,middle_14",
       {"num_layers": 14, "first.num_layers": 2, "boundaries.name": "entropy"},
     ),
-    ("pooling_text8.py:none,middle_14", {"num_layers": 18, "boundaries.name": "none"}),
     (
       "pooling_text8.py:fixed3,subsampling",
       {"boundaries.shortening_factor": 3, "boundaries.pooling": "last"},
     ),
   ],
 )
-@pytest.mark.parametrize("scale", ["tiny", "cpu"])
-def test_what_a_figure_varies_stays_as_it_is(name, kept, scale):
-  config = scales.configure(f"configs/{name}", scale)
-  assert {key: config_lib.get(config.model, key) for key in kept} == kept
-  assert config.train.num_steps < 2_000
+def test_what_a_figure_varies_stays_as_it_is(name, kept):
+  for scale in ("tiny", "cpu"):
+    config = scales.configure(f"configs/{name}", scale)
+    assert {key: config_lib.get(config.model, key) for key in kept} == kept
 
 
 def test_texts_are_found_by_name(tmp_path):
-  for name in ("wikitext2", "wikitext2_raw", "wikitext103_raw", "penn_treebank"):
+  for name in ("wikitext2", "wikitext2_raw", "wikitext103_raw"):
     (tmp_path / name).mkdir()
-  for name in (
-    "text8_prefix.txt",
-    "wiki40b_fi_books.txt",
-    "wiki40b_he.txt",
-    "wiki40b_he_less.txt",
-    "cc100.bin",
-  ):
-    (tmp_path / name).write_text("a text\n")
+  for name in ("text8_prefix", "wiki40b_fi_books", "wiki40b_he", "wiki40b_he_less"):
+    (tmp_path / f"{name}.txt").write_text("a text\n")
 
   def found(name, language=""):
     config = config_lib.ConfigDict({"data": {"name": name, "language": language}})
@@ -82,14 +73,13 @@ def test_texts_are_found_by_name(tmp_path):
     return path.name
 
   assert found("wikitext2") == "wikitext2"
-  assert found("penn_treebank") == "penn_treebank"
   # A part of a text, or another one in its place, says so in its name.
   assert found("text8") == "text8_prefix.txt"
   assert found("wiki40b", "fi") == "wiki40b_fi_books.txt"
   assert found("wiki40b", "he") == "wiki40b_he.txt"
   # The language of one that has but one is that of its cleaning.
   assert found("text8", "en") == "text8_prefix.txt"
-  for missing in (("lm1b", ""), ("wiki40b", "vi"), ("cc100", "en"), ("wikitext103", "")):
+  for missing in (("lm1b", ""), ("wiki40b", "vi"), ("wikitext103", "")):
     with pytest.raises(ValueError, match="data: expected a folder .* got none"):
       found(*missing)
   (tmp_path / "text8_more").mkdir()
