@@ -196,19 +196,18 @@ MODULES = helpers.cases(r"""
   {plot} --width=9 | --width: expected 1.5in to 40in, .* got 9
   {plot} --width=1.2.3in | --width: expected
   {plot} --width=1mm | --width: expected
-  {plot} --seeds=none | --seeds
   plots --out=x.png | run_folder
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {nothing} --out=x.bmp | --out: expected a file that ends in .png
-  plots {run} --out={text}/x.png | --out: expected a file that can be written
-  {plot} --json={folder} | --json: expected a file that .* a directory
+  plots {run} --out={text}/x.png | expected to read or write it, got
+  {plot} --json={folder} | folder: expected to read or write it, got: Is a directory
   {plot} --every=13 | --every: .* at most the 12 updates of .* got 13
   {plot} --every=0 | --every: expected .* got 0
   {plot} --every=a | --every
   {plot} --labels=a,b | --labels: .* each of the 1 runs, got 2
   {plot} --figure=pie | --figure
   plots {nothing} --out={new}.png | workdir: expected the folder of a run
-  plots {folder} --out={new}.png | workdir: expected to read .*losses.f32, got: No
+  plots {folder} --out={new}.png | workdir: expected to read .*config.json, got: No
   plots {damaged} --out={new}.png | workdir: expected JSON in .*config.json
   plots {nested} --out={new}.png | workdir: expected JSON in .*config.json
   plots {of_list} --out={new}.png | workdir: expected the settings of a run .* got others
@@ -226,11 +225,9 @@ MODULES = helpers.cases(r"""
   segmentation {run} --text= | --text: expected 1 to 19 tokens .the model's window., got 0
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
   segmentation {run} --text=a --out={text}/x.png | --out: expected a file
-  significance | command
-  significance compare {seeds} | --baseline
-  significance compare {run} --baseline={run} | expected runs seed_<n>
-  significance compare {seeds} --baseline={nothing} | expected runs .* got none
-  {compare} --alpha=2 | --alpha: expected a number in .0, 1., got 2
+  significance {seeds} | --baseline
+  significance {run} --baseline={run} | expected runs seed_<n>
+  significance {seeds} --baseline={nothing} | expected runs .* got none
   {compare} --split=valid | --split: expected scores_valid.* 0 of them
   {compare} --score=beauty | --score: expected one of .* got beauty
   {compare} --score=text | --score: .*got text
@@ -238,9 +235,6 @@ MODULES = helpers.cases(r"""
   {compare} --score=endless | --score: .*got endless
   {compare} --score=huge | --score: .*got huge
   {compare} --score=list | --score: .*got list
-  {train_seeds} --seeds=0,a | seeds: expected whole
-  {train_seeds} --seeds=1,1 | seeds: expected whole
-  {train_seeds} --seeds=1{many_digits}{many_digits}{many_digits} | seeds: exp
   reproduce | TABLE: expected a name
   reproduce pooling-tabel1 | did you mean pooling-table1
   reproduce all --scale=large | scale.*should be one of
@@ -337,8 +331,7 @@ def places(text, finished, tmp_path_factory):
     generate=f"generate --workdir={known['run']}",
     plot=f"plots {known['run']} --out=new.png",
     calibrate=f"calibrate {known['run']} --factor=2.5",
-    compare=f"significance compare {known['seeds']} --baseline={known['seeds']}",
-    train_seeds=f"significance train --config={quickstart} --workdir=new",
+    compare=f"significance {known['seeds']} --baseline={known['seeds']}",
     two="--num_processes=2",
     join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
     many_digits="9" * 2000,

@@ -180,7 +180,7 @@ def test_a_run_that_repeats_is_found_out():
   def apply(variables, tokens, rngs):
     """Sure of the token behind the last one like this, where there was one."""
     i = jnp.arange(tokens.shape[1])
-    earlier = (tokens[:, :, None] == tokens[:, None, :]) & (i[:, None] > i[None])
+    earlier = (tokens[:, :, None] == tokens[:, None, :]) & (i[:, None] > i[None])[None]
     place = jnp.where(earlier, i[None, None], -1).max(-1)
     following = jnp.take_along_axis(tokens, place + 1, 1)
     logits = jax.nn.one_hot(following, 5003) * (place >= 0)[..., None]

@@ -314,7 +314,7 @@ def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, cap
     "calibrate ~/run --factor=2.5 --text=~/text.txt",
     "probes ~/run --num_test_rows=3 --json=~/probes.json --out=~/probes.png",
     "plots ~/run --out=~/plots.png --json=~/plots.json",
-    "significance compare ~/seeds --baseline=~/seeds",
+    "significance ~/seeds --baseline=~/seeds",
     "data clean --language=en ~/text.txt ~/clean.txt",
     "train --workdir=~/new --config=~/mine.py --config.data.path=~/text.txt "
     "--config.data.data_dir=~/data --prepare_only",
