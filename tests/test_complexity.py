@@ -59,21 +59,11 @@ def test_tables_5_and_6(mixer, heads, length, width):
     assert one == Counts(*table_5_and_6(mixer, position, width, heads), parameters)
 
 
-def test_what_table_5_simplifies_to_is_not_its_sum_for_several_heads():
-  def printed(t, d, n):
-    return 2 * t * d - t * n + t + 4 * d**2 - 5 * d - 1
-
-  for heads in (1, 2, 32):
-    trained = training_counts("attention", length=128, width=128, num_heads=heads)
-    total = sum(printed(t, 128, heads) for t in range(1, 129))
-    assert (total == trained.additions) == (heads == 1)
-
-
 @pytest.mark.parametrize(
   "mixer, switches",
   [(mixer, {}) for mixer in complexity.MIXERS] + [("she", BARE), ("he", BARE), ("we", BARE)],
 )
-@pytest.mark.parametrize("length", [1, 2, 8, 13])
+@pytest.mark.parametrize("length", [1, 13])
 def test_tokens_add_up_to_the_sequence(mixer, length, switches):
   heads = 1 if mixer in complexity.EXTRACTORS else 3
   sizes = dict(length=length, width=6, num_heads=heads, **switches)
@@ -225,14 +215,13 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("mixer", LAYERS)
-@pytest.mark.parametrize("length", [1, 11, 16])
+@pytest.mark.parametrize("length", [1, 11])
 def test_the_parameters_are_those_of_the_layer(mixer, length):
-  heads = 1 if mixer in complexity.EXTRACTORS else 3
   module = LAYERS[mixer](max_length=length)
   shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, length, 12)))
-  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  heads = 1 if mixer in complexity.EXTRACTORS else 3
   counts = training_counts(mixer, length=length, width=12, num_heads=heads)
-  assert counts.parameters == size
+  assert counts.parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def butterflies(points):
@@ -240,7 +229,7 @@ def butterflies(points):
   return 0 if points == 1 else 2 * butterflies(points // 2) + points // 2
 
 
-@pytest.mark.parametrize("length, points", [(1, 2), (2, 4), (3, 8), (5, 16), (8, 16)])
+@pytest.mark.parametrize("length, points", [(1, 2), (3, 8), (5, 16)])
 @pytest.mark.parametrize("transform_taps", [True, False])
 @pytest.mark.parametrize("mixer", complexity.EXTRACTORS)
 def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
@@ -268,18 +257,6 @@ def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
   assert counts == expected
 
 
-def test_what_the_switches_take_off():
-  sizes = dict(length=5, width=6)
-  linear = Counts(5 * 36, 5 * 30, parameters=36)
-  adjustment = linear + Counts(5 * 6)
-  for count in (training_counts, fft_training_counts):
-    for mixer in ("she", "he", "we"):
-      whole = count(mixer, **sizes)
-      assert count(mixer, adjustment=False, **sizes) + adjustment == whole
-      assert count(mixer, output_projection=False, **sizes) + linear == whole
-      assert count(mixer, **BARE, **sizes) + adjustment + linear == whole
-
-
 @pytest.mark.parametrize(
   "settings, message",
   [
@@ -299,16 +276,11 @@ def test_wrong_input(settings, message):
     training_counts(**settings)
   with pytest.raises(ValueError, match=f"^{message}"):
     inference_counts(position=1, **settings)
+  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
+    fft_training_counts("attention", length=7, width=12)
   for position in (0, 8, 1.0):
     with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
       inference_counts("me", position=position, length=7, width=12)
-
-
-def test_the_fft_is_of_extractors_alone():
-  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
-    fft_training_counts("attention", length=7, width=12)
-  with pytest.raises(ValueError, match="length: expected"):
-    fft_training_counts("we", length=0, width=12)
 
 
 def cells(printed, name):

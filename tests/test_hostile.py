@@ -217,7 +217,6 @@ MODULES = helpers.cases(r"""
   complexity --length=0 | --length: expected an integer of at least 1, got 0
   complexity --width=7 | --num_heads: expected a divisor of the width 7
   complexity --inference=129 | --inference: expected .* 1 to the length 128, got 129
-  complexity --length={many_digits} | --length: expected
   complexity --width=a | --width: invalid int value: 'a'
   segmentation | run_folder
   segmentation {nothing} | workdir: expected the folder of a run
@@ -334,7 +333,6 @@ def places(text, finished, tmp_path_factory):
     compare=f"significance {known['seeds']} --baseline={known['seeds']}",
     two="--num_processes=2",
     join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
-    many_digits="9" * 2000,
   )
 
 
