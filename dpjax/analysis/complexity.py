@@ -283,10 +283,10 @@ def table(
       rows[f"{name}, {heads} {'head' if heads == 1 else 'heads'}"] = count(mixer, num_heads=heads)
   rows |= {mixer.upper(): count(mixer) for mixer in EXTRACTORS}
   rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
-  for label, transform_taps in (("by FFT", True), ("by FFT, taps known", False)):
+  for label, taps in (("by FFT", True), ("by FFT, taps known", False)):
     for mixer in EXTRACTORS if position is None else ():
-      settings = dict(length=length, width=width, transform_taps=transform_taps)
-      rows[f"{mixer.upper()}, {label}"] = fft_training_counts(mixer, **settings)
+      counts = fft_training_counts(mixer, length=length, width=width, transform_taps=taps)
+      rows[f"{mixer.upper()}, {label}"] = counts
   return rows
 
 

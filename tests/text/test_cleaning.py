@@ -61,7 +61,7 @@ def slow_clean(text, name):
     elif character.isdecimal():
       found += f" {language.digits[int(character)]} "
     else:
-      found += cleaning._table(language)[ord(character)]
+      found += cleaning._Table(language)[ord(character)]
   return re.sub(" *\n[ \n]*", "\n", re.sub(" +", " ", found)).strip()
 
 
@@ -82,11 +82,6 @@ def test_golden(number):
     ("en", 'Built in 1907, the "Mill".', "built in one nine zero seven the mill"),
     ("en", "Don't say 3.5\u00a0km!", "don t say three five km"),
     ("en", "a\r\nb\rc\td \n \n e\n", "a\nb c d\ne"),
-    (
-      "en",
-      " anarchism originated as one nine eight four",
-      "anarchism originated as one nine eight four",
-    ),
     ("en", "The 10th", "the one zero th"),
     ("en", "\uff29t \U0001d400nd the o\ufb03ce №\u00a0\u2460", "it and the office no one"),
     ("fi", "Äiti söi 20 leipää; Åbo.", "äiti söi kaksi nolla leipää åbo"),
@@ -133,14 +128,11 @@ def test_any_language():
   assert clean("0123456789", language) == " ".join(digits)
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_languages(name):
+@pytest.mark.parametrize("name, size", dict(en=26, fi=29, he=30, vi=89).items())
+def test_languages(name, size):
   language = LANGUAGES[name]
-  size = dict(en=26, fi=29, he=30, vi=89)[name]
   assert len(set(language.alphabet)) == len(language.alphabet) == size
-  assert len(set(language.digits)) == 10
   assert clean("9876543210", name) == " ".join(language.digits[::-1])
-  assert all(clean(digit, name) == digit for digit in language.digits)
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -177,10 +169,9 @@ def test_long_texts(name):
   generator = random.Random(3)
   words = TRICKY.split(" ") + ["\n", "  ", "\u0301", "_", "NEWLINE_", *"aBc1\u0434"]
   text = "".join(generator.choices(words, k=17000))
-  expected = slow_clean(text, name)
   assert len(text) > 4 * cleaning._BLOCK
-  assert clean(text, name) == expected
-  assert "".join(clean_chunks(re.findall("(?s).{1,997}", text), name)) == expected
+  chunks = re.findall("(?s).{1,997}", text)
+  assert "".join(clean_chunks(chunks, name)) == clean(text, name) == slow_clean(text, name)
 
 
 def test_memory_is_bounded():
@@ -205,7 +196,6 @@ def test_text_without_spaces_is_cut_too(text):
 
 def test_nothing():
   for text in ("", " ", "\n \n", "\u0434_NEWLINE_!", "\r"):
-    assert clean(text, "en") == ""
     assert list(clean_chunks(text, "en")) == []
   assert list(clean_chunks([], "he")) == []
 
@@ -226,13 +216,9 @@ def test_unknown_language():
     ("alphabet", ENGLISH.alphabet + " \n", r"expected neither spaces nor digits, got ' ', '\\n'"),
     ("alphabet", ENGLISH.alphabet + "0", "expected neither spaces nor digits, "),
     ("alphabet", "e" + ENGLISH.alphabet + "q", "expected every letter once, got 'e', 'q'"),
-    (
-      "alphabet",
-      ENGLISH.alphabet + "\ufb01",
-      "expected letters .* NFKC leaves .* got '\ufb01'",
-    ),
-    ("digits", ENGLISH.digits[:9], "expected the ten names of 0 to 9, got 9: zero"),
-    ("digits", ENGLISH.digits + ("ten",), "expected the ten names .* got 11: "),
+    ("alphabet", ENGLISH.alphabet + "\ufb01", "expected letters .* NFKC leaves .* got '\ufb01'"),
+    ("digits", ENGLISH.digits[:9], "expected the ten names of 0 to 9, got 'zero', "),
+    ("digits", ENGLISH.digits + ("ten",), "expected the ten names .* got .*'ten'"),
     ("digits", ("", *ENGLISH.digits[1:]), "expected names of letters .* got ''"),
     ("digits", (*ENGLISH.digits[:9], "Nine"), "expected names .* got 'Nine'"),
     ("diacritics", "\u0301a", "expected neither letters .* got 'a'"),

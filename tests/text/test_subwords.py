@@ -21,7 +21,7 @@ def test_texts_of_sentencepiece(kind):
   for size, message in ((5000, r"expected at most \d+ "), (67, r"expected at least \d+ ")):
     with pytest.raises(ValueError, match=f"^data.tokenizer_size: {message}"):
       train_tokenizer(kind, LINES, vocab_size=size)
-  with pytest.raises(ValueError, match="^data.tokenizer: expected a text"):
+  with pytest.raises(ValueError, match="^data.path: expected a text"):
     train_tokenizer(kind, ["\n", "\n\n"], vocab_size=300)
   # One long line is learned from: SentencePiece itself drops lines above its limit.
   text = 1000 * "the cat sat on the mat and the dog on the log "
