@@ -96,17 +96,6 @@ def test_a_line_end_is_a_space_and_words_stand_alone(unigram):
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
 
-def test_parts_with_whole_words():
-  for chunks, expected in (
-    (["ab c", "d", "e\nf", "g"], ["ab ", "cde\n", "fg"]),
-    (["ab", " c"], ["ab ", "c"]),
-    (["ab ", "", "c\n"], ["ab ", "c\n"]),
-    (["", "ab", "cd"], ["abcd"]),
-    ([], []),
-  ):
-    assert list(whole_words(chunks)) == expected
-
-
 def test_parts_of_whole_words_have_the_boundaries_of_the_text(unigram):
   for cut in (1, 5, 17):
     chunks = [TEXT[begin : begin + cut] for begin in range(0, len(TEXT), cut)]
@@ -191,8 +180,8 @@ def test_sizes_that_the_text_does_not_admit():
   for size, expected in [
     (4001, r"at most \d+ for this text, got 4001"),
     (7, r"at least \d+ for this text, got 7"),
-    (0, "at least 4, got 0"),
-    (2**31, "at most 16,777,216, got 2147483648"),
+    (0, "4 to 16,777,216, got 0"),
+    (2**31, "4 to 16,777,216, got 2147483648"),
   ]:
     with pytest.raises(ValueError, match=f"^model.boundaries.size: expected {expected}"):
       train_unigram([TEXT], size)
@@ -206,21 +195,17 @@ def limit(which, text, size):
   return int(str(caught.value).split(f"{which} ")[1].split()[0])
 
 
-def test_text_without_words():
-  for chunks in ([" \n  \n"], [" \t\n", "\r\n"], []):
-    with pytest.raises(ValueError, match="^data.path: expected a text that has words"):
-      train_unigram(chunks, 50)
+@pytest.mark.parametrize("chunks", [[" \n  \n"], [" \t\n", "\r\n"], []])
+def test_text_without_words(chunks):
+  with pytest.raises(ValueError, match="^data.path: expected a text that has words"):
+    train_unigram(chunks, 50)
 
 
 def test_model_from_a_file(tmp_path, model):
   (tmp_path / "unigram.model").write_bytes(model)
   assert load_unigram(tmp_path / "unigram.model") == model
-  with pytest.raises(
-    ValueError, match="^model.boundaries.file: expected a readable file, got .*none.model"
-  ):
+  with pytest.raises(ValueError, match="^model.boundaries.file: expected .* got .*none.model"):
     load_unigram(tmp_path / "none.model")
-  with pytest.raises(ValueError, match="^model.boundaries.file: expected a readable file"):
-    load_unigram(tmp_path)
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
     expected = "SentencePiece model, got something else:" if content else "vocabulary, got"
@@ -231,12 +216,8 @@ def test_model_from_a_file(tmp_path, model):
 
 
 def test_only_models_of_the_type_unigram(tmp_path):
-  for kind in ("sentencepiece_unigram", "sentencepiece_bpe"):
-    tokenizer = train_tokenizer(kind, [TEXT], vocab_size=307)
-    (tmp_path / f"{kind}.model").write_bytes(tokenizer._model)
-  assert load_unigram(tmp_path / "sentencepiece_unigram.model")
-  with pytest.raises(
-    ValueError,
-    match="^model.boundaries.file: .* type unigram, got one of the type bpe: .*_bpe.model",
-  ):
-    load_unigram(tmp_path / "sentencepiece_bpe.model")
+  tokenizer = train_tokenizer("sentencepiece_bpe", [TEXT], vocab_size=307)
+  (tmp_path / "bpe.model").write_bytes(tokenizer._model)
+  message = "^model.boundaries.file: .* type unigram, got one of the type bpe: .*bpe.model"
+  with pytest.raises(ValueError, match=message):
+    load_unigram(tmp_path / "bpe.model")
