@@ -25,20 +25,10 @@ from dpjax.text.tokenizer import (
 
 # White space of every kind, in places where tokenizers like to lose it; what a normalisation
 # changes; every byte that UTF-8 has.
-_PROBE = (
-  "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 \uff21 "
-  "\u00bd \u2047 x\u00ad\u200b\ufeff "
-) + "".join(
-  chr(point)
-  for points in (
-    range(0xC0),
-    range(0xC0, 0x800, 0x40),
-    (0x800,),
-    range(0x1000, 0x10000, 0x1000),
-    range(0x10000, 0x110000, 0x40000),
-  )
-  for point in points
-)
+_POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
+_POINTS += range(0x10000, 0x110000, 0x40000)
+_PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
+_PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
 _LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
@@ -51,11 +41,7 @@ class SentencePiece(Tokenizer):
   """
 
   def __init__(self, kind: str, model: bytes):
-    """Takes the content of a `.model` file.
-
-    Raises:
-      ValueError: the content is not a model.
-    """
+    """Takes the content of a `.model` file; a `ValueError` if it is none."""
     import sentencepiece
 
     try:
@@ -64,8 +50,7 @@ class SentencePiece(Tokenizer):
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
       raise UserError("not a SentencePiece model") from error
-    self.kind = kind
-    self._model = model
+    self.kind, self._model = kind, model
     self.vocab_size = self._processor.vocab_size()
     newline, end_id = self._id("\n"), self._processor.eos_id()
     self._has_newline = newline >= 0
@@ -189,25 +174,20 @@ class BytePairs(Tokenizer):
   kind = "bpe"
 
   def __init__(self, raw):
-    """Takes the library's tokenizer.
-
-    Raises:
-      ValueError: it is not BPE.
-    """
+    """Takes the library's tokenizer; a `ValueError` if it is not BPE."""
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
       raise UserError("a tokenizer that is not BPE")
-    # A file can ask for them; neither is for the text of a language model.
-    raw.no_truncation()
+    raw.no_truncation()  # A file can ask for these; none is for the text of a language model.
     raw.no_padding()
     raw.model.dropout = None
     # Ids may have gaps, so that there are fewer pieces.
     self.vocab_size = max(raw.get_vocab().values(), default=-1) + 1
     known = map(raw.token_to_id, ("\u010a", "\n", "<0x0A>", END_OF_TEXT))
     self.start_id = next((i for i in known if i is not None), 0)  # U+010A is "\n"
-    bytes_of = {raw.token_to_id(f"<0x{byte:02X}>"): f"<0x{byte:02X}>" for byte in range(256)}
-    bytes_of.pop(None, None)
-    self.open_ids = frozenset(i for i, piece in bytes_of.items() if self.decode([i]) != piece)
+    pieces = {raw.token_to_id(piece): piece for piece in (f"<0x{i:02X}>" for i in range(256))}
+    pieces.pop(None, None)
+    self.open_ids = frozenset(i for i, piece in pieces.items() if self.decode([i]) != piece)
     if raw.model.unk_token and len(self.open_ids) < 256:
       self.unknown_id = raw.token_to_id(raw.model.unk_token)
     rule = json.loads(raw.to_str())["pre_tokenizer"] or {}

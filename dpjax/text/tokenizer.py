@@ -52,9 +52,8 @@ class Tokenizer(abc.ABC):
     try:
       text.encode()
     except UnicodeEncodeError as error:
-      raise UserError(
-        f"text: expected Unicode text, got a lone surrogate at place {error.start}"
-      ) from error
+      message = "text: expected Unicode text, got a lone surrogate at place"
+      raise UserError(f"{message} {error.start}") from error
     return self._encode(text)
 
   @abc.abstractmethod
@@ -84,19 +83,14 @@ class Tokenizer(abc.ABC):
     return ids[:size], ids[size:]
 
   def keeps_text(self, ids: np.ndarray) -> bool:
-    """Whether the ids [N] represent all of a text, without lost or unknown parts.
-
-    Otherwise -ln P of the ids is not that of the text, and bits per character and per byte
-    would be too low.
-    """
+    """Whether the ids [N] represent all of a text, so that their -ln P is that of the text."""
     return self.lossless and not self.count_unknown(ids)
 
   def count_unknown(self, ids: np.ndarray) -> int:
     """The number of ids [N] that stand for unknown parts of a text."""
     if self.unknown_id is None:
       return 0
-    size = 2**24  # Of mapped ids, few are held at a time.
-    blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
+    blocks = (ids[i : i + 2**24] for i in range(0, len(ids), 2**24))  # of a mapped file
     return sum(int(np.count_nonzero(block == self.unknown_id)) for block in blocks)
 
   @abc.abstractmethod
@@ -110,15 +104,15 @@ class Tokenizer(abc.ABC):
 
     The other kinds raise a `UserError`: their tokens are not parts of single characters.
     """
-    raise UserError(
-      f"data.tokenizer: expected characters or bytes with Unigram boundaries, got {self.kind}"
-    )
+    raise self._subword_error("Unigram")
 
   def as_bytes(self) -> list[bytes]:
     """The UTF-8 bytes of each id, at least one; see `character_ends`."""
-    raise UserError(
-      f"data.tokenizer: expected characters or bytes with SpaceByte boundaries, got {self.kind}"
-    )
+    raise self._subword_error("SpaceByte")
+
+  def _subword_error(self, boundaries: str) -> UserError:
+    expected = f"data.tokenizer: expected characters or bytes with {boundaries} boundaries"
+    return UserError(f"{expected}, got {self.kind}")
 
   @abc.abstractmethod
   def fields(self) -> dict:

@@ -39,19 +39,10 @@ class UnigramBoundaries:
 
   A word whose length the model changes, by normalisation or by spelling it in bytes, is one
   piece. A word of more than 2^14 characters is cut into parts of that length.
-
-  Attributes:
-    model: the SentencePiece model, from `train_unigram` or `load_unigram`.
-
-  Source: Sec. 3.1.2 of the pooling paper.
   """
 
   def __init__(self, model: bytes):
-    """Takes a model.
-
-    Raises:
-      ValueError: it is not a SentencePiece model, or not of the type Unigram.
-    """
+    """Takes a model; a `ValueError` if it is not a SentencePiece model of the type Unigram."""
     import sentencepiece
 
     kind = _model_type(model)
@@ -84,12 +75,8 @@ class UnigramBoundaries:
 
       "b\u00e9 b" in bytes, which are b, C3, A9, space, b  ->  0 0 0 1 0
 
-    Args:
-      text: a text; parts of a longer text must not divide words.
-      tokenizer: a tokenizer of the kind "characters" or "bytes".
-
-    Raises:
-      ValueError: `data.tokenizer: ...`, the tokenizer has another kind.
+    Parts of a longer text must not divide words. A tokenizer of another kind than "characters"
+    or "bytes" raises a `ValueError`.
     """
     ends = tokenizer.character_ends(text)
     boundaries = np.zeros(ends[-1] + 1 if len(ends) else 0, np.uint8)
@@ -149,11 +136,11 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   chunks give equal models.
 
   Args:
-    chunks: the text in parts, with lines of any length.
+    chunks: the text in parts.
     vocab_size: the number of pieces, including three marks (unknown, begin, end).
 
   Returns:
-    The model, as the content of a SentencePiece `.model` file.
+    The content of a SentencePiece `.model` file.
 
   Raises:
     ValueError: `model.boundaries.size: ...`, the text does not allow this number of pieces;
