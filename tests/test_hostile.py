@@ -211,7 +211,6 @@ MODULES = helpers.cases(r"""
   plots {damaged} --out={new}.png | workdir: expected JSON in .*config.json
   plots {nested} --out={new}.png | workdir: expected JSON in .*config.json
   plots {of_list} --out={new}.png | workdir: expected the settings of a run .* got others
-  plots {of_text} --out={new}.png | train.median_every_steps: expected
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
   complexity --length=0 | --length: expected an integer of at least 1, got 0

@@ -255,19 +255,10 @@ def _check(
 def table(
   *, length: int, width: int, num_heads: int, position: int | None = None
 ) -> dict[str, Counts]:
-  """Counts every mixer: Table 7 with the Dispatcher and, in training, the FFT.
+  """Counts every mixer, by row: Table 7 with the Dispatcher and, in training, the FFT.
 
-  Args:
-    length: l.
-    width: d.
-    num_heads: the number of heads of the second row of attention and of the Dispatchers.
-    position: t, for one more token; None is training.
-
-  Returns:
-    The counts by the name of a row.
-
-  Raises:
-    ValueError: see `training_counts` and `inference_counts`.
+  Attention and the Dispatchers have a row with 1 head and one with `num_heads`. Without a
+  position, training is counted; otherwise one more token. See `training_counts`.
   """
 
   def count(mixer: str, **settings) -> Counts:

@@ -27,19 +27,9 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
     >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
     array([4. , 5.5])
 
-  Window i holds the updates `every` i + 1 .. `every` (i + 1), counted from 1. Updates after
-  the last complete window are dropped. Unknown losses (NaN) are ignored; a window of
-  nothing but unknown losses is NaN.
-
-  Args:
-    losses: [N], nats per token.
-    every: updates in a window, from 1 to N.
-
-  Returns:
-    [N // every], float64, nats per token.
-
-  Raises:
-    ValueError: `every` is out of range.
+  Window i of [N // every] holds the updates `every` i + 1 .. `every` (i + 1), counted from 1.
+  Updates after the last complete window are dropped. Unknown losses (NaN) are ignored; a window
+  of nothing but unknown losses is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
   """
   check_every(losses, every, "the losses")
   count = len(losses) // every
@@ -73,13 +63,8 @@ def table(
     metric: a logged score to collect as well, such as "valid/perplexity".
 
   Returns:
-    A dictionary that JSON can hold, with None for unknown numbers: "every", "updates" (the
-    last one of each window), "metric", "notes", and "runs", each with "name", "folder",
-    "updates", "unknown" (losses), "max_length", "num_layers", "medians", "last" and "scores",
-    pairs of an update and the metric.
-
-  Raises:
-    ValueError: a run has fewer updates than `every`.
+    JSON values, None for unknown numbers: "every", "updates" (the last one of each window),
+    "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric.
   """
   rows = []
   for run, name in zip(runs, runs_lib.names(runs), strict=True):

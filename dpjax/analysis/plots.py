@@ -74,8 +74,7 @@ def draw(
     width: inches; a figure narrower than 5 is laid out for one column of a paper.
 
   Raises:
-    ValueError: the figure is unknown, a run has fewer updates than `every`, or its
-      settings lack the length or layers to place it by.
+    ValueError: the figure is unknown, or a run has fewer updates than `every`.
   """
   if figure not in FIGURES:
     raise unknown("figure", FIGURES, figure)
@@ -152,20 +151,12 @@ def _curve(run: Record, kind: str, every: int, metric: str) -> Mapping[int, floa
 
 def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, name: str) -> None:
   """Draws the last medians over a setting, a line for each label or mixer."""
-  everywhere = set()
-  labels = [run.label or runs_lib.mixer_name(run.config) for run in runs]
+  labels, everywhere = [run.label or runs_lib.mixer_name(run.config) for run in runs], set()
   for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
     for run in group:
-      place = setting(run.config, key)
-      if type(place) is not int or place < 1:
-        raise UserError(
-          f"{key}: expected an integer of at least 1 in the settings of {run.folder}, got {place}"
-        )
       losses.check_every(run.losses, every, run.folder)
-    points = runs_lib.group(
-      [setting(run.config, key) for run in group],
-      [losses.last_median(run.losses, every) for run in group],
-    )
+    medians = [losses.last_median(run.losses, every) for run in group]
+    points = runs_lib.group([setting(run.config, key) for run in group], medians)
     places, look = sorted(points), style.line(i)
     means = [np.mean(points[place]) for place in places]
     axes.plot(places, means, **look, label=text, marker="o")
@@ -182,16 +173,8 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
 def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None:
   """Finds the logged score to draw.
 
-  Args:
-    runs: at least one.
-    metric: a name such as "valid/perplexity"; None takes validation bits per character if all
-      evaluated runs have it, else perplexity.
-
-  Returns:
-    Its name; None if no run was evaluated.
-
-  Raises:
-    ValueError: no run has the metric.
+  A name such as "valid/perplexity", which a run must have, stays. None becomes validation bits per
+  character if all evaluated runs have it, else perplexity, and None if no run was evaluated.
   """
   if metric is None:
     logged = [run.scores for run in runs if any(name in run.scores for name in _VALIDATION)]
@@ -206,30 +189,18 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
 def default_every(runs: Sequence[Record], figure: str) -> int:
   """The updates in a median: as the runs report them, or fewer for short runs."""
   lengths = [len(run.losses) for run in runs]
-  reported = []
-  for run in runs:
-    every = setting(run.config, "train.median_every_steps")
-    every = 2000 if every is None else every
-    if type(every) is not int or every < 1:
-      raise UserError(
-        f"train.median_every_steps: expected an integer of at least 1 in the "
-        f"settings of {run.folder}, got {every!r}"
-      )
-    if not len(run.losses):
-      raise UserError(f"workdir: expected a run with updates, got {run.folder} with none")
-    reported.append(every)
+  if not all(lengths):
+    folder = runs[lengths.index(0)].folder
+    raise UserError(f"workdir: expected a run with updates, got {folder} with none")
   tenth = -(-min(lengths) // 10)
+  reported = [setting(run.config, "train.median_every_steps") or 2000 for run in runs]
   every = max((x for x in reported if x <= min(lengths)), default=tenth)
   # A curve of progress has more points than the paper's.
   return min(every, max(tenth, max(lengths) // 200)) if figure in ("progress", "metric") else every
 
 
 def write(figure: "Figure", path: str | Path) -> None:
-  """Writes a figure in the format given by the file's suffix.
-
-  Raises:
-    ValueError: the suffix is not in `SUFFIXES`.
-  """
+  """Writes a figure in the format given by the file's suffix, one of `SUFFIXES`."""
   check_suffix(path)
   Path(path).parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=300 if figure.get_figwidth() < _NARROW else 150)

@@ -39,11 +39,7 @@ class Record(NamedTuple):
 
 
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
-  """Reads run folders.
-
-  Args:
-    workdirs: the folders.
-    labels: one for each run; by default `names` finds them.
+  """Reads run folders, with a label for each if given; otherwise `names` finds them.
 
   Raises:
     ValueError: a folder cannot be read, or the number of labels differs.
@@ -58,10 +54,7 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 
 
 def read_losses(workdir: str | Path) -> np.ndarray:
-  """Reads the loss of every update of a run, update 1 first.
-
-  Returns:
-    [N], float32, nats per token; NaN if unknown.
+  """Reads the loss of every update, float32 [N], nats per token; NaN if unknown.
 
   Raises:
     ValueError: the file is missing or damaged.
@@ -74,20 +67,14 @@ def read_losses(workdir: str | Path) -> np.ndarray:
 
 
 def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings in a run's folder.
-
-  Raises:
-    ValueError: the file is missing, or holds no settings.
-  """
+  """Reads the settings in a run's folder; a `ValueError` if there are none."""
   path = Path(workdir) / "config.json"
+  content = _read(Path(workdir), path.name)
   try:
-    config = json.loads(_read(Path(workdir), path.name))
+    config = json.loads(content)
   except (ValueError, RecursionError) as error:
-    if isinstance(error, UserError):
-      raise
     raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
-  sections = [config.get(key, {}) for key in ("model", "train")] if type(config) is dict else [None]
-  if not all(isinstance(section, dict) for section in sections):
+  if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
     raise UserError(f"workdir: expected the settings of a run in {path}, got others")
   return config
 
@@ -156,9 +143,7 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
 
   If many settings differ, those with the most values are named; if none does, the folders are.
 
-  Args:
-    runs: those with a label keep it.
-    seeds: whether runs that differ in nothing but the seed have different names.
+  Runs with a label keep it. Without `seeds`, runs that differ in nothing else share a name.
   """
   found = [run.label or mixer_name(run.config) for run in runs]
 
@@ -193,9 +178,7 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
 def notes(runs: Sequence[Record], but: Sequence[str] = ()) -> list[str]:
   """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
 
-  Args:
-    runs: at least one.
-    but: settings or sections that may differ, such as "model.mixer"; `REPORTING` may, too.
+  Settings and sections of `but`, such as "model.mixer", may differ; so may `REPORTING`.
   """
   labels, sentences = names(runs), []
   columns = differences([run.config for run in runs])

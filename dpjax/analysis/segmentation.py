@@ -55,10 +55,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
   Args:
     run: from `dpjax.load`.
-    text: a text, or its tokens, [T].
-
-  Raises:
-    ValueError: the text has no tokens, or more than the model's longest window.
+    text: a text, or its tokens, [T], from 1 to the model's longest window.
   """
   import jax
   import jax.numpy as jnp
@@ -120,7 +117,6 @@ def visible(piece: str) -> str:
     >>> print(visible("a b|c\n"))
     a␣b\|c\n
   """
-
   marked = re.sub(r"[|·␣\\]", r"\\\g<0>", piece).replace(" ", "␣")
   return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in marked)
 

@@ -30,10 +30,8 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
     >>> round(difference, 3), round(p, 3)
     (-0.333, 0.057)
 
-  Scores are by seed. Differences that are all equal give p = 0, or p = 1 if they are all 0.
-
-  Raises:
-    ValueError: there are fewer than 2 seeds, or others than the baseline's.
+  Scores are by seed; other seeds than the baseline's, or less than 2, raise a `ValueError`.
+  Differences that are all equal give p = 0, or p = 1 if they are all 0.
   """
   seeds = sorted(baseline)
   if len(seeds) < 2 or sorted(scores) != seeds:
@@ -53,8 +51,7 @@ def read_scores(
 ) -> dict[int, float]:
   """Reads a score of the best checkpoint of each run `folder`/seed_<n>, by seed.
 
-  Raises:
-    ValueError: there are no runs, a run lacks the score, or the score is not finite.
+  Raises a `ValueError` if there are no runs, or one lacks the score or has no finite one.
   """
   runs = {path.name.removeprefix("seed_"): path for path in Path(folder).glob("seed_*")}
   seeds = sorted((seed for seed in runs if re.fullmatch("0|[1-9][0-9]*", seed)), key=int)
