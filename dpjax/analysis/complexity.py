@@ -70,22 +70,23 @@ class _Work(NamedTuple):
   level_reads: int
 
 
-def training_counts(
+def count_operations(
   mixer: str,
   *,
   length: int,
   width: int,
+  position: int | None = None,
   num_heads: int = 1,
   adjustment: bool = True,
   output_projection: bool = True,
 ) -> Counts:
-  """Counts a sublayer's forward pass over one whole sequence, Tables 3 and 4.
+  """Counts a sublayer's forward pass over a sequence, or of one more token, Tables 3 to 6.
 
-    >>> training_counts("me", length=128, width=128)
+    >>> count_operations("me", length=128, width=128)
     Counts(multiplications=1056768, additions=1040384, divisions=0, exponentiations=0, \
 parameters=128)
-    >>> training_counts("attention", length=128, width=128, num_heads=32).operations
-    21710848
+    >>> count_operations("attention", length=128, width=128, num_heads=32, position=10).operations
+    136480
 
   The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
   1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
@@ -97,6 +98,8 @@ parameters=128)
     mixer: one of `MIXERS`.
     length: l, tokens of the sequence and of the context window.
     width: d.
+    position: t of one more token, from 1 to l, when all tokens before it are cached; None
+      counts training. Only the parameters, those of the whole sublayer, then depend on l.
     num_heads: n, a divisor of d; 1 for the Extractors, which have none.
     adjustment: whether SHE, HE and WE have Eq. 24: d^2 + d multiplications and d^2 - d
       additions a token, and d^2 parameters.
@@ -107,40 +110,18 @@ parameters=128)
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
-  level_reads = sum(max(length - 2**level, 0) for level in range(_num_levels(length)))
-  work = _Work(length, length * (length + 1) // 2, level_reads)
-  return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
-
-
-def inference_counts(
-  mixer: str,
-  *,
-  position: int,
-  length: int,
-  width: int,
-  num_heads: int = 1,
-  adjustment: bool = True,
-  output_projection: bool = True,
-) -> Counts:
-  """Counts the cost of one more token when all tokens before it are cached, Tables 5 and 6.
-
-    >>> inference_counts("attention", position=10, length=128, width=128, num_heads=32)
-    Counts(multiplications=68096, additions=67424, divisions=640, exponentiations=320, \
-parameters=65536)
-
-  Position is t, the number of tokens so far, including the new one, from 1 to l. Only the
-  parameters, those of the whole sublayer, depend on the length l. For the other arguments and
-  what is raised see `training_counts`.
-  """
-  _check(mixer, length, width, num_heads, adjustment, output_projection)
-  if type(position) is not int or not 1 <= position <= length:
+  if position is None:
+    level_reads = sum(max(length - 2**level, 0) for level in range(_num_levels(length)))
+    work = _Work(length, length * (length + 1) // 2, level_reads)
+  elif type(position) is int and 1 <= position <= length:
+    # Level k reads the token 2**k before, and the first has none before it.
+    work = _Work(1, position, (position - 1).bit_length())
+  else:
     raise UserError(f"position: expected an integer from 1 to the length {length}, got {position}")
-  # Level k reads the token 2**k before, and the first has none before it.
-  work = _Work(1, position, (position - 1).bit_length())
   return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
 
 
-def fft_training_counts(
+def count_fft(
   mixer: str,
   *,
   length: int,
@@ -164,7 +145,7 @@ def fft_training_counts(
     SHE  d transforms, d^2 of the taps, d^2 products, d (d - 1) sums, d inverses
     HE, WE  d transforms, d of the taps, d products, d inverses; ME  1 of the taps
 
-  HE's W_in, the adjustment and the output, and the arguments, are as in `training_counts`;
+  HE's W_in, the adjustment and the output, and the arguments, are as in `count_operations`;
   `transform_taps` counts the transforms of the taps, which a batch shares.
   """
   if mixer not in EXTRACTORS:
@@ -258,13 +239,11 @@ def table(
   """Counts every mixer, by row: Table 7 with the Dispatcher and, in training, the FFT.
 
   Attention and the Dispatchers have a row with 1 head and one with `num_heads`. Without a
-  position, training is counted; otherwise one more token. See `training_counts`.
+  position, training is counted; otherwise one more token. See `count_operations`.
   """
 
   def count(mixer: str, **settings) -> Counts:
-    if position is None:
-      return training_counts(mixer, length=length, width=width, **settings)
-    return inference_counts(mixer, position=position, length=length, width=width, **settings)
+    return count_operations(mixer, length=length, width=width, position=position, **settings)
 
   rows = {}
   for mixer, name in zip(
@@ -276,7 +255,7 @@ def table(
   rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
   for label, taps in (("by FFT", True), ("by FFT, taps known", False)):
     for mixer in EXTRACTORS if position is None else ():
-      counts = fft_training_counts(mixer, length=length, width=width, transform_taps=taps)
+      counts = count_fft(mixer, length=length, width=width, transform_taps=taps)
       rows[f"{mixer.upper()}, {label}"] = counts
   return rows
 
