@@ -251,14 +251,6 @@ def test_what_a_file_says_of_batches_is_not_for_texts(tmp_path):
   assert tokenizer.encode(FAMILY_LINES[0]).tolist() == expected
 
 
-def test_ids_with_gaps(tmp_path):
-  content = json.loads(family("llama 3").to_str())
-  content["model"]["vocab"]["zzz"] = 401
-  (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-  tokenizer = train_tokenizer("bpe", [], file=str(tmp_path / "tokenizer.json"))
-  assert tokenizer.vocab_size == 402 and tokenizer.decode([401, 400]) == "zzz"
-
-
 # Changes to a small tokenizer.json, and what is said of them. A panic is no Exception.
 WRONG = {
   "answer: .*charsmap": lambda content: content.update(
