@@ -2,8 +2,10 @@ r"""Dynamic token pooling on text8 (pooling paper, Tables 1 and 2, Figs. 3 and 4
 
   python train.py --config=configs/pooling_text8.py:unigram --workdir=runs/unigram
   python train.py --config=configs/pooling_text8.py:gumbel,tiny --workdir=runs/tiny
-  dpjax significance train --config=configs/pooling_text8.py:whitespace \
-    --seeds=0,1,2 --workdir=runs/whitespace
+  for seed in 0 1 2; do
+    python train.py --config=configs/pooling_text8.py:whitespace --config.seed=$seed \
+      --workdir=runs/whitespace/seed_$seed
+  done
 
 After the colon, separated by commas:
 

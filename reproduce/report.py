@@ -60,6 +60,6 @@ def _test(table: papers.Table, report: Mapping[str, Any], row: papers.Row) -> st
   common = ours.keys() & theirs.keys()
   if len(common) < 2 or bases[0] is row:
     return "-"
-  chosen = {name: {seed: x[seed] for seed in common} for name, x in (("", theirs), ("row", ours))}
-  test = significance.compare(chosen, "")[1]
-  return f"{test.difference:+.3f}, p = {test.p_value:.3f}"
+  ours, theirs = ({seed: x[seed] for seed in common} for x in (ours, theirs))
+  difference, p = significance.compare(ours, theirs)
+  return f"{difference:+.3f}, p = {p:.3f}"

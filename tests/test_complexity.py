@@ -9,7 +9,7 @@ import pytest
 
 from dpjax import ops
 from dpjax.analysis import complexity
-from dpjax.analysis.complexity import Counts, fft_training_counts, inference_counts, training_counts
+from dpjax.analysis.complexity import Counts, count_fft, count_operations
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import SelfAttention
 
@@ -28,7 +28,7 @@ TABLE_7 = [
 @pytest.mark.parametrize("row", TABLE_7, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_table_7(row):
   mixer, heads, *fields, operations = row
-  counts = training_counts(mixer, length=128, width=128, num_heads=heads)
+  counts = count_operations(mixer, length=128, width=128, num_heads=heads)
   assert counts == Counts(*fields)
   assert counts.operations == operations
 
@@ -54,31 +54,21 @@ PAPER += [(mixer, 1) for mixer in complexity.EXTRACTORS]
 def test_tables_5_and_6(mixer, heads, length, width):
   sizes = dict(length=length, width=width, num_heads=heads)
   for position in range(1, length + 1):
-    one = inference_counts(mixer, position=position, **sizes)
-    parameters = training_counts(mixer, **sizes).parameters
+    one = count_operations(mixer, position=position, **sizes)
+    parameters = count_operations(mixer, **sizes).parameters
     assert one == Counts(*table_5_and_6(mixer, position, width, heads), parameters)
-
-
-def test_what_table_5_simplifies_to_is_not_its_sum_for_several_heads():
-  def printed(t, d, n):
-    return 2 * t * d - t * n + t + 4 * d**2 - 5 * d - 1
-
-  for heads in (1, 2, 32):
-    trained = training_counts("attention", length=128, width=128, num_heads=heads)
-    total = sum(printed(t, 128, heads) for t in range(1, 129))
-    assert (total == trained.additions) == (heads == 1)
 
 
 @pytest.mark.parametrize(
   "mixer, switches",
   [(mixer, {}) for mixer in complexity.MIXERS] + [("she", BARE), ("he", BARE), ("we", BARE)],
 )
-@pytest.mark.parametrize("length", [1, 2, 8, 13])
+@pytest.mark.parametrize("length", [1, 13])
 def test_tokens_add_up_to_the_sequence(mixer, length, switches):
   heads = 1 if mixer in complexity.EXTRACTORS else 3
   sizes = dict(length=length, width=6, num_heads=heads, **switches)
-  steps = [inference_counts(mixer, position=1 + i, **sizes) for i in range(length)]
-  whole = training_counts(mixer, **sizes)
+  steps = [count_operations(mixer, position=1 + i, **sizes) for i in range(length)]
+  whole = count_operations(mixer, **sizes)
   for field in ("multiplications", "additions", "divisions", "exponentiations"):
     assert sum(getattr(step, field) for step in steps) == getattr(whole, field), field
   assert {step.parameters for step in steps} == {whole.parameters}
@@ -131,25 +121,6 @@ def plus(vectors):
   return [total(column) for column in zip(*vectors, strict=True)]
 
 
-def attention(x, heads):
-  """Eqs. 10 to 17, a head and a token at a time."""
-  width = len(x[0])
-  size = width // heads
-  joined = [[] for _ in x]
-  for _ in range(heads):
-    queries, keys, values = (
-      [apply(row, w) for row in x] for w in (matrix(width, size) for _ in range(3))
-    )
-    for t, query in enumerate(queries):
-      seen = range(t + 1)
-      scores = [total(times(query, keys[s])) / Number() for s in seen]
-      powers = [score.exp() for score in scores]
-      weights = [power / norm for norm in [total(powers)] for power in powers]
-      joined[t] += plus([[weights[s] * v for v in values[s]] for s in seen])
-  for row in joined:
-    apply(row, matrix(width, width))
-
-
 def dispatch(x, heads, multihead):
   """Alg. 1, without what its mask takes away."""
   length, width = len(x), len(x[0])
@@ -196,8 +167,7 @@ def extract(x, mixer, adjustment=True, output_projection=True):
 @pytest.mark.parametrize(
   "mixer, heads, switches",
   [
-    *(("attention", 1, {}), ("attention", 3, {}), ("dispatcher", 1, {}), ("dispatcher", 3, {})),
-    ("dispatcher_multihead", 3, {}),
+    *(("dispatcher", 1, {}), ("dispatcher", 3, {}), ("dispatcher_multihead", 3, {})),
     *((mixer, 1, {}) for mixer in complexity.EXTRACTORS),
     *(("he", 1, BARE), ("she", 1, dict(adjustment=False))),
     ("we", 1, dict(output_projection=False)),
@@ -206,13 +176,11 @@ def extract(x, mixer, adjustment=True, output_projection=True):
 def test_is_what_a_mixer_of_numbers_does(mixer, heads, switches):
   x = matrix(7, 6)
   Number.tally.clear()
-  if mixer == "attention":
-    attention(x, heads)
-  elif mixer in complexity.EXTRACTORS:
+  if mixer in complexity.EXTRACTORS:
     extract(x, mixer, **switches)
   else:
     dispatch(x, heads, mixer == "dispatcher_multihead")
-  counts = training_counts(mixer, length=7, width=6, num_heads=heads, **switches)
+  counts = count_operations(mixer, length=7, width=6, num_heads=heads, **switches)
   assert Counts(**Number.tally, parameters=counts.parameters) == counts
   assert sum(Number.tally.values()) == counts.operations
 
@@ -225,14 +193,12 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("mixer", LAYERS)
-@pytest.mark.parametrize("length", [1, 11, 16])
-def test_the_parameters_are_those_of_the_layer(mixer, length):
+def test_the_parameters_are_those_of_the_layer(mixer):
+  module = LAYERS[mixer](max_length=11)
+  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, 11, 12)))
   heads = 1 if mixer in complexity.EXTRACTORS else 3
-  module = LAYERS[mixer](max_length=length)
-  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, length, 12)))
-  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-  counts = training_counts(mixer, length=length, width=12, num_heads=heads)
-  assert counts.parameters == size
+  counts = count_operations(mixer, length=11, width=12, num_heads=heads)
+  assert counts.parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def butterflies(points):
@@ -240,44 +206,26 @@ def butterflies(points):
   return 0 if points == 1 else 2 * butterflies(points // 2) + points // 2
 
 
-@pytest.mark.parametrize("length, points", [(1, 2), (2, 4), (3, 8), (5, 16), (8, 16)])
+@pytest.mark.parametrize("length, points", [(1, 2), (3, 8), (5, 16)])
 @pytest.mark.parametrize("transform_taps", [True, False])
 @pytest.mark.parametrize("mixer", complexity.EXTRACTORS)
 def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
   width = 6
-  taps, products, sums = {
-    "she": (width**2, width**2, width * (width - 1)),
-    "me": (1, width, 0),
-  }.get(mixer, (width, width, 0))
-  transforms = 2 * width + (taps if transform_taps else 0)
+  parts = {"she": (width**2, width**2, width * (width - 1)), "me": (1, width, 0)}
+  taps, products, sums = parts.get(mixer, (width, width, 0))
   # A real transform is half a complex one, whose butterfly is a product and two sums.
-  halves = transforms * butterflies(points)
+  halves = (2 * width + taps * transform_taps) * butterflies(points)
   multiplications, additions = halves * 4 // 2, halves * (2 + 4) // 2
   for frequency in range(points // 2 + 1):
     is_real = frequency in (0, points // 2)
     multiplications += products * (1 if is_real else 4)
     additions += products * (0 if is_real else 2) + sums * (1 if is_real else 2)
-  direct = training_counts(mixer, length=length, width=width)
-  bare = direct if mixer == "me" else training_counts(mixer, length=length, width=width, **BARE)
-  linear = Counts(length * width**2, length * width * (width - 1))
-  rest = Counts(direct.multiplications - bare.multiplications, direct.additions - bare.additions)
-  if mixer == "he":
-    rest += linear
-  counts = fft_training_counts(mixer, length=length, width=width, transform_taps=transform_taps)
-  expected = Counts(multiplications, additions, parameters=direct.parameters) + rest
-  assert counts == expected
-
-
-def test_what_the_switches_take_off():
-  sizes = dict(length=5, width=6)
-  linear = Counts(5 * 36, 5 * 30, parameters=36)
-  adjustment = linear + Counts(5 * 6)
-  for count in (training_counts, fft_training_counts):
-    for mixer in ("she", "he", "we"):
-      whole = count(mixer, **sizes)
-      assert count(mixer, adjustment=False, **sizes) + adjustment == whole
-      assert count(mixer, output_projection=False, **sizes) + linear == whole
-      assert count(mixer, **BARE, **sizes) + adjustment + linear == whole
+  switches = {} if mixer == "me" else BARE
+  settings = dict(length=length, width=width, **switches)
+  linear = Counts(length * width**2, length * width * (width - 1), parameters=width**2)
+  expected = Counts(multiplications, additions, parameters=taps * length)
+  expected += linear if mixer == "he" else Counts()
+  assert count_fft(mixer, transform_taps=transform_taps, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -296,19 +244,12 @@ def test_what_the_switches_take_off():
 def test_wrong_input(settings, message):
   settings = dict(mixer="attention", length=7, width=12) | settings
   with pytest.raises(ValueError, match=f"^{message}"):
-    training_counts(**settings)
-  with pytest.raises(ValueError, match=f"^{message}"):
-    inference_counts(position=1, **settings)
+    count_operations(**settings)
+  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
+    count_fft("attention", length=7, width=12)
   for position in (0, 8, 1.0):
     with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
-      inference_counts("me", position=position, length=7, width=12)
-
-
-def test_the_fft_is_of_extractors_alone():
-  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
-    fft_training_counts("attention", length=7, width=12)
-  with pytest.raises(ValueError, match="length: expected"):
-    fft_training_counts("we", length=0, width=12)
+      count_operations("me", position=position, length=7, width=12)
 
 
 def cells(printed, name):
@@ -324,7 +265,7 @@ def test_the_command_prints_table_7(capsys):
     name = f"attention, {heads} head" + "s" * (heads > 1)
     name = mixer.upper() if mixer in complexity.EXTRACTORS else name
     assert cells(printed, name) == [*counts, operations, parameters]
-  counts = fft_training_counts("she", length=128, width=128)
+  counts = count_fft("she", length=128, width=128)
   assert cells(printed, "SHE, by FFT")[4] == counts.operations and "Taps known" in printed
 
 
@@ -332,8 +273,8 @@ def test_the_command_prints_one_token(capsys):
   complexity.main(["--inference=5", "--length=7", "--width=12", "--num_heads=3"])
   printed = capsys.readouterr().out
   sizes = dict(position=5, length=7, width=12)
-  attention = inference_counts("attention", num_heads=3, **sizes)
+  attention = count_operations("attention", num_heads=3, **sizes)
   assert cells(printed, "attention, 3 heads")[4] == attention.operations
-  he = inference_counts("he", **BARE, **sizes)
+  he = count_operations("he", **BARE, **sizes)
   assert cells(printed, "HE, extraction alone")[:2] == [he.multiplications, he.additions]
   assert "FFT" not in printed

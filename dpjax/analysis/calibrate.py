@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
-  """The entropy of a model's prediction of each next token, [B, T], in nats.
+  """The entropy of a model's prediction of each next token, [B, T], in nats, float32.
 
   Args:
     run: from `dpjax.load`.
-    tokens: the tokens of a text, [N], cut into B windows of T tokens, each read on its own; a
-      single window if N < T.
+    tokens: [N], cut into B windows of T tokens, each read on its own; a single one if N < T.
     window: T.
-
-  Returns:
-    float32.
   """
   import jax
   import jax.numpy as jnp
@@ -62,40 +58,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
   from dpjax.commands import flags as command_line
 
   about = "The theta of entropy_threshold boundaries for a mean length of segments."
-  parser = argparse.ArgumentParser(prog="dpjax calibrate", description=about)
-  parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
+  parser, path = argparse.ArgumentParser(prog="dpjax calibrate", description=about), os.path
+  parser.add_argument("run", metavar="RUN", type=path.expanduser, help="the folder of a run")
   about = "wanted mean length of segments, in tokens of the run"
   parser.add_argument("--factor", type=float, required=True, help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
-  parser.add_argument(
-    "--theta_add", type=float, default=0.0, help="second threshold in nats, for combined"
-  )
+  about = "second threshold in nats, for combined"
+  parser.add_argument("--theta_add", type=float, default=0.0, help=about)
   parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
-  parser.add_argument(
-    "--text", metavar="FILE", type=os.path.expanduser, help="a UTF-8 text to read instead"
-  )
+  about = "a UTF-8 text to read instead"
+  parser.add_argument("--text", metavar="FILE", type=path.expanduser, help=about)
   about = "tokens read at once: model.max_length of the run to train; default: this run's"
   parser.add_argument("--window", type=int, help=about)
   parser.add_argument("--length", type=int, help="number of tokens to read; default: all")
   with command_line.parsed(parser, arguments) as given:
     from dpjax import ops
     from dpjax import run as run_lib
+    from dpjax.data.sources import reading
     from dpjax.ops.entropies import check_rule
 
     rule = given.rule, given.theta_add
     check_rule(*rule)  # before anything is read
-    if given.text is not None and not os.path.isfile(given.text):
+    if given.text is not None and not path.isfile(given.text):
       raise UserError(f"text: expected a file with a text, got {given.text}")
     command_line.check_platform()
     run = run_lib.load(given.run)
     run_lib.check_frozen(run)
-    longest = run.window
-    window = longest if given.window is None else given.window
-    if not 1 <= window <= longest:
-      raise UserError(f"window: expected 1 to model.max_length = {longest}, got {window}")
+    window = run.window if given.window is None else given.window
+    if not 1 <= window <= run.window:
+      raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
     if given.length is not None and given.length < 1:
       raise UserError(f"length: expected at least 1, got {given.length}")
-    found = entropies(run, _tokens(run, given)[: given.length], window)
+    if given.text is None:
+      tokens = run.tokens(given.split)
+    else:
+      tokens = run.tokenizer.encode(reading.read_text(given.text, "text"))
+    if not len(tokens):
+      raise UserError(f"text: expected at least one token, got none in {given.text}")
+    found = entropies(run, tokens[: given.length], window)
     theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
     ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
     kind = run.tokenizer.kind
@@ -108,18 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.theta_add:
       settings[".theta_add"] = given.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))
-
-
-def _tokens(run: Any, given: argparse.Namespace) -> np.ndarray:
-  """The tokens of the text given by the flags."""
-  if given.text is not None:
-    from dpjax.data.sources import reading
-
-    tokens = run.tokenizer.encode(reading.read_text(given.text, "text"))
-    if not len(tokens):
-      raise UserError(f"text: expected at least one token, got none in {given.text}")
-    return tokens
-  return run.tokens(given.split)
 
 
 if __name__ == "__main__":

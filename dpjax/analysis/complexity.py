@@ -18,20 +18,20 @@ only for a single head; with more heads it is inconsistent with Tables 3 and 7.
 
 For every mixer here, the counts for tokens t = 1 .. l add up to those of training: both are
 one function of the number of new tokens and of the tokens that they read. The FFT needs the
-whole sequence and has no counts for one token. (This file is above 400 lines to keep the
-rules, their sums and the limits of sizes side by side.)
+whole sequence and has no counts for one token.
 """
 
 import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from dpjax.analysis import style
 from dpjax.errors import UserError
 
 MIXERS = ("attention", "dispatcher", "dispatcher_multihead", "she", "he", "we", "me")
 EXTRACTORS = ("she", "he", "we", "me")
-_LARGEST = 2**31  # of the sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +62,31 @@ class Counts:
     return Counts(*(a + b for a, b in pairs))
 
 
-def training_counts(
+class _Work(NamedTuple):
+  """New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads."""
+
+  tokens: int
+  reads: int
+  level_reads: int
+
+
+def count_operations(
   mixer: str,
   *,
   length: int,
   width: int,
+  position: int | None = None,
   num_heads: int = 1,
   adjustment: bool = True,
   output_projection: bool = True,
 ) -> Counts:
-  """Counts a sublayer's forward pass over one whole sequence, Tables 3 and 4.
+  """Counts a sublayer's forward pass over a sequence, or of one more token, Tables 3 to 6.
 
-    >>> training_counts("me", length=128, width=128)
+    >>> count_operations("me", length=128, width=128)
     Counts(multiplications=1056768, additions=1040384, divisions=0, exponentiations=0, \
 parameters=128)
-    >>> training_counts("attention", length=128, width=128, num_heads=32).operations
-    21710848
+    >>> count_operations("attention", length=128, width=128, num_heads=32, position=10).operations
+    136480
 
   The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
   1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
@@ -89,69 +98,30 @@ parameters=128)
     mixer: one of `MIXERS`.
     length: l, tokens of the sequence and of the context window.
     width: d.
+    position: t of one more token, from 1 to l, when all tokens before it are cached; None
+      counts training. Only the parameters, those of the whole sublayer, then depend on l.
     num_heads: n, a divisor of d; 1 for the Extractors, which have none.
-    adjustment: whether SHE, HE and WE have Eq. 24. False takes off d^2 + d multiplications
-      and d^2 - d additions a token, and d^2 parameters.
-    output_projection: whether SHE, HE and WE have Eq. 25. False takes off d^2
-      multiplications and d^2 - d additions a token, and d^2 parameters. HE without both
-      is its extraction alone.
-
-  Returns:
-    The counts.
+    adjustment: whether SHE, HE and WE have Eq. 24: d^2 + d multiplications and d^2 - d
+      additions a token, and d^2 parameters.
+    output_projection: whether SHE, HE and WE have Eq. 25: d^2 multiplications and d^2 - d
+      additions a token, and d^2 parameters. HE without both is its extraction alone.
 
   Raises:
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
   """
   _check(mixer, length, width, num_heads, adjustment, output_projection)
-  levels = _num_levels(length)
-  work = _Work(
-    tokens=length,
-    reads=length * (length + 1) // 2,
-    level_reads=sum(max(length - 2**level, 0) for level in range(levels)),
-  )
-  return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
-
-
-def inference_counts(
-  mixer: str,
-  *,
-  position: int,
-  length: int,
-  width: int,
-  num_heads: int = 1,
-  adjustment: bool = True,
-  output_projection: bool = True,
-) -> Counts:
-  """Counts the cost of one more token when all tokens before it are cached, Tables 5 and 6.
-
-    >>> inference_counts("attention", position=10, length=128, width=128, num_heads=32)
-    Counts(multiplications=68096, additions=67424, divisions=640, exponentiations=320, \
-parameters=65536)
-
-  Args:
-    mixer: one of `MIXERS`.
-    position: t, the number of tokens so far, including the new one, from 1 to l.
-    length: l, tokens of the context window; only the parameters depend on it.
-    width: d.
-    num_heads: see `training_counts`.
-    adjustment: see `training_counts`.
-    output_projection: see `training_counts`.
-
-  Returns:
-    The counts; the parameters are those of the whole sublayer.
-
-  Raises:
-    ValueError: see `training_counts`, or there is no such position.
-  """
-  _check(mixer, length, width, num_heads, adjustment, output_projection)
-  if not (_is_whole(position) and position <= length):
+  if position is None:
+    level_reads = sum(max(length - 2**level, 0) for level in range(_num_levels(length)))
+    work = _Work(length, length * (length + 1) // 2, level_reads)
+  elif type(position) is int and 1 <= position <= length:
+    # Level k reads the token 2**k before, and the first has none before it.
+    work = _Work(1, position, (position - 1).bit_length())
+  else:
     raise UserError(f"position: expected an integer from 1 to the length {length}, got {position}")
-  # Level k reads the token 2**k before, and the first has none before it.
-  work = _Work(tokens=1, reads=position, level_reads=(position - 1).bit_length())
   return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
 
 
-def fft_training_counts(
+def count_fft(
   mixer: str,
   *,
   length: int,
@@ -175,21 +145,8 @@ def fft_training_counts(
     SHE  d transforms, d^2 of the taps, d^2 products, d (d - 1) sums, d inverses
     HE, WE  d transforms, d of the taps, d products, d inverses; ME  1 of the taps
 
-  HE's W_in, the adjustment and the output are as in `training_counts`.
-
-  Args:
-    mixer: one of `EXTRACTORS`.
-    length: l.
-    width: d.
-    adjustment: see `training_counts`.
-    output_projection: see `training_counts`.
-    transform_taps: whether to count the transforms of the taps, which a batch shares.
-
-  Returns:
-    The counts.
-
-  Raises:
-    ValueError: see `training_counts`, or the mixer is no Extractor.
+  HE's W_in, the adjustment and the output, and the arguments, are as in `count_operations`;
+  `transform_taps` counts the transforms of the taps, which a batch shares.
   """
   if mixer not in EXTRACTORS:
     raise UserError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
@@ -206,188 +163,52 @@ def fft_training_counts(
     + (products - width) * points,
     parameters=taps * length,
   )
-  if mixer == "he":
-    counts += _linear(length, width, width)
-  return counts + _rest(mixer, length, width, adjustment, output_projection)
-
-
-def table(
-  *, length: int, width: int, num_heads: int, position: int | None = None
-) -> dict[str, Counts]:
-  """Counts every mixer: Table 7 with the Dispatcher and, in training, the FFT.
-
-  Args:
-    length: l.
-    width: d.
-    num_heads: the number of heads of the second row of attention and of the Dispatchers.
-    position: t, for one more token; None is training.
-
-  Returns:
-    The counts by the name of a row.
-
-  Raises:
-    ValueError: see `training_counts` and `inference_counts`.
-  """
-
-  def count(mixer: str, **settings) -> Counts:
-    if position is None:
-      return training_counts(mixer, length=length, width=width, **settings)
-    return inference_counts(mixer, position=position, length=length, width=width, **settings)
-
-  rows = {}
-  for mixer, name in (
-    ("attention", "attention"),
-    ("dispatcher", "Dispatcher"),
-    ("dispatcher_multihead", "multi-head Dispatcher"),
-  ):
-    for heads in (1, num_heads):
-      label = f"{name}, {heads} {'head' if heads == 1 else 'heads'}"
-      rows[label] = count(mixer, num_heads=heads)
-  for mixer in EXTRACTORS:
-    rows[mixer.upper()] = count(mixer)
-  bare = {"adjustment": False, "output_projection": False}
-  rows["HE, extraction alone"] = count("he", **bare)
-  if position is None:
-    for transform_taps, label in ((True, "by FFT"), (False, "by FFT, taps known")):
-      for mixer in EXTRACTORS:
-        rows[f"{mixer.upper()}, {label}"] = fft_training_counts(
-          mixer, length=length, width=width, transform_taps=transform_taps
-        )
-  return rows
-
-
-def format_table(rows: dict[str, Counts]) -> str:
-  """Formats the counts as a table, with commas between thousands."""
-  heads = [
-    "multiplications",
-    "additions",
-    "divisions",
-    "exponentiations",
-    "operations",
-    "parameters",
-  ]
-  cells = {name: [f"{getattr(row, head):,}" for head in heads] for name, row in rows.items()}
-  first = max(map(len, cells))
-  widths = [max(len(row[i]) for row in [heads, *cells.values()]) for i in range(len(heads))]
-  lines = [
-    "  ".join([name.ljust(first), *map(str.rjust, row, widths)])
-    for name, row in {"": heads, **cells}.items()
-  ]
-  return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table described by the command line."""
-  parser = argparse.ArgumentParser(
-    prog="dpjax complexity",
-    description="Operations and parameters of one sublayer, for each token mixer.",
-  )
-  parser.add_argument("--length", type=int, default=128, help="l, the context window")
-  parser.add_argument("--width", type=int, default=128, help="d")
-  parser.add_argument("--num_heads", type=int, default=32, help="n, a divisor of d")
-  parser.add_argument(
-    "--inference", type=int, metavar="T", help="count one more token, the T-th, instead"
-  )
-  given = parser.parse_args(arguments)
-  try:
-    rows = table(
-      length=given.length,
-      width=given.width,
-      num_heads=given.num_heads,
-      position=given.inference,
-    )
-  except UserError as error:
-    sys.exit(f"--{error}".replace("--position", "--inference"))
-  if given.inference is None:
-    print(f"Training, forward: {given.length} tokens, width {given.width}\n")
-    print(format_table(rows))
-    print("\nTaps known: their transforms, which a batch shares, are not counted.")
-  else:
-    print(f"Inference: token {given.inference} of {given.length}, width {given.width}\n")
-    print(format_table(rows))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-  """The amount of work in a pass.
-
-  Attributes:
-    tokens: new tokens.
-    reads: pairs of a new token and a token that it reads, itself included.
-    level_reads: pairs of a new token and a level at which it reads another token.
-  """
-
-  tokens: int
-  reads: int
-  level_reads: int
+  return counts + _linear_counts(mixer, length, width, adjustment, output_projection)
 
 
 def _count(
-  mixer: str,
-  work: _Work,
-  length: int,
-  width: int,
-  num_heads: int,
-  adjustment: bool,
-  output_projection: bool,
+  mixer: str, work: _Work, length: int, width: int, num_heads: int, *switches: bool
 ) -> Counts:
+  tokens, reads, level_reads = work
   if mixer == "attention":
-    return _attention(work, width, num_heads)
-  if mixer == "dispatcher":
-    return _dispatcher(work, length, width, num_heads, multihead=False)
-  if mixer == "dispatcher_multihead":
-    return _dispatcher(work, length, width, num_heads, multihead=True)
-  sums = (work.reads - work.tokens) * width
-  if mixer == "she":
-    counts = Counts(
-      work.reads * width**2,
-      work.reads * (width - 1) * width + sums,
-      parameters=length * width**2,
-    )
-  else:
-    taps = length if mixer == "me" else length * width
-    counts = Counts(work.reads * width, sums, parameters=taps)
+    linear, each = _linear(tokens, width), num_heads * reads
+    scores = Counts(width * reads, (width - num_heads) * reads, divisions=each)
+    softmax = Counts(0, num_heads * (reads - tokens), divisions=each, exponentiations=each)
+    mixed = Counts(width * reads, width * (reads - tokens))
+    return linear + linear + linear + scores + softmax + mixed + linear
+  if mixer not in EXTRACTORS:  # A Dispatcher's matrix of a head's size is applied to each head.
+    is_multihead = mixer == "dispatcher_multihead"
+    heads = 1 if is_multihead else num_heads
+    size, each = width // heads, num_heads * level_reads
+    linear = _linear(tokens * heads, size)
+    columns = _num_levels(length) * (num_heads if is_multihead else 1)
+    gates = Counts(each * size, each * (size - 1), parameters=size * columns)
+    if not is_multihead:
+      gates += Counts(0, each, divisions=each, exponentiations=each)
+    return linear + gates + Counts(width * level_reads, width * level_reads) + linear
+  sums, size = (reads - tokens) * width, width**2 if mixer == "she" else width
+  inner = reads * (width - 1) * width if mixer == "she" else 0
+  taps = length * (1 if mixer == "me" else size)
+  counts = Counts(reads * size, inner + sums, parameters=taps)
+  return counts + _linear_counts(mixer, tokens, width, *switches)
+
+
+def _linear_counts(
+  mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool
+) -> Counts:
+  """An Extractor's layers around the extraction."""
+  linear, counts = _linear(tokens, width), Counts()
   if mixer == "he":
-    counts += _linear(work.tokens, width, width)
-  return counts + _rest(mixer, work.tokens, width, adjustment, output_projection)
-
-
-def _attention(work: _Work, width: int, num_heads: int) -> Counts:
-  linear = _linear(work.tokens, width, width)
-  each = num_heads * work.reads
-  scores = Counts(width * work.reads, (width - num_heads) * work.reads, divisions=each)
-  softmax = Counts(0, num_heads * (work.reads - work.tokens), divisions=each, exponentiations=each)
-  mixed = Counts(width * work.reads, width * (work.reads - work.tokens))
-  return linear + linear + linear + scores + softmax + mixed + linear
-
-
-def _dispatcher(work: _Work, length: int, width: int, num_heads: int, *, multihead: bool) -> Counts:
-  # A matrix of a head's size is applied to each head of a token in turn.
-  heads = 1 if multihead else num_heads
-  size = width // heads
-  linear = _linear(work.tokens * heads, size, size)
-  each = num_heads * work.level_reads
-  columns = _num_levels(length) * (num_heads if multihead else 1)
-  gates = Counts(each * size, each * (size - 1), parameters=size * columns)
-  if not multihead:
-    gates += Counts(0, each, divisions=each, exponentiations=each)
-  levels = Counts(width * work.level_reads, width * work.level_reads)
-  return linear + gates + levels + linear
-
-
-def _rest(mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool) -> Counts:
-  """The counts of the layers after the extraction."""
-  counts = Counts()
+    counts += linear
   if mixer != "me" and adjustment:
-    counts += _linear(tokens, width, width) + Counts(tokens * width)
+    counts += linear + Counts(tokens * width)
   if mixer != "me" and output_projection:
-    counts += _linear(tokens, width, width)
+    counts += linear
   return counts
 
 
-def _linear(times: int, inputs: int, outputs: int) -> Counts:
-  size = inputs * outputs
-  return Counts(times * size, times * (size - outputs), parameters=size)
+def _linear(times: int, width: int) -> Counts:
+  return Counts(times * width**2, times * width * (width - 1), parameters=width**2)
 
 
 def _num_levels(length: int) -> int:
@@ -396,33 +217,74 @@ def _num_levels(length: int) -> int:
 
 
 def _check(
-  mixer: str,
-  length: int,
-  width: int,
-  num_heads: int,
-  adjustment: bool,
-  output_projection: bool,
+  mixer: str, length: int, width: int, num_heads: int, adjustment: bool, output_projection: bool
 ) -> None:
   if mixer not in MIXERS:
     raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
-  sizes = {"length": length, "width": width, "num_heads": num_heads}
-  for name, value in sizes.items():
-    if not _is_whole(value):
+  for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
+    if type(value) is not int or value < 1:
       raise UserError(f"{name}: expected an integer of at least 1, got {value}")
-    if value > _LARGEST:
-      raise UserError(f"{name}: expected at most {_LARGEST:,}, got {value}")
   if width % num_heads:
     raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
   if mixer in EXTRACTORS and num_heads != 1:
     raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
-  switches = {"adjustment": adjustment, "output_projection": output_projection}
-  for name, value in switches.items():
+  for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
     if mixer not in ("she", "he", "we") and not value:
       raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
 
 
-def _is_whole(value) -> bool:
-  return type(value) is int and value >= 1
+def table(
+  *, length: int, width: int, num_heads: int, position: int | None = None
+) -> dict[str, Counts]:
+  """Counts every mixer, by row: Table 7 with the Dispatcher and, in training, the FFT.
+
+  Attention and the Dispatchers have a row with 1 head and one with `num_heads`. Without a
+  position, training is counted; otherwise one more token. See `count_operations`.
+  """
+
+  def count(mixer: str, **settings) -> Counts:
+    return count_operations(mixer, length=length, width=width, position=position, **settings)
+
+  rows = {}
+  for mixer, name in zip(
+    MIXERS, ("attention", "Dispatcher", "multi-head Dispatcher"), strict=False
+  ):
+    for heads in (1, num_heads):
+      rows[f"{name}, {heads} {'head' if heads == 1 else 'heads'}"] = count(mixer, num_heads=heads)
+  rows |= {mixer.upper(): count(mixer) for mixer in EXTRACTORS}
+  rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
+  for label, taps in (("by FFT", True), ("by FFT, taps known", False)):
+    for mixer in EXTRACTORS if position is None else ():
+      counts = count_fft(mixer, length=length, width=width, transform_taps=taps)
+      rows[f"{mixer.upper()}, {label}"] = counts
+  return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the table described by the command line."""
+  about = "Operations and parameters of one sublayer, for each token mixer."
+  parser = argparse.ArgumentParser(prog="dpjax complexity", description=about)
+  parser.add_argument("--length", type=int, default=128, help="l, the context window")
+  parser.add_argument("--width", type=int, default=128, help="d")
+  parser.add_argument("--num_heads", type=int, default=32, help="n, a divisor of d")
+  about = "count one more token, the T-th, instead"
+  parser.add_argument("--inference", type=int, metavar="T", help=about)
+  given = parser.parse_args(arguments)
+  sizes = dict(length=given.length, width=given.width, num_heads=given.num_heads)
+  try:
+    rows = table(**sizes, position=given.inference)
+  except UserError as error:
+    sys.exit(f"--{error}".replace("--position", "--inference"))
+  if given.inference is None:
+    title = f"Training, forward: {given.length} tokens, width {given.width}"
+  else:
+    title = f"Inference: token {given.inference} of {given.length}, width {given.width}"
+  names = [field.name for field in dataclasses.fields(Counts)]
+  names.insert(-1, "operations")
+  cells = [[row, *(f"{getattr(x, name):,}" for name in names)] for row, x in rows.items()]
+  print(f"{title}\n\n{style.table(['', *names], cells)}")
+  if given.inference is None:
+    print("\nTaps known: their transforms, which a batch shares, are not counted.")
 
 
 if __name__ == "__main__":

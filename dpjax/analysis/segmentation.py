@@ -13,6 +13,7 @@ Source: the pooling paper, Fig. 2.
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,10 +55,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
   Args:
     run: from `dpjax.load`.
-    text: a text, or its tokens, [T].
-
-  Raises:
-    ValueError: the text has no tokens, or more than the model's longest window.
+    text: a text, or its tokens, [T], from 1 to the model's longest window.
   """
   import jax
   import jax.numpy as jnp
@@ -66,26 +64,35 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
   tokens = run.tokenizer.encode(text) if isinstance(text, str) else text
   tokens = np.asarray(tokens, np.int32)
-  longest = run.window
-  if not 1 <= len(tokens) <= longest:
-    expected = f"1 to {longest} tokens (the model's window)"
+  if not 1 <= len(tokens) <= run.window:
+    expected = f"1 to {run.window} tokens (the model's window)"
     raise UserError(f"text: expected {expected}, got {len(tokens)}")
 
   @jax.jit
   def read(params, tokens_bt):
-    # Boundaries may be drawn in evaluation, too.
-    rngs = {"dropout": jax.random.key(0)}
+    rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
     output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
-    ends_bt, logits_bt = output.boundaries, output.boundary_logits
-    rows = (
-      jnp.zeros(tokens_bt.shape) if ends_bt is None else ends_bt,
-      conditional_entropy(output.logits),
-      None if logits_bt is None else jax.nn.sigmoid(logits_bt),
-    )
+    boundaries = output.boundaries
+    boundaries = jnp.zeros(tokens_bt.shape) if boundaries is None else boundaries
+    logits = output.boundary_logits
+    probabilities = None if logits is None else jax.nn.sigmoid(logits)
+    rows = boundaries, conditional_entropy(output.logits), probabilities
     return jax.tree.map(lambda row: row[0].astype(jnp.float32), rows)
 
-  ends, entropies, probabilities = jax.device_get(read(run.params, tokens[None]))
-  return Segmentation(_pieces(run.tokenizer, tokens), ends > 0.5, entropies, probabilities)
+  boundaries, entropies, probabilities = jax.device_get(read(run.params, tokens[None]))
+  pieces = _split(run.tokenizer, tokens)
+  return Segmentation(pieces, boundaries > 0.5, entropies, probabilities)
+
+
+def _split(tokenizer, tokens: np.ndarray) -> list[str]:
+  """The text that each token adds, or the token's own text if that is unknown."""
+  pieces, before = [], ""
+  for i in range(len(tokens)):
+    after = tokenizer.decode(tokens[: i + 1])
+    added = after[len(before) :] if after.startswith(before) else ""
+    pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
+    before = after
+  return pieces
 
 
 def render(segmentation: Segmentation) -> str:
@@ -110,15 +117,8 @@ def visible(piece: str) -> str:
     >>> print(visible("a b|c\n"))
     a␣b\|c\n
   """
-
-  def show(character: str) -> str:
-    if character in "|·␣\\":
-      return f"\\{character}"
-    if character.isprintable():
-      return character.replace(" ", "␣")
-    return character.encode("unicode_escape").decode()
-
-  return "".join(map(show, piece))
+  marked = re.sub(r"[|·␣\\]", r"\\\g<0>", piece).replace(" ", "␣")
+  return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in marked)
 
 
 @style.applied()
@@ -158,20 +158,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
   from dpjax.commands import flags as command_line
 
   about = "The segments of a text and the conditional entropies, by a run's model."
-  parser = argparse.ArgumentParser(prog="dpjax segmentation", description=about)
-  parser.add_argument("run_folder", type=os.path.expanduser, help="of dpjax train")
+  parser, path = argparse.ArgumentParser(prog="dpjax segmentation", description=about), os.path
+  parser.add_argument("run_folder", type=path.expanduser, help="of dpjax train")
   parser.add_argument("--text", help="else the beginning of the test split")
   about = "tokens to show; else all of --text, or up to 120 of the split"
   parser.add_argument("--length", type=int, help=about)
-  parser.add_argument("--out", type=os.path.expanduser, help=f"a file: {', '.join(plots.SUFFIXES)}")
+  about = f"a file: {', '.join(plots.SUFFIXES)}"
+  parser.add_argument("--out", type=path.expanduser, help=about)
   with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib
 
     if given.out:
       plots.check_suffix(given.out)
     command_line.check_platform()
-    run = run_lib.load(given.run_folder)
-    found = segment(run, _stretch(run, given.text, given.length))
+    run, length = run_lib.load(given.run_folder), given.length
+    if length is not None and not 1 <= length <= run.window:
+      raise UserError(f"length: expected 1 to model.max_length = {run.window}, got {length}")
+    if given.text is None:
+      tokens = run.tokens("test")[: length or min(120, run.window)]
+    else:
+      tokens = run.tokenizer.encode(given.text)[:length]
+    found = segment(run, tokens)
     print(render(found))
     print(
       f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
@@ -179,27 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if given.out:
       plots.write(draw(found), given.out)
-
-
-def _stretch(run: Any, text: str | None, length: int | None) -> np.ndarray:
-  """The tokens selected by the flags."""
-  longest = run.window
-  if length is not None and not 1 <= length <= longest:
-    raise UserError(f"length: expected 1 to model.max_length = {longest}, got {length}")
-  if text is not None:
-    return run.tokenizer.encode(text)[:length]
-  return run.tokens("test")[: length or min(120, longest)]
-
-
-def _pieces(tokenizer, tokens: np.ndarray) -> list[str]:
-  """The text that each token adds, or the token's own text if unknown."""
-  pieces, before = [], ""
-  for i in range(len(tokens)):
-    after = tokenizer.decode(tokens[: i + 1])
-    added = after[len(before) :] if after.startswith(before) else ""
-    pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
-    before = after
-  return pieces
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The style of all figures of the project: colours, dashes, fonts and ticks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +51,17 @@ def line(i: int) -> dict[str, Any]:
     "color": COLOURS[i % len(COLOURS)],
     "linestyle": _DASHES[i // len(COLOURS) % len(_DASHES)],
   }
+
+
+def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+  """Lays out a table in columns: the first one to the left, the others to the right."""
+  cells = [[str(cell) for cell in row] for row in (heads, *rows)]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  lines = [
+    "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+    for first, *rest in cells
+  ]
+  return "\n".join(lines)
 
 
 def finish(figure: "Figure") -> None:

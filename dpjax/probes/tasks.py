@@ -17,21 +17,18 @@ the key before it than to look up a key; and rows of any length have `NUM_KEYS` 
 longer rows have longer distances but no more to remember.
 """
 
-import dataclasses
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3
 NUM_KEYS = 8  # of recall, and as many values
 NUM_NOISE = 16  # contents of induction
-# Of random numbers: no test row is drawn as a training row is.
-TRAINING, TEST = 0, 1
+TRAINING, TEST = 0, 1  # streams of random numbers: no test row is drawn as a training row is
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-  """Rows of a task; all fields are int32, [B, T].
+class Examples(NamedTuple):
+  """Rows of a task, each int32 [B, T].
 
   Attributes:
     tokens: the inputs of the model.
@@ -49,145 +46,63 @@ def num_contents(longest: int) -> int:
   return max(NUM_KEYS * (2 + NUM_KEYS), longest // 2)
 
 
-def recall(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
-  """Draws rows of multi-query associative recall.
-
-  The first half has a pair of each key and a random value, at random places, and 0 elsewhere;
-  the second half consists of random keys. Key i is the token 3 + i, value j is
-  3 + `NUM_KEYS` + j and their pair 3 + `NUM_KEYS` (2 + i) + j.
-
-  Args:
-    rng: the generator of random numbers.
-    num_rows: B.
-    length: T, even and at least 2 `NUM_KEYS`.
-    contents: the number of contents; the task uses the first `NUM_KEYS` (2 + `NUM_KEYS`).
-  """
-  del contents
-  half = length // 2
-  rows = _empty(num_rows, length)
-  keys = np.arange(NUM_KEYS)[None]
-  values = rng.integers(NUM_KEYS, size=(num_rows, NUM_KEYS))
-  places = _distinct(rng, num_rows, half)[:, :NUM_KEYS]
-  asked = rng.integers(NUM_KEYS, size=(num_rows, half))
-  pairs = FIRST_CONTENT + NUM_KEYS * (2 + keys) + values
-  np.put_along_axis(rows.tokens, places, pairs, 1)
-  rows.tokens[:, half:] = FIRST_CONTENT + asked
-  answers = np.take_along_axis(values, asked, 1)
-  rows.targets[:, half:] = FIRST_CONTENT + NUM_KEYS + answers
-  rows.distances[:, half:] = np.arange(half, length)[None] - np.take_along_axis(places, asked, 1)
-  return rows
-
-
-def copying(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
-  """Draws rows of n different tokens, the separator, the tokens again, and 0.
-
-  n is uniform in 1 .. T / 2, and is the distance of all answers of the row. The separator and
-  the tokens after it predict them.
-
-  Args:
-    rng: the generator of random numbers.
-    num_rows: B.
-    length: T, even.
-    contents: the number of contents, at least T / 2.
-  """
-  half = length // 2
-  copied = FIRST_CONTENT + _distinct(rng, num_rows, contents)[:, :half]
-  rows = _empty(num_rows, length + 1)
-  for row, n in enumerate(rng.integers(1, half + 1, size=num_rows)):
-    rows.tokens[row, :n] = rows.tokens[row, n + 1 : 2 * n + 1] = copied[row, :n]
-    rows.tokens[row, n] = SEPARATOR
-    rows.targets[row, n : 2 * n] = copied[row, :n]
-    rows.distances[row, n : 2 * n] = n
-  return Rows(rows.tokens[:, :-1], rows.targets[:, :-1], rows.distances[:, :-1])
-
-
-def induction(rng: np.random.Generator, num_rows: int, length: int, contents: int) -> Rows:
-  """Draws rows of random tokens with the trigger once inside and again at the end.
-
-  The answer at the end is the token after the first trigger; its distance is uniform in
-  1 .. T - 2.
-
-  Args:
-    rng: the generator of random numbers.
-    num_rows: B.
-    length: T, at least 3.
-    contents: the number of contents; the task uses the first `NUM_NOISE`.
-  """
-  del contents
-  rows = _empty(num_rows, length)
-  rows.tokens[:] = FIRST_CONTENT + rng.integers(NUM_NOISE, size=rows.tokens.shape)
-  rows.tokens[:, -1] = TRIGGER
-  distances = rng.integers(1, length - 1, size=num_rows)
-  index, places = np.arange(num_rows), length - 1 - distances
-  rows.tokens[index, places - 1] = TRIGGER
-  rows.targets[:, -1] = rows.tokens[index, places]
-  rows.distances[:, -1] = distances
-  return rows
-
-
-TASKS: dict[str, Callable[[np.random.Generator, int, int, int], Rows]] = {
-  "recall": recall,
-  "copying": copying,
-  "induction": induction,
-}
-
-
 def chance(task: str, contents: int) -> float:
   """The accuracy of a guess among all possible answers of the task."""
   return 1 / {"recall": NUM_KEYS, "copying": contents, "induction": NUM_NOISE}[task]
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskBatches:
-  """Batches of a task as a function of the step (`dpjax.training.loop.TrainBatches`).
+def draw(task: str, size: tuple[int, int], contents: int, seed: tuple[int, ...]) -> Examples:
+  """Draws rows of a task, of size B, T; T is even and at least 2 `NUM_KEYS`."""
+  return TASKS[task](np.random.default_rng(seed), *size, contents)
 
-  Attributes:
-    task: a name of `TASKS`.
-    batch_size: B.
-    window: T.
-    contents: entries of the vocabulary.
-    seed: the seed of the random numbers.
-    stream: `TRAINING` or `TEST`.
-    has_documents: whether "is_start" marks each row as a document, so that a mixer with a
-      `max_length` below T takes it, and sees `max_length` positions as usual.
+
+def _recall(rng, num_rows: int, length: int, contents: int) -> Examples:
+  """The first half has a pair for each key, at random places; the second consists of keys.
+
+  Key i is the token 3 + i, value j is 3 + `NUM_KEYS` + j, and their pair
+  3 + `NUM_KEYS` (2 + i) + j.
   """
-
-  task: str
-  batch_size: int
-  window: int
-  contents: int
-  seed: int
-  stream: int = TRAINING
-  has_documents: bool = False
-
-  def draw(self, step: int) -> Rows:
-    """All rows of a step."""
-    rng = np.random.default_rng((self.seed, self.stream, step))
-    return TASKS[self.task](rng, self.batch_size, self.window, self.contents)
-
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step; targets that are not answers have weight 0."""
-    return to_batch(self.draw(step), rows, self.has_documents)
-
-
-def to_batch(drawn: Rows, rows: slice, has_documents: bool) -> dict[str, np.ndarray]:
-  """Converts rows to a batch for `dpjax.training.step`."""
-  found = {
-    "tokens": drawn.tokens[rows],
-    "targets": drawn.targets[rows],
-    "weights": (drawn.distances[rows] > 0).astype(np.float32),
-  }
-  if has_documents:
-    found["is_start"] = np.zeros_like(found["tokens"])
-    found["is_start"][:, 0] = 1
-  return found
-
-
-def _empty(num_rows: int, length: int) -> Rows:
+  half = length // 2
   tokens, targets, distances = np.zeros((3, num_rows, length), np.int32)
-  return Rows(tokens, targets, distances)
+  values = rng.integers(NUM_KEYS, size=(num_rows, NUM_KEYS))
+  places = _permutations(rng, num_rows, half)[:, :NUM_KEYS]
+  queries = rng.integers(NUM_KEYS, size=(num_rows, half))
+  pairs = FIRST_CONTENT + NUM_KEYS * (2 + np.arange(NUM_KEYS)) + values
+  np.put_along_axis(tokens, places, pairs, 1)
+  tokens[:, half:] = FIRST_CONTENT + queries
+  targets[:, half:] = FIRST_CONTENT + NUM_KEYS + np.take_along_axis(values, queries, 1)
+  distances[:, half:] = np.arange(half, length) - np.take_along_axis(places, queries, 1)
+  return Examples(tokens, targets, distances)
 
 
-def _distinct(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
+def _copying(rng, num_rows: int, length: int, contents: int) -> Examples:
+  """Draws n different tokens, the separator, the tokens again, and 0; n is in 1 .. T / 2."""
+  half = length // 2
+  copied = FIRST_CONTENT + _permutations(rng, num_rows, contents)[:, :half]
+  tokens, targets, distances = np.zeros((3, num_rows, length + 1), np.int32)
+  for row, n in enumerate(rng.integers(1, half + 1, size=num_rows)):
+    tokens[row, :n] = tokens[row, n + 1 : 2 * n + 1] = copied[row, :n]
+    tokens[row, n] = SEPARATOR
+    targets[row, n : 2 * n] = copied[row, :n]
+    distances[row, n : 2 * n] = n
+  return Examples(tokens[:, :-1], targets[:, :-1], distances[:, :-1])
+
+
+def _induction(rng, num_rows: int, length: int, contents: int) -> Examples:
+  """Random tokens; the trigger at the end, and at a distance uniform in 1 .. T - 2."""
+  tokens, targets, distances = np.zeros((3, num_rows, length), np.int32)
+  tokens[:] = FIRST_CONTENT + rng.integers(NUM_NOISE, size=tokens.shape)
+  tokens[:, -1] = TRIGGER
+  distances[:, -1] = rng.integers(1, length - 1, size=num_rows)
+  index, places = np.arange(num_rows), length - 1 - distances[:, -1]
+  tokens[index, places - 1] = TRIGGER
+  targets[:, -1] = tokens[index, places]
+  return Examples(tokens, targets, distances)
+
+
+def _permutations(rng, num_rows: int, count: int) -> np.ndarray:
   """[B, count], a random permutation of 0 .. count - 1 in each row."""
   return rng.permuted(np.tile(np.arange(count), (num_rows, 1)), axis=1)
+
+
+TASKS = {"recall": _recall, "copying": _copying, "induction": _induction}

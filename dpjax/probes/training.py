@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,79 +24,62 @@ from dpjax.training import step as step_lib
 
 # Their window is `max_length`; that of a Dispatcher is 2**num_levels.
 EXTRACTORS, DISPATCHERS = ("she", "he", "we", "me"), ("dispatcher", "dispatcher_multihead")
-# Test rows are so many times as long as those of training.
-FACTORS = (1, 2, 4)
+
+
+def _field(default, about: str) -> Any:
+  return dataclasses.field(default=default, metadata={"help": about})
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """The settings that all models of a comparison share.
+  """The settings that all models of a comparison share; wrong ones raise a `UserError`.
 
-  Attributes:
-    length: T in training.
-    window: l of the Extractors and 2**K of the Dispatchers, a power of 2. With T / 2, two
-      layers reach across a row of training, but not across the longer rows of tests.
-    width: D of attention; the other models have as many parameters.
-    num_layers: the number of blocks.
-    num_steps: the number of updates.
-    batch_size: B; twice as many for induction, whose rows have one answer.
-    learning_rate: the peak learning rate.
-    num_test_rows: the number of test rows of each length; a multiple of 2 B.
+  With the window T / 2, two layers reach across a row of training, but not across longer rows.
   """
 
-  length: int = 32
-  window: int = 16
-  width: int = 64
-  num_layers: int = 2
-  num_steps: int = 1000
-  batch_size: int = 32
-  learning_rate: float = 3e-3
-  num_test_rows: int = 512
+  length: int = _field(32, "T, tokens of training rows; tests have rows of T, 2 T and 4 T")
+  window: int = _field(16, "taps of Extractors, and 2**levels of Dispatchers; a power of 2")
+  width: int = _field(64, "of attention; the others have as many parameters")
+  num_layers: int = _field(2, "blocks of each model")
+  num_steps: int = _field(1000, "updates")
+  batch_size: int = _field(32, "rows of an update; twice as many for induction, of one answer each")
+  learning_rate: float = _field(3e-3, "its peak")
+  num_test_rows: int = _field(512, "of each length; of RUN, of each distance")
+
+  def __post_init__(self):
+    least, rows = 2 * tasks.NUM_KEYS, 2 * max(1, self.batch_size)
+    is_window = self.window in [2**i for i in range(1, self.length.bit_length())]
+    is_tested = self.num_test_rows > 0 and self.num_test_rows % rows == 0
+    for name, is_right, expected in (
+      ("length", self.length >= least and self.length % 2 == 0, f"an even number from {least} on"),
+      ("window", is_window, f"a power of 2 up to {self.length}"),
+      ("width", self.width >= 8 and self.width % 8 == 0, "a multiple of 8"),
+      ("num_layers", self.num_layers >= 1, "at least 1"),
+      ("num_steps", self.num_steps >= 10, "at least 10"),
+      ("batch_size", self.batch_size >= 1, "at least 1"),
+      ("learning_rate", 0 < self.learning_rate < 1, "a number in (0, 1)"),
+      ("num_test_rows", is_tested, f"a multiple of 2 batch_size = {rows}"),
+    ):
+      if not is_right:
+        raise UserError(f"{name}: expected {expected}, got {getattr(self, name)}")
 
   @property
   def lengths(self) -> list[int]:
     """The lengths of test rows."""
-    return [factor * self.length for factor in FACTORS]
+    return [self.length, 2 * self.length, 4 * self.length]
 
   @property
   def contents(self) -> int:
     """The number of contents in the vocabulary."""
     return tasks.num_contents(max(self.lengths))
 
-  def check(self) -> None:
-    """Checks that the settings suit all tasks and models.
 
-    Raises:
-      UserError: `setting: expected ..., got ...`.
-    """
-    for field in dataclasses.fields(self):
-      setting = registry.Setting(type(field.default), field.default, False)
-      registry.check_value(field.name, getattr(self, field.name), setting)
-    least, rows = 2 * tasks.NUM_KEYS, self.batch_size
-    is_power = self.window >= 2 and self.window & (self.window - 1) == 0
-    for name, is_right, expected in (
-      ("length", self.length >= least and self.length % 2 == 0, f"an even number from {least} on"),
-      ("window", is_power and self.window <= self.length, f"a power of 2 up to {self.length}"),
-      ("width", self.width >= 8 and self.width % 8 == 0, "a multiple of 8"),
-      ("num_layers", self.num_layers >= 1, "at least 1"),
-      ("num_steps", self.num_steps >= 10, "at least 10"),
-      ("batch_size", rows >= 1, "at least 1"),
-      ("learning_rate", 0 < self.learning_rate < 1, "a number in (0, 1)"),
-      (
-        "num_test_rows",
-        rows > 0 and self.num_test_rows > 0 and self.num_test_rows % (2 * rows) == 0,
-        f"a multiple of 2 batch_size = {2 * rows}",
-      ),
-    ):
-      if not is_right:
-        raise UserError(f"{name}: expected {expected}, got {getattr(self, name)}")
-
-
-def model_config(settings: Settings, mixer: str, width: int, hidden_width: int) -> ConfigDict:
+def model_config(settings: Settings, mixer: str, width: int, more: int = 0) -> ConfigDict:
   """`config.model` of a mixer in the frame of configs/modern_transformer.py.
 
   The frame has no positions of its own, as attention has rotary positions, a Dispatcher its
   levels and an Extractor its taps. So all models read rows longer than in training.
+  Feed-forward networks are 8 / 3 times as wide as the model, and `more`.
   """
   model = config_lib.load("modern_transformer").model
   known, given = registry.mixers.settings(mixer), {}
@@ -108,17 +91,15 @@ def model_config(settings: Settings, mixer: str, width: int, hidden_width: int) 
     given |= dict(rotary_base=10_000.0, use_bias=False)
   if mixer in EXTRACTORS:
     given["implementation"] = "scan"  # the cheapest where rows are longer than the window
-  model.mixer = config_lib.mixer(mixer, **given)
   model.update(
-    dict(
-      vocab_size=tasks.FIRST_CONTENT + settings.contents,
-      num_layers=settings.num_layers,
-      width=width,
-      feed_forward_width=hidden_width,
-      max_length=settings.window if mixer in EXTRACTORS else max(settings.lengths),
-      dropout=0.0,
-      init_std=0.0,  # PyTorch's defaults: the frame's 0.02 is for wider models
-    )
+    mixer=config_lib.mixer(mixer, **given),
+    vocab_size=tasks.FIRST_CONTENT + settings.contents,
+    num_layers=settings.num_layers,
+    width=width,
+    feed_forward_width=width * 8 // 3 + more,
+    max_length=settings.window if mixer in EXTRACTORS else max(settings.lengths),
+    dropout=0.0,
+    init_std=0.0,  # PyTorch's defaults: the frame's 0.02 is for wider models
   )
   return model
 
@@ -137,25 +118,20 @@ def reach(model: Mapping) -> int | None:
   return layers * (model["max_length"] - 1) if mixer["name"] in EXTRACTORS else None
 
 
-def num_parameters(model: Mapping) -> int:
-  """The number of parameters of a model, from its settings."""
-  ids = jnp.zeros((1, 1), jnp.int32)
-  shapes = jax.eval_shape(lambda: build_model(model).init(jax.random.key(0), ids))
-  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
 def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
   """A mixer's `config.model` with as many parameters as attention's, and their number.
 
-  The width is the largest multiple of 8 at which the model has at most attention's parameters,
-  with feed-forward networks 8 / 3 times as wide; these are then widened to reach them.
+  The width is the largest multiple of 8 at which the model has at most attention's parameters;
+  the feed-forward networks are then widened to reach them.
   """
 
-  def count(width: int, more: int = 0) -> int:
-    return num_parameters(model_config(settings, mixer, width, _hidden_width(width) + more))
+  def count(width: int, more: int = 0, mixer: str = mixer) -> int:
+    model = build_model(model_config(settings, mixer, width, more))
+    init = partial(model.init, jax.random.key(0))
+    shapes = jax.eval_shape(init, jnp.zeros((1, 1), jnp.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
-  usual = model_config(settings, "attention", settings.width, _hidden_width(settings.width))
-  target = num_parameters(usual)
+  target = count(settings.width, mixer="attention")
   widths = range(8, 2 * settings.width + 8, 8)
   width = widths[max(0, bisect.bisect_right(widths, target, key=count) - 1)]
   least = count(width)
@@ -166,99 +142,87 @@ def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
       f"width: expected one at which {mixer} can have attention's {target:,} parameters "
       f"within 2%, got {settings.width}, at which it has {found:,}"
     )
-  return model_config(settings, mixer, width, _hidden_width(width) + more), found
+  return model_config(settings, mixer, width, more), found
 
 
-def _hidden_width(width: int) -> int:
-  return width * 8 // 3  # as SwiGLU has three matrices
+def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, Any]]:
+  """A function that trains a mixer for a task with a seed, and tests it.
 
-
-class Trainee:
-  """A mixer's model, with the programs that train and test it for any task and seed.
-
-  Attributes:
-    config: `config.model`.
-    num_parameters: the number of parameters of the model.
+  It shares its compiled programs between tasks and seeds. It returns JSON values:
+  "parameters", "width", "feed_forward_width", "reach", "loss" (the mean over the last tenth of
+  the updates), "seconds" of processor time, and "tests", by length: see `count_hits`. It raises
+  a FloatingPointError if the loss is not finite.
   """
+  config, num_parameters = equal_model(settings, mixer)
+  section = config_lib.load("modern_transformer").train
+  section.learning_rate = settings.learning_rate
+  section.schedule.warmup_steps = settings.num_steps // 10
+  model = build_model(config)
+  optimizer = optimizers.build_optimizer(section, settings.num_steps)
+  mesh = sharding.make_mesh()
+  shapes = step_lib.abstract_state(model, optimizer, 0, mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+  init = jax.jit(partial(step_lib.init_state, model, optimizer), out_shardings=shardings)
+  train_step = step_lib.jit_train_step(model, optimizer, shardings, mesh)
 
-  def __init__(self, settings: Settings, mixer: str):
-    """Finds the sizes of the model; compiles nothing yet."""
-    self.config, self.num_parameters = equal_model(settings, mixer)
-    self._settings, self._has_documents = settings, mixer in EXTRACTORS
-    section = config_lib.load("modern_transformer").train
-    section.learning_rate = settings.learning_rate
-    section.schedule.warmup_steps = settings.num_steps // 10
-    model = build_model(self.config)
-    optimizer = optimizers.build_optimizer(section, settings.num_steps)
-    self._mesh = sharding.make_mesh()
-    shapes = step_lib.abstract_state(model, optimizer, 0, self._mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    init = partial(step_lib.init_state, model, optimizer)
-    self._init = jax.jit(init, out_shardings=shardings)
-    self._step = step_lib.jit_train_step(model, optimizer, shardings, self._mesh)
+  @jax.jit
+  def predict(params, tokens_bt):
+    is_start = _is_start(tokens_bt, mixer)
+    return model.apply({"params": params}, tokens_bt, **is_start).logits.argmax(-1)
 
-    @jax.jit
-    def predict(params, tokens, known):
-      return model.apply({"params": params}, tokens, **known).logits.argmax(-1)
-
-    self._predict = predict
-
-  def run(self, task: str, seed: int) -> dict[str, Any]:
-    """Trains for a task, and tests.
-
-    Args:
-      task: a name of `dpjax.probes.tasks.TASKS`.
-      seed: the seed of parameters and rows.
-
-    Returns:
-      JSON values: "parameters", "width", "feed_forward_width", "reach", "loss" (the mean over
-      the last tenth of the updates), "seconds" of processor time, and "tests": for each length
-      the "hits" and "counts" of answers by distance, from 0 on.
-
-    Raises:
-      FloatingPointError: the loss is not finite.
-    """
-    began, state = time.process_time(), self._init(seed)
-    steps, losses = self._settings.num_steps, []
-    batches = self._rows(task, self._settings.length, seed, tasks.TRAINING)
-    for step in range(steps):
-      batch = sharding.put_batch(batches.batch(step), self._mesh)
-      state, measured = self._step(state, batch)
+  def train(task: str, seed: int) -> dict[str, Any]:
+    began, state, losses = time.process_time(), init(seed), []
+    num_rows = settings.batch_size * (2 if task == "induction" else 1)
+    for step in range(settings.num_steps):
+      size = num_rows, settings.length
+      drawn = tasks.draw(task, size, settings.contents, (seed, tasks.TRAINING, step))
+      weights = (drawn.distances > 0).astype(np.float32)
+      batch = {"tokens": drawn.tokens, "targets": drawn.targets, "weights": weights}
+      batch |= _is_start(drawn.tokens, mixer)
+      state, measured = train_step(state, sharding.put_batch(batch, mesh))
       losses.append(float(measured["loss"]))  # many updates under way can stall XLA's CPUs
-    loss = sum(losses[-(steps // 10) :]) / (steps // 10)
+    last = settings.num_steps // 10
+    loss = sum(losses[-last:]) / last
     if not math.isfinite(loss):
-      raise FloatingPointError(f"{task}, {self.config.mixer.name}, seed {seed}: loss {loss}")
+      raise FloatingPointError(f"{task}, {mixer}, seed {seed}: loss {loss}")
+    tests = {}
+    for length in settings.lengths:
+      batches = (
+        tasks.draw(task, (num_rows, length), settings.contents, (seed, tasks.TEST, i))
+        for i in range(settings.num_test_rows // num_rows)
+      )
+      tests[str(length)] = count_hits(partial(predict, state.params), batches)
     return {
-      "parameters": self.num_parameters,
-      "width": self.config.width,
-      "feed_forward_width": self.config.feed_forward_width,
-      "reach": reach(self.config),
+      "parameters": num_parameters,
+      "width": config.width,
+      "feed_forward_width": config.feed_forward_width,
+      "reach": reach(config),
       "loss": loss,
-      "tests": {
-        str(length): self.test(state.params, task, length, seed)
-        for length in self._settings.lengths
-      },
+      "tests": tests,
       "seconds": round(time.process_time() - began, 1),
     }
 
-  def test(self, params: dict, task: str, length: int, seed: int) -> dict[str, list[int]]:
-    """Counts right answers in test rows by distance: "hits" and "counts", each [T]."""
-    batches = self._rows(task, length, seed, tasks.TEST)
-    hits, counts = np.zeros((2, length), np.int64)
-    for step in range(self._settings.num_test_rows // batches.batch_size):
-      drawn = batches.draw(step)
-      batch = tasks.to_batch(drawn, slice(None), self._has_documents)
-      known = {"is_start": batch["is_start"]} if self._has_documents else {}
-      predicted = np.asarray(self._predict(params, batch["tokens"], known))
-      is_answer = drawn.distances > 0
-      is_hit = is_answer & (predicted == drawn.targets)
-      counts += np.bincount(drawn.distances[is_answer], minlength=length)
-      hits += np.bincount(drawn.distances[is_hit], minlength=length)
-    return {"hits": hits.tolist(), "counts": counts.tolist()}
+  return train
 
-  def _rows(self, task: str, length: int, seed: int, stream: int) -> tasks.TaskBatches:
-    # A row of induction has a single answer.
-    size = self._settings.batch_size * (2 if task == "induction" else 1)
-    return tasks.TaskBatches(
-      task, size, length, self._settings.contents, seed, stream, self._has_documents
-    )
+
+def count_hits(predict: Callable, batches: Iterable[tasks.Examples]) -> dict[str, list[int]]:
+  """Right answers and all answers by distance, from 0 on: "hits" and "counts", each [T]."""
+  hits, counts = [], []
+  for tokens, targets, distances in batches:
+    is_answer = distances > 0
+    is_hit = is_answer & (np.asarray(predict(tokens)) == targets)
+    counts.append(np.bincount(distances[is_answer], minlength=tokens.shape[1]))
+    hits.append(np.bincount(distances[is_hit], minlength=tokens.shape[1]))
+  return {"hits": np.sum(hits, axis=0).tolist(), "counts": np.sum(counts, axis=0).tolist()}
+
+
+def _is_start(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
+  """Marks each row as a document for a mixer whose `max_length` may be below T.
+
+  So it takes the row, and sees `max_length` positions as usual.
+  """
+  if mixer not in EXTRACTORS:
+    return {}
+  is_start = np.zeros(tokens_bt.shape, np.int32)
+  is_start[:, 0] = 1
+  return {"is_start": is_start}

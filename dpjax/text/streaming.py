@@ -26,16 +26,11 @@ class TextStream:
 
     "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
 
-  After a prompt, this is what `decode` adds to the prompt's text: WordPiece puts a space before
-  a word unless it is the first, for example.
+  After a prompt, this is what `decode` adds to the prompt's text.
 
   Text is returned at once, with two exceptions. Up to three final U+FFFD that may be the
-  beginning of a character wait for the next token. (A real U+FFFD of "characters" does not
-  wait.) If a BPE decodes a run of bytes together, they wait for the end of the run.
-
-  A push decodes its own tokens and a few before them, not the whole text. It works for
-  every tokenizer of dpjax, for loaded BPE with the decoder of GPT-2, Llama or Gemma, and
-  for SentencePiece models without denormalisation rules.
+  beginning of a character wait for the next token, and if a BPE decodes a run of bytes together,
+  they wait for the end of the run. A push decodes its own tokens and a few before them.
   """
 
   def __init__(self, tokenizer: Tokenizer, prompt: str = ""):
@@ -57,13 +52,7 @@ class TextStream:
       self._drops_space = prompt[-1].isspace() and not shown[-1:].isspace()
 
   def push(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Takes the next tokens.
-
-    Args:
-      ids: [N], in 0 .. V - 1; N may be 0.
-
-    Returns:
-      The new text that is certain, perhaps "".
+    """Takes the next tokens, [N], and returns the new text that is certain, perhaps "".
 
     Raises:
       ValueError: an id is outside 0 .. V - 1; the call then has no effect.
@@ -86,7 +75,7 @@ class TextStream:
       self._window.append(i)
     text = self._tokenizer.decode(self._window)
     certain = max(self._shown, self._certain(text))
-    new = self._without_space(text[self._shown : certain])
+    new = self._drop_space(text[self._shown : certain])
     self._shown = certain
     if not text:  # marks and dropped spaces, of which one is as good as many
       self._window = list(dict.fromkeys(self._window))
@@ -97,9 +86,9 @@ class TextStream:
   def finish(self) -> str:
     """Ends the text: returns the rest, and begins a new text."""
     rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
-    new = self._without_space(rest)
+    rest = self._drop_space(rest)
     self._begin()
-    return new
+    return rest
 
   def _begin(self) -> None:
     self._window: list[int] = []  # the last tokens, without those that wait
@@ -108,7 +97,7 @@ class TextStream:
     self._marks: set[int] = set()  # the tokens without text at the window's end
     self._drops_space = False  # whether the prompt has the space of the next word
 
-  def _without_space(self, new: str) -> str:
+  def _drop_space(self, new: str) -> str:
     if new and self._drops_space:
       self._drops_space = False
       return new.removeprefix(" ")

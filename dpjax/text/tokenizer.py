@@ -12,9 +12,7 @@ from dpjax import files
 from dpjax.errors import UserError
 
 FORMAT = 1
-# Of a vocabulary that is learned: far more than any has, and what the libraries that
-# learn it still have memory for.
-MOST_PIECES = 2**24
+MOST_PIECES = 2**24  # that are learned; the libraries have memory for them
 # Of a vocabulary file: several times the largest that are known.
 
 
@@ -54,9 +52,8 @@ class Tokenizer(abc.ABC):
     try:
       text.encode()
     except UnicodeEncodeError as error:
-      raise UserError(
-        f"text: expected Unicode text, got a lone surrogate at place {error.start}"
-      ) from error
+      message = "text: expected Unicode text, got a lone surrogate at place"
+      raise UserError(f"{message} {error.start}") from error
     return self._encode(text)
 
   @abc.abstractmethod
@@ -66,15 +63,7 @@ class Tokenizer(abc.ABC):
   def parts(self, chunks: Iterable[str]) -> Iterable[str]:
     """Cuts a text again, so that the parts together have the ids of the whole.
 
-    Args:
-      chunks: the text in parts that end with lines, if possible at clean cuts
-        (`is_clean_cut`).
-
-    Returns:
-      The same text in parts.
-
-    Raises:
-      ValueError: `data.tokenizer_file: ...`, while iterating: a long text has no such place.
+    The chunks end with lines, if possible at clean cuts (`is_clean_cut`).
     """
     return chunks
 
@@ -87,9 +76,6 @@ class Tokenizer(abc.ABC):
 
     Returns:
       The longest common prefix of the ids of the whole and of the context alone; and the rest.
-
-    Raises:
-      ValueError: see `encode`.
     """
     ids, alone = self.encode(context + continuation), self.encode(context)
     size = min(len(ids), len(alone))
@@ -97,19 +83,14 @@ class Tokenizer(abc.ABC):
     return ids[:size], ids[size:]
 
   def keeps_text(self, ids: np.ndarray) -> bool:
-    """Whether the ids [N] represent all of a text, without lost or unknown parts.
-
-    Otherwise -ln P of the ids is not that of the text, and bits per character and per byte
-    would be too low.
-    """
+    """Whether the ids [N] represent all of a text, so that their -ln P is that of the text."""
     return self.lossless and not self.count_unknown(ids)
 
   def count_unknown(self, ids: np.ndarray) -> int:
     """The number of ids [N] that stand for unknown parts of a text."""
     if self.unknown_id is None:
       return 0
-    size = 2**24  # Of mapped ids, few are held at a time.
-    blocks = (ids[begin : begin + size] for begin in range(0, len(ids), size))
+    blocks = (ids[i : i + 2**24] for i in range(0, len(ids), 2**24))  # of a mapped file
     return sum(int(np.count_nonzero(block == self.unknown_id)) for block in blocks)
 
   @abc.abstractmethod
@@ -121,25 +102,17 @@ class Tokenizer(abc.ABC):
 
     "b\u00e9 b"  ->  "characters": 0 1 2 3; "bytes": 0 2 3 4
 
-    Returns:
-      int64 [number of characters], increasing.
-
-    Raises:
-      ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
+    The other kinds raise a `UserError`: their tokens are not parts of single characters.
     """
-    raise UserError(
-      f"data.tokenizer: expected characters or bytes with Unigram boundaries, got {self.kind}"
-    )
+    raise self._subword_error("Unigram")
 
   def as_bytes(self) -> list[bytes]:
-    """The UTF-8 bytes of each id, at least one.
+    """The UTF-8 bytes of each id, at least one; see `character_ends`."""
+    raise self._subword_error("SpaceByte")
 
-    Raises:
-      ValueError: `data.tokenizer: ...`, its tokens are not parts of single characters.
-    """
-    raise UserError(
-      f"data.tokenizer: expected characters or bytes with SpaceByte boundaries, got {self.kind}"
-    )
+  def _subword_error(self, boundaries: str) -> UserError:
+    expected = f"data.tokenizer: expected characters or bytes with {boundaries} boundaries"
+    return UserError(f"{expected}, got {self.kind}")
 
   @abc.abstractmethod
   def fields(self) -> dict:
@@ -157,11 +130,7 @@ class Tokenizer(abc.ABC):
 
 
 def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-  """Ids as an int64 array [N].
-
-  Raises:
-    ValueError: one is outside 0 .. vocab_size - 1.
-  """
+  """Ids as an int64 array [N]; a `ValueError` if one is outside 0 .. vocab_size - 1."""
   array = np.asarray(ids, np.int64).reshape(-1)
   if array.size and not 0 <= array.min() <= array.max() < vocab_size:
     raise UserError(f"ids: expected 0 .. {vocab_size - 1}, got {array.min()} .. {array.max()}")
@@ -192,11 +161,8 @@ def is_clean_cut(before: str, after: str) -> bool:
   r"""Whether a cut between two lines preserves the subwords.
 
   "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is not: splitting
-  into words groups the white space before a word, except for its last character.
-
-  Args:
-    before: the text before the cut, or its last two characters.
-    after: the text after the cut, or its first two characters.
+  into words groups the white space before a word, except for its last character. Two characters
+  before and after the cut suffice.
   """
   if not before.endswith("\n") or not after:
     return False
@@ -228,11 +194,7 @@ def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
 
 
 def read_json(text: str | bytes):
-  """The value of a JSON text.
-
-  Raises:
-    ValueError: the text is damaged, or nested too deeply.
-  """
+  """The value of a JSON text; a `ValueError` if it is damaged, or nested too deeply."""
   try:
     return json.loads(text)
   except RecursionError as error:
@@ -250,39 +212,14 @@ def size_error(expected: str, got: int, setting: str = "data.tokenizer_size") ->
 
 
 def library_tokenizer(content: dict):
-  """A tokenizer of the `tokenizers` library from its own JSON.
-
-  Raises:
-    ValueError: the JSON is not a tokenizer, or one of its ids is too large.
-  """
+  """A tokenizer of the `tokenizers` library from its own JSON; a `ValueError` if it is none."""
   from tokenizers import Tokenizer as LibraryTokenizer
 
-  try:
-    added = [token["id"] for token in content.get("added_tokens") or ()]
-    check_ids([*content["model"]["vocab"].values(), *added])
-  except (AttributeError, KeyError, TypeError) as error:
-    raise UserError("not the JSON of a tokenizer with a vocabulary") from error
   return library_call(LibraryTokenizer.from_str, json.dumps(content))
 
 
-def check_ids(ids: list[int]) -> None:
-  """Checks that a small file does not ask for a large model: ids may have gaps, but not many.
-
-  Raises:
-    ValueError: an id is too large, or no id.
-  """
-  most = 2 * len(ids) + 2**16
-  wrong = next((i for i in ids if type(i) is not int or not 0 <= i < most), None)
-  if wrong is not None:
-    raise UserError(f"the id {wrong!r} in a vocabulary of {len(ids):,} pieces")
-
-
 def library_call(call, *arguments, **options):
-  """Calls the `tokenizers` library, whose errors are plain Exceptions, or panics.
-
-  Raises:
-    ValueError: the library raises an error.
-  """
+  """Calls the `tokenizers` library, and turns its errors into a `UserError`."""
   try:
     return call(*arguments, **options)
   except BaseException as error:

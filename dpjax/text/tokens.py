@@ -24,21 +24,9 @@ from dpjax.text.tokenizer import (
 )
 from dpjax.text.wordpiece import WordPiece
 
-__all__ = [
-  "CHARACTER_KINDS",
-  "KINDS",
-  "Tokenizer",
-  "load_tokenizer",
-  "tokenizer_from_json",
-  "train_tokenizer",
-]
-
 
 class Characters(Tokenizer):
-  """One id for each character, in the order of code points.
-
-  The last id, V - 1, stands for all unknown characters, and decodes as U+FFFD.
-  """
+  """One id for each character, by code point; the last one, V - 1, for all others, U+FFFD."""
 
   kind = "characters"
   lossless = True
@@ -53,8 +41,7 @@ class Characters(Tokenizer):
     self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)
     self._table[points] = np.arange(len(points))
     self.start_id = max(0, characters.find("\n"))
-    places = (characters.find(character) for character in " \n")
-    self.space_ids = tuple(place for place in places if place >= 0)
+    self.space_ids = tuple(characters.index(x) for x in " \n" if x in characters)
 
   @classmethod
   def train(cls, chunks: Iterable[str]) -> "Characters":
@@ -153,8 +140,7 @@ def train_tokenizer(
 
   Args:
     kind: a key of `KINDS`. "characters" and "bytes" have no settings.
-    chunks: the text in parts, preferably cut after line ends; may be iterated twice, so not
-      a bare iterator.
+    chunks: the text in parts, preferably cut after line ends; not a bare iterator.
     vocab_size: V of a learned vocabulary; if the text has too few pieces, "wordpiece" and
       "bpe" give fewer.
     file: a vocabulary to load instead of learning one. SentencePiece: a `.model`.
@@ -176,28 +162,20 @@ def train_tokenizer(
   """
   if kind not in KINDS:
     raise unknown("data.tokenizer", KINDS, kind)
-  for setting, value in (
-    ("lower_text", lower_text),
-    ("lower_pieces", lower_pieces),
-    ("restrict_vocabulary", restrict),
-  ):
+  switches = {"lower_text": lower_text, "lower_pieces": lower_pieces}
+  for name, value in (switches | {"restrict_vocabulary": restrict}).items():
     if value and kind != "wordpiece":
-      raise UserError(
-        f"data.{setting}: expected False with the tokenizer {kind}, got "
-        "True (it is a setting of wordpiece)"
-      )
+      expected = f"data.{name}: expected False with the tokenizer {kind}"
+      raise UserError(f"{expected}, got True (it is a setting of wordpiece)")
   if kind in CHARACTER_KINDS:
     if file:
-      raise UserError(
-        f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}, got "
-        f"{file}"
-      )
+      expected = f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}"
+      raise UserError(f"{expected}, got {file}")
     return Characters.train(chunks) if kind == "characters" else Bytes()
   if not file and vocab_size > MOST_PIECES:
     raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
   if kind == "wordpiece":
-    options = {"lower_text": lower_text, "lower_pieces": lower_pieces}
-    return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **options)
+    return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **switches)
   if kind == "bpe":
     return BytePairs.load(file) if file else BytePairs.train(chunks, vocab_size)
   if file:
@@ -206,11 +184,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(place: str | Path, setting: str = "data.tokenizer_file") -> Tokenizer | None:
-  """The tokenizer of a run.
-
-  Args:
-    place: the run's folder, or its data/tokenizer.json.
-    setting: the setting that names it, for messages.
+  """The tokenizer of a run, from its folder or its data/tokenizer.json.
 
   Returns:
     The tokenizer; None if the place is of another kind, such as a vocabulary for
@@ -240,22 +214,13 @@ def tokenizer_from_json(text: str | bytes) -> Tokenizer:
   Raises:
     ValueError: the JSON is damaged, or of a later format.
   """
-  expected = "tokenizer.json: expected the JSON of a tokenizer, got"
   try:
     content = read_json(text)
-  except ValueError as error:
-    raise UserError(f"{expected} damaged JSON ({error})") from error
-  if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-    raise UserError(f"{expected} JSON without a format number")
-  if content["format"] > FORMAT:
-    raise UserError(
-      f"tokenizer.json: expected a format up to {FORMAT}, got "
-      f"{content['format']}: a later version of dpjax wrote it"
-    )
-  kind = content.get("kind")
-  if not isinstance(kind, str) or kind not in KINDS:
-    raise UserError(f"{expected} the kind {kind!r}; known are {', '.join(KINDS)}")
-  try:
+    if content["format"] > FORMAT:
+      raise UserError(f"a later format than {FORMAT}: {content['format']}")
+    kind = content["kind"]
     return KINDS[kind].from_fields(kind, content)
   except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-    raise UserError(f"{expected} a damaged {kind}: {error}") from error
+    answer = error if isinstance(error, UserError) else repr(error)
+    expected = "tokenizer.json: expected the JSON of a tokenizer"
+    raise UserError(f"{expected}, got a damaged one: {answer}") from error

@@ -9,9 +9,7 @@ Source: Sec. 3.1.2 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); 
 arXiv:1804.10959.
 """
 
-import io
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from dpjax.errors import UserError
+from dpjax.text.subwords import learn_pieces
 from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, read_file, size_error
 
-_UNIGRAM = 1  # of SentencePiece's model types
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 _LONGEST_WORD = 2**14
@@ -29,9 +27,7 @@ _MOST_WORDS = 2**21  # that are remembered
 
 
 class UnigramBoundaries:
-  """The segmentation of a Unigram model, one number for each character.
-
-  Each word, between spaces and line ends, is cut on its own:
+  """The segmentation of a Unigram model: each word, between spaces and line ends, on its own.
 
     b_t = 1  where t is the last character of a piece that is not its word's last one,
              and where t is a space or a line end
@@ -43,33 +39,17 @@ class UnigramBoundaries:
 
   A word whose length the model changes, by normalisation or by spelling it in bytes, is one
   piece. A word of more than 2^14 characters is cut into parts of that length.
-
-  Attributes:
-    model: the SentencePiece model, from `train_unigram` or `load_unigram`.
-
-  Source: Sec. 3.1.2 of the pooling paper.
   """
 
   def __init__(self, model: bytes):
-    """Takes a model.
-
-    Raises:
-      ValueError: it is not a SentencePiece model, or not of the type Unigram.
-    """
+    """Takes a model; a `ValueError` if it is not a SentencePiece model of the type Unigram."""
     import sentencepiece
 
-    try:
-      if not model:
-        raise UserError("an empty one")
-      self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-      found = _model_type(model)
-    except (RuntimeError, ValueError) as error:
-      raise UserError("model: expected a SentencePiece model, got something else") from error
-    if found != _UNIGRAM:
-      raise UserError(
-        f"model: expected a SentencePiece model of the type "
-        f"unigram, got one of the type {_MODEL_TYPES.get(found, found)}"
-      )
+    kind = _model_type(model)
+    if kind != "unigram":
+      expected = "model: expected a SentencePiece model of the type unigram"
+      raise UserError(f"{expected}, got one of the type {kind}")
+    self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     self.model = model
     self._found: dict[str, bytes] = {}  # of words met before, a byte a character
 
@@ -95,12 +75,8 @@ class UnigramBoundaries:
 
       "b\u00e9 b" in bytes, which are b, C3, A9, space, b  ->  0 0 0 1 0
 
-    Args:
-      text: a text; parts of a longer text must not divide words.
-      tokenizer: a tokenizer of the kind "characters" or "bytes".
-
-    Raises:
-      ValueError: `data.tokenizer: ...`, the tokenizer has another kind.
+    Parts of a longer text must not divide words. A tokenizer of another kind than "characters"
+    or "bytes" raises a `ValueError`.
     """
     ends = tokenizer.character_ends(text)
     boundaries = np.zeros(ends[-1] + 1 if len(ends) else 0, np.uint8)
@@ -113,18 +89,25 @@ class UnigramBoundaries:
       [word[begin : begin + _LONGEST_WORD] for begin in range(0, len(word), _LONGEST_WORD)]
       for word in words
     ]
-    parts = [part for parts in parts_of for part in parts]
-    found = iter(self._processor.encode(parts, out_type=str) if parts else [])
+    pieces = iter(self._processor.encode(sum(parts_of, []), out_type=str) if words else [])
     for parts in parts_of:
       boundaries = bytearray()
       for part in parts:
-        ends = np.cumsum(_lengths(part, next(found)), dtype=int)
         inside = np.zeros(len(part), np.uint8)
-        inside[ends - 1] = 1
+        inside[np.cumsum(_lengths(part, next(pieces)), dtype=int) - 1] = 1
         boundaries += inside.tobytes()
       if boundaries:
         boundaries[-1] = 0
       yield bytes(boundaries)
+
+
+def _lengths(word: str, pieces: list[str]) -> list[int]:
+  """The number of a word's characters in each piece, at least 1."""
+  lengths = [len(piece) for piece in pieces]
+  # The mark that stands for a space before the word.
+  if sum(lengths) == len(word) + 1 and pieces[0][0] == _SPACE_MARK:
+    lengths[0] -= 1
+  return [length for length in lengths if length] if sum(lengths) == len(word) else [len(word)]
 
 
 def whole_words(chunks: Iterable[str]) -> Iterator[str]:
@@ -153,11 +136,11 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   chunks give equal models.
 
   Args:
-    chunks: the text in parts, with lines of any length.
+    chunks: the text in parts.
     vocab_size: the number of pieces, including three marks (unknown, begin, end).
 
   Returns:
-    The model, as the content of a SentencePiece `.model` file.
+    The content of a SentencePiece `.model` file.
 
   Raises:
     ValueError: `model.boundaries.size: ...`, the text does not allow this number of pieces;
@@ -166,52 +149,29 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
   models (identity normalisation, as in their model of 200 pieces).
   """
-  import sentencepiece
-
-  if vocab_size < 4:
-    raise _size_error("at least 4", vocab_size)
-  if vocab_size > MOST_PIECES:
-    raise _size_error(f"at most {MOST_PIECES:,}", vocab_size)
-  model = io.BytesIO()
-  # SentencePiece skips longer lines; at a space the cut changes no word.
-  lines = (
-    line.removesuffix("\n") for chunk in whole_words(chunks) for line in cut_lines(chunk, 4096)
-  )
+  setting = "model.boundaries.size"
+  if not 4 <= vocab_size <= MOST_PIECES:
+    raise size_error(f"4 to {MOST_PIECES:,}", vocab_size, setting)
+  # At a space the cut of a long line changes no word.
+  lines = (line for chunk in whole_words(chunks) for line in cut_lines(chunk, 4096))
   lines = filter(str.strip, lines)
   first = next(lines, None)
   if first is None:
     raise UserError("data.path: expected a text that has words, got one without")
-  try:
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=itertools.chain([first], lines),
-      model_writer=model,
-      model_type="unigram",
-      vocab_size=vocab_size,
-      character_coverage=1.0,
-      split_by_whitespace=True,
-      split_by_number=True,
-      split_digits=True,
-      split_by_unicode_script=True,
-      max_sentencepiece_length=16,
-      normalization_rule_name="identity",
-      remove_extra_whitespaces=True,
-      add_dummy_prefix=True,
-      max_sentence_length=4 * 4096,
-      num_threads=1,  # another number gives other pieces
-      minloglevel=2,
-    )
-  except (RuntimeError, OSError) as error:
-    too_large = re.search(r"size too high.* value <= (\d+)", str(error))
-    if too_large:
-      raise _size_error(f"at most {too_large[1]} for this text", vocab_size) from error
-    too_small = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
-    if too_small:
-      raise _size_error(f"at least {too_small[1]} for this text", vocab_size) from error
-    raise UserError(
-      "data.path: expected a text that SentencePiece can learn a Unigram "
-      f"model from, got its answer {error}"
-    ) from error
-  return model.getvalue()
+  return learn_pieces(
+    itertools.chain([first], lines),
+    setting,
+    vocab_size=vocab_size,
+    model_type="unigram",
+    character_coverage=1.0,
+    split_by_whitespace=True,
+    split_by_number=True,
+    split_digits=True,
+    split_by_unicode_script=True,
+    max_sentencepiece_length=16,
+    remove_extra_whitespaces=True,
+    add_dummy_prefix=True,
+  )
 
 
 def load_unigram(file: str | Path) -> bytes:
@@ -229,32 +189,15 @@ def load_unigram(file: str | Path) -> bytes:
     raise UserError(f"model.boundaries.file: {problem}: {file}") from error
 
 
-def _size_error(expected: str, got: int) -> UserError:
-  return size_error(expected, got, "model.boundaries.size")
-
-
-def _lengths(word: str, pieces: list[str]) -> list[int]:
-  """The number of a word's characters in each piece, at least 1."""
-  lengths = [len(piece) for piece in pieces]
-  # The mark that stands for a space before the word.
-  if sum(lengths) == len(word) + 1 and pieces[0][0] == _SPACE_MARK:
-    lengths[0] -= 1
-  if sum(lengths) != len(word):
-    return [len(word)]
-  return [length for length in lengths if length]
-
-
-def _model_type(model: bytes) -> int:
-  """The type recorded in a model.
-
-  Raises:
-    ValueError: the content is not a message of SentencePiece.
-  """
+def _model_type(model: bytes) -> str:
+  """The type recorded in a model."""
   from google.protobuf.message import DecodeError
   from sentencepiece import sentencepiece_model_pb2
 
   proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
   try:
-    return proto.ModelProto.FromString(model).trainer_spec.model_type
+    content = proto.ModelProto.FromString(model)
   except DecodeError as error:
-    raise UserError(str(error)) from error
+    raise UserError("model: expected a SentencePiece model, got something else") from error
+  kind = content.trainer_spec.model_type
+  return _MODEL_TYPES.get(kind, str(kind))

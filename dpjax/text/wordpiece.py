@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dpjax.errors import UserError
 from dpjax.text.tokenizer import (
   Tokenizer,
   as_ids,
@@ -60,17 +59,13 @@ class WordPiece(Tokenizer):
     restrict: bool,
   ) -> "WordPiece":
     """Loads or learns the raw pieces, and makes the vocabulary from them."""
-    if file:
-      raw = _bert(_read_pieces(file))
-    else:
-      raw = _train_bert(chunks, vocab_size, lower_text)
+    raw = _bert(_read_pieces(file)) if file else _train_bert(chunks, vocab_size, lower_text)
     raw_pieces = _raw_pieces(raw, lower_pieces)
+    pieces = list(dict.fromkeys(raw_pieces))
     if restrict:
       pieces = _restrict(raw, raw_pieces, chunks, lower_text)
-    else:
-      pieces = list(dict.fromkeys(raw_pieces))
-      if "<eos>" not in pieces and "[SEP]" not in pieces:
-        pieces.append("<eos>")
+    elif "<eos>" not in pieces and "[SEP]" not in pieces:
+      pieces.append("<eos>")
     return cls(raw, pieces, lower_text, lower_pieces)
 
   def _encode(self, text: str) -> np.ndarray:
@@ -102,13 +97,7 @@ class WordPiece(Tokenizer):
   def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
     """See `Tokenizer`."""
     raw = library_tokenizer(fields["tokenizer"])
-    if max(raw.get_vocab().values(), default=0) >= raw.get_vocab_size():
-      raise UserError("ids with gaps")
     return cls(raw, fields["pieces"], fields["lower_text"], fields["lower_pieces"])
-
-
-def _lower(text: str, lower: bool) -> str:
-  return text.lower() if lower else text
 
 
 def _bert(vocabulary: dict[str, int]):
@@ -149,36 +138,33 @@ def _learn_pieces(
     special_tokens=marks,
     show_progress=False,
   )
-  lines = (_lower(line, lower) for chunk in chunks for line in cut_lines(chunk, 2**14))
-  raw.train_from_iterator(lines, trainer)
+  lines = (line for chunk in chunks for line in cut_lines(chunk, 2**14))
+  raw.train_from_iterator(map(str.lower, lines) if lower else lines, trainer)
   return raw.get_vocab()
 
 
 def _read_pieces(file: str) -> dict[str, int]:
   """Reads a vocab.txt, as a mapping from pieces to line numbers."""
-  expected = (
-    "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
-    "other mark is needed: without [SEP], <eos> is added for the line end)"
-  )
-  try:
-    lines = read_file(file).decode().rstrip("\r\n").split("\n")
-  except UnicodeDecodeError as error:
-    raise file_error(expected, file) from error
+  lines = read_file(file).decode(errors="replace").rstrip("\r\n").split("\n")
   pieces = {line.rstrip("\r"): i for i, line in enumerate(lines)}
   if "[UNK]" not in pieces or len(pieces) < len(lines):
-    raise file_error(expected, file)
+    raise file_error(
+      "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
+      "other mark is needed: without [SEP], <eos> is added for the line end)",
+      file,
+    )
   return pieces
 
 
 def _raw_pieces(raw, lower: bool) -> list[str]:
   """The library's pieces in the order of its ids, in the vocabulary's case."""
   pieces = [raw.id_to_token(i) for i in range(raw.get_vocab_size())]
-  return [piece if piece in ("[UNK]", "[SEP]") else _lower(piece, lower) for piece in pieces]
+  return [x.lower() if lower and x not in ("[UNK]", "[SEP]") else x for x in pieces]
 
 
 def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
   r"""The library's ids of a text, and one past its last id for each "\n"."""
-  lines = _lower(text, lower).split("\n")
+  lines = (text.lower() if lower else text).split("\n")
   line_end = [raw.get_vocab_size()]
   found = library_call(raw.encode_batch_fast, lines, add_special_tokens=False)
   ids = list(itertools.chain.from_iterable(f.ids + line_end for f in found))

@@ -18,9 +18,6 @@ def test_cut_lines_keeps_every_character():
     assert "".join(parts) == text
     assert max(map(len, parts)) <= longest + 1  # + 1: of a line's end
   assert parts == ["one\r\n", "\n", "two three  four\u2028five\n", f"  {23 * 'x'}\n", "\tend"]
-
-
-def test_cut_lines_cuts_before_spaces():
   assert list(tokenizer.cut_lines("one two three\n", 7)) == ["one two", " three\n"]
   assert list(tokenizer.cut_lines("one\ntwo three\n", 6)) == ["one\n", "two", " three", "\n"]
 
@@ -29,11 +26,6 @@ def test_cut_lines_cuts_before_spaces():
 def test_as_ids_refuses_unknown_ids(ids):
   with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 6, got"):
     tokenizer.as_ids(ids, 7)
-
-
-def test_as_ids_takes_lists_and_arrays():
-  assert tokenizer.as_ids([], 7).shape == (0,)
-  assert tokenizer.as_ids(np.array([6, 0], np.uint16), 7).tolist() == [6, 0]
 
 
 def test_clean_cuts_are_those_that_change_no_subword():

@@ -39,13 +39,6 @@ def test_restricted_vocabulary_is_in_the_authors_order(file):
   assert tokenizer.start_id == ids["<eos>"] and not tokenizer.lossless
 
 
-def test_only_the_train_splits_own_pieces(file):
-  chunks = ["the cat\n", "the\n"]
-  tokenizer = train_tokenizer("wordpiece", chunks, file=file, restrict=True)
-  assert tokenizer.vocab_size == 6
-  assert tokenizer.encode("the cat sat").tolist() == [4, 5, 0]
-
-
 def test_eos_for_line_ends_alone(file):
   tokenizer = train_tokenizer("wordpiece", LINES, file=file, restrict=True)
   eos = tokenizer.start_id
@@ -76,11 +69,11 @@ def test_lower_pieces_without_restriction(file):
   assert tokenizer.decode(tokenizer.encode("The Cats\nsat")) == "the cats\nsat"
 
 
-def test_file_with_a_piece_twice_or_without_unknown(tmp_path):
-  for lines in ("the\n[UNK]\nthe", "the\ncat"):
-    (tmp_path / "vocab.txt").write_text(lines)
-    with pytest.raises(ValueError, match="data.tokenizer_file: expected a WordPiece"):
-      train_tokenizer("wordpiece", [], file=str(tmp_path / "vocab.txt"))
+@pytest.mark.parametrize("lines", ["the\n[UNK]\nthe", "the\ncat"])
+def test_file_with_a_piece_twice_or_without_unknown(tmp_path, lines):
+  (tmp_path / "vocab.txt").write_text(lines)
+  with pytest.raises(ValueError, match="data.tokenizer_file: expected a WordPiece"):
+    train_tokenizer("wordpiece", [], file=str(tmp_path / "vocab.txt"))
 
 
 def test_learned_vocabulary():

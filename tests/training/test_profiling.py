@@ -34,7 +34,7 @@ def test_counts_loops_branches_and_what_is_within():
 @pytest.mark.parametrize("mixer", ["dispatcher", "attention"])
 def test_a_model_is_the_sum_of_its_parts(mixer):
   model, params = make(dpjax.config.mixer(mixer, num_heads=1), activation="relu")
-  counts = complexity.training_counts(mixer, length=WINDOW, width=WIDTH)
+  counts = complexity.count_operations(mixer, length=WINDOW, width=WIDTH)
   products = counts.multiplications
   if mixer == "attention":  # What the mask hides is computed, too.
     products += 2 * WIDTH * (WINDOW**2 - WINDOW * (WINDOW + 1) // 2)

@@ -1,0 +1,254 @@
+"""Reads run folders for figures, names runs, and notes what differs. Does not load JAX."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpjax.errors import UserError
+
+# Settings that say how a run reports or is computed. Runs are named after them only where they
+# differ in nothing else, and are compared without a note.
+REPORTING = (
+  *("model.vocab_size", "model.scan_layers", "model.remat", "train.parameters"),
+  *("train.num_steps", "train.num_epochs", "train.log_every_steps", "train.median_every_steps"),
+  *("train.eval_every_steps", "train.eval_every_epochs"),
+  *("train.checkpoint_every_steps", "train.keep_checkpoints"),
+)
+_MOST_IN_A_NAME = 3
+
+
+class Record(NamedTuple):
+  """A run as figures need it.
+
+  Attributes:
+    folder: as given.
+    config: its settings.
+    losses: [N], float32, the loss of every update in nats per token; NaN if unknown.
+    scores: every logged score, as "valid/bits_per_character" -> {update: value}.
+    label: its name, if given; several runs may share it.
+  """
+
+  folder: str
+  config: Mapping[str, Any]
+  losses: np.ndarray
+  scores: Mapping[str, Mapping[int, float]]
+  label: str = ""
+
+
+def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
+  """Reads run folders, with a label for each if given; otherwise `names` finds them.
+
+  Raises:
+    ValueError: a folder cannot be read, or the number of labels differs.
+  """
+  labels = [""] * len(workdirs) if labels is None else labels
+  if len(labels) != len(workdirs):
+    raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
+  return [
+    Record(str(path), read_config(path), read_losses(path), read_scores(path), label)
+    for path, label in zip(workdirs, labels, strict=True)
+  ]
+
+
+def read_losses(workdir: str | Path) -> np.ndarray:
+  """Reads the loss of every update, float32 [N], nats per token; NaN if unknown.
+
+  Raises:
+    ValueError: the file is missing or damaged.
+  """
+  content = _read(Path(workdir), "losses.f32")
+  if len(content) % 4:
+    expected = f"4 bytes an update in {Path(workdir, 'losses.f32')}"
+    raise UserError(f"workdir: expected {expected}, got {len(content)} bytes")
+  return np.frombuffer(content, "<f4").astype(np.float32)
+
+
+def read_config(workdir: str | Path) -> dict[str, Any]:
+  """Reads the settings in a run's folder; a `ValueError` if there are none."""
+  path = Path(workdir) / "config.json"
+  content = _read(Path(workdir), path.name)
+  try:
+    config = json.loads(content)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
+  if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+    raise UserError(f"workdir: expected the settings of a run in {path}, got others")
+  return config
+
+
+def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
+  """Reads the scores that a run logged in `metrics.jsonl`; none without the file.
+
+    {"step": 20, "split": "valid", "time": 9.5, "perplexity": 7.5}
+      ->  {"valid/perplexity": {20: 7.5}}
+
+  Lines that cannot be parsed are skipped: the last line of a run in training may be incomplete.
+  """
+  path = Path(workdir) / "metrics.jsonl"
+  scores: dict[str, dict[int, float]] = {}
+  for line in path.read_bytes().splitlines() if path.is_file() else []:
+    try:
+      content = json.loads(line)
+      step, split = content["step"], content["split"]
+    except (ValueError, TypeError, KeyError):
+      continue
+    for name, value in content.items():
+      if name not in ("step", "time") and type(value) in (int, float):
+        scores.setdefault(f"{split}/{name}", {})[step] = value
+  return scores
+
+
+def _read(workdir: Path, name: str) -> bytes:
+  if not workdir.is_dir():
+    raise UserError(f"workdir: expected the folder of a run, got {workdir}")
+  try:
+    return (workdir / name).read_bytes()
+  except OSError as error:
+    raise UserError(f"workdir: expected to read {workdir / name}, got: {error.strerror}") from error
+
+
+def mixer_name(config: Mapping[str, Any]) -> str:
+  """The name of a run's token mixer, and how it differs from the mixer's usual form.
+
+    >>> mixer_name({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
+    'attention, 32 heads'
+    >>> mixer_name({"model": {"mixer": {"name": "we", "output_projection": False}}})
+    'WE, no output projection'
+
+  Raises:
+    ValueError: the settings name no mixer.
+  """
+  mixer = setting(config, "model.mixer")
+  name = setting(config, "model.mixer.name")
+  if not isinstance(name, str):
+    raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
+  if name in ("she", "he", "we", "me"):
+    parts = ("adjustment", "output_projection")
+    without = [f"no {part.replace('_', ' ')}" for part in parts if mixer.get(part) is False]
+    return ", ".join([name.upper(), *(without if len(without) < 2 else ["extraction alone"])])
+  heads = mixer.get("num_heads")
+  count = [f"{heads} head{'s' * (heads != 1)}"] if heads else []
+  names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
+  return ", ".join([names.get(name, name), *(count if heads != 1 or name == "attention" else [])])
+
+
+def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
+  """Names runs after their mixers and the settings in which they differ.
+
+    SHE of learning rates 0.1 and 0.2, and HE
+      ->  "SHE, learning rate 0.1", "SHE, learning rate 0.2", "HE"
+
+  If many settings differ, those with the most values are named; if none does, the folders are.
+
+  Runs with a label keep it. Without `seeds`, runs that differ in nothing else share a name.
+  """
+  found = [run.label or mixer_name(run.config) for run in runs]
+
+  def tell_apart(same: list[int]) -> None:
+    columns = differences([runs[i].config for i in same])
+    column = columns.pop("seed", [])
+    # Another component has other settings; its name says it all.
+    sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
+    own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
+    chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
+    if not chosen and len({*column}) == len(same) and not seeds:
+      return
+    chosen = chosen or ({"seed": column} if column else own)
+    keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
+    for place, i in enumerate(same):
+      found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
+    if len({found[i] for i in same}) == 1:
+      for i in same:
+        found[i] += f" ({runs[i].folder})"
+    else:
+      tell_all_apart(same)
+
+  def tell_all_apart(some: Sequence[int]) -> None:
+    for same in group([found[i] for i in some], some).values():
+      if len(same) > 1 and not runs[same[0]].label:
+        tell_apart(same)
+
+  tell_all_apart(range(len(runs)))
+  return found
+
+
+def notes(runs: Sequence[Record], but: Sequence[str] = ()) -> list[str]:
+  """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
+
+  Settings and sections of `but`, such as "model.mixer", may differ; so may `REPORTING`.
+  """
+  labels, sentences = names(runs), []
+  columns = differences([run.config for run in runs])
+  columns = {k: v for k, v in columns.items() if not lies_in(k, (*but, *REPORTING))}
+  if "seed" in columns:
+    of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
+    if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
+      del columns["seed"]
+  for key, column in (columns | {"updates": [len(run.losses) for run in runs]}).items():
+    who = group([json.dumps(value) for value in column], labels)
+    if len(who) > 1:
+      values = [f"{value} for {_shorten(some)}" for value, some in who.items()]
+      sentences.append(f"{key}: {' | '.join(values)}")
+  for run, label in zip(runs, labels, strict=True):
+    if unknown := int(np.isnan(run.losses).sum()):
+      count = len(run.losses)
+      sentences.append(f"{label}: {unknown} of {count} losses are not known, and left out")
+  return sentences
+
+
+def _shorten(some: Sequence[str]) -> str:
+  more = [f"{len(some) - 2} more"] if len(some) > 3 else some[2:]
+  return "; ".join([*some[:2], *more])
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+  """The settings in which runs differ, with the value in each run; None if a run lacks it."""
+  flat = [*map(_flatten, configs)]
+  keys = sorted({key for config in flat for key in config})
+  columns = {
+    key: [config.get(key) for config in flat]
+    for section in ("seed.", "model.", "data.", "train.")
+    for key in keys
+    if f"{key}.".startswith(section)
+  }
+  return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
+
+
+def setting(config: Mapping[str, Any], key: str) -> Any:
+  """The value of a dotted key; None if it is missing."""
+  value: Any = config
+  for part in key.split("."):
+    value = value.get(part) if isinstance(value, Mapping) else None
+  return value
+
+
+def lies_in(key: str, places: Sequence[str]) -> bool:
+  """Whether a setting is one of these, or lies in one of these sections."""
+  return f"{key}.".startswith(tuple(f"{place}." for place in places))
+
+
+def group(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
+  """The values of each key, in their order."""
+  groups: dict[Any, list[Any]] = {}
+  for key, value in zip(keys, values, strict=True):
+    groups.setdefault(key, []).append(value)
+  return groups
+
+
+def _describe(key: str, value: Any) -> str:
+  """A setting for a legend: "learning rate 0.1", "boundaries gumbel"."""
+  name = (key.partition(".")[2] or key).removesuffix(".name").removeprefix("mixer.")
+  text = value if isinstance(value, str) else json.dumps(value)
+  return f"{name.replace('.', ' ').replace('_', ' ')} {'unset' if value is None else text}"
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Settings by their full names; `dpjax.config.flatten` would load JAX."""
+  flat = {}
+  for key, value in settings.items():
+    is_section = isinstance(value, Mapping)
+    flat |= _flatten(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
+  return flat
