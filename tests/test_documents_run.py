@@ -133,7 +133,7 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path):
   file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
   content = json.loads(file.read_text())
   config.data.documents = "isolated"
-  other = dpjax.run.tokens.prepare_data(config, tmp_path / "data")
+  other = dpjax.run.tokens.open_tokens(config, tmp_path / "data")
   texts = np.split(other.splits["test"], other.documents["test"][1:])
   scores = [run.score(run.tokenizer.decode(x))["nats_per_token"] * len(x) for x in texts]
   expected = sum(scores) / len(other.splits["test"])

@@ -161,7 +161,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(monkeypatch, text, tmp_
   for i, others in enumerate(("", "x", "")):
     config = pooled_by_text(monkeypatch, text, AfterRare, others=others)
     config.data.data_dir = str(tmp_path / "data")
-    data = dpjax.run.prepare(config, tmp_path / str(i))
+    data = dpjax.run.tokenize(config, tmp_path / str(i))
     whole = data.tokenizer.decode(data.splits["train"])
     rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
     assert 1 < len(rare) < 15 and data.learned.decode() == "".join(sorted(rare))
@@ -185,7 +185,7 @@ def test_boundaries_of_a_text_that_are_none_are_refused(monkeypatch, text, tmp_p
   config = pooled_by_text(monkeypatch, text, Wrong)
   expected = "a kind with of_text" if wrong == "nothing" else "0 or 1 for each of"
   with pytest.raises(dpjax.UserError, match=f"^model.boundaries: expected {expected}"):
-    dpjax.run.prepare(config, tmp_path / "run")
+    dpjax.run.tokenize(config, tmp_path / "run")
 
 
 @pytest.mark.slow

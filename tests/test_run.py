@@ -17,8 +17,9 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import batches, prepared
 from dpjax.layers import learned_boundaries
-from dpjax.run import build
+from dpjax.models import build
 from dpjax.run import tokens as tokens_lib
+from dpjax.run import training
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Bytes
 from dpjax.text.unigram import train_unigram
@@ -124,7 +125,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
     config.seed = seed
     helpers.set_model(config.model, **model)
     config.train.update(batches="random_windows", batch_size=6, window=9)
-    return build.train_batches(config, data).batch(3)
+    return training.make_batches(config, data).batch(3)
 
   expected = batches.RandomWindows(tokens, 6, 9, seed=5).batch(3)
   for mixer in ("she", "attention"):
@@ -251,7 +252,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
 
 def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
   config = helpers.small_config(text, num_steps=3)
-  with workdir_lib.hold(tmp_path / "run"):
+  with workdir_lib.lock(tmp_path / "run"):
     with pytest.raises(dpjax.UserError, match="workdir: .* no other process trains"):
       dpjax.train(config, tmp_path / "run")
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
@@ -411,7 +412,7 @@ def spaced(text, tmp_path_factory):
 
 def untrained(config, folder):
   """A run with drawn parameters in the place of trained ones."""
-  data = tokens_lib.prepare_data(config, folder / "data")
+  data = tokens_lib.open_tokens(config, folder / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))
@@ -475,7 +476,7 @@ def test_samples_of_a_model_that_draws_its_boundaries(text, tmp_path):
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  capacity = build.capacity(spaced.config.model)
+  capacity = build.batch_capacity(spaced.config.model)
   space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
@@ -483,7 +484,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = config_lib.boundaries("gumbel")
-  assert build.capacity(other.model)({"tokens": tokens}) is None
+  assert build.batch_capacity(other.model)({"tokens": tokens}) is None
 
 
 @pytest.mark.slow
@@ -492,7 +493,7 @@ def test_training_on_words_reports_where_they_end(text, tmp_path):
   assert workdir_lib.read_config(tmp_path).model.boundaries.space_ids == ()
   written = json.loads((tmp_path / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores and "shortening_factor" in scores
-  of_batches = build.train_batches(run.config, run.data)
+  of_batches = training.make_batches(run.config, run.data)
   for line in reports(tmp_path, "train"):  # Of two steps each.
     steps = range(line["step"] - 2, line["step"])
     tokens = [of_batches.batch(step)["tokens"] for step in steps]

@@ -8,7 +8,6 @@ import errno
 import io
 import json
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -24,22 +23,13 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax import run as run_lib
 from dpjax.commands import flags as command_line
-from dpjax.errors import Interrupted
+from dpjax.errors import Interrupted, exit_on_user_error
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def call(name: str, *arguments: str):
-  """Runs `dpjax NAME ARGUMENTS` here; gives the message it exits with."""
-  with helpers.arguments(name, *arguments):
-    path = helpers.ROOT / f"dpjax/commands/{name}.py"
-    main = runpy.run_path(str(path), run_name="script")["main"]
-    try:
-      command_line._run(main, command_line._parse(sys.argv))
-      return None
-    except SystemExit as end:
-      return end.code
+call = helpers.command
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +307,7 @@ def test_a_path_may_begin_with_a_tilde(text, workdir, tmp_path, monkeypatch, cap
     "significance compare ~/seeds --baseline=~/seeds",
     "data clean --language=en ~/text.txt ~/clean.txt",
     "train --workdir=~/new --config=~/mine.py --config.data.path=~/text.txt "
-    "--config.data.data_dir=~/data --prepare_only",
+    "--config.data.data_dir=~/data --tokenize_only",
   ):
     capsys.readouterr()
     message = helpers.command(*command.split())
@@ -368,12 +358,12 @@ def test_too_little_memory_ends_with_the_settings_that_need_less():
     lambda: [0] * 2**59,
   ):
     with pytest.raises(SystemExit, match=message) as end:
-      with command_line.exit_out_of_memory():
+      with exit_on_user_error():
         allocate()
     assert "\n" not in end.value.code
 
 
 def test_other_errors_of_jax_are_raised():
   with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-    with command_line.exit_out_of_memory():
+    with exit_on_user_error():
       raise jax.errors.JaxRuntimeError("INTERNAL: a defect")

@@ -4,7 +4,6 @@ import json
 import math
 import runpy
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from scipy import stats
 
 from dpjax import run as run_lib
 from dpjax.analysis import significance
-from dpjax.commands import flags as command_line
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import loop
 from tests import helpers
@@ -191,10 +189,6 @@ def train(monkeypatch, error, *arguments):
   """Runs the command's training without any; gives the calls and the exit's message."""
   stub = Stub(error)
   monkeypatch.setattr(run_lib, "train", stub)
-  # What is left of the command once its flags are read, without the ends of absl's `run`.
-  monkeypatch.setattr(
-    command_line, "start", lambda main: command_line._run(main, command_line._parse(sys.argv))
-  )
   quickstart = f"--config={helpers.ROOT / 'configs/quickstart.py'}:tiny"
   with helpers.arguments("significance"):
     try:

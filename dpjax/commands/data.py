@@ -113,7 +113,3 @@ def _read(name: str) -> Iterator[str]:
       file.detach()
   except UnicodeDecodeError as error:
     raise UserError(f"{name}: expected a text in UTF-8, got {error}") from error
-
-
-if __name__ == "__main__":
-  main()

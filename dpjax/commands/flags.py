@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from dpjax import config as config_lib
@@ -62,22 +62,39 @@ def define_config(required: bool = False) -> flags.FlagHolder:
   A component is chosen by name, and its section then has that component's settings:
   --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
-  holder = flags.DEFINE_string(
-    "config",
-    None,
-    "an experiment's name or file, with :VARIANT if it has variants; or a run's folder",
-  )
+  about = "an experiment's name or file, with :VARIANT if it has variants; or a run's folder"
+  holder = flags.DEFINE_string("config", None, about)
   if required:
     flags.mark_flag_as_required("config")
   return holder
 
 
-def start(main: Callable[[Sequence[str]], None]) -> None:
-  """Parses the flags, joins the other processes, and runs `main`.
+def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> None:
+  """Parses the flags of sys.argv, joins the other processes, and runs `main`.
 
-  User errors exit with a message and status 1.
+  User errors exit with a message and status 1; --help prints `about` and the flags.
   """
-  app.run(lambda argv: _run(main, argv), flags_parser=_parse)
+  if {"-h", "--help", "--helpfull"} & {*sys.argv[1:]}:
+    modules = [x for x in [*flags.FLAGS.flags_by_module_dict()][::-1] if not x.startswith("absl")]
+    print(about or sys.modules["__main__"].__doc__)
+    print(*map(flags.FLAGS.module_help, modules), sep="\n")
+    return
+  argv = _parse(sys.argv)
+  logging.use_absl_handler()
+  # Orbax tells its every move at INFO.
+  logging.set_verbosity(logging.WARNING)
+  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+  try:
+    with exit_on_user_error():
+      _join_processes()
+      check_platform()
+      _set_compilation_cache()
+      main(argv)
+  except KeyboardInterrupt:
+    sys.stdout.flush()
+    print("\nInterrupted", file=sys.stderr, flush=True)
+    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
+    os._exit(130)
 
 
 @contextlib.contextmanager
@@ -90,7 +107,7 @@ def parsed(
   """
   parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_ABOUT_PLUGIN)
   given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)), exit_out_of_memory():
+  with exit_on_user_error(vars(given)):
     for module in given.plugin:
       registry.import_plugin(module)
     yield given
@@ -169,40 +186,6 @@ def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
     else:
       others.append(argument)
   return others, values
-
-
-def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-  # Orbax tells its every move at INFO.
-  logging.set_verbosity(logging.WARNING)
-  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-  try:
-    with exit_on_user_error(), exit_out_of_memory():
-      _join_processes()
-      check_platform()
-      _set_compilation_cache()
-      main(argv)
-  except KeyboardInterrupt:
-    sys.stdout.flush()
-    print("\nInterrupted", file=sys.stderr, flush=True)
-    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def exit_out_of_memory() -> Iterator[None]:
-  """Turns running out of memory into one message and exit status 1."""
-  try:
-    yield
-  except (MemoryError, RuntimeError) as error:
-    is_it = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
-    if not is_it or os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    (what, *_) = str(error).splitlines() or [type(error).__name__]
-    sys.exit(
-      f"memory: expected enough of it, got: {what[:200]} Less is needed with a smaller "
-      "train.batch_size, more train.accumulate_steps or model.remat in training; with a "
-      "smaller eval.batch_size, or --num_samples, afterwards; and with a smaller model"
-    )
 
 
 def check_platform() -> None:

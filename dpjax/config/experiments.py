@@ -16,8 +16,6 @@ from dpjax.config import saved
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
 
-_MOST_BYTES = 2**24  # of a run's settings
-
 
 def load(experiment: str) -> ConfigDict:
   """The configuration of an experiment.
@@ -67,20 +65,10 @@ def load(experiment: str) -> ConfigDict:
 
 
 def _of_run(file: Path) -> ConfigDict:
-  """The settings of a run; of an exported one, without those that follow from its tokenizer."""
   try:
-    if file.stat().st_size > _MOST_BYTES:
-      raise ValueError(f"more than {_MOST_BYTES:,} bytes")
-    config = saved.of_run(json.loads(file.read_text(encoding="utf-8")), file.parent)
-  except (OSError, ValueError, TypeError, AttributeError) as error:
+    return saved.of_run(json.loads(file.read_text(encoding="utf-8")), file.parent)
+  except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
     raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
-  except RecursionError as error:
-    raise UserError(f"--config: expected the settings of a run in {file}, got deep JSON") from error
-  if (file.parent / "model.safetensors").exists():
-    config.model.vocab_size = 0
-    for name in {"space_ids", "end_ids"} & {*config.model.boundaries}:
-      config.model.boundaries[name] = ()
-  return config
 
 
 def _folder() -> Path:
@@ -99,17 +87,18 @@ def _importable(is_first: bool) -> Iterator[None]:
   """
   found = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(found and found.submodule_search_locations or ())]
-  kept = {name: sys.modules.pop(name) for name in _loaded()}
+  kept = {name: sys.modules.pop(name) for name in _modules()}
   package: Any = types.ModuleType("configs")
   package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
   sys.modules["configs"] = package
   try:
     yield
   finally:
-    for name in _loaded():
+    for name in _modules():
       del sys.modules[name]
     sys.modules.update(kept)
 
 
-def _loaded() -> list[str]:
+def _modules() -> list[str]:
+  """What is imported of `configs`."""
   return [name for name in sys.modules if name.partition(".")[0] == "configs"]

@@ -1,19 +1,11 @@
-"""Reads configurations from JSON files, written by this version or an earlier one."""
+"""Reads configurations from JSON files."""
 
 import sys
 from collections.abc import Mapping
 
 from dpjax import registry
 from dpjax.config.checks import check
-from dpjax.config.old import to_sections
-from dpjax.config.sections import (
-  COMPONENTS,
-  check_type,
-  default,
-  flatten,
-  middle,
-  place,
-)
+from dpjax.config.sections import COMPONENTS, check_type, default, flatten, middle, place
 from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
@@ -43,16 +35,13 @@ FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """Reads a configuration from JSON values, written by this version or an earlier one.
-
-  Settings added since then take their defaults.
+  """Reads a configuration from JSON values; settings that are missing take their defaults.
 
   Raises:
     ValueError: see `check`.
   """
-  config = default()
-  _fill(config, to_sections(settings), "")
-  check(config, limits=False)
+  config = _filled(settings)
+  check(config)
   return config
 
 
@@ -76,6 +65,12 @@ def of_run(settings: Mapping, folder: object) -> ConfigDict:
     ) from error
 
 
+def _filled(settings: Mapping) -> ConfigDict:
+  config = default()
+  _fill(config, settings, "")
+  return config
+
+
 def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
   for name, value in settings.items():
     key = f"{prefix}{name}"
@@ -89,16 +84,16 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
       _fill(config[name], value, f"{key}.")
     else:
       value = registry.as_tuple(value)
-      check_type(key, value, config[name], limits=False)
+      check_type(key, value, config[name])
       config[name] = value
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
   """Lists the settings that prevent `new` from resuming a run of `old`.
 
-  Each line reads `key: old there, new here`. Settings added since `old` take their defaults.
+  Each line reads `key: old there, new here`. Settings that `old` lacks take their defaults.
   """
-  there, here = flatten(from_dict(old)), flatten(new)
+  there, here = flatten(_filled(old)), flatten(new)
   is_endless = here.get("train.schedule.name") == "constant"
   free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [

@@ -1,10 +1,9 @@
 """The settings of a run: every key with its default.
 
-A file of `configs/` is_start from `default()` and changes what its experiment needs.
+A file of `configs/` starts from `default()` and changes what its experiment needs.
 Durations have their unit in the key; set one unit of each duration.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -363,14 +362,13 @@ def component_keys(config: ConfigDict) -> list[str]:
   return keys
 
 
-def check_keys(config, known, prefix: str, limits: bool = True) -> None:
+def check_keys(config, known, prefix: str) -> None:
   """Checks that a section has exactly the known settings, with the types of their defaults.
 
   Args:
     config: a section.
     known: the same section with defaults.
     prefix: the prefix of its keys.
-    limits: see `dpjax.config.check`.
 
   Raises:
     UserError: see `dpjax.config.check`.
@@ -381,26 +379,24 @@ def check_keys(config, known, prefix: str, limits: bool = True) -> None:
       raise unknown_setting(key, flatten(known, prefix))
     is_middle = place(key) == "model.middle" and value is not None
     usual = middle() if is_middle else known[name]
-    check_type(key, value, usual, limits)
+    check_type(key, value, usual)
     if place(key) in COMPONENTS and value is not None:
       COMPONENTS[place(key)].check(value, key)
     elif isinstance(usual, ConfigDict):
-      check_keys(value, usual, f"{key}.", limits)
+      check_keys(value, usual, f"{key}.")
   missing = sorted(f"{prefix}{name}" for name in known if name not in config)
   if missing:
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
 
 
-def check_type(key: str, value, usual, limits: bool) -> None:
+def check_type(key: str, value, usual) -> None:
   """Checks that a value has the type of the default, `usual`."""
   if value is None and place(key) in OPTIONAL:
-    return
-  if type(usual) is float and value == math.inf and not limits:
     return
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
-    last, is_name = key.rpartition(".")[2], isinstance(value, str)
-    is_made = is_name and (place(key) in COMPONENTS or last == "middle")
+    last = key.rpartition(".")[2]
+    is_made = isinstance(value, str) and (place(key) in COMPONENTS or last == "middle")
     by = f", by dpjax.config.{last}({value!r})" if is_made else ""
     raise UserError(f"{key}: expected a section of settings{by}, got {value!r}")

@@ -129,7 +129,7 @@ class _Arrays(Mapping[str, np.ndarray]):
     if found != expected:
       raise UserError(
         f"{path}: expected {expected} bytes, got {'no such file' if found is None else found}; "
-        "`dpjax train --workdir=RUN --prepare_only` makes the tokens of a run again"
+        "`dpjax train --workdir=RUN --tokenize_only` makes the tokens of a run again"
       )
     return np.memmap(path, self._dtype, "r")
 

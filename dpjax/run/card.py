@@ -1,14 +1,17 @@
 """The card of an exported model: scores, how to load it, and its equations as NumPy code."""
 
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpjax import __version__
+from dpjax import config as config_lib
 from dpjax.data import making
 from dpjax.errors import UserError
-from dpjax.run.numpy_code import foreign, numpy_code
+from dpjax.run import numpy_model
 
 _CARD = """# {name}
 
@@ -28,14 +31,19 @@ run.score("a text")
 ```
 
 `model.safetensors` holds the parameters in {dtype}, `config.json` all settings.
-{model}"""
-_MODEL = """
+"""
+_DESCRIPTION = """
 ## The model
 
-At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token {start_id}
-stands before a text. A matrix is [in, out], and heads lie side by side among the features.
-Arrays of a stack of layers have the layers as their first axis. This is the whole model in NumPy,
-without dropout{dtype}:
+{model}
+| array | shape |
+|---|---|
+{rows}
+"""
+_MODEL = """At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token
+{start_id} stands before a text. A matrix is [in, out], and heads lie side by side among the
+features. Arrays of a stack of layers have the layers as their first axis. This is the whole model
+in NumPy, without dropout{computes}:
 
 ```python
 {code}
@@ -43,16 +51,60 @@ without dropout{dtype}:
 
 In PyTorch, `safetensors.torch.load_file` reads the arrays.
 """
-_OWN = """
-## The model
+_LOGITS = """arrays = load_file("model.safetensors")
+arrays = {{name: x.astype(np.float32) for name, x in arrays.items()}}
+model = json.load(open("config.json"))["model"]
+{settings}
 
-Its code is its author's own, and no part of this folder: {names}.
-"""
-_ARRAYS = """
-| array | shape |
-|---|---|
-{rows}
-"""
+def logits(tokens):  # [T] -> [T, V]
+  return forward(tokens, arrays, model)"""
+_FUNCTIONS = {
+  name: inspect.getsource(x).strip()
+  for name, x in vars(numpy_model).items()
+  if inspect.isfunction(x)
+}
+_MIXERS = {
+  "dispatcher": "dispatcher",
+  "dispatcher_multihead": "dispatcher",
+  **dict.fromkeys(("attention", "relative_attention"), "attention"),
+  **dict.fromkeys(("she", "he", "we", "me"), "extractor"),
+}
+_BOUNDARIES = (
+  "none fixed whitespace spacebyte unigram entropy gumbel routing entropy_threshold".split()
+)
+
+
+def foreign(model: Mapping) -> list[str]:
+  """The names of a model's components that are not dpjax's own."""
+  mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
+  kinds = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
+  return sorted((mixers - {*_MIXERS}) | (kinds - {*_BOUNDARIES}))
+
+
+def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
+  """A program with a function `logits`, [T] -> [T, V], that computes a model with NumPy.
+
+  It reads the files of the export.
+  """
+  needed, wanted = set(), ["forward"]
+  for each in [model, frozen] if frozen else [model]:
+    wanted += [_MIXERS[section["name"]] for section in config_lib.mixers_in(each).values()]
+    wanted += ["hourglass", "boundaries"] if config_lib.is_pooled(each) else []
+  while wanted:
+    name = wanted.pop()
+    needed.add(name)
+    called = {*re.findall(r"(\w+)\(", _FUNCTIONS[name])} & {*_FUNCTIONS}
+    wanted += called - needed - {"hourglass", "boundaries"}  # which not every model has
+  functions = [text for name, text in _FUNCTIONS.items() if name in needed]
+  settings = ""
+  if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
+    settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
+  if frozen:
+    settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
+  imports = ["import json", "import math", ""]
+  imports += ["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")
+  imports += ["import numpy as np", "from safetensors.numpy import load_file"]
+  return "\n\n\n".join(["\n".join(imports), *functions, _LOGITS.format(settings=settings)])
 
 
 def describe(
@@ -66,29 +118,24 @@ def describe(
   """The part of a card that describes a model: its code and its arrays.
 
   Args:
-    model: see `numpy_code`; None for a model that was made in Python.
+    model: `config.model`; None for a model that was made in Python.
     shapes: the shapes of the arrays by name.
-    frozen: see `numpy_code`.
+    frozen: the settings of the model that its boundaries use, if any.
     start_id: the token before a text.
     dtype: the dtype of the file.
   """
   rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
-  arrays = _ARRAYS.format(rows=rows)
-  if model is None or foreign(model):
-    names = ["its class"] if model is None else foreign(model)
-    return _OWN.format(names=", ".join(names)) + arrays
-  code = numpy_code(model, frozen)
-  if dtype == "bfloat16":
-    code = code.replace(
-      "import numpy", "import ml_dtypes  # lets NumPy read bfloat16\nimport numpy"
-    )
-  computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
-  if model["boundaries"].get("sample"):
-    computes += ", with rounded boundaries where dpjax draws them"
-  return (
-    _MODEL.format(max_length=model["max_length"], start_id=start_id, dtype=computes, code=code)
-    + arrays
-  )
+  names = ["its class"] if model is None else foreign(model)
+  if names or model is None:
+    about = f"Its code is its author's own, and no part of this folder: {', '.join(names)}.\n"
+  else:
+    computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
+    if model["boundaries"].get("sample"):
+      computes += ", with rounded boundaries where dpjax draws them"
+    code = numpy_code(model, frozen, dtype)
+    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes, code=code)
+    about = _MODEL.format(**given)
+  return _DESCRIPTION.format(model=about, rows=rows)
 
 
 def write(
@@ -113,26 +160,19 @@ def write(
   Raises:
     UserError: a file of scores is damaged.
   """
-  data = run.data
+  model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
   return _CARD.format(
     name=name,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
     step=run.step,
-    data=data.name,
-    tokens=data.counts["train"]["tokens"],
+    data=run.data.name,
+    tokens=run.data.counts["train"]["tokens"],
     kind=run.tokenizer.kind,
     vocab_size=run.tokenizer.vocab_size,
     scores="\n".join(_scores(run)) or "| - | not scored | |",
     dtype=dtype,
-    model=describe(
-      run.config.model if is_built else None,
-      shapes,
-      frozen=frozen,
-      start_id=run.tokenizer.start_id,
-      dtype=dtype,
-    ),
-  )
+  ) + describe(model, shapes, frozen=frozen, start_id=start_id, dtype=dtype)
 
 
 def _scores(run: Any) -> list[str]:

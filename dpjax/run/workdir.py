@@ -26,35 +26,36 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.config import ConfigDict, saved, sections
 from dpjax.data.making import load_json, write_json
 from dpjax.errors import UserError
-from dpjax.run import export
 from dpjax.training import checkpoints
 
 _log = logging.getLogger(__name__)
+PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 
 
 @contextlib.contextmanager
-def hold(workdir: Path) -> Iterator[None]:
+def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder against other runs while the block runs; makes it if missing.
 
   The operating system releases the lock when the process ends. With several processes in one
-  run, the first one holds the lock for all.
+  run, the first one locks for all.
 
   Raises:
     UserError: another process trains in the folder, it is an exported run, it cannot be
       written, a link in it leads out of it, or its disk becomes full.
   """
-  if (workdir / export.FILE).exists():
+  if is_exported(workdir):
     raise UserError(
       f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
       "train on, take a new workdir and it as train.initial_run"
     )
-  with contextlib.ExitStack() as held:
-    on_first_process(lambda: _lock(workdir, held))
+  with contextlib.ExitStack() as stack:
+    on_first_process(lambda: _lock(workdir, stack))
     try:
       yield
     except OSError as error:
@@ -64,25 +65,11 @@ def hold(workdir: Path) -> Iterator[None]:
       raise
 
 
-def _check_links(workdir: Path) -> None:
-  """Checks that no file of a run is a link to one outside, which training would write over."""
-  if not workdir.is_dir():
-    return
-  own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
-  for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
-    target = Path(os.path.realpath(path))  # also of a loop
-    if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
-      raise UserError(
-        f"workdir: expected a run whose files are in its folder, got {path}, a link to "
-        f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
-      )
-
-
-def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
+def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
   try:
     _check_links(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    file = held.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
+    file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
     raise not_writable(workdir, error) from error
   try:
@@ -100,14 +87,28 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
       workdir,
       error.strerror,
     )
-  with contextlib.suppress(OSError):  # Who holds the lock is of use to people alone.
+  with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
 
 
-def check(workdir: Path, config: ConfigDict) -> bool:
-  """Whether the folder holds a run of this configuration to resume.
+def _check_links(workdir: Path) -> None:
+  """Checks that training writes over no file outside of the folder."""
+  if not workdir.is_dir():
+    return
+  own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
+  for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
+    target = Path(os.path.realpath(path))  # also of a loop
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
+      raise UserError(
+        f"workdir: expected a run whose files are in its folder, got {path}, a link to "
+        f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
+      )
+
+
+def resumes(workdir: Path, config: ConfigDict) -> bool:
+  """Whether training with this configuration resumes a run in the folder.
 
   Raises:
     ValueError: the folder holds a run of another configuration.
@@ -121,9 +122,7 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
-  if differences and not has_saved(workdir):
-    return False  # nothing is lost
-  if differences:
+  if differences and has_saved(workdir):
     hint = ""
     if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
       hint = (
@@ -134,12 +133,17 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
       f"whose run has another: {'; '.join(differences)}{hint}"
     )
-  return True
+  return not differences
+
+
+def is_exported(folder: Path) -> bool:
+  """Whether a folder is an exported run."""
+  return (folder / PARAMETERS).exists()
 
 
 def is_run(folder: Path) -> bool:
   """Whether a folder belongs to a run or an exported run."""
-  return (folder / "checkpoints").is_dir() or (folder / export.FILE).exists()
+  return (folder / "checkpoints").is_dir() or is_exported(folder)
 
 
 def has_saved(workdir: Path) -> bool:
@@ -148,7 +152,7 @@ def has_saved(workdir: Path) -> bool:
   return any(checkpoints.saved_steps(folder, kind) for kind in ("last", "best"))
 
 
-def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
+def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
   """Writes the configuration into the folder, once everything has been checked.
 
   Args:
@@ -185,14 +189,20 @@ def read_config(workdir: Path) -> ConfigDict:
   return saved.of_run(_read_json(path), workdir)
 
 
-def read_frozen(workdir: Path) -> ConfigDict:
-  """The settings of the model that the boundaries of a run use.
+def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
+  """The settings of the model that the boundaries of a run use, if they use one.
 
   Raises:
     ValueError: they cannot be read.
   """
-  model = _read_json(workdir / "frozen.json")
-  return config_lib.from_dict({"model": model}).model
+  if not needs_run(config):
+    return None
+  return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
+
+
+def needs_run(config: ConfigDict) -> bool:
+  """Whether the boundaries use the model of another run."""
+  return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
 def _read_json(path: Path) -> dict:
@@ -207,22 +217,21 @@ def _read_json(path: Path) -> dict:
 
 def on_first_process(work: Callable[[], None]) -> None:
   """Runs a function on the first process; the others wait, and all raise its error."""
-  if jax.process_count() > 1:
-    # The first one to be sent has a short time limit, which long work would exceed.
-    multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
+  if jax.process_count() == 1:
+    return work()
+  # The first one to be sent has a short time limit, which long work would exceed.
+  multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
   message, own = "", None
   if jax.process_index() == 0:
     try:
       work()
-    # Whatever it is: the others would wait for ever.
-    except Exception as error:
+    except Exception as error:  # Whatever it is: the others would wait for ever.
       own, message = error, str(error) or type(error).__name__
-  if jax.process_count() > 1:
-    encoded = np.zeros(4096, np.uint8)
-    letters = np.frombuffer(message.encode()[: encoded.size], np.uint8)
-    encoded[: letters.size] = letters
-    encoded = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
-    message = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
+  letters = np.zeros(4096, np.uint8)
+  known = np.frombuffer(message.encode()[: letters.size], np.uint8)
+  letters[: known.size] = known
+  letters = np.asarray(multihost_utils.broadcast_one_to_all(letters))
+  message = letters.tobytes().rstrip(b"\0").decode(errors="replace")
   if own is not None:
     raise own
   if message:
