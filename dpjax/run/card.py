@@ -51,34 +51,30 @@ in NumPy, without dropout{computes}:
 
 In PyTorch, `safetensors.torch.load_file` reads the arrays.
 """
-_LOGITS = """arrays = load_file("model.safetensors")
+_IMPORTS = """import json
+import math
+
+{ml_dtypes}import numpy as np
+from safetensors.numpy import load_file"""
+_LOGITS = """FUNCTIONS = {{{table}}}
+arrays = load_file("model.safetensors")
 arrays = {{name: x.astype(np.float32) for name, x in arrays.items()}}
 model = json.load(open("config.json"))["model"]
 {settings}
 
 def logits(tokens):  # [T] -> [T, V]
   return forward(tokens, arrays, model)"""
-_FUNCTIONS = {
-  name: inspect.getsource(x).strip()
-  for name, x in vars(numpy_model).items()
-  if inspect.isfunction(x)
-}
-_MIXERS = {
-  "dispatcher": "dispatcher",
-  "dispatcher_multihead": "dispatcher",
-  **dict.fromkeys(("attention", "relative_attention"), "attention"),
-  **dict.fromkeys(("she", "he", "we", "me"), "extractor"),
-}
-_BOUNDARIES = (
-  "none fixed whitespace spacebyte unigram entropy gumbel routing entropy_threshold".split()
-)
 
 
 def foreign(model: Mapping) -> list[str]:
   """The names of a model's components that are not dpjax's own."""
+  return sorted(_components(model) - {*numpy_model.FUNCTIONS})
+
+
+def _components(model: Mapping) -> set[str]:
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
   kinds = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
-  return sorted((mixers - {*_MIXERS}) | (kinds - {*_BOUNDARIES}))
+  return (mixers | kinds) - {"none"}
 
 
 def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
@@ -86,25 +82,29 @@ def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "floa
 
   It reads the files of the export.
   """
-  needed, wanted = set(), ["forward"]
-  for each in [model, frozen] if frozen else [model]:
-    wanted += [_MIXERS[section["name"]] for section in config_lib.mixers_in(each).values()]
-    wanted += ["hourglass", "boundaries"] if config_lib.is_pooled(each) else []
+  models = [model, frozen] if frozen else [model]
+  functions = {
+    name: numpy_model.FUNCTIONS[name].__name__ for each in models for name in _components(each)
+  }
+  is_pooled = any(map(config_lib.is_pooled, models))
+  needed, wanted = set(), ["forward", *functions.values(), *["hourglass"] * is_pooled]
+  known = {x: y for x, y in vars(numpy_model).items() if inspect.isfunction(y)}
   while wanted:
     name = wanted.pop()
     needed.add(name)
-    called = {*re.findall(r"(\w+)\(", _FUNCTIONS[name])} & {*_FUNCTIONS}
-    wanted += called - needed - {"hourglass", "boundaries"}  # which not every model has
-  functions = [text for name, text in _FUNCTIONS.items() if name in needed]
+    called = {*re.findall(r"(\w+)\(", inspect.getsource(known[name]))} & {*known}
+    wanted += called - needed - {"hourglass"}  # which not every model has
+  parts = [inspect.getsource(x).strip() for name, x in known.items() if name in needed]
+  table = ", ".join(f'"{name}": {x}' for name, x in sorted(functions.items()))
   settings = ""
   if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
     settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
   if frozen:
     settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
-  imports = ["import json", "import math", ""]
-  imports += ["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")
-  imports += ["import numpy as np", "from safetensors.numpy import load_file"]
-  return "\n\n\n".join(["\n".join(imports), *functions, _LOGITS.format(settings=settings)])
+  ml_dtypes = "import ml_dtypes  # lets NumPy read bfloat16\n" if dtype == "bfloat16" else ""
+  return "\n\n\n".join(
+    [_IMPORTS.format(ml_dtypes=ml_dtypes), *parts, _LOGITS.format(table=table, settings=settings)]
+  )
 
 
 def describe(

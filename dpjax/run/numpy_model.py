@@ -74,8 +74,9 @@ def attention(p, x, mixer):
   q, k, v = qkv.reshape(3, len(x), mixer["num_heads"], -1)  # [T, H, E] each
   if mixer.get("rotary_base") is not None:
     q, k = rotate(q, mixer["rotary_base"]), rotate(k, mixer["rotary_base"])
-  scores = np.einsum("the,she->hts", q + p.get("content_bias", 0), k)
-  if mixer["name"] == "relative_attention":  # content_bias and position_bias [H, E]
+  is_relative = mixer["name"] == "relative_attention"  # content_bias and position_bias [H, E]
+  scores = np.einsum("the,she->hts", q + p["content_bias"] if is_relative else q, k)
+  if is_relative:
     angles = t[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
     distances = linear(part(p, "distances"), table).reshape(q.shape)
@@ -88,10 +89,9 @@ def attention(p, x, mixer):
 
 
 def layers(p, x, model, mixer, positions):  # positions: arrays that relative attention shares
-  mixer, name = mixer or model["mixer"], (mixer or model["mixer"])["name"]
-  mix = dispatcher if "dispatcher" in name else attention if "attention" in name else extractor
+  mixer = mixer or model["mixer"]
   branches = {
-    "mixer": lambda q, x: mix({**q, **positions}, x, mixer),
+    "mixer": lambda q, x: FUNCTIONS[mixer["name"]]({**q, **positions}, x, mixer),
     "feed_forward": lambda q, x: feed_forward(q, x, model["activation"]),
   }
   for i in range(len(p["mixer_norm.scale"])):
@@ -105,20 +105,22 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
   return x
 
 
-def boundaries(p, x, tokens, kind):  # [T] where segments end; of routing, the probabilities
-  if kind["name"] == "fixed":
-    factor, offset = kind["shortening_factor"], kind["offset"]
-    return np.arange(len(x)) % factor == (factor - 1 if offset is None else offset)
-  if kind["name"] in ("whitespace", "spacebyte"):
-    ends = np.isin(tokens, kind["space_ids"])
-    return ends & ~shift(np.isin(tokens, kind.get("end_ids", ())), 1)
-  if kind["name"] == "routing":  # query and key [D, D]
-    unit = lambda x: x / np.sqrt(np.maximum((x**2).sum(-1, keepdims=True), 1e-24))
-    cosine = (unit(x[:-1] @ p["query"]) * unit(x[1:] @ p["key"])).sum(-1)
-    return np.append(np.float32(1), np.clip((1 - cosine) / 2, 0, 1))
-  if kind["name"] != "entropy_threshold":  # a network of its own says so
-    return feed_forward(p, x, "gelu")[:, 0] > 0
-  z = forward(tokens, part(p, "frozen"), kind["frozen"])  # a small model's prediction
+def fixed(p, x, tokens, kind):  # [T] where segments end
+  factor, offset = kind["shortening_factor"], kind["offset"]
+  return np.arange(len(x)) % factor == (factor - 1 if offset is None else offset)
+
+
+def by_token(p, x, tokens, kind):  # [T] where segments end
+  ends = np.isin(tokens, kind["space_ids"])
+  return ends & ~shift(np.isin(tokens, kind.get("end_ids", ())), 1)
+
+
+def predicted(p, x, tokens, kind):  # [T] where segments end, by a network of its own
+  return feed_forward(p, x, "gelu")[:, 0] > 0
+
+
+def by_entropy(p, x, tokens, kind):  # [T] where segments end, by a small model's prediction
+  z = forward(tokens, part(p, "frozen"), kind["frozen"])
   z = z - z.max(-1, keepdims=True)
   z = z - np.log(np.exp(z).sum(-1, keepdims=True))
   entropy = -(np.exp(z) * z).sum(-1)  # nats
@@ -131,12 +133,18 @@ def boundaries(p, x, tokens, kind):  # [T] where segments end; of routing, the p
   return ends
 
 
+def routing(p, x, tokens, kind):  # [T] the probabilities that segments end: query and key [D, D]
+  unit = lambda x: x / np.sqrt(np.maximum((x**2).sum(-1, keepdims=True), 1e-24))
+  cosine = (unit(x[:-1] @ p["query"]) * unit(x[1:] @ p["key"])).sum(-1)
+  return np.append(np.float32(1), np.clip((1 - cosine) / 2, 0, 1))
+
+
 def hourglass(p, x, tokens, model):
   kind, shared = model["boundaries"], part(p, "relative_positions")
   own = model["middle"] or {"boundaries": {"name": "none"}}
   inner = {**model, **{key: value for key, value in own.items() if value or value is None}}
   x = layers(part(p, "first"), x, model, model["first"]["mixer"], shared)
-  chance = boundaries(part(p, "boundary_predictor"), x, tokens, kind)  # [T]
+  chance = FUNCTIONS[kind["name"]](part(p, "boundary_predictor"), x, tokens, kind)
   ends, is_routed = chance > 0.5, kind["name"] == "routing"
   s = x[ends]  # segments
   if not is_routed and kind.get("pooling", "mean") == "mean":
@@ -178,3 +186,18 @@ def forward(tokens, p, model):  # [T] -> [T, V]
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T
   return linear(part(p, "logits"), x)
+
+
+FUNCTIONS = {
+  "dispatcher": dispatcher,
+  "dispatcher_multihead": dispatcher,
+  "attention": attention,
+  "relative_attention": attention,
+  **dict.fromkeys(("she", "he", "we", "me"), extractor),
+  "fixed": fixed,
+  "whitespace": by_token,
+  "spacebyte": by_token,
+  **dict.fromkeys(("unigram", "entropy", "gumbel"), predicted),
+  "entropy_threshold": by_entropy,
+  "routing": routing,
+}
