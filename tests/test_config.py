@@ -143,7 +143,6 @@ REFUSED = [
   ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
-  ("model.mixer.num_levels", 10, "expected at most 9, .* model.max_length = 512, got 10"),
   ("model.mixer.num_levels", 40, "expected at most 24, got 40"),
   ("model.mixer.level_dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
   ("model.dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
@@ -162,8 +161,7 @@ REFUSED = [
   ("eval.window", 513, "expected at most model.max_length = 512, got 513"),
   ("eval.stride", 513, "expected at most the window 512, got 513"),
   ("seed", -1, "expected an integer in .*got -1"),
-  ("sample.length", 0, "expected an integer of at least 1 .*, got 0"),
-  ("sample.length", 2**24 + 1, "expected .* at most 16,777,216, got 16777217"),
+  ("sample.length", 0, "expected an integer of at least 1, got 0"),
 ]
 # The same with a component by its name.
 OF_COMPONENTS = [
@@ -185,7 +183,6 @@ OF_COMPONENTS = [
   ("model.first.mixer=dispatcher", "name", "atention", "expected .* did you mean attention?"),
   ("model.first.mixer=dispatcher", "num_heads", 3, "expected a divisor of model.width = 512"),
   ("model.last.mixer=dispatcher", "name", "dispacher", "expected .* did you mean dispatcher?"),
-  ("model.last.mixer=dispatcher", "num_levels", 11, "expected at most 10, .* reach .*, got 11"),
   ("model.boundaries=none", "pooling", "last", "expected a setting of none, got an unknown"),
   ("model.boundaries=gumbel", "pooling", "last", "expected a setting of gumbel, got an unkn"),
   ("model.boundaries=whitespace", "offset", 0, "expected a setting of whitespace, got an"),
@@ -248,37 +245,6 @@ def test_numbers_that_are_not_finite_in_float32_are_refused(value):
       ValueError, match=f"^{key}: expected a number .* finite, got {value}".replace("+", r"\+")
     ):
       config_lib.check(changed({key: value}))
-
-
-SIZES = """model.num_layers model.width model.feed_forward_width model.max_length model.vocab_size
-  model.boundaries.num_capacities model.boundaries.size model.first.num_layers
-  model.last.num_layers train.batch_size train.window eval.batch_size eval.window eval.stride
-  data.tokenizer_size sample.length"""
-
-
-def test_sizes_that_fit_no_machine_are_refused():
-  for key in SIZES.split():
-    with pytest.raises(ValueError, match=f"^{key}: expected .*at most .*, got 1000000000"):
-      config_lib.check(changed({"model.boundaries": "unigram", key: 10**9}))
-
-
-def test_sizes_that_fit_no_machine_together_are_refused():
-  for fine in ({}, {"model.num_layers": 10_000, "train.batch_size": 2**20}):
-    config_lib.check(changed(fine))
-  with pytest.raises(
-    ValueError,
-    match="^model.num_layers, model.width, model.feed_forward_"
-    r"width: expected .* got 6 x 1,048,576 x 1,048,576$",
-  ):
-    config_lib.check(changed({"model.width": 2**20, "model.feed_forward_width": 2**20}))
-  rows = {"train.batch_size": 2**24, "model.max_length": 2**9, "model.width": 2**9}
-  with pytest.raises(
-    ValueError, match="^train.batch_size, train.window, model.width, .* got 16,777,216 x 512 x 512$"
-  ):
-    config_lib.check(changed(rows))
-  config_lib.check(changed({**rows, "train.accumulate_steps": 4}))
-  with pytest.raises(ValueError, match="^eval.batch_size, .* got 16,777,216 x 400 x 512$"):
-    config_lib.check(changed({"eval.batch_size": 2**24, "eval.window": 400}))
 
 
 def test_what_boundaries_go_with():
@@ -416,12 +382,12 @@ def test_settings_added_later_take_their_defaults():
   [
     ({"train": {"batchsize": 3}}, "train.batchsize: .* nearest known is train.batch_size"),
     ({"train": {"batch_size": 2.5}}, "train.batch_size: expected a value of type int"),
-    ({"train": {"optimizer": 3}}, "train.optimizer: expected one of adam, .*, got 3"),
-    ({"train": {"optimizer": None}}, "train.optimizer: expected one of adam, .* got None"),
+    ({"train": {"optimizer": 3}}, "train.optimizer: expected a section of .*, got 3"),
+    ({"train": {"optimizer": None}}, "train.optimizer: expected a section of .* got None"),
     ({"train": {"batch_size": -20}}, "train.batch_size: expected at least 1, got -20"),
     ({"model": 3}, "model: expected a section of settings, got 3"),
     ({"model": {"first": 3}}, "model.first: expected a section of settings, got 3"),
-    ({"model": {"mixer": "hee"}}, "model.mixer: expected one of .*, got hee"),
+    ({"model": {"mixer": "hee"}}, "model.mixer: expected a section of .*, got 'hee'"),
     ({"model": {"mixer": {"adjustment": True}}}, "model.mixer.name: expected one of"),
     ({"model": {"mixer": {"name": "he", "num_heads": 3}}}, "model.mixer.num_heads: expec"),
     ({"model": {"mixer": {"name": "he", "adjustment": 1}}}, "model.mixer.adjustment: exp"),
@@ -431,56 +397,6 @@ def test_settings_added_later_take_their_defaults():
 def test_settings_that_cannot_be_read_are_refused(settings, message):
   with pytest.raises(ValueError, match=f"^{message}"):
     config_lib.from_dict(settings)
-
-
-# Of version 0.1, in which components had no sections.
-FLAT = {
-  "model": dict(mixer="he", num_heads=1, num_levels=0, mixer_dropout=0.0, adjustment=False)
-  | dict(attention_bias=True, output_projection=True, implementation=""),
-  "train": dict(optimizer="adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02, batch_size=30)
-  | dict(schedule="cosine", warmup_steps=50),
-}
-
-
-def test_a_run_of_version_01_is_read():
-  config = config_lib.from_dict(json.loads(json.dumps(FLAT)))
-  assert config.model.mixer == config_lib.mixer("he", adjustment=False)
-  assert config.train.optimizer == config_lib.optimizer(
-    "adamw", b1=0.8, b2=0.98, eps=1e-7, weight_decay=0.02
-  )
-  assert config.train.schedule == config_lib.schedule("cosine", warmup_steps=50)
-  assert config_lib.differences(FLAT, config) == []
-  config.model.mixer.adjustment = True
-  assert config_lib.differences(FLAT, config) == ["model.mixer.adjustment: False there, True here"]
-
-
-def test_a_run_from_before_token_pooling_is_read():
-  old = {
-    "model": dict(mixer="he", num_heads=1, adjustment=True),
-    "train": dict(batch_size=30, optimizer="adam", b1=0.9),
-  }
-  config = config_lib.from_dict(json.loads(json.dumps(old)))
-  assert config == changed({"train.batch_size": 30, "model.mixer": "he"})
-  assert config.model.boundaries.name == "none"
-  assert config_lib.differences(old, config) == []
-  section = config_lib.boundaries("whitespace", space_ids=(0, 7))
-  pooled = {"train.batch_size": 30, "model.mixer": "he", "model.boundaries": section}
-  pooled = changed(pooled)
-  assert config_lib.differences(old, pooled) == [
-    "model.boundaries.name: 'none' there, 'whitespace' here",
-    "model.boundaries.pooling: None there, 'mean' here",
-    "model.boundaries.space_ids: None there, (0, 7) here",
-  ]
-  back = config_lib.from_dict(json.loads(json.dumps(pooled.to_dict())))
-  assert back == pooled and back.model.boundaries.space_ids == (0, 7)
-
-
-def test_limits_that_came_later_do_not_keep_a_run_from_being_read():
-  for key, value in {"train.clip_norm": float("inf"), "model.mixer.num_levels": 12}.items():
-    config = changed({key: value})
-    with pytest.raises(ValueError, match=f"^{key}: expected"):
-      config_lib.check(config)
-    assert config_lib.from_dict(config.to_dict()) == config
 
 
 def test_only_what_changes_no_trained_number_may_differ():

@@ -365,6 +365,6 @@ def test_an_optimizer_of_somebody_elses(monkeypatch):
 
 
 def test_what_is_known_is_imported_when_it_is_used():
-  registered = Registry("thing", "register", (), {"ordered": "collections:OrderedDict"})
+  registered = Registry("thing", (), {"ordered": "collections:OrderedDict"})
   assert registered.names() == ("ordered",)
   assert registered.component("ordered") is sys.modules["collections"].OrderedDict

@@ -190,9 +190,7 @@ def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   moved = run_lib.load(tmp_path / "moved")
   texts = moved.generate("the ", length=9, temperature=0.0)
   assert (texts, moved.score("a cat sat")) == expected
-  with pytest.raises(
-    UserError, match="gone; `dpjax train --workdir=.* --tokenize_only` .*t.txt"
-  ):
+  with pytest.raises(UserError, match="gone; `dpjax train --workdir=.* --tokenize_only` .*t.txt"):
     moved.score_split("test")
 
 

@@ -6,7 +6,6 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import ops, registry
 from dpjax.layers import attention, dispatcher, extractors
-from dpjax.models import build
 from tests import helpers
 
 LAYERS = {
@@ -192,19 +191,3 @@ def test_unknown_and_missing_keys_are_refused():
 def test_settings_that_a_mixer_lacks_or_cannot_have(mixer, setting, message):
   with pytest.raises(dpjax.UserError, match=message):
     config_lib.mixer(mixer, **setting)
-
-
-def test_a_state_that_no_device_holds_is_refused(monkeypatch):
-  shapes = {"kernel": jax.ShapeDtypeStruct((2**27, 7), jnp.float32)}  # 3.5 GiB
-  monkeypatch.setattr(build, "_host_memory", lambda: 11 * 2**30)
-  build.check_memory(shapes)
-  monkeypatch.setattr(build, "_host_memory", lambda: 10 * 2**30)
-  with pytest.raises(
-    ValueError,
-    match="^model.num_layers, model.width, .* the 10.0 GiB of "
-    "a device, got 10.5 GiB; train.parameters",
-  ):
-    build.check_memory(shapes)
-  build.check_memory(shapes, num_parts=2)
-  monkeypatch.setattr(build, "_host_memory", lambda: 0)  # not known
-  build.check_memory(shapes)
