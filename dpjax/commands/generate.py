@@ -16,6 +16,8 @@ from absl import flags
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
+_MOST_SAMPLES = 4096  # All are rows of one batch.
+
 
 def main() -> None:
   """Generates what the command line describes."""
@@ -44,6 +46,8 @@ def _generate(given) -> None:
   """Prints the prompt and its continuation for each sample, then the speed."""
   from dpjax import run as run_lib
 
+  if not 1 <= given.num_samples <= _MOST_SAMPLES:
+    raise UserError(f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {given.num_samples}")
   prompt = _read_prompt(given.prompt, given.prompt_file)
   run = run_lib.load(given.workdir, given.step)
   settings = {

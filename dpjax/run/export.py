@@ -81,7 +81,7 @@ def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
   path = folder / workdir_lib.PARAMETERS
   save_file(flat, path, {"step": str(run.step)})
   # A model that was made in Python may differ in anything, and its settings do not say it.
-  built = assemble(run.config.model, frozen and assemble(frozen))
+  built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   shapes = {name: x.shape for name, x in flat.items()}
   is_built = repr(run.model) == repr(built)
   text = card.write(run, name, shapes, is_built=is_built, frozen=frozen, dtype=dtype)
@@ -101,7 +101,8 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   Raises:
     ValueError: the file is damaged, or belongs to another model or step.
   """
-  path, expected = folder / workdir_lib.PARAMETERS, flatten_dict(shapes, sep=".")
+  path = folder / workdir_lib.PARAMETERS
+  expected: Any = flatten_dict(shapes, sep=".")
   if not path.is_file():  # A pipe would never end.
     raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
   try:

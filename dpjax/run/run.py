@@ -35,7 +35,7 @@ class Run:
   """A trained model with everything that you need to use it.
 
   Attributes:
-    config: the settings, with `config.model.vocab_size`.
+    config: the settings, with those that follow from the tokenizer.
     model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; a model
       made in Python may have another class.
     params: the parameters.
@@ -76,15 +76,13 @@ class Run:
 
     Args:
       text: a text, not empty.
-      window: the number of tokens that the model sees at once; 0 takes the configuration's.
-      stride: the number of tokens that each window scores, with the others as context; 0 takes
-        the configuration's.
+      window: the number of tokens that the model sees at once; 0: `config.eval.window`.
+      stride: the number of these that are scored, with the others as context; 0:
+        `config.eval.stride`.
 
     Returns:
-      "nats_per_token", "perplexity", "perplexity_per_word" and, unless tokenization loses
-      some of the text, "bits_per_character" and "bits_per_byte"
-      (`dpjax.training.metrics.text_scores`); with token pooling also the scores of
-      `dpjax.training.metrics.boundary_scores`.
+      The scores of `dpjax.training.metrics.text_scores`, such as "bits_per_character", and with
+      token pooling of `dpjax.training.metrics.boundary_scores`.
 
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
@@ -116,15 +114,12 @@ class Run:
       window: see `score`.
       stride: see `score`.
       documents: "isolated" scores each document as if it stood alone, after a start token;
-        "joined" scores one text; "" follows `config.data.documents`.
+        "joined" scores one text; "": `config.data.documents`.
       progress: whether to show a progress bar.
 
-    Returns:
-      See `score`.
-
     Raises:
-      ValueError: there is no such split, its tokens have changed since preparation, the
-        window is longer than the model's, or the documents are unknown.
+      ValueError: there is no such split, its tokens have changed, the window is longer than the
+        model's, or the documents are unknown.
     """
     data = self._data_with(split, self._documents(documents))
     data.check(split)
@@ -196,16 +191,12 @@ class Run:
   @overload
   def generate(self, prompt: Sequence[str], **settings: Unpack[Sampling]) -> list[list[str]]: ...
 
-  def generate(
-    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-  ) -> list[str] | list[list[str]]:
+  def generate(self, prompt, **settings):
     """Continues a prompt, or several at once.
 
     Args:
       prompt: a text, or texts of any lengths; "" starts a text.
-      **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
-        beyond_window of `dpjax.generation.Generator.stream`; the defaults are those of
-        `config.sample`.
+      **settings: see `dpjax.generation.Generator.stream`; by default `config.sample`.
 
     Returns:
       The continuations, without the prompt, one for each sample; for several prompts, a list
@@ -214,19 +205,21 @@ class Run:
     Raises:
       ValueError: see `dpjax.generation.Generator.stream`.
     """
-    prompts = _as_texts(prompt)
-    rows = zip(*self.stream(prompts, **settings), strict=True)
+    rows = zip(*self.stream(prompt, **settings), strict=True)
     texts = ["".join(piece.text for piece in row) for row in rows]
     if isinstance(prompt, str):
       return texts
-    count = len(texts) // len(prompts)
-    return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+    count = len(texts) // len(prompt)
+    return [texts[i * count : (i + 1) * count] for i in range(len(prompt))]
 
   def stream(
     self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
   ) -> Iterator[list[generator.Piece]]:
     """Like `generate`, but yields text as it comes; see `dpjax.generation.Generator.stream`."""
-    return self._generator.stream(self.params, _as_texts(prompt), **settings)
+    if not isinstance(prompt, Sequence):
+      raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    return self._generator.stream(self.params, prompts, **settings)
 
   def dispatch_matrices(self, text: str) -> list[np.ndarray]:
     """The dispatch matrices of a text in the layers of a Dispatcher.
@@ -315,8 +308,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   config = workdir_lib.read_config(workdir)
   data = tokens_lib.read_data(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
-  frozen = workdir_lib.saved_frozen(config, workdir)
-  built = build.make_model(config, model, frozen and build.assemble(frozen))
+  built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.
   abstract = step_lib.abstract_state(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
@@ -344,6 +336,12 @@ def _check_finite(workdir: Path, params: dict) -> None:
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
 
 
+def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
+  """The frozen model of a saved run's boundaries, if they use one."""
+  settings = workdir_lib.saved_frozen(config, workdir)
+  return None if settings is None else build.assemble(settings)
+
+
 def make_scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
   """The scorer of `config.eval`."""
   return evaluation.Scorer(
@@ -369,18 +367,8 @@ def generate(
 ) -> list[list[str]]: ...
 
 
-def generate(
-  run: Run | str | Path, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-) -> list[str] | list[list[str]]:
-  """Continues a prompt, or several, with a run: `Run.generate` as a function.
-
-    dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
-
-  Args:
-    run: a run from `load`, or a run's folder.
-    prompt: see `Run.generate`.
-    **settings: see `Run.generate`.
-  """
+def generate(run, prompt, **settings):
+  """`Run.generate` of a run, or of the run in a folder."""
   run = run if isinstance(run, Run) else load(run)
   return run.generate(prompt, **settings)
 
@@ -391,11 +379,3 @@ def table(scores: Mapping[str, float]) -> str:
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")
   return "\n".join(lines)
-
-
-def _as_texts(prompt: str | Sequence[str]) -> list[str]:
-  if isinstance(prompt, str):
-    return [prompt]
-  if not isinstance(prompt, Sequence):
-    raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
-  return list(prompt)

@@ -17,11 +17,11 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
 from dpjax.models import build
-from dpjax.models.language_model import LanguageModel, with_frozen
+from dpjax.models.language_model import with_frozen
 from dpjax.registry import ConfigDict
 from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
-from dpjax.run.run import Run, load
+from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import checkpoint_files, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
@@ -72,13 +72,15 @@ def train(
     data = _open_data(given, workdir)
     config = build.with_vocabulary(given, data.tokenizer)
     frozen = _frozen_run(config, workdir, data.tokenizer)
-    run = _untrained(config, workdir, data, model, frozen)
+    within = frozen.model if frozen else saved_frozen(config, workdir)
+    built = build.make_model(config, model, within)
+    run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
     durations = _durations(config.train, train_batches.steps_per_epoch)
     trainer = _trainer(run, optimizer, durations.num_steps)
     shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
     workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
-    _print_start(run, shapes, durations.num_steps)
+    _print_start(run, data, shapes, durations.num_steps)
     loop.fit(
       trainer,
       train_batches,
@@ -90,7 +92,7 @@ def train(
       should_stop=should_stop,
       profile=profile,
       measure_products=measure_products,
-      **_kept(run),
+      **_kept(run, data),
     )
     best = load(workdir, model=model)
     # What validation was compiled for: the same model, with other parameters.
@@ -137,22 +139,14 @@ def _open_data(config: ConfigDict, workdir: Path) -> prepared.Prepared:
   return tokens.open_tokens(config, workdir / "data", fresh=fresh)
 
 
-def _untrained(config: ConfigDict, workdir: Path, data, model, frozen: Run | None) -> Run:
-  """The run before its first update, without parameters."""
-  within: LanguageModel | None = frozen and frozen.model
-  if within is None and (saved := workdir_lib.saved_frozen(config, workdir)):
-    within = build.assemble(saved)
-  built = build.make_model(config, model, within)
-  return Run(config, built, {}, data.tokenizer, 0, data, workdir)
-
-
 def make_batches(config: ConfigDict, data: prepared.Prepared) -> Any:
   """The batches of `config.train`."""
   settings, split = config.train, data.splits["train"]
   size = settings.batch_size, settings.window or config.model.max_length
   options: dict[str, Any] = dict(boundaries=data.boundaries and data.boundaries["train"])
   if config.data.documents == "isolated":
-    options["documents"] = evaluation.document_starts(data.documents["train"], data.tokenizer)
+    begins: Any = data.documents
+    options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
   if settings.batches == "random_windows":
     return batches.RandomWindows(split, *size, config.seed, **options)
   options["pad_id"] = build.pad_id(config.model)
@@ -194,7 +188,21 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
   sharding.check_rows(config.train.batch_size, trainer.accumulate_steps)
   prompt = config.sample.prompt
   generator.check_prompt(config.model, run.tokenizer, prompt, "sample.prompt", config.sample)
-  shapes = _shapes(run.model, config.data.documents == "isolated")["params"]
+  ids = jnp.zeros((1, 1), jnp.int32)
+  is_isolated = config.data.documents == "isolated"
+  known: dict[str, Any] = {"is_start": ids + 1} if is_isolated else {}
+
+  def init():
+    return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
+
+  try:
+    if is_isolated:
+      mixer.check_takes_starts(run.model)
+    shapes = jax.eval_shape(init)
+  except UserError as error:
+    if not is_isolated:
+      raise
+    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
   state = {
     "params": shapes,
     "opt_state": optimizers.check(trainer.optimizer, run.model, shapes, key),
@@ -219,23 +227,9 @@ def _check_memory(state: Any, parameters: str) -> None:
     )
 
 
-def _shapes(model: Any, has_documents: bool) -> Any:
-  """The shapes of the variables; checks that the model keeps documents apart."""
-  ids = jnp.zeros((1, 1), jnp.int32)
-  known = {"is_start": ids + 1} if has_documents else {}
-  try:
-    if has_documents:
-      mixer.check_takes_starts(model)
-    return jax.eval_shape(lambda: model.init(jax.random.key(0), ids, deterministic=True, **known))
-  except UserError as error:
-    if not has_documents:
-      raise
-    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
-
-
-def _kept(run: Run) -> dict[str, Any]:
+def _kept(run: Run, data: prepared.Prepared) -> dict[str, Any]:
   """What the checkpoints of a run are, and which are kept."""
-  config, data = run.config, run.data
+  config = run.config
   validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
   if config.eval.max_tokens:
     validation["max_tokens"] = config.eval.max_tokens
@@ -251,10 +245,10 @@ def _kept(run: Run) -> dict[str, Any]:
   )
 
 
-def _print_start(run: Run, shapes: Any, num_steps: int) -> None:
+def _print_start(run: Run, data: prepared.Prepared, shapes: Any, num_steps: int) -> None:
   if jax.process_index() != 0:
     return
-  config, data = run.config, run.data
+  config = run.config
   size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   print(
     f"{run.name}, {size:,} parameters; {data.name}, "
@@ -273,34 +267,28 @@ def _print_start(run: Run, shapes: Any, num_steps: int) -> None:
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
   """Reads the initial parameters, if they are not drawn at random."""
-  folder = run.config.train.initial_run
+  key, folder = "train.initial_run", run.config.train.initial_run
   if frozen is None and not folder:
     return None
 
+  def shapes_by_name(params) -> dict[str, tuple]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
+
   def read(drawn: dict) -> dict:
-    params = _initial_params(folder, shapes, run.tokenizer, model) if folder else drawn
+    params = drawn
+    if folder:
+      other = _load_other(folder, key, run.tokenizer, model)
+      params, expected, found = other.params, shapes_by_name(shapes), shapes_by_name(other.params)
+      wrong = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
+      if wrong:
+        raise UserError(
+          f"{key}: expected parameters of this model, {wrong[0]} of the shape "
+          f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
+        )
     return params if frozen is None else with_frozen(params, frozen.params)
 
   return read
-
-
-def _initial_params(folder: str, shapes, tokenizer: Tokenizer, model) -> dict:
-  """The parameters of another run, if they fit this one."""
-  other = _load_other(folder, "train.initial_run", tokenizer, model)
-  expected, found = (
-    {
-      jax.tree_util.keystr(path): tuple(leaf.shape)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for params in (shapes, other.params)
-  )
-  wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
-  if wrong:
-    raise UserError(
-      f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
-      f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
-    )
-  return other.params
 
 
 def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
