@@ -82,7 +82,6 @@ SETTINGS = helpers.cases(r"""
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
   train.batch_size=800 train.window=128 | expected at most
   train.batches=random_windows data.path={short} train.window=0 | has 108 .* got 128
-  model.feed_forward_width=200000 model.width=200000 | fit the .* GiB of memory, got
   # Files and folders.
   data.path={nothing} | no_such
   data.path={latin} | UTF-8
