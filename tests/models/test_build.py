@@ -20,9 +20,8 @@ LAYERS = {
 }
 
 
-def settings(**changes):
-  usual = dict(vocab_size=11, width=6, feed_forward_width=10, max_length=13)
-  return helpers.set_model(config_lib.default_model(), **{**usual, **changes})
+def settings(mixer="dispatcher", boundaries="none", **changes):
+  return helpers.model_settings(mixer, boundaries, max_length=13, **changes)
 
 
 def init_shapes(model):
@@ -43,7 +42,7 @@ def init_shapes(model):
 )
 def test_parameter_counts(mixer, vocab_size, expected, in_millions):
   model = config_lib.default_model()
-  helpers.set_model(model, mixer=mixer, vocab_size=vocab_size)
+  model.update(mixer=mixer, vocab_size=vocab_size)
   leaves = jax.tree.leaves(init_shapes(dpjax.build_model(model)))
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
   assert sum(leaf.size for leaf in leaves) == expected
@@ -71,14 +70,12 @@ def test_every_setting_arrives(mixer):
   other |= dict(adjustment=False, output_projection=False, implementation=next(iter(forms)))
   assert known.keys() <= other.keys()
   own = {name: other[name] for name in known}
-  config = settings()
-  config.mixer = config_lib.mixer(mixer, **own)
+  config = settings(config_lib.mixer(mixer, **own))
   init = dict(init_std=0.4, norm_init_std=0.5)
   modern = dict(norm_kind="rms_norm", use_bias=False)
   shared = dict(norm="pre", activation="swiglu", dropout=0.1, hidden_dropout=0.2, **init, **modern)
   layers = dict(num_layers=3, scan_layers=False, remat=True)
-  helpers.set_model(config, positions="learned", dtype="bfloat16", **shared, **layers)
-  config.tie_embeddings = True
+  config.update(positions="learned", dtype="bfloat16", tie_embeddings=True, **shared, **layers)
   model = dpjax.build_model(config)
   bfloat16 = dict(dtype=jnp.bfloat16)
   sizes = dict(vocab_size=11, width=6, max_length=13, positions="learned", dropout=0.1)
@@ -97,40 +94,39 @@ def test_every_setting_arrives(mixer):
 
 
 def test_what_is_left_open_is_the_best_and_the_longest():
-  layer = dpjax.build_model(settings()).layers.make_block().make_mixer()
+  model = dpjax.build_model(settings())
+  layer = model.layers.make_block().make_mixer()
   assert layer.implementation is None and layer.num_levels is None
-  shapes = init_shapes(dpjax.build_model(settings()))
-  assert shapes["layers"]["mixer"]["gates"]["kernel"].shape == (6, 6, 4)
-
-
-def hourglass(**changes):
-  model = dpjax.build_model(settings(**changes))
-  assert model.layers is None and model.make_positions is None
-  return model.make_hourglass()
+  shapes = init_shapes(model)
+  assert shapes["layers"]["mixer"]["gates"]["kernel"].shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
-  "kind, own, names",
+  "kind, own",
   [
-    ("fixed", dict(shortening_factor=5, boundary_offset=3), dict(shortening_factor=5, offset=3)),
-    ("whitespace", dict(space_ids=(4, 7), num_capacities=3), None),
-    (
-      "gumbel",
-      dict(boundary_temperature=0.7, sample_boundaries=True),
-      dict(temperature=0.7, sample=True, predictor_width=10, init_std=0.4, dtype=jnp.bfloat16),
-    ),
+    ("fixed", dict(shortening_factor=5, offset=3, pooling="last")),
+    ("whitespace", dict(space_ids=(4, 7), num_capacities=3, pooling="last")),
+    ("gumbel", dict(temperature=0.7, sample=True)),
   ],
 )
-def test_every_setting_of_the_pooling_arrives(kind, own, names):
-  pooling = "mean" if kind == "gumbel" else "last"
-  stacks = dict(first_layers=1, num_layers=3, last_layers=4, num_heads=2, mixer="attention")
-  stacks |= dict(first_mixer="dispatcher", last_mixer="relative_attention")
-  init = dict(init_std=0.4, norm_init_std=0.5, dtype="bfloat16")
+def test_every_setting_of_the_pooling_arrives(kind, own):
+  init = dict(init_std=0.4, norm_init_std=0.5)
   modern = dict(norm_kind="rms_norm", use_bias=False)
-  built = hourglass(boundaries=kind, pooling=pooling, **stacks, **init, **own, **modern)
+  config = settings(
+    config_lib.mixer("attention", num_heads=2),
+    config_lib.boundaries(kind, **own),
+    first=dict(num_layers=1, mixer=config_lib.mixer("dispatcher", num_heads=2)),
+    last=dict(num_layers=4, mixer=config_lib.mixer("relative_attention", num_heads=2)),
+    **dict(num_layers=3, dtype="bfloat16", **init, **modern),
+  )
+  model = dpjax.build_model(config)
+  assert model.layers is None and model.make_positions is None
+  built = model.make_hourglass()
   attributes(built, dict(norm_init_std=0.5, dtype=jnp.bfloat16) | modern)
   boundaries = built.make_boundaries(name="boundary_predictor")
-  attributes(boundaries, (names or own) | dict(pooling_method=pooling))
+  given = dict(predictor_width=10, init_std=0.4, dtype=jnp.bfloat16) if kind == "gumbel" else {}
+  own = {"pooling": "mean", **own}
+  attributes(boundaries, given | {("pooling_method" if x == "pooling" else x): own[x] for x in own})
   assert type(boundaries) is registry.boundaries.component(kind)
   stacks = (built.first, built.middle, built.last)
   assert [stack.num_layers for stack in stacks] == [1, 3, 4]
@@ -143,7 +139,7 @@ def test_every_setting_of_the_pooling_arrives(kind, own, names):
 
 
 def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
-  built = hourglass(boundaries="entropy", mixer="she")
+  built = dpjax.build_model(settings("she", "entropy")).make_hourglass()
   for stack in (built.first, built.middle, built.last):
     assert type(stack.make_block().make_mixer()) is LAYERS["she"]
   assert built.make_positions is None
@@ -153,18 +149,23 @@ def test_the_mixers_of_the_pooling_are_all_one_unless_they_are_named():
   "changes, message",
   [
     (dict(vocab_size=0), "model.vocab_size: expected the tokenizer's size, got 0"),
-    (dict(mixer="dispacher"), "mixer: expected .*did you mean dispatcher"),
-    (dict(num_heads=4), "model.mixer.num_heads: expected a divisor of model.width = 6, g"),
+    (
+      dict(mixer=config_lib.mixer("dispatcher", num_heads=4)),
+      "model.mixer.num_heads: expected a divisor of model.width = 6, g",
+    ),
     (dict(dropout=1.0), "model.dropout: expected a probability"),
-    (dict(mixer_dropout=1.0), "model.mixer.level_dropout: expected a probability"),
-    (dict(mixer="he", implementation="loop"), "implementation: expected one of None, sc"),
-    (dict(init_std=-0.1), "model.init_std: expected at least 0, got -0.1"),
+    (
+      dict(mixer=config_lib.mixer("he", implementation="loop")),
+      "model.mixer.implementation: expected one of None, sc",
+    ),
     (dict(max_length=0), "model.max_length: expected at least 1, got 0"),
   ],
 )
 def test_refusals(changes, message):
+  model = settings()
+  model.update(changes)
   with pytest.raises(ValueError, match=message):
-    dpjax.build_model(settings(**changes))
+    dpjax.build_model(model)
 
 
 def test_unknown_and_missing_keys_are_refused():
@@ -175,19 +176,3 @@ def test_unknown_and_missing_keys_are_refused():
   del model["norm"]
   with pytest.raises(ValueError, match="model.norm: expected a value"):
     dpjax.build_model(model)
-
-
-@pytest.mark.parametrize(
-  ("mixer", "setting", "message"),
-  [
-    ("she", dict(num_heads=2), "mixer.num_heads: expected a setting of she, .* nearest"),
-    ("me", dict(adjustment=False), "mixer.adjustment: expected a setting of me"),
-    ("dispatcher", dict(num_level=3), "nearest known is mixer.num_levels"),
-    ("dispatcher", dict(num_levels=2.0), "expected a value of type int or None, got 2.0"),
-    ("attention", dict(use_bias=0), "mixer.use_bias: expected a value of type bool"),
-    ("attention", dict(dropout=float("nan")), "mixer.dropout: expected a number .* finite"),
-  ],
-)
-def test_settings_that_a_mixer_lacks_or_cannot_have(mixer, setting, message):
-  with pytest.raises(dpjax.UserError, match=message):
-    config_lib.mixer(mixer, **setting)
