@@ -71,16 +71,13 @@ class Registry:
     return tuple(self._components)
 
   def register(self, name: str, component: Callable) -> None:
-    """Registers a component under a name for configurations.
+    """Registers a class or a function under a name for configurations.
 
-    Args:
-      name: letters, digits and underscores.
-      component: a class or a function; called with its settings and the given fields that
-        it declares.
+    It is called with its settings and the given fields that it declares.
 
     Raises:
-      ValueError: another component has the name, the name is invalid, or the component lacks
-        a field.
+      ValueError: another component has the name, the name is no identifier, or the component
+        lacks a field.
     """
     if not name.isidentifier() or not callable(component):
       raise ValueError(
@@ -103,19 +100,12 @@ class Registry:
     self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
 
   def origin(self, name: str) -> str | None:
-    """The module that registered a component, for --plugin.
-
-    None for components of dpjax, and of the program itself, which nobody can import.
-    """
+    """The module that registered a component, for --plugin; None for dpjax and the program."""
     origin = self._origins.get(name)
     return None if origin == "__main__" else origin
 
   def component(self, name: Any, key: str = "") -> Callable:
-    """The component of a name.
-
-    Raises:
-      UserError: the name is unknown; the message lists the known ones.
-    """
+    """The component of a name; a `UserError` that lists the known names if there is none."""
     is_known = isinstance(name, str) and name in self._components
     if not is_known:
       load_plugins()
@@ -144,11 +134,7 @@ class Registry:
     return found
 
   def defaults(self, name: str, key: str = "") -> ConfigDict:
-    """The unchecked section of a component; settings without a default are None.
-
-    Raises:
-      UserError: the component is unknown.
-    """
+    """The unchecked section of a component; settings without a default are None."""
     self.component(name, key)
     section = ConfigDict({"name": name})
     for field, setting in self.settings(name).items():
@@ -157,23 +143,11 @@ class Registry:
     return section
 
   def section(self, name: str, **values) -> ConfigDict:
-    """A section of a configuration: the name, and all settings with their values.
-
-    Args:
-      name: the name of a component.
-      **values: settings that differ from their defaults.
-
-    Raises:
-      UserError: see `check`.
-    """
+    """A section of a configuration: the name, and all settings, by default or by `values`."""
     return self._filled(self.defaults(name), values, self._kind)
 
   def from_dict(self, values: Mapping, key: str) -> ConfigDict:
-    """Reads a section, whose key is `key`, from JSON values; others take their defaults.
-
-    Raises:
-      UserError: see `check`.
-    """
+    """Reads a section, whose key is `key`, from JSON values; others take their defaults."""
     given = {name: as_tuple(value) for name, value in values.items()}
     return self._filled(self.defaults(given.pop("name", None), f"{key}.name"), given, key)
 
@@ -184,11 +158,7 @@ class Registry:
     return section
 
   def check(self, section: Mapping, key: str) -> None:
-    """Checks that a component can be built from a section.
-
-    Args:
-      section: "name" and settings.
-      key: the key of the section, for messages: "model.mixer".
+    """Checks that a section, whose key is `key`, names a component and has its settings alone.
 
     Raises:
       UserError: the name is unknown, or a setting is unknown, missing or of the wrong type.
@@ -207,23 +177,14 @@ class Registry:
       raise UserError(f"{key}.{missing[0]}: expected a value, got none")
 
   def maker(self, section: Mapping, **given) -> partial:
-    """A function that makes the component of a section, with its settings bound.
-
-    Args:
-      section: see `check`.
-      **given: values of given fields; the component receives those that it declares.
-    """
+    """A function that makes the component of a section, with those of `given` that it takes."""
     values = dict(section)
     component = self.component(values.pop("name"))
     declared = inspect.signature(component).parameters
     return partial(component, **values, **{key: given[key] for key in given if key in declared})
 
   def build(self, section: Mapping, key: str, **given) -> Any:
-    """Makes the component that a section describes; see `check` and `maker`.
-
-    Raises:
-      UserError: the component rejects a setting with a `ValueError`.
-    """
+    """Makes the component of a section; see `maker`. A `UserError` where it rejects a setting."""
     try:
       return self.maker(section, **given)()
     except ValueError as error:

@@ -31,31 +31,12 @@ CHOICES = {
   "train.parameters": ("replicated", "sharded"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
-_AT_LEAST_1 = (
-  "model.num_layers",
-  "model.max_length",
-  "data.tokenizer_size",
-  "train.batch_size",
-  "train.accumulate_steps",
-  "train.log_every_steps",
-  "train.median_every_steps",
-  "train.checkpoint_every_steps",
-  "train.keep_checkpoints",
-  "eval.batch_size",
-)
-_AT_LEAST_0 = (
-  "model.vocab_size",
-  "model.init_std",
-  "model.norm_init_std",
-  "train.window",
-  "train.num_steps",
-  "train.clip_norm",
-  "train.learning_rate",
-  "train.patience",
-  "eval.window",
-  "eval.stride",
-  "eval.max_tokens",
-)
+_AT_LEAST_1 = """model.num_layers model.max_length data.tokenizer_size train.batch_size
+  train.accumulate_steps train.log_every_steps train.median_every_steps
+  train.checkpoint_every_steps train.keep_checkpoints eval.batch_size""".split()
+_AT_LEAST_0 = """model.vocab_size model.init_std model.norm_init_std train.window train.num_steps
+  train.clip_norm train.learning_rate train.patience eval.window eval.stride
+  eval.max_tokens""".split()
 
 
 def check(config: ConfigDict) -> None:
@@ -85,11 +66,7 @@ def check(config: ConfigDict) -> None:
 
 
 def check_model(model: Mapping) -> None:
-  """Checks that a model can be built from its settings.
-
-  Raises:
-    ValueError: see `check`.
-  """
+  """Checks that a model can be built from its settings; raises as `check`."""
   config = ConfigDict({"model": dict(model)})
   check_keys(config.model, default_model(), "model.")
   _check_ranges(config, "model.")
@@ -108,11 +85,7 @@ def check_model(model: Mapping) -> None:
 
 
 def check_ids(model: Mapping) -> None:
-  """Checks that a model's boundaries know tokens that its vocabulary has.
-
-  Raises:
-    ValueError: see `check`.
-  """
+  """Checks that a model's boundaries know tokens that its vocabulary has; raises as `check`."""
   size = model["vocab_size"] or math.inf
   for name in ("space_ids", "end_ids"):
     ids = model["boundaries"].get(name, ())
@@ -228,27 +201,14 @@ def _check_data(data: ConfigDict) -> None:
 
 
 def check_seed(seed: int) -> None:
-  """Checks that JAX can make a random key from a seed.
-
-  Raises:
-    ValueError: see `check`.
-  """
+  """Checks that JAX can make a random key from a seed; raises as `check`."""
   _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", repr(seed))
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
-  """Checks the settings of a sampler.
-
-  Args:
-    sample: length, temperature, top_k, top_p and beyond_window.
-    prefix: what messages put before these names.
-
-  Raises:
-    ValueError: see `check`.
-  """
-  length, temperature, top_k, top_p = (
-    sample[name] for name in ("length", "temperature", "top_k", "top_p")
-  )
+  """Checks `config.sample`, whose names messages begin with `prefix`; raises as `check`."""
+  names = ("length", "temperature", "top_k", "top_p")
+  length, temperature, top_k, top_p = (sample[name] for name in names)
   for key, is_valid, expected in (
     ("length", type(length) is int and 1 <= length < 2**31, "an integer of at least 1"),
     (
@@ -260,7 +220,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
     ("top_p", _is_number(top_p) and 0 < top_p <= 1, "a number in (0, 1]"),
   ):
     _expect(is_valid, f"{prefix}{key}", expected, sample[key])
-  _check_choice(f"{prefix}beyond_window", "sample.beyond_window", sample["beyond_window"])
+  check_choice("sample.beyond_window", sample["beyond_window"], f"{prefix}beyond_window")
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
@@ -273,12 +233,8 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
     name: the keys without their unit.
     steps_per_epoch: optimizer steps in one pass over the train split.
 
-  Returns:
-    Steps, at least 1.
-
   Raises:
-    ValueError: both units are given, or neither, or one is negative or not finite, or the
-      number of steps exceeds 32 bits.
+    ValueError: not exactly one unit is given, or the number of steps exceeds 32 bits.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
@@ -292,18 +248,10 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
   return max(1, round(count))
 
 
-def check_choice(key: str, value) -> None:
-  """Checks that a value is one of a setting's `CHOICES`.
-
-  Raises:
-    ValueError: see `check`.
-  """
-  _check_choice(key, key, value)
-
-
-def _check_choice(shown: str, key: str, value) -> None:
+def check_choice(key: str, value, shown: str = "") -> None:
+  """Checks that a value is one of a setting's `CHOICES`; raises as `check`, of `shown`."""
   if value not in CHOICES[key]:
-    raise unknown(shown, CHOICES[key], value)
+    raise unknown(shown or key, CHOICES[key], value)
 
 
 def _check_ranges(config, section: str) -> None:

@@ -53,15 +53,14 @@ def load(experiment: str) -> ConfigDict:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
     message = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+      kind = type(error).__name__
+      expected = "expected a Python file whose get_config() gives a ConfigDict"
+      message = f"{expected}, got {kind}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f" ({path}, line {lines[-1]})" if lines else ""
-    if isinstance(error, UserError):
-      raise UserError(f"--config: {message}{where}") from error
-    raise UserError(
-      "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-      f"{type(error).__name__}: {message}{where}"
-    ) from error
+    raise UserError(f"--config: {message}{where}") from error
 
 
 def _of_run(file: Path) -> ConfigDict:
@@ -80,11 +79,7 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _importable(is_first: bool) -> Iterator[None]:
-  """Lets experiments import packaged ones, as `from configs import quickstart`.
-
-  Args:
-    is_first: whether they take precedence over a `configs` package of the user's.
-  """
+  """Lets experiments import `configs`: packaged ones, before or after those of the user's."""
   found = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(found and found.submodule_search_locations or ())]
   kept = {name: sys.modules.pop(name) for name in _modules()}

@@ -14,49 +14,27 @@ from dpjax.registry import ConfigDict
 # places), and which checkpoint is the best. The length may change only where the schedule
 # does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
-FREE_KEYS = (
-  "plugins",
-  "data.data_dir",
-  "data.manual_dir",
-  "model.remat",
-  "model.scan_layers",
-  "train.accumulate_steps",
-  "train.checkpoint_every_steps",
-  "train.eval_every_",
-  "train.keep_checkpoints",
-  "train.log_every_steps",
-  "train.median_every_steps",
-  "train.parameters",
-  "train.patience",
-  "eval.",
-  "sample.",
+FREE_KEYS = tuple(
+  """plugins data.data_dir data.manual_dir model.remat model.scan_layers train.accumulate_steps
+  train.checkpoint_every_steps train.eval_every_ train.keep_checkpoints train.log_every_steps
+  train.median_every_steps train.parameters train.patience eval. sample.""".split()
 )
 FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """Reads a configuration from JSON values; settings that are missing take their defaults.
-
-  Raises:
-    ValueError: see `check`.
-  """
+  """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
   config = _filled(settings)
   check(config)
   return config
 
 
 def of_run(settings: Mapping, folder: object) -> ConfigDict:
-  """Reads the configuration of a run; see `from_dict`.
-
-  Raises:
-    ValueError: see `check`; or it needs a plugin that is not imported.
-  """
+  """`from_dict` of a run's configuration, with a message of its own for a missing plugin."""
   try:
     return from_dict(settings)
   except UserError as error:
-    plugins = settings.get("plugins")
-    plugins = plugins if isinstance(plugins, list) else []
-    missing = [str(name) for name in plugins if name not in sys.modules]
+    missing = [str(name) for name in settings.get("plugins") or () if name not in sys.modules]
     if not missing:
       raise
     raise UserError(

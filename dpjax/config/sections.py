@@ -22,15 +22,8 @@ COMPONENTS = {
   "train.schedule": registry.schedules,
 }
 # Settings that name files and folders.
-_PATHS = (
-  "data.path",
-  "data.data_dir",
-  "data.manual_dir",
-  "data.tokenizer_file",
-  "train.initial_run",
-  "model.boundaries.file",
-  "model.boundaries.run",
-)
+_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.initial_run
+  model.boundaries.file model.boundaries.run""".split()
 # Sections that may be None: mixers that are the model's, and no middle of its own.
 OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
 
@@ -105,14 +98,10 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
     width: D; 0 takes the width of the stage around it.
     **settings: `feed_forward_width`, for all its blocks (0 as for `width`), and another
       `middle`.
-
-  Raises:
-    UserError: a setting is unknown or has the wrong type.
   """
   section = Section({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
-  if isinstance(kind, str):
-    kind = boundaries(kind)
+  kind = boundaries(kind) if isinstance(kind, str) else kind
   given = {"boundaries": kind, "width": width, **settings}
   check_keys({**section, **given}, section, "model.middle.")
   for name, value in given.items():
@@ -245,29 +234,15 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
   """Applies the variant `tiny`, which trains in a minute on a CPU; "" changes nothing.
 
   Args:
-    config: changed in place.
-    variant: the part after the colon in --config=FILE:VARIANT.
-
-  Returns:
-    `config`.
-
-  Raises:
-    ValueError: the variant is neither "tiny" nor "".
+    config: changed in place, and returned.
+    variant: the part after the colon in --config=FILE:VARIANT; others raise a ValueError.
   """
   if variant not in ("", "tiny"):
     raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:
-    config.model.update(dict(num_layers=2, width=32, feed_forward_width=64, max_length=64))
-    config.train.update(
-      dict(
-        batch_size=8,
-        num_steps=50,
-        num_epochs=0.0,
-        eval_every_steps=25,
-        eval_every_epochs=0.0,
-        learning_rate=1e-3,
-      )
-    )
+    config.model.update(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    config.train.update(num_steps=50, num_epochs=0.0, eval_every_steps=25, eval_every_epochs=0.0)
+    config.train.update(batch_size=8, learning_rate=1e-3)
     if "warmup_steps" in config.train.schedule:
       config.train.schedule.warmup_steps = 5
     config.sample.length = 20
@@ -280,10 +255,7 @@ def is_pooled(model: Mapping) -> bool:
 
 
 def stages_in(model: Mapping) -> dict[str, Mapping]:
-  """The settings of a model and of each "middle" within it, by section name.
-
-  A middle inherits settings that it does not set.
-  """
+  """The settings of a model and of each middle in it, which inherits what it does not set."""
   stages, key = {"model": model}, "model"
   while stages[key]["middle"] is not None:
     own = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
@@ -363,16 +335,7 @@ def component_keys(config: ConfigDict) -> list[str]:
 
 
 def check_keys(config, known, prefix: str) -> None:
-  """Checks that a section has exactly the known settings, with the types of their defaults.
-
-  Args:
-    config: a section.
-    known: the same section with defaults.
-    prefix: the prefix of its keys.
-
-  Raises:
-    UserError: see `dpjax.config.check`.
-  """
+  """Checks that a section has the known settings alone, of the types of their defaults."""
   for name, value in config.items():
     key = f"{prefix}{name}"
     if name not in known:
@@ -384,8 +347,7 @@ def check_keys(config, known, prefix: str) -> None:
       COMPONENTS[place(key)].check(value, key)
     elif isinstance(usual, ConfigDict):
       check_keys(value, usual, f"{key}.")
-  missing = sorted(f"{prefix}{name}" for name in known if name not in config)
-  if missing:
+  if missing := sorted(f"{prefix}{name}" for name in known if name not in config):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
 
 

@@ -138,15 +138,7 @@ def describe(
   return _DESCRIPTION.format(model=about, rows=rows)
 
 
-def write(
-  run: Any,
-  name: str,
-  shapes: Mapping[str, tuple[int, ...]],
-  *,
-  is_built: bool = True,
-  frozen: Mapping | None = None,
-  dtype: str = "float32",
-) -> str:
+def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **description) -> str:
   """The card of a run, in Markdown.
 
   Args:
@@ -154,14 +146,9 @@ def write(
     name: the name of the folder of the export.
     shapes: see `describe`.
     is_built: whether the model is that of the settings, and none made in Python.
-    frozen: see `describe`.
-    dtype: see `describe`.
-
-  Raises:
-    UserError: a file of scores is damaged.
+    **description: `frozen` and `dtype` of `describe`.
   """
-  model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
-  return _CARD.format(
+  head = _CARD.format(
     name=name,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
@@ -171,8 +158,10 @@ def write(
     kind=run.tokenizer.kind,
     vocab_size=run.tokenizer.vocab_size,
     scores="\n".join(_scores(run)) or "| - | not scored | |",
-    dtype=dtype,
-  ) + describe(model, shapes, frozen=frozen, start_id=start_id, dtype=dtype)
+    dtype=description["dtype"],
+  )
+  model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
+  return head + describe(model, shapes, start_id=start_id, **description)
 
 
 def _scores(run: Any) -> list[str]:

@@ -31,13 +31,12 @@ DTYPES = ("float32", "bfloat16")
 
 
 def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
-  """Writes a run into a folder of its own, completely or not at all.
+  """Writes a run into a new or empty folder, completely or not at all.
 
   Args:
     run: from `dpjax.load` or `dpjax.train`.
-    folder: a new or empty folder.
-    dtype: the dtype of the stored parameters: "float32" keeps every bit, "bfloat16" halves the
-      size.
+    folder: the folder.
+    dtype: of the stored parameters: "float32" keeps every bit, "bfloat16" halves the size.
 
   Raises:
     ValueError: the folder is not empty or cannot be written, the run has no folder, or the
@@ -91,15 +90,10 @@ def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
-  """The parameters of an exported run, in the dtypes of the model, and its step.
-
-  Args:
-    folder: a folder that `save` wrote.
-    shapes: the abstract parameters of the model, with their shardings.
-    step: the expected step; None accepts any.
+  """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
   Raises:
-    ValueError: the file is damaged, or belongs to another model or step.
+    ValueError: the file is damaged, or belongs to another model, or to another step than `step`.
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")

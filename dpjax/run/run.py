@@ -127,11 +127,7 @@ class Run:
     return self._score_split(self.params, split, data, documents, **size)
 
   def tokens(self, split: str = "test") -> np.ndarray:
-    """The tokens of a split of the run's corpus, [N]; recreates missing files.
-
-    Raises:
-      ValueError: there is no such split, or its tokens cannot be recreated.
-    """
+    """The tokens of a split of the run's corpus, [N]; recreates missing files."""
     return self._data_with(split, "joined").splits[split]
 
   def _documents(self, documents: str) -> str:
@@ -288,16 +284,15 @@ class Run:
 
 
 def load(workdir: str | Path, step: int | None = None, *, model: build.Given = None) -> Run:
-  """Reads a run from its folder.
+  """Reads a run from its folder, its parameters replicated or sharded as in training.
+
+  If a checkpoint is damaged, a warning names it, and the one before it is read, unless `step` was
+  given.
 
   Args:
     workdir: a folder that `train` or `Run.save` wrote.
     step: the step of the checkpoint; None is the best by validation.
     model: the `model` given to `train`, if any.
-
-  Returns:
-    The run, with parameters replicated or sharded as in training. If a checkpoint is damaged,
-    a warning names it, and the one before it is read, unless `step` was given.
 
   Raises:
     ValueError: there is no run, no such step, or no intact checkpoint; or a parameter is not

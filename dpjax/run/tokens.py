@@ -17,12 +17,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> pre
 
   The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
   to them. Unless `config.data.tokenizer_file` names a vocabulary, training from another run
-  (`config.train.initial_run`) takes over its tokenizer.
-
-  Args:
-    config: describes the corpus in `config.data`.
-    folder: the folder, the same for all processes of a run.
-    fresh: whether to replace an existing corpus.
+  (`config.train.initial_run`) takes over its tokenizer. `fresh` replaces an existing corpus.
 
   Raises:
     ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
@@ -44,11 +39,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> pre
 
 
 def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
-  """Opens the corpus in `folder`, and recreates missing tokens in data_dir.
-
-  Raises:
-    ValueError: the tokens cannot be recreated, or differ.
-  """
+  """Opens the corpus in `folder`, and recreates missing tokens in data_dir."""
   data = read_data(config, folder)
   if data.has_tokens:
     return data
@@ -57,11 +48,7 @@ def find_tokens(config: ConfigDict, folder: Path) -> prepared.Prepared:
 
 
 def with_documents(config: ConfigDict, data: prepared.Prepared) -> prepared.Prepared:
-  """The same corpus with its documents, in data_dir, made if missing.
-
-  Raises:
-    ValueError: its documents are unknown, or the vocabulary differs.
-  """
+  """The same corpus with its documents, in data_dir, made if missing."""
   config = config.copy_and_resolve_references()
   config.data.documents = "isolated"
   on_first_process(lambda: _tokenize(config, data.tokenizer) and None)

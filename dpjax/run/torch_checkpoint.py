@@ -23,10 +23,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   Args:
     file: a file that the authors' scripts saved.
     config: names mixer, heads, longest input, data and tokenizer.
-    folder: the folder of the tokens, prepared if missing.
-
-  Returns:
-    A `Run` without a working directory.
+    folder: the folder of the tokens, made if missing.
 
   Raises:
     ValueError: PyTorch is missing, or the file does not match the configuration.
@@ -66,8 +63,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
       f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
     )
   data = tokens.open_tokens(config, Path(folder) / "data")
-  for key in ("dtype", "remat", "scan_layers"):
-    model_config[key] = settings[key]
+  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
   if "implementation" in model_config.mixer:
     model_config.mixer.implementation = settings.mixer.implementation
   config = config.copy_and_resolve_references()

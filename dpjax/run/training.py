@@ -103,15 +103,7 @@ def train(
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> prepared.Prepared:
-  """Makes the tokens of a run, the first step of `train`.
-
-  Args:
-    config: from `dpjax.config`.
-    workdir: the run's folder, created if missing.
-
-  Raises:
-    ValueError: `setting: expected ..., got ...`.
-  """
+  """Makes the tokens of a run and its folder, the first step of `train`."""
   config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
@@ -318,10 +310,6 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 def check_frozen(run: Run, key: str = "run") -> None:
   """Checks that the boundaries of another run can use a run's model.
-
-  Args:
-    run: from `load`.
-    key: the setting that names the run.
 
   Raises:
     ValueError: its boundaries are drawn at random, or use a model themselves.

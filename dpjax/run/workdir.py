@@ -40,10 +40,10 @@ _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|
 
 @contextlib.contextmanager
 def lock(workdir: Path) -> Iterator[None]:
-  """Locks the folder against other runs while the block runs; makes it if missing.
+  """Locks the folder, made if missing, against other runs while the block runs.
 
-  The operating system releases the lock when the process ends. With several processes in one
-  run, the first one locks for all.
+  The operating system releases the lock when the process ends. Of several processes of one run,
+  the first one locks for all.
 
   Raises:
     UserError: another process trains in the folder, it is an exported run, it cannot be
@@ -82,11 +82,8 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
         f"workdir: expected a folder in which no other process trains, got {workdir}, in "
         f"which {owner} does"
       ) from error
-    _log.warning(
-      "%s: this file system has no locks (%s); make sure that no other process trains here",
-      workdir,
-      error.strerror,
-    )
+    message = "%s: this file system has no locks (%s); make sure that no other process trains here"
+    _log.warning(message, workdir, error.strerror)
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -108,11 +105,7 @@ def _check_links(workdir: Path) -> None:
 
 
 def resumes(workdir: Path, config: ConfigDict) -> bool:
-  """Whether training with this configuration resumes a run in the folder.
-
-  Raises:
-    ValueError: the folder holds a run of another configuration.
-  """
+  """Whether training resumes a run in the folder; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
     if (workdir / "checkpoints").exists():
@@ -123,15 +116,14 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
   if differences and has_saved(workdir):
-    hint = ""
-    if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
-      hint = (
-        " (the schedule ends with the length: to train on, take a new workdir and "
-        f"train.initial_run = {workdir})"
-      )
+    is_longer = all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
+    hint = (
+      " (the schedule ends with the length: to train on, take a new workdir and "
+      f"train.initial_run = {workdir})"
+    )
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
-      f"whose run has another: {'; '.join(differences)}{hint}"
+      f"whose run has another: {'; '.join(differences)}{hint * is_longer}"
     )
   return not differences
 
@@ -153,16 +145,7 @@ def has_saved(workdir: Path) -> bool:
 
 
 def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Writes the configuration into the folder, once everything has been checked.
-
-  Args:
-    workdir: the folder.
-    config: the configuration as given.
-    frozen: the settings of the model that boundaries use, if any.
-
-  Raises:
-    ValueError: it cannot be written.
-  """
+  """Writes the settings into the folder, as given, and those of the model of its boundaries."""
 
   def write() -> None:
     try:
@@ -177,12 +160,7 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
 
 
 def read_config(workdir: Path) -> ConfigDict:
-  """The settings of the run in a folder.
-
-  Raises:
-    ValueError: there is no run, or its settings cannot be read; or they need a plugin that is
-      not imported.
-  """
+  """The settings of the run in a folder; a `UserError` if they cannot be read."""
   path = workdir / "config.json"
   if not path.exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
@@ -190,11 +168,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
-  """The settings of the model that the boundaries of a run use, if they use one.
-
-  Raises:
-    ValueError: they cannot be read.
-  """
+  """The settings of the model that the boundaries of a run use, if they use one."""
   if not needs_run(config):
     return None
   return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
