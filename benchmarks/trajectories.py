@@ -189,7 +189,7 @@ class Texts:
     """The tokens of the model's text."""
     from dpjax.run import training
 
-    return training.prepare(self.config(cell), self.work / "prepared" / cell.stem)
+    return training.tokenize(self.config(cell), self.work / "prepared" / cell.stem)
 
   def batches(self, cell: Cell, reference: Path, data: Any) -> Iterator[dict[str, np.ndarray]]:
     """Those of the authors' code."""
@@ -269,18 +269,18 @@ class Bench:
     import torch
 
     from dpjax import interop
-    from dpjax.models.build import build_model
-    from dpjax.run import build
+    from dpjax.models.build import build_model, with_vocabulary
+    from dpjax.run.run import make_scorer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     data = self.texts.prepared(cell)
-    config = build.with_vocabulary(self.texts.config(cell), data.tokenizer)
+    config = with_vocabulary(self.texts.config(cell), data.tokenizer)
     model = self._model_of_authors(cell, data, dropout=config.model.dropout)
     rates = authors.rates(cell.name, cell.peak, cell.num_steps)
     for batch, rate in zip(self.texts.batches(cell, self.reference, data), rates, strict=False):
       model.update(batch, rate)
     settings, params = interop.from_torch(model.state(), **self._settings(cell, data))
-    scorer = build.scorer(config, build_model(settings), data.tokenizer)
+    scorer = make_scorer(config, build_model(settings), data.tokenizer)
     scores = scorer.score(params, data.splits["valid"], data.counts["valid"])
     return math.log(scores["perplexity"])
 

@@ -4,7 +4,7 @@ dpjax train --config=quickstart --workdir=runs/quickstart
 dpjax evaluate --workdir=runs/quickstart
 """
 
-import runpy
+import importlib
 import sys
 
 COMMANDS = {
@@ -27,7 +27,7 @@ def main(command: str | None = None) -> None:
   if command is None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
   if command in COMMANDS:
-    runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+    importlib.import_module(COMMANDS[command][0]).main()
     return
   lines = [f"  {name:14}{about}" for name, (_, about) in COMMANDS.items()]
   usage = "\n".join(["usage: dpjax COMMAND ...", "", *lines, "", "dpjax COMMAND --help tells more"])

@@ -53,8 +53,8 @@ class Interrupted(Exception):  # noqa: N818
 def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   """Turns errors that users can correct into one message and exit status 1.
 
-  These are a `UserError`, and an `OSError` that names a file. The environment variable
-  DPJAX_TRACEBACK keeps their traceback. `Interrupted` ends the program as its signal would
+  These are a `UserError`, an `OSError` that names a file, and too little memory. The environment
+  variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` ends the program as its signal would
   have, with status 128 + its number, so that a scheduler does not take the run for complete.
 
   Args:
@@ -68,11 +68,25 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
     if jax.process_index() == 0:
       print(f"{error} The same command goes on from there.", flush=True)
     sys.exit(1 if error.signal is None else 128 + error.signal)
-  except (UserError, OSError) as error:
-    file = getattr(error, "filename", None)
-    if os.environ.get("DPJAX_TRACEBACK") or (isinstance(error, OSError) and file is None):
+  except Exception as error:
+    message = _message(error)
+    if message is None or os.environ.get("DPJAX_TRACEBACK"):
       raise
-    if isinstance(error, OSError):
-      sys.exit(f"{file}: expected to read or write it, got: {error.strerror}")
-    is_flag = str(error).partition(":")[0] in flags
-    sys.exit(f"--{error}" if is_flag else str(error))
+    sys.exit(f"--{message}" if message.partition(":")[0] in flags else message)
+
+
+def _message(error: Exception) -> str | None:
+  """What a user is told of an error; None of an error that may be a defect."""
+  if isinstance(error, UserError):
+    return str(error)
+  if isinstance(error, OSError) and error.filename is not None:
+    return f"{error.filename}: expected to read or write it, got: {error.strerror}"
+  is_full = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+  if not is_full and not isinstance(error, MemoryError):
+    return None
+  (what, *_) = str(error).splitlines() or [type(error).__name__]
+  return (
+    f"memory: expected enough of it, got: {what[:200]} Less is needed with a smaller "
+    "train.batch_size, more train.accumulate_steps or model.remat in training; with a "
+    "smaller eval.batch_size, or --num_samples, afterwards; and with a smaller model"
+  )

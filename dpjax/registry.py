@@ -43,13 +43,7 @@ _REQUIRED = inspect.Parameter.empty
 
 
 class Setting(NamedTuple):
-  """One setting of a component.
-
-  Attributes:
-    kind: float, int, str, bool or tuple.
-    default: the default value.
-    is_optional: whether it may be None.
-  """
+  """One setting of a component: float, int, str, bool or tuple; `is_optional`: it may be None."""
 
   kind: type
   default: Any
@@ -61,21 +55,13 @@ class Registry:
 
   Args:
     kind: the kind of component for messages, such as "mixer".
-    register: the function that adds one, for messages, such as "dpjax.register_mixer".
     given: the names of fields that are not settings, but supplied by the builder.
     known: components by name, each as "module:attribute", imported at first use.
     needs: a field that every component has; "" for none.
   """
 
-  def __init__(
-    self,
-    kind: str,
-    register: str,
-    given: Collection[str],
-    known: Mapping[str, str],
-    needs: str = "",
-  ):
-    self._kind, self._register, self._needs = kind, register, needs
+  def __init__(self, kind: str, given: Collection[str], known: Mapping[str, str], needs: str = ""):
+    self._kind, self._needs = kind, needs
     self._given = frozenset(given) | {"parent", "name"}
     self._components: dict[str, str | Callable] = dict(known)
     self._origins: dict[str, str] = {}
@@ -85,59 +71,48 @@ class Registry:
     return tuple(self._components)
 
   def register(self, name: str, component: Callable) -> None:
-    """Registers a component under a name for configurations.
+    """Registers a class or a function under a name for configurations.
 
-    Args:
-      name: letters, digits and underscores.
-      component: a class or a function; called with its settings and the given fields that
-        it declares.
+    It is called with its settings and the given fields that it declares.
 
     Raises:
-      ValueError: another component has the name, the name is invalid, or the component lacks
-        a field.
+      ValueError: another component has the name, the name is no identifier, or the component
+        lacks a field.
     """
-    known = self._components.get(name)
-    is_same = known is not None and _full_name(component) == _full_name(known)
     if not name.isidentifier() or not callable(component):
       raise ValueError(
         f"{self._kind}: expected a name of letters, digits and underscores "
         f"and a class or function, got {name!r}, {component!r}"
       )
-    if known is not None and known is not component and not is_same:
+    known = self._components.get(name)
+    # A module that is imported again registers another object of the same name.
+    if known not in (None, component) and _full_name(component) != _full_name(known):
       raise ValueError(f"{self._kind}: expected a name that is free, got {name}")
-    if self._needs:
-      fields = inspect.signature(component).parameters
-      takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
-      if self._needs not in fields and not takes_any:
-        raise ValueError(
-          f"{self._kind}: expected a class or function that takes {self._needs}, got "
-          f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
-        )
+    fields = inspect.signature(component).parameters
+    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+    if self._needs and self._needs not in fields and not takes_any:
+      raise ValueError(
+        f"{self._kind}: expected a class or function that takes {self._needs}, got "
+        f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
+      )
     self._components[name] = component
     # The module that calls, which may be another than the component's.
     self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
 
   def origin(self, name: str) -> str | None:
-    """The module that registered a component, for --plugin; None for those of dpjax.
-
-    None also for those of the program itself, which nobody can import.
-    """
+    """The module that registered a component, for --plugin; None for dpjax and the program."""
     origin = self._origins.get(name)
     return None if origin == "__main__" else origin
 
   def component(self, name: Any, key: str = "") -> Callable:
-    """The component of a name.
-
-    Raises:
-      UserError: the name is unknown; the message lists the known ones.
-    """
-    found = self._components.get(name) if isinstance(name, str) else None
-    if found is None:
+    """The component of a name; a `UserError` that lists the known names if there is none."""
+    is_known = isinstance(name, str) and name in self._components
+    if not is_known:
       load_plugins()
-      found = self._components.get(name) if isinstance(name, str) else None
-    if found is None:
-      note = f" ({self._register} adds another, in a module that --plugin names)"
+    if not isinstance(name, str) or name not in self._components:
+      note = f" (dpjax.register_{self._kind} adds another, in a module that --plugin names)"
       raise errors.unknown(key or self._kind, self._components, name, note)
+    found = self._components[name]
     if isinstance(found, str):
       module, _, attribute = found.partition(":")
       found = self._components[name] = getattr(importlib.import_module(module), attribute)
@@ -146,21 +121,20 @@ class Registry:
   def settings(self, name: str) -> dict[str, Setting]:
     """The settings of a component, in the order of its fields."""
     component = self.component(name)
-    hints = _hints(component)
-    return {
-      field: setting
-      for field, parameter in inspect.signature(component).parameters.items()
-      if field not in self._given
-      and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-      and (setting := _setting(parameter.default, hints.get(field))) is not None
-    }
+    try:
+      hints = typing.get_type_hints(component)
+    except Exception:  # Annotations that only a type checker can read.
+      hints = {}
+    found = {}
+    for field, parameter in inspect.signature(component).parameters.items():
+      is_open = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+      setting = _setting(parameter.default, hints.get(field))
+      if setting is not None and not is_open and field not in self._given:
+        found[field] = setting
+    return found
 
   def defaults(self, name: str, key: str = "") -> ConfigDict:
-    """The unchecked section of a component; settings without a default are None.
-
-    Raises:
-      UserError: the component is unknown.
-    """
+    """The unchecked section of a component; settings without a default are None."""
     self.component(name, key)
     section = ConfigDict({"name": name})
     for field, setting in self.settings(name).items():
@@ -169,39 +143,22 @@ class Registry:
     return section
 
   def section(self, name: str, **values) -> ConfigDict:
-    """A section of a configuration: the name, and all settings with their values.
+    """A section of a configuration: the name, and all settings, by default or by `values`."""
+    return self._filled(self.defaults(name), values, self._kind)
 
-    Args:
-      name: the name of a component.
-      **values: settings that differ from their defaults.
+  def from_dict(self, values: Mapping, key: str) -> ConfigDict:
+    """Reads a section, whose key is `key`, from JSON values; others take their defaults."""
+    given = {name: as_tuple(value) for name, value in values.items()}
+    return self._filled(self.defaults(given.pop("name", None), f"{key}.name"), given, key)
 
-    Raises:
-      UserError: see `check`.
-    """
-    section = self.defaults(name)
+  def _filled(self, section: ConfigDict, values: Mapping, key: str) -> ConfigDict:
     # Checked before they are put in: a ConfigDict has errors of its own.
-    self.check({**section.to_dict(), **values}, self._kind)
+    self.check({**section.to_dict(), **values}, key)
     section.update(values)
     return section
 
-  def from_dict(self, values: Mapping, key: str) -> ConfigDict:
-    """Reads a section from JSON values; settings added since take their defaults.
-
-    Raises:
-      UserError: see `check`, with `key` as the section's name.
-    """
-    given = {name: as_tuple(value) for name, value in values.items()}
-    section = self.defaults(given.pop("name", None), f"{key}.name")
-    self.check({**section.to_dict(), **given}, key)
-    section.update(given)
-    return section
-
   def check(self, section: Mapping, key: str) -> None:
-    """Checks that a component can be built from a section.
-
-    Args:
-      section: "name" and settings.
-      key: the key of the section, for messages: "model.mixer".
+    """Checks that a section, whose key is `key`, names a component and has its settings alone.
 
     Raises:
       UserError: the name is unknown, or a setting is unknown, missing or of the wrong type.
@@ -220,28 +177,14 @@ class Registry:
       raise UserError(f"{key}.{missing[0]}: expected a value, got none")
 
   def maker(self, section: Mapping, **given) -> partial:
-    """A function that makes the component of a section, with its settings bound.
-
-    Args:
-      section: see `check`.
-      **given: values of given fields; the component receives those that it declares.
-    """
+    """A function that makes the component of a section, with those of `given` that it takes."""
     values = dict(section)
     component = self.component(values.pop("name"))
     declared = inspect.signature(component).parameters
     return partial(component, **values, **{key: given[key] for key in given if key in declared})
 
   def build(self, section: Mapping, key: str, **given) -> Any:
-    """Makes the component that a section describes.
-
-    Args:
-      section: see `check`.
-      key: the key of the section, for messages.
-      **given: see `maker`.
-
-    Raises:
-      UserError: the component rejects a setting with a `ValueError`.
-    """
+    """Makes the component of a section; see `maker`. A `UserError` where it rejects a setting."""
     try:
       return self.maker(section, **given)()
     except ValueError as error:
@@ -257,20 +200,12 @@ def load_plugins() -> None:
     try:
       entry_point.load()
     except Exception as error:  # A program of somebody else's.
-      _log.warning(
-        "dpjax.plugins: %s cannot be imported (%s: %s)",
-        entry_point.value,
-        type(error).__name__,
-        error,
-      )
+      reason = f"{type(error).__name__}: {error}"
+      _log.warning("dpjax.plugins: %s cannot be imported (%s)", entry_point.value, reason)
 
 
 def import_plugin(module: str) -> None:
-  """Imports a module that registers components.
-
-  Raises:
-    UserError: it cannot be imported.
-  """
+  """Imports a module that registers components; a `UserError` if it cannot."""
   try:
     importlib.import_module(module)
   except Exception as error:  # A program of the user's, with errors of any type.
@@ -293,14 +228,6 @@ def _full_name(component: Any) -> Any:
   return getattr(component, "__module__", component), getattr(component, "__qualname__", "")
 
 
-def _hints(component: Callable) -> dict[str, Any]:
-  try:
-    return typing.get_type_hints(component)
-  # Annotations that only a type checker can read.
-  except Exception:
-    return {}
-
-
 def _setting(default: Any, hint: Any) -> Setting | None:
   """The setting for a field, or None if a configuration cannot express its value."""
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -316,11 +243,7 @@ def _setting(default: Any, hint: Any) -> Setting | None:
 
 
 def check_value(key: str, value: Any, setting: Setting) -> None:
-  """Checks that a value has the type of its setting and fits into 32 bits.
-
-  Raises:
-    UserError: it does not.
-  """
+  """Raises a `UserError` unless a value has the type of its setting and fits into 32 bits."""
   if value is None and setting.is_optional:
     return
   kinds = (float, int) if setting.kind is float else (setting.kind,)
@@ -333,59 +256,46 @@ def check_value(key: str, value: Any, setting: Setting) -> None:
     raise UserError(f"{key}: expected an integer below 2**31, got {value}")
 
 
+_LAYERS = "dpjax.layers"
 mixers = Registry(
   "mixer",
-  "dpjax.register_mixer",
   given=("max_length", "position_dropout", "init_std", "dtype"),
   known={
-    "dispatcher": "dpjax.layers.dispatcher:Dispatcher",
-    "dispatcher_multihead": "dpjax.layers.dispatcher:MultiHeadDispatcher",
-    "attention": "dpjax.layers.attention:SelfAttention",
-    "relative_attention": "dpjax.layers.attention:RelativeAttention",
-    "she": "dpjax.layers.extractors:SHE",
-    "he": "dpjax.layers.extractors:HE",
-    "we": "dpjax.layers.extractors:WE",
-    "me": "dpjax.layers.extractors:ME",
+    "dispatcher": f"{_LAYERS}.dispatcher:Dispatcher",
+    "dispatcher_multihead": f"{_LAYERS}.dispatcher:MultiHeadDispatcher",
+    "attention": f"{_LAYERS}.attention:SelfAttention",
+    "relative_attention": f"{_LAYERS}.attention:RelativeAttention",
+    **{name: f"{_LAYERS}.extractors:{name.upper()}" for name in ("she", "he", "we", "me")},
   },
   needs="max_length",
 )
 boundaries = Registry(
   "boundaries",
-  "dpjax.register_boundaries",
   given=("width", "predictor_width", "init_std", "dtype", "frozen"),
   known={
-    "none": "dpjax.layers.boundaries:NoBoundaries",
-    "fixed": "dpjax.layers.boundaries:Fixed",
-    "whitespace": "dpjax.layers.boundaries:Whitespace",
-    "spacebyte": "dpjax.layers.boundaries:SpaceByte",
-    "unigram": "dpjax.layers.learned_boundaries:Unigram",
-    "entropy": "dpjax.layers.learned_boundaries:EntropySpikes",
-    "gumbel": "dpjax.layers.learned_boundaries:Gumbel",
-    "routing": "dpjax.layers.learned_boundaries:Routing",
-    "entropy_threshold": "dpjax.layers.learned_boundaries:EntropyThreshold",
+    "none": f"{_LAYERS}.boundaries:NoBoundaries",
+    "fixed": f"{_LAYERS}.boundaries:Fixed",
+    "whitespace": f"{_LAYERS}.boundaries:Whitespace",
+    "spacebyte": f"{_LAYERS}.boundaries:SpaceByte",
+    "unigram": f"{_LAYERS}.learned_boundaries:Unigram",
+    "entropy": f"{_LAYERS}.learned_boundaries:EntropySpikes",
+    "gumbel": f"{_LAYERS}.learned_boundaries:Gumbel",
+    "routing": f"{_LAYERS}.learned_boundaries:Routing",
+    "entropy_threshold": f"{_LAYERS}.learned_boundaries:EntropyThreshold",
   },
 )
+_OPTIMIZER = "dpjax.training.optimizer"
 optimizers = Registry(
   "optimizer",
-  "dpjax.register_optimizer",
   given=("learning_rate", "mask"),
-  known={
-    "adam": "optax:adam",
-    "adamw": "optax:adamw",
-    "lion": "optax:lion",
-    "sgd": "optax:sgd",
-    "muon": "dpjax.training.optimizer:muon",
-  },
+  known={name: f"optax:{name}" for name in ("adam", "adamw", "lion", "sgd")}
+  | {"muon": f"{_OPTIMIZER}:muon"},
 )
 schedules = Registry(
   "schedule",
-  "dpjax.register_schedule",
   given=("peak", "num_steps"),
   known={
-    "constant": "dpjax.training.optimizer:constant",
-    "cosine": "dpjax.training.optimizer:cosine",
-    "linear": "dpjax.training.optimizer:linear",
-    "warmup_stable_decay": "dpjax.training.optimizer:warmup_stable_decay",
+    name: f"{_OPTIMIZER}:{name}" for name in ("constant", "cosine", "linear", "warmup_stable_decay")
   },
 )
 register_mixer, register_boundaries = mixers.register, boundaries.register

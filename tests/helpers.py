@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 from functools import partial
@@ -19,7 +18,7 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.__main__ import COMMANDS
+from dpjax.__main__ import main as dpjax_main
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -254,11 +253,9 @@ def arguments(*argv):
 
 def command(name: str, *words):
   """Runs `dpjax NAME WORDS` here; gives what it exits with."""
-  module = COMMANDS.get(name, ["reproduce.__main__"])[0]
   with arguments(name, *words):
     try:
-      # By its path, since other tests have imported some.
-      runpy.run_path(str(ROOT / f"{module.replace('.', '/')}.py"), run_name="__main__")
+      dpjax_main(name)
       return None
     except SystemExit as end:
       return end.code

@@ -11,18 +11,9 @@ import pytest
 import dpjax
 from dpjax import __main__ as command
 from dpjax import config as config_lib
+from tests import helpers
 
 ROOT = Path(__file__).parents[1]
-
-
-def start(*arguments, cwd=ROOT, **variables):
-  return subprocess.run(
-    [sys.executable, "-m", "dpjax", *map(str, arguments)],
-    cwd=cwd,
-    capture_output=True,
-    text=True,
-    env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-  )
 
 
 def test_help_names_every_command_and_wrong_ones_are_refused(capsys, monkeypatch):
@@ -37,11 +28,10 @@ def test_help_names_every_command_and_wrong_ones_are_refused(capsys, monkeypatch
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_every_command_shows_its_own_help(name):
-  done = start(name, "--help")
-  # absl ends with status 1.
-  assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
-  assert "--" in done.stdout
+def test_every_command_shows_its_own_help(name, capsys):
+  assert helpers.command(name, "--help") in (None, 0)
+  shown = capsys.readouterr().out
+  assert "--" in shown and (name in shown or f"--{name}" in shown)
 
 
 def test_an_experiment_has_one_configuration_by_name_and_by_file():

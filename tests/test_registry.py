@@ -41,10 +41,11 @@ class Decay(nn.Module):
     return nn.Dense(inputs.shape[-1])(inputs + self.rate * shifted)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def mixers(monkeypatch):
-  """The registry, of which nothing that a test adds is left."""
-  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  """The registry, of which nothing that a test adds is left, as of the others."""
+  for known in (registry.mixers, registry.boundaries, registry.optimizers):
+    monkeypatch.setattr(known, "_components", dict(known._components))
   return registry.mixers
 
 
@@ -78,8 +79,8 @@ def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, text, tmp_path):
   # It has no cache: every token comes from a pass over the window.
   assert len(dpjax.load(tmp_path / "run").generate("the ", length=21)[0]) == 21
   # In the middle of an hourglass, with another one's blocks around it.
-  helpers.set_model(config.model, boundaries="whitespace", first_layers=1, last_layers=1)
-  config.model.vocab_size, config.model.boundaries.space_ids = 18, (0,)
+  spaces = config_lib.boundaries("whitespace", space_ids=(0,))
+  config.model.update(boundaries=spaces, vocab_size=18)
   config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
   pooled = dpjax.build_model(config.model)
   assert type(pooled.make_hourglass(parent=None).last.make_mixer()) is Decay
@@ -108,8 +109,7 @@ class Vowels(Boundaries):
 
 
 @pytest.mark.slow
-def test_boundaries_of_somebody_elses_train_and_write(monkeypatch, text, tmp_path):
-  monkeypatch.setattr(registry.boundaries, "_components", dict(registry.boundaries._components))
+def test_boundaries_of_somebody_elses_train_and_write(text, tmp_path):
   dpjax.register_boundaries("vowels", Vowels)
   config = helpers.small_config(text, num_steps=2)
   config.model.boundaries = dpjax.config.boundaries("vowels", pooling="mean")
@@ -147,8 +147,7 @@ class AfterRare(Boundaries):
     return (targets * batch["weights"]).sum(), targets
 
 
-def pooled_by_text(monkeypatch, text, kind, **settings):
-  monkeypatch.setattr(registry.boundaries, "_components", dict(registry.boundaries._components))
+def pooled_by_text(text, kind, **settings):
   dpjax.register_boundaries("by_text", kind)
   config = helpers.small_config(text, num_steps=2)
   config.model.boundaries = dpjax.config.boundaries("by_text", **settings)
@@ -156,12 +155,12 @@ def pooled_by_text(monkeypatch, text, kind, **settings):
   return config
 
 
-def test_boundaries_of_somebody_elses_that_need_the_text(monkeypatch, text, tmp_path):
+def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
   """Their settings, and what they learned, say which tokens they are."""
   for i, others in enumerate(("", "x", "")):
-    config = pooled_by_text(monkeypatch, text, AfterRare, others=others)
+    config = pooled_by_text(text, AfterRare, others=others)
     config.data.data_dir = str(tmp_path / "data")
-    data = dpjax.run.prepare(config, tmp_path / str(i))
+    data = dpjax.run.tokenize(config, tmp_path / str(i))
     whole = data.tokenizer.decode(data.splits["train"])
     rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
     assert 1 < len(rare) < 15 and data.learned.decode() == "".join(sorted(rare))
@@ -173,7 +172,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(monkeypatch, text, tmp_
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "shape", "twos"])
-def test_boundaries_of_a_text_that_are_none_are_refused(monkeypatch, text, tmp_path, wrong):
+def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
   class Wrong(Boundaries):
     needs_text = True
 
@@ -182,15 +181,15 @@ def test_boundaries_of_a_text_that_are_none_are_refused(monkeypatch, text, tmp_p
         return super().of_text(text, tokenizer, learned)
       return np.full(len(text) + (wrong == "shape"), 2 * (wrong == "twos"))
 
-  config = pooled_by_text(monkeypatch, text, Wrong)
+  config = pooled_by_text(text, Wrong)
   expected = "a kind with of_text" if wrong == "nothing" else "0 or 1 for each of"
   with pytest.raises(dpjax.UserError, match=f"^model.boundaries: expected {expected}"):
-    dpjax.run.prepare(config, tmp_path / "run")
+    dpjax.run.tokenize(config, tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_a_run_of_boundaries_that_need_the_text(monkeypatch, text, tmp_path):
-  config = pooled_by_text(monkeypatch, text, AfterRare)
+def test_a_run_of_boundaries_that_need_the_text(text, tmp_path):
+  config = pooled_by_text(text, AfterRare)
   run, scores = dpjax.train(config, tmp_path / "run")
   assert scores["boundary_loss"] > 0 and 0 < scores["recall"] < 1
   run.save(tmp_path / "small")
@@ -225,15 +224,13 @@ def test_settings_that_are_wrong(mixers, settings, message):
     config_lib.mixer("decay", **settings)
 
 
-def test_what_the_component_itself_refuses_is_told_by_the_sections_name(mixers):
+def test_what_a_component_refuses_and_what_it_lacks_is_told_by_the_sections_name(mixers):
   dpjax.register_mixer("decay", Decay)
   config = config_lib.default()
   config.model.mixer = config_lib.mixer("decay", rate=1.5)
   with pytest.raises(dpjax.UserError, match=r"^model.mixer.rate: .* in \(0, 1\), got 1.5"):
     config_lib.check(config)
 
-
-def test_a_setting_without_a_default_has_to_be_given(mixers):
   @dataclasses.dataclass
   class Needs:
     max_length: int
@@ -329,9 +326,7 @@ class Picky:
       raise ValueError(f"heads: expected a divisor of {self.width}, got {self.heads}")
 
 
-def test_what_looks_at_what_it_is_given_is_checked_with_it(mixers, monkeypatch):
-  kinds = registry.boundaries
-  monkeypatch.setattr(kinds, "_components", dict(kinds._components))
+def test_what_looks_at_what_it_is_given_is_checked_with_it(mixers):
   dpjax.register_boundaries("picky", Picky)
   config = config_lib.default()
   config.model.boundaries = config_lib.boundaries("picky")
@@ -349,22 +344,19 @@ def test_what_looks_at_what_it_is_given_is_checked_with_it(mixers, monkeypatch):
   config_lib.check(config)
 
 
-def test_an_optimizer_of_somebody_elses(monkeypatch):
-  known = registry.optimizers
-  monkeypatch.setattr(known, "_components", dict(known._components))
-
+def test_an_optimizer_of_somebody_elses():
   def signs(learning_rate, *, strength: float = 2.0):
     return optax.chain(optax.scale_by_sign(), optax.scale(-learning_rate * strength))
 
   dpjax.register_optimizer("signs", signs)
   section = config_lib.optimizer("signs", strength=3.0)
-  update = known.build(section, "train.optimizer", learning_rate=0.5)
+  update = registry.optimizers.build(section, "train.optimizer", learning_rate=0.5)
   grads = {"a": jnp.array([4.0, -0.1])}
   got, _ = update.update(grads, update.init(grads))
   np.testing.assert_allclose(got["a"], [-1.5, 1.5])
 
 
 def test_what_is_known_is_imported_when_it_is_used():
-  registered = Registry("thing", "register", (), {"ordered": "collections:OrderedDict"})
+  registered = Registry("thing", (), {"ordered": "collections:OrderedDict"})
   assert registered.names() == ("ordered",)
   assert registered.component("ordered") is sys.modules["collections"].OrderedDict

@@ -18,8 +18,9 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import batches
 from dpjax.data.tokens import Tokens
-from dpjax.run import build
+from dpjax.models import build
 from dpjax.run import tokens as tokens_lib
+from dpjax.run import training
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Bytes
 from dpjax.training import loop
@@ -110,7 +111,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
     config = config_lib.default()
     config.seed, config.model.mixer = seed, config_lib.mixer(mixer)
     config.train.update(batches="random_windows", batch_size=6, window=9)
-    return build.train_batches(config, data).batch(3)
+    return training.make_batches(config, data).batch(3)
 
   expected = batches.RandomWindows(tokens, 6, 9, seed=5).batch(3)
   chex.assert_trees_all_equal(windows(5, "attention"), expected)
@@ -201,7 +202,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
 
 def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
   config = helpers.small_config(text, num_steps=3)
-  with workdir_lib.hold(tmp_path / "run"):
+  with workdir_lib.lock(tmp_path / "run"):
     with pytest.raises(dpjax.UserError, match="workdir: .* no other process trains"):
       dpjax.train(config, tmp_path / "run")
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
@@ -329,7 +330,7 @@ def test_scores_of_another_window_have_a_file_of_their_own(finished, tmp_path):
 def spaced(text, tmp_path_factory):
   """A run whose segments are words, with random parameters."""
   config = helpers.pooled_config(text, "whitespace")
-  data = tokens_lib.prepare_data(config, tmp_path_factory.mktemp("data") / "data")
+  data = tokens_lib.open_tokens(config, tmp_path_factory.mktemp("data") / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   params = helpers.draw_params(model, seed=6, spread=0.3)
@@ -355,7 +356,7 @@ def test_a_run_on_words_scores_and_generates(spaced):
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  capacity = build.capacity(spaced.config.model)
+  capacity = build.batch_capacity(spaced.config.model)
   space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
@@ -363,7 +364,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = config_lib.boundaries("gumbel")
-  assert build.capacity(other.model)({"tokens": tokens}) is None
+  assert build.batch_capacity(other.model)({"tokens": tokens}) is None
 
 
 @pytest.mark.slow

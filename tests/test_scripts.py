@@ -9,15 +9,11 @@ import io
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dpjax import config as config_lib
@@ -29,16 +25,7 @@ from tests import helpers
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def call(name: str, *arguments: str):
-  """Runs `dpjax NAME ARGUMENTS` here; gives the message it exits with."""
-  with helpers.arguments(name, *arguments):
-    path = helpers.ROOT / f"dpjax/commands/{name}.py"
-    main = runpy.run_path(str(path), run_name="script")["main"]
-    try:
-      command_line._run(main, command_line._parse(sys.argv))
-      return None
-    except SystemExit as end:
-      return end.code
+call = helpers.command
 
 
 @pytest.fixture(scope="module")
@@ -286,22 +273,3 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
     with contextlib.suppress(TypeError):  # of what train.py does with its result
       call("train", *helpers.overrides(made), "--workdir=x")
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
-
-
-def test_too_little_memory_ends_with_the_settings_that_need_less():
-  message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
-  for allocate in (
-    lambda: np.zeros(2**60, np.uint8),
-    lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
-    lambda: [0] * 2**59,
-  ):
-    with pytest.raises(SystemExit, match=message) as end:
-      with command_line.exit_out_of_memory():
-        allocate()
-    assert "\n" not in end.value.code
-
-
-def test_other_errors_of_jax_are_raised():
-  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-    with command_line.exit_out_of_memory():
-      raise jax.errors.JaxRuntimeError("INTERNAL: a defect")

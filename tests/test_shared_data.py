@@ -17,7 +17,7 @@ from dpjax.data.download import File
 from dpjax.data.sources import text8
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
-from dpjax.run import build
+from dpjax.models import build
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import KINDS, train_tokenizer
@@ -45,7 +45,7 @@ def tokens_of(config):
 
 
 def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
-  first = tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  first = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
   text = "".join(first.tokenizer.decode(tokens) for tokens in first.splits.values())
   assert text == TEXT8 and first.name == "text8"
   (made,) = tokens_of(config)
@@ -53,13 +53,13 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
   assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
   monkeypatch.setattr(tokens_module, "encode_text", lambda *_, **__: 1 / 0)
-  second = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
+  second = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
-  tokens_lib.prepare_data(config, tmp_path / "a" / "data", anew=True)
+  tokens_lib.open_tokens(config, tmp_path / "a" / "data", fresh=True)
   # What the tokens are of is in their folder.
   config.data.max_characters = (100, 20, 0)
   with pytest.raises(ZeroDivisionError):
-    tokens_lib.prepare_data(config, tmp_path / "c" / "data")
+    tokens_lib.open_tokens(config, tmp_path / "c" / "data")
   monkeypatch.undo()
 
 
@@ -73,11 +73,11 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   ],
 )
 def test_other_settings_have_their_own(config, tmp_path, change):
-  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
   if change.pop("unigram", False):
     config.model.boundaries = config_lib.boundaries("unigram", size=21)
   config.data.update(change)
-  data = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
+  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 2
   assert (data.boundaries is None) == (config.model.boundaries.name == "none")
   if config.data.max_characters[0]:
@@ -85,11 +85,11 @@ def test_other_settings_have_their_own(config, tmp_path, change):
 
 
 def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
-  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
   config.model.boundaries = config_lib.boundaries("entropy", left=3)
   config.data.manual_dir = str(tmp_path)
   config.train.learning_rate = 3.0
-  tokens_lib.prepare_data(config, tmp_path / "b" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 1
 
 
@@ -99,10 +99,10 @@ def give_another_text(tmp_path):
     archive.writestr("text8", TEXT8.replace("cat", "tac"))
 
 
-@pytest.mark.parametrize("again", [tokens_lib.prepare_data, tokens_lib.find_tokens])
+@pytest.mark.parametrize("again", [tokens_lib.open_tokens, tokens_lib.find_tokens])
 def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   folder = tmp_path / "a" / "data"
-  first = tokens_lib.prepare_data(config, folder).splits["train"].tolist()
+  first = tokens_lib.open_tokens(config, folder).splits["train"].tolist()
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
   with pytest.raises(UserError, match="train.bin: .* no such file; `dpjax train --workdir=RUN "):
@@ -119,7 +119,7 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
 def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
   (tmp_path / "old").mkdir()
   config.data.data_dir = str(tmp_path / "old" / "data")
-  tokens_lib.prepare_data(config, tmp_path / "old" / "run" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "old" / "run" / "data")
   # Both together, and the run alone.
   (tmp_path / "old").rename(tmp_path / "new")
   data = tokens_module.open_tokens(tmp_path / "new" / "run" / "data")
@@ -133,7 +133,7 @@ def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
 def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   """When a run is begun or taken up, and a split is scored; not when it is opened."""
   folder = tmp_path / "run" / "data"
-  data = tokens_lib.prepare_data(config, folder)
+  data = tokens_lib.open_tokens(config, folder)
   path = data.folder / "train.bin"
   changed = np.fromfile(path, np.uint16)
   changed[[11, 13]] = changed[[13, 11]]
@@ -141,12 +141,12 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   changed.tofile(path)
   message = f"^{path}: .* a file that was changed; .* remove {data.folder}, "
   with pytest.raises(UserError, match=message):
-    tokens_lib.prepare_data(config, folder)
+    tokens_lib.open_tokens(config, folder)
   run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
   with pytest.raises(UserError, match=message):
     run.score_split("train")
   shutil.rmtree(data.folder)
-  tokens_lib.prepare_data(config, folder).check()
+  tokens_lib.open_tokens(config, folder).check()
 
 
 @pytest.mark.slow
@@ -164,14 +164,14 @@ def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
   moved = run_lib.load(tmp_path / "moved")
   texts = moved.generate("the ", length=9, temperature=0.0)
   assert (texts, moved.score("a cat sat")) == expected
-  with pytest.raises(UserError, match="gone; `dpjax train --workdir=.* --prepare_only` .*text.txt"):
+  with pytest.raises(UserError, match="gone; `dpjax train --workdir=.* --tokenize_only` .*t.txt"):
     moved.score_split("test")
 
 
 def test_another_text_of_that_name_has_its_own(config, tmp_path):
-  tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
   give_another_text(tmp_path)
-  data = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
+  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   assert "tac" in data.tokenizer.decode(data.splits["train"])
   assert len(tokens_of(config)) == 2
 
@@ -185,16 +185,16 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
     tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
     tokenizer._raw.model.save(str(folder))
     config.data.tokenizer_file = str(folder)
-    data = tokens_lib.prepare_data(config, tmp_path / str(i) / "data")
+    data = tokens_lib.open_tokens(config, tmp_path / str(i) / "data")
     sizes.append(data.tokenizer.vocab_size)
   assert sizes == [270, 280] and len(tokens_of(config)) == 2
   # What a vocabulary of one's own would have is of no account.
   config.data.tokenizer_size = 999
-  tokens_lib.prepare_data(config, tmp_path / "again" / "data")
+  tokens_lib.open_tokens(config, tmp_path / "again" / "data")
   assert len(tokens_of(config)) == 2
   config.data.tokenizer_file = str(tmp_path / "none")
   with pytest.raises(ValueError, match="^data.tokenizer_file: .*none"):
-    tokens_lib.prepare_data(config, tmp_path / "c" / "data")
+    tokens_lib.open_tokens(config, tmp_path / "c" / "data")
 
 
 def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
@@ -202,12 +202,12 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.small_config(text)
   config.data.update(tokenizer="bpe", tokenizer_size=271)
-  known = tokens_lib.prepare_data(config, tmp_path / "run" / "data").tokenizer.to_json()
+  known = tokens_lib.open_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
   for i, place in enumerate(("run", "run/data/tokenizer.json")):
     for kind in ("bpe", "characters"):  # the default
       config.data.update(tokenizer=kind, tokenizer_file=str(tmp_path / place))
-      data = tokens_lib.prepare_data(config, tmp_path / f"{kind}{i}" / "data")
+      data = tokens_lib.open_tokens(config, tmp_path / f"{kind}{i}" / "data")
       assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
   content = json.loads(known)
@@ -215,7 +215,7 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   content["tokenizer"]["added_tokens"] = []
   (tmp_path / "run/data/tokenizer.json").write_text(json.dumps(content))
   with pytest.raises(UserError, match="^data.tokenizer_file: expected .* or an unknown token"):
-    tokens_lib.prepare_data(config, tmp_path / "wrong" / "data")
+    tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
   (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "kind": "bpe"}')
   for changes, message in (
     (dict(tokenizer="wordpiece"), "data.tokenizer_file: expected a tokenizer.json, got .*damaged"),
@@ -223,7 +223,7 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   ):
     config.data.update(**{"tokenizer": "characters", **changes})
     with pytest.raises(UserError, match=f"^{message}"):
-      tokens_lib.prepare_data(config, tmp_path / "wrong" / "data")
+      tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
 
 
 KNOWN = "abcdef gh\n"
@@ -248,7 +248,7 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path, kind, by):
   config.data.data_dir = str(tmp_path / "data")
   for config.data.tokenizer_size in range(264, 300):  # SentencePiece refuses some sizes.
     try:
-      known = tokens_lib.prepare_data(config, tmp_path / "run" / "data").tokenizer
+      known = tokens_lib.open_tokens(config, tmp_path / "run" / "data").tokenizer
       break
     except UserError:
       assert kind.startswith("sentencepiece")
@@ -260,7 +260,7 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path, kind, by):
     config.train.initial_run = str(tmp_path / "run")
   else:
     config.data.tokenizer_file = str(tmp_path / "run" / ("data/tokenizer.json" * (by == "file")))
-  data = tokens_lib.prepare_data(config, tmp_path / "new" / "data")
+  data = tokens_lib.open_tokens(config, tmp_path / "new" / "data")
   assert data.tokenizer.to_json() == known.to_json()
   for split, part in load_corpus(path=config.data.path).splits.items():
     assert data.splits[split].tolist() == known.encode("".join(part)).tolist()
@@ -271,7 +271,7 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path, kind, by):
   expected = {split: ids.tolist() for split, ids in data.splits.items()}
   shutil.rmtree(tmp_path / "run")
   shutil.rmtree(data.folder)
-  data = tokens_lib.prepare_data(config, tmp_path / "new" / "data")
+  data = tokens_lib.open_tokens(config, tmp_path / "new" / "data")
   assert {split: ids.tolist() for split, ids in data.splits.items()} == expected
 
 
@@ -279,20 +279,20 @@ def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
   config = config_lib.default()
   text = helpers.write_text(tmp_path / "text.txt")
   config.data.update(path=str(text), clean=True, language="en", data_dir=str(tmp_path / "data"))
-  first = tokens_lib.prepare_data(config, tmp_path / "a" / "data")
+  first = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
   text.write_text(text.read_text() + "one line more\n" * 99)
-  second = tokens_lib.prepare_data(config, tmp_path / "b" / "data")
+  second = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   counts = [sum(x["characters"] for x in data.counts.values()) for data in (first, second)]
   assert counts[1] > counts[0] + 99 * 13 - 9
 
 
 def test_prepare_alone(config, tmp_path):
-  data = run_lib.prepare(config, tmp_path / "run")
+  data = run_lib.tokenize(config, tmp_path / "run")
   assert data.counts["train"]["tokens"] == len(TEXT8) - 2 * (len(TEXT8) // 20)
-  assert workdir_lib.check(tmp_path / "run", config)  # a run to go on with
+  assert workdir_lib.resumes(tmp_path / "run", config)  # a run to go on with
   # Or to begin anew, as nothing has been learned.
   config.train.learning_rate = 3.0
-  assert not workdir_lib.check(tmp_path / "run", config)
+  assert not workdir_lib.resumes(tmp_path / "run", config)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +313,11 @@ def test_settings_at_odds_are_refused(change, message):
 
 def test_tokens_that_are_not_whole_are_made_again(config, tmp_path):
   folder = tmp_path / "run" / "data"
-  data = tokens_lib.prepare_data(config, folder)
+  data = tokens_lib.open_tokens(config, folder)
   expected = data.splits["valid"].tolist()
   for damage in (lambda path: path.write_bytes(b"half"), lambda path: path.unlink()):
     damage(data.folder / "valid.bin")
-    assert tokens_lib.prepare_data(config, folder).splits["valid"].tolist() == expected
+    assert tokens_lib.open_tokens(config, folder).splits["valid"].tolist() == expected
 
 
 def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
@@ -327,7 +327,7 @@ def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
   file.write_bytes(train_unigram([text.read_text()], 23))
   config.model.boundaries.file = str(file)
   folder = tmp_path / "run" / "data"
-  shutil.rmtree(tokens_lib.prepare_data(config, folder).folder)
+  shutil.rmtree(tokens_lib.open_tokens(config, folder).folder)
   file.write_bytes(train_unigram([text.read_text()], 31))
   with pytest.raises(UserError, match="got another text, vocabulary or Unigram model"):
     tokens_lib.find_tokens(config, folder)
@@ -339,17 +339,17 @@ def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):
   for data_dir in ("data", "data/more"):
     config.data.data_dir = data_dir
     with pytest.raises(UserError, match="^data.data_dir: expected .* not the run's own"):
-      run_lib.prepare(config, ".")
+      run_lib.tokenize(config, ".")
   assert not (tmp_path / "data").exists()
 
 
 def test_a_run_that_was_not_begun_takes_the_tokens_of_other_settings(tmp_path):
   one, other = (helpers.write_text(tmp_path / f"{name}.txt", seed=i) for i, name in enumerate("ab"))
   config = helpers.small_config(one)
-  run_lib.prepare(config, tmp_path / "run")
+  run_lib.tokenize(config, tmp_path / "run")
   wrong = config.copy_and_resolve_references()
   wrong.data.path, wrong.train.window = str(other), 1
   with pytest.raises(UserError):
     run_lib.train(wrong, tmp_path / "run", model=lambda settings: 3)
-  data = run_lib.prepare(config, tmp_path / "run")
+  data = run_lib.tokenize(config, tmp_path / "run")
   assert data.tokenizer.decode(data.splits["train"][:40]) == one.read_text()[:40]

@@ -8,7 +8,6 @@ alone; text and toml are only shown.
 import doctest
 import importlib
 import re
-import runpy
 import shlex
 import shutil
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 import dpjax
 from dpjax import __main__ as dpjax_command
 from dpjax import registry
-from dpjax.commands import flags as command_line
 from dpjax.data import catalog
 from tests import helpers
 
@@ -77,8 +75,7 @@ def run_command(words: list[str]) -> None:
     importlib.import_module(dpjax_command.COMMANDS[name][0]).main(words[2:])
     return
   with helpers.arguments(*words[1:]):
-    main = runpy.run_path(str(helpers.ROOT / f"dpjax/commands/{name}.py"))["main"]
-    command_line._run(main, command_line._parse(["dpjax", *words[2:]]))
+    dpjax_command.main(name)
 
 
 def check_flags(words: list[str]) -> None:

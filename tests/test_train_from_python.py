@@ -236,7 +236,7 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   other = tmp_path / "text.txt"
   other.write_text(text.read_text().replace("cat", "zoo"))
   config = helpers.small_config(other)
-  dpjax.run.prepare(config, tmp_path / "vocabulary")
+  dpjax.run.tokenize(config, tmp_path / "vocabulary")
   config.train.initial_run = str(finished[0])
   config.data.tokenizer_file = str(tmp_path / "vocabulary")
   message = (

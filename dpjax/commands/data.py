@@ -31,22 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  commands = parser.add_subparsers(dest="command", required=True)
+  path, commands = os.path.expanduser, parser.add_subparsers(dest="command", required=True)
   listing = commands.add_parser("list", help="list names, sizes, licences, and what is prepared")
   prepare = commands.add_parser("prepare", help="download and prepare a corpus")
   prepare.add_argument("name")
   prepare.add_argument("--language", default="", help="language, if the corpus has several")
-  prepare.add_argument(
-    "--head",
-    action="store_true",
-    help="only the first part, enough for 400M characters, if the corpus has one",
-  )
-  prepare.add_argument("--manual_dir", type=os.path.expanduser, default="", help="data_dir/manual")
+  about = "only the first part, enough for 400M characters, if the corpus has one"
+  prepare.add_argument("--head", action="store_true", help=about)
+  prepare.add_argument("--manual_dir", type=path, default="", help="data_dir/manual")
   for command in (listing, prepare):
-    command.add_argument("--data_dir", type=os.path.expanduser, default="data", help="data")
+    command.add_argument("--data_dir", type=path, default="data", help="data")
   cleaning = commands.add_parser("clean", help="clean a text as text8 is cleaned")
-  cleaning.add_argument("source", type=os.path.expanduser, help="a text in UTF-8, or -")
-  cleaning.add_argument("target", type=os.path.expanduser, help="the clean one, or -")
+  cleaning.add_argument("source", type=path, help="a text in UTF-8, or -")
+  cleaning.add_argument("target", type=path, help="the clean one, or -")
   cleaning.add_argument("--language", required=True)
   given = parser.parse_args(arguments)
   try:
@@ -113,7 +110,3 @@ def _read(name: str) -> Iterator[str]:
       file.detach()
   except UnicodeDecodeError as error:
     raise UserError(f"{name}: expected a text in UTF-8, got {error}") from error
-
-
-if __name__ == "__main__":
-  main()

@@ -23,13 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
   with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib
-    from dpjax.run import export
+    from dpjax.run import workdir
 
     command_line.check_platform()
     run_lib.load(given.run, given.step).save(given.out, dtype=given.dtype)
-    size = (Path(given.out) / export.FILE).stat().st_size
+    size = (Path(given.out) / workdir.PARAMETERS).stat().st_size
     print(f"{given.out}: {size / 2**20:,.1f} MiB")
-
-
-if __name__ == "__main__":
-  main()

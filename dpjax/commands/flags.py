@@ -14,43 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.errors import UserError, exit_on_user_error, unknown_setting
 
-_COORDINATOR = flags.DEFINE_string(
-  "coordinator", None, "host:port of process 0, for a run of several processes"
-)
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "number of processes", lower_bound=1)
-_PROCESS_ID = flags.DEFINE_integer(
-  "process_id", None, "number of this process, from 0", lower_bound=0
-)
-_DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "several processes that find each other (Slurm, TPU pods)"
-)
 _ABOUT_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
-flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
-_JOIN_SECONDS = flags.DEFINE_integer(
-  "join_seconds", 300, "how long to wait for the other processes", lower_bound=1
-)
-_CACHE = flags.DEFINE_string(
-  "compilation_cache",
-  None,
+_ABOUT_CACHE = (
   "a folder for what was compiled, of up to 2 GiB; empty: none; "
-  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none",
+  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"
 )
-_CACHE_BYTES = 2**31
+flags.DEFINE_string("coordinator", None, "host:port of process 0, for a run of several processes")
+flags.DEFINE_integer("num_processes", None, "number of processes", lower_bound=1)
+flags.DEFINE_integer("process_id", None, "number of this process, from 0", lower_bound=0)
+flags.DEFINE_bool("distributed", False, "processes that find each other (Slurm, TPU pods)")
+flags.DEFINE_integer("join_seconds", 300, "how long to wait for the other processes", lower_bound=1)
+flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
+flags.DEFINE_string("compilation_cache", None, _ABOUT_CACHE)
 
 
 class _Path(flags.ArgumentParser):
-  """The value of a flag that is a path; a shell leaves the ~ of --name=~/file as it is."""
-
-  def parse(self, argument: str) -> str:
-    """Puts the user's folder for ~."""
-    return os.path.expanduser(argument)
+  def parse(self, argument):
+    return os.path.expanduser(argument)  # A shell leaves the ~ of --name=~/file as it is.
 
 
 PATH = _Path()
@@ -62,35 +49,52 @@ def define_config(required: bool = False) -> flags.FlagHolder:
   A component is chosen by name, and its section then has that component's settings:
   --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
-  holder = flags.DEFINE_string(
-    "config",
-    None,
-    "an experiment's name or file, with :VARIANT if it has variants; or a run's folder",
-  )
+  about = "an experiment's name or file, with :VARIANT if it has variants; or a run's folder"
+  holder = flags.DEFINE_string("config", None, about)
   if required:
     flags.mark_flag_as_required("config")
   return holder
 
 
-def start(main: Callable[[Sequence[str]], None]) -> None:
-  """Parses the flags, joins the other processes, and runs `main`.
+def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> None:
+  """Parses the flags of sys.argv, joins the other processes, and runs `main`.
 
-  User errors exit with a message and status 1.
+  User errors exit with a message and status 1; --help prints `about` and the flags.
   """
-  app.run(lambda argv: _run(main, argv), flags_parser=_parse)
+  if {"-h", "--help", "--helpfull"} & {*sys.argv[1:]}:
+    modules = [x for x in [*flags.FLAGS.flags_by_module_dict()][::-1] if not x.startswith("absl")]
+    print(about or sys.modules["__main__"].__doc__)
+    print(*map(flags.FLAGS.module_help, modules), sep="\n")
+    return
+  argv = _parse(sys.argv)
+  logging.use_absl_handler()
+  # Orbax tells its every move at INFO.
+  logging.set_verbosity(logging.WARNING)
+  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+  try:
+    with exit_on_user_error():
+      _join_processes()
+      check_platform()
+      _set_compilation_cache()
+      main(argv)
+  except KeyboardInterrupt:
+    sys.stdout.flush()
+    print("\nInterrupted", file=sys.stderr, flush=True)
+    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
+    os._exit(130)
 
 
 @contextlib.contextmanager
 def parsed(
   parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> Iterator[argparse.Namespace]:
-  """Parses the arguments of a command that has no flags of absl, and adds --plugin.
+  """Parses the arguments of a command without flags of absl, and --plugin.
 
   User errors in the block exit with a message and status 1.
   """
   parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_ABOUT_PLUGIN)
   given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)), exit_out_of_memory():
+  with exit_on_user_error(vars(given)):
     for module in given.plugin:
       registry.import_plugin(module)
     yield given
@@ -171,46 +175,8 @@ def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
   return others, values
 
 
-def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-  # Orbax tells its every move at INFO.
-  logging.set_verbosity(logging.WARNING)
-  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-  try:
-    with exit_on_user_error(), exit_out_of_memory():
-      _join_processes()
-      check_platform()
-      _set_compilation_cache()
-      main(argv)
-  except KeyboardInterrupt:
-    sys.stdout.flush()
-    print("\nInterrupted", file=sys.stderr, flush=True)
-    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def exit_out_of_memory() -> Iterator[None]:
-  """Turns running out of memory into one message and exit status 1."""
-  try:
-    yield
-  except (MemoryError, RuntimeError) as error:
-    is_it = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
-    if not is_it or os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    (what, *_) = str(error).splitlines() or [type(error).__name__]
-    sys.exit(
-      f"memory: expected enough of it, got: {what[:200]} Less is needed with a smaller "
-      "train.batch_size, more train.accumulate_steps or model.remat in training; with a "
-      "smaller eval.batch_size, or --num_samples, afterwards; and with a smaller model"
-    )
-
-
 def check_platform() -> None:
-  """Starts JAX's backend.
-
-  Raises:
-    ValueError: the requested platform is not available.
-  """
+  """Starts JAX's backend; a `UserError` if there is none of the requested platform."""
   import jax
 
   try:
@@ -226,117 +192,92 @@ def check_platform() -> None:
 
 
 def _join_processes() -> None:
-  given = {
-    "coordinator": _COORDINATOR.value,
-    "num_processes": _NUM_PROCESSES.value,
-    "process_id": _PROCESS_ID.value,
-  }
+  names = ("coordinator", "num_processes", "process_id")
+  given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
   missing = [name for name, value in given.items() if value is None]
-  if len(missing) == 3 and not _DISTRIBUTED.value:
-    return
-  if missing and not _DISTRIBUTED.value:
+  if missing and not flags.FLAGS.distributed:
+    if len(missing) == 3:
+      return
     raise UserError(
       "--coordinator, --num_processes, --process_id: expected all three, or "
       f"--distributed, got no {', no '.join(missing)}"
     )
-  host, _, port = (_COORDINATOR.value or "host:1").rpartition(":")
+  address, number, index = given.values()
+  host, _, port = (address or "host:1").rpartition(":")
   if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
-    raise UserError(f"--coordinator: expected host:port, got {_COORDINATOR.value}")
-  if not missing and given["process_id"] >= given["num_processes"]:
+    raise UserError(f"--coordinator: expected host:port, got {address}")
+  if not missing and index >= number:
     raise UserError(
-      f"--process_id: expected 0 to {given['num_processes'] - 1} of "
-      f"--num_processes={given['num_processes']}, got {given['process_id']}"
+      f"--process_id: expected 0 to {number - 1} of --num_processes={number}, got {index}"
     )
   import jax
 
-  seconds = _JOIN_SECONDS.value
+  seconds = flags.FLAGS.join_seconds
   known = [f"--{name}={value}" for name, value in given.items() if value is not None]
   shown = " ".join(known) or "--distributed"
+
+  def give_up() -> None:
+    print(
+      f"{shown}: expected all processes to meet within {seconds} s (--join_seconds), got no "
+      "answer of some",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)  # What waits in C++ hears of nothing else.
+
+  timer = threading.Timer(seconds, give_up)
+  timer.daemon = True
+  timer.start()
   try:
-    if given["process_id"] == 0 and not missing:
-      _check_port(int(port))
-    with _time_limit(
-      seconds,
-      f"{shown}: expected all processes to meet "
-      f"within {seconds} s (--join_seconds), got no answer of some",
-    ):
-      jax.distributed.initialize(
-        _COORDINATOR.value,
-        _NUM_PROCESSES.value,
-        _PROCESS_ID.value,
-        # At its own limit, JAX aborts the process (signal 6).
-        initialization_timeout=seconds + 60,
-      )
+    if index == 0 and not missing:  # Where JAX cannot listen, it may crash (signal 11).
+      six = socket.has_dualstack_ipv6()
+      family = socket.AF_INET6 if six else socket.AF_INET
+      socket.create_server(("", int(port)), family=family, dualstack_ipv6=six).close()
+    # At its own limit, JAX aborts the process (signal 6).
+    jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
   except (KeyError, OSError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
     if missing:
       expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
     raise UserError(f"{shown}: expected {expected}, got: {error}") from error
+  finally:
+    timer.cancel()
   check_platform()
   if jax.process_index() == 0:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
 
 
-def _check_port(port: int) -> None:
-  """Raises an `OSError` if the port cannot be opened, where JAX may crash (signal 11)."""
-  six = socket.has_dualstack_ipv6()
-  socket.create_server(
-    ("", port), family=socket.AF_INET6 if six else socket.AF_INET, dualstack_ipv6=six
-  ).close()
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float, message: str) -> Iterator[None]:
-  """Exits with a message and status 1 if the work takes longer."""
-
-  def end() -> None:
-    print(message, file=sys.stderr, flush=True)
-    os._exit(1)  # What waits in C++ hears of nothing else.
-
-  timer = threading.Timer(seconds, end)
-  timer.daemon = True
-  timer.start()
-  try:
-    yield
-  finally:
-    timer.cancel()
-
-
 def _set_compilation_cache() -> None:
-  """Has JAX keep compiled programs in a folder for later is_start."""
+  """Has JAX keep compiled programs in a folder for later starts."""
   import jax
 
-  if _CACHE.value == "":
-    jax.config.update("jax_enable_compilation_cache", False)
-    return
-  folder = _CACHE.value
+  folder = flags.FLAGS.compilation_cache
   if folder is None:
     # Code for a CPU is not checked well when it is read: with some processors each program
     # is called one of another machine, on standard error, and a folder that different
     # machines share has code that not all of them can run (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
-    folder = _cache_home() / "dpjax" / "compiled"
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (home if home.is_absolute() else Path("~/.cache")) / "dpjax" / "compiled"
   try:
-    folder = Path(folder).expanduser().absolute()
-    # What lies there is run: it is for nobody else to write.
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    if folder:
+      folder = Path(folder).expanduser().absolute()
+      # What lies there is run: it is for nobody else to write.
+      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
     print(
       f"compilation_cache: expected a folder that can be written, got {folder} "
       f"({getattr(error, 'strerror', None) or error}); what is compiled is not kept",
       file=sys.stderr,
     )
+    folder = ""
+  if not folder:
     jax.config.update("jax_enable_compilation_cache", False)
     return
   jax.config.update("jax_compilation_cache_dir", str(folder))
   is_unlimited = jax.config.values["jax_compilation_cache_max_size"] == -1
   # JAX locks a limited folder by a package that it does not itself bring.
   if is_unlimited and importlib.util.find_spec("filelock"):
-    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
-
-
-def _cache_home() -> Path:
-  given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-  return given if given.is_absolute() else Path("~/.cache")
+    jax.config.update("jax_compilation_cache_max_size", 2**31)

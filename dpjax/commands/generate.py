@@ -16,69 +16,58 @@ from dpjax import files
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
-flags.adopt_module_key_flags(command_line)
-_WORKDIR = flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
-_STEP = flags.DEFINE_integer("step", None, "checkpoint to use; default: the best by validation")
-_PROMPT = flags.DEFINE_string("prompt", None, "the text to continue")
-_PROMPT_FILE = flags.DEFINE(
-  command_line.PATH,
-  "prompt_file",
-  None,
-  "a file with it, - being the standard input; its last line end is not part of the prompt",
-)
-_LENGTH = flags.DEFINE_integer("length", None, "new tokens a sample")
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy")
-_TOP_K = flags.DEFINE_integer("top_k", None, "draw from the k most likely; 0: all")
-_TOP_P = flags.DEFINE_float(
-  "top_p", None, "draw from the most likely that together reach this probability"
-)
-_SEED = flags.DEFINE_integer("seed", 0, "seed of the samples")
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "number of continuations")
-_STOP = flags.DEFINE_multi_string("stop", [], "text of a token that ends a sample")
-_BEYOND_WINDOW = flags.DEFINE_string(
-  "beyond_window",
-  None,
-  "slide: passes over the last window; continue: the cache goes on, where the model can; refuse",
-)
-_JSON = flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
-
-_MOST_SAMPLES = 4096  # All are one batch.
+_MOST_SAMPLES = 4096  # All are rows of one batch.
 
 
-def main(_) -> None:
+def main() -> None:
+  """Generates what the command line describes."""
+  flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
+  flags.DEFINE_integer("step", None, "checkpoint to use; default: the best by validation")
+  flags.DEFINE_string("prompt", None, "the text to continue")
+  about = "a file with it, - being the standard input; its last line end is not part of the prompt"
+  flags.DEFINE(command_line.PATH, "prompt_file", None, about)
+  flags.DEFINE_integer("length", None, "new tokens a sample")
+  flags.DEFINE_float("temperature", None, "0 is greedy")
+  flags.DEFINE_integer("top_k", None, "draw from the k most likely; 0: all")
+  about = "draw from the most likely that together reach this probability"
+  flags.DEFINE_float("top_p", None, about)
+  flags.DEFINE_integer("seed", 0, "seed of the samples")
+  flags.DEFINE_integer("num_samples", 1, "number of continuations")
+  flags.DEFINE_multi_string("stop", [], "text of a token that ends a sample")
+  about = (
+    "slide: passes over the last window; continue: the cache goes on, where the model can; refuse"
+  )
+  flags.DEFINE_string("beyond_window", None, about)
+  flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
+  command_line.start(lambda _: _generate(flags.FLAGS), __doc__)
+
+
+def _generate(given) -> None:
   """Prints the prompt and its continuation for each sample, then the speed."""
   from dpjax import run as run_lib
 
-  if not 1 <= _NUM_SAMPLES.value <= _MOST_SAMPLES:
-    raise UserError(f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {_NUM_SAMPLES.value}")
-  prompt = _given_prompt()
-  run = run_lib.load(_WORKDIR.value, _STEP.value)
-  given = dict(
-    prompt=prompt,
-    length=_LENGTH.value,
-    temperature=_TEMPERATURE.value,
-    top_k=_TOP_K.value,
-    top_p=_TOP_P.value,
-    beyond_window=_BEYOND_WINDOW.value,
-  )
+  if not 1 <= given.num_samples <= _MOST_SAMPLES:
+    raise UserError(f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {given.num_samples}")
+  prompt = _read_prompt(given.prompt, given.prompt_file)
+  run = run_lib.load(given.workdir, given.step)
   settings = {
-    name: run.config.sample[name] if value is None else value for name, value in given.items()
+    name: run.config.sample[name] if given[name].value is None else given[name].value
+    for name in ("length", "temperature", "top_k", "top_p", "beyond_window")
   }
-  settings |= dict(seed=_SEED.value, num_samples=_NUM_SAMPLES.value, stop=_STOP.value)
-  prompt = str(settings.pop("prompt"))
+  settings |= dict(seed=given.seed, num_samples=given.num_samples, stop=given.stop)
+  prompt = run.config.sample.prompt if prompt is None else prompt
   try:
-    _write(run, prompt, settings)
+    _write(run, prompt, settings, is_text=not given.json)
   except BrokenPipeError:
     # Who read it has enough; Python would complain again at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _given_prompt() -> str | None:
-  if _PROMPT_FILE.value is None:
-    return _PROMPT.value
-  if _PROMPT.value is not None:
+def _read_prompt(prompt: str | None, file: str | None) -> str | None:
+  if file is None:
+    return prompt
+  if prompt is not None:
     raise UserError("prompt, prompt_file: expected one of them, got both")
-  file = _PROMPT_FILE.value
   try:
     content = sys.stdin.buffer.read() if file == "-" else files.read_file(file)
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
@@ -91,10 +80,10 @@ def _given_prompt() -> str | None:
   return prompt
 
 
-def _write(run, prompt: str, settings: dict) -> None:
+def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
   from dpjax.generation import generator as generation
 
-  is_text, is_one = not _JSON.value, settings["num_samples"] == 1
+  is_one = settings["num_samples"] == 1
   if isinstance(sys.stdout, io.TextIOWrapper):
     # A terminal may not have all that a model writes.
     sys.stdout.reconfigure(errors="replace")
@@ -139,7 +128,3 @@ def _write(run, prompt: str, settings: dict) -> None:
     + (f"; then {speed:,.0f} tokens a second" if speed else ""),
     file=sys.stderr,
   )
-
-
-if __name__ == "__main__":
-  command_line.start(main)

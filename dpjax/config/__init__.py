@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from dpjax.config.checks import CHOICES as CHOICES
-  from dpjax.config.checks import LARGEST as LARGEST
   from dpjax.config.checks import check as check
   from dpjax.config.checks import check_choice as check_choice
+  from dpjax.config.checks import check_ids as check_ids
   from dpjax.config.checks import check_model as check_model
   from dpjax.config.checks import check_sampling as check_sampling
   from dpjax.config.checks import check_seed as check_seed

@@ -53,30 +53,21 @@ def load(experiment: str) -> ConfigDict:
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
     message = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+      kind = type(error).__name__
+      expected = "expected a Python file whose get_config() gives a ConfigDict"
+      message = f"{expected}, got {kind}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f" ({path}, line {lines[-1]})" if lines else ""
-    if isinstance(error, UserError):
-      raise UserError(f"--config: {message}{where}") from error
-    raise UserError(
-      "--config: expected a Python file whose get_config() gives a ConfigDict, got "
-      f"{type(error).__name__}: {message}{where}"
-    ) from error
+    raise UserError(f"--config: {message}{where}") from error
 
 
 def _of_run(file: Path) -> ConfigDict:
-  """The settings of a run; of an exported one, without those that follow from its tokenizer."""
   try:
-    config = saved.of_run(files.load_json(file), file.parent)
+    return saved.of_run(files.load_json(file), file.parent)
   except (OSError, ValueError, TypeError, AttributeError) as error:
     raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
-  except RecursionError as error:
-    raise UserError(f"--config: expected the settings of a run in {file}, got deep JSON") from error
-  if (file.parent / "model.safetensors").exists():
-    config.model.vocab_size = 0
-    for name in {"space_ids", "end_ids"} & {*config.model.boundaries}:
-      config.model.boundaries[name] = ()
-  return config
 
 
 def _folder() -> Path:
@@ -88,24 +79,21 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _importable(is_first: bool) -> Iterator[None]:
-  """Lets experiments import packaged ones, as `from configs import quickstart`.
-
-  Args:
-    is_first: whether they take precedence over a `configs` package of the user's.
-  """
+  """Lets experiments import `configs`: packaged ones, before or after those of the user's."""
   found = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(found and found.submodule_search_locations or ())]
-  kept = {name: sys.modules.pop(name) for name in _loaded()}
+  kept = {name: sys.modules.pop(name) for name in _modules()}
   package: Any = types.ModuleType("configs")
   package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
   sys.modules["configs"] = package
   try:
     yield
   finally:
-    for name in _loaded():
+    for name in _modules():
       del sys.modules[name]
     sys.modules.update(kept)
 
 
-def _loaded() -> list[str]:
+def _modules() -> list[str]:
+  """What is imported of `configs`."""
   return [name for name in sys.modules if name.partition(".")[0] == "configs"]

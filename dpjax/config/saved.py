@@ -5,14 +5,7 @@ from collections.abc import Mapping
 
 from dpjax import registry
 from dpjax.config.checks import check
-from dpjax.config.sections import (
-  COMPONENTS,
-  check_type,
-  default,
-  flatten,
-  middle,
-  place,
-)
+from dpjax.config.sections import COMPONENTS, check_type, default, flatten, middle, place
 from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
@@ -21,56 +14,39 @@ from dpjax.registry import ConfigDict
 # places), and which checkpoint is the best. The length may change only where the schedule
 # does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
-FREE_KEYS = (
-  "plugins",
-  "data.data_dir",
-  "data.manual_dir",
-  "model.remat",
-  "model.scan_layers",
-  "train.accumulate_steps",
-  "train.checkpoint_every_steps",
-  "train.eval_every_",
-  "train.keep_checkpoints",
-  "train.log_every_steps",
-  "train.median_every_steps",
-  "train.parameters",
-  "train.patience",
-  "eval.",
-  "sample.",
+FREE_KEYS = tuple(
+  """plugins data.data_dir data.manual_dir model.remat model.scan_layers train.accumulate_steps
+  train.checkpoint_every_steps train.eval_every_ train.keep_checkpoints train.log_every_steps
+  train.median_every_steps train.parameters train.patience eval. sample.""".split()
 )
 FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def from_dict(settings: Mapping) -> ConfigDict:
-  """Reads a configuration from JSON values; missing settings take their defaults.
-
-  Raises:
-    ValueError: see `check`.
-  """
-  config = default()
-  _fill(config, settings, "")
-  check(config, limits=False)
+  """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
+  config = _filled(settings)
+  check(config)
   return config
 
 
 def of_run(settings: Mapping, folder: object) -> ConfigDict:
-  """Reads the configuration of a run; see `from_dict`.
-
-  Raises:
-    ValueError: see `check`; or it needs a plugin that is not imported.
-  """
+  """`from_dict` of a run's configuration, with a message of its own for a missing plugin."""
   try:
     return from_dict(settings)
   except UserError as error:
-    plugins = settings.get("plugins")
-    plugins = plugins if isinstance(plugins, list) else []
-    missing = [str(name) for name in plugins if name not in sys.modules]
+    missing = [str(name) for name in settings.get("plugins") or () if name not in sys.modules]
     if not missing:
       raise
     raise UserError(
       f"plugin: expected {' and '.join(missing)}, with which the run in {folder} was trained, "
       f"got none (--plugin={missing[0]}, or import {missing[0]} in Python): {error}"
     ) from error
+
+
+def _filled(settings: Mapping) -> ConfigDict:
+  config = default()
+  _fill(config, settings, "")
+  return config
 
 
 def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
@@ -86,16 +62,16 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
       _fill(config[name], value, f"{key}.")
     else:
       value = registry.as_tuple(value)
-      check_type(key, value, config[name], limits=False)
+      check_type(key, value, config[name])
       config[name] = value
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
   """Lists the settings that prevent `new` from resuming a run of `old`.
 
-  Each line reads `key: old there, new here`. Settings added since `old` take their defaults.
+  Each line reads `key: old there, new here`. Settings that `old` lacks take their defaults.
   """
-  there, here = flatten(from_dict(old)), flatten(new)
+  there, here = flatten(_filled(old)), flatten(new)
   is_endless = here.get("train.schedule.name") == "constant"
   free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [

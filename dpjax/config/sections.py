@@ -1,10 +1,9 @@
 """The settings of a run: every key with its default.
 
-A file of `configs/` is_start from `default()` and changes what its experiment needs.
+A file of `configs/` starts from `default()` and changes what its experiment needs.
 Durations have their unit in the key; set one unit of each duration.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -23,15 +22,8 @@ COMPONENTS = {
   "train.schedule": registry.schedules,
 }
 # Settings that name files and folders.
-_PATHS = (
-  "data.path",
-  "data.data_dir",
-  "data.manual_dir",
-  "data.tokenizer_file",
-  "train.initial_run",
-  "model.boundaries.file",
-  "model.boundaries.run",
-)
+_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.initial_run
+  model.boundaries.file model.boundaries.run""".split()
 # Sections that may be None: mixers that are the model's, and no middle of its own.
 OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
 
@@ -106,14 +98,10 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
     width: D; 0 takes the width of the stage around it.
     **settings: `feed_forward_width`, for all its blocks (0 as for `width`), and another
       `middle`.
-
-  Raises:
-    UserError: a setting is unknown or has the wrong type.
   """
   section = Section({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
-  if isinstance(kind, str):
-    kind = boundaries(kind)
+  kind = boundaries(kind) if isinstance(kind, str) else kind
   given = {"boundaries": kind, "width": width, **settings}
   check_keys({**section, **given}, section, "model.middle.")
   for name, value in given.items():
@@ -246,29 +234,15 @@ def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
   """Applies the variant `tiny`, which trains in a minute on a CPU; "" changes nothing.
 
   Args:
-    config: changed in place.
-    variant: the part after the colon in --config=FILE:VARIANT.
-
-  Returns:
-    `config`.
-
-  Raises:
-    ValueError: the variant is neither "tiny" nor "".
+    config: changed in place, and returned.
+    variant: the part after the colon in --config=FILE:VARIANT; others raise a ValueError.
   """
   if variant not in ("", "tiny"):
     raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:
-    config.model.update(dict(num_layers=2, width=32, feed_forward_width=64, max_length=64))
-    config.train.update(
-      dict(
-        batch_size=8,
-        num_steps=50,
-        num_epochs=0.0,
-        eval_every_steps=25,
-        eval_every_epochs=0.0,
-        learning_rate=1e-3,
-      )
-    )
+    config.model.update(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    config.train.update(num_steps=50, num_epochs=0.0, eval_every_steps=25, eval_every_epochs=0.0)
+    config.train.update(batch_size=8, learning_rate=1e-3)
     if "warmup_steps" in config.train.schedule:
       config.train.schedule.warmup_steps = 5
     config.sample.length = 20
@@ -281,10 +255,7 @@ def is_pooled(model: Mapping) -> bool:
 
 
 def stages_in(model: Mapping) -> dict[str, Mapping]:
-  """The settings of a model and of each "middle" within it, by section name.
-
-  A middle inherits settings that it does not set.
-  """
+  """The settings of a model and of each middle in it, which inherits what it does not set."""
   stages, key = {"model": model}, "model"
   while stages[key]["middle"] is not None:
     own = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
@@ -363,44 +334,31 @@ def component_keys(config: ConfigDict) -> list[str]:
   return keys
 
 
-def check_keys(config, known, prefix: str, limits: bool = True) -> None:
-  """Checks that a section has exactly the known settings, with the types of their defaults.
-
-  Args:
-    config: a section.
-    known: the same section with defaults.
-    prefix: the prefix of its keys.
-    limits: see `dpjax.config.check`.
-
-  Raises:
-    UserError: see `dpjax.config.check`.
-  """
+def check_keys(config, known, prefix: str) -> None:
+  """Checks that a section has the known settings alone, of the types of their defaults."""
   for name, value in config.items():
     key = f"{prefix}{name}"
     if name not in known:
       raise unknown_setting(key, flatten(known, prefix))
     is_middle = place(key) == "model.middle" and value is not None
     usual = middle() if is_middle else known[name]
-    check_type(key, value, usual, limits)
+    check_type(key, value, usual)
     if place(key) in COMPONENTS and value is not None:
       COMPONENTS[place(key)].check(value, key)
     elif isinstance(usual, ConfigDict):
-      check_keys(value, usual, f"{key}.", limits)
-  missing = sorted(f"{prefix}{name}" for name in known if name not in config)
-  if missing:
+      check_keys(value, usual, f"{key}.")
+  if missing := sorted(f"{prefix}{name}" for name in known if name not in config):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
 
 
-def check_type(key: str, value, usual, limits: bool) -> None:
+def check_type(key: str, value, usual) -> None:
   """Checks that a value has the type of the default, `usual`."""
   if value is None and place(key) in OPTIONAL:
-    return
-  if type(usual) is float and value == math.inf and not limits:
     return
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
   elif not isinstance(value, ConfigDict):
-    last, is_name = key.rpartition(".")[2], isinstance(value, str)
-    is_made = is_name and (place(key) in COMPONENTS or last == "middle")
+    last = key.rpartition(".")[2]
+    is_made = isinstance(value, str) and (place(key) in COMPONENTS or last == "middle")
     by = f", by dpjax.config.{last}({value!r})" if is_made else ""
     raise UserError(f"{key}: expected a section of settings{by}, got {value!r}")

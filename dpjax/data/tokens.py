@@ -56,7 +56,7 @@ class _Arrays(Mapping[str, np.ndarray]):
     found = path.stat().st_size if path.exists() else "no such file"
     if found != size:
       raise UserError(
-        f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --prepare_only` "
+        f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --tokenize_only` "
         "makes the tokens of a run again"
       )
     return np.memmap(path, self._dtype, "r")

@@ -1,21 +1,25 @@
 """Builds models from settings: the only place where names of components become modules."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax import ops, registry
 from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass, PooledMiddle
 from dpjax.models.language_model import LanguageModel, Stack
 from dpjax.registry import ConfigDict
+
+# A model made in Python, or a function of `config.model` that makes one; None: the settings'.
+Given = nn.Module | Callable[[ConfigDict], nn.Module] | None
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
@@ -29,6 +33,11 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
     ValueError: `key: expected ..., got ...`.
   """
   config_lib.check_model(model_config)
+  return assemble(model_config, frozen)
+
+
+def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
+  """`build_model` for settings that have been checked."""
   model = dict(model_config)
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
@@ -77,39 +86,6 @@ def _core(
     **{name: model[name] for name in names},
   )
   return PooledMiddle(make_hourglass)
-
-
-def check_memory(shapes: Any, num_parts: int = 1) -> None:
-  """Checks that the training state of a model fits into the memory of a device.
-
-  The state is the parameters and the two moments of Adam. Whether the rest of a step fits is
-  unknown before compilation; but on a CPU, a state that does not fit can make XLA wait forever.
-
-  Args:
-    shapes: the shapes of the parameters.
-    num_parts: the number of devices over which each parameter is divided.
-
-  Raises:
-    ValueError: it does not fit.
-  """
-  size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-  stats = jax.local_devices()[0].memory_stats() or {}
-  memory = stats.get("bytes_limit") or _host_memory()
-  needed = 3 * size // num_parts
-  if memory and needed > memory:
-    raise UserError(
-      "model.num_layers, model.width, model.feed_forward_width: expected parameters that "
-      f"fit, with Adam's moments, the {memory / 2**30:.1f} GiB of a device, got "
-      f"{needed / 2**30:,.1f} GiB; train.parameters = sharded divides them"
-    )
-
-
-def _host_memory() -> int:
-  """The memory of the machine in bytes; 0 if unknown."""
-  try:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  except (AttributeError, OSError, ValueError):
-    return 0
 
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
@@ -207,3 +183,57 @@ def with_frozen(params: Mapping, frozen: Mapping) -> dict:
   inner = params["hourglass"]
   boundaries = {**inner["boundary_predictor"], "frozen": frozen}
   return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}
+
+
+def with_vocabulary(config: ConfigDict, tokenizer: Any) -> ConfigDict:
+  """A copy of the configuration with the settings that follow from the tokenizer."""
+  size = config.model.vocab_size
+  if size not in (0, tokenizer.vocab_size):
+    raise UserError(
+      f"model.vocab_size: expected 0 or the tokenizer's {tokenizer.vocab_size}, got {size}"
+    )
+  config = config.copy_and_resolve_references()
+  config.model.vocab_size = tokenizer.vocab_size
+  for kind in build_boundaries(config.model)[:1]:
+    config.model.boundaries.update(kind.settings_for(tokenizer))
+  config_lib.check_ids(config.model)
+  return config
+
+
+def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -> Any:
+  """The model of a configuration, or the given one instead."""
+  if model is None:
+    return assemble(config.model, frozen)
+  built = model if isinstance(model, nn.Module) else model(config.model)
+  if not isinstance(built, nn.Module):
+    raise UserError(
+      "model: expected a flax.linen.Module, or a function of config.model "
+      f"that gives one, got {built!r}"
+    )
+  pools = isinstance(built, LanguageModel) and built.make_hourglass is not None
+  if pools != config_lib.is_pooled(config.model):
+    raise UserError(
+      f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "
+      f"is given, which pools {'tokens' if pools else 'none'}, got "
+      f"{config.model.boundaries.name}"
+    )
+  return built
+
+
+def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
+  """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
+  kinds = build_boundaries(model)
+  # Several processes would have to agree on it.
+  if not kinds or jax.process_count() > 1:
+    return lambda batch: None
+
+  def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
+    tokens = batch["tokens"]
+    # Documents have null groups, and boundaries, of their own.
+    counts = None if "is_start" in batch else kinds[0].count_in(tokens)
+    if counts is None:
+      return None
+    sizes = ops.capacities(tokens.shape[1] + 1, kinds[0].num_capacities)
+    return next(size for size in sizes if size > counts.max())
+
+  return of_tokens

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
   from dpjax.run.run import table as table
   from dpjax.run.torch_checkpoint import load_torch as load_torch
   from dpjax.run.training import check_frozen as check_frozen
-  from dpjax.run.training import prepare as prepare
+  from dpjax.run.training import tokenize as tokenize
   from dpjax.run.training import train as train
 else:
   from dpjax import lazy

@@ -1,13 +1,16 @@
 """The card of an exported model: scores, how to load it, and its equations as NumPy code."""
 
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpjax import __version__, files
+from dpjax import config as config_lib
 from dpjax.errors import UserError
-from dpjax.run.numpy_code import foreign, numpy_code
+from dpjax.run import numpy_model
 
 _CARD = """# {name}
 
@@ -27,14 +30,19 @@ run.score("a text")
 ```
 
 `model.safetensors` holds the parameters in {dtype}, `config.json` all settings.
-{model}"""
-_MODEL = """
+"""
+_DESCRIPTION = """
 ## The model
 
-At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token {start_id}
-stands before a text. A matrix is [in, out], and heads lie side by side among the features.
-Arrays of a stack of layers have the layers as their first axis. This is the whole model in NumPy,
-without dropout{dtype}:
+{model}
+| array | shape |
+|---|---|
+{rows}
+"""
+_MODEL = """At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token
+{start_id} stands before a text. A matrix is [in, out], and heads lie side by side among the
+features. Arrays of a stack of layers have the layers as their first axis. This is the whole model
+in NumPy, without dropout{computes}:
 
 ```python
 {code}
@@ -42,16 +50,60 @@ without dropout{dtype}:
 
 In PyTorch, `safetensors.torch.load_file` reads the arrays.
 """
-_OWN = """
-## The model
+_IMPORTS = """import json
+import math
 
-Its code is its author's own, and no part of this folder: {names}.
-"""
-_ARRAYS = """
-| array | shape |
-|---|---|
-{rows}
-"""
+{ml_dtypes}import numpy as np
+from safetensors.numpy import load_file"""
+_LOGITS = """FUNCTIONS = {{{table}}}
+arrays = load_file("model.safetensors")
+arrays = {{name: x.astype(np.float32) for name, x in arrays.items()}}
+model = json.load(open("config.json"))["model"]
+{settings}
+
+def logits(tokens):  # [T] -> [T, V]
+  return forward(tokens, arrays, model)"""
+
+
+def foreign(model: Mapping) -> list[str]:
+  """The names of a model's components that are not dpjax's own."""
+  return sorted(_components(model) - {*numpy_model.FUNCTIONS})
+
+
+def _components(model: Mapping) -> set[str]:
+  mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
+  kinds = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
+  return (mixers | kinds) - {"none"}
+
+
+def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
+  """A program with a function `logits`, [T] -> [T, V], that computes a model with NumPy.
+
+  It reads the files of the export.
+  """
+  models = [model, frozen] if frozen else [model]
+  functions = {
+    name: numpy_model.FUNCTIONS[name].__name__ for each in models for name in _components(each)
+  }
+  is_pooled = any(map(config_lib.is_pooled, models))
+  needed, wanted = set(), ["forward", *functions.values(), *["hourglass"] * is_pooled]
+  known = {x: y for x, y in vars(numpy_model).items() if inspect.isfunction(y)}
+  while wanted:
+    name = wanted.pop()
+    needed.add(name)
+    called = {*re.findall(r"(\w+)\(", inspect.getsource(known[name]))} & {*known}
+    wanted += called - needed - {"hourglass"}  # which not every model has
+  parts = [inspect.getsource(x).strip() for name, x in known.items() if name in needed]
+  table = ", ".join(f'"{name}": {x}' for name, x in sorted(functions.items()))
+  settings = ""
+  if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
+    settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
+  if frozen:
+    settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
+  ml_dtypes = "import ml_dtypes  # lets NumPy read bfloat16\n" if dtype == "bfloat16" else ""
+  return "\n\n\n".join(
+    [_IMPORTS.format(ml_dtypes=ml_dtypes), *parts, _LOGITS.format(table=table, settings=settings)]
+  )
 
 
 def describe(
@@ -65,40 +117,27 @@ def describe(
   """The part of a card that describes a model: its code and its arrays.
 
   Args:
-    model: see `numpy_code`; None for a model that was made in Python.
+    model: `config.model`; None for a model that was made in Python.
     shapes: the shapes of the arrays by name.
-    frozen: see `numpy_code`.
+    frozen: the settings of the model that its boundaries use, if any.
     start_id: the token before a text.
     dtype: the dtype of the file.
   """
   rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
-  arrays = _ARRAYS.format(rows=rows)
-  if model is None or foreign(model):
-    names = ["its class"] if model is None else foreign(model)
-    return _OWN.format(names=", ".join(names)) + arrays
-  code = numpy_code(model, frozen)
-  if dtype == "bfloat16":
-    code = code.replace(
-      "import numpy", "import ml_dtypes  # lets NumPy read bfloat16\nimport numpy"
-    )
-  computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
-  if model["boundaries"].get("sample"):
-    computes += ", with rounded boundaries where dpjax draws them"
-  return (
-    _MODEL.format(max_length=model["max_length"], start_id=start_id, dtype=computes, code=code)
-    + arrays
-  )
+  names = ["its class"] if model is None else foreign(model)
+  if names or model is None:
+    about = f"Its code is its author's own, and no part of this folder: {', '.join(names)}.\n"
+  else:
+    computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
+    if model["boundaries"].get("sample"):
+      computes += ", with rounded boundaries where dpjax draws them"
+    code = numpy_code(model, frozen, dtype)
+    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes, code=code)
+    about = _MODEL.format(**given)
+  return _DESCRIPTION.format(model=about, rows=rows)
 
 
-def write(
-  run: Any,
-  name: str,
-  shapes: Mapping[str, tuple[int, ...]],
-  *,
-  is_built: bool = True,
-  frozen: Mapping | None = None,
-  dtype: str = "float32",
-) -> str:
+def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **description) -> str:
   """The card of a run, in Markdown.
 
   Args:
@@ -106,32 +145,22 @@ def write(
     name: the name of the folder of the export.
     shapes: see `describe`.
     is_built: whether the model is that of the settings, and none made in Python.
-    frozen: see `describe`.
-    dtype: see `describe`.
-
-  Raises:
-    UserError: a file of scores is damaged.
+    **description: `frozen` and `dtype` of `describe`.
   """
-  data = run.data
-  return _CARD.format(
+  head = _CARD.format(
     name=name,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
     step=run.step,
-    data=data.name,
-    tokens=data.counts["train"]["tokens"],
+    data=run.data.name,
+    tokens=run.data.counts["train"]["tokens"],
     kind=run.tokenizer.kind,
     vocab_size=run.tokenizer.vocab_size,
     scores="\n".join(_scores(run)) or "| - | not scored | |",
-    dtype=dtype,
-    model=describe(
-      run.config.model if is_built else None,
-      shapes,
-      frozen=frozen,
-      start_id=run.tokenizer.start_id,
-      dtype=dtype,
-    ),
+    dtype=description["dtype"],
   )
+  model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
+  return head + describe(model, shapes, start_id=start_id, **description)
 
 
 def _scores(run: Any) -> list[str]:

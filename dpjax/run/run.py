@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -14,19 +14,20 @@ import optax
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import files
+from dpjax import files, ops
 from dpjax.data.encoding import count_text
-from dpjax.data.tokens import Tokens, open_tokens
+from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
+from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
-from dpjax.run import build, dispatch, export
+from dpjax.run import export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, metrics, sharding
+from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
 from dpjax.training import step as step_lib
 
 
@@ -35,7 +36,7 @@ class Run:
   """A trained model with everything that you need to use it.
 
   Attributes:
-    config: the settings, with `config.model.vocab_size`.
+    config: the settings, with those that follow from the tokenizer.
     model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; a model
       made in Python may have another class.
     params: the parameters.
@@ -76,15 +77,13 @@ class Run:
 
     Args:
       text: a text, not empty.
-      window: the number of tokens that the model sees at once; 0 takes the configuration's.
-      stride: the number of tokens that each window scores, with the others as context; 0 takes
-        the configuration's.
+      window: the number of tokens that the model sees at once; 0: `config.eval.window`.
+      stride: the number of these that are scored, with the others as context; 0:
+        `config.eval.stride`.
 
     Returns:
-      "nats_per_token", "perplexity", "perplexity_per_word" and, unless tokenization loses
-      some of the text, "bits_per_character" and "bits_per_byte"
-      (`dpjax.training.metrics.text_scores`); with token pooling also the scores of
-      `dpjax.training.metrics.boundary_scores`.
+      The scores of `dpjax.training.metrics.text_scores`, such as "bits_per_character", and with
+      token pooling of `dpjax.training.metrics.boundary_scores`.
 
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
@@ -116,47 +115,36 @@ class Run:
       window: see `score`.
       stride: see `score`.
       documents: "isolated" scores each document as if it stood alone, after a start token;
-        "joined" scores one text; "" follows `config.data.documents`.
+        "joined" scores one text; "": `config.data.documents`.
       progress: whether to show a progress bar.
 
-    Returns:
-      See `score`.
-
     Raises:
-      ValueError: there is no such split, its tokens have changed since preparation, the
-        window is longer than the model's, or the documents are unknown.
+      ValueError: there is no such split, its tokens have changed, the window is longer than the
+        model's, or the documents are unknown.
     """
-    documents = self._documents(documents)
-    data = self._data_with(split, documents)
+    data = self._data_with(split, self._documents(documents))
     data.check(split)
     size: Any = dict(window=window, stride=stride, progress=progress)
     return self._score_split(self.params, split, data, documents, **size)
 
   def tokens(self, split: str = "test") -> np.ndarray:
-    """The tokens of a split of the run's corpus, [N]; recreates missing files.
-
-    Raises:
-      ValueError: there is no such split, or its tokens cannot be recreated.
-    """
-    return self._data_with(split).splits[split]
+    """The tokens of a split of the run's corpus, [N]; recreates missing files."""
+    return self._data_with(split, "joined").splits[split]
 
   def _documents(self, documents: str) -> str:
-    config_lib.check_choice("data.documents", documents or self.config.data.documents)
-    return documents or self.config.data.documents
+    documents = documents or self.config.data.documents
+    config_lib.check_choice("data.documents", documents)
+    return documents
 
-  def _data_with(self, split: str, documents: str = "joined") -> Tokens:
-    if self.data is None or split not in [*self.data.splits]:
+  def _data_with(self, split: str, documents: str) -> Tokens:
+    if self.data is None or split not in self.data.splits:
       known = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {known}, got {split}")
-    data = self._data_by(documents)
-    if self.workdir is None or data.has_tokens:
-      return data
-    return tokens_lib.find_tokens(self.config, self.workdir / "data")
-
-  def _data_by(self, documents: str) -> Any:
-    if self.data is None or documents == "joined" or self.data.documents is not None:
+    if documents == "isolated" and self.data.documents is None:
+      return tokens_lib.with_documents(self.config, self.data)
+    if self.workdir is None or self.data.has_tokens:
       return self.data
-    return tokens_lib.with_documents(self.config, self.data)
+    return tokens_lib.find_tokens(self.config, self.workdir / "data")
 
   def write_scores(
     self,
@@ -172,8 +160,9 @@ class Run:
     folder = folder or self.workdir
     if folder is None or self.data is None:
       return
-    documents = self._documents(documents)
-    counts = dict(self._data_by(documents).counts[split])  # Of all processes together.
+    documents, data = self._documents(documents), self.data
+    if documents == "isolated" and data.documents is None:
+      data = tokens_lib.with_documents(self.config, data)  # By all processes together.
     if jax.process_index() != 0:
       return
     used = window, stride = self._scorer.sizes(window, stride)
@@ -189,7 +178,7 @@ class Run:
       "stride": stride,
       "scores": metrics.for_json(scores),
       "documents": documents,
-      "counts": counts,
+      "counts": dict(data.counts[split]),
     }
     files.write_json(Path(folder, f"{name}.json"), content)
 
@@ -199,16 +188,12 @@ class Run:
   @overload
   def generate(self, prompt: Sequence[str], **settings: Unpack[Sampling]) -> list[list[str]]: ...
 
-  def generate(
-    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-  ) -> list[str] | list[list[str]]:
+  def generate(self, prompt, **settings):
     """Continues a prompt, or several at once.
 
     Args:
       prompt: a text, or texts of any lengths; "" starts a text.
-      **settings: length, temperature, top_k, top_p, seed, num_samples, stop and
-        beyond_window of `dpjax.generation.Generator.stream`; the defaults are those of
-        `config.sample`.
+      **settings: see `dpjax.generation.Generator.stream`; by default `config.sample`.
 
     Returns:
       The continuations, without the prompt, one for each sample; for several prompts, a list
@@ -217,30 +202,20 @@ class Run:
     Raises:
       ValueError: see `dpjax.generation.Generator.stream`.
     """
-    prompts = _as_texts(prompt)
-    rows = zip(*self.stream(prompts, **settings), strict=True)
+    rows = zip(*self.stream(prompt, **settings), strict=True)
     texts = ["".join(piece.text for piece in row) for row in rows]
     if isinstance(prompt, str):
       return texts
-    count = len(texts) // len(prompts)
-    return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+    count = len(texts) // len(prompt)
+    return [texts[i * count : (i + 1) * count] for i in range(len(prompt))]
 
   def stream(
     self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
   ) -> Iterator[list[generator.Piece]]:
-    """Continues a prompt, or several at once, and yields text as it is generated.
-
-    Args:
-      prompt: see `generate`.
-      **settings: see `generate`.
-
-    Returns:
-      See `dpjax.generation.Generator.stream`.
-
-    Raises:
-      ValueError: see `dpjax.generation.Generator.stream`.
-    """
-    prompts = _as_texts(prompt)
+    """Like `generate`, but yields text as it comes; see `dpjax.generation.Generator.stream`."""
+    if not isinstance(prompt, Sequence):
+      raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
     return self._generator.stream(self.params, prompts, **settings)
 
   def dispatch_matrices(self, text: str) -> list[np.ndarray]:
@@ -264,7 +239,26 @@ class Run:
     tokens = self.tokenizer.encode(text)
     if not 1 <= len(tokens) <= self.window:
       raise UserError(f"text: expected 1 to {self.window} tokens, got {len(tokens)}")
-    return dispatch.dispatch_matrices(self.model, self.params, tokens)
+    stack = self.model.layers if isinstance(self.model, LanguageModel) else None
+    if stack is None:
+      raise UserError("run: expected a model of Dispatchers without token pooling, got another")
+    seen: Any
+    _, seen = self.model.apply(
+      {"params": self.params},
+      jnp.asarray(tokens)[None],
+      capture_intermediates=lambda module, _: module.name == "embedding",
+      mutable=["intermediates"],
+    )
+    (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
+    block, matrices = stack.make_block(parent=None), []
+    for layer in stack.unstack(self.params["layers"]).values():
+      x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
+      if "intermediates" not in seen:
+        name = type(stack.make_mixer()).__name__
+        raise UserError(f"run: expected a model of Dispatchers, got one of {name}")
+      (g_bthk,) = seen["intermediates"]["mixer"]["level_gates"]
+      matrices.append(np.asarray(ops.dispatch_matrix(g_bthk)[0]))
+    return matrices
 
   def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
     """Writes a small folder to load elsewhere; see `dpjax.run.export.save`."""
@@ -272,38 +266,34 @@ class Run:
 
   @cached_property
   def _generator(self) -> generator.Generator:
-    return build.generator(self.config, self.model, self.tokenizer)
+    return generator.Generator(self.config.model, self.config.sample, self.model, self.tokenizer)
 
-  def _score_split(
-    self, params, split: str, data: Any, documents: str = "", **size
-  ) -> dict[str, float]:
+  @cached_property
+  def _scorer(self) -> evaluation.Scorer:
+    return make_scorer(self.config, self.model, self.tokenizer)
+
+  def _validate(self, params) -> dict[str, float]:
+    most = self.config.eval.max_tokens
+    return self._score_split(params, "valid", self.data, max_tokens=most)
+
+  def _score_split(self, params, split: str, data: Any, documents: str = "", **size):
     is_isolated = self._documents(documents) == "isolated"
     size["documents"] = data.documents[split] if is_isolated else None
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
     return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)
 
-  @cached_property
-  def _scorer(self) -> evaluation.Scorer:
-    return build.scorer(self.config, self.model, self.tokenizer)
 
+def load(workdir: str | Path, step: int | None = None, *, model: build.Given = None) -> Run:
+  """Reads a run from its folder, its parameters replicated or sharded as in training.
 
-def load(
-  workdir: str | Path,
-  step: int | None = None,
-  *,
-  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
-) -> Run:
-  """Reads a run from its folder.
+  If a checkpoint is damaged, a warning names it, and the one before it is read, unless `step` was
+  given.
 
   Args:
     workdir: a folder that `train` or `Run.save` wrote.
     step: the step of the checkpoint; None is the best by validation.
     model: the `model` given to `train`, if any.
-
-  Returns:
-    The run, with parameters replicated or sharded as in training. If a checkpoint is damaged,
-    a warning names it, and the one before it is read, unless `step` was given.
 
   Raises:
     ValueError: there is no run, no such step, or no intact checkpoint; or a parameter is not
@@ -312,15 +302,14 @@ def load(
   """
   workdir = Path(os.path.expanduser(workdir))
   config = workdir_lib.read_config(workdir)
-  kind = build.text_boundaries(config)
-  data = open_tokens(workdir / "data", config.data.data_dir, kind)
+  data = tokens_lib.read_data(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
-  built = build.model(config, model, build.saved_frozen(config, workdir))
+  built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.
   abstract = step_lib.abstract_state(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
   )
-  if (workdir / export.FILE).exists():
+  if workdir_lib.is_exported(workdir):
     params, at = export.restore(workdir, abstract.params, step)
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
@@ -343,6 +332,27 @@ def _check_finite(workdir: Path, params: dict) -> None:
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
 
 
+def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
+  """The frozen model of a saved run's boundaries, if they use one."""
+  settings = workdir_lib.saved_frozen(config, workdir)
+  return None if settings is None else build.assemble(settings)
+
+
+def make_scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
+  """The scorer of `config.eval`."""
+  return evaluation.Scorer(
+    model,
+    losses.Objective(build.build_boundaries(config.model)),
+    tokenizer,
+    config.model.max_length,
+    config.eval.window,
+    config.eval.stride,
+    config.eval.batch_size,
+    build.pad_id(config.model),
+    build.batch_capacity(config.model),
+  )
+
+
 @overload
 def generate(run: Run | str | Path, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
 
@@ -353,24 +363,8 @@ def generate(
 ) -> list[list[str]]: ...
 
 
-def generate(
-  run: Run | str | Path, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-) -> list[str] | list[list[str]]:
-  """Continues a prompt, or several, with a run: `Run.generate` as a function.
-
-    dpjax.generate("runs/quickstart", "The statement", length=200, top_p=0.6)
-
-  Args:
-    run: a run from `load`, or a run's folder.
-    prompt: a text, or texts of any lengths; "" starts a text.
-    **settings: see `Run.generate`.
-
-  Returns:
-    See `Run.generate`.
-
-  Raises:
-    ValueError: see `dpjax.generation.Generator.stream`; or there is no such run.
-  """
+def generate(run, prompt, **settings):
+  """`Run.generate` of a run, or of the run in a folder."""
   run = run if isinstance(run, Run) else load(run)
   return run.generate(prompt, **settings)
 
@@ -381,11 +375,3 @@ def table(scores: Mapping[str, float]) -> str:
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")
   return "\n".join(lines)
-
-
-def _as_texts(prompt: str | Sequence[str]) -> list[str]:
-  if isinstance(prompt, str):
-    return [prompt]
-  if not isinstance(prompt, Sequence):
-    raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
-  return list(prompt)

@@ -6,9 +6,9 @@ from dpjax import config as config_lib
 from dpjax.config import sections
 from dpjax.errors import UserError
 from dpjax.interop.torch_checkpoints import from_torch
-from dpjax.models.build import build_model
+from dpjax.models import build
 from dpjax.registry import ConfigDict
-from dpjax.run import build, tokens
+from dpjax.run import tokens
 from dpjax.run.run import Run
 
 
@@ -23,10 +23,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   Args:
     file: a file that the authors' scripts saved.
     config: names mixer, heads, longest input, data and tokenizer.
-    folder: the folder of the tokens, prepared if missing.
-
-  Returns:
-    A `Run` without a working directory.
+    folder: the folder of the tokens, made if missing.
 
   Raises:
     ValueError: PyTorch is missing, or the file does not match the configuration.
@@ -65,12 +62,11 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     raise UserError(
       f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
     )
-  data = tokens.prepare_data(config, Path(folder) / "data")
-  for key in ("dtype", "remat", "scan_layers"):
-    model_config[key] = settings[key]
+  data = tokens.open_tokens(config, Path(folder) / "data")
+  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
   if "implementation" in model_config.mixer:
     model_config.mixer.implementation = settings.mixer.implementation
   config = config.copy_and_resolve_references()
   config.model = model_config
   config = build.with_vocabulary(config, data.tokenizer)
-  return Run(config, build_model(model_config), params, data.tokenizer, 0, data)
+  return Run(config, build.assemble(config.model), params, data.tokenizer, 0, data)

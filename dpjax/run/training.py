@@ -1,5 +1,6 @@
 """Trains the model of a configuration."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,50 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.config import sections
+from dpjax.data import batches
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
-from dpjax.models.build import build_boundaries, check_memory, with_frozen
+from dpjax.models import build
 from dpjax.registry import ConfigDict
-from dpjax.run import build, tokens
+from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
-from dpjax.run.run import Run, load
+from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import loop, sharding
+from dpjax.training import evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
-
-
-def prepare(config: ConfigDict, workdir: str | Path) -> Tokens:
-  """Prepares the tokens of a run, the first step of `train`.
-
-  Args:
-    config: from `dpjax.config`.
-    workdir: the run's folder, created if missing.
-
-  Returns:
-    The tokens.
-
-  Raises:
-    ValueError: `setting: expected ..., got ...`.
-  """
-  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
-  config_lib.check(config)
-  with workdir_lib.hold(workdir):
-    data = _prepare(config, workdir)
-    workdir_lib.claim(workdir, config)
-  return data
 
 
 def train(
   config: ConfigDict,
   workdir: str | Path,
   *,
-  model: nn.Module | Callable[[ConfigDict], nn.Module] | None = None,
+  model: build.Given = None,
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
@@ -86,123 +66,60 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
-  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
-  config_lib.check(config)
-  with workdir_lib.hold(workdir):
-    extras = dict(
+  given, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
+  config_lib.check(given)
+  with workdir_lib.lock(workdir):
+    data = _open_data(given, workdir)
+    config = build.with_vocabulary(given, data.tokenizer)
+    frozen = _frozen_run(config, workdir, data.tokenizer)
+    within = frozen.model if frozen else saved_frozen(config, workdir)
+    built = build.make_model(config, model, within)
+    run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
+    train_batches = make_batches(config, data)
+    durations = _durations(config.train, train_batches.steps_per_epoch)
+    trainer = _trainer(run, optimizer, durations.num_steps)
+    shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
+    workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
+    _print_start(run, data, shapes, durations.num_steps)
+    loop.fit(
+      trainer,
+      train_batches,
+      run._validate,
+      durations,
+      workdir=workdir,
+      initial=_initial(run, shapes, frozen, model),
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
       measure_products=measure_products,
+      **_kept(run, data),
     )
-    return _train(config, workdir, model, optimizer, extras)
+    best = load(workdir, model=model)
+    # What validation was compiled for: the same model, with other parameters.
+    best.__dict__["_scorer"] = run._scorer
+    scores = best.score_split("test", progress=True)
+    best.write_scores("test", scores)
+    return best, scores
 
 
-def _train(
-  config, workdir: Path, model, optimizer, extras: dict[str, Any]
-) -> tuple[Run, dict[str, float]]:
-  data = _prepare(config, workdir)
-  given, config = config, build.with_vocabulary(config, data.tokenizer)
-  frozen = _frozen_run(config, workdir, data.tokenizer)
-  reader: Any = frozen.model if frozen else build.saved_frozen(config, workdir)
-  settings, built = config.train, build.model(config, model, reader)
-  train_batches = build.train_batches(config, data)
-  durations = build.durations(settings, train_batches.steps_per_epoch)
-  rate = None
-  key = "optimizer"
-  if optimizer is None:
-    key = "train.optimizer"
-    rate = optimizers.build_schedule(settings, durations.num_steps)
-    optimizer = optimizers.build_optimizer(settings, durations.num_steps)
-  trainer = loop.Trainer(
-    built,
-    optimizer,
-    build.objective(config.model),
-    settings.accumulate_steps,
-    settings.parameters,
-    build.capacity(config.model),
-    config.seed,
-    settings.ema_decay,
-    rate,
-  )
-  run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
-  sharding.check_rows(settings.batch_size, settings.accumulate_steps)
-  generator.check_prompt(
-    config.model, data.tokenizer, config.sample.prompt, "sample.prompt", config.sample
-  )
-  shapes = _shapes(built, config.data.documents == "isolated")
-  check_memory(shapes, jax.device_count() if settings.parameters == "sharded" else 1)
-  optimizers.check(optimizer, built, shapes["params"], key)
-  workdir_lib.claim(workdir, given, frozen and frozen.config.model)
-  if jax.process_index() == 0:
-    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    print(
-      f"{run.name}, {size:,} parameters; {data.name}, "
-      f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
-      f"{config.model.vocab_size:,}; {durations.num_steps:,} steps on "
-      f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
-    )
-    _print_unknown(config, data)
-  most = config.eval.max_tokens
-  validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
-  if most:
-    validation["max_tokens"] = most
-  loop.fit(
-    trainer,
-    train_batches,
-    lambda params: run._score_split(params, "valid", data, max_tokens=most),
-    durations,
-    workdir=workdir,
-    keep_checkpoints=settings.keep_checkpoints,
-    patience=settings.patience,
-    initial=_initial(settings.initial_run, shapes["params"], data, frozen, model),
-    meta={
-      "config": config.to_dict(),
-      "validation": validation,
-    },
-    origin=build.origin(data),
-    **extras,
-  )
-  best = load(workdir, model=model)
-  # What validation was compiled for: the same model, with other parameters.
-  best.__dict__["_scorer"] = run._scorer
-  scores = best.score_split("test", progress=True)
-  best.write_scores("test", scores)
-  return best, scores
+def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
+  """Makes the tokens of a run and its folder, the first step of `train`."""
+  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
+  config_lib.check(config)
+  with workdir_lib.lock(workdir):
+    data = _open_data(config, workdir)
+    workdir_lib.write_config(workdir, config)
+  return data
 
 
-def _print_unknown(config: ConfigDict, data: Tokens) -> None:
-  """Says how much of a text a vocabulary that was not learned from it does not know."""
-  if not (config.data.tokenizer_file or config.train.initial_run):
-    return
-  counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
-  if any(counts.values()):
-    shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
-    print(f"tokens for what the vocabulary does not know: {shown}")
-
-
-def _shapes(model: Any, has_documents: bool) -> Any:
-  """The shapes of the parameters; checks that the model keeps documents apart."""
-  ids = jnp.zeros((1, 1), jnp.int32)
-  known = {"is_start": ids + 1} if has_documents else {}
-  try:
-    if has_documents:
-      mixer.check_takes_starts(model)
-    return jax.eval_shape(lambda: model.init(jax.random.key(0), ids, deterministic=True, **known))
-  except UserError as error:
-    if not has_documents:
-      raise
-    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
-
-
-def _prepare(config: ConfigDict, workdir: Path) -> Tokens:
-  """Checks the settings, then prepares the tokens of a run unless it resumes."""
-  goes_on = workdir_lib.check(workdir, config)
+def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
+  """The tokens of a run, new unless it resumes."""
+  resumes = workdir_lib.resumes(workdir, config)
   others = {"train.initial_run": config.train.initial_run}
-  if build.needs_run(config):
+  if workdir_lib.needs_run(config):
     others["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in others.items():
-    if folder and not goes_on and not workdir_lib.is_run(Path(folder)):
+    if folder and not resumes and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
   if own == shared or own in shared.parents:
@@ -210,43 +127,159 @@ def _prepare(config: ConfigDict, workdir: Path) -> Tokens:
       f"data.data_dir: expected a folder that is not the run's own {own}, got {shared}"
     )
   # Without a checkpoint, its tokens may be those of other settings.
-  is_begun = goes_on and workdir_lib.has_saved(workdir)
-  return tokens.prepare_data(config, workdir / "data", anew=not is_begun)
+  fresh = not (resumes and workdir_lib.has_saved(workdir))
+  return tokens.open_tokens(config, workdir / "data", fresh=fresh)
 
 
-def _initial(
-  folder: str, shapes, data: Tokens, frozen: Run | None, model
-) -> Callable[[dict], dict] | None:
+def make_batches(config: ConfigDict, data: Tokens) -> Any:
+  """The batches of `config.train`."""
+  settings, split = config.train, data.splits["train"]
+  size = settings.batch_size, settings.window or config.model.max_length
+  options: dict[str, Any] = dict(boundaries=data.boundaries and data.boundaries["train"])
+  if config.data.documents == "isolated":
+    begins: Any = data.documents
+    options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
+  if settings.batches == "random_windows":
+    return batches.RandomWindows(split, *size, config.seed, **options)
+  options["pad_id"] = build.pad_id(config.model)
+  if settings.batches == "shuffled_windows":
+    return batches.ShuffledWindows(split, *size, config.seed, **options)
+  return batches.ContiguousRows(split, *size, **options)
+
+
+def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
+  num_steps, eval_every_steps = (
+    config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
+    for name in ("num", "eval_every")
+  )
+  every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
+  return loop.Durations(num_steps, eval_every_steps, *every)
+
+
+def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
+  settings, rate = run.config.train, None
+  if optimizer is None:
+    rate = optimizers.build_schedule(settings, num_steps)
+    optimizer = optimizers.build_optimizer(settings, num_steps)
+  return loop.Trainer(
+    run.model,
+    optimizer,
+    losses.Objective(build.build_boundaries(run.config.model)),
+    settings.accumulate_steps,
+    settings.parameters,
+    build.batch_capacity(run.config.model),
+    run.config.seed,
+    settings.ema_decay,
+    rate,
+  )
+
+
+def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
+  """Checks, before anything is compiled, that the run can train; its parameters' shapes."""
+  config = run.config
+  sharding.check_rows(config.train.batch_size, trainer.accumulate_steps)
+  prompt = config.sample.prompt
+  generator.check_prompt(config.model, run.tokenizer, prompt, "sample.prompt", config.sample)
+  ids = jnp.zeros((1, 1), jnp.int32)
+  is_isolated = config.data.documents == "isolated"
+  known: dict[str, Any] = {"is_start": ids + 1} if is_isolated else {}
+
+  def init():
+    return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
+
+  try:
+    if is_isolated:
+      mixer.check_takes_starts(run.model)
+    shapes = jax.eval_shape(init)
+  except UserError as error:
+    if not is_isolated:
+      raise
+    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
+  state = {
+    "params": shapes,
+    "opt_state": optimizers.check(trainer.optimizer, run.model, shapes, key),
+  }
+  _check_memory((state, shapes if trainer.ema_decay else ()), trainer.parameters)
+  return shapes
+
+
+def _check_memory(state: Any, parameters: str) -> None:
+  """Checks that a state fits into the memory of a CPU, where XLA may else wait for ever."""
+  if jax.default_backend() != "cpu":
+    return
+  copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
+  needed = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  if needed > memory:
+    raise UserError(
+      "model.num_layers, model.width, model.feed_forward_width: expected parameters that, with "
+      f"the optimizer's state, fit the {memory / 2**30:.1f} GiB of memory, got "
+      f"{needed / 2**30:,.1f} GiB"
+    )
+
+
+def _kept(run: Run, data: Tokens) -> dict[str, Any]:
+  """What the checkpoints of a run are, and which are kept."""
+  config = run.config
+  validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
+  if config.eval.max_tokens:
+    validation["max_tokens"] = config.eval.max_tokens
+  # What must not change on resume, besides the settings.
+  origin = {"tokenizer": data.tokenizer.to_json(), "training text": data.counts["train"]["sha256"]}
+  if data.learned:
+    origin["unigram model"] = hashlib.sha256(data.learned).hexdigest()
+  return dict(
+    keep_checkpoints=config.train.keep_checkpoints,
+    patience=config.train.patience,
+    meta={"config": config.to_dict(), "validation": validation},
+    origin=origin,
+  )
+
+
+def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
+  if jax.process_index() != 0:
+    return
+  config = run.config
+  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  print(
+    f"{run.name}, {size:,} parameters; {data.name}, "
+    f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
+    f"{config.model.vocab_size:,}; {num_steps:,} steps on "
+    f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
+  )
+  if not (config.data.tokenizer_file or config.train.initial_run):
+    return
+  # A vocabulary that was not learned from a text may not know all of it.
+  counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
+  if any(counts.values()):
+    shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
+    print(f"tokens for what the vocabulary does not know: {shown}")
+
+
+def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
   """Reads the initial parameters, if they are not drawn at random."""
+  key, folder = "train.initial_run", run.config.train.initial_run
   if frozen is None and not folder:
     return None
+
+  def shapes_by_name(params) -> dict[str, tuple]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
   def read(drawn: dict) -> dict:
     params = drawn
     if folder:
-      params = _initial_params(folder, shapes, data, model)
-    return params if frozen is None else with_frozen(params, frozen.params)
+      other = _load_other(folder, key, run.tokenizer, model)
+      params, expected, found = other.params, shapes_by_name(shapes), shapes_by_name(other.params)
+      wrong = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
+      if wrong:
+        raise UserError(
+          f"{key}: expected parameters of this model, {wrong[0]} of the shape "
+          f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
+        )
+    return params if frozen is None else build.with_frozen(params, frozen.params)
 
   return read
-
-
-def _initial_params(folder: str, shapes, data: Tokens, model) -> dict:
-  """The parameters of another run, if they fit this one."""
-  other = _load_other(folder, "train.initial_run", data.tokenizer, model)
-  expected, found = (
-    {
-      jax.tree_util.keystr(path): tuple(leaf.shape)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for params in (shapes, other.params)
-  )
-  wrong = [key for key in sorted(expected | found) if expected.get(key) != found.get(key)]
-  if wrong:
-    raise UserError(
-      f"train.initial_run: expected parameters of this model, {wrong[0]} of the shape "
-      f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
-    )
-  return other.params
 
 
 def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
@@ -266,7 +299,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
   """The run whose model the boundaries use; None without one, or if the folder has it."""
-  if not build.needs_run(config) or workdir_lib.has_saved(workdir):
+  if not workdir_lib.needs_run(config) or workdir_lib.has_saved(workdir):
     return None
   key = "model.boundaries.run"
   other = _load_other(config.model.boundaries.run, key, tokenizer)
@@ -277,14 +310,10 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 def check_frozen(run: Run, key: str = "run") -> None:
   """Checks that the boundaries of another run can use a run's model.
 
-  Args:
-    run: from `load`.
-    key: the setting that names the run.
-
   Raises:
     ValueError: its boundaries are drawn at random, or use a model themselves.
   """
-  kinds = build_boundaries(run.config.model)
+  kinds = build.build_boundaries(run.config.model)
   if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
     raise UserError(
       f"{key}: expected a run whose boundaries are neither drawn in evaluation nor of "

@@ -26,35 +26,36 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.config import ConfigDict, saved, sections
 from dpjax.errors import UserError
 from dpjax.files import load_json, write_json
-from dpjax.run import export
 from dpjax.training import checkpoints
 
 _log = logging.getLogger(__name__)
+PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 
 
 @contextlib.contextmanager
-def hold(workdir: Path) -> Iterator[None]:
-  """Locks the folder against other runs while the block runs; makes it if missing.
+def lock(workdir: Path) -> Iterator[None]:
+  """Locks the folder, made if missing, against other runs while the block runs.
 
-  The operating system releases the lock when the process ends. With several processes in one
-  run, the first one holds the lock for all.
+  The operating system releases the lock when the process ends. Of several processes of one run,
+  the first one locks for all.
 
   Raises:
     UserError: another process trains in the folder, it is an exported run, it cannot be
       written, a link in it leads out of it, or its disk becomes full.
   """
-  if (workdir / export.FILE).exists():
+  if is_exported(workdir):
     raise UserError(
       f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
       "train on, take a new workdir and it as train.initial_run"
     )
-  with contextlib.ExitStack() as held:
-    on_first_process(lambda: _lock(workdir, held))
+  with contextlib.ExitStack() as stack:
+    on_first_process(lambda: _lock(workdir, stack))
     try:
       yield
     except OSError as error:
@@ -64,25 +65,11 @@ def hold(workdir: Path) -> Iterator[None]:
       raise
 
 
-def _check_links(workdir: Path) -> None:
-  """Checks that no file of a run is a link to one outside, which training would write over."""
-  if not workdir.is_dir():
-    return
-  own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
-  for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
-    target = Path(os.path.realpath(path))  # also of a loop
-    if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
-      raise UserError(
-        f"workdir: expected a run whose files are in its folder, got {path}, a link to "
-        f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
-      )
-
-
-def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
+def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
   try:
     _check_links(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    file = held.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
+    file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
     raise not_writable(workdir, error) from error
   try:
@@ -95,23 +82,30 @@ def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
         f"workdir: expected a folder in which no other process trains, got {workdir}, in "
         f"which {owner} does"
       ) from error
-    _log.warning(
-      "%s: this file system has no locks (%s); make sure that no other process trains here",
-      workdir,
-      error.strerror,
-    )
-  with contextlib.suppress(OSError):  # Who holds the lock is of use to people alone.
+    message = "%s: this file system has no locks (%s); make sure that no other process trains here"
+    _log.warning(message, workdir, error.strerror)
+  with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
 
 
-def check(workdir: Path, config: ConfigDict) -> bool:
-  """Whether the folder holds a run of this configuration to resume.
+def _check_links(workdir: Path) -> None:
+  """Checks that training writes over no file outside of the folder."""
+  if not workdir.is_dir():
+    return
+  own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
+  for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
+    target = Path(os.path.realpath(path))  # also of a loop
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
+      raise UserError(
+        f"workdir: expected a run whose files are in its folder, got {path}, a link to "
+        f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
+      )
 
-  Raises:
-    ValueError: the folder holds a run of another configuration.
-  """
+
+def resumes(workdir: Path, config: ConfigDict) -> bool:
+  """Whether training resumes a run in the folder; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
     if (workdir / "checkpoints").exists():
@@ -121,25 +115,27 @@ def check(workdir: Path, config: ConfigDict) -> bool:
       )
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
-  if differences and not has_saved(workdir):
-    return False  # nothing is lost
-  if differences:
-    hint = ""
-    if all(line.startswith(config_lib.LENGTH_KEYS) for line in differences):
-      hint = (
-        " (the schedule ends with the length: to train on, take a new workdir and "
-        f"train.initial_run = {workdir})"
-      )
+  if differences and has_saved(workdir):
+    is_longer = all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
+    hint = (
+      " (the schedule ends with the length: to train on, take a new workdir and "
+      f"train.initial_run = {workdir})"
+    )
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
-      f"whose run has another: {'; '.join(differences)}{hint}"
+      f"whose run has another: {'; '.join(differences)}{hint * is_longer}"
     )
-  return True
+  return not differences
+
+
+def is_exported(folder: Path) -> bool:
+  """Whether a folder is an exported run."""
+  return (folder / PARAMETERS).exists()
 
 
 def is_run(folder: Path) -> bool:
   """Whether a folder belongs to a run or an exported run."""
-  return (folder / "checkpoints").is_dir() or (folder / export.FILE).exists()
+  return (folder / "checkpoints").is_dir() or is_exported(folder)
 
 
 def has_saved(workdir: Path) -> bool:
@@ -147,17 +143,8 @@ def has_saved(workdir: Path) -> bool:
   return bool(checkpoints.find_complete(workdir / "checkpoints"))
 
 
-def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Writes the configuration into the folder, once everything has been checked.
-
-  Args:
-    workdir: the folder.
-    config: the configuration as given.
-    frozen: the settings of the model that boundaries use, if any.
-
-  Raises:
-    ValueError: it cannot be written.
-  """
+def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
+  """Writes the settings into the folder, as given, and those of the model of its boundaries."""
 
   def write() -> None:
     try:
@@ -172,26 +159,23 @@ def claim(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -
 
 
 def read_config(workdir: Path) -> ConfigDict:
-  """The settings of the run in a folder.
-
-  Raises:
-    ValueError: there is no run, or its settings cannot be read; or they need a plugin that is
-      not imported.
-  """
+  """The settings of the run in a folder; a `UserError` if they cannot be read."""
   path = workdir / "config.json"
   if not path.exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
   return saved.of_run(_read_json(path), workdir)
 
 
-def read_frozen(workdir: Path) -> ConfigDict:
-  """The settings of the model that the boundaries of a run use.
+def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
+  """The settings of the model that the boundaries of a run use, if they use one."""
+  if not needs_run(config):
+    return None
+  return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
 
-  Raises:
-    ValueError: they cannot be read.
-  """
-  model = _read_json(workdir / "frozen.json")
-  return config_lib.from_dict({"model": model}).model
+
+def needs_run(config: ConfigDict) -> bool:
+  """Whether the boundaries use the model of another run."""
+  return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
 def _read_json(path: Path) -> dict:
@@ -206,22 +190,21 @@ def _read_json(path: Path) -> dict:
 
 def on_first_process(work: Callable[[], None]) -> None:
   """Runs a function on the first process; the others wait, and all raise its error."""
-  if jax.process_count() > 1:
-    # The first one to be sent has a short time limit, which long work would exceed.
-    multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
+  if jax.process_count() == 1:
+    return work()
+  # The first one to be sent has a short time limit, which long work would exceed.
+  multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
   message, own = "", None
   if jax.process_index() == 0:
     try:
       work()
-    # Whatever it is: the others would wait for ever.
-    except Exception as error:
+    except Exception as error:  # Whatever it is: the others would wait for ever.
       own, message = error, str(error) or type(error).__name__
-  if jax.process_count() > 1:
-    encoded = np.zeros(4096, np.uint8)
-    letters = np.frombuffer(message.encode()[: encoded.size], np.uint8)
-    encoded[: letters.size] = letters
-    encoded = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
-    message = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
+  letters = np.zeros(4096, np.uint8)
+  known = np.frombuffer(message.encode()[: letters.size], np.uint8)
+  letters[: known.size] = known
+  letters = np.asarray(multihost_utils.broadcast_one_to_all(letters))
+  message = letters.tobytes().rstrip(b"\0").decode(errors="replace")
   if own is not None:
     raise own
   if message:

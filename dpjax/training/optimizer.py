@@ -129,7 +129,7 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
   )
 
 
-def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> None:
+def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
   """Checks, without computing, that an update rule can train a model and be saved.
 
   Args:
@@ -137,6 +137,9 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
     model: the model.
     params: its parameters, or their shapes.
     key: the setting that gave the rule.
+
+  Returns:
+    The shapes of its state.
 
   Raises:
     UserError: it needs more than the gradients, the parameters and the value of the loss, such
@@ -164,6 +167,7 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
       f"{key}: expected an update to keep the form of the state, got {new.get(wrong[0])} for "
       f"{old.get(wrong[0])} in {wrong[0]}"
     )
+  return state
 
 
 def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
