@@ -26,18 +26,13 @@ _LAYER_NAME = re.compile(rf"{re.escape(_LAYERS)}\.(\d+)\..+")
 
 _MODEL: Table = {
   "embedding/tokens/embedding": ("VD", "encoder.weight"),
-  "logits/kernel": ("VD", "decoder.weight"),
-  "logits/bias": ("V", "decoder.bias"),
+  **torch_arrays.linear("logits", "VD", "decoder"),
 }
 _LAYER: Table = {
-  "feed_forward/hidden/kernel": ("FD", "linear1.weight"),
-  "feed_forward/hidden/bias": ("F", "linear1.bias"),
-  "feed_forward/out/kernel": ("DF", "linear2.weight"),
-  "feed_forward/out/bias": ("D", "linear2.bias"),
-  "mixer_norm/scale": ("D", "norm1.weight"),
-  "mixer_norm/bias": ("D", "norm1.bias"),
-  "feed_forward_norm/scale": ("D", "norm2.weight"),
-  "feed_forward_norm/bias": ("D", "norm2.bias"),
+  **torch_arrays.linear("feed_forward/hidden", "FD", "linear1"),
+  **torch_arrays.linear("feed_forward/out", "DF", "linear2"),
+  **torch_arrays.norm("mixer_norm", "norm1"),
+  **torch_arrays.norm("feed_forward_norm", "norm2"),
 }
 _DISPATCHER: Table = {
   "mixer/values/kernel": ("EE", "self_attn.linear_in.weight"),
@@ -47,8 +42,7 @@ _DISPATCHER: Table = {
 _ATTENTION: Table = {
   "mixer/queries_keys_values/kernel": ("3D", "self_attn.in_proj_weight"),
   "mixer/queries_keys_values/bias": ("3", "self_attn.in_proj_bias"),
-  "mixer/out/kernel": ("DD", "self_attn.out_proj.weight"),
-  "mixer/out/bias": ("D", "self_attn.out_proj.bias"),
+  **torch_arrays.linear("mixer/out", "DD", "self_attn.out_proj"),
 }
 
 

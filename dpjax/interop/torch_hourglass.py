@@ -22,39 +22,28 @@ _PREDICTOR = "boundary_predictor.boundary_predictor"
 
 _MODEL: Table = {
   "embedding/tokens/embedding": ("VD", "word_emb.weight"),
-  "logits/kernel": ("VD", "final_cast.weight"),
-  "logits/bias": ("V", "final_cast.bias"),
+  **torch_arrays.linear("logits", "VD", "final_cast"),
 }
 _POSITIONS: Table = {
   "relative_positions/content_bias": ("HE", "r_w_bias"),
   "relative_positions/position_bias": ("HE", "r_r_bias"),
 }
 _LAYER: Table = {
-  "mixer/queries_keys_values/kernel": ("3D", "dec_attn.qkv_net.weight"),
-  "mixer/queries_keys_values/bias": ("3", "dec_attn.qkv_net.bias"),
-  "mixer/distances/kernel": ("DD", "dec_attn.r_net.weight"),
-  "mixer/distances/bias": ("D", "dec_attn.r_net.bias"),
-  "mixer/out/kernel": ("DD", "dec_attn.o_net.weight"),
-  "mixer/out/bias": ("D", "dec_attn.o_net.bias"),
-  "mixer_norm/scale": ("D", "dec_attn.layer_norm.weight"),
-  "mixer_norm/bias": ("D", "dec_attn.layer_norm.bias"),
-  "feed_forward/hidden/kernel": ("FD", "pos_ff.CoreNet.0.weight"),
-  "feed_forward/hidden/bias": ("F", "pos_ff.CoreNet.0.bias"),
-  "feed_forward/out/kernel": ("DF", "pos_ff.CoreNet.3.weight"),
-  "feed_forward/out/bias": ("D", "pos_ff.CoreNet.3.bias"),
-  "feed_forward_norm/scale": ("D", "pos_ff.layer_norm.weight"),
-  "feed_forward_norm/bias": ("D", "pos_ff.layer_norm.bias"),
+  **torch_arrays.linear("mixer/queries_keys_values", "3D", "dec_attn.qkv_net"),
+  **torch_arrays.linear("mixer/distances", "DD", "dec_attn.r_net"),
+  **torch_arrays.linear("mixer/out", "DD", "dec_attn.o_net"),
+  **torch_arrays.norm("mixer_norm", "dec_attn.layer_norm"),
+  **torch_arrays.linear("feed_forward/hidden", "FD", "pos_ff.CoreNet.0"),
+  **torch_arrays.linear("feed_forward/out", "DF", "pos_ff.CoreNet.3"),
+  **torch_arrays.norm("feed_forward_norm", "pos_ff.layer_norm"),
 }
 _POOLING: Table = {
   "hourglass/null_group": ("11D", "null_group"),
-  "hourglass/middle_norm/scale": ("D", "down_ln.weight"),
-  "hourglass/middle_norm/bias": ("D", "down_ln.bias"),
+  **torch_arrays.norm("hourglass/middle_norm", "down_ln"),
 }
 _PREDICTION: Table = {
-  "hourglass/boundary_predictor/hidden/kernel": ("FD", f"{_PREDICTOR}.0.weight"),
-  "hourglass/boundary_predictor/hidden/bias": ("F", f"{_PREDICTOR}.0.bias"),
-  "hourglass/boundary_predictor/out/kernel": ("1F", f"{_PREDICTOR}.2.weight"),
-  "hourglass/boundary_predictor/out/bias": ("1", f"{_PREDICTOR}.2.bias"),
+  **torch_arrays.linear("hourglass/boundary_predictor/hidden", "FD", f"{_PREDICTOR}.0"),
+  **torch_arrays.linear("hourglass/boundary_predictor/out", "1F", f"{_PREDICTOR}.2"),
 }
 # Settings of boundaries as in the authors' code.
 USUAL = dict(shortening_factor=None, offset=0, space_ids=(), temperature=0.5, sample=False)
