@@ -31,10 +31,10 @@ def make_frozen(mixer="dispatcher", boundaries="none", **changes):
   return model, helpers.draw_params(model, SEED, 1.0)
 
 
-def make(frozen, **own):
+def make(frozen, mixer="relative_attention", **own):
   own = dict(run="a", theta=0.0, num_capacities=2) | own
   kind = config_lib.boundaries("entropy_threshold", **own)
-  config = helpers.model_settings("relative_attention", kind, first=ONE, last=ONE, **ONE)
+  config = helpers.model_settings(mixer, kind, first=ONE, last=ONE, **ONE)
   return config, dpjax.build_model(config, frozen)
 
 
@@ -97,7 +97,7 @@ def test_chunks_say_what_the_whole_says(parts):
 
 
 def test_no_gradient_reaches_the_frozen_model():
-  _, model = make(make_frozen()[0], theta=1.5, num_capacities=1)
+  _, model = make(make_frozen("me")[0], "me", theta=1.5, num_capacities=1)
 
   def loss(params):
     return jnp.sum(jnp.sin(model.apply({"params": params}, TOKENS).logits))

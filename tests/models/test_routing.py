@@ -44,13 +44,16 @@ def parts():
 
 
 def test_it_begins_with_cosines_and_without_a_residual():
-  _, model = make()
-  params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]["hourglass"]
+  config, model = make()
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
   assert params.keys() == {"first", "middle", "last", "boundary_predictor", "relative_positions"}
-  routing = params["boundary_predictor"]
+  (kind,), h = build_boundaries(config), jnp.ones((BATCH, LENGTH, WIDTH))
+  found, routing = kind.init_with_output(jax.random.key(0), h, TOKENS)
   for name in ("query", "key"):
-    np.testing.assert_array_equal(routing[name], np.eye(WIDTH))
-  assert not routing["residual"]["kernel"].any()
+    np.testing.assert_array_equal(routing["params"][name], np.eye(WIDTH))
+  joined, residual = kind.init_with_output(jax.random.key(0), h, h, found, method="join")
+  np.testing.assert_array_equal(joined, h)
+  assert not residual["params"]["residual"]["kernel"].any()
 
 
 def test_chunks_say_what_the_whole_says(parts):
