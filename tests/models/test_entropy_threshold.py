@@ -10,7 +10,7 @@ from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
-from dpjax.models.build import build_boundaries, with_frozen
+from dpjax.models.build import with_frozen
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
@@ -128,10 +128,3 @@ def test_text_beyond_the_window_cannot_go_on_from_the_cache():
   check(29, "slide")
   with pytest.raises(dpjax.UserError, match="refuse with entropy_threshold boundaries, wh"):
     check(29)
-
-
-def test_its_loss_is_none():
-  config, _ = make(make_frozen()[0])
-  (kind,) = build_boundaries(config)
-  nats, targets = kind.loss(None, {})
-  assert nats == 0 and targets is None
