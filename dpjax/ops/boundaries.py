@@ -36,14 +36,13 @@ def fixed_boundaries(
 
     b_t = 1 where t mod factor = offset
 
-  With T = 7 and factor 3, [0, 0, 1, 0, 0, 1, 0]; with offset 0,
-  [1, 0, 0, 1, 0, 0, 1].
+  With T = 7 and factor 3, [0, 0, 1, 0, 0, 1, 0]; with offset 0, [1, 0, 0, 1, 0, 0, 1].
 
   Args:
     shape: (B, T).
     factor: the number of tokens in a segment, at least 1.
-    offset: the place of the first boundary, 0 <= offset < factor. None is factor - 1, which
-      makes all segments equally long; the authors' code has 0.
+    offset: the place of the first boundary, below `factor`. None is factor - 1, which makes all
+      segments equally long; the authors' code has 0.
     num_before: [B], integers, the place t of each row's first token; None means 0.
     is_start: [B, T], without `num_before`; t is 0 at the first token of each document.
 

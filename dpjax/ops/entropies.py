@@ -51,8 +51,7 @@ def entropy_spikes(
 
     b_t = 1 where H_t > H_i for all i in t - left .. t - 1
 
-  Near the beginning, fewer than `left` tokens are compared, so b_0 is always 1.
-  With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
+  b_0 is always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
 
   Args:
     entropies: [B, T], floats, nats; no nan.
