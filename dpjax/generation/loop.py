@@ -68,14 +68,7 @@ def begin(
 
 
 def advance(
-  step: Step,
-  state: State,
-  keys: jax.Array,
-  *,
-  num_tokens: int,
-  temperature: float | jax.Array = 1.0,
-  top_k: int | jax.Array = 0,
-  top_p: float | jax.Array = 1.0,
+  step: Step, state: State, keys: jax.Array, *, num_tokens: int, **settings: Any
 ) -> tuple[State, jax.Array]:
   """Adds tokens to each row, in one scan.
 
@@ -89,9 +82,7 @@ def advance(
     state: from `begin`, or from the previous call.
     keys: [B], random keys, the same in every call.
     num_tokens: the number of tokens to add, at least 1.
-    temperature: see `dpjax.generation.sample`.
-    top_k: see `sample`.
-    top_p: see `sample`.
+    **settings: the temperature, top_k and top_p of `dpjax.generation.sample`.
 
   Returns:
     The state after them, and the new tokens, [B, num_tokens], int32.
@@ -103,13 +94,8 @@ def advance(
 
   def add_token(state: State, _):
     logits_b1v, cache = step(state.token[:, None], state.cache, None)
-    token_b = sampling.sample(
-      logits_b1v[:, 0],
-      jax.vmap(jax.random.fold_in)(keys, state.length),
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-    )
+    keys_b = jax.vmap(jax.random.fold_in)(keys, state.length)
+    token_b = sampling.sample(logits_b1v[:, 0], keys_b, **settings)
     return State(token_b, state.length + 1, cache), token_b
 
   state, tokens_tb = jax.lax.scan(add_token, state, None, length=num_tokens)
@@ -142,8 +128,7 @@ def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> 
       [B, W, V] logits.
 
   Returns:
-    A step with a cache from `init_window`. All logits of a chunk come from one pass, over the
-    window that ends with it.
+    A step with a cache from `init_window`; all logits of a chunk come from one pass.
   """
 
   def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):

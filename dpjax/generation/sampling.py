@@ -120,5 +120,4 @@ def _rank(x: jax.Array) -> jax.Array:
 
 def _number(rank: jax.Array) -> jax.Array:
   """The float32 of a rank."""
-  bits = jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return jax.lax.bitcast_convert_type(jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank), jnp.float32)

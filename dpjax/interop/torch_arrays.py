@@ -36,6 +36,19 @@ def find_state(content: Mapping) -> dict:
   return dict(state)
 
 
+def linear(path: str, letters: str, name: str) -> Table:
+  """The table of a kernel, [out, in] in PyTorch, and its bias."""
+  return {
+    f"{path}/kernel": (letters, f"{name}.weight"),
+    f"{path}/bias": (letters[0], f"{name}.bias"),
+  }
+
+
+def norm(path: str, name: str) -> Table:
+  """The table of a LayerNorm."""
+  return {f"{path}/scale": ("D", f"{name}.weight"), f"{path}/bias": ("D", f"{name}.bias")}
+
+
 def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
   """The table of equal layers from the table of one.
 

@@ -2,21 +2,24 @@
 
 Source: `DispatcherModel` of dispatcher/dispatcher_model.py and of
 dispatcher/dispatcher_model_multihead.py, `TransformerModel` of dispatcher/msa_model.py,
-all fractalego/dispatcher@239608c; `MemTransformerLM` (`dpjax.interop.torch_hourglass`).
+all fractalego/dispatcher@239608c; `MemTransformerLM` of hourglass.py,
+PiotrNawrot/dynamic-pooling@1e6f360.
 
-V vocabulary, D width, E feature of a head, F feed-forward width, K level.
+V vocabulary, D width, H head, E feature of a head, F feed-forward width, K level.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
 
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.config import ConfigDict
 from dpjax.errors import UserError
-from dpjax.interop import torch_arrays, torch_hourglass
+from dpjax.interop import torch_arrays
 from dpjax.interop.torch_arrays import Table
 from dpjax.layers import embeddings
 
@@ -26,18 +29,13 @@ _LAYER_NAME = re.compile(rf"{re.escape(_LAYERS)}\.(\d+)\..+")
 
 _MODEL: Table = {
   "embedding/tokens/embedding": ("VD", "encoder.weight"),
-  "logits/kernel": ("VD", "decoder.weight"),
-  "logits/bias": ("V", "decoder.bias"),
+  **torch_arrays.linear("logits", "VD", "decoder"),
 }
 _LAYER: Table = {
-  "feed_forward/hidden/kernel": ("FD", "linear1.weight"),
-  "feed_forward/hidden/bias": ("F", "linear1.bias"),
-  "feed_forward/out/kernel": ("DF", "linear2.weight"),
-  "feed_forward/out/bias": ("D", "linear2.bias"),
-  "mixer_norm/scale": ("D", "norm1.weight"),
-  "mixer_norm/bias": ("D", "norm1.bias"),
-  "feed_forward_norm/scale": ("D", "norm2.weight"),
-  "feed_forward_norm/bias": ("D", "norm2.bias"),
+  **torch_arrays.linear("feed_forward/hidden", "FD", "linear1"),
+  **torch_arrays.linear("feed_forward/out", "DF", "linear2"),
+  **torch_arrays.norm("mixer_norm", "norm1"),
+  **torch_arrays.norm("feed_forward_norm", "norm2"),
 }
 _DISPATCHER: Table = {
   "mixer/values/kernel": ("EE", "self_attn.linear_in.weight"),
@@ -47,9 +45,40 @@ _DISPATCHER: Table = {
 _ATTENTION: Table = {
   "mixer/queries_keys_values/kernel": ("3D", "self_attn.in_proj_weight"),
   "mixer/queries_keys_values/bias": ("3", "self_attn.in_proj_bias"),
-  "mixer/out/kernel": ("DD", "self_attn.out_proj.weight"),
-  "mixer/out/bias": ("D", "self_attn.out_proj.bias"),
+  **torch_arrays.linear("mixer/out", "DD", "self_attn.out_proj"),
 }
+
+_FREQUENCIES = "pos_emb.inv_freq"
+_POOLED_NAME = re.compile(r"layers\.(\d+)\.(\d+)\..+")
+_PREDICTOR = "boundary_predictor.boundary_predictor"
+
+_POOLED_MODEL: Table = {
+  "embedding/tokens/embedding": ("VD", "word_emb.weight"),
+  **torch_arrays.linear("logits", "VD", "final_cast"),
+}
+_POOLED_POSITIONS: Table = {
+  "relative_positions/content_bias": ("HE", "r_w_bias"),
+  "relative_positions/position_bias": ("HE", "r_r_bias"),
+}
+_POOLED_LAYER: Table = {
+  **torch_arrays.linear("mixer/queries_keys_values", "3D", "dec_attn.qkv_net"),
+  **torch_arrays.linear("mixer/distances", "DD", "dec_attn.r_net"),
+  **torch_arrays.linear("mixer/out", "DD", "dec_attn.o_net"),
+  **torch_arrays.norm("mixer_norm", "dec_attn.layer_norm"),
+  **torch_arrays.linear("feed_forward/hidden", "FD", "pos_ff.CoreNet.0"),
+  **torch_arrays.linear("feed_forward/out", "DF", "pos_ff.CoreNet.3"),
+  **torch_arrays.norm("feed_forward_norm", "pos_ff.layer_norm"),
+}
+_POOLING: Table = {
+  "hourglass/null_group": ("11D", "null_group"),
+  **torch_arrays.norm("hourglass/middle_norm", "down_ln"),
+}
+_PREDICTION: Table = {
+  **torch_arrays.linear("hourglass/boundary_predictor/hidden", "FD", f"{_PREDICTOR}.0"),
+  **torch_arrays.linear("hourglass/boundary_predictor/out", "1F", f"{_PREDICTOR}.2"),
+}
+# Settings of boundaries as in the authors' code.
+_USUAL = dict(shortening_factor=None, offset=0, space_ids=(), temperature=0.5, sample=False)
 
 
 def from_torch(
@@ -108,9 +137,7 @@ def from_torch(
     settings = dict(shortening_factor=shortening_factor, temperature=temperature)
     settings |= dict(offset=None if boundary_offset < 0 else boundary_offset)
     settings |= dict(space_ids=tuple(space_ids), sample=sample_boundaries)
-    return torch_hourglass.convert(
-      state_dict, state, boundaries, num_heads, max_length, settings=settings
-    )
+    return _convert_pooled(state_dict, state, boundaries, num_heads, max_length, settings=settings)
   if boundaries not in (None, "none"):
     raise UserError(f"boundaries: expected none for a file without token pooling, got {boundaries}")
   num_heads = 1 if num_heads is None else num_heads
@@ -155,6 +182,87 @@ def _table(mixer: Table, num_layers: int) -> Table:
   return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)}
 
 
+def _convert_pooled(
+  content: Mapping,
+  state: Mapping,
+  boundaries: str | None,
+  num_heads: int | None,
+  max_length: int | None,
+  settings: Mapping[str, Any],
+) -> tuple[ConfigDict, dict]:
+  """`dpjax.interop.from_torch` for an hourglass; `content` is the whole checkpoint."""
+  recorded = content.get("model_config", {})
+  has_predictor = any(name.startswith("boundary_predictor.") for name in state)
+  layers = {(match[1], match[2]) for name in state if (match := _POOLED_NAME.fullmatch(name))}
+  is_pooled = "null_group" in state or any(stack == "1" for stack, _ in layers)
+  possible = ("none",)
+  if is_pooled:
+    possible = ("unigram", "entropy", "gumbel") if has_predictor else ("fixed", "whitespace")
+  in_file = recorded.get("boundaries_type", "").removesuffix("s")
+  possible = (in_file,) if in_file in possible else possible
+  if boundaries is None and len(possible) == 1:
+    boundaries = possible[0]
+  if boundaries is None or boundaries not in possible:
+    raise UserError(
+      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {boundaries}"
+    )
+  depths = [
+    max(sum(stack == str(number) for stack, _ in layers), 1)
+    for number in range(1 if boundaries == "none" else 3)
+  ]
+  table = _pooled_table(depths, has_predictor)
+  torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
+  arrays = torch_arrays.read_arrays(state)
+  sizes = torch_arrays.read_sizes(arrays, table)
+  if num_heads not in (None, sizes["H"]):
+    raise UserError(f"num_heads: expected the {sizes['H']} of r_w_bias, got {num_heads}")
+  if sizes["H"] * sizes["E"] != sizes["D"]:
+    raise UserError(
+      f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
+      f"{(sizes['H'], sizes['E'])}"
+    )
+  if max_length is None:
+    raise UserError(
+      "max_length: expected a number, as a MemTransformerLM has no table of positions, got None"
+    )
+
+  model_config = config_lib.default_model()
+  model_config.mixer = config_lib.mixer("relative_attention", num_heads=sizes["H"])
+  model_config.update(
+    vocab_size=sizes["V"],
+    width=sizes["D"],
+    feed_forward_width=sizes["F"],
+    max_length=max_length,
+    positions="none",
+    activation=recorded.get("activation_function", "gelu"),
+    num_layers=depths[len(depths) // 2],
+  )
+  if len(depths) == 3:
+    model_config.first.num_layers, _, model_config.last.num_layers = depths
+  if boundaries == "fixed" and settings["shortening_factor"] is None:
+    raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
+  if boundaries == "whitespace" and not settings["space_ids"]:
+    raise UserError("space_ids: expected the space's for whitespace, got none")
+  known = registry.boundaries.settings(boundaries)
+  own = {name: x for name, x in settings.items() if name in known or x != _USUAL[name]}
+  model_config.boundaries = config_lib.boundaries(boundaries, **own)
+  config_lib.check_model(model_config)
+  return model_config, torch_arrays.to_params(arrays, table)
+
+
+def _pooled_table(depths: Sequence[int], has_predictor: bool) -> Table:
+  """The table of a model by the number of blocks in each stack, of one or three stacks."""
+  places, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
+  if len(depths) == 3:
+    places = ("hourglass/first", "hourglass/middle", "hourglass/last")
+    positions = {f"hourglass/{path}": line for path, line in _POOLED_POSITIONS.items()}
+    table = {**_POOLED_MODEL, **positions, **_POOLING}
+  for stack, (place, depth) in enumerate(zip(places, depths, strict=True)):
+    prefixes = (f"layers.{stack}.{index}" for index in range(depth))
+    table |= torch_arrays.of_layers(_POOLED_LAYER, place, prefixes)
+  return {**table, **(_PREDICTION if has_predictor else {})}
+
+
 def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
   """The parameters of a model by the authors' names, the inverse of `from_torch`.
 
@@ -183,7 +291,7 @@ def _table_of(model: Mapping) -> Table | None:
     if kind != "none":
       depths = [model["first"]["num_layers"], *depths, model["last"]["num_layers"]]
     is_theirs = has_predictor or kind in ("none", "fixed", "whitespace")
-    return torch_hourglass.lines(depths, has_predictor) if is_theirs else None
+    return _pooled_table(depths, has_predictor) if is_theirs else None
   frame = kind, model["positions"], model["activation"], model["mixer"].get("rotary_base")
   if frame != ("none", "sinusoidal", "relu", None):
     return None

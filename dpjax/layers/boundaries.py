@@ -45,21 +45,18 @@ class Boundaries(nn.Module):
   """The base of all kinds: fields are settings, and every method has a default.
 
   Attributes:
-    needs_text: whether it has boundaries that are computed from the text during preparation, by
-      `of_text`; then batches have "boundaries", [B, T].
+    needs_text: whether `of_text` computes boundaries; batches then have "boundaries", [B, T].
     suits_segments: whether it can also pool segments instead of tokens: `tokens` is then
       None, and a batch of its `loss` has only "weights" and "boundary_share".
-    takes_noise: whether it draws boundaries at random, those of probability sigmoid(logits),
-      and takes `noise`.
+    takes_noise: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
     has_null_group: whether a learned vector and a LayerNorm precede the middle. Without
       them, the first token of each row and document must be a boundary.
-    needs_run: whether it uses the model of another run. Its setting `run` is the folder of
-      that run. Its field `frozen` receives the model, whose parameters are stored under
-      "frozen" and are not trained.
+    needs_run: whether it uses the model of the folder `run`, which its field `frozen` receives.
+      Its parameters are stored under "frozen" and are not trained.
     is_endless: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
-    reads_share: whether its `loss` reads "boundary_share". With `train.accumulate_steps`, the
-      boundaries of all parts are then counted first, in a pass of their own.
+    reads_share: whether its `loss` reads "boundary_share", counted in a pass of its own with
+      `train.accumulate_steps`.
     pooling: "mean", or "last" (sub-sampling). A field of some kinds.
     num_capacities: the number of lengths for which the middle is compiled. A field of some kinds.
   """
@@ -97,11 +94,7 @@ class Boundaries(nn.Module):
     return True
 
   def settings_for(self, tokenizer: Any) -> dict[str, Any]:
-    """Fills in settings that follow from the tokenizer, of `dpjax.text`.
-
-    Raises:
-      ValueError: `data.tokenizer: ...`, the kind does not work with its tokens.
-    """
+    """Settings that follow from the tokenizer; a `ValueError` if it does not suit the kind."""
     return {}
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
@@ -151,8 +144,7 @@ class Boundaries(nn.Module):
       num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      is_start: [B, T], without a state: 1 where a document begins, else 0; a document sees
-        nothing before its start. None means that each row is one document. A kind may lack this
+      is_start: [B, T], 1 where a document begins, else 0, without a state. A kind may lack this
         argument; the model then refuses documents.
     """
     raise NotImplementedError

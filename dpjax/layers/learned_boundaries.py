@@ -198,6 +198,7 @@ class Routing(Boundaries):
   suits_segments: ClassVar[bool] = True
   has_null_group: ClassVar[bool] = False
   reads_share: ClassVar[bool] = True
+  pooling: ClassVar[str] = "last"
 
   width: int
   factor: float = 4.5
@@ -217,11 +218,6 @@ class Routing(Boundaries):
       for name in ("query", "key")
     )
     self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
-
-  @property
-  def pooling_method(self) -> str:
-    """See `Boundaries`."""
-    return "last"
 
   def __call__(
     self, hidden, tokens, *, num_before=None, state=None, lengths=None, is_start=None, **_

@@ -89,7 +89,7 @@ def _core(
 
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
-  """The kinds of boundaries of `config.model`, without parameters, the outermost first."""
+  """The kinds of boundaries of `config.model`, the outermost first."""
   stages = config_lib.stages_in(model_config).values()
   return tuple(_boundaries_maker(x)() for x in stages if config_lib.is_pooled(x))
 
@@ -164,7 +164,7 @@ def _make_positions(stacks: Sequence[Stack]) -> partial | None:
 
 
 def pad_id(settings: ConfigDict) -> int:
-  """The id for padding: if possible a token that ends no word, so that padding adds no segments."""
+  """The id for padding: if possible a token that ends no word and so adds no segments."""
   known = settings.boundaries.get("space_ids", ())
   return next((i for i in range(settings.vocab_size) if i not in known), 0)
 

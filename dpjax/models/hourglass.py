@@ -207,7 +207,7 @@ class Hourglass(nn.Module):
     positions = None if make is None else make(name="relative_positions")
     middle_positions = positions if make_middle is None else make_middle(name="middle_positions")
     common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
-    outer = common | dict(sizes=sizes, needed=needed, is_start=is_start)
+    outer: dict[str, Any] = common | dict(sizes=sizes, needed=needed, is_start=is_start)
     if cache is None:
       h_btd = self.first(inputs, name="first", **outer)
     else:
@@ -292,7 +292,9 @@ class Hourglass(nn.Module):
       if middle_starts is not None:
         s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
       s_bsd = norm(s_bsd)
-    of_middle = common | dict(name="middle", positions=middle_positions, is_start=middle_starts)
+    of_middle: dict[str, Any] = common | dict(
+      name="middle", positions=middle_positions, is_start=middle_starts
+    )
     of_middle |= dict(sizes=middle_sizes, needed=num_read)
     inner = None
     if isinstance(self.middle, PooledMiddle):

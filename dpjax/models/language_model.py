@@ -62,13 +62,15 @@ class Stack:
     def apply_block(block, x_btd, _):
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_given(shared, is_start)), None
+        return block(x_btd, deterministic=deterministic, **_mixer_arguments(shared, is_start)), None
       has_key = not deterministic and block.has_rng("dropout")
       key = block.make_rng("dropout") if has_key else None
       free = block.clone(parent=None)
 
       def at_capacity(x_btd, params, shared, key, is_start):
-        given = _given(shared, None if is_start is None else is_start[:, : x_btd.shape[1]])
+        given = _mixer_arguments(
+          shared, None if is_start is None else is_start[:, : x_btd.shape[1]]
+        )
         given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
         return free.apply({"params": params}, x_btd, **given)
 
@@ -102,7 +104,7 @@ class Stack:
       shared = positions(self.make_mixer().max_length, width)
 
     def apply_block(x_btd, params, cache, lengths) -> Any:
-      given = _given(shared, None)
+      given = _mixer_arguments(shared, None)
       return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
 
     def function(x_btd, caches, lengths=None):
@@ -142,7 +144,7 @@ class Stack:
     return block.keywords["make_mixer"](parent=None)
 
 
-def _given(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
+def _mixer_arguments(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
   """The arguments that a mixer may lack, unless they are None."""
   given = {"positions": positions, "is_start": is_start}
   return {name: value for name, value in given.items() if value is not None}

@@ -36,14 +36,13 @@ def fixed_boundaries(
 
     b_t = 1 where t mod factor = offset
 
-  With T = 7 and factor 3, [0, 0, 1, 0, 0, 1, 0]; with offset 0,
-  [1, 0, 0, 1, 0, 0, 1].
+  With T = 7 and factor 3, [0, 0, 1, 0, 0, 1, 0]; with offset 0, [1, 0, 0, 1, 0, 0, 1].
 
   Args:
     shape: (B, T).
     factor: the number of tokens in a segment, at least 1.
-    offset: the place of the first boundary, 0 <= offset < factor. None is factor - 1, which
-      makes all segments equally long; the authors' code has 0.
+    offset: the place of the first boundary, below `factor`. None is factor - 1, which makes all
+      segments equally long; the authors' code has 0.
     num_before: [B], integers, the place t of each row's first token; None means 0.
     is_start: [B, T], without `num_before`; t is 0 at the first token of each document.
 
@@ -172,7 +171,7 @@ def gumbel_sigmoid(
     # In the open interval (0, 1): the odd multiples of 2**-24.
     u = jax.random.uniform(key, logits.shape, jnp.float32) + 2.0**-24
   else:
-    u = _check_noise(noise, logits.shape)
+    u = checks.array("noise", noise, "B T", B=logits.shape[0], T=logits.shape[1])
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
@@ -242,13 +241,3 @@ def _straight_through(soft):
 @_straight_through.defjvp
 def _straight_through_jvp(primals, tangents):
   return _straight_through(*primals), tangents[0]
-
-
-def _check_noise(noise, shape):
-  noise = checks.array("noise", noise, "B T", B=shape[0], T=shape[1])
-  if checks.is_known(noise):
-    values = np.asarray(noise)
-    is_wrong = ~((values > 0) & (values < 1))
-    if is_wrong.any():
-      raise ValueError(f"noise: expected above 0 and below 1, got {values[is_wrong][0]}")
-  return noise

@@ -44,15 +44,11 @@ def run_at_capacity(
 
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
-    sizes: increasing capacities; the last is S. A single one needs no switch, and has JAX's
-      own gradient.
+    sizes: increasing capacities; the last is S. A single one needs no switch.
     needed: int scalar, at most S, the number of positions whose outputs will be read; None
       computes all.
     inputs: [B, S, ...], floats.
     *others: further arguments, any pytrees; their floats get gradients.
-
-  Returns:
-    [B, S, ...].
 
   Raises:
     ValueError: the sizes do not increase, or the last is not S.

@@ -51,8 +51,7 @@ def entropy_spikes(
 
     b_t = 1 where H_t > H_i for all i in t - left .. t - 1
 
-  Near the beginning, fewer than `left` tokens are compared, so b_0 is always 1.
-  With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
+  b_0 is always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
 
   Args:
     entropies: [B, T], floats, nats; no nan.
@@ -67,16 +66,13 @@ def entropy_spikes(
   checks.integer("left", left)
   entropies, is_start = _check(entropies, is_start)
   h_bt = lax.stop_gradient(entropies)
+  place_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if is_start is not None:
-    place_bt, before_bt = document_places(is_start), jnp.full_like(h_bt, -jnp.inf)
-    for lag in range(1, min(left + 1, h_bt.shape[1])):
-      past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
-      before_bt = jnp.maximum(before_bt, past_bt)
-    return (h_bt > before_bt).astype(jnp.int32)
-  # Window t of the padded row holds H_i for i in t - left .. t - 1.
-  before_bt = lax.reduce_window(
-    h_bt, jnp.asarray(-jnp.inf, h_bt.dtype), lax.max, (1, left), (1, 1), ((0, 0), (left, 0))
-  )[:, : h_bt.shape[1]]
+    place_bt = document_places(is_start)
+  before_bt = jnp.full_like(h_bt, -jnp.inf)
+  for lag in range(1, min(left + 1, h_bt.shape[1])):
+    past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
+    before_bt = jnp.maximum(before_bt, past_bt)
   return (h_bt > before_bt).astype(jnp.int32)
 
 

@@ -7,7 +7,7 @@
 
 The first token of a row is always a boundary, so that no token reads the null group.
 
-Letters: B batch, T position (token), S segment, D feature, E feature of the projections.
+B batch, T position (token), S segment, D feature, E feature of the projections.
 
 Functions raise a `ValueError` for arguments that are not as described; values are checked only
 outside of `jit`.
@@ -143,14 +143,13 @@ def ratio_loss(
 
     L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
 
-  Given F, L is linear in p: then L times the number of tokens adds up over parts of a batch.
+  Given F, L times the number of tokens adds up over parts of a batch.
 
   Args:
     boundaries: [B, T], 0 or 1.
     probabilities: [B, T], floats.
     factor: N, the target number of tokens per segment, above 1.
-    weights: [B, T], 1 where a token counts, else 0; None means that all count. Where none
-      does, G, and F without a `share`, is 0.
+    weights: [B, T], 1 where a token counts, else 0; None means that all count.
     share: F of the whole batch, for a part of one; None means that of these tokens.
 
   Returns:

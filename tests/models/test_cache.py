@@ -200,21 +200,6 @@ def test_where_there_is_no_going_on_it_says_nan(config):
   assert is_nan[8:, [0, 2]].all() and not is_nan[:8].any() and not is_nan[:, 1].any()
 
 
-@jax.numpy_dtype_promotion("standard")
-def test_a_cache_of_bfloat16_stays_what_it_is():
-  config = CASES["offset 0"][0].copy_and_resolve_references()
-  config.dtype = "bfloat16"
-  model = dpjax.build_model(config)
-  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, :2])["params"]
-  cache = model.init_cache(BATCH)
-  assert cache.layers.latest.dtype == jnp.bfloat16
-  for size in (1, 9):
-    step = partial(model.apply, cache=cache)
-    output = jax.eval_shape(step, {"params": params}, TOKENS[:, :size])
-    assert output.logits.dtype == jnp.bfloat16
-    assert jax.tree.map(jax.typeof, output.cache) == jax.tree.map(jax.typeof, cache)
-
-
 @pytest.mark.parametrize(
   ("given", "message"),
   [

@@ -10,7 +10,7 @@ from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
-from dpjax.models.build import build_boundaries, with_frozen
+from dpjax.models.build import with_frozen
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
@@ -31,10 +31,10 @@ def make_frozen(mixer="dispatcher", boundaries="none", **changes):
   return model, helpers.draw_params(model, SEED, 1.0)
 
 
-def make(frozen, **own):
+def make(frozen, mixer="relative_attention", **own):
   own = dict(run="a", theta=0.0, num_capacities=2) | own
   kind = config_lib.boundaries("entropy_threshold", **own)
-  config = helpers.model_settings("relative_attention", kind, first=ONE, last=ONE, **ONE)
+  config = helpers.model_settings(mixer, kind, first=ONE, last=ONE, **ONE)
   return config, dpjax.build_model(config, frozen)
 
 
@@ -97,7 +97,7 @@ def test_chunks_say_what_the_whole_says(parts):
 
 
 def test_no_gradient_reaches_the_frozen_model():
-  _, model = make(make_frozen()[0], theta=1.5, num_capacities=1)
+  _, model = make(make_frozen("me")[0], "me", theta=1.5, num_capacities=1)
 
   def loss(params):
     return jnp.sum(jnp.sin(model.apply({"params": params}, TOKENS).logits))
@@ -128,10 +128,3 @@ def test_text_beyond_the_window_cannot_go_on_from_the_cache():
   check(29, "slide")
   with pytest.raises(dpjax.UserError, match="refuse with entropy_threshold boundaries, wh"):
     check(29)
-
-
-def test_its_loss_is_none():
-  config, _ = make(make_frozen()[0])
-  (kind,) = build_boundaries(config)
-  nats, targets = kind.loss(None, {})
-  assert nats == 0 and targets is None

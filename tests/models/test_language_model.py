@@ -181,7 +181,7 @@ def test_the_output_layer_makes_the_logits(settings):
 # The contract's tests have all mixers in bfloat16.
 @jax.numpy_dtype_promotion("standard")
 def test_bfloat16():
-  exact, rounded = make(), make(dtype="bfloat16")
+  exact, rounded = (make("we", num_layers=1, dtype=x) for x in ("float32", "bfloat16"))
   params = jax.jit(exact.init)(random_key(0), TOKENS)["params"]
   for model in (rounded, make_modern(dtype="bfloat16")[0]):
     shapes = jax.eval_shape(model.init, random_key(0), TOKENS)

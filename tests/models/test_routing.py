@@ -44,13 +44,16 @@ def parts():
 
 
 def test_it_begins_with_cosines_and_without_a_residual():
-  _, model = make()
-  params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]["hourglass"]
+  config, model = make()
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
   assert params.keys() == {"first", "middle", "last", "boundary_predictor", "relative_positions"}
-  routing = params["boundary_predictor"]
+  (kind,), h = build_boundaries(config), jnp.ones((BATCH, LENGTH, WIDTH))
+  found, routing = kind.init_with_output(jax.random.key(0), h, TOKENS)
   for name in ("query", "key"):
-    np.testing.assert_array_equal(routing[name], np.eye(WIDTH))
-  assert not routing["residual"]["kernel"].any()
+    np.testing.assert_array_equal(routing["params"][name], np.eye(WIDTH))
+  joined, residual = kind.init_with_output(jax.random.key(0), h, h, found, method="join")
+  np.testing.assert_array_equal(joined, h)
+  assert not residual["params"]["residual"]["kernel"].any()
 
 
 def test_chunks_say_what_the_whole_says(parts):
@@ -59,8 +62,8 @@ def test_chunks_say_what_the_whole_says(parts):
 
 
 def test_its_loss_is_the_ratios(parts):
-  config, model = make(factor=3.0, weight=0.7)
-  _, params, _, output = parts
+  config, _ = make(factor=3.0, weight=0.7)
+  output = parts[-1]
   weights = np.ones((BATCH, LENGTH), np.float32)
   weights[1, 15:] = 0
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
@@ -71,9 +74,3 @@ def test_its_loss_is_the_ratios(parts):
     output.boundaries, output.boundary_probabilities, 3.0, weights=batch["weights"]
   )
   assert float(sums["boundary_nats"]) == pytest.approx(0.7 * float(ratio) * weights.sum())
-
-  def boundary_nats(params):
-    return objective.sums(model.apply({"params": params}, TOKENS), batch)["boundary_nats"]
-
-  grads = jax.jit(jax.grad(boundary_nats))(params)["hourglass"]
-  assert all(x.any() for x in jax.tree.leaves(grads["boundary_predictor"]["query"]))

@@ -148,7 +148,9 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own():
 def test_a_middle_of_its_own_width():
   """Of the tokens' width, with the identity for its matrices, it is one without them."""
   kind = dict(name="fixed", shortening_factor=3)
-  model = dpjax.build_model(settings(kind, dict(name="none")))
+  wide = settings(kind, dict(name="none"))
+  wide.middle.first.num_layers = wide.middle.last.num_layers = 2
+  model = dpjax.build_model(wide)
   params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
   assert params["middle_in"].shape == (WIDTH, INNER) and params["null_group"].shape == (INNER,)
   assert params["middle_positions"]["content_bias"].shape == (2, INNER // 2)

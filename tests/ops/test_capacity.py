@@ -128,41 +128,6 @@ def test_between_the_passes_the_arguments_alone_are_kept():
   assert kept(plain_switch) > 2 * arguments
 
 
-@functools.partial(jax.jit, static_argnames=("operator", "wrap"))
-def run_layers(inputs, others, weights, needed, operator, wrap=lambda function: function):
-  """A scan over layers of stacked parameters, and its gradients."""
-  params, row_ids, key = others
-
-  def layer(x, of_layer):
-    return x + operator(needed, x, of_layer[0], row_ids, of_layer[1]), None
-
-  def stack(inputs, params):
-    layers = params, jax.random.split(key, LAYERS)
-    return jax.lax.scan(wrap(layer), inputs, layers)[0]
-
-  result, pull = jax.vjp(stack, inputs, params)
-  return result, *pull(weights)
-
-
-def at_capacity(needed, *arguments):
-  return run_at_capacity(mix, SIZES, needed, *arguments)
-
-
-def at_full_length(needed, *arguments):
-  return mix(*arguments)
-
-
-def test_within_a_scan_of_layers():
-  inputs, others, weights = draw(out=WIDTH, layers=(LAYERS,))
-  needed = 6
-  weights *= first_ones(needed)
-  expected, *gradients = run_layers(inputs, others, weights, needed, operator=at_full_length)
-  for settings in ({}, {"wrap": jax.checkpoint}):
-    found = run_layers(inputs, others, weights, needed, operator=at_capacity, **settings)
-    np.testing.assert_allclose(found[0][:, :needed], expected[:, :needed], **ROUNDING)
-    assert_close(found[1:], tuple(gradients))
-
-
 def test_a_batch_over_devices():
   inputs, others, weights = draw()
   by_rows, everywhere = helpers.over_devices()
