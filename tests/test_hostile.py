@@ -165,10 +165,6 @@ MODULES = helpers.cases(r"""
   {compare} --score=endless | --score: .*got endless
   {train_seeds} --seeds=0,a | seeds: expected whole
   {train_seeds} --seeds=1,1 | seeds: expected whole
-  reproduce | TABLE: expected a name
-  reproduce pooling-tabel1 | did you mean pooling-table1
-  reproduce all --seeds=-1 --out={new} | seeds: expected
-  reproduce all --data={nothing} --out={new} | data: expected a fold
   data | command
   data prepare texte8 | did you mean text8
   data prepare wiki40b --language=xx | language: expected
