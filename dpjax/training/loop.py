@@ -227,7 +227,8 @@ def fit(
       meter = _Meter(
         reporter, batches, durations.log_every_steps, durations.median_every_steps, utilisation
       )
-      meter.tokens_seen = found.meta["tokens_seen"] if found else 0
+      padded = start * batches.batch_size * batches.window  # for a run of an earlier version
+      meter.tokens_seen = (found.meta if found else {}).get("tokens_seen", padded)
       compiled, is_enough = set(), False
 
       def tell() -> None:
