@@ -121,13 +121,7 @@ COMMANDS = helpers.cases(r"""
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   {calibrate} --text={nothing} | --text: expected a file with a text, got .*no_such
   {calibrate} --rule=combined --theta_add=nan | --theta_add: expected a finite number, got nan
-  probes {run} --num_test_rows=99999999999 | --num_test_rows: expected 1 to 16,777,216
   probes --train --num_test_rows=99999999999 | --num_test_rows: expected an integer below
-  probes --train --seeds=99999999999 | --seeds: expected 1 to 1,000, got 99999999999
-  probes --train --part=1/{many_digits}{many_digits}{many_digits} | --part: expected i/n
-  {summary}={damaged_probes} | --work: expected JSON in .*settings.json, got: Expecting
-  {summary}={other_probes} | --work: expected the settings of results in .*got bright
-  {summary}={damaged_record} | --work: expected JSON in .*recall_me_0.json
   export {damaged_scores} {new} | scores_test_12.json: expected scores of the run
   export {piped_scores} {new} | scores_test_12.json: .*a device or a pipe
   export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
@@ -136,7 +130,6 @@ MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
   {plot} --log=z | --log: expected x, y or x,y, got z
   {plot} --width=9 | --width: expected 1.5in to 40in, .* got 9
-  {plot} --seeds=none | --seeds
   plots --out=x.png | run_folder
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {run} --out={text}/x.png | --out: expected a file that can be written
@@ -155,7 +148,6 @@ MODULES = helpers.cases(r"""
   segmentation {run} --length=20 | --length: expected 1 to model.max_length = 19, got 20
   segmentation {run} --text= | --text: expected 1 to 19 tokens .the model's window., got 0
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
-  significance | command
   significance compare {seeds} | --baseline
   significance compare {run} --baseline={run} | expected runs seed_<n>
   significance compare {seeds} --baseline={nothing} | expected runs .* got none
@@ -163,8 +155,6 @@ MODULES = helpers.cases(r"""
   {compare} --split=valid | --split: expected scores_valid.* 0 of them
   {compare} --score=beauty | --score: expected one of .* got beauty
   {compare} --score=endless | --score: .*got endless
-  {train_seeds} --seeds=0,a | seeds: expected whole
-  {train_seeds} --seeds=1,1 | seeds: expected whole
   data | command
   data prepare texte8 | did you mean text8
   data prepare wiki40b --language=xx | language: expected
@@ -214,9 +204,6 @@ def places(text, finished, tmp_path_factory):
     "number.py": "def get_config():\n  return 3\n",
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
-    "damaged_probes/settings.json": "{",
-    "other_probes/settings.json": '{"bright": 3}',
-    "damaged_record/recall_me_0.json": "{",
     "seeds/seed_0/scores_test_12.json": json.dumps({"scores": scores}),
     "seeds/seed_1/scores_test_12.json": json.dumps({"scores": scores}),
   }
@@ -249,12 +236,9 @@ def places(text, finished, tmp_path_factory):
     generate=f"generate --workdir={known['run']}",
     plot=f"plots {known['run']} --out=new.png",
     calibrate=f"calibrate {known['run']} --factor=2.5",
-    summary="probes --summary --mixers=me --work",
     compare=f"significance compare {known['seeds']} --baseline={known['seeds']}",
-    train_seeds=f"significance train --config={quickstart} --workdir=new",
     two="--num_processes=2",
     join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
-    many_digits="9" * 2000,
   )
 
 

@@ -15,9 +15,6 @@ import signal
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dpjax import config as config_lib
@@ -286,22 +283,3 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
     with contextlib.suppress(TypeError):  # of what train.py does with its result
       call("train", *helpers.overrides(made), "--workdir=x")
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)
-
-
-def test_too_little_memory_ends_with_the_settings_that_need_less():
-  message = r"^memory: expected enough of it, got: .+ Less .* train.batch_size, .*remat"
-  for allocate in (
-    lambda: np.zeros(2**60, np.uint8),
-    lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(),
-    lambda: [0] * 2**59,
-  ):
-    with pytest.raises(SystemExit, match=message) as end:
-      with command_line.exit_out_of_memory():
-        allocate()
-    assert "\n" not in end.value.code
-
-
-def test_other_errors_of_jax_are_raised():
-  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-    with command_line.exit_out_of_memory():
-      raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
