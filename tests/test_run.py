@@ -22,7 +22,6 @@ from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import Bytes
 from dpjax.training import loop
-from dpjax.training.checkpoints import Checkpoints
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -147,31 +146,6 @@ def test_stopped_and_resumed_ends_bit_for_bit_as_never_stopped(finished, tmp_pat
   assert medians(tmp_path) == medians(workdir)
   losses = (tmp_path / "losses.f32").read_bytes()
   assert losses == (workdir / "losses.f32").read_bytes() and len(losses) == 4 * 12
-
-
-@pytest.mark.slow
-def test_ended_between_the_best_and_the_last_checkpoint(text, tmp_path, monkeypatch):
-  save = Checkpoints._save
-
-  class Ended(Exception):
-    pass
-
-  def save_or_end(self, manager, step, *arguments):
-    if manager is self._last and step == 6:
-      raise Ended
-    save(self, manager, step, *arguments)
-
-  config = helpers.small_config(text)
-  run, scores = dpjax.train(config, tmp_path / "whole", model=helpers.bigrams)
-  with monkeypatch.context() as patch:
-    patch.setattr(Checkpoints, "_save", save_or_end)
-    with pytest.raises(Ended):
-      dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
-  best, last = (tmp_path / f"run/checkpoints/{name}/6" for name in ("best", "last"))
-  assert best.exists() and not last.exists()
-  again, scores_again = dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
-  assert (again.step, scores_again) == (run.step, scores)
-  chex.assert_trees_all_equal(again.params, run.params)
 
 
 @pytest.fixture(scope="module")
