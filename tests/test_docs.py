@@ -154,6 +154,7 @@ def test_the_page_of_settings_is_what_the_code_says():
   assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_pictures_can_be_read_on_a_telephone():
   drawing = runpy.run_path(str(DOCS / "draw_pictures.py"))

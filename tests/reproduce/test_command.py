@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+import runpy
 
 import pytest
 
@@ -14,9 +16,19 @@ from tests import helpers
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
+def run(*words):
+  """Runs `python -m reproduce WORDS` here; gives what it exits with."""
+  with helpers.arguments("reproduce", *words):
+    try:
+      runpy.run_path(str(helpers.ROOT / "reproduce/__main__.py"), run_name="__main__")
+      return None
+    except SystemExit as end:
+      return end.code
+
+
 def start(name, folder, *flags):
   places = [f"--runs={folder / 'runs'}", f"--out={folder / 'out'}"]
-  return helpers.command("reproduce", name, "--scale=tiny", *places, *flags)
+  return run(name, "--scale=tiny", *places, *flags)
 
 
 def test_all_rows_of_a_table_are_trained_and_resume(tmp_path, monkeypatch, capsys):
@@ -47,6 +59,22 @@ def test_a_row_without_its_text_is_left_out(tmp_path):
   assert done == "6 runs have no result"
   text = (tmp_path / "out/pooling-table2_cpu.md").read_text(encoding="utf-8")
   assert text.count("- Left out: data: expected a folder text8 or text8.txt in") == 1
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ("", "TABLE: expected a name"),
+    ("pooling-tabel1", "did you mean pooling-table1"),
+    ("all --scale=large", "scale.*should be one of"),
+    ("all --seeds=-1", "seeds: expected"),
+    ("all --data=no_such", "data: expected a fold"),
+  ],
+)
+def test_wrong_words_are_named(words, message, capsys):
+  code = run(*words.split())
+  assert code not in (None, 0)
+  assert re.search(message, f"{code} {capsys.readouterr().err}")
 
 
 def test_the_table_has_means_and_paired_tests_over_seeds():
