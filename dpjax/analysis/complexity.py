@@ -275,9 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = table(**sizes, position=given.inference)
   except UserError as error:
     sys.exit(f"--{error}".replace("--position", "--inference"))
-  if given.inference is None:
-    title = f"Training, forward: {given.length} tokens, width {given.width}"
-  else:
+  title = f"Training, forward: {given.length} tokens, width {given.width}"
+  if given.inference is not None:
     title = f"Inference: token {given.inference} of {given.length}, width {given.width}"
   names = [field.name for field in dataclasses.fields(Counts)]
   names.insert(-1, "operations")
