@@ -182,7 +182,9 @@ def _model_type(model: bytes) -> str:
   proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
   try:
     content = proto.ModelProto.FromString(model)
-  except DecodeError as error:
-    raise UserError("model: expected a SentencePiece model, got something else") from error
+  except DecodeError:
+    content = proto.ModelProto()
+  if not content.pieces:
+    raise UserError("model: expected a SentencePiece model, got something else")
   kind = content.trainer_spec.model_type
   return _MODEL_TYPES.get(kind, str(kind))
