@@ -175,14 +175,14 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
   return found
 
 
-def notes(runs: Sequence[Record], but: Sequence[str] = ()) -> list[str]:
+def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
 
-  Settings and sections of `but`, such as "model.mixer", may differ; so may `REPORTING`.
+  Settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are left out.
   """
   labels, sentences = names(runs), []
   columns = differences([run.config for run in runs])
-  columns = {k: v for k, v in columns.items() if not lies_in(k, (*but, *REPORTING))}
+  columns = {k: v for k, v in columns.items() if not lies_in(k, (*allowed, *REPORTING))}
   if "seed" in columns:
     of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
     if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
