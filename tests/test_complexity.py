@@ -9,7 +9,7 @@ import pytest
 
 from dpjax import ops
 from dpjax.analysis import complexity
-from dpjax.analysis.complexity import Counts, count_fft, count_operations
+from dpjax.analysis.complexity import Counts, count_operations
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import SelfAttention
 
@@ -201,33 +201,6 @@ def test_the_parameters_are_those_of_the_layer(mixer):
   assert counts.parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def butterflies(points):
-  """How many a radix-2 complex FFT has, from its recursion."""
-  return 0 if points == 1 else 2 * butterflies(points // 2) + points // 2
-
-
-@pytest.mark.parametrize("length, points", [(1, 2), (3, 8), (5, 16)])
-@pytest.mark.parametrize("transform_taps", [True, False])
-@pytest.mark.parametrize("mixer", complexity.EXTRACTORS)
-def test_the_fft_is_the_sum_of_its_parts(mixer, length, points, transform_taps):
-  width = 6
-  parts = {"she": (width**2, width**2, width * (width - 1)), "me": (1, width, 0)}
-  taps, products, sums = parts.get(mixer, (width, width, 0))
-  # A real transform is half a complex one, whose butterfly is a product and two sums.
-  halves = (2 * width + taps * transform_taps) * butterflies(points)
-  multiplications, additions = halves * 4 // 2, halves * (2 + 4) // 2
-  for frequency in range(points // 2 + 1):
-    is_real = frequency in (0, points // 2)
-    multiplications += products * (1 if is_real else 4)
-    additions += products * (0 if is_real else 2) + sums * (1 if is_real else 2)
-  switches = {} if mixer == "me" else BARE
-  settings = dict(length=length, width=width, **switches)
-  linear = Counts(length * width**2, length * width * (width - 1), parameters=width**2)
-  expected = Counts(multiplications, additions, parameters=taps * length)
-  expected += linear if mixer == "he" else Counts()
-  assert count_fft(mixer, transform_taps=transform_taps, **settings) == expected
-
-
 @pytest.mark.parametrize(
   "settings, message",
   [
@@ -245,8 +218,6 @@ def test_wrong_input(settings, message):
   settings = dict(mixer="attention", length=7, width=12) | settings
   with pytest.raises(ValueError, match=f"^{message}"):
     count_operations(**settings)
-  with pytest.raises(ValueError, match="mixer: expected one of she, he, we, me, got att"):
-    count_fft("attention", length=7, width=12)
   for position in (0, 8, 1.0):
     with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
       count_operations("me", position=position, length=7, width=12)
@@ -265,8 +236,6 @@ def test_the_command_prints_table_7(capsys):
     name = f"attention, {heads} head" + "s" * (heads > 1)
     name = mixer.upper() if mixer in complexity.EXTRACTORS else name
     assert cells(printed, name) == [*counts, operations, parameters]
-  counts = count_fft("she", length=128, width=128)
-  assert cells(printed, "SHE, by FFT")[4] == counts.operations and "Taps known" in printed
 
 
 def test_the_command_prints_one_token(capsys):
@@ -277,4 +246,3 @@ def test_the_command_prints_one_token(capsys):
   assert cells(printed, "attention, 3 heads")[4] == attention.operations
   he = count_operations("he", **BARE, **sizes)
   assert cells(printed, "HE, extraction alone")[:2] == [he.multiplications, he.additions]
-  assert "FFT" not in printed

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +64,11 @@ def lines(figure):
 
 
 # Of so many updates: the medians of all windows, and that of the last updates.
-MEDIANS = {1: (COSTS, 7.0), 2: ([4.0, 6.5, 2.0, 4.0], 4.0), 3: ([4.0, 5.5], 4.0), 8: ([4.0], 4.0)}
-
-
-@pytest.mark.parametrize("every", MEDIANS)
-def test_medians(folder, every):
-  losses, (expected, last) = runs_lib.read_losses(folder("a", COSTS)), MEDIANS[every]
+@pytest.mark.parametrize(
+  "every, expected, last", [(1, COSTS, 7), (2, [4, 6.5, 2, 4], 4), (3, [4, 5.5], 4), (8, [4], 4)]
+)
+def test_medians(folder, every, expected, last):
+  losses = runs_lib.read_losses(folder("a", COSTS))
   assert losses.dtype == np.float32
   np.testing.assert_array_equal(losses_lib.medians(losses, every), expected)
   assert losses_lib.last_median(losses, every) == last
@@ -80,11 +78,10 @@ def test_medians_of_nothing_known_and_in_double_precision():
   found = losses_lib.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
   np.testing.assert_array_equal(found, [NAN, 3.0])
   assert math.isnan(losses_lib.last_median(np.array([3.0, NAN, NAN]), 2))
+  assert losses_lib.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
   for every in (0, 9):
     with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
       losses_lib.medians(np.array(COSTS), every)
-  large = np.array([16777214, 16777215], np.float32)
-  assert losses_lib.medians(large, 2) == 16777214.5
 
 
 LABELS = [
@@ -107,9 +104,8 @@ def test_labels(mixer, expected):
 
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
-  runs = runs_lib.read_runs(
-    [folder("a", COSTS), folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))]
-  )
+  he = folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))
+  runs = runs_lib.read_runs([folder("a", COSTS), he])
   figure = plots.draw(runs, figure="curves", every=2)
   assert lines(figure) == {"SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]}
   (axes,) = figure.axes
@@ -121,27 +117,21 @@ def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
 
 
 def test_lines_over_a_size_of_the_model(folder):
-  key = "model__num_layers"
   heads, head = (mixer("attention", num_heads=count) for count in (32, 1))
-  runs = runs_lib.read_runs(
-    [
-      folder("long", [9, 9, 1, 3], **{key: 16}),
-      folder("short", [9, 9, 9, 4, 6], **{key: 8}),
-      folder("seed", [9, 8], seed=5, **{key: 8}),
-      folder("attention", [7, 8, 9], model__mixer=heads, **{key: 8}),
-      folder("one", [6, 6, 6], model__mixer=head, **{key: 8}),
-    ]
-  )
-  drawn = plots.draw(runs, figure="by_layers", every=2)
-  assert lines(drawn) == {
-    # 5 and 8.5 share a place.
-    "SHE": [[8, 6.75], [16, 2]],
-    "attention, 32 heads": [[8, 8.5]],
-    "attention, 1 head": [[8, 6]],
-  }
+  short = dict(model__num_layers=8)
+  names = [
+    folder("long", [9, 9, 1, 3], model__num_layers=16),
+    folder("short", [9, 9, 9, 4, 6], **short),
+    folder("seed", [9, 8], seed=5, **short),
+    folder("attention", [7, 8, 9], model__mixer=heads, **short),
+    folder("one", [6, 6, 6], model__mixer=head, **short),
+  ]
+  drawn = plots.draw(runs_lib.read_runs(names), figure="by_layers", every=2)
   (axes,) = drawn.axes
   (both,) = axes.collections
-  assert both.get_offsets().tolist() == [[8, 5], [8, 8.5]]
+  assert both.get_offsets().tolist() == [[8, 5], [8, 8.5]]  # They share a place.
+  expected = {"SHE": [[8, 6.75], [16, 2]], "attention, 32 heads": [[8, 8.5]]}
+  assert lines(drawn) == expected | {"attention, 1 head": [[8, 6]]}
   assert axes.get_xlabel() == "layers"
   assert [tick.get_text() for tick in axes.get_xticklabels()] == ["8", "16"]
 
@@ -195,13 +185,6 @@ def test_a_seed_is_told_where_other_settings_differ(folder):
   assert [note.split(":")[0] for note in notes] == ["train.batch_size"]
 
 
-def test_of_many_runs_some_are_named(folder):
-  losses = [[4, 3]] * 5 + [[2]]
-  runs = runs_lib.read_runs([folder(f"r{i}", losses[i]) for i in range(6)])
-  expected = "updates: 2 for SHE (r0); SHE (r1); 3 more | 1 for SHE (r5)"
-  assert losses_lib.table(runs, 1)["notes"] == [expected]
-
-
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
   a, b = folder("a", [NAN, NAN, 5, 3]), folder("b", [2, 4, 6], train__batch_size=7)
   plots.main(
@@ -209,8 +192,7 @@ def test_the_command_prints_and_writes(folder, tmp_path, capsys):
     + ["--labels=one,the other", "--json=tables/medians.json"]
   )
   printed = capsys.readouterr().out.splitlines()
-  rows = [line.split("  ") for line in printed]
-  rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+  rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
   assert rows[0] == ["Median training cost of 2 batches, nats per token; up to batch:"]
   assert ["2", "4", "last"] in rows
   assert ["one", "-", "4.0000", "4.0000"] in rows
@@ -256,64 +238,40 @@ def test_what_a_run_logged_while_it_goes_on(folder):
   log(run, loss, evaluated(5, 3.5), evaluated(7, 2), end=damaged + '{"step": 9, "split": "va')
   scores = {"train/loss": {2: 4.0}, "valid/bits_per_character": {5: 3.5, 7: 2}}
   assert runs_lib.read_scores(run) == scores
-  (record,) = runs_lib.read_runs([run])
-  assert record.scores == scores
-
-
-def seeds(folder):
-  """Three seeds of SHE, the last one still going on, and one of HE."""
-  for i in range(3):
-    losses = [5 - i, 3, 4 + 2 * i, 2][: 3 if i == 2 else 4]
-    log(folder(f"s{i}", losses, seed=i), evaluated(2, 4.0 + i * i), evaluated(4, 3.0 + i))
-  log("s2", evaluated(2, 8.0))
-  log(folder("h", [6, 5, 4, 3], seed=1, model__mixer=mixer("he")), evaluated(2, 7.5))
-  return runs_lib.read_runs(["s0", "h", "s1", "s2"])
 
 
 def test_seeds_are_a_mean_in_a_band(folder):
-  """At the batches that all of them have, beside a loop over them."""
-  runs = seeds(folder)
+  """At the batches that all of them have: the last one is still going on."""
+  for i, bits in enumerate((4.0, 5.0, 8.0)):
+    losses = [5 - i, 3, 4 + 2 * i, 2][: 3 if i == 2 else 4]
+    log(folder(f"s{i}", losses, seed=i), evaluated(2, bits), *[evaluated(4, 3.0 + i)] * (i < 2))
+  log(folder("h", [6, 5, 4, 3], seed=1, model__mixer=mixer("he")), evaluated(2, 7.5))
+  runs = runs_lib.read_runs(["s0", "h", "s1", "s2"])
   drawn = plots.draw(runs, every=1)
-  assert lines(drawn) == {
-    "SHE, 3 seeds": [[1, 4], [2, 3], [3, 6]],
-    "HE": [[1, 6], [2, 5], [3, 4], [4, 3]],
-  }
+  he = [[1, 6], [2, 5], [3, 4], [4, 3]]
+  assert lines(drawn) == {"SHE, 3 seeds": [[1, 4], [2, 3], [3, 6]], "HE": he}
   (band,) = drawn.axes[0].collections
   edges = {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
   assert edges == {(1, 3), (1, 5), (2, 3), (3, 4), (3, 8)}
   drawn = plots.draw(runs, figure="metric", metric="valid/bits_per_character")
   assert lines(drawn) == {"SHE, 3 seeds": [[2, 17 / 3]], "HE": [[2, 7.5]]}
-  deviation = math.sqrt(((4 - 17 / 3) ** 2 + (5 - 17 / 3) ** 2 + (8 - 17 / 3) ** 2) / 2)
-  heights = drawn.axes[0].collections[0].get_paths()[0].vertices[:, 1]
-  np.testing.assert_allclose(
-    [heights.min(), heights.max()], [17 / 3 - deviation, 17 / 3 + deviation]
-  )
   assert drawn.axes[0].get_ylabel() == "validation bits per character"
   labelled = [run._replace(label=label) for run, label in zip(runs, "abcb", strict=True)]
-  apart = lines(plots.draw(labelled, every=1))
-  assert [*apart] == ["a", "b, 2 seeds", "c"]
+  assert [*lines(plots.draw(labelled, every=1))] == ["a", "b, 2 seeds", "c"]
   assert runs_lib.names(runs) == ["SHE, seed 0", "HE", "SHE, seed 1", "SHE, seed 2"]
 
 
-def test_only_different_seeds_of_the_same_settings_are_put_together(folder):
-  runs = runs_lib.read_runs(
-    [
-      folder("a", [4]),
-      folder("copy", [4]),
-      folder("rate", [4], seed=5, train__learning_rate=0.1),
-      folder("other", [4], seed=6, train__learning_rate=0.1),
-    ]
-  )
-  names = ["SHE, learning rate unset (a)", "SHE, learning rate unset (copy)"]
-  names += 2 * ["SHE, learning rate 0.1"]
-  assert [*map(re.compile(", seed 3").sub, 4 * [""], runs_lib.names(runs, seeds=False))] == names
+def test_only_different_seeds_of_the_same_settings_share_a_name(folder):
+  rate = dict(train__learning_rate=0.1)
+  names = [folder("a", [4]), folder("copy", [4])]
+  names += [folder("rate", [4], seed=5, **rate), folder("other", [4], seed=6, **rate)]
+  first, copy, *others = runs_lib.names(runs_lib.read_runs(names), seeds=False)
+  assert first.endswith(" (a)") and copy.endswith(" (copy)")
+  assert others == 2 * ["SHE, learning rate 0.1"]
 
 
 NAMES = [
-  (
-    [dict(train__learning_rate=x) for x in (0.1, 0.02)],
-    ["learning rate 0.1", "learning rate 0.02"],
-  ),
+  ([dict(train__learning_rate=x) for x in (0.1, 2)], ["learning rate 0.1", "learning rate 2"]),
   (
     [dict(seed=1), dict(seed=2), dict(seed=1, model__width=5)],
     ["width unset, seed 1", "width unset, seed 2", "width 5"],

@@ -190,7 +190,7 @@ def test_a_run_that_repeats_is_found_out():
   config.model.vocab_size = 5003
   made_up = dict(model=SimpleNamespace(apply=apply), params={}, config=config, window=27)
   run: Any = SimpleNamespace(**made_up, name="made up", workdir="no/where")
-  content = command.repeat(run, 7, seed=1)  # which draws no token twice
+  content = command.repeat(run, 7, seed=0)  # which draws no token twice
   assert [row["distance"] for row in content["rows"]] == [1, 3, 7, 13]
   for row in content["rows"]:
     assert row["again"] == {"nats": pytest.approx(0, abs=1e-5), "accuracy": 1}

@@ -17,8 +17,8 @@ as in Table 5 before simplification. The simplified form, 2td - tn + t + 4d^2 - 
 only for a single head; with more heads it is inconsistent with Tables 3 and 7.
 
 For every mixer here, the counts for tokens t = 1 .. l add up to those of training: both are
-one function of the number of new tokens and of the tokens that they read. The FFT needs the
-whole sequence and has no counts for one token.
+one function of the number of new tokens and of the tokens that they read. An Extractor's counts
+are those of the direct sum, not of an FFT.
 """
 
 import argparse
@@ -121,53 +121,14 @@ parameters=128)
   return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
 
 
-def count_fft(
+def _count(
   mixer: str,
-  *,
+  work: _Work,
   length: int,
   width: int,
-  adjustment: bool = True,
-  output_projection: bool = True,
-  transform_taps: bool = True,
-) -> Counts:
-  """Counts an Extractor's forward pass with the extraction by FFT over time.
-
-  N is the smallest power of two that is at least 2 l. A transform of N real numbers, and
-  its inverse, take N log2(N) multiplications and 1.5 N log2(N) additions: half of the
-  radix-2 complex FFT's log2(N) stages of N / 2 butterflies, each a complex product (4
-  multiplications, 2 additions) and 2 complex sums (4 additions). The sum, 2.5 N log2(N),
-  is what FFTW's benchmark counts (fftw.org/speed/method.html). The scaling by 1 / N is
-  taken into the taps and not counted.
-
-  Of the N / 2 + 1 frequencies the first and the last are real: a product over all of
-  them takes 2 N - 2 multiplications and N - 2 additions, a sum N additions.
-
-    SHE  d transforms, d^2 of the taps, d^2 products, d (d - 1) sums, d inverses
-    HE, WE  d transforms, d of the taps, d products, d inverses; ME  1 of the taps
-
-  HE's W_in, the adjustment and the output, and the arguments, are as in `count_operations`;
-  `transform_taps` counts the transforms of the taps, which a batch shares.
-  """
-  if mixer not in EXTRACTORS:
-    raise UserError(f"mixer: expected one of {', '.join(EXTRACTORS)}, got {mixer}")
-  _check(mixer, length, width, 1, adjustment, output_projection)
-  stages = (2 * length - 1).bit_length()
-  points = 2**stages
-  taps = {"she": width**2, "me": 1}.get(mixer, width)
-  products = width**2 if mixer == "she" else width
-  transforms = 2 * width + taps * transform_taps
-  counts = Counts(
-    multiplications=transforms * points * stages + products * (2 * points - 2),
-    additions=transforms * points * stages * 3 // 2
-    + products * (points - 2)
-    + (products - width) * points,
-    parameters=taps * length,
-  )
-  return counts + _linear_counts(mixer, length, width, adjustment, output_projection)
-
-
-def _count(
-  mixer: str, work: _Work, length: int, width: int, num_heads: int, *switches: bool
+  num_heads: int,
+  adjustment: bool,
+  output_projection: bool,
 ) -> Counts:
   tokens, reads, level_reads = work
   if mixer == "attention":
@@ -189,15 +150,7 @@ def _count(
   sums, size = (reads - tokens) * width, width**2 if mixer == "she" else width
   inner = reads * (width - 1) * width if mixer == "she" else 0
   taps = length * (1 if mixer == "me" else size)
-  counts = Counts(reads * size, inner + sums, parameters=taps)
-  return counts + _linear_counts(mixer, tokens, width, *switches)
-
-
-def _linear_counts(
-  mixer: str, tokens: int, width: int, adjustment: bool, output_projection: bool
-) -> Counts:
-  """An Extractor's layers around the extraction."""
-  linear, counts = _linear(tokens, width), Counts()
+  counts, linear = Counts(reads * size, inner + sums, parameters=taps), _linear(tokens, width)
   if mixer == "he":
     counts += linear
   if mixer != "me" and adjustment:
@@ -236,7 +189,7 @@ def _check(
 def table(
   *, length: int, width: int, num_heads: int, position: int | None = None
 ) -> dict[str, Counts]:
-  """Counts every mixer, by row: Table 7 with the Dispatcher and, in training, the FFT.
+  """Counts every mixer, by row: Table 7 with the Dispatcher.
 
   Attention and the Dispatchers have a row with 1 head and one with `num_heads`. Without a
   position, training is counted; otherwise one more token. See `count_operations`.
@@ -253,10 +206,6 @@ def table(
       rows[f"{name}, {heads} {'head' if heads == 1 else 'heads'}"] = count(mixer, num_heads=heads)
   rows |= {mixer.upper(): count(mixer) for mixer in EXTRACTORS}
   rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
-  for label, taps in (("by FFT", True), ("by FFT, taps known", False)):
-    for mixer in EXTRACTORS if position is None else ():
-      counts = count_fft(mixer, length=length, width=width, transform_taps=taps)
-      rows[f"{mixer.upper()}, {label}"] = counts
   return rows
 
 
@@ -275,16 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = table(**sizes, position=given.inference)
   except UserError as error:
     sys.exit(f"--{error}".replace("--position", "--inference"))
-  if given.inference is None:
-    title = f"Training, forward: {given.length} tokens, width {given.width}"
-  else:
+  title = f"Training, forward: {given.length} tokens, width {given.width}"
+  if given.inference is not None:
     title = f"Inference: token {given.inference} of {given.length}, width {given.width}"
   names = [field.name for field in dataclasses.fields(Counts)]
   names.insert(-1, "operations")
   cells = [[row, *(f"{getattr(x, name):,}" for name in names)] for row, x in rows.items()]
   print(f"{title}\n\n{style.table(['', *names], cells)}")
-  if given.inference is None:
-    print("\nTaps known: their transforms, which a batch shares, are not counted.")
 
 
 if __name__ == "__main__":

@@ -175,14 +175,14 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
   return found
 
 
-def notes(runs: Sequence[Record], but: Sequence[str] = ()) -> list[str]:
+def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
 
-  Settings and sections of `but`, such as "model.mixer", may differ; so may `REPORTING`.
+  Settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are left out.
   """
   labels, sentences = names(runs), []
   columns = differences([run.config for run in runs])
-  columns = {k: v for k, v in columns.items() if not lies_in(k, (*but, *REPORTING))}
+  columns = {k: v for k, v in columns.items() if not lies_in(k, (*allowed, *REPORTING))}
   if "seed" in columns:
     of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
     if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
@@ -190,18 +190,13 @@ def notes(runs: Sequence[Record], but: Sequence[str] = ()) -> list[str]:
   for key, column in (columns | {"updates": [len(run.losses) for run in runs]}).items():
     who = group([json.dumps(value) for value in column], labels)
     if len(who) > 1:
-      values = [f"{value} for {_shorten(some)}" for value, some in who.items()]
+      values = [f"{value} for {'; '.join(some)}" for value, some in who.items()]
       sentences.append(f"{key}: {' | '.join(values)}")
   for run, label in zip(runs, labels, strict=True):
     if unknown := int(np.isnan(run.losses).sum()):
       count = len(run.losses)
       sentences.append(f"{label}: {unknown} of {count} losses are not known, and left out")
   return sentences
-
-
-def _shorten(some: Sequence[str]) -> str:
-  more = [f"{len(some) - 2} more"] if len(some) > 3 else some[2:]
-  return "; ".join([*some[:2], *more])
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

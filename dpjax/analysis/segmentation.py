@@ -33,8 +33,7 @@ class Segmentation(NamedTuple):
 
   Attributes:
     pieces: the text of each token.
-    boundaries: [T], bool; True where a segment ends with the token. All False for a model
-      without segments.
+    boundaries: [T], bool; True where a segment ends with the token.
     entropies: [T], float32, nats; the entropy of the model's prediction after the token.
     probabilities: [T], float32; the predictor's probability of a boundary, None without one.
   """
@@ -125,8 +124,7 @@ def visible(piece: str) -> str:
 def draw(segmentation: Segmentation) -> "Figure":
   """Draws a segmentation: tokens along x, a vertical line after each closed segment.
 
-  Bars are conditional entropies in nats. If the model has a predictor, a second panel below
-  shows its probabilities of a boundary.
+  Bars are conditional entropies in nats. A second panel has a predictor's probabilities.
   """
   from matplotlib.figure import Figure
 

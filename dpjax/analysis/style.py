@@ -16,10 +16,8 @@ _DASHES = ("-", "--", ":", "-.")
 def applied(font_size: float = 10) -> Iterator[None]:
   """Applies the project's style within a block, or to a function as the decorator `@applied()`.
 
-  Matplotlib's "C0", "C1", ... are `COLOURS`. Save the figure inside the block, too.
-
-  Args:
-    font_size: the size of the text, in points.
+  Matplotlib's "C0", "C1", ... are `COLOURS`. Save the figure inside the block, too. The size of
+  the text is in points.
   """
   import matplotlib
   from matplotlib import rcsetup
@@ -70,8 +68,8 @@ def finish(figure: "Figure") -> None:
   Call it last, within `applied`. Ticks given as a list stay as they are.
   """
   for axes in figure.axes:
-    for axis in (axes.xaxis, axes.yaxis):
-      _plain_ticks(axis)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
 
 
 def _plain_ticks(axis: Any) -> None:

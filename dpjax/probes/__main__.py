@@ -66,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"run: expected the folder of a run, or --train, got {got}")
     values = {x.name: getattr(given, x.name) for x in fields if getattr(given, x.name) is not None}
     if given.run:
-      wrong = [name for name in values if name != "num_test_rows"]
-      if wrong:
-        raise UserError(f"{wrong[0]}: expected --train with it, got the folder of a run")
+      for name in values.keys() - {"num_test_rows"}:
+        raise UserError(f"{name}: expected --train with it, got the folder of a run")
       command_line.check_platform()
       content = repeat(run_lib.load(given.run), values.get("num_test_rows", 64))
     else:
@@ -78,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       if given.seeds < 1:
         raise UserError(f"seeds: expected at least 1, got {given.seeds}")
       command_line.check_platform()
-      models = _train(settings, Path(given.work), mixers, names, given.seeds)
-      content = summarise(settings, models)
+      jobs = list(itertools.product(range(given.seeds), names, mixers))
+      content = summarise(settings, _train(settings, Path(given.work), jobs))
     print(format_table(content))
     if given.json:
       files.write_json(Path(given.json), content)
@@ -95,40 +94,30 @@ def _names(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
   return names
 
 
-def _train(
-  settings: training.Settings, work: Path, mixers: list[str], names: list[str], num_seeds: int
-) -> list[dict[str, Any]]:
+def _train(settings: training.Settings, work: Path, jobs: Sequence) -> list[dict[str, Any]]:
   """The results of all models, from files where there are any."""
   file = work / "settings.json"
   if read_json(file) not in ({}, dataclasses.asdict(settings)):
     raise UserError(f"work: expected a folder with results of these settings, got {work}")
   files.write_json(file, dataclasses.asdict(settings))
   trainer, results = functools.cache(functools.partial(training.trainer, settings)), []
-  for seed in range(num_seeds):
-    for task in names:
-      for mixer in mixers:
-        file = work / f"{task}_{mixer}_{seed}.json"
-        result = read_json(file)
-        if not result:
-          result = dict(task=task, mixer=mixer, seed=seed, **trainer(mixer)(task, seed))
-          files.write_json(file, result)
-          print(f"{file.stem}: loss {result['loss']:.3f}, {result['seconds']} s", flush=True)
-        results.append(result)
+  for seed, task, mixer in jobs:
+    file = work / f"{task}_{mixer}_{seed}.json"
+    result = read_json(file)
+    if not result:
+      result = dict(task=task, mixer=mixer, seed=seed, **trainer(mixer)(task, seed))
+      files.write_json(file, result)
+      print(f"{file.stem}: loss {result['loss']:.3f}, {result['seconds']} s", flush=True)
+    results.append(result)
   return results
 
 
 def summarise(settings: training.Settings, models: Sequence[Mapping]) -> dict[str, Any]:
-  """Summarises accuracy by distance: mean and standard deviation over seeds.
+  """Summarises the results of `_train`, as JSON values.
 
-  Args:
-    settings: the settings of the comparison.
-    models: from `dpjax.probes.training.trainer`, with "mixer", "task" and "seed".
-
-  Returns:
-    JSON values: "settings", "chance", "mixers", and "results" for each task, mixer and length
-    with the distances of bins, "from" and "to" (both included), the "mean" and "deviation" of
-    each (None without answers), and the same for distances up to the smallest reach ("near")
-    and beyond it ("far").
+  "results" has for each task, mixer and length the distances of bins, "from" and "to" (both
+  included), the "mean" and "deviation" of their accuracy over seeds (None without answers), and
+  both for distances up to the smallest reach ("near") and beyond it ("far").
   """
   about = ("parameters", "width", "feed_forward_width", "reach")
   mixers = {model["mixer"]: {name: model[name] for name in about} for model in models}
@@ -170,16 +159,9 @@ def repeat(run: run_lib.Run, num_rows: int, seed: int = 0) -> dict[str, Any]:
 
   Each answer is n - 1 positions before the one that predicts it. The first token does not count,
   as nothing indicates the repetition. Tokens are uniform over the vocabulary, so the first
-  time they are unpredictable.
-
-  Args:
-    run: from `dpjax.load`.
-    num_rows: the number of rows for each n: the powers of 2, and the largest that fits the window.
-    seed: the seed of the tokens.
-
-  Returns:
-    JSON values: "mixer", "reach" (`dpjax.probes.training.reach`), "vocabulary" and "rows" of
-    "distance", n - 1, and "first" and "again", each with "nats" per token and "accuracy".
+  time they are unpredictable. There are `num_rows` for each n: the powers of 2, and the largest
+  that fits the window. Returns JSON values: "rows" has a "distance", n - 1, and "first" and
+  "again", each with "nats" per token and "accuracy".
   """
   longest = (run.window + 1) // 2
   if longest < 2:
@@ -256,11 +238,8 @@ def draw(content: Mapping[str, Any]) -> "Figure":
       for i, part in enumerate(("again", "first")):
         scores = [row[part][key] for row in content["rows"]]
         axes.plot(distances, scores, **style.line(i), marker=".", label=part)
-      if content["reach"] and content["reach"] <= distances[-1]:
-        axes.axvline(content["reach"], color="0.3", linestyle="--", linewidth=1)
       axes.set_xscale("log", base=2)
-      label = {"nats": "nats per token"}.get(key, key)
-      axes.set(xlabel="distance (tokens)", ylabel=label, ylim=(0, None))
+      axes.set(xlabel="distance (tokens)", title=key, ylim=(0, None))
     canvas.axes[0].legend(frameon=False)
     style.finish(canvas)
     return canvas

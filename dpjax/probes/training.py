@@ -47,18 +47,17 @@ class Settings:
   num_test_rows: int = _field(512, "of each length; of RUN, of each distance")
 
   def __post_init__(self):
-    least, rows = 2 * tasks.NUM_KEYS, 2 * max(1, self.batch_size)
-    is_window = self.window in [2**i for i in range(1, self.length.bit_length())]
-    is_tested = self.num_test_rows > 0 and self.num_test_rows % rows == 0
+    powers = [2**i for i in range(1, self.length.bit_length())]
+    rows = 2 * max(1, self.batch_size)
     for name, is_right, expected in (
-      ("length", self.length >= least and self.length % 2 == 0, f"an even number from {least} on"),
-      ("window", is_window, f"a power of 2 up to {self.length}"),
-      ("width", self.width >= 8 and self.width % 8 == 0, "a multiple of 8"),
+      ("length", self.length in range(16, 2**20, 2), "an even number from 16 on"),
+      ("window", self.window in powers, f"a power of 2 up to {self.length}"),
+      ("width", self.width in range(8, 2**20, 8), "a multiple of 8"),
       ("num_layers", self.num_layers >= 1, "at least 1"),
       ("num_steps", self.num_steps >= 10, "at least 10"),
       ("batch_size", self.batch_size >= 1, "at least 1"),
       ("learning_rate", 0 < self.learning_rate < 1, "a number in (0, 1)"),
-      ("num_test_rows", is_tested, f"a multiple of 2 batch_size = {rows}"),
+      ("num_test_rows", self.num_test_rows % rows == 0, f"a multiple of 2 batch_size = {rows}"),
     ):
       if not is_right:
         raise UserError(f"{name}: expected {expected}, got {getattr(self, name)}")

@@ -106,9 +106,6 @@ def clean_chunks(chunks: Iterable[str], language: str) -> Iterator[str]:
   Joined, the result equals `clean` on the joined text. Memory is limited to the longest chunk
   and some ten thousand characters, unless a text has no character below U+0300 for long, as
   Chinese may.
-
-  Raises:
-    ValueError: see `clean`.
   """
   if language not in LANGUAGES:
     raise unknown("data.language", LANGUAGES, language)

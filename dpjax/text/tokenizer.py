@@ -26,11 +26,9 @@ class Tokenizer(abc.ABC):
       the vocabulary has one.
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
-    space_ids: the ids of the space and the line end, in this order, if they are always tokens
-      of their own: in "characters" (if the text had them) and "bytes". Subwords join them to
-      other pieces, and have none.
-    open_ids: the ids whose text later tokens can change: bytes, if a run of them is decoded
-      together.
+    space_ids: the ids of the space and the line end, where they are tokens of their own: in
+      "characters" (if the text had them) and "bytes".
+    open_ids: the ids whose text later tokens can change: bytes that are decoded together.
   """
 
   kind: str
@@ -70,12 +68,10 @@ class Tokenizer(abc.ABC):
   def encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a context and of its continuation: together, those of the whole text.
 
-    A piece that spans the border belongs to the continuation. With the piece "b c":
+    The first are the longest common prefix of the ids of the whole and of the context alone.
+    With the piece "b c":
 
       "a b", " c"  ->  the ids of "a", " " and of "b c"
-
-    Returns:
-      The longest common prefix of the ids of the whole and of the context alone; and the rest.
     """
     ids, alone = self.encode(context + continuation), self.encode(context)
     size = min(len(ids), len(alone))
@@ -177,12 +173,7 @@ def _is_space(character: str) -> bool:
 
 
 def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
-  """The content of a vocabulary file.
-
-  Raises:
-    ValueError: `setting: ...`, the file is empty, too large, not a regular file, or cannot be
-      read.
-  """
+  """The content of a vocabulary file; a `ValueError` if it is empty, too large, or none."""
   try:
     content = files.read_file(file)
   except (OSError, ValueError) as error:

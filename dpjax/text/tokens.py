@@ -143,21 +143,18 @@ def train_tokenizer(
     chunks: the text in parts, preferably cut after line ends; not a bare iterator.
     vocab_size: V of a learned vocabulary; if the text has too few pieces, "wordpiece" and
       "bpe" give fewer.
-    file: a vocabulary to load instead of learning one. SentencePiece: a `.model`.
-      WordPiece: a `vocab.txt`, one piece on each line, including `[UNK]`;
-      without `[SEP]`, `<eos>` is added for the line end. BPE: a `tokenizer.json`, or a
-      merges file `<any>merges.txt` beside its `<any>vocab.json`, or their folder.
-    lower_text: only for "wordpiece": whether to lower-case the text first.
-    lower_pieces: only for "wordpiece": whether to lower-case the pieces, found in the cased
-      text.
-    restrict: only for "wordpiece": whether to keep only the pieces in this text.
+    file: a vocabulary to load instead. SentencePiece: a `.model`. WordPiece: a `vocab.txt`, one
+      piece on each line, including `[UNK]`; without `[SEP]`, `<eos>` is added for the line end.
+      BPE: a `tokenizer.json`, or `<any>merges.txt` beside its `<any>vocab.json`, or their folder.
+    lower_text: of "wordpiece": whether to lower-case the text first.
+    lower_pieces: of "wordpiece": whether to lower-case the pieces, found in the cased text.
+    restrict: of "wordpiece": whether to keep only the pieces in this text.
 
   Returns:
     The tokenizer; equal arguments give an equal one.
 
   Raises:
-    ValueError: an unknown kind (`data.tokenizer`), a file that is missing, empty or
-      of another kind (`data.tokenizer_file`), an impossible size (`data.tokenizer_size`), or
+    ValueError: `data.tokenizer: ...`, `data.tokenizer_file: ...`, `data.tokenizer_size: ...`, or
       a setting of another kind.
   """
   if kind not in KINDS:
@@ -184,14 +181,9 @@ def train_tokenizer(
 
 
 def load_tokenizer(place: str | Path, setting: str = "data.tokenizer_file") -> Tokenizer | None:
-  """The tokenizer of a run, from its folder or its data/tokenizer.json.
+  """The tokenizer of a run, from its folder or its data/tokenizer.json; a `ValueError` if damaged.
 
-  Returns:
-    The tokenizer; None if the place is of another kind, such as a vocabulary for
-    `train_tokenizer`.
-
-  Raises:
-    ValueError: `setting: ...`, the file is damaged, or cannot be read.
+  None if the place is of another kind, such as a vocabulary for `train_tokenizer`.
   """
   path, in_run = Path(place), Path(place, "data", "tokenizer.json")
   is_run = in_run.is_file()
@@ -209,11 +201,7 @@ def load_tokenizer(place: str | Path, setting: str = "data.tokenizer_file") -> T
 
 
 def tokenizer_from_json(text: str | bytes) -> Tokenizer:
-  """Reads a tokenizer from the JSON of `Tokenizer.to_json`.
-
-  Raises:
-    ValueError: the JSON is damaged, or of a later format.
-  """
+  """Reads a tokenizer from the JSON of `Tokenizer.to_json`; a `ValueError` if damaged."""
   try:
     content = read_json(text)
     if content["format"] > FORMAT:

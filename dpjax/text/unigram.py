@@ -33,12 +33,10 @@ class UnigramBoundaries:
              and where t is a space or a line end
     b_t = 0  elsewhere
 
-  So a segment closes with the space after the word. The context of a word does not affect its
-  boundaries. The authors' code puts the boundaries of the first word of a stream one character
-  late; this does not.
-
-  A word whose length the model changes, by normalisation or by spelling it in bytes, is one
-  piece. A word of more than 2^14 characters is cut into parts of that length.
+  So a segment closes with the space after the word. The authors' code puts the boundaries of the
+  first word of a stream one character late; this does not. A word whose length the model changes,
+  by normalisation or by spelling it in bytes, is one piece. A word of more than 2^14 characters is
+  cut into parts of that length.
   """
 
   def __init__(self, model: bytes):
@@ -56,8 +54,7 @@ class UnigramBoundaries:
   def __call__(self, text: str) -> np.ndarray:
     """The boundaries of a text, uint8 [number of characters].
 
-    Segmenting a text in parts gives the same result as segmenting it whole, if no part splits a
-    word; see `whole_words`.
+    The parts of a text have those of the whole, if none splits a word; see `whole_words`.
     """
     words = text.replace("\n", " ").split(" ")
     if len(self._found) > _MOST_WORDS:
@@ -69,14 +66,11 @@ class UnigramBoundaries:
     return np.frombuffer(joined, np.uint8).copy()
 
   def of_tokens(self, text: str, tokenizer: Tokenizer) -> np.ndarray:
-    r"""The boundaries of a text's tokens, uint8 [number of tokens].
+    r"""The boundaries of a text's tokens, characters or bytes, uint8 [number of tokens].
 
     A character's boundary belongs to its last token; with the model above,
 
       "b\u00e9 b" in bytes, which are b, C3, A9, space, b  ->  0 0 0 1 0
-
-    Parts of a longer text must not divide words. A tokenizer of another kind than "characters"
-    or "bytes" raises a `ValueError`.
     """
     ends = tokenizer.character_ends(text)
     boundaries = np.zeros(ends[-1] + 1 if len(ends) else 0, np.uint8)
@@ -129,22 +123,18 @@ def whole_words(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
-  """Learns a Unigram model, with the settings of the pooling paper's authors.
+  """Learns a Unigram model, the content of a `.model` file, as the pooling paper's authors do.
 
   Every character except white space is a piece. Words are cut into pieces of up to 16
-  characters, which do not mix scripts or join digits. Only runs of spaces are normalised. Equal
-  chunks give equal models.
+  characters, which do not mix scripts or join digits. Only runs of spaces are normalised.
 
   Args:
-    chunks: the text in parts.
+    chunks: the text in parts; equal ones give equal models.
     vocab_size: the number of pieces, including three marks (unknown, begin, end).
-
-  Returns:
-    The content of a SentencePiece `.model` file.
 
   Raises:
     ValueError: `model.boundaries.size: ...`, the text does not allow this number of pieces;
-      `data.path: ...`, the text has no words, or is not UTF-8.
+      `data.path: ...`, the text has no words.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
   models (identity normalisation, as in their model of 200 pieces).
@@ -175,12 +165,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
 
 
 def load_unigram(file: str | Path) -> bytes:
-  """The content of a SentencePiece `.model` file of the type Unigram.
-
-  Raises:
-    ValueError: `model.boundaries.file: ...`, the file cannot be read, is not a SentencePiece
-      model, or has another type, such as "bpe".
-  """
+  """The content of a SentencePiece `.model` file; a `ValueError` for other types than Unigram."""
   model = read_file(file, "model.boundaries.file")
   try:
     return UnigramBoundaries(model).model
@@ -197,7 +182,9 @@ def _model_type(model: bytes) -> str:
   proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
   try:
     content = proto.ModelProto.FromString(model)
-  except DecodeError as error:
-    raise UserError("model: expected a SentencePiece model, got something else") from error
+  except DecodeError:
+    content = proto.ModelProto()
+  if not content.pieces:
+    raise UserError("model: expected a SentencePiece model, got something else")
   kind = content.trainer_spec.model_type
   return _MODEL_TYPES.get(kind, str(kind))
