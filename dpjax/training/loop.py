@@ -228,7 +228,7 @@ def fit(
       size = trainer.capacity(batch)
       compiles = size not in compiled
       if compiles:
-        meter.read_pending()  # Else the step before would be timed with the compilation.
+        meter.read()  # Else the step before would be timed with the compilation.
         compiled.add(size)
       # Placing a batch over several processes counts as unasked: outside of the guard.
       placed = sharding.put_batch(batch, mesh)
@@ -241,7 +241,7 @@ def fit(
         trace.enter_context(jax.profiler.trace(folder))
       with jax.transfer_guard("disallow"):
         state, measured = train_step(state, placed, capacity=size)
-        meter.read_previous(step + 1, measured, is_timed=not compiles)
+        meter.read((step + 1, measured, not compiles))
       done = step + 1
       if done == trace_to:
         jax.block_until_ready(measured)
@@ -251,12 +251,12 @@ def fit(
       is_due = stopping or done % durations.checkpoint_every_steps == 0
       at_eval = done == num_steps or done % durations.eval_every_steps == 0
       if at_eval or is_due:
-        meter.read_pending()
+        meter.read()
       call_back()
       # Decided before the evaluation, so that an ended run has been validated.
       at_end, is_best = done == num_steps or is_enough, False
       if at_end or at_eval:
-        meter.read_pending()
+        meter.read()
         scores = evaluate(state.scored)
         reporter.report(done, "valid", scores)
         is_best = scores[BEST_BY] < best[BEST_BY]

@@ -1,6 +1,7 @@
 """Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -143,6 +144,7 @@ def _step_of(line: bytes) -> int | None:
   return step if isinstance(step, int) else None
 
 
+@dataclasses.dataclass
 class Meter:
   """Reads the metrics of a step while the next one runs; reports means and medians.
 
@@ -150,24 +152,17 @@ class Meter:
   an evaluation or a checkpoint, with no step running, it is measured from `start`.
   """
 
-  def __init__(
-    self,
-    reporter: Reporter,
-    log_every_steps: int,
-    median_every_steps: int,
-    places_each: int,
-    utilisation: Utilisation | None = None,
-    tokens_seen: int = 0,
-  ):
-    self._reporter, self._utilisation = reporter, utilisation
-    self._log_every, self._median_every = log_every_steps, median_every_steps
-    self._places_each = places_each  # of each batch, with padding
-    self._pending, self._since = None, 0.0
-    self.tokens_seen = tokens_seen  # the targets that counted, since the beginning of the run
-    self.mean = math.nan  # of the losses since the report before
-    self._begin_report()
+  reporter: Reporter
+  log_every: int
+  median_every: int
+  places_each: int  # of a batch, with padding
+  utilisation: Utilisation | None
+  tokens_seen: int  # the targets that counted, since the beginning of the run
+  mean: float = math.nan  # of the losses since the report before
+  _pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
+  _since: float = 0.0
 
-  def _begin_report(self) -> None:
+  def __post_init__(self):
     self._losses, self._sums = [], {}
     self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
 
@@ -176,22 +171,14 @@ class Meter:
     if self._pending is None:
       self._since = time.perf_counter()
 
-  def read_previous(
-    self, step: int, measured: Mapping[str, jax.Array], is_timed: bool = True
-  ) -> None:
-    """Takes the metrics of step `step`, and reads those of the step before.
+  def read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None = None) -> None:
+    """Reads the step taken before, which verifies that its state is finite, and takes another.
 
-    The speed excludes an untimed step, which included compilation.
+    `pending` has its number, its metrics, and whether it is timed: not with a compilation.
     """
-    previous, self._pending = self._pending, (step, measured, is_timed)
+    previous, self._pending = self._pending, pending
     if previous is not None:
       self._read(*previous)
-
-  def read_pending(self) -> None:
-    """Waits for the newest step, and so verifies that the state is finite."""
-    pending, self._pending = self._pending, None
-    if pending is not None:
-      self._read(*pending)
 
   def _read(self, step: int, measured: Mapping[str, jax.Array], is_timed: bool) -> None:
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
@@ -214,8 +201,8 @@ class Meter:
     self._losses.append(loss)
     self._sums = metrics.add(self._sums, values)
     self.mean = sum(self._losses) / len(self._losses)
-    self._reporter.advance(loss)
-    if step % self._log_every == 0:
+    self.reporter.advance(loss)
+    if step % self.log_every == 0:
       scores = {
         "loss": self.mean,
         "mean_over_steps": len(self._losses),  # Fewer than usual after a resume.
@@ -225,12 +212,12 @@ class Meter:
         "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
       }
       boundaries = metrics.boundary_scores(self._sums)
-      if self._utilisation is not None:  # Padding takes as many operations as tokens.
-        speed = self._places_each * self._num_timed / (self._seconds or math.nan)
-        scores |= self._utilisation.scores(speed, boundaries)
-      self._reporter.report(step, "train", scores | boundaries)
-      self._begin_report()
-    if step % self._median_every == 0:
-      median, known = self._reporter.median(self._median_every)
+      if self.utilisation is not None:  # Padding takes as many operations as tokens.
+        speed = self.places_each * self._num_timed / (self._seconds or math.nan)
+        scores |= self.utilisation.scores(speed, boundaries)
+      self.reporter.report(step, "train", scores | boundaries)
+      self.__post_init__()
+    if step % self.median_every == 0:
+      median, known = self.reporter.median(self.median_every)
       scores = {"median_loss": median, "median_over_steps": known}
-      self._reporter.report(step, "train", scores)
+      self.reporter.report(step, "train", scores)
