@@ -161,13 +161,8 @@ def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     if name in found or not hasattr(tensorstore, str(leaf.dtype)):
       raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
-    found[name] = describe_array(leaf)
+    found[name] = f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
   return found
-
-
-def describe_array(leaf: Any) -> str:
-  """The dtype and shape of an array."""
-  return f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
