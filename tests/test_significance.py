@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -19,7 +20,9 @@ def folder(tmp_path, monkeypatch):
   def write(name, by_seed, step=12, kind="bits_per_character"):
     for seed, score in by_seed.items():
       run = tmp_path / name / f"seed_{seed}"
-      (run / f"checkpoints/best/{step}").mkdir(parents=True, exist_ok=True)
+      meta = run / f"checkpoints/{step}/meta"
+      meta.mkdir(parents=True, exist_ok=True)
+      (meta / "metadata").write_text(json.dumps({"best": {"step": step}}))
       content = {"split": "test", "step": step, "scores": {"perplexity": 7.0, kind: score}}
       (run / f"scores_test_{step}.json").write_text(json.dumps(content))
     return name
@@ -74,7 +77,7 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
   assert [*significance.read_scores(a).items()] == [(2, 1.5), (11, 2.5)]
   assert significance.read_scores(a, split="valid") == {2: 9.0, 11: 9.0}
   # Where checkpoints were thrown away, scores of one step are as good.
-  (tmp_path / "a/seed_11/checkpoints/best/7").rmdir()
+  shutil.rmtree(tmp_path / "a/seed_11/checkpoints")
   with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 2 of"):
     significance.read_scores(a)
   (tmp_path / "a/seed_11/scores_test_12.json").unlink()

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax.errors import UserError
-from dpjax.training.optimizer import describe_array, describe_arrays
+from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
 
 FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
@@ -328,7 +328,7 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   leaves: Any = jax.tree.leaves(handler.metadata(path / "state").tree)
   pairs = zip(leaves, meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
-  found = {name: describe_array(leaf) for name, (leaf, _) in saved.items()}
+  found = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
   expected = describe_arrays(target)
   if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.

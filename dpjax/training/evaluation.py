@@ -89,16 +89,8 @@ def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.Documen
 class Scorer:
   """Scores texts with one model, compiled once.
 
-  Attributes:
-    model: the model; `apply({"params": params}, tokens)` has `logits`.
-    objective: the loss of its training.
-    tokenizer: the tokenizer of the texts.
-    longest: the model's longest window, in tokens.
-    window: the number of tokens that it sees at once; 0 means `longest`.
-    stride: the number of these that it scores, with the others as context; 0 means the window.
-    batch_size: the number of rows in a batch.
-    pad_id: the token that pads rows.
-    capacity: see `evaluate`.
+  The model sees `window` tokens at once, at most `longest`, and scores `stride` of them, with
+  the others as context; 0 means the longest window, and a stride of the window.
   """
 
   model: nn.Module

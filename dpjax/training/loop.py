@@ -5,7 +5,6 @@ import dataclasses
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +16,11 @@ import optax
 from flax import linen as nn
 from jax.experimental import multihost_utils
 
-from dpjax.errors import Interrupted
-from dpjax.training import checkpoints, losses, metrics, reporting, sharding
+from dpjax.errors import Interrupted, UserError
+from dpjax.training import checkpoints, losses, reporting, sharding
 from dpjax.training import step as step_lib
-from dpjax.training.profiling import Profiler, Utilisation, product_rate
+from dpjax.training.profiling import Utilisation, product_rate
+from dpjax.training.reporting import NonFiniteError as NonFiniteError
 
 # What validation is judged by; the lower the better.
 BEST_BY = "nats_per_token"
@@ -35,10 +35,6 @@ class TrainBatches(Protocol):
   def batch(self, step: int, rows: slice) -> Mapping[str, np.ndarray]:
     """The given rows of the batch of update `step`."""
     ...
-
-
-class NonFiniteError(RuntimeError):
-  """The loss or the gradient of a step was not finite; the message names the step."""
 
 
 class Callback(Protocol):
@@ -200,9 +196,13 @@ def fit(
         is_over = bool(callbacks) or is_exhausted()
     start = int(state.step)
     reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
-    profiler = stack.enter_context(
-      Profiler(profile, Path(workdir) / "profile", start, num_steps, reporter.print)
-    )
+    trace, folder = stack.enter_context(contextlib.ExitStack()), Path(workdir) / "profile"
+    trace_from, trace_to = profile or (None, None)
+    if profile and not start <= profile[0] < profile[1] <= num_steps:
+      raise UserError(
+        f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the updates "
+        f"that are to come, got {trace_from}:{trace_to}"
+      )
     if found is not None:
       reporter.print(f"Going on from the checkpoint of step {start}.")
     utilisation = None
@@ -211,7 +211,9 @@ def fit(
       has_pooling = bool(trainer.objective.boundaries)
       utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
       reporter.print(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
-    meter = _Meter(reporter, batches, durations, utilisation, tokens_seen)
+    every = durations.log_every_steps, durations.median_every_steps
+    places = batches.batch_size * batches.window
+    meter = reporting.Meter(reporter, *every, places, utilisation, tokens_seen)
     compiled, is_enough = set(), False
 
     def call_back() -> None:
@@ -226,27 +228,35 @@ def fit(
       size = trainer.capacity(batch)
       compiles = size not in compiled
       if compiles:
-        meter.read_pending()  # Else the step before would be timed with the compilation.
+        meter.read()  # Else the step before would be timed with the compilation.
         compiled.add(size)
       # Placing a batch over several processes counts as unasked: outside of the guard.
       placed = sharding.put_batch(batch, mesh)
-      profiler.begin(step)
+      if step == trace_from:
+        trace.callback(
+          reporter.print,
+          f"A trace is in {folder}: open it with xprof --logdir={folder}, or its "
+          "trace.json.gz at https://ui.perfetto.dev.",
+        )
+        trace.enter_context(jax.profiler.trace(folder))
       with jax.transfer_guard("disallow"):
         state, measured = train_step(state, placed, capacity=size)
-        meter.read_previous(step + 1, measured, is_timed=not compiles)
+        meter.read((step + 1, measured, not compiles))
       done = step + 1
-      profiler.end(done, measured)
+      if done == trace_to:
+        jax.block_until_ready(measured)
+        trace.close()
       number = find_signal(done)
       stopping = number is not None or should_stop()
       is_due = stopping or done % durations.checkpoint_every_steps == 0
       at_eval = done == num_steps or done % durations.eval_every_steps == 0
       if at_eval or is_due:
-        meter.read_pending()
+        meter.read()
       call_back()
       # Decided before the evaluation, so that an ended run has been validated.
       at_end, is_best = done == num_steps or is_enough, False
       if at_end or at_eval:
-        meter.read_pending()
+        meter.read()
         scores = evaluate(state.scored)
         reporter.report(done, "valid", scores)
         is_best = scores[BEST_BY] < best[BEST_BY]
@@ -303,95 +313,3 @@ def _stop_signal() -> Iterator[Callable[[int], int | None]]:
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
-
-
-class _Meter:
-  """Reads the metrics of a step while the next one runs; reports means and medians.
-
-  The time of a step is measured between the reading of the previous step and its own. After
-  an evaluation or a checkpoint, with no step running, it is measured from `start`.
-  """
-
-  def __init__(
-    self,
-    reporter: reporting.Reporter,
-    batches: TrainBatches,
-    durations: Durations,
-    utilisation: Utilisation | None = None,
-    tokens_seen: int = 0,
-  ):
-    self._reporter, self._durations, self._utilisation = reporter, durations, utilisation
-    self._places_each = batches.batch_size * batches.window
-    self._pending, self._since = None, 0.0
-    self.tokens_seen = tokens_seen  # the targets that counted, since the beginning of the run
-    self.mean = math.nan  # of the losses since the report before
-    self._begin_report()
-
-  def _begin_report(self) -> None:
-    self._losses, self._sums = [], {}
-    self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
-
-  def start(self) -> None:
-    """Marks the beginning of a step, which excludes earlier work."""
-    if self._pending is None:
-      self._since = time.perf_counter()
-
-  def read_previous(
-    self, step: int, measured: Mapping[str, jax.Array], is_timed: bool = True
-  ) -> None:
-    """Takes the metrics of step `step`, and reads those of the step before.
-
-    The speed excludes an untimed step, which included compilation.
-    """
-    previous, self._pending = self._pending, (step, measured, is_timed)
-    if previous is not None:
-      self._read(*previous)
-
-  def read_pending(self) -> None:
-    """Waits for the newest step, and so verifies that the state is finite."""
-    pending, self._pending = self._pending, None
-    if pending is not None:
-      self._read(*pending)
-
-  def _read(self, step: int, measured: Mapping[str, jax.Array], is_timed: bool) -> None:
-    values = {name: float(value) for name, value in jax.device_get(measured).items()}
-    now, tokens = time.perf_counter(), round(values["count"])
-    if is_timed:
-      self._seconds += now - self._since
-      self._num_timed += 1
-      self._tokens_timed += tokens
-    self._since = now
-    self.tokens_seen += tokens
-    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
-    for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-      if not math.isfinite(value):
-        raise NonFiniteError(
-          f"Step {step}: expected a finite {name}, got {value}. The checkpoints are from "
-          "before it. A lower train.learning_rate, a warm-up or a tighter "
-          "train.clip_norm may help, in a new workdir."
-        )
-    rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
-    self._losses.append(loss)
-    self._sums = metrics.add(self._sums, values)
-    self.mean = sum(self._losses) / len(self._losses)
-    self._reporter.advance(loss)
-    if step % self._durations.log_every_steps == 0:
-      scores = {
-        "loss": self.mean,
-        "mean_over_steps": len(self._losses),  # Fewer than usual after a resume.
-        "grad_norm": grad_norm,
-        **rate,
-        "tokens_seen": self.tokens_seen,
-        "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
-      }
-      boundaries = metrics.boundary_scores(self._sums)
-      if self._utilisation is not None:  # Padding takes as many operations as tokens.
-        speed = self._places_each * self._num_timed / (self._seconds or math.nan)
-        scores |= self._utilisation.scores(speed, boundaries)
-      self._reporter.report(step, "train", scores | boundaries)
-      self._begin_report()
-    every = self._durations.median_every_steps
-    if step % every == 0:
-      median, known = self._reporter.median(every)
-      scores = {"median_loss": median, "median_over_steps": known}
-      self._reporter.report(step, "train", scores)

@@ -107,14 +107,8 @@ def output_nats(
     hidden: [B, T, D], floats; products are in this dtype, sums in float32 or float64.
     kernel: [D, V], floats.
     bias: [V], or None.
-    targets: see `cross_entropy`.
+    targets: see `cross_entropy`, as for what is raised.
     weights: see `cross_entropy`.
-
-  Returns:
-    The nats, a scalar.
-
-  Raises:
-    ValueError: the shapes do not match.
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
   hidden = jnp.where((weights == 0)[..., None], 0, hidden)  # It may be nan there.

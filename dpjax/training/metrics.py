@@ -39,15 +39,7 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
-  """Adds the sums of one more batch; for names that end in "_max", takes the larger value.
-
-  Args:
-    sums: the sums so far; {} at first.
-    measured: the sums of a batch, scalars of any kind; None adds nothing.
-
-  Returns:
-    Python floats, which have 64 bits.
-  """
+  """Adds the sums of one more batch, in float64; of names that end in "_max", the larger value."""
   added = dict(sums)
   for name, value in (measured or {}).items():
     value = float(value)
@@ -78,8 +70,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
 
   Returns:
     The above and "segments_max"; precision to accuracy only for boundaries with targets, and
-    the drawn and rounded shares only if training draws boundaries and evaluation rounds. A
-    quotient by 0 is infinite, 0 / 0 is nan. {} without token pooling.
+    the drawn and rounded shares only if training draws and evaluation rounds. A quotient by 0
+    is infinite, 0 / 0 is nan. {} without token pooling.
   """
   if "boundaries" not in sums:
     return {}

@@ -39,8 +39,7 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
   given: dict[str, Any] = dict(learning_rate=build_schedule(train, num_steps))
   if train.get("decay_mask", "all") == "matrices":
     given["mask"] = decays
-  update = registry.optimizers.build(train["optimizer"], "train.optimizer", **given)
-  return _clipped(update, train["clip_norm"])
+  return _build(train["optimizer"], "train.optimizer", train["clip_norm"], **given)
 
 
 def decays(params: Any) -> Any:
@@ -74,32 +73,23 @@ def make_optimizer(
     clip_norm: the maximum global norm of the gradient; 0 for no limit.
     **settings: settings of the optimizer, such as `b1`.
 
-  Returns:
-    The transformation of gradients into updates.
-
   Raises:
     UserError: the name or a setting is unknown.
   """
   section = registry.optimizers.section(name, **settings)
-  update = registry.optimizers.build(section, "optimizer", learning_rate=rate)
-  return _clipped(update, clip_norm)
+  return _build(section, "optimizer", clip_norm, learning_rate=rate)
 
 
-def _clipped(update, clip_norm: float) -> optax.GradientTransformation:
-  if clip_norm:
-    update = optax.chain(optax.clip_by_global_norm(clip_norm), update)
-  return update
+def _build(section: Mapping, key: str, clip_norm: float, **given: Any):
+  update = registry.optimizers.build(section, key, **given)
+  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
 
 
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
-  """An update rule that takes the loss as `value`, and leaves out what the model has frozen.
+  """Any update rule of Optax, which then takes the loss as `value` if it did not.
 
   The parameters at `dpjax.models.build.frozen_path` have no part in updates, norms and
   moments. Without such parameters, states and updates are those of `update` itself.
-
-  Args:
-    update: any update rule of Optax, also one that takes no `value`.
-    model: the model of the parameters.
   """
   path = frozen_path(model)
 
@@ -130,13 +120,7 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
 
 
 def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
-  """Checks, without computing, that an update rule can train a model and be saved.
-
-  Args:
-    update: any update rule of Optax.
-    model: the model.
-    params: its parameters, or their shapes.
-    key: the setting that gave the rule.
+  """Checks by the shapes of the parameters that an update rule can train a model and be saved.
 
   Returns:
     The shapes of its state.
@@ -181,13 +165,8 @@ def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     if name in found or not hasattr(tensorstore, str(leaf.dtype)):
       raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
-    found[name] = describe_array(leaf)
+    found[name] = f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
   return found
-
-
-def describe_array(leaf: Any) -> str:
-  """The dtype and shape of an array."""
-  return f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:

@@ -1,10 +1,8 @@
-"""Traces updates, and compares their speed with that of the machine's matrix products."""
+"""Compares the speed of training with that of the machine's matrix products."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,56 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.extend import core
 
-from dpjax.errors import UserError
-
 _SECONDS = 0.5  # spent on the largest product
-
-
-class Profiler(contextlib.AbstractContextManager):
-  """Traces updates START + 1 to STOP into a folder; leaving the context ends an open trace.
-
-  Raises a `UserError` if some of `updates` are not among those after `first` to `num_steps`.
-  """
-
-  def __init__(
-    self,
-    updates: tuple[int, int] | None,
-    folder: Path,
-    first: int,
-    num_steps: int,
-    log: Callable[[str], None],
-  ):
-    self._start, self._stop = updates or (-1, -1)
-    self._folder, self._log, self._is_tracing = folder, log, False
-    if updates is not None and not first <= self._start < self._stop <= num_steps:
-      raise UserError(
-        f"profile: expected START:STOP with {first} <= START < STOP <= {num_steps}, the updates "
-        f"that are to come, got {self._start}:{self._stop}"
-      )
-
-  def __exit__(self, *_) -> None:
-    self._end()
-
-  def begin(self, done: int) -> None:
-    """Marks the beginning of the update after `done` updates."""
-    if done == self._start:
-      jax.profiler.start_trace(self._folder)
-      self._is_tracing = True
-
-  def end(self, done: int, result) -> None:
-    """Marks the end of update `done`, which returns the arrays in `result`."""
-    if done == self._stop:
-      jax.block_until_ready(result)
-      self._end()
-
-  def _end(self) -> None:
-    if self._is_tracing:
-      self._is_tracing = False
-      jax.profiler.stop_trace()
-      self._log(
-        f"A trace is in {self._folder}: open it with xprof --logdir={self._folder}, or its "
-        "trace.json.gz at https://ui.perfetto.dev."
-      )
 
 
 def count_products(function: Callable, *arguments: Any) -> int:

@@ -1,6 +1,7 @@
 """Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -15,12 +16,17 @@ import numpy as np
 from tqdm import tqdm
 
 from dpjax.training import metrics
+from dpjax.training.profiling import Utilisation
 
 LOSSES = "losses.f32"
 # Over how many losses a mean or median is: of use beside it, and no curve.
 _NO_CURVES = ("mean_over_steps", "median_over_steps")
 
 _log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+  """The loss or the gradient of a step was not finite; the message names the step."""
 
 
 class Reporter(contextlib.AbstractContextManager):
@@ -136,3 +142,82 @@ def _step_of(line: bytes) -> int | None:
   except (ValueError, LookupError, TypeError):
     return None
   return step if isinstance(step, int) else None
+
+
+@dataclasses.dataclass
+class Meter:
+  """Reads the metrics of a step while the next one runs; reports means and medians.
+
+  The time of a step is measured between the reading of the previous step and its own. After
+  an evaluation or a checkpoint, with no step running, it is measured from `start`.
+  """
+
+  reporter: Reporter
+  log_every: int
+  median_every: int
+  places_each: int  # of a batch, with padding
+  utilisation: Utilisation | None
+  tokens_seen: int  # the targets that counted, since the beginning of the run
+  mean: float = math.nan  # of the losses since the report before
+  _pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
+  _since: float = 0.0
+
+  def __post_init__(self):
+    self._losses, self._sums = [], {}
+    self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
+
+  def start(self) -> None:
+    """Marks the beginning of a step, which excludes earlier work."""
+    if self._pending is None:
+      self._since = time.perf_counter()
+
+  def read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None = None) -> None:
+    """Reads the step taken before, which verifies that its state is finite, and takes another.
+
+    `pending` has its number, its metrics, and whether it is timed: not with a compilation.
+    """
+    previous, self._pending = self._pending, pending
+    if previous is not None:
+      self._read(*previous)
+
+  def _read(self, step: int, measured: Mapping[str, jax.Array], is_timed: bool) -> None:
+    values = {name: float(value) for name, value in jax.device_get(measured).items()}
+    now, tokens = time.perf_counter(), round(values["count"])
+    if is_timed:
+      self._seconds += now - self._since
+      self._num_timed += 1
+      self._tokens_timed += tokens
+    self._since = now
+    self.tokens_seen += tokens
+    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
+    for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+      if not math.isfinite(value):
+        raise NonFiniteError(
+          f"Step {step}: expected a finite {name}, got {value}. The checkpoints are from "
+          "before it. A lower train.learning_rate, a warm-up or a tighter "
+          "train.clip_norm may help, in a new workdir."
+        )
+    rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
+    self._losses.append(loss)
+    self._sums = metrics.add(self._sums, values)
+    self.mean = sum(self._losses) / len(self._losses)
+    self.reporter.advance(loss)
+    if step % self.log_every == 0:
+      scores = {
+        "loss": self.mean,
+        "mean_over_steps": len(self._losses),  # Fewer than usual after a resume.
+        "grad_norm": grad_norm,
+        **rate,
+        "tokens_seen": self.tokens_seen,
+        "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
+      }
+      boundaries = metrics.boundary_scores(self._sums)
+      if self.utilisation is not None:  # Padding takes as many operations as tokens.
+        speed = self.places_each * self._num_timed / (self._seconds or math.nan)
+        scores |= self.utilisation.scores(speed, boundaries)
+      self.reporter.report(step, "train", scores | boundaries)
+      self.__post_init__()
+    if step % self.median_every == 0:
+      median, known = self.reporter.median(self.median_every)
+      scores = {"median_loss": median, "median_over_steps": known}
+      self.reporter.report(step, "train", scores)

@@ -13,7 +13,7 @@ import dpjax
 from dpjax import ops
 from dpjax.errors import Interrupted
 from dpjax.models.build import build_boundaries
-from dpjax.training import loop, losses, profiling
+from dpjax.training import loop, losses, reporting
 from tests import helpers
 
 ROWS, LENGTH, VOCAB, SPACE = 8, 10, 13, 3
@@ -191,7 +191,9 @@ class Clock:
 )
 def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, speeds):
   clock, capacities = Clock(monkeypatch), iter([5, 5, 5, 5, 9, 5, 5, 9, 9, 5, 5, 9])
-  monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+  monkeypatch.setattr(
+    reporting, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)
+  )
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
   model = helpers.Bigrams(VOCAB)
   trainer = loop.Trainer(model, optax.sgd(0.5), capacity=lambda batch: next(capacities))
@@ -208,8 +210,15 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
     asked.append(True)
     return len(asked) == stop_after
 
-  monkeypatch.setattr(jax.profiler, "start_trace", lambda x: calls.append((x, len(asked))))
-  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(len(asked)))
+  @contextlib.contextmanager
+  def trace(folder):
+    calls.append((folder, len(asked)))
+    try:
+      yield
+    finally:
+      calls.append(len(asked))
+
+  monkeypatch.setattr(jax.profiler, "trace", trace)
   folder, stop_after = tmp_path / "profile", 99
   fit(tmp_path, 12, profile=(3, 5), should_stop=should_stop)
   # Each update is followed by the question.
@@ -226,13 +235,9 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
 
 
 def test_a_trace_is_written(tmp_path):
-  said = []
-  with profiling.Profiler((2, 3), tmp_path, 0, 5, said.append) as profiler:
-    for step in range(4):
-      profiler.begin(step)
-      profiler.end(step + 1, jnp.ones(3))
-  assert [*tmp_path.rglob("*.xplane.pb")] and [*tmp_path.rglob("*trace.json.gz")]
-  assert len(said) == 1
+  fit(tmp_path, profile=(1, 2))
+  folder = tmp_path / "profile"
+  assert [*folder.rglob("*.xplane.pb")] and [*folder.rglob("*trace.json.gz")]
 
 
 def test_the_share_of_products_is_reported_where_it_is_asked_for(tmp_path, monkeypatch):
