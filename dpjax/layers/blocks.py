@@ -25,14 +25,7 @@ class Norm(nn.Module):
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias
     rms_norm    gain x / sqrt(mean(x**2) + epsilon), without a bias
 
-  Mean and variance are taken in float32.
-
-  Attributes:
-    kind: "layer_norm" or "rms_norm".
-    dtype: the dtype of the result.
-    gain_std: the standard deviation of the initial gains.
-    use_bias: whether a LayerNorm has a bias.
-    epsilon: see above.
+  Mean and variance are taken in float32; `dtype` is that of the result.
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
@@ -61,15 +54,8 @@ class FeedForward(nn.Module):
     relu, gelu  W2 drop(activation(W1 x + b1)) + b2
     swiglu      W2 drop(silu(Wg x + bg) * (W1 x + b1)) + b2
 
-  Attributes:
-    hidden_width: rows of W2.
-    activation: "relu", "gelu" or "swiglu".
-    dropout: dropout rate of the hidden layer.
-    init_std: standard deviation of the weights, N(0, init_std**2), with biases 0; 0: PyTorch's
-      defaults.
-    dtype: the dtype of the computation; parameters are float32.
-    out_width: columns of W2; None is the width of the input.
-    use_bias: whether there are b1, b2 and bg.
+  `dropout` is the rate of the hidden layer, `out_width` that of the result, None for the width of
+  the input; weights are N(0, init_std**2) and biases 0, or, for init_std = 0, PyTorch's defaults.
 
   Source: Shazeer 2020, arXiv:2002.05202, for swiglu.
   """
@@ -117,18 +103,10 @@ class Block(nn.Module):
 
   Attributes:
     make_mixer: makes the mixer (`dpjax.layers.mixer.Mixer`) from its `name`.
-    hidden_width: the width of the feed-forward network.
-    norm: "post" or "pre".
-    activation: "relu", "gelu" or "swiglu".
     dropout: dropout rate of both branches, before they are added.
     hidden_dropout: the dropout rate within the feed-forward network.
-    init_std: standard deviation of the feed-forward network's weights; as `FeedForward`.
-    norm_init_std: standard deviation of the gains of the norms, N(1, norm_init_std**2).
-    dtype: the dtype of the computation; parameters are float32.
-    norm_kind: "layer_norm" or "rms_norm".
-    use_bias: whether norms and the feed-forward network have biases; mixers have a setting of
-      their own.
-    norm_epsilon: see `Norm`.
+    use_bias: whether norms and the feed-forward network have biases. Mixers have their own.
+    init_std: see `FeedForward`, as for the settings not explained here; those of norms `Norm`.
   """
 
   make_mixer: Callable[..., nn.Module]

@@ -57,13 +57,9 @@ class TokenAndPosition(nn.Module):
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
-    Args:
-      tokens: [B, T].
-      deterministic: False in training.
-      num_before: [B], integers, the position of each row's first token; None means 0. With it,
-        sinusoidal positions continue beyond `max_length`. Learned positions are nan there.
-      is_start: [B, T], 1 at the first token of each document, which has the position 0; None
-        means that each row is one document. Not with `num_before`.
+    `num_before` [B] is the position of each row's first token, by default 0; sinusoidal positions
+    then continue beyond `max_length`, where learned ones are nan. `is_start` [B, T] is 1 at the
+    first token of each document, which has the position 0; not with `num_before`.
 
     Raises:
       ValueError: an argument is not as above, or T is above `max_length` without `is_start`.
