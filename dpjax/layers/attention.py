@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import dropout, mixer
+from dpjax.layers import mixer
+from dpjax.layers.blocks import Dropout
 from dpjax.layers.initializers import linear, linear_kernel, weights
 from dpjax.ops import checks
 
@@ -122,7 +123,7 @@ class SharedPositions(nn.Module):
       for name in ("content_bias", "position_bias")
     )
     table = jnp.asarray(ops.relative_positions(length, width), self.dtype)
-    table = dropout.Dropout(self.dropout)(table, deterministic=deterministic)
+    table = Dropout(self.dropout)(table, deterministic=deterministic)
     return RelativePositions(table, content, position)
 
 

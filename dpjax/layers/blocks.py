@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpjax.layers import dropout, initializers
+from dpjax import ops
+from dpjax.layers import initializers
 from dpjax.layers.mixer import check_takes_starts
 from dpjax.ops import checks, norms
 
@@ -48,6 +49,21 @@ class Norm(nn.Module):
     return norms.layer_norm(x, scale, bias, epsilon=self.epsilon).astype(self.dtype)
 
 
+class Dropout(nn.Module):
+  """Applies `dpjax.ops.dropout` in training, with keys from the stream "dropout"."""
+
+  rate: float
+  after_relu: bool = False
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
+    """[...] -> [...]; `after_relu` applies a ReLU first."""
+    if deterministic or not self.rate:
+      return nn.relu(inputs) if self.after_relu else inputs
+    drop = ops.relu_dropout if self.after_relu else ops.dropout
+    return drop(inputs, self.rate, self.make_rng("dropout"))
+
+
 class FeedForward(nn.Module):
   """A network of two layers, or a gated one, at every position.
 
@@ -84,7 +100,7 @@ class FeedForward(nn.Module):
       x *= nn.silu(self._linear(rows, self.hidden_width, "gate"))
     elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
-    x = dropout.Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
+    x = Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
     return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
@@ -160,7 +176,7 @@ class Block(nn.Module):
     norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       normed = Norm(*norm, name=norm_name)
-      drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
+      drop = partial(Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
         x = normed(x + drop(branch(x, deterministic=deterministic)))
       else:

@@ -7,7 +7,8 @@ from flax import linen as nn
 from jax import lax
 
 from dpjax import ops
-from dpjax.layers import dropout, initializers
+from dpjax.layers import initializers
+from dpjax.layers.blocks import Dropout
 from dpjax.ops import checks
 
 
@@ -83,7 +84,7 @@ class TokenAndPosition(nn.Module):
     )
     x_btd = embed(tokens)
     if self.positions == "none":
-      return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+      return Dropout(self.dropout)(x_btd, deterministic=deterministic)
     place_bt = None
     if is_start is not None:
       if num_before is not None:
@@ -107,7 +108,7 @@ class TokenAndPosition(nn.Module):
         rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(place_bt, self.width))
     rows_btd = rows_btd.astype(self.dtype)
     x_btd = (x_btd + rows_btd) * scale if is_learned else x_btd * scale + rows_btd
-    return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+    return Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
 def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:

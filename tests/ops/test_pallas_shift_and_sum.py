@@ -113,21 +113,6 @@ def test_keeps_no_level_for_the_backward_pass():
   assert sizes == sorted([values.size, gates.size])
 
 
-def test_passes_cover_the_levels_once():
-  for length in (2, 3, 64, 65, 1000, 4096, 16384):
-    for levels in {1, num_levels(length)}:
-      for tile in (2, 16, 64):
-        passes, padded = pallas._split(length, levels, tile)
-        covered = [k for one in passes for k in range(one.first, one.first + one.levels)]
-        assert covered == [*range(levels)]
-        assert length <= padded < 2 * length or padded == length
-        for one in passes:
-          assert 2**one.levels <= max(one.rows, 2) * 2 and one.rows <= tile
-          assert padded % (2**one.first * one.rows) == 0
-  assert len(pallas._split(4096, 12, pallas.TILE)[0]) == 2
-  assert len(pallas._split(4096, 12, pallas.BACKWARD_TILE)[0]) == 3
-
-
 def lower(platform, shape, dtype):
   """The text for a platform that need not be there: forward, and with gradients."""
   arrays = [jax.ShapeDtypeStruct(s, dtype) for s in (shape[:4], (*shape[:3], shape[4]), shape[:4])]
