@@ -1,8 +1,4 @@
-"""Checks that a token mixer fulfils the contract of `dpjax.layers.mixer.Mixer`.
-
-def test_my_mixer():
-  dpjax.testing.check_mixer(MyMixer)
-"""
+"""Checks that a token mixer fulfils the contract: `dpjax.testing.check_mixer(MyMixer)`."""
 
 import dataclasses
 import inspect
@@ -322,7 +318,8 @@ def _tokens(case: _Case) -> None:
     traces.append(token)
     return mix(token, cache=cache)
 
-  cache, outputs = module.init_cache(_BATCH, case.width), [None] * _LENGTH
+  cache = module.init_cache(_BATCH, case.width)
+  outputs: list[Any] = [None] * _LENGTH
   for t in range(_LENGTH):
     outputs[t], cache = step(inputs[:, t : t + 1], cache)
   _expect(len(traces) == 1, f"expected one program for all tokens, got {len(traces)}")

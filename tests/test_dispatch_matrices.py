@@ -16,7 +16,7 @@ TEXT = "the cat sat on"
 def with_model(run, **settings):
   """A run whose model, with these settings, has parameters as they are drawn."""
   config = run.config.copy_and_resolve_references()
-  helpers.set_model(config.model, **settings)
+  config.model.update(settings)
   model = build.build_model(config.model)
   params = helpers.draw_params(model, seed=3, spread=0.2)
   return dataclasses.replace(run, config=config, model=model, params=params)
@@ -24,7 +24,7 @@ def with_model(run, **settings):
 
 @pytest.mark.parametrize("mixer", ["dispatcher", "dispatcher_multihead"])
 def test_they_are_the_derivatives_of_each_layer(finished, mixer):
-  run = with_model(finished[1], mixer=mixer, num_heads=3)
+  run = with_model(finished[1], mixer=dpjax.config.mixer(mixer, num_heads=3))
   matrices = run.dispatch_matrices(TEXT)
   assert [m_hts.shape for m_hts in matrices] == [(3, len(TEXT), len(TEXT))] * 2
   for m_hts in matrices:
@@ -55,7 +55,8 @@ def test_other_models_and_texts_are_refused(finished):
     with pytest.raises(dpjax.UserError, match="text: expected 1 to 19 tokens, got"):
       run.dispatch_matrices(text)
   with pytest.raises(dpjax.UserError, match="of Dispatchers, got one of WE"):
-    with_model(run, mixer="we").dispatch_matrices(TEXT)
-  pooled = with_model(run, boundaries="fixed", first_layers=1, last_layers=1)
+    with_model(run, mixer=dpjax.config.mixer("we")).dispatch_matrices(TEXT)
+  stacks = dict(first=dict(num_layers=1), last=dict(num_layers=1))
+  pooled = with_model(run, boundaries=dpjax.config.boundaries("fixed"), **stacks)
   with pytest.raises(dpjax.UserError, match="without token pooling"):
     pooled.dispatch_matrices(TEXT)

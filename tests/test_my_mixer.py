@@ -45,32 +45,13 @@ def divides_by_the_length(module, call, x, **options):
   return call(x, **options) / x.shape[1]
 
 
-def leaves_padding(module, call, x, **options):
-  return call(jnp.pad(x, ((0, 0), (0, 3), (0, 0)))[:, : module.max_length], **options)
-
-
 def learns_a_row_for_each_position(module, call, x, **options):
   return call(x * module.param("table", nn.initializers.ones, x.shape[1:])[None], **options)
-
-
-def refuses_without_a_reason(module, call, x, **options):
-  if x.shape[1] > module.max_length:
-    raise ValueError("no")
-  return call(x, **options)
-
-
-def loses_digits(module, call, x, **options):
-  return (call(x, **options) + jnp.asarray(64, x.dtype)) - jnp.asarray(64, x.dtype)
 
 
 def drops_by_one_key(module, call, x, *, deterministic, **options):
   drop = nn.Dropout(module.rate, deterministic=deterministic)
   return drop(call(x, **options), rng=jax.random.key(0))
-
-
-def drops_in_evaluation(module, call, x, *, deterministic, **options):
-  key = module.make_rng("dropout") if not deterministic else jax.random.key(0)
-  return nn.Dropout(module.rate, deterministic=False)(call(x, **options), rng=key)
 
 
 def always_draws_a_key(module, call, x, *, deterministic, **options):
@@ -84,37 +65,25 @@ def has_an_unused_parameter(module, call, x, **options):
   return call(x, **options)
 
 
-def changes_the_cache(change):
-  def broken(module, call, x, *, cache=None, **options):
-    output = call(x, cache=cache, **options)
-    return output if cache is None else (output[0], change(cache, output[1]))
-
-  return broken
-
-
-def grows(module, call, x, *, cache=None, **options):
-  if cache is None:
-    return call(x, **options)
-  output, after = call(x, cache=cache[: x.shape[0]], **options)
-  return output, jnp.concatenate([after, cache])
-
-
 def joins_two_documents(module, call, x, *, is_start=None, **options):
   return call(x, is_start=None if is_start is None else is_start * (np.arange(18) < 5), **options)
 
 
-def subtracts_the_mean_of_the_row(module, call, x, **options):
-  return call(x, **options) - 3e-6 * jnp.mean(x, axis=1, keepdims=True)
+def forgets(module, call, x, *, cache=None, **options):
+  output = call(x, cache=cache, **options)
+  return output if cache is None else (output[0], cache)
 
 
-forgets = changes_the_cache(lambda before, after: before)
+def ignores_padding(module, call, x, *, lengths=None, **options):
+  return call(x, **options)
+
+
 BROKEN = [
   ("causality", peeks_ahead, "an output depends on later inputs"),
   ("causality", sees_two, "output t .row. depends on input s"),
   ("causality", centres_the_batch, "an output depends on another row"),
   ("rows", centres_the_batch, "row 0, after row 1 has changed"),
   ("lengths", divides_by_the_length, "T = 1"),
-  ("lengths", leaves_padding, r"expected the shape \(2, 1, 6\), got \(2, 4, 6\)"),
   ("parameters", learns_a_row_for_each_position, "expected the same"),
   (
     "single_position",
@@ -126,41 +95,23 @@ BROKEN = [
     lambda module, call, x, **options: call(x[:, : module.max_length], **options),
     r"an input of shape \(2, 14, 6\) is taken",
   ),
-  ("refusals", refuses_without_a_reason, "expected max_length, 13, 14 in the message"),
   (
     "bfloat16",
     lambda module, call, x, **options: call(x, **options).astype(jnp.float32),
     "expected outputs of bfloat16, got float32",
   ),
-  ("bfloat16", loses_digits, r"\['output'\]"),
   ("dropout", lambda module, call, x, **options: call(x, **options), "drops nothing"),
   ("dropout", drops_by_one_key, "ignores the key"),
-  ("dropout", drops_in_evaluation, "outside of training"),
   ("no_key", always_draws_a_key, "InvalidRngError"),
   ("gradients", has_an_unused_parameter, "'unused'"),
   ("chunks", forgets, "row 0 from position 5 on"),
-  (
-    "chunks",
-    lambda module, call, x, *, lengths=None, **options: call(x, **options),
-    "row 1 from position 2 on",
-  ),
-  (
-    "chunks",
-    changes_the_cache(lambda before, after: after.astype(jnp.bfloat16)),
-    "expected a cache",
-  ),
+  ("chunks", ignores_padding, "row 1 from position 2 on"),
   ("tokens", forgets, "all tokens"),
-  ("tokens", grows, "expected one program for all tokens, got 11"),
   ("documents", joins_two_documents, "of packed documents"),
-  ("documents", subtracts_the_mean_of_the_row, "an output changes by .* with another document"),
 ]
-FIRST = {relation: breakage for relation, breakage, _ in reversed(BROKEN)}
 
 
-@pytest.mark.parametrize(
-  "relation, breakage, message",
-  [helpers.slow_unless(FIRST[case[0]] is case[1], *case) for case in BROKEN],
-)
+@pytest.mark.parametrize("relation, breakage, message", BROKEN)
 def test_the_contract_finds_what_is_broken(min_gru, relation, breakage, message):
   class Broken(min_gru):
     rate: float = 0.0

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import dropout, mixer
+from dpjax.layers import mixer
+from dpjax.layers.blocks import Dropout
 from dpjax.layers.initializers import linear, linear_kernel, weights
 from dpjax.ops import checks
 
@@ -97,13 +98,7 @@ class SelfAttention(nn.Module):
 
 
 class RelativePositions(NamedTuple):
-  """The positions and biases that relative attention shares across layers.
-
-  Attributes:
-    table: [R, D], embeddings of the distances 0 .. R - 1.
-    content_bias: [H, E], added to the queries in products with keys.
-    position_bias: [H, E], added to the queries in products with positions.
-  """
+  """Embeddings of distances, [R, D], and biases [H, E] of queries: to keys, to positions."""
 
   table: jax.Array
   content_bias: jax.Array
@@ -111,14 +106,7 @@ class RelativePositions(NamedTuple):
 
 
 class SharedPositions(nn.Module):
-  """Makes `RelativePositions`, which layers share, including the two biases.
-
-  Attributes:
-    num_heads: H, a divisor of D.
-    dropout: the dropout rate of the table, drawn once for each call.
-    init_std: the standard deviation of the biases, N(0, init_std**2).
-    dtype: the dtype of the computation; parameters are float32.
-  """
+  """Makes `RelativePositions`, which layers share; `dropout` is of the table, once a call."""
 
   num_heads: int
   dropout: float = 0.0
@@ -135,17 +123,12 @@ class SharedPositions(nn.Module):
       for name in ("content_bias", "position_bias")
     )
     table = jnp.asarray(ops.relative_positions(length, width), self.dtype)
-    table = dropout.Dropout(self.dropout)(table, deterministic=deterministic)
+    table = Dropout(self.dropout)(table, deterministic=deterministic)
     return RelativePositions(table, content, position)
 
 
 class RelativeAttentionCache(NamedTuple):
-  """The cache of `RelativeAttention`.
-
-  Attributes:
-    attention: keys and values.
-    distances: [H, R, E], the projected table, computed at the beginning of a row.
-  """
+  """Keys and values, and the projected table [H, R, E], computed where a row begins."""
 
   attention: ops.AttentionCache
   distances: jax.Array

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpjax.layers import dropout, initializers
+from dpjax import ops
+from dpjax.layers import initializers
 from dpjax.layers.mixer import check_takes_starts
 from dpjax.ops import checks, norms
 
@@ -25,14 +26,7 @@ class Norm(nn.Module):
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias
     rms_norm    gain x / sqrt(mean(x**2) + epsilon), without a bias
 
-  Mean and variance are taken in float32.
-
-  Attributes:
-    kind: "layer_norm" or "rms_norm".
-    dtype: the dtype of the result.
-    gain_std: the standard deviation of the initial gains.
-    use_bias: whether a LayerNorm has a bias.
-    epsilon: see above.
+  Mean and variance are taken in float32; `dtype` is that of the result.
 
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
@@ -55,21 +49,29 @@ class Norm(nn.Module):
     return norms.layer_norm(x, scale, bias, epsilon=self.epsilon).astype(self.dtype)
 
 
+class Dropout(nn.Module):
+  """Applies `dpjax.ops.dropout` in training, with keys from the stream "dropout"."""
+
+  rate: float
+  after_relu: bool = False
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
+    """[...] -> [...]; `after_relu` applies a ReLU first."""
+    if deterministic or not self.rate:
+      return nn.relu(inputs) if self.after_relu else inputs
+    drop = ops.relu_dropout if self.after_relu else ops.dropout
+    return drop(inputs, self.rate, self.make_rng("dropout"))
+
+
 class FeedForward(nn.Module):
   """A network of two layers, or a gated one, at every position.
 
     relu, gelu  W2 drop(activation(W1 x + b1)) + b2
     swiglu      W2 drop(silu(Wg x + bg) * (W1 x + b1)) + b2
 
-  Attributes:
-    hidden_width: rows of W2.
-    activation: "relu", "gelu" or "swiglu".
-    dropout: dropout rate of the hidden layer.
-    init_std: standard deviation of the weights, N(0, init_std**2), with biases 0; 0: PyTorch's
-      defaults.
-    dtype: the dtype of the computation; parameters are float32.
-    out_width: columns of W2; None is the width of the input.
-    use_bias: whether there are b1, b2 and bg.
+  `dropout` is the rate of the hidden layer, `out_width` that of the result, None for the width of
+  the input; weights are N(0, init_std**2) and biases 0, or, for init_std = 0, PyTorch's defaults.
 
   Source: Shazeer 2020, arXiv:2002.05202, for swiglu.
   """
@@ -98,7 +100,7 @@ class FeedForward(nn.Module):
       x *= nn.silu(self._linear(rows, self.hidden_width, "gate"))
     elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
-    x = dropout.Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
+    x = Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
     return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
@@ -117,18 +119,10 @@ class Block(nn.Module):
 
   Attributes:
     make_mixer: makes the mixer (`dpjax.layers.mixer.Mixer`) from its `name`.
-    hidden_width: the width of the feed-forward network.
-    norm: "post" or "pre".
-    activation: "relu", "gelu" or "swiglu".
     dropout: dropout rate of both branches, before they are added.
     hidden_dropout: the dropout rate within the feed-forward network.
-    init_std: standard deviation of the feed-forward network's weights; as `FeedForward`.
-    norm_init_std: standard deviation of the gains of the norms, N(1, norm_init_std**2).
-    dtype: the dtype of the computation; parameters are float32.
-    norm_kind: "layer_norm" or "rms_norm".
-    use_bias: whether norms and the feed-forward network have biases; mixers have a setting of
-      their own.
-    norm_epsilon: see `Norm`.
+    use_bias: whether norms and the feed-forward network have biases. Mixers have their own.
+    init_std: see `FeedForward`, as for the settings not explained here; those of norms `Norm`.
   """
 
   make_mixer: Callable[..., nn.Module]
@@ -182,7 +176,7 @@ class Block(nn.Module):
     norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       normed = Norm(*norm, name=norm_name)
-      drop = partial(dropout.Dropout(self.dropout), deterministic=deterministic)
+      drop = partial(Dropout(self.dropout), deterministic=deterministic)
       if self.norm == "post":
         x = normed(x + drop(branch(x, deterministic=deterministic)))
       else:

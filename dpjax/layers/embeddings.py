@@ -7,7 +7,8 @@ from flax import linen as nn
 from jax import lax
 
 from dpjax import ops
-from dpjax.layers import dropout, initializers
+from dpjax.layers import initializers
+from dpjax.layers.blocks import Dropout
 from dpjax.ops import checks
 
 
@@ -57,13 +58,9 @@ class TokenAndPosition(nn.Module):
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
-    Args:
-      tokens: [B, T].
-      deterministic: False in training.
-      num_before: [B], integers, the position of each row's first token; None means 0. With it,
-        sinusoidal positions continue beyond `max_length`. Learned positions are nan there.
-      is_start: [B, T], 1 at the first token of each document, which has the position 0; None
-        means that each row is one document. Not with `num_before`.
+    `num_before` [B] is the position of each row's first token, by default 0; sinusoidal positions
+    then continue beyond `max_length`, where learned ones are nan. `is_start` [B, T] is 1 at the
+    first token of each document, which has the position 0; not with `num_before`.
 
     Raises:
       ValueError: an argument is not as above, or T is above `max_length` without `is_start`.
@@ -87,7 +84,7 @@ class TokenAndPosition(nn.Module):
     )
     x_btd = embed(tokens)
     if self.positions == "none":
-      return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+      return Dropout(self.dropout)(x_btd, deterministic=deterministic)
     place_bt = None
     if is_start is not None:
       if num_before is not None:
@@ -111,7 +108,7 @@ class TokenAndPosition(nn.Module):
         rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(place_bt, self.width))
     rows_btd = rows_btd.astype(self.dtype)
     x_btd = (x_btd + rows_btd) * scale if is_learned else x_btd * scale + rows_btd
-    return dropout.Dropout(self.dropout)(x_btd, deterministic=deterministic)
+    return Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
 def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:

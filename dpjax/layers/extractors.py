@@ -58,7 +58,7 @@ class ME(nn.Module):
     inputs: jax.Array,
     *,
     deterministic: bool = True,
-    cache: _Cache | None = None,
+    cache: Any = None,
     lengths: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> Any:

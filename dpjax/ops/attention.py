@@ -39,11 +39,11 @@ def causal_attention(
     weights[b, h, t, s] = softmax over s <= t of queries[b, t, h] . keys[b, s, h] / sqrt(E)
     output[b, t, h]     = sum over s <= t of weights[b, h, t, s] values[b, s, h]
 
-  For T <= `block_size`, all weights are computed at once, with O(B H T T) memory; without
-  dropout by `jax.nn.dot_product_attention`. Longer inputs take one tile of block_size x
-  block_size at a time, skip future tiles, and recompute the weights in the backward pass:
-  O(B H block_size**2 + B H T E) memory, and reverse-mode derivatives only. The softmax is in
-  float32, or in float64 if an argument is; its gradient is rounded to the dtype of `queries`.
+  For T <= `block_size`, all weights are computed at once, without dropout by
+  `jax.nn.dot_product_attention`. Longer inputs take one tile of block_size x block_size at a time,
+  skip future tiles, and recompute the weights in the backward pass: O(B H block_size**2 + B H T E)
+  memory, and reverse-mode derivatives only. The softmax is in float32, or in float64 if an
+  argument is; its gradient is rounded to the dtype of `queries`.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -62,8 +62,7 @@ def causal_attention(
     [B, T, H, E], in the dtype of `values`.
 
   Raises:
-    ValueError: the shapes differ, a key for the dropout is missing, `is_start` is wrong, or
-      `block_size` is below 1.
+    ValueError: shapes or dtypes do not match, or a key for the dropout is missing.
 
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
   paper, aclanthology.org/2022.clasp-1.3, Sec. 3.
@@ -144,15 +143,7 @@ def relative_positions(length: int, width: int) -> np.ndarray:
     table[r, i]       = sin(r / 10000 ** (2i / D))     0 <= i < ceil(D / 2)
     table[r, D/2 + i] = cos(r / 10000 ** (2i / D))
 
-  Args:
-    length: R, the number of distances, 0 first.
-    width: D.
-
-  Returns:
-    [R, D], float32.
-
-  Raises:
-    ValueError: a number is no integer of at least 1.
+  The table is [R, D], float32, `length` R and `width` D.
 
   Source: see `relative_attention`.
   """

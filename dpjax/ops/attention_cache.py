@@ -1,9 +1,7 @@
 """Causal attention in chunks, with the keys and values of earlier tokens in a cache.
 
-A cache has a fixed number of places for every row. A chunk, a prompt or a single token,
-continues each row at its end; rows may have different lengths. For any division into chunks
-the outputs are those of `causal_attention` and `relative_attention` for the whole sequence.
-Padding never affects a cache, and shapes never change, so one compilation serves all steps.
+A chunk, a prompt or a single token, continues each row at its end; rows may have different
+lengths. For any division into chunks the outputs are those of the whole sequence.
 
 B batch, C position in the chunk, M place in the cache, N key of a query, H head, E feature of a
 head, R distance.
@@ -41,21 +39,12 @@ class AttentionCache(NamedTuple):
 
 
 def init_attention_cache(
-  batch: int,
-  max_length: int,
-  num_heads: int,
-  features: int,
-  dtype: DTypeLike = jnp.float32,
+  batch: int, max_length: int, num_heads: int, features: int, dtype: DTypeLike = jnp.float32
 ) -> AttentionCache:
   """An empty cache, 2 B M H E zeros.
 
-  Args:
-    batch: B.
-    max_length: M, the longest sequence in the cache, or the number of last tokens that it
-      keeps of a longer one.
-    num_heads: H.
-    features: E, of one head.
-    dtype: the dtype of keys and values, a float.
+  `batch` is B, `max_length` M, the number of last tokens that are kept, `num_heads` H and
+  `features` E; `dtype` is that of keys and values.
 
   Raises:
     ValueError: a size is below 1, or the dtype is not a float.
@@ -94,8 +83,8 @@ def causal_attention_cached(
     output: [[4 0] [0 0]]
     cache:  values [[6 4 2 .] [5 . . .]]  length [3 1]
 
-  Takes O(B C M H E) time and O(B H C M) memory. Equals `causal_attention` up to rounding; keys
-  and values are first rounded to the dtype of the cache.
+  Equals `causal_attention` up to rounding; keys and values are first rounded to the dtype of the
+  cache.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
@@ -169,9 +158,8 @@ def relative_attention_cached(
   The next token, t = 6, goes to place 2; the places 0 .. 3 are then at the distances
   (t - m) mod M = [2 1 0 3] from it.
 
-  Takes O(B C (M + C) H E) time and O(B H C (M + C)) memory, and for a single token M in place
-  of M + C. `positions` are [R, H, E], R >= M, and the biases [H, E]. The other arguments, the
-  results and the errors are those of `causal_attention_cached`, but a row may have any length.
+  `positions` are [R, H, E], R >= M, and the biases [H, E]. The other arguments, the results and
+  the errors are those of `causal_attention_cached`, but a row may have any length.
 
   Source: see `relative_attention`; the ring is the memory of Dai et al. 2019,
   arXiv:1901.02860, Sec. 3.2, for the last M tokens, updated with every token.

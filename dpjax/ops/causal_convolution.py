@@ -41,10 +41,9 @@ def causal_convolution(
 
   - "scan", the sum over the lags as written, O(T**2): the reference, with the least memory,
     and the only one in which a later inf or nan does not affect earlier outputs.
-  - "conv", XLA's convolution, O(T**2); XLA chooses the dtype of sums of bfloat16 and float16.
-    On a CPU it is many times slower within a loop, such as the loop over layers.
-  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory;
-    for matrix taps the matrix holds inputs.
+  - "conv", XLA's convolution, O(T**2), on a CPU slow within a loop, such as that over layers;
+    XLA chooses the dtype of sums of bfloat16 and float16.
+  - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory.
   - "fft", products of Fourier transforms, O(T log T). XLA computes the FFT of a distributed
     batch on every device.
   - "dft", the same with each transform as two matrix products, O(T**1.5).
@@ -71,8 +70,7 @@ def causal_convolution(
     [B, T, D], with matrix taps [B, T, E], in the dtype of `inputs`.
 
   Raises:
-    ValueError: an array has the wrong rank, width or kind of dtype, the inputs are
-      longer than the filter, `is_start` is wrong, or the implementation is unknown.
+    ValueError: shapes or dtypes do not match, or the implementation is unknown.
   """
   inputs, filters = checks.arrays(
     inputs=(inputs, "B T D"), filters=(filters, "L>=1 | L>=1 D | L>=1 D E")
@@ -162,10 +160,6 @@ def _low_product(formula, dtype, a, b):
   return lax.platform_dependent(a, b, cpu=functools.partial(jnp.einsum, formula), default=low)
 
 
-def _low_forward(formula, dtype, a, b):
-  return _low_product(formula, dtype, a, b), (a, b)
-
-
 def _low_backward(formula, dtype, arrays, by_result):
   # JAX's own rule would multiply float32 by `dtype`.
   a, b = arrays
@@ -177,7 +171,7 @@ def _low_backward(formula, dtype, arrays, by_result):
   )
 
 
-_low_product.defvjp(_low_forward, _low_backward)
+_low_product.defvjp(lambda *x: (_low_product(*x), x[2:]), _low_backward)
 
 
 def _scan(x_btd, w, dtype, place_bt=None):

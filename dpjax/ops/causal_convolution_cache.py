@@ -1,7 +1,7 @@
 """Causal convolution token by token, with explicit caches.
 
-Letters: B batch, C positions of a chunk, T position, L tap, D feature read, E feature
-written, K inputs of the smallest block, J doublings of it, U inputs of a block.
+B batch, C positions of a chunk, T position, L tap, D feature read, E feature written, K inputs
+of the smallest block, J doublings of it, U inputs of a block.
 
 Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
 on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
@@ -50,8 +50,7 @@ class OnlineConvolutionCache(NamedTuple):
   and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
   after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A power
   of two that is at least L, or a chunk of more than one position, covers all inputs so far, and
-  the count of steps restarts. All rows share the count, though a row may lack an input in some
-  steps. The step after a block computes it, and so takes longer than others.
+  the count of steps, which all rows share, restarts.
 
   Attributes:
     inputs: [B, L, D]; see `ConvolutionCache`.
@@ -83,19 +82,11 @@ def init_convolution_cache(
   """
   checks.integers(batch=batch, num_taps=num_taps, width=width)
   checks.float_dtype(dtype)
-  return ConvolutionCache(
-    inputs=jnp.zeros((batch, num_taps, width), dtype),
-    length=jnp.zeros(batch, jnp.int32),
-  )
+  return ConvolutionCache(jnp.zeros((batch, num_taps, width), dtype), jnp.zeros(batch, jnp.int32))
 
 
 def init_online_convolution_cache(
-  batch: int,
-  num_taps: int,
-  width: int,
-  dtype: jnp.dtype = jnp.float32,
-  *,
-  block: int = 32,
+  batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32, *, block: int = 32
 ) -> OnlineConvolutionCache:
   """An empty `OnlineConvolutionCache`; see `init_convolution_cache`.
 
@@ -128,14 +119,12 @@ def causal_convolution_cached(
     y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
 
   Up to L positions, this equals `causal_convolution` of all inputs so far, for any division
-  into chunks. `causal_convolution` refuses more than L; here an input leaves the sum L
-  positions later, as if followed by taps of zero. For the taps 2, 3 the chunks [1], [10, 100]
-  become [2], [23, 230].
+  into chunks. An input leaves the sum L positions later. For the taps 2, 3 the chunks [1],
+  [10, 100] become [2], [23, 230].
 
-  Sums are in float32, or in float64 if an argument is. With a chunk of one position, a
-  `ConvolutionCache` computes the sum directly. A longer chunk costs about
-  `causal_convolution` of L + C positions and has its rounding errors: an input of inf or nan
-  may also affect earlier outputs of its chunk, and with an `OnlineConvolutionCache` some
+  Sums are in float32, or in float64 if an argument is. A chunk of more than one position costs
+  about `causal_convolution` of L + C positions and has its rounding errors: an input of inf or
+  nan may also affect earlier outputs of its chunk, and with an `OnlineConvolutionCache` some
   outputs after it has left the sum.
 
   Args:
@@ -151,9 +140,8 @@ def causal_convolution_cached(
     this chunk in it.
 
   Raises:
-    ValueError: an array has the wrong rank, size or kind of dtype; the cache is of another
-      kind, size or dtype, or does not work with these taps; or, unless traced, lengths are
-      outside of 0..C.
+    ValueError: shapes or dtypes do not match, the cache does not work with these taps, or, unless
+      traced, lengths are outside of 0..C.
   """
   inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape

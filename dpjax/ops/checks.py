@@ -158,7 +158,6 @@ def integer(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
 
 
 def _is_integer(value: Any) -> bool:
-  """Whether a value is an integer that is known: of Python, or a scalar of NumPy or JAX."""
   if isinstance(value, bool | np.bool_ | core.Tracer):
     return False
   is_scalar = np.ndim(value) == 0 and jnp.issubdtype(getattr(value, "dtype", object), jnp.integer)

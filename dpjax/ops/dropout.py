@@ -59,13 +59,13 @@ def _relu_dropout(rate, inputs, key):
   return dropout(jax.nn.relu(inputs), rate, key)
 
 
-def _relu_dropout_forward(rate, inputs, key):
+def _forward(rate, inputs, key):
   output = _relu_dropout(rate, inputs, key)
   return output, output
 
 
-def _relu_dropout_backward(rate, output, grad):
+def _backward(rate, output, grad):
   return jnp.where(output > 0, grad / (1 - rate), jnp.zeros((), grad.dtype)), None
 
 
-_relu_dropout.defvjp(_relu_dropout_forward, _relu_dropout_backward)
+_relu_dropout.defvjp(_forward, _backward)

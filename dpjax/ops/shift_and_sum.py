@@ -51,8 +51,7 @@ def shift_and_sum(
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
   The result at position t depends on positions t - 2**K + 1 .. t. The work is O(T * K);
-  levels with 2**k >= T have no effect and are skipped. For one head of one feature and
-  two levels with gates of 1,
+  levels with 2**k >= T are skipped. For one head of one feature and two levels with gates of 1,
 
     [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
 
@@ -60,9 +59,8 @@ def shift_and_sum(
 
   - "loop", Alg. 1 to the letter: the reference.
   - "unrolled", with static shifts.
-  - "recompute", whose backward pass stores only `values` and `gates` and recomputes the
-    levels, one block of features at a time. Training takes O(B * T * D) memory,
-    D = H * E, instead of O(B * T * D * K).
+  - "recompute", whose backward pass stores only `values` and `gates` and recomputes the levels,
+    one block of features at a time: O(B T H E) memory instead of O(B T H E K).
   - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), two products with banded matrices,
     O(T**1.5) work. It rounds bfloat16 between the two, and a later inf or nan affects the past.
   - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU. If
@@ -114,10 +112,9 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
 
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
-  where D_k is the diagonal matrix of gates[:, k] and S shifts by one position,
-  so that shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. M is
-  lower triangular with a diagonal of ones, and corresponds to an attention map. For
-  T = 3 and two levels with the gates a and b,
+  where D_k is the diagonal matrix of gates[:, k] and S shifts by one position, so that
+  shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. M corresponds to an attention
+  map. For T = 3 and two levels with the gates a and b,
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
@@ -310,27 +307,25 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  with t the position in the whole row; v_k of positions before the chunk comes from the cache. A
-  row may have any length. The outputs of all chunks are those of the whole row, for any division
-  into chunks. For one head of one feature and two levels whose gates are 1, the row 1, 10, 100,
-  1000 in chunks of three tokens and one:
+  with t the position in the whole row, of any length; v_k of positions before the chunk comes
+  from the cache. The outputs are those of the whole row, for any division into chunks. For one head
+  of one feature and two levels whose gates are 1, the row 1, 10, 100, 1000 in chunks of three
+  tokens and one:
 
     [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
     [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
 
-  A token takes O(H * E * K) work. Jit it with the cache donated (`jax.jit(..., donate_argnums=2)`)
-  to update the ring in place.
+  A token takes O(H * E * K) work. A donated cache is updated in place.
 
   Args:
     values: [B, C, H, E], floats, C >= 1.
     gates: [B, C, H, K], floats.
     cache: from `init_shift_and_sum_cache` or the previous call.
     lengths: [B], integers in 0 .. C: the number of real tokens in each row. The rest is padding,
-      of any value, even nan. None means all.
+      of any value. None means all.
 
   Returns:
-    The outputs [B, C, H, E], in the dtype of `values`, 0 at the padding, and the cache after the
-    real tokens of the chunk.
+    [B, C, H, E], in the dtype of `values`, 0 at the padding, and the cache after the chunk.
 
   Raises:
     ValueError: shapes or dtypes do not match, or, unless traced, `lengths` are not in 0 .. C.

@@ -114,18 +114,3 @@ def test_layers_that_share_positions_drop_the_same():
   own = {"first": params, "second": params}
   first, second = train(Pair(False), own, inputs)
   assert not np.allclose(first, second, atol=1e-2)
-
-
-def test_dropout_of_the_table():
-  module, length = SharedPositions(HEADS, dropout=0.5), 31
-  params = make()[1]["positions"]
-  table = reference.relative_positions(length, WIDTH)
-  still = module.apply({"params": params}, length, WIDTH)
-  np.testing.assert_allclose(still.table, table, atol=1e-5)
-  rngs = {"dropout": jax.random.key(1)}
-  dropped = module.apply({"params": params}, length, WIDTH, deterministic=False, rngs=rngs)
-  is_kept = np.asarray(dropped.table != 0)
-  assert 0.35 < is_kept[table != 0].mean() < 0.65
-  np.testing.assert_allclose(dropped.table[is_kept], 2 * table[is_kept], atol=1e-5)
-  for name in ("content_bias", "position_bias"):
-    np.testing.assert_array_equal(getattr(dropped, name), params[name])

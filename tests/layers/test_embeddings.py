@@ -46,14 +46,6 @@ def test_tokens_and_learned_positions_are_scaled_and_sinusoidal_ones_are_not(pos
   np.testing.assert_allclose(half.astype(jnp.float32), output, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
-def test_refusals(positions):
-  with pytest.raises(ValueError, match=r"max_length = 7, got the shape \(2, 8\)"):
-    apply(positions, tokens=np.zeros((2, 8), np.int32))
-  with pytest.raises(ValueError, match=r"tokens: expected integers \[B, T\].*\(3,\)"):
-    apply(positions, tokens=np.zeros(3, np.int32))
-
-
 def test_dropout_is_of_the_sum():
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, MAX_LENGTH, dropout=0.5)
   expected, params = apply()

@@ -5,14 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dpjax
-from dpjax.layers import (
-  attention,
-  blocks,
-  dispatcher,
-  embeddings,
-  extractors,
-)
+from dpjax import registry
+from dpjax.layers import attention, blocks, dispatcher, embeddings, extractors
+from dpjax.models.build import build_model
 from tests import helpers
 
 WIDTH, HIDDEN = 102, 77
@@ -96,9 +91,9 @@ def is_normal(x, std):
   assert abs(np.mean(abs(x) > 2) - 0.0455) < 6 * np.sqrt(0.0455 / x.size)
 
 
-def check_normal(config, std, norm_std):
+def check_normal(settings, std, norm_std):
   """Asserts how a model's parameters begin; gives them, and the kinds that there are."""
-  model = dpjax.build_model(config)
+  model = build_model(settings)
   params = jax.jit(model.init)(jax.random.key(2), jnp.zeros((2, 5), jnp.int32))["params"]
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(params):
@@ -117,12 +112,27 @@ def check_normal(config, std, norm_std):
   return params, seen - {"kernel", "embedding", "scale", "bias"}
 
 
-@pytest.mark.parametrize("mixer", ["he", "attention"])
-def test_a_model_of_normal_weights(mixer):
-  config = helpers.tiny_model(mixer=mixer, vocab_size=71, width=WIDTH, norm="pre", init_std=0.03)
-  helpers.set_model(config, feed_forward_width=HIDDEN, max_length=127, positions="learned")
-  _, seen = check_normal(config, 0.03, 0)
-  assert seen == {"positions", *(["taps"] if mixer == "he" else [])}
+SIZES = dict(vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN)
+
+
+def test_a_model_of_normal_weights():
+  settings = helpers.model_settings(
+    "he", norm="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
+  )
+  assert check_normal(settings, 0.03, 0)[1] == {"positions", "taps"}
+
+
+# So the authors of the pooling paper begin, with 0.02 for both.
+def test_a_model_with_token_pooling():
+  mixer = helpers.component(registry.mixers, "relative_attention", num_heads=3)
+  stacks = {place: dict(num_layers=2, mixer=mixer) for place in ("first", "last")}
+  settings = helpers.model_settings(
+    mixer, "gumbel", init_std=0.02, norm_init_std=0.03, max_length=7, **stacks, **SIZES
+  )
+  params, seen = check_normal(settings, 0.02, 0.03)
+  assert seen == {"null_group", "content_bias", "position_bias"}
+  # The biases of the attention are there once, for the layers of all three stacks.
+  assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)
 
 
 def test_tables():
@@ -155,15 +165,3 @@ def test_gains_of_a_block():
   for name in ("mixer_norm", "feed_forward_norm"):
     is_normal(params[name]["scale"] - 1, 0.3)
   assert (params["mixer_norm"]["scale"] != params["feed_forward_norm"]["scale"]).any()
-
-
-# So the authors of the pooling paper begin, with 0.02 for both.
-def test_a_model_with_token_pooling():
-  config = helpers.tiny_model(vocab_size=71, width=WIDTH, num_heads=3, max_length=7)
-  init = dict(init_std=0.02, norm_init_std=0.03)
-  stacks = dict(first_layers=2, last_layers=2, feed_forward_width=HIDDEN)
-  helpers.set_model(config, boundaries="gumbel", num_capacities=1, **init, **stacks)
-  params, seen = check_normal(config, 0.02, 0.03)
-  assert seen == {"null_group", "content_bias", "position_bias"}
-  # The biases of the attention are there once, for the layers of all three stacks.
-  assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)

@@ -115,7 +115,7 @@ CALLS = [
   ),
   ("entropy_theta", dict(entropies=floats(B, T), factor=2.0, rule="global", theta_add=0.0)),
   ("check_starts", dict(is_start=STARTS, shape=(B, T))),
-  ("document_places", dict(is_start=STARTS, before=np.array([4, 0]))),
+  ("document_places", dict(is_start=STARTS)),
   ("dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
   ("relu_dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
   ("route", dict(**ROUTE, previous=floats(B, D), num_before=np.array([4, 0]), is_start=STARTS)),

@@ -60,22 +60,23 @@ def assert_close(actual, expected, **tolerance):
     np.testing.assert_allclose(a, b, **(tolerance or ROUNDING), err_msg=name)
 
 
-SLOW = pytest.mark.slow
 SHAPE = (2, 13, 3, 5, 4)
 
 
 @pytest.mark.parametrize(
   "shape, tile, backward_tile",
   [
-    pytest.param((2, 37, 1, 20, 6), 8, 4, marks=SLOW),  # Two passes of 3 levels, backward three.
+    pytest.param(
+      (2, 37, 1, 20, 6), 8, 4, marks=pytest.mark.slow
+    ),  # Two passes of 3 levels, backward three.
     ((2, 15, 3, 5, 4), 8, 8),  # The first pass has one level; T is padded.
     ((1, 8, 2, 40, 3), 8, 2),  # Two blocks of features; passes of one level.
     ((2, 29, 3, 5, 2), 4, 4),  # Halos alone: the levels do not reach across T.
     ((2, 2, 3, 5, 1), 64, 16),
-    pytest.param((2, 13, 3, 5, 4), 64, 16, marks=SLOW),  # One pass of one tile.
-    pytest.param((3, 16, 2, 8, 4), 4, 16, marks=SLOW),  # Two passes, the second one tile.
-    pytest.param((2, 17, 1, 5, 5), 8, 8, marks=SLOW),  # One row more than two tiles.
-    pytest.param((2, 23, 1, 5, 3), 4, 2, marks=SLOW),  # A last pass of several tiles.
+    pytest.param((2, 13, 3, 5, 4), 64, 16, marks=pytest.mark.slow),  # One pass of one tile.
+    pytest.param((3, 16, 2, 8, 4), 4, 16, marks=pytest.mark.slow),  # Two passes.
+    pytest.param((2, 17, 1, 5, 5), 8, 8, marks=pytest.mark.slow),  # One row more than two tiles.
+    pytest.param((2, 23, 1, 5, 3), 4, 2, marks=pytest.mark.slow),  # A last pass of several tiles.
   ],
   ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
 )
@@ -86,7 +87,7 @@ def test_equals_the_algorithm(shape, tile, backward_tile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", [5, pytest.param(2 * 8 * 128 - 3, marks=SLOW)])
+@pytest.mark.parametrize("features", [5, pytest.param(2 * 8 * 128 - 3, marks=pytest.mark.slow)])
 def test_blocks_of_a_tpu_equal_the_algorithm(features):
   arrays = draw(2, 11, 3, features, 4)
   operator = small("tpu", 4, 2)
@@ -105,38 +106,11 @@ def test_a_dropped_level_is_a_level_of_zero_gates(level_keep):
   assert_close(not_a_number, kept)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 2, reason="divides a batch over two devices")
-def test_divides_by_shard_map():
-  arrays = draw(6, 11, 3, 5, 4)
-  mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-  batch, one = jax.sharding.PartitionSpec("batch"), functools.partial(run, small())
-  divided = jax.shard_map(one, mesh=mesh, in_specs=batch, out_specs=batch, check_vma=False)
-  outputs = jax.jit(divided)(*arrays)
-  assert_close(outputs, run(LOOP, *arrays))
-  assert all(x.sharding.spec[0] == "batch" for x in outputs)
-
-
 def test_keeps_no_level_for_the_backward_pass():
   values, gates, _ = draw(*SHAPE)
   pull = jax.eval_shape(lambda *x: jax.vjp(small(), *x)[1], values, gates)
   sizes = sorted(x.size for x in jax.tree.leaves(pull))
   assert sizes == sorted([values.size, gates.size])
-
-
-def test_passes_cover_the_levels_once():
-  for length in (2, 3, 64, 65, 1000, 4096, 16384):
-    for levels in {1, num_levels(length)}:
-      for tile in (2, 16, 64):
-        passes, padded = pallas._split(length, levels, tile)
-        covered = [k for one in passes for k in range(one.first, one.first + one.levels)]
-        assert covered == [*range(levels)]
-        assert length <= padded < 2 * length or padded == length
-        for one in passes:
-          assert 2**one.levels <= max(one.rows, 2) * 2 and one.rows <= tile
-          assert padded % (2**one.first * one.rows) == 0
-  assert len(pallas._split(4096, 12, pallas.TILE)[0]) == 2
-  assert len(pallas._split(4096, 12, pallas.BACKWARD_TILE)[0]) == 3
 
 
 def lower(platform, shape, dtype):

@@ -85,7 +85,7 @@ def test_jaxlib_multiplies_many_narrow_rows_correctly():
 
 @pytest.mark.parametrize("mixer", ["dispatcher", "he"])
 def test_the_layers_of_a_model_use_it(mixer):
-  model = build_model(helpers.tiny_model(mixer=mixer))
+  model = build_model(helpers.model_settings(mixer))
   tokens = jnp.zeros((3, 5), jnp.int32)
   params = helpers.draw_params(model, 1, 1.0)
   gradient = jax.grad(lambda params: model.apply({"params": params}, tokens).logits.sum())

@@ -4,9 +4,7 @@ Letters: S sequence, N position, H head, E feature of a head, K level, W band, M
 
 The first levels reach W - 1 positions back and form one lower triangular matrix with a band of
 width W. The others shift by multiples of W. In the sequence p, p + W, p + 2 W, ... they shift by
-1, 2, 4, ..., and so form another such matrix. With W = sqrt(T) this takes O(T**1.5 D) work, all
-in matrix products, instead of O(T log T D) that moves every number through memory at each
-level.
+1, 2, 4, ..., and so form another such matrix. With W = sqrt(T) this takes O(T**1.5 D) work.
 """
 
 from functools import partial
@@ -22,18 +20,9 @@ def matrix_form(values: jax.Array, gates: jax.Array, level_keep: jax.Array | Non
   """An implementation of `dpjax.ops.shift_and_sum`.
 
   The gradient stores only `values` and `gates`; the matrices take O(B H T**1.5) numbers. A
-  dropped level has gates of 0 and costs as much as others. Products of float32 have its full
-  precision. If `values` are bfloat16 or float16, so are the matrices and the result of the
-  first product, while each product sums in float32, or in float64 if an argument is. An inf
-  or nan affects up to 2 sqrt(T) earlier positions, through products with 0.
-
-  Args:
-    values: [B, T, H, E], floats.
-    gates: [B, T, H, K], floats, K at least 1.
-    level_keep: [K] booleans, or None.
-
-  Returns:
-    [B, T, H, E], in the dtype of `values`.
+  dropped level has gates of 0 and costs as much as others. If `values` are bfloat16 or float16,
+  so are the matrices and the result of the first product, while each product sums in float32. An
+  inf or nan affects up to 2 sqrt(T) earlier positions, through products with 0.
   """
   return _both_passes(values, gates, level_keep)
 
@@ -94,11 +83,8 @@ def _multiply(v_snhe, c_snhk):
 
 
 def _bands(c_snhk):
-  """[S, N, H, W], W = 2**K: the weight of the input w positions before each position.
-
-  The binary digits of w are its shifts, so each w has one path, and each level doubles the
-  number of paths.
-  """
+  """[S, N, H, W], W = 2**K: the weight of the input w positions before each position."""
+  # The binary digits of w are its shifts: each w has one path, and a level doubles the paths.
   a_snhw = jnp.ones((*c_snhk.shape[:3], 1), c_snhk.dtype)
   for k in range(c_snhk.shape[3]):
     shift = min(2**k, c_snhk.shape[1])

@@ -5,26 +5,19 @@ sequence, J level, and C block of features.
 
 A program holds the rows of a tile, vectors over a block of features, as the elements of
 a Python list, so that a shift only changes an index: between two levels, no row leaves the
-registers or moves between threads. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1
-rows before the tile, and backward also after it: the halo, whose levels are computed twice.
-Its rows belong to the neighbouring tile, and so are in a GPU's cache.
+registers. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1 rows before the tile, and
+backward also after it: the halo, whose levels are computed twice.
 
 Higher levels shift by multiples of some s = 2**k. They are the levels 1, 2, .. of the
 sequences of the rows p, p + s, p + 2 * s, .., and the reshape
 
   [B, T, H, E] -> [B, T / s, s * H, E]
 
-makes each of them a head. So one kernel computes every pass, of log2(tile) levels or fewer.
-A pass of a single tile, such as the last one if the levels reach across T, has no halo.
+makes each of them a head. So one kernel computes every pass, of log2(tile) levels or fewer: by
+default one up to T = 64 and two up to 4,096, backward one up to 16, two up to 256 and three up
+to 4,096. A pass reads and writes its rows once.
 
-A pass reads and writes its rows once. Without halos and gates (K / E the size of the values),
-the memory traffic in arrays of B * T * H * E is therefore 2 * P for P passes forward, and
-3 * Q + 2 * (Q - 1) for Q passes backward, which recomputes their inputs. By default, P is 1
-for T up to 64 and 2 up to 4,096; Q is 1 up to 16, 2 up to 256 and 3 up to 4,096. Level by
-level it would be 2 or 3 * K forward and about twice that backward.
-
-JAX 0.11 and 0.12 deprecate Pallas's Triton backend. The kernels use only its loads, stores,
-arithmetic and sums over one vector.
+JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
 import functools
@@ -37,12 +30,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
-TILE = 64
-BACKWARD_TILE = 16
-
+TILE, BACKWARD_TILE = 64, 16
 # Features of a block: the threads of a warp, which needs no barrier, or a TPU's lanes.
-_WARP = 32
-_LANES = 128
+_WARP, _LANES = 32, 128
 
 
 def shift_and_sum(
@@ -57,13 +47,9 @@ def shift_and_sum(
 ) -> jax.Array:
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
-  Sums, also between two passes, are in float32. Arrays are padded to fill tiles and blocks: T
-  to a multiple of some power of 2 below T, E to a multiple of 128 on a TPU and of 32
-  elsewhere, or, below that, to a power of 2. A dropped level costs as much as a kept one.
-  Only reverse-mode derivatives, which store only `values` and `gates`.
-
-  XLA cannot distribute a kernel over devices, and gathers a distributed batch instead: use
-  `jax.shard_map` (with check_vma=False).
+  Sums, also between two passes, are in float32. A dropped level costs as much as a kept one.
+  Only reverse-mode derivatives, which store only `values` and `gates`. XLA gathers a batch that is
+  distributed over devices: use `jax.shard_map` (with check_vma=False).
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
@@ -75,11 +61,8 @@ def shift_and_sum(
     tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the rows of a tile in the backward pass.
 
-  Returns:
-    [B, T, H, E], in the dtype of `values`.
-
   Raises:
-    ValueError: there is no kernel for the platform, a dtype or a tile.
+    ValueError: there is no kernel for the platform or a dtype.
   """
   if platform is None:
     platform = jax.default_backend()
@@ -87,16 +70,11 @@ def shift_and_sum(
     raise ValueError(f"platform: expected 'cpu', 'gpu' or 'tpu', got {platform!r}")
   if interpret is None:
     interpret = platform == "cpu"
-  if platform == "cpu" and not interpret:
-    raise ValueError("interpret: expected True or None on a cpu, got False")
   for name, dtype in (("values", values.dtype), ("gates", gates.dtype)):
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
       raise ValueError(
         f"{name}: expected floats of at most 32 bits for the Pallas kernels, got {dtype}"
       )
-  for name, rows in (("tile", tile), ("backward_tile", backward_tile)):
-    if rows < 2 or rows & (rows - 1):
-      raise ValueError(f"{name}: expected a power of 2, at least 2, got {rows}")
   gates = gates.astype(jnp.float32)
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
@@ -155,12 +133,9 @@ class _Pass(NamedTuple):
 
 
 def _split(length, levels, tile):
-  """The passes, and T padded to whole tiles of each pass.
-
-  The last passes have log2(tile) levels. The first has the remaining ones, so that its halo is
-  a small part of its input.
-  """
+  """The passes, and T padded to whole tiles of each pass."""
   most = tile.bit_length() - 1
+  # The first pass has the remaining levels, so that its halo is a small part of its input.
   firsts = [0, *range(levels % most or most, levels, most)]
   # Powers of 2, so the largest is a multiple of all.
   unit = max(2**k * tile if length > 2**k * tile else 2**k for k in firsts)
@@ -175,10 +150,7 @@ def _split(length, levels, tile):
 def _cut(x_bthe, length, options):
   """[B, T, H, E] padded, its features in blocks: [B, T, H, C, E / C]."""
   features = x_bthe.shape[3]
-  if options.is_tpu:
-    block = _LANES
-  else:
-    block = min(_WARP, 2 ** (features - 1).bit_length())
+  block = _LANES if options.is_tpu else min(_WARP, 2 ** (features - 1).bit_length())
   x_bthe = _pad(_pad(x_bthe, 1, length), 3, -(-features // block) * block)
   return x_bthe.reshape(*x_bthe.shape[:3], -1, block)
 
@@ -195,10 +167,9 @@ def _pad(x, axis, size):
 
 
 class _Plan:
-  """The grid and the blocks of one pass over [B, T, H, C, E / C].
+  """The grid (blocks of features, G, tiles, B) and the blocks of one pass over [B, T, H, C, E / C].
 
-  The grid is (blocks of features, G, tiles, B): a GPU runs neighbours on the first axis side by
-  side. The rows before, in and after a tile are its "past", "own" and "future".
+  The rows before, in and after a tile are its "past", "own" and "future".
   """
 
   def __init__(self, shape, one, options):
@@ -216,9 +187,8 @@ class _Plan:
   def call(self, kernel, inputs, out_shape, out_specs):
     """Runs `kernel` on (array, BlockSpec)s."""
     arrays, in_specs = zip(*inputs, strict=True)
-    if self.options.is_tpu or self.options.interpret:
-      compiler_params = None
-    else:
+    compiler_params = None
+    if not self.options.is_tpu and not self.options.interpret:
       from jax.experimental.pallas import triton as pltriton  # deprecated: may go
 
       compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)

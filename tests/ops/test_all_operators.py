@@ -1,4 +1,4 @@
-"""Operators on batches spread over devices: explicit axes, and `jax.shard_map`."""
+"""What every operator does: explicit axes, `jax.shard_map`, several devices, float64."""
 
 from functools import partial
 
@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.test_util import check_grads
 
 from dpjax import ops
+from dpjax.training import losses
 from tests import helpers
 
 ROWS = PartitionSpec("rows")
@@ -26,22 +28,23 @@ INPUTS = draw(BATCH, LENGTH, 5)
 BOUNDARIES = (draw(BATCH, LENGTH) > 0.6).astype(np.int32)
 
 
-def cached(operator, init, last=()):
-  """The outputs of the operator on two chunks."""
+def cached(operator, init, num_parts, **options):
+  """The outputs of the operator on two chunks; the last arguments are shared."""
 
   def run(*arrays):
-    cache, outputs = init(), []
+    cache, outputs = init(dtype=arrays[0].dtype), []
     for part in (slice(0, 4), slice(4, LENGTH)):
-      output, cache = operator(*(x[:, part] for x in arrays), *last, cache)
+      parts = [x[:, part] for x in arrays[:num_parts]]
+      output, cache = operator(*parts, *arrays[num_parts:], cache, **options)
       outputs.append(output)
     return jnp.concatenate(outputs, axis=1)
 
   return run
 
 
-def pool_cached(inputs, boundaries):
-  cache = ops.init_segment_cache(BATCH, 5)
-  return ops.pool_segments_cached(inputs, boundaries, cache)[0]
+def nats(logits):
+  targets, weights = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 5, np.ones_like(BOUNDARIES)
+  return losses.cross_entropy(logits, targets, weights.astype(np.float32))[0]
 
 
 def cases():
@@ -64,20 +67,35 @@ def cases():
     yield f"pool_segments {method}", pool, (INPUTS, BOUNDARIES), ()
   yield "upsample_segments", ops.upsample_segments, (INPUTS, BOUNDARIES), ()
   yield "conditional_entropy", ops.conditional_entropy, (INPUTS,), ()
-
-
-def cached_cases():
   init = partial(ops.init_shift_and_sum_cache, BATCH, 2, 3, 3)
-  yield "shift_and_sum_cached", cached(ops.shift_and_sum_cached, init), GATED, ()
+  yield "shift_and_sum_cached", cached(ops.shift_and_sum_cached, init, 2), GATED, ()
   init = partial(ops.init_attention_cache, BATCH, LENGTH, 2, 3)
-  yield "causal_attention_cached", cached(ops.causal_attention_cached, init), QKV, ()
-  attend = cached(ops.relative_attention_cached, init, RELATIVE)
-  yield "relative_attention_cached", attend, QKV, ()
+  yield "causal_attention_cached", cached(ops.causal_attention_cached, init, 3), QKV, ()
+  attend = cached(ops.relative_attention_cached, init, 3)
+  yield "relative_attention_cached", attend, QKV, RELATIVE
   for init in (ops.init_convolution_cache, ops.init_online_convolution_cache):
-    last, init = (draw(LENGTH),), partial(init, BATCH, LENGTH, 5)
-    operator = cached(ops.causal_convolution_cached, init, last)
-    yield f"causal_convolution_cached {init.func.__name__}", operator, (INPUTS,), ()
-  yield "pool_segments_cached", pool_cached, (INPUTS, BOUNDARIES), ()
+    operator = cached(ops.causal_convolution_cached, partial(init, BATCH, LENGTH, 5), 1)
+    yield f"causal_convolution_cached {init.__name__}", operator, (INPUTS,), (draw(LENGTH),)
+  init = partial(ops.init_segment_cache, BATCH, 5)
+  operator = cached(ops.pool_segments_cached, init, 2)
+  yield "pool_segments_cached", operator, (INPUTS, BOUNDARIES), ()
+
+
+CASES = [*cases()]
+# One of each operator.
+DEFAULT = {
+  *("shift_and_sum recompute", "dispatch_matrix", "causal_attention 6", "relative_attention 4"),
+  *("causal_convolution fft 1", "causal_convolution scan 3", "pool_segments mean"),
+  *("upsample_segments", "conditional_entropy", "shift_and_sum_cached"),
+  "relative_attention_cached",
+}
+
+
+def parametrize(cases, default):
+  return pytest.mark.parametrize(
+    "name, operator, by_rows, shared",
+    [helpers.slow_unless(case[0] in default, *case, id=case[0]) for case in cases],
+  )
 
 
 def with_gradients(operator):
@@ -102,21 +120,7 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-CASES = [*cases(), *cached_cases()]
-OUTSIDE_OF_JIT = ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1")
-# One of each operator.
-DEFAULT = {
-  *("shift_and_sum recompute", "dispatch_matrix", "causal_attention 6", "relative_attention 4"),
-  *("causal_convolution fft 1", "causal_convolution scan 3", "pool_segments mean"),
-  *("upsample_segments", "conditional_entropy", "shift_and_sum_cached"),
-  "relative_attention_cached",
-}
-
-
-@pytest.mark.parametrize(
-  "name, operator, by_rows, shared",
-  [helpers.slow_unless(case[0] in DEFAULT, *case, id=case[0]) for case in CASES],
-)
+@parametrize(CASES, DEFAULT)
 def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
   arrays, run = (*by_rows, *shared), with_gradients(operator)
   expected = jax.jit(run)(*arrays)
@@ -127,7 +131,7 @@ def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
   actual = jax.jit(run)(*placed)
   assert_close(actual, expected)
   results = [actual[0]]
-  if name in OUTSIDE_OF_JIT:
+  if name in ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1"):
     results.append(operator(*placed[: len(by_rows)], *shared))  # Shared: on one device.
     with jax.set_mesh(mesh):
       results.append(operator(*placed[: len(by_rows)], *shared))
@@ -141,19 +145,11 @@ def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
     assert_close(jax.jit(each)(*arrays), expected)
 
 
-@pytest.mark.parametrize(
-  "name, operator, by_rows, shared",
-  [
-    helpers.slow_unless(
-      case[0] in {"shift_and_sum recompute", "relative_attention 4"}, *case, id=case[0]
-    )
-    for case in CASES
-    if "fft" not in case[0] and "pallas" not in case[0]
-  ],
+@parametrize(
+  [case for case in CASES if "fft" not in case[0] and "pallas" not in case[0]],
+  {"shift_and_sum recompute", "relative_attention 4"},
 )
-def test_rows_on_several_devices_exchange_gradients_of_what_they_share_alone(
-  name, operator, by_rows, shared
-):
+def test_devices_exchange_the_gradients_of_shared_arrays_alone(name, operator, by_rows, shared):
   rows, everywhere = helpers.over_devices()
   run = jax.jit(with_gradients(operator))
   placed = [jax.device_put(x, rows) for x in by_rows]
@@ -161,3 +157,40 @@ def test_rows_on_several_devices_exchange_gradients_of_what_they_share_alone(
   compiled = run.lower(*placed).compile()
   assert_close(compiled(*placed), run(*by_rows, *shared))
   assert helpers.collectives(compiled) == ({"all-reduce"} if shared else set())
+
+
+LOSSES = [
+  ("cross_entropy", nats, (INPUTS,), ()),
+  ("binomial_prior_loss", partial(ops.binomial_prior_loss, alpha=0.2), (draw(2, 7),), ()),
+]
+
+
+@parametrize(
+  [case for case in CASES if "pallas" not in case[0]] + LOSSES,
+  DEFAULT - {"causal_convolution scan 3"} | {name for name, *_ in LOSSES},
+)
+def test_results_and_gradients_have_the_precision_of_float64(name, operator, by_rows, shared):
+  with jax.enable_x64(True):
+    arrays = [*by_rows, *shared]
+    floats = [i for i, x in enumerate(arrays) if x.dtype == np.float32]
+
+    @jax.jit
+    def run(*wide):
+      given = dict(zip(floats, wide, strict=True))
+      return operator(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+    wide = [jnp.asarray(arrays[i], jnp.float64) for i in floats]
+    assert run(*wide).dtype == jnp.float64
+    # Differences of results: sums in float32 would have errors of 1e-7 / 1e-5.
+    check_grads(run, wide, 1, ["rev"], atol=1e-6, rtol=1e-6, eps=1e-5)
+
+
+def test_gumbel_sigmoid_has_the_gradient_of_float64():
+  with jax.enable_x64(True):
+    logits, noise = (jnp.asarray(x, jnp.float64) for x in (draw(2, 7), 1 - draw(2, 7)))
+    sample = partial(ops.gumbel_sigmoid, temperature=0.5, noise=noise)
+    boundaries, pull = jax.vjp(sample, logits)
+    soft = 1 / (1 + np.exp(-2 * (logits + np.log(noise) - np.log1p(-noise))))
+    assert boundaries.dtype == jnp.float64
+    expected = 2 * soft * (1 - soft)
+    np.testing.assert_allclose(pull(jnp.ones((2, 7)))[0], expected, rtol=1e-12)

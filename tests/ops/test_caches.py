@@ -1,0 +1,261 @@
+"""Operators with a cache: however rows are cut, the outputs are those of the whole pass."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import ops
+from tests import helpers
+
+BATCH, LENGTH, HEADS, FEATURES, WIDTH = 3, 61, 2, 5, 7
+LEVELS, RING, TAPS, BLOCK = 4, 5, 13, 4  # All reach less far than the rows.
+ROUNDING = dict(rtol=1e-5, atol=1e-5)
+
+
+def draw(*shape):
+  return jnp.asarray(np.random.default_rng([1, *shape]).standard_normal(shape), jnp.float32)
+
+
+ROW = BATCH, LENGTH, HEADS, FEATURES
+QKV = draw(*ROW), draw(*ROW)[:, ::-1], draw(*ROW)[:, :, ::-1]
+BIASES = draw(HEADS, FEATURES), draw(HEADS, FEATURES)[::-1]
+DISTANCES = draw(LENGTH, HEADS, FEATURES)
+
+
+class Case(NamedTuple):
+  """An operator: its arrays [B, T, ...], in one pass and with a cache.
+
+  Attributes:
+    parts: the arrays.
+    whole: parts -> outputs.
+    cached: (*parts, *rest, cache, lengths=) -> outputs, cache.
+    rest: arguments that all tokens share.
+    init: dtype -> an empty cache.
+    most: the longest chunk.
+    tolerance: of outputs in bfloat16.
+  """
+
+  parts: tuple
+  whole: Callable
+  cached: Callable
+  rest: tuple
+  init: Callable
+  most: int = LENGTH
+  tolerance: float = 1e-4
+
+  def step(self, parts, cache, lengths=None):
+    rest = jax.tree.map(lambda x: x.astype(parts[0].dtype), self.rest)
+    return self.cached(*parts, *rest, cache, lengths=lengths)
+
+
+def convolution(init, *tap_shape):
+  taps = draw(TAPS, *tap_shape)
+
+  def whole(inputs):
+    padded = jnp.pad(taps, [(0, LENGTH - TAPS)] + [(0, 0)] * len(tap_shape))
+    return ops.causal_convolution(inputs, padded, implementation="scan")
+
+  init = functools.partial(init, BATCH, TAPS, WIDTH)
+  return Case((draw(BATCH, LENGTH, WIDTH),), whole, ops.causal_convolution_cached, (taps,), init)
+
+
+def relative(max_length, whole):
+  init = functools.partial(ops.init_attention_cache, BATCH, max_length, HEADS, FEATURES)
+  cached, rest = ops.relative_attention_cached, (DISTANCES, *BIASES)
+  return Case(QKV, whole, cached, rest, init, min(max_length, LENGTH), 0.1)
+
+
+def whole_relative(*parts):
+  return ops.relative_attention(*parts, DISTANCES, *BIASES)
+
+
+def of_the_last(*parts):
+  """Relative attention of every token to the last `RING`, in a pass for each token."""
+  windows = [jnp.concatenate([x[:, t - RING : t] for t in range(RING, LENGTH + 1)]) for x in parts]
+  last = whole_relative(*windows)[:, -1].reshape(-1, BATCH, HEADS, FEATURES).swapaxes(0, 1)
+  return jnp.concatenate([whole_relative(*parts)[:, : RING - 1], last], axis=1)
+
+
+online = functools.partial(ops.init_online_convolution_cache, block=BLOCK)
+CASES = {
+  "shift and sum": Case(
+    (draw(*ROW), jax.nn.sigmoid(draw(*ROW[:3], LEVELS))),
+    functools.partial(ops.shift_and_sum, implementation="loop"),
+    ops.shift_and_sum_cached,
+    (),
+    lambda dtype=jnp.float32: ops.init_shift_and_sum_cache(BATCH, HEADS, FEATURES, LEVELS, dtype),
+  ),
+  "attention": Case(
+    QKV,
+    ops.causal_attention,
+    ops.causal_attention_cached,
+    (),
+    functools.partial(ops.init_attention_cache, BATCH, LENGTH, HEADS, FEATURES),
+    tolerance=0.1,
+  ),
+  "relative attention": relative(LENGTH, whole_relative),
+  "ring": relative(RING, of_the_last),
+  "convolution of numbers": convolution(ops.init_convolution_cache),
+  "convolution": convolution(ops.init_convolution_cache, WIDTH),
+  "convolution of matrices": convolution(ops.init_convolution_cache, WIDTH, 3),
+  "online convolution of numbers": convolution(online),
+  "online convolution": convolution(online, WIDTH),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+  return CASES[request.param]
+
+
+def feed(case, sizes, parts, cache):
+  """Chunks of these sizes over and over, 0 to all of their tokens real; outputs and cache.
+
+  Padding is nan, as the worst that it can be.
+  """
+  generator, done, step = np.random.default_rng(0), np.zeros(BATCH, int), jax.jit(case.step)
+  outputs = [[] for _ in range(BATCH)]
+  for size in itertools.cycle(sizes):
+    if (done == LENGTH).all():
+      break
+    size = min(size, case.most)
+    lengths = np.minimum(generator.integers(0, size + 1, BATCH), LENGTH - done)
+    chunk = [np.full((BATCH, size, *x.shape[2:]), np.nan, x.dtype) for x in parts]
+    for (b, count), (new, old) in itertools.product(
+      enumerate(lengths), zip(chunk, parts, strict=True)
+    ):
+      new[b, :count] = old[b, done[b] : done[b] + count]
+    y, cache = step(chunk, cache, lengths.astype(np.int32))
+    assert y.dtype == parts[0].dtype and np.isfinite(y.astype(jnp.float32)).all()
+    for b, count in enumerate(lengths):
+      outputs[b].extend(np.asarray(y[b, :count], np.float32))
+    done += lengths
+    np.testing.assert_array_equal(cache.length, done)
+  return np.asarray(outputs), cache
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 1, 1, 1, 19, 1)], ids=["tokens", "chunks"])
+def test_chunks_of_rows_of_different_lengths_are_the_whole(case, sizes):
+  outputs, _ = feed(case, sizes, case.parts, case.init())
+  expected = jax.jit(case.whole)(*case.parts)
+  np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [helpers.slow_unless(x in ("shift and sum", "attention", "convolution"), x) for x in CASES],
+)
+def test_bfloat16_is_summed_in_float32(name):
+  case = CASES[name]
+  half = [x.astype(jnp.bfloat16) for x in case.parts]
+  outputs, cache = feed(case, (5, 1), half, case.init(dtype=jnp.bfloat16))
+  kept = {x.dtype.name for x in jax.tree.leaves(cache)} - {"int32"}
+  assert kept == {"float32"} if name == "shift and sum" else "bfloat16" in kept
+  wide = case._replace(rest=jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.rest))
+  exact, _ = feed(wide, (5, 1), [x.astype(jnp.float32) for x in half], case.init())
+  error = np.abs(outputs - exact)
+  assert (error <= 2.0**-8 * 1.01 * np.abs(exact) + case.tolerance).all()
+
+
+@pytest.mark.parametrize(
+  "name",
+  [helpers.slow_unless(x == "shift and sum", x) for x in CASES if x != "ring"],
+)
+def test_gradients_pass_through_the_cache(name):
+  case = CASES[name]
+  weights = jnp.cos(jnp.arange(LENGTH, dtype=jnp.float32))
+
+  def in_chunks(*parts):
+    cache, outputs = case.init(), []
+    for part in (slice(0, 19), slice(19, 20), slice(20, LENGTH)):
+      y, cache = case.step([x[:, part] for x in parts], cache)
+      outputs.append(y)
+    return jnp.concatenate(outputs, 1)
+
+  def gradients(function):
+    def loss(*parts):
+      y = function(*parts)
+      return jnp.sum(y * weights.reshape(1, LENGTH, *[1] * (y.ndim - 2)))
+
+    return jax.jit(jax.grad(loss, argnums=range(len(case.parts))))(*case.parts)
+
+  for found, expected in zip(gradients(in_chunks), gradients(case.whole), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_writes_a_donated_cache_in_its_place(case):
+  step, cache = jax.jit(case.step, donate_argnums=1), case.init()
+  memory = step.lower([x[:, :1] for x in case.parts], cache).compile().memory_analysis()
+  assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+  _, after = step([x[:, :1] for x in case.parts], cache)
+  assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+  assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, case.init())
+
+
+def scan(case, cache):
+  """Compiled steps over all tokens."""
+  tokens = [x[:, :, None].swapaxes(0, 1) for x in case.parts]
+
+  def run(cache, tokens):
+    return jax.lax.scan(lambda cache, x: case.step(x, cache)[::-1], cache, tokens)
+
+  return jax.jit(run, donate_argnums=0).lower(cache, tokens).compile()
+
+
+@pytest.mark.parametrize("name", ["attention", "relative attention"])
+def test_steps_in_a_scan_make_no_copy_of_keys_and_values(name):
+  cache = ops.init_attention_cache(BATCH, 1009, HEADS, FEATURES)
+  rest = (jnp.zeros((1009, HEADS, FEATURES)), *BIASES) if "relative" in name else ()
+  compiled = scan(CASES[name]._replace(rest=rest), cache)
+  assert compiled.memory_analysis().temp_size_in_bytes < cache.keys.nbytes
+
+
+def test_online_steps_neither_copy_the_inputs_nor_transform_ahead():
+  case = CASES["online convolution"]
+  text = scan(case, case.init()).as_text()
+  assert not re.findall(rf"= f32\[{BATCH},{TAPS},{WIDTH}\]\S* copy\(", text)
+  # Transforms stay in the branches that run when a block ends, apart from the scan.
+  transforms = [x for x in text.split("\n\n") if " fft(" in x]
+  assert transforms and not [x for x in transforms if " while(" in x]
+
+
+@pytest.mark.parametrize("window, block", [(1, 1), (3, 1), (7, 8), (8, 4)])
+def test_online_convolution_of_any_window_and_block(window, block):
+  inputs, taps = draw(BATCH, 23, WIDTH), draw(window, WIDTH)
+  cache, step = (
+    ops.init_online_convolution_cache(BATCH, window, WIDTH, block=block),
+    jax.jit(ops.causal_convolution_cached),
+  )
+  outputs = []
+  for t in range(23):
+    y, cache = step(inputs[:, t : t + 1], taps, cache)
+    outputs.append(y)
+  expected = ops.causal_convolution(inputs, jnp.pad(taps, ((0, 23 - window), (0, 0))))
+  np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, **ROUNDING)
+
+
+def test_a_ring_can_be_begun_anew():
+  case = CASES["ring"]
+  _, cache = feed(case, (3,), case.parts, case.init())
+  cache = cache._replace(length=jnp.zeros_like(cache.length))
+  outputs, _ = feed(case, (3,), case.parts, cache)
+  np.testing.assert_allclose(outputs, case.whole(*case.parts), **ROUNDING)
+
+
+def test_absolute_attention_beyond_the_end_is_nan():
+  case, counts = CASES["attention"], np.array([4, 0, 2], np.int32)
+  _, before = feed(case, (19,), case.parts, case.init())
+  kept = jax.tree.map(np.array, before)
+  before = before._replace(length=before.length - 1)
+  outputs, after = jax.jit(case.step)([x[:, -1:].repeat(4, 1) for x in case.parts], before, counts)
+  is_nan = np.isnan(outputs).all(axis=(2, 3))
+  np.testing.assert_array_equal(is_nan, [[0, 1, 1, 1], [0] * 4, [0, 1, 0, 0]])
+  np.testing.assert_array_equal(after.length, LENGTH - 1 + counts)
+  np.testing.assert_array_equal(after.keys, kept.keys)
