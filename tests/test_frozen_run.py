@@ -136,15 +136,6 @@ def test_an_initial_run_gives_the_rest(first, pooled, tmp_path):
     dpjax.train(config, tmp_path / "wrong")
 
 
-def test_a_run_of_another_configuration_takes_its_own_model(first, tmp_path):
-  """What a run left that ended before its first checkpoint is not used."""
-  config = pooled_config(first, "b", num_steps=2)
-  config.model.boundaries.theta = 0.0
-  (tmp_path / "frozen.json").write_text("{}")
-  run, _ = dpjax.train(config, tmp_path)
-  assert_same_bits(frozen(run), dpjax.load(first[0] / "b").params)
-
-
 def test_other_runs_are_refused(first, pooled, tmp_path):
   folder, _ = first
   key = "^model.boundaries.run: expected"
