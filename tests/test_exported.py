@@ -90,15 +90,6 @@ def test_bfloat16_halves_it(run, tmp_path):
     np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_a_run_that_is_moved_needs_no_data(run, tmp_path):
-  shutil.copytree(run.workdir, tmp_path / "moved", symlinks=True)
-  for path in (tmp_path / "moved").rglob("*.bin"):
-    path.unlink()
-  moved = dpjax.load(tmp_path / "moved")
-  assert_same_params(moved, run)
-  assert moved.score("the cat sat") == run.score("the cat sat")
-
-
 def test_training_begins_with_it_and_leaves_it_whole(run, tmp_path):
   run.save(tmp_path / "out")
   before = {x: x.read_bytes() for x in (tmp_path / "out").rglob("*") if x.is_file()}

@@ -96,7 +96,7 @@ def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, t
   assert [len(text) for (text,) in loaded.generate(prompts, length=17)] == [17, 17]
   loaded.save(tmp_path / "out")
   assert_same_bits(dpjax.load(tmp_path / "out").params, whole.params)
-  assert "frozen_logits(tokens" in (tmp_path / "out/README.md").read_text()
+  assert "def by_entropy(" in (tmp_path / "out/README.md").read_text()
   with pytest.raises(ValueError, match="slide or refuse with entropy_threshold boundaries"):
     loaded.generate(prompts, length=17, beyond_window="continue")
 
@@ -134,15 +134,6 @@ def test_an_initial_run_gives_the_rest(first, pooled, tmp_path):
   config.train.initial_run = str(folder / "a")
   with pytest.raises(ValueError, match="^train.initial_run: expected parameters of this"):
     dpjax.train(config, tmp_path / "wrong")
-
-
-def test_a_run_of_another_configuration_takes_its_own_model(first, tmp_path):
-  """What a run left that ended before its first checkpoint is not used."""
-  config = pooled_config(first, "b", num_steps=2)
-  config.model.boundaries.theta = 0.0
-  (tmp_path / "frozen.json").write_text("{}")
-  run, _ = dpjax.train(config, tmp_path)
-  assert_same_bits(frozen(run), dpjax.load(first[0] / "b").params)
 
 
 def test_other_runs_are_refused(first, pooled, tmp_path):

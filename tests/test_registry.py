@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import types
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput
 from dpjax.probes import training
-from dpjax.registry import Registry, Setting
+from dpjax.registry import Setting
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -84,43 +83,6 @@ def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, text, tmp_path):
   config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
   pooled = dpjax.build_model(config.model)
   assert type(pooled.make_hourglass(parent=None).last.make_mixer()) is Decay
-
-
-class Vowels(Boundaries):
-  """A kind of somebody else's: a segment ends with each token of an even id."""
-
-  pooling: str = "last"
-
-  def __call__(
-    self,
-    hidden,
-    tokens,
-    *,
-    deterministic=True,
-    noise=None,
-    num_before=None,
-    state=None,
-    lengths=None,
-  ):
-    return BoundaryOutput((tokens + 1) % 2)
-
-  def loss(self, output, batch):
-    return 3.0 * jnp.sum(batch["weights"]), None
-
-
-@pytest.mark.slow
-def test_boundaries_of_somebody_elses_train_and_write(text, tmp_path):
-  dpjax.register_boundaries("vowels", Vowels)
-  config = helpers.small_config(text, num_steps=2)
-  config.model.boundaries = dpjax.config.boundaries("vowels", pooling="mean")
-  config.model.first.num_layers = config.model.last.num_layers = 1
-  run, scores = dpjax.train(config, tmp_path / "run")
-  tokens = np.asarray(run.data.splits["test"])[:-1]
-  assert scores["boundary_loss"] == pytest.approx(3)
-  assert scores["shortening_factor"] == pytest.approx(
-    (len(tokens) + 1) / (tokens % 2 == 0).sum(), rel=0.05
-  )
-  assert len(run.generate("the ", length=5, temperature=0)[0]) == 5
 
 
 class AfterRare(Boundaries):
@@ -354,9 +316,3 @@ def test_an_optimizer_of_somebody_elses():
   grads = {"a": jnp.array([4.0, -0.1])}
   got, _ = update.update(grads, update.init(grads))
   np.testing.assert_allclose(got["a"], [-1.5, 1.5])
-
-
-def test_what_is_known_is_imported_when_it_is_used():
-  registered = Registry("thing", (), {"ordered": "collections:OrderedDict"})
-  assert registered.names() == ("ordered",)
-  assert registered.component("ordered") is sys.modules["collections"].OrderedDict

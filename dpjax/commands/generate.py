@@ -105,26 +105,19 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
     }
     for row in rows
   ]
-  total = sum(sample["num_tokens"] for sample in samples)
   counts = [sum(piece.num_tokens for piece in new) for new in zip(*rows, strict=True)]
   seconds, to_first = times[-1] - begin, times[0] - begin
   speed = generation.tokens_per_second(counts, times)
   if not is_text:
-    content = {
-      "prompt": prompt,
-      **settings,
-      "samples": samples,
-      "seconds": seconds,
-      "seconds_to_first": to_first,
-      "tokens_per_second": speed,
-    }
+    content = {"prompt": prompt, **settings, "samples": samples, "seconds": seconds}
+    content |= {"seconds_to_first": to_first, "tokens_per_second": speed}
     print(json.dumps(content, indent=2))
     return
   print()
   for number, sample in enumerate(samples[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
   print(
-    f"{total:,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text came"
+    f"{sum(counts):,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text came"
     + (f"; then {speed:,.0f} tokens a second" if speed else ""),
     file=sys.stderr,
   )

@@ -65,11 +65,6 @@ def logits(tokens):  # [T] -> [T, V]
   return forward(tokens, arrays, model)"""
 
 
-def foreign(model: Mapping) -> list[str]:
-  """The names of a model's components that are not dpjax's own."""
-  return sorted(_components(model) - {*numpy_model.FUNCTIONS})
-
-
 def _components(model: Mapping) -> set[str]:
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
   kinds = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
@@ -114,17 +109,13 @@ def describe(
   start_id: int = 0,
   dtype: str = "float32",
 ) -> str:
-  """The part of a card that describes a model: its code and its arrays.
+  """The part of a card that describes a model: its code, and its arrays by their shapes.
 
-  Args:
-    model: `config.model`; None for a model that was made in Python.
-    shapes: the shapes of the arrays by name.
-    frozen: the settings of the model that its boundaries use, if any.
-    start_id: the token before a text.
-    dtype: the dtype of the file.
+  `model` is None for one that was made in Python; `frozen` has the settings of the model that its
+  boundaries use, and `start_id` is the token before a text.
   """
   rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
-  names = ["its class"] if model is None else foreign(model)
+  names = ["its class"] if model is None else sorted(_components(model) - {*numpy_model.FUNCTIONS})
   if names or model is None:
     about = f"Its code is its author's own, and no part of this folder: {', '.join(names)}.\n"
   else:
@@ -138,15 +129,7 @@ def describe(
 
 
 def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **description) -> str:
-  """The card of a run, in Markdown.
-
-  Args:
-    run: a `dpjax.run.Run` with a folder.
-    name: the name of the folder of the export.
-    shapes: see `describe`.
-    is_built: whether the model is that of the settings, and none made in Python.
-    **description: `frozen` and `dtype` of `describe`.
-  """
+  """The card of a run, in Markdown; `is_built`: its model is that of the settings."""
   head = _CARD.format(
     name=name,
     size=sum(math.prod(shape) for shape in shapes.values()),

@@ -171,15 +171,9 @@ class Run:
       name += f"_window{window}_stride{stride}"
     if documents != self._documents(""):
       name += f"_{documents}"
-    content = {
-      "split": split,
-      "step": self.step,
-      "window": window,
-      "stride": stride,
-      "scores": metrics.for_json(scores),
-      "documents": documents,
-      "counts": dict(data.counts[split]),
-    }
+    content = {"split": split, "step": self.step, "window": window, "stride": stride}
+    content |= {"scores": metrics.for_json(scores), "documents": documents}
+    content["counts"] = dict(data.counts[split])
     files.write_json(Path(folder, f"{name}.json"), content)
 
   @overload
