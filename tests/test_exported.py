@@ -210,10 +210,6 @@ def test_damaged_scores_are_named(run, content, tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def deep(path):
-  path.write_text('{"model": ' + '{"middle": ' * 400 + "{}" + "}" * 401)
-
-
 @pytest.mark.parametrize("name", ["config.json", "data/data.json", "data/tokenizer.json"])
 @pytest.mark.parametrize(
   "make, message",
@@ -221,8 +217,7 @@ def deep(path):
     (os.mkfifo, "no regular file"),
     (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
     (lambda path: path.write_bytes(b" " * 100_001), "more than 100,000 bytes"),
-    (deep, "expected "),
-    (lambda path: path.write_text("[" * 100_000), "expected "),
+    (lambda path: path.write_text("[" * 50_000), "nested too deeply"),
   ],
 )
 def test_files_that_exhaust_a_machine_are_refused(run, name, make, message, tmp_path, monkeypatch):
