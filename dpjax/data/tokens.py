@@ -1,13 +1,13 @@
 """A corpus as tokens on disk: encoded once, then memory-mapped.
 
-A folder holds {train,valid,test}.bin (uint16, or int32 for more than 65,536 ids),
-tokenizer.json, and data.json with counts and the checksums of the .bin files. With boundaries
-of the text it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and what
-their kind learned, as unigram.model; for a text that knows its documents,
-{train,valid,test}.documents.bin (int64, increasing: the first token of each document).
+  train.bin ...             ids, uint16, or int32 for more than 65,536 of them
+  train.boundaries.bin ...  boundaries of the text, uint8, one for each token
+  train.documents.bin ...   the first token of each document, int64, increasing
+  tokenizer.json, unigram.model (what the boundaries learned)
+  data.json                 counts, and the checksums of the .bin files
 
-These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the
-small files; "tokens" in its data.json is the path of the others.
+These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the small
+files; "tokens" in its data.json is the path of the others.
 """
 
 import dataclasses
@@ -152,10 +152,9 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  If tokens of the same text and settings exist, they are opened; others are replaced. A
-  killed call leaves `<folder>.partial`; the next call continues from its complete splits.
-  Memory does not grow with the text. A vocabulary is learned from at most 1 GiB, spread evenly
-  over the train split.
+  If tokens of the same text and settings exist, they are opened; others are replaced. After a
+  killed call, the next one continues from its complete splits. A vocabulary is learned from at
+  most 1 GiB, spread evenly over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.

@@ -204,8 +204,8 @@ def letter_changed():
 WIKI2 = wikitext_members("wikitext-2")
 TRAIN = "archive with wikitext-2/wiki.train.tokens"
 DAMAGED = {
-  "text8, not a zip": ("text8", b"no zip", "expected a zip archive of text8"),
-  "text8, no member": ("text8", zipped({"other": "a"}), "expected a zip archive of text8"),
+  "text8, not a zip": ("text8", b"no zip", "expected a zip archive with text8"),
+  "text8, no member": ("text8", zipped({"other": "a"}), "expected a zip archive with text8"),
   "text8, not UTF-8": ("text8", zipped({"text8": b"a" * 997 + b"\xe9"}), "with text8 in UTF-8"),
   "text8, one letter": ("text8", letter_changed(), "with text8 in UTF-8, got .*CRC"),
   "wikitext, not a zip": ("wikitext2", b"no zip", "expected a zip archive with wikitext-2"),
