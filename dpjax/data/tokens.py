@@ -169,20 +169,24 @@ def tokenize(
     UserError: from the text, the tokenizer or the boundaries; or the folder holds something
       else or cannot be written.
   """
+  name, known = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
+  if known is None and settings.get("file"):
+    whole = {key: value for key, value in settings.items() if key != "restrict"}
+    known = train_tokenizer(name, (), **whole)
   made = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
     "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    **_tokenizer_inputs(kind, boundaries, settings),
+    **_tokenizer_inputs(name, known, boundaries, settings),
   }
-  if boundaries is not None and made["kind"] not in CHARACTER_KINDS:
+  if boundaries is not None and name not in CHARACTER_KINDS:
     raise UserError(
       f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-      f"{type(boundaries).__name__} boundaries, got {made['kind']}"
+      f"{type(boundaries).__name__} boundaries, got {name}"
     )
   folder = Path(folder)
   if shared:
     digits = _digest(json.dumps(made, sort_keys=True))[:8]
-    folder /= f"{corpus.name}_{made['kind']}_{digits}"
+    folder /= f"{corpus.name}_{name}_{digits}"
   has_boundaries = boundaries is not None
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
@@ -190,7 +194,8 @@ def tokenize(
     try:  # The encoder of an interrupted call.
       encoder = _encoder(*_open_encoder(partial, boundaries))
     except (OSError, ValueError):
-      tokenizer, learned = _learn(corpus, kind, boundaries, settings)
+      given = kind if known is None or settings.get("restrict") else known
+      tokenizer, learned = _learn(corpus, given, boundaries, settings)
       _write_encoder(partial, tokenizer, learned)
       encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
@@ -211,12 +216,10 @@ def tokenize(
   return open_tokens(folder, boundaries=boundaries)
 
 
-def _tokenizer_inputs(kind: str | Tokenizer, boundaries: Any, settings: Mapping) -> dict[str, Any]:
+def _tokenizer_inputs(
+  name: str, known: Tokenizer | None, boundaries: Any, settings: Mapping
+) -> dict[str, Any]:
   """The settings that affect tokens, apart from the text and file names."""
-  known, name = (kind, kind.kind) if isinstance(kind, Tokenizer) else (None, kind)
-  if known is None and settings.get("file"):
-    whole = {key: value for key, value in settings.items() if key != "restrict"}
-    known = train_tokenizer(name, (), **whole)
   made: dict[str, Any] = {"kind": name}
   made |= {key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")}
   if known is not None:

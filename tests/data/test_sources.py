@@ -324,7 +324,6 @@ def test_a_list_that_cannot_be_used(site, read, names):
 @pytest.mark.parametrize(
   "content",
   [
-    b"",
     b"<html>no Parquet</html>",
     parquet(["a"])[:-9],
     parquet(["a"], column="content"),
