@@ -168,14 +168,6 @@ def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
     moved.score_split("test")
 
 
-def test_another_text_of_that_name_has_its_own(config, tmp_path):
-  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
-  give_another_text(tmp_path)
-  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
-  assert "tac" in data.tokenizer.decode(data.splits["train"])
-  assert len(tokens_of(config)) == 2
-
-
 def test_another_vocabulary_has_its_own(config, tmp_path):
   config.data.tokenizer = "bpe"
   sizes = []
@@ -273,17 +265,6 @@ def test_any_tokenizer_of_a_run_is_taken_over(tmp_path, kind, by):
   shutil.rmtree(data.folder)
   data = tokens_lib.open_tokens(config, tmp_path / "new" / "data")
   assert {split: ids.tolist() for split, ids in data.splits.items()} == expected
-
-
-def test_own_text_that_is_cleaned_is_made_anew_when_it_changes(tmp_path):
-  config = config_lib.default()
-  text = helpers.write_text(tmp_path / "text.txt")
-  config.data.update(path=str(text), clean=True, language="en", data_dir=str(tmp_path / "data"))
-  first = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
-  text.write_text(text.read_text() + "one line more\n" * 99)
-  second = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
-  counts = [sum(x["characters"] for x in data.counts.values()) for data in (first, second)]
-  assert counts[1] > counts[0] + 99 * 13 - 9
 
 
 def test_prepare_alone(config, tmp_path):

@@ -48,26 +48,11 @@ class DocumentStarts:
     return self.begins[found] == places
 
 
-def check_stream(
-  tokens: np.ndarray, boundaries: np.ndarray | None, documents: DocumentStarts | None
-) -> None:
-  """Checks that boundaries and documents are those of the N tokens.
-
-  Raises:
-    UserError: there are not N boundaries, or the documents do not rise from 0 to at most N - 1.
-  """
+def check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
+  """Checks that there is one boundary for each token."""
   if boundaries is not None and len(boundaries) != len(tokens):
     raise UserError(
       f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
-    )
-  if documents is None:
-    return
-  begins = documents.begins
-  is_rising = begins.ndim == 1 and len(begins) > 0 and bool((begins[1:] > begins[:-1]).all())
-  if not (is_rising and begins[0] == 0 and begins[-1] < len(tokens)):
-    raise UserError(
-      f"documents: expected places that rise from 0 to at most {len(tokens) - 1}, the last "
-      f"token's, got {np.array2string(begins, threshold=8)}"
     )
 
 
@@ -88,9 +73,9 @@ class _Windows(abc.ABC):
     """Takes the stream, ids [N] of any integer type, and the seed of a random order, >= 0.
 
     Raises:
-      UserError: the stream is too short, or `check_stream` refuses boundaries or documents.
+      UserError: the stream is too short, or there are not N boundaries.
     """
-    check_stream(tokens, boundaries, documents)
+    check_num_boundaries(boundaries, tokens)
     self.batch_size, self.window = batch_size, window
     self._tokens, self._seed, self._pad_id = tokens, seed, pad_id
     self._boundaries, self._documents = boundaries, documents

@@ -28,18 +28,17 @@ _log = logging.getLogger(__name__)
 def build_once(
   folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Builds a folder, unless it exists and was built from the same inputs, as JSON values.
+  """Builds a folder, unless it exists and was built from the same inputs.
 
   If several processes ask for it, one builds it and the others wait.
 
   Args:
     folder: the folder; one built from other inputs is replaced.
-    inputs: the inputs.
+    inputs: JSON values.
     build: fills a given folder and returns what else to record. The folder holds the files of
       an earlier call that was killed, or that raised another error than a `UserError`.
 
-  Returns:
-    The record: `inputs`, the result of `build`, and the sizes of the files.
+  Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
   Raises:
     UserError: from `build`; or data_dir cannot be written, or its disk is full.

@@ -260,8 +260,7 @@ def build_texts(
 ) -> tuple[dict[str, Chunks], dict[str, Any]]:
   """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
 
-  Returns:
-    The texts of the splits, and their sizes and checksums.
+  Returns the texts of the splits, and their sizes and checksums.
 
   Raises:
     UserError: from `read`; or a split is empty, or there is no train split.

@@ -124,9 +124,8 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
   These are <split>.bin and the like, and <split>.json once they are complete; for `Documents`
   also <split>.documents.bin: the first token of each document, int64, increasing.
 
-  Returns:
-    "tokens", the counts of `count_text` and, for `Documents`, "documents". Documents without
-    tokens do not count.
+  Returns "tokens", the counts of `count_text` and, for `Documents`, "documents". Documents without
+  tokens do not count.
 
   Raises:
     UserError: from the text or the tokenizer.

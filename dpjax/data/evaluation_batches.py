@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dpjax.data.batches import DocumentStarts, check_stream, permute
+from dpjax.data.batches import DocumentStarts, check_num_boundaries, permute
 from dpjax.errors import UserError
 
 
@@ -40,9 +40,9 @@ class EvaluationWindows:
     """Takes the stream, ids [N] of any integer type, N >= 1; `max_tokens` = 0 takes all.
 
     Raises:
-      UserError: the stride is not in 1 .. window, or `check_stream` refuses the rest.
+      UserError: the stride is not in 1 .. window, or there are not N boundaries.
     """
-    _check(tokens, boundaries, None, window, stride)
+    _check(tokens, boundaries, window, stride)
     self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
     self._tokens, self._start_id = tokens, start_id
     self._boundaries, self._start_boundary = boundaries, start_boundary
@@ -115,7 +115,7 @@ class EvaluationDocuments:
     Raises:
       UserError: as for `EvaluationWindows`.
     """
-    _check(tokens, boundaries, documents, window, stride)
+    _check(tokens, boundaries, window, stride)
     self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
     self._tokens, self._boundaries, self._documents = tokens, boundaries, documents
     sizes = np.diff(documents.begins, append=len(tokens))
@@ -178,7 +178,7 @@ class EvaluationDocuments:
     )
 
 
-def _check(tokens, boundaries, documents, window: int, stride: int) -> None:
-  check_stream(tokens, boundaries, documents)
+def _check(tokens: np.ndarray, boundaries: np.ndarray | None, window: int, stride: int) -> None:
+  check_num_boundaries(boundaries, tokens)
   if not 1 <= stride <= window:
     raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")

@@ -5,6 +5,7 @@ train.txt, valid.txt and test.txt.
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from dpjax.data.corpus import (
   FileDocuments,
   JsonLines,
   Marked,
+  Text,
   build_texts,
   character_begin,
   line_pattern,
@@ -142,18 +144,17 @@ def _with_documents(corpus: Corpus, marks: str) -> Corpus:
 
 def _open_path(path: Path, fractions: Sequence[float], field: str, texts: Path) -> Corpus:
   """The text of a file or a folder; `about` identifies its files."""
-  shares = {"split_fractions": list(fractions)}
   try:
     if path.is_dir():
       return _open_folder(path, fractions, field, texts)
-    text, is_json = _open_file(path, texts)
+    text = _open_file(path, field, texts)
     name = Path(path.stem).stem if path.suffix and path.suffix in reading.OPENERS else path.stem
-    about = {"files": [_identity(path)], **shares}
-    splits = cut_splits(text.content, fractions, str(path), whole_lines=is_json)
-    if not is_json:
-      return Corpus(name, splits, about)
-    lines = {split: JsonLines(text, field) for split, text in splits.items()}
-    return Corpus(name, lines, {**about, "text_field": field})
+    about: dict[str, Any] = {"files": [_identity(path)], "split_fractions": list(fractions)}
+    if isinstance(text, Chunks):
+      return Corpus(name, cut_splits(text.content, fractions, str(path)), about)
+    lines = cut_splits(text.lines.content, fractions, str(path), whole_lines=True)
+    about["text_field"] = field
+    return Corpus(name, {split: JsonLines(part, field) for split, part in lines.items()}, about)
   except OSError as error:
     raise UserError(
       f"data.path: expected a readable text file or folder, got "
@@ -167,7 +168,7 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
   if not any(found.values()) and (files := _text_files(path)):
     about = {"documents": _digest([*map(_identity, files)]), "split_fractions": list(fractions)}
     return Corpus(path.name, _cut_files(files, fractions, path), about)
-  splits: dict[str, Any] = {}
+  splits: dict[str, Text] = {}
   about: dict[str, Any] = {"files": []}
   for split, file in found.items():
     if file is None:
@@ -176,18 +177,16 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
         f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl, packed, or a "
         f"folder of documents, got {path} without"
       )
-    if not file.suffix:
+    if file.suffix:
+      splits[split] = _open_file(file, field, texts)
+      about["files"].append(_identity(file))
+      about |= {"text_field": field} if isinstance(splits[split], JsonLines) else {}
+    else:
       files = _text_files(file)
       if not files:
         raise UserError(f"data.path: expected .txt files, each a document, got none in {file}")
       splits[split] = FileDocuments(files, sum(x.stat().st_size for x in files))
       about["files"].append(_digest([*map(_identity, files)]))
-      continue
-    splits[split], is_json = _open_file(file, texts)
-    about["files"].append(_identity(file))
-    if is_json:
-      splits[split] = JsonLines(splits[split], field)
-      about["text_field"] = field
   return Corpus(path.name, splits, about)
 
 
@@ -218,15 +217,16 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
   return {x: FileDocuments(files[y], sum(sizes[y])) for x, y in zip(SPLITS, stretches, strict=True)}
 
 
-def _open_file(path: Path, texts: Path) -> tuple[Chunks, bool]:
-  """The text of a file, and whether it is .jsonl; a compressed one is decompressed once."""
-  if not (path.suffix and path.suffix in reading.OPENERS and path.is_file()):
-    return open_text(path), path.suffix == ".jsonl"
-  plain = Path(path.stem)
-  folder = texts / f"{plain.stem}_{_digest([_identity(path)])[:8]}"
-  pieces = lambda: reading.text_files({"train": path})  # noqa: E731
-  splits, _ = build_texts(folder, {"unpacked": _identity(path)}, pieces)
-  return splits["train"], plain.suffix == ".jsonl"
+def _open_file(path: Path, field: str, texts: Path) -> Chunks | JsonLines:
+  """The text of a file; a compressed one is decompressed once."""
+  plain, text = path, None
+  if path.suffix and path.suffix in reading.OPENERS and path.is_file():
+    plain = Path(path.stem)
+    folder = texts / f"{plain.stem}_{_digest([_identity(path)])[:8]}"
+    pieces = functools.partial(reading.text_files, {"train": path})
+    text = build_texts(folder, {"unpacked": _identity(path)}, pieces)[0]["train"]
+  text = text or open_text(path)
+  return JsonLines(text, field) if plain.suffix == ".jsonl" else text
 
 
 def _digest(value: Any) -> str:

@@ -1,13 +1,13 @@
 """A corpus as tokens on disk: encoded once, then memory-mapped.
 
-A folder holds {train,valid,test}.bin (uint16, or int32 for more than 65,536 ids),
-tokenizer.json, and data.json with counts and the checksums of the .bin files. With boundaries
-of the text it also has {train,valid,test}.boundaries.bin (uint8, one for each token) and what
-their kind learned, as unigram.model; for a text that knows its documents,
-{train,valid,test}.documents.bin (int64, increasing: the first token of each document).
+  train.bin ...             ids, uint16, or int32 for more than 65,536 of them
+  train.boundaries.bin ...  boundaries of the text, uint8, one for each token
+  train.documents.bin ...   the first token of each document, int64, increasing
+  tokenizer.json, unigram.model (what the boundaries learned)
+  data.json                 counts, and the checksums of the .bin files
 
-These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the
-small files; "tokens" in its data.json is the path of the others.
+These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the small
+files; "tokens" in its data.json is the path of the others.
 """
 
 import dataclasses
@@ -152,10 +152,9 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  If tokens of the same text and settings exist, they are opened; others are replaced. A
-  killed call leaves `<folder>.partial`; the next call continues from its complete splits.
-  Memory does not grow with the text. A vocabulary is learned from at most 1 GiB, spread evenly
-  over the train split.
+  If tokens of the same text and settings exist, they are opened; others are replaced. After a
+  killed call, the next one continues from its complete splits. A vocabulary is learned from at
+  most 1 GiB, spread evenly over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -170,20 +169,24 @@ def tokenize(
     UserError: from the text, the tokenizer or the boundaries; or the folder holds something
       else or cannot be written.
   """
+  name, known = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
+  if known is None and settings.get("file"):
+    whole = {key: value for key, value in settings.items() if key != "restrict"}
+    known = train_tokenizer(name, (), **whole)
   made = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
     "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    **_tokenizer_inputs(kind, boundaries, settings),
+    **_tokenizer_inputs(name, known, boundaries, settings),
   }
-  if boundaries is not None and made["kind"] not in CHARACTER_KINDS:
+  if boundaries is not None and name not in CHARACTER_KINDS:
     raise UserError(
       f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-      f"{type(boundaries).__name__} boundaries, got {made['kind']}"
+      f"{type(boundaries).__name__} boundaries, got {name}"
     )
   folder = Path(folder)
   if shared:
     digits = _digest(json.dumps(made, sort_keys=True))[:8]
-    folder /= f"{corpus.name}_{made['kind']}_{digits}"
+    folder /= f"{corpus.name}_{name}_{digits}"
   has_boundaries = boundaries is not None
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
@@ -191,7 +194,8 @@ def tokenize(
     try:  # The encoder of an interrupted call.
       encoder = _encoder(*_open_encoder(partial, boundaries))
     except (OSError, ValueError):
-      tokenizer, learned = _learn(corpus, kind, boundaries, settings)
+      given = kind if known is None or settings.get("restrict") else known
+      tokenizer, learned = _learn(corpus, given, boundaries, settings)
       _write_encoder(partial, tokenizer, learned)
       encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
@@ -212,12 +216,10 @@ def tokenize(
   return open_tokens(folder, boundaries=boundaries)
 
 
-def _tokenizer_inputs(kind: str | Tokenizer, boundaries: Any, settings: Mapping) -> dict[str, Any]:
+def _tokenizer_inputs(
+  name: str, known: Tokenizer | None, boundaries: Any, settings: Mapping
+) -> dict[str, Any]:
   """The settings that affect tokens, apart from the text and file names."""
-  known, name = (kind, kind.kind) if isinstance(kind, Tokenizer) else (None, kind)
-  if known is None and settings.get("file"):
-    whole = {key: value for key, value in settings.items() if key != "restrict"}
-    known = train_tokenizer(name, (), **whole)
   made: dict[str, Any] = {"kind": name}
   made |= {key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")}
   if known is not None:

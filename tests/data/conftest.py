@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import os
 import re
 import threading
 
@@ -71,6 +72,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
       content = content[: self.server.break_after]
       self.server.sent += len(content)
       self.wfile.write(content)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+  monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture(scope="session")

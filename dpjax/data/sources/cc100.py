@@ -1,15 +1,13 @@
 """CC-100: web text in a hundred languages; we take the beginning of one.
 
-Web pages of Common Crawl of 2018, chosen as for XLM-R (Conneau et al., ACL 2020; Wenzek et
-al., LREC 2020). Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi
-in the same way). Licence: the preparers claim no rights; Common Crawl's terms of use hold for the
-pages.
+Web pages of Common Crawl of 2018, chosen as for XLM-R (Conneau et al., ACL 2020). Source:
+https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi in the same way). Licence:
+the preparers claim no rights; Common Crawl's terms of use hold for the pages.
 
 One split, "train": the first documents, unchanged, until they reach 520M characters, enough for
-the pooling paper's 400M characters of training and 2M each of validation and test after
-cleaning. Only the first 256 MiB of the file are downloaded, about a billion bytes of text. Each
-line is a paragraph, and a blank line ends a document; one that is cut off is dropped. By
-hand: put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
+the pooling paper's 404M after cleaning. Only the first 256 MiB of the file are downloaded, about
+a billion bytes of text. A blank line ends a document; one that is cut off is dropped. By hand:
+put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
 """
 
 import lzma

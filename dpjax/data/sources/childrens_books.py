@@ -6,12 +6,11 @@ https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from the mirror of Proj
 Gutenberg's foundation. Public domain in the USA; elsewhere some of the later authors are
 still protected.
 
-The books follow the order of the list, with a line <|endofbook|> between two. We remove
-header, licence and footer (by the lines `*** START OF ...` and `*** END OF ...`) and the
-credits at the beginning, and make line ends LF. Nothing else changes, unlike in the prepared
-text of older copies (GITenberg), which lacks [Illustration], page marks, notes and italics and
-has ASCII quotes. To use that, put its train.txt, valid.txt and test.txt into childrens_books in
-the manual folder.
+The books follow the order of the list, with a line <|endofbook|> between two. We remove header,
+licence, footer and the credits at the beginning, and make line ends LF; nothing else changes. The
+prepared text of older copies (GITenberg) has no [Illustration], page marks, notes and
+italics; to use it, put its train.txt, valid.txt and test.txt into childrens_books in the manual
+folder.
 """
 
 import csv

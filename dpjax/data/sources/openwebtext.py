@@ -9,9 +9,8 @@ Splits: none are published. We count documents from 0 over all files; document i
 if i % 1000 == 998, test if i % 1000 == 999, and train otherwise, so that every part of the
 corpus contributes to each split.
 
-Each document, the last one included, is followed by a line end and the line <|endoftext|>:
-GPT-2's mark, a single token for a byte-level BPE that knows it. On a line of its own it keeps
-words and lines of two pages apart with any tokenizer.
+Each document, the last one included, is followed by a line end and the line <|endoftext|>,
+GPT-2's mark, a single token for a byte-level BPE that knows it.
 """
 
 from collections.abc import Iterator

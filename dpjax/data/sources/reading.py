@@ -78,15 +78,13 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
     OSError: it cannot be found.
   """
   path = Path(path)
-  path.stat()  # raises what is wrong with the path
-  # Opening a pipe would wait, and some devices never end.
-  if not path.is_file():
-    raise UserError(f"{setting}: expected a text in UTF-8, got {path} (no regular file)")
+  reason = "" if path.stat() and path.is_file() else "no regular file"
   try:
-    return "".join(text_file(path)).removeprefix("\ufeff")
+    if not reason:
+      return "".join(text_file(path)).removeprefix("\ufeff")
   except UserError as error:
-    cause = error.__cause__
-    raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({cause})") from error
+    reason = error.__cause__
+  raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({reason})")
 
 
 def zip_member(path: Path, member: str) -> Iterator[str]:

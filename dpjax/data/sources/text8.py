@@ -6,7 +6,6 @@ with neural networks"): 90M, 5M and 5M characters. (Of n characters, n // 20 eac
 the remainder.)
 """
 
-import zipfile
 from collections.abc import Iterator
 
 from dpjax.data.download import File, Files
@@ -22,20 +21,10 @@ ARCHIVE = File(
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
   """The three parts of the one text in the archive."""
-  path = files.get(ARCHIVE)
-  try:
-    with zipfile.ZipFile(path) as archive:
-      size = archive.getinfo("text8").file_size
-  except (zipfile.BadZipFile, KeyError) as error:
-    raise reading.damage(path, "a zip archive of text8", error) from error
-  ends = {"train": size - 2 * (size // 20), "valid": size - size // 20, "test": size}
-  at = 0
-  for piece in reading.zip_member(path, "text8"):
-    for split, end in ends.items():
-      taken = piece[: max(0, end - at)]
-      if taken:
-        yield split, taken
-      at, piece = at + len(taken), piece[len(taken) :]
+  text = "".join(reading.zip_member(files.get(ARCHIVE), "text8"))
+  second = len(text) - len(text) // 20
+  first = second - len(text) // 20
+  yield from (("train", text[:first]), ("valid", text[first:second]), ("test", text[second:]))
 
 
 SOURCES = {
