@@ -4,13 +4,11 @@ import copy
 import json
 import re
 
-import jax.numpy as jnp
 import ml_collections
 import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import ops
 from dpjax.config import sections
 
 
@@ -59,7 +57,6 @@ def test_the_name_of_a_component_is_its_section():
     config_lib.check(mine)
     with pytest.raises(dpjax.UserError, match="^mixer: expected one of .*did you mean we[?]"):
       mine.model.mixer = "wee"
-  # Sections of a plain ConfigDict fit as before.
   plain = ml_collections.ConfigDict(expected.to_dict())
   assert plain == expected and expected == plain
   config.model = plain.model
@@ -72,19 +69,13 @@ def test_the_name_of_a_component_is_its_section():
 
 def test_paths_may_begin_with_a_tilde(monkeypatch):
   monkeypatch.setenv("HOME", "/home/somebody")
-  config = changed({"model.boundaries": "unigram", "data.separator": "~/x"})
-  config.data.update(dict(path="~/a", data_dir="~/b", manual_dir="~/c", tokenizer_file="~/d"))
-  config.train.initial_run, config.model.boundaries.file = "~/e", "~"
+  keys = "data.path data.data_dir data.manual_dir data.tokenizer_file train.initial_run"
+  paths = {key: f"~/{key}" for key in [*keys.split(), "model.boundaries.file"]}
+  config = changed({"model.boundaries": "unigram", "data.separator": "~/x", **paths})
   found = config_lib.flatten(sections.expand_paths(config))
   before = config_lib.flatten(config)
-  assert {key: x for key, x in found.items() if x != before[key]} == {
-    "data.path": "/home/somebody/a",
-    "data.data_dir": "/home/somebody/b",
-    "data.manual_dir": "/home/somebody/c",
-    "data.tokenizer_file": "/home/somebody/d",
-    "train.initial_run": "/home/somebody/e",
-    "model.boundaries.file": "/home/somebody",
-  }
+  changes = {key: x for key, x in found.items() if x != before[key]}
+  assert changes == {key: f"/home/somebody/{key}" for key in paths}
   config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
   assert sections.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
@@ -205,21 +196,13 @@ MIXED = {
 # Settings that can run, one that cannot beside them, and what is said.
 TOGETHER = [
   (ODD_HEADS, {"model.mixer.rotary_base": 1e4}, "model.mixer.rotary_base: .* None .* 21 // 3 = 7"),
-  (
-    MIXED,
-    {"model.last.mixer.implementation": "fft"},
-    "model.last.mixer.implementation: .* got fft",
-  ),
+  (MIXED, {"model.last.mixer.implementation": "fft"}, "model.last.mixer.implementation: .*fft"),
   (
     {"model.boundaries": config_lib.boundaries("gumbel", space_ids=(8,)), "model.vocab_size": 9},
     {"model.vocab_size": 8},
     "model.boundaries.space_ids: .* = 8, got",
   ),
-  (
-    {"data.documents": "isolated"},
-    {"eval.max_tokens": 50},
-    "eval.max_tokens: expected 0 with .*, got 50",
-  ),
+  ({"data.documents": "isolated"}, {"eval.max_tokens": 50}, "eval.max_tokens: .* 0 .*, got 50"),
   ({}, {"train.num_steps": 5}, "train.num_steps, train.num_epochs: .* 5 steps and 60.0 epochs"),
   ({}, {"train.eval_every_epochs": 0.0}, "train.eval_every_steps, .* 0 steps and 0.0 epochs"),
 ]
@@ -248,19 +231,15 @@ FLOATS = [
 def test_numbers_that_are_not_finite_in_float32_are_refused(value):
   assert "train.learning_rate" in FLOATS
   for key in FLOATS:
-    with pytest.raises(
-      ValueError, match=f"^{key}: expected a number .* finite, got {value}".replace("+", r"\+")
-    ):
+    message = f"{key}: expected a number .* finite, got {re.escape(str(value))}"
+    with pytest.raises(ValueError, match=message):
       config_lib.check(changed({key: value}))
 
 
 def test_the_mixers_of_a_model_are_found():
-  names = {key: x.name for key, x in config_lib.mixers_in(changed(MIXED).model).items()}
-  assert names == {
-    "model.mixer": "he",
-    "model.first.mixer": "attention",
-    "model.last.mixer": "dispatcher",
-  }
+  names = [(key, x.name) for key, x in config_lib.mixers_in(changed(MIXED).model).items()]
+  of_stacks = [("model.first.mixer", "attention"), ("model.last.mixer", "dispatcher")]
+  assert sorted(names) == sorted([("model.mixer", "he"), *of_stacks])
   without = changed({**MIXED, "model.boundaries": "none"}).model
   assert [*config_lib.mixers_in(without)] == ["model.mixer"]
 
@@ -318,42 +297,30 @@ def test_durations_have_one_unit():
   for both in ((3, 1.0), (0, 0.0), (-1, 0.0), (-1, 2.0), (0, -2.0), (3, -1.0)):
     with pytest.raises(ValueError, match="^train.num_steps, train.num_epochs: expected"):
       steps(*both)
-  with pytest.raises(ValueError, match=r"^train.num_epochs: .*2\*\*31 steps, got 22000"):
-    steps(0, 2.2e7)
   for epochs in (float("inf"), float("nan")):
     with pytest.raises(ValueError, match=f"got 0 steps and {epochs} epochs"):
       steps(0, epochs)
 
 
-def test_json_and_back_is_equal():
+def test_json_and_back_is_equal_and_what_is_missing_has_its_default():
   config = changed({"data.split_fractions": (0.7, 0.2, 0.1), "train.learning_rate": 3.1e-4})
-  back = config_lib.from_dict(json.loads(json.dumps(config.to_dict())))
-  assert back == config and back.data.split_fractions == (0.7, 0.2, 0.1)
-  assert config_lib.differences(json.loads(json.dumps(config.to_dict())), config) == []
-
-
-def test_missing_settings_take_their_defaults():
-  config = changed({"train.batch_size": 30})
-  old = config.to_dict()
-  del old["model"]["remat"], old["train"]["optimizer"]["eps"], old["eval"]
-  assert config_lib.from_dict(old) == config
-  assert config_lib.differences(old, config) == []
+  written = json.loads(json.dumps(config.to_dict()))
+  for missing in ([], ["train", "eval"]):
+    for section in missing:
+      del written[section]["batch_size"]
+    assert config_lib.from_dict(written) == config
+    assert config_lib.differences(written, config) == []
 
 
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"train": {"batchsize": 3}}, "train.batchsize: .* nearest known is train.batch_size"),
-    ({"train": {"batch_size": 2.5}}, "train.batch_size: expected a value of type int"),
     ({"train": {"optimizer": 3}}, "train.optimizer: expected a section of settings, got 3"),
     ({"train": {"optimizer": None}}, "train.optimizer: expected a section .* got None"),
-    ({"train": {"batch_size": -20}}, "train.batch_size: expected at least 1, got -20"),
     ({"model": 3}, "model: expected a section of settings, got 3"),
     ({"model": {"first": 3}}, "model.first: expected a section of settings, got 3"),
     ({"model": {"mixer": "he"}}, "model.mixer: expected a section .* got .he"),
     ({"model": {"mixer": {"adjustment": True}}}, "model.mixer.name: expected one of"),
-    ({"model": {"mixer": {"name": "he", "num_heads": 3}}}, "model.mixer.num_heads: expec"),
-    ({"model": {"mixer": {"name": "he", "adjustment": 1}}}, "model.mixer.adjustment: exp"),
     ({"train": {"num_epochs": 10**400}}, "train.num_epochs: expected .* finite, got 1000"),
   ],
 )
@@ -378,7 +345,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     "seed: 0 there, 5 here",
     "train.clip_norm: 0.5 there, 0.25 here",
   ]
-  ends = "train.schedule.name"  # which decides whether the length matters
+  ends = "train.schedule.name"  # It decides whether the length matters.
   other = config_lib.default().to_dict()
   for key in {*config_lib.known_keys()} - {ends}:
     section, _, name = key.rpartition(".")
@@ -398,28 +365,3 @@ def test_only_what_changes_no_trained_number_may_differ():
     "train.schedule.min_ratio: None there, 0.0 here",
     "train.schedule.name: 'constant' there, 'cosine' here",
   ]
-
-
-def test_variants():
-  config = config_lib.default()
-  assert config_lib.apply_variant(config, "") == config_lib.default()
-  assert config_lib.apply_variant(config, "tiny") is config
-  config_lib.check(config)
-  assert config.model.width == 32 and config.train.num_steps == 50
-  with pytest.raises(ValueError, match="expected the variant tiny, or none, got tinny"):
-    config_lib.apply_variant(config, "tinny")
-
-
-@pytest.mark.parametrize(
-  "operator, shapes, names",
-  [
-    (ops.shift_and_sum, ((2, 3, 1, 5), (2, 3, 1, 5)), ops.SHIFT_AND_SUM),
-    (ops.causal_convolution, ((2, 3, 5), (7, 5)), ops.CAUSAL_CONVOLUTION),
-  ],
-)
-def test_the_implementations_are_those_of_the_operator(operator, shapes, names):
-  arrays = [jnp.ones(shape) for shape in shapes]
-  with pytest.raises(ValueError) as error:
-    operator(*arrays, implementation="none of them")
-  known = re.findall(r"'([^']+)'", str(error.value).partition(", got")[0])
-  assert set(known) == set(names)

@@ -9,8 +9,6 @@ import runpy
 
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
-from matplotlib import text
 
 import dpjax
 from tests import helpers, test_imports
@@ -152,20 +150,6 @@ def test_the_page_of_settings_is_what_the_code_says():
   page = (DOCS / "settings.md").read_text(encoding="utf-8")
   assert ours(page) == ours(generator["page"]())
   assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_the_pictures_can_be_read_on_a_telephone():
-  drawing = runpy.run_path(str(DOCS / "draw_pictures.py"))
-  for draw in drawing["PICTURES"]:
-    figure = draw()
-    letters = [x for x in figure.findobj(text.Text) if x.get_text() and x.get_visible()]
-    pixels = 360 / figure.get_figwidth() / 72
-    assert min(x.get_fontsize() for x in letters) * pixels > 8, draw.__name__
-    plt.close(figure)
-    width, _ = plt.imread(DOCS / f"pictures/{draw.__name__}.png").shape[1::-1]
-    assert width == pytest.approx(200 * drawing["WIDTH"], abs=1)
 
 
 def test_links_between_pages_hold():

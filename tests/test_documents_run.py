@@ -10,9 +10,7 @@ import dpjax
 from dpjax.errors import UserError
 from tests import helpers
 
-pytestmark = [
-  pytest.mark.usefixtures("standard_promotion"),
-]
+pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
 
 def write_documents(path, number=120):

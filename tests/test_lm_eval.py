@@ -10,10 +10,7 @@ import pytest
 from tests import helpers
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is no dependency")
-pytestmark = [
-  pytest.mark.usefixtures("standard_promotion"),
-  pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("default")]
 sys.path.insert(0, str(helpers.ROOT / "examples/lm_eval"))
 
 TASK = """\

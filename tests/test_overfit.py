@@ -35,8 +35,7 @@ def learn(batch, names, mixer, boundaries="none", **settings):
 
 
 @pytest.mark.parametrize(
-  "mixer",
-  [helpers.slow_unless(mixer == "dispatcher", mixer) for mixer in registry.mixers.names()],
+  "mixer", [helpers.slow_unless(mixer == "dispatcher", mixer) for mixer in registry.mixers.names()]
 )
 def test_one_batch_is_learnt_by_heart(mixer):
   (first,), (last,) = learn({}, ["loss"], mixer)

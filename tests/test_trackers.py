@@ -43,9 +43,7 @@ def config(text):
 def check(told):
   assert [step for step, metrics in told if "train/loss" in metrics] == [2, 4]
   assert [step for step, metrics in told if "valid/perplexity" in metrics] == [4]
-  assert all(
-    type(value) is float for _, metrics in told for value in [metrics.get("train/loss", 0.0)]
-  )
+  assert all(type(metrics.get("train/loss", 0.0)) is float for _, metrics in told)
 
 
 def test_weights_and_biases(config, tmp_path, monkeypatch):
@@ -59,12 +57,9 @@ def test_weights_and_biases(config, tmp_path, monkeypatch):
 
 def test_mlflow(config, tmp_path, monkeypatch):
   log, files = Log(), {}
-  mlflow = types.SimpleNamespace(
-    start_run=log.run,
-    log_metrics=log.log,
-    log_dict=lambda content, name: files.update({name: content}),
-  )
-  monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+  mlflow = dict(start_run=log.run, log_metrics=log.log)
+  mlflow |= dict(log_dict=lambda content, name: files.update({name: content}))
+  monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(**mlflow))
   load("mlflow_tracker")(config, tmp_path / "mine", model=helpers.bigrams)
   assert log.begun == [{"run_name": "mine"}] and files == {"config.json": config.to_dict()}
   # The speed of steps that were compiled is not known, and not sent.
@@ -74,8 +69,7 @@ def test_mlflow(config, tmp_path, monkeypatch):
 
 def test_a_table(config, tmp_path):
   load("csv_tracker")(config, tmp_path / "mine", model=helpers.bigrams)
-  rows = [*csv.reader((tmp_path / "mine/scores.csv").open(newline=""))]
   told = {}
-  for step, name, value in rows:
+  for step, name, value in csv.reader((tmp_path / "mine/scores.csv").open(newline="")):
     told.setdefault(int(step), {})[name] = float(value)
   check([*told.items()])

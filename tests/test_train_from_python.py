@@ -93,8 +93,7 @@ def test_a_callback_ends_the_training_between_evaluations(whole, tmp_path, end, 
   """It is validated first."""
   config, asked = whole[0], iter(range(1, 99))
   given = dict(
-    callbacks=[lambda step, metrics, state: step == end],
-    should_stop=lambda: next(asked) == stop_at,
+    callbacks=[lambda step, metrics, state: step == end], should_stop=lambda: next(asked) == stop_at
   )
   part, scores = train(config, tmp_path, **given)
   assert part.step == last == helpers.reports(tmp_path, "valid")[-1]["step"]

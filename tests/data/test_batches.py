@@ -109,21 +109,6 @@ def test_a_large_corpus_costs_no_memory_and_a_seed_of_32_bits_will_do():
   check(batch, (5, 7))
 
 
-def test_shuffled_by_example():
-  tokens = np.arange(11, dtype=np.uint16)
-  batches = ShuffledWindows(tokens, batch_size=2, window=2, seed=0)
-  assert (batches.batch_size, batches.window, batches.steps_per_epoch) == (2, 2, 2)
-  # The epoch whose shifts and order are those of the docstring.
-  for epoch in range(400):
-    first, second = batches.batch(2 * epoch), batches.batch(2 * epoch + 1)
-    if first["tokens"].tolist() == [[0, 1], [7, 8]]:
-      break
-  assert first["targets"].tolist() == [[1, 2], [8, 9]]
-  assert second["tokens"].tolist() == [[3, 4], [5, 6]]
-  assert second["targets"].tolist() == [[4, 0], [6, 7]]
-  assert first["weights"].tolist() == second["weights"].tolist() == [[1, 1], [1, 1]]
-
-
 @pytest.mark.parametrize("num_tokens, window", [(107, 7), (106, 20), (107, 3)])
 def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
   batches = ShuffledWindows(np.arange(1, num_tokens + 1), 5, window, seed=3)

@@ -24,16 +24,6 @@ def test_windows_by_example():
   assert second["weights"].tolist() == [[0, 1, 0], [0, 0, 0]]
 
 
-def test_boundary_before_the_text():
-  settings = dict(boundaries=np.array([1, 0, 1, 1, 1], np.uint8))
-  for start in (0, 1):
-    batches = EvaluationWindows(
-      np.arange(1, 6), 3, 2, batch_size=2, start_id=7, start_boundary=start, **settings
-    )
-    assert batches.batch(0)["boundaries"].tolist() == [[start, 1, 0], [1, 0, 1]]
-    assert batches.batch(1)["boundaries"].tolist() == [[1, 1, 0], [0, 0, 0]]
-
-
 @pytest.mark.parametrize("case", [0, 1])
 def test_windows_are_the_authors(case):
   golden = json.loads(GOLDEN.read_text())["cases"][case]

@@ -164,14 +164,6 @@ def test_archives(name, site, read, monkeypatch):
     assert len(site.asked) == 1
 
 
-def test_an_archive_with_another_checksum_makes_no_text(site, read, monkeypatch, tmp_path):
-  archive = expect(monkeypatch, "text8", CASES["text8"][0], site.url)
-  site.files[f"/{archive}"] = b"other"
-  with pytest.raises(UserError, match="text8.zip: expected the file, got .* but got "):
-    read("text8")
-  assert not catalog.is_made("text8", tmp_path / "data")
-
-
 @pytest.mark.parametrize("form", ["./", "", "files"])
 def test_penn_treebank_from_the_manual_folder(form, read, tmp_path):
   members = ptb_members("" if form == "files" else form)

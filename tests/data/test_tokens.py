@@ -168,8 +168,7 @@ def made(tmp_path, corpus):
 
 
 @pytest.mark.parametrize(
-  "name",
-  "train.bin test.bin tokenizer.json data.json valid.boundaries.bin unigram.model".split(),
+  "name", "train.bin test.bin tokenizer.json data.json valid.boundaries.bin unigram.model".split()
 )
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_damage_is_named(made, name, damage):

@@ -10,26 +10,6 @@ from dpjax.generation.sampling import sample
 compiled = jax.jit(sample, static_argnames="top_k")
 
 
-def draw(logits, count: int, **settings) -> np.ndarray:
-  """`count` draws from one row of logits, under `count` keys."""
-  rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-  keys = jax.random.split(jax.random.key(3), count)
-  return np.asarray(compiled(rows, keys, **settings))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_frequencies_are_those_of_the_softmax(temperature):
-  logits, count = np.array([1.3, 0.2, -0.4, -1.1, 0.7]), 20_000
-  weights = np.exp(logits / temperature)
-  expected = weights / weights.sum()
-  tokens = draw(logits, count, temperature=temperature)
-  found = np.bincount(tokens, minlength=5) / count
-  # Five standard deviations of a binomial count; temperatures differ by far more.
-  np.testing.assert_array_less(
-    np.abs(found - expected), 5 * np.sqrt(expected * (1 - expected) / count)
-  )
-
-
 def plain_sample(logits, noise, temperature, top_k, top_p) -> list[int]:
   """What `sample` says, row by row in NumPy, with the noise of its draws."""
   tokens = []

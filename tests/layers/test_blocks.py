@@ -69,15 +69,6 @@ def test_a_block_of_rms_norm_and_swiglu(norm, use_bias):
   np.testing.assert_allclose(output, transformer.block(*parts), rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_norm_without_a_bias():
-  params = make(use_bias=False)[1]["feed_forward_norm"]
-  assert {*params} == {"scale"}
-  norm, x = blocks.Norm("layer_norm", jnp.float32, use_bias=False), draw((3, WIDTH))
-  expected = transformer.layer_norm(np.float64(x), dict(scale=np.float64(params["scale"]), bias=0))
-  output = norm.apply({"params": params}, x)
-  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_gelu_is_by_erf():
   x = np.float32([-2, -0.5, 0, 0.5, 2])
   expected = [-0.04550026, -0.15426877, 0, 0.34573123, 1.9544997]

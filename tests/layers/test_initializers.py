@@ -157,11 +157,3 @@ def test_relative_attention():
     assert not params[name]["bias"].any()
   for name in ("content_bias", "position_bias"):
     assert not params["positions"][name].any()
-
-
-def test_gains_of_a_block():
-  block = blocks.Block(lambda name: extractors.ME(5, name=name), HIDDEN, norm_init_std=0.3)
-  params = init(block)
-  for name in ("mixer_norm", "feed_forward_norm"):
-    is_normal(params[name]["scale"] - 1, 0.3)
-  assert (params["mixer_norm"]["scale"] != params["feed_forward_norm"]["scale"]).any()

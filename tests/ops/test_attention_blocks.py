@@ -48,10 +48,7 @@ def assert_alike(found, expected, **tolerance):
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize(
-  "length, block",
-  [(2 * BLOCK, BLOCK), (29, BLOCK), (3, 1)],
-)
+@pytest.mark.parametrize("length, block", [(2 * BLOCK, BLOCK), (29, BLOCK), (3, 1)])
 def test_tiles_give_what_all_at_once_gives(name, length, block):
   arguments, weights = draw(name, length)
   run = with_gradients(name, block_size=block)

@@ -165,8 +165,7 @@ def test_bfloat16_is_summed_in_float32(name):
 
 
 @pytest.mark.parametrize(
-  "name",
-  [helpers.slow_unless(x == "shift and sum", x) for x in CASES if x != "ring"],
+  "name", [helpers.slow_unless(x == "shift and sum", x) for x in CASES if x != "ring"]
 )
 def test_gradients_pass_through_the_cache(name):
   case = CASES[name]

@@ -52,10 +52,7 @@ CALLS = [
   ("causal_convolution", dict(inputs=floats(B, T, D), filters=floats(L, D, E))),
   ("init_convolution_cache", dict(batch=2, num_taps=11, width=8, dtype=jnp.float32)),
   ("init_online_convolution_cache", dict(batch=2, num_taps=11, width=8, block=4)),
-  (
-    "causal_convolution_cached",
-    dict(**TAPS, cache=ops.init_convolution_cache(B, L, D), **CHUNK),
-  ),
+  ("causal_convolution_cached", dict(**TAPS, cache=ops.init_convolution_cache(B, L, D), **CHUNK)),
   (
     "causal_convolution_cached",
     dict(**TAPS, cache=ops.init_online_convolution_cache(B, L, D, block=4)),
@@ -103,10 +100,7 @@ CALLS = [
   ),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, key=KEY)),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, noise=floats(B, T))),
-  (
-    "binomial_prior_loss",
-    dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), is_start=STARTS),
-  ),
+  ("binomial_prior_loss", dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), is_start=STARTS)),
   ("conditional_entropy", dict(logits=floats(B, T, V))),
   ("entropy_spikes", dict(entropies=floats(B, T), left=2, is_start=STARTS)),
   (
@@ -345,18 +339,10 @@ ONLINE = ops.init_online_convolution_cache(B, L, D)
 MESSAGES = [
   ("num_levels", dict(max_length=0), "max_length: expected at least 1, got 0"),
   ("shift_and_sum", dict(implementation="fast"), "'unrolled', 'recompute'.*got 'fast'"),
-  (
-    "shift_and_sum",
-    dict(gates=floats(2, 7, 5, 4)),
-    r"\[B, T, H, K\] = \(2, 7, 3, K\), got",
-  ),
+  ("shift_and_sum", dict(gates=floats(2, 7, 5, 4)), r"\[B, T, H, K\] = \(2, 7, 3, K\), got"),
   ("shift_and_sum", dict(is_start=2 * STARTS), "is_start: expected integers 0 or 1, got 2"),
   ("shift_and_sum", dict(is_start=ENDS), "expected every row to begin with 1, got 0 in row 0"),
-  (
-    "shift_and_sum_cached",
-    dict(gates=floats(2, 7, 3, 6)),
-    r"\(2, 63, 3, 4\), got .*\(2, 31,",
-  ),
+  ("shift_and_sum_cached", dict(gates=floats(2, 7, 3, 6)), r"\(2, 63, 3, 4\), got .*\(2, 31,"),
   ("init_shift_and_sum_cache", dict(num_levels=31), "num_levels: expected at most 30, got 31"),
   ("causal_convolution", dict(filters=floats(11, 5)), r"filters: .*\(at least 1, 8\) .*\(11, 5\)"),
   (

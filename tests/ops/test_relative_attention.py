@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dpjax import ops
-from dpjax.layers import embeddings
 from tests.reference import attention as reference
 from tests.reference import exact
 
@@ -43,13 +42,3 @@ def test_values_and_gradients(length):
   is_used = [np.abs(x).max() > 0.1 for x in found[1:]]
   assert is_used == [length > 1 or name == "values" for name in NAMES]
   np.testing.assert_array_equal(found[4][length:], 0)
-
-
-@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
-def test_relative_positions(length, width):
-  table = ops.relative_positions(length, width)
-  assert table.dtype == np.float32
-  np.testing.assert_allclose(table, reference.relative_positions(length, width), atol=1e-6)
-  by_turns = embeddings.sinusoidal_positions(length, width)
-  sines_first = np.concatenate([by_turns[:, ::2], by_turns[:, 1::2]], axis=1)
-  np.testing.assert_array_equal(table, sines_first)

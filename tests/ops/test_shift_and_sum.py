@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.shift_and_sum import (
-  dispatch_matrix,
-  num_levels,
-  shift_and_sum,
-)
+from dpjax.ops.shift_and_sum import dispatch_matrix, num_levels, shift_and_sum
 from tests.reference import dispatcher as reference
 from tests.reference import exact
 

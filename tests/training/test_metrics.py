@@ -9,11 +9,7 @@ from dpjax import run as run_lib
 from dpjax.training import metrics
 from tests import helpers
 
-BY_HAND = {
-  "nats_per_token": 4 * math.log(2),
-  "perplexity": 16.0,
-  "perplexity_per_word": 32.0,
-}
+BY_HAND = {"nats_per_token": 4 * math.log(2), "perplexity": 16.0, "perplexity_per_word": 32.0}
 
 
 def test_text_scores_by_hand():
