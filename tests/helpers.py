@@ -36,8 +36,7 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
 
 def component(known: registry.Registry, name: str, **settings):
   """The section of a component; settings that it lacks are ignored."""
-  has = known.settings(name)
-  return known.section(name, **{key: x for key, x in settings.items() if key in has})
+  return known.section(name, **{x: settings[x] for x in settings if x in known.settings(name)})
 
 
 def model_settings(mixer="relative_attention", boundaries="none", **changes):
@@ -275,6 +274,12 @@ def reports(workdir: Path, split: str) -> list[dict]:
   return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
 
 
+def medians(workdir: Path) -> list[tuple[int, float]]:
+  """The medians that a run wrote, with their steps."""
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
+
+
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.
 SCHEDULES = {
   "steps": [
@@ -346,9 +351,9 @@ def check_chunks(model, params, tokens, whole, schedule, after=None):
   assert step.func._cache_size() == len({size for size, _ in schedule})
 
 
-def over_devices(size: int = 8) -> tuple[jax.NamedSharding, jax.NamedSharding]:
+def over_devices() -> tuple[jax.NamedSharding, jax.NamedSharding]:
   """The first axis over the devices, and copies on all of them."""
-  mesh = jax.make_mesh((size,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
   return jax.NamedSharding(mesh, jax.P("batch")), jax.NamedSharding(mesh, jax.P())
 
 

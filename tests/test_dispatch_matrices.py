@@ -39,13 +39,10 @@ def test_they_are_the_derivatives_of_each_layer(finished, mixer):
   (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
   y_btd = block.make_mixer(parent=None).apply({"params": layer}, x_btd)
   heads = (*x_btd.shape[:2], 3, -1)
-  if mixer == "dispatcher":
-    v_bthe = x_btd.reshape(heads) @ layer["values"]["kernel"]
-    mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe) @ layer["out"]["kernel"]
-  else:
-    v_bthe = (x_btd @ layer["values"]["kernel"]).reshape(heads)
-    mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe)
-    mixed = mixed.reshape(x_btd.shape) @ layer["out"]["kernel"]
+  # The later Dispatcher mixes heads before and after, the paper's does not.
+  one = heads if mixer == "dispatcher" else x_btd.shape
+  v_bthe = (x_btd.reshape(one) @ layer["values"]["kernel"]).reshape(heads)
+  mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe).reshape(one) @ layer["out"]["kernel"]
   np.testing.assert_allclose(mixed.reshape(x_btd.shape), y_btd, rtol=1e-4, atol=1e-5)
 
 

@@ -16,10 +16,8 @@ pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 def write_documents(path, number=120):
   """Documents of random words, of one to eleven lines."""
   draw = np.random.default_rng(3)
-  texts = [
-    "".join(" ".join(draw.choice(helpers.WORDS, size=4)) + "\n" for _ in range(draw.integers(1, 9)))
-    for _ in range(number)
-  ]
+  line = lambda: " ".join(draw.choice(helpers.WORDS, size=4)) + "\n"  # noqa: E731
+  texts = ["".join(line() for _ in range(draw.integers(1, 9))) for _ in range(number)]
   if path.suffix == ".jsonl":
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
   else:
@@ -46,7 +44,6 @@ def isolated(tmp_path_factory):
   folder = tmp_path_factory.mktemp("isolated")
   config = helpers.small_config(write_documents(folder / "texts.jsonl"))
   config.data.documents = "isolated"
-  config.train.accumulate_steps = 1
   return folder, config, *dpjax.train(config, folder / "run")
 
 

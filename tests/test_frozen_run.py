@@ -213,16 +213,3 @@ def test_wrong_flags(first, flag, message):
   with pytest.raises(SystemExit) as end:
     calibrate.main([str(first[0] / "a"), "--factor=3", flag])
   assert end.value.code == message
-
-
-def test_units_and_texts_that_are_none(first, tmp_path, monkeypatch, capsys):
-  run = dpjax.load(first[0] / "a")
-  monkeypatch.setattr(run_lib, "load", lambda folder: run)
-  for kind, unit in (("bytes", "bytes"), ("bpe", "tokens")):
-    monkeypatch.setattr(type(run.tokenizer), "kind", kind)
-    calibrate.main(["a", "--factor=3", "--length=95"])
-    assert f" {unit} a segment, of 92 {unit} in" in capsys.readouterr().out
-  for content, message in ((b"", "at least one token"), (b"\xff", "a text in UTF-8")):
-    (tmp_path / "text.txt").write_bytes(content)
-    with pytest.raises(SystemExit, match=f"^--text: expected {message}"):
-      calibrate.main(["a", "--factor=3", f"--text={tmp_path / 'text.txt'}"])

@@ -92,7 +92,7 @@ COMMANDS = helpers.cases(r"""
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   {calibrate} --rule=combined --theta_add=nan | --theta_add: expected a finite number, got nan
   probes --train --num_test_rows=99999999999 | --num_test_rows: expected a multiple of
-  export {piped_scores} {new} | scores_test_12.json: .*a device or a pipe
+  export {piped_scores} {new} | scores_test_12.json: .*no regular file
   export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
 """)
 MODULES = helpers.cases(r"""

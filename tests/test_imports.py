@@ -26,31 +26,14 @@ ROOMS = [
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {
-  "interop",
-  "generation",
-  "run",
-  "commands",
-  "analysis",
-  "probes",
-  "reproduce",
-  "scripts",
-}
+READS_CONFIG = {"interop", "generation", "run", "commands", "analysis", "probes"}
+READS_CONFIG |= {"reproduce", "scripts"}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "files", "registry", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
-ONLY_INSIDE_FUNCTIONS = {
-  "google",
-  "huggingface_hub",
-  "pyarrow",
-  "pooch",
-  "sentencepiece",
-  "tensorboardX",
-  "tensorflow_datasets",
-  "tokenizers",
-  "torch",
-}
+INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboardX tensorflow_datasets"
+ONLY_INSIDE_FUNCTIONS = {*INSIDE.split(), "tokenizers", "torch"}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
 FILES = [path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"]
 PACKAGES = "analysis config data generation interop layers models ops run text training"

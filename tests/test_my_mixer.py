@@ -78,6 +78,18 @@ def ignores_padding(module, call, x, *, lengths=None, **options):
   return call(x, **options)
 
 
+def divides_by_zero_alone(module, call, x, **options):
+  return call(x, **options) / (module.max_length - 1)
+
+
+def cuts_what_is_too_long(module, call, x, **options):
+  return call(x[:, : module.max_length], **options)
+
+
+def gives_float32(module, call, x, **options):
+  return call(x, **options).astype(jnp.float32)
+
+
 BROKEN = [
   ("causality", peeks_ahead, "an output depends on later inputs"),
   ("causality", sees_two, "output t .row. depends on input s"),
@@ -85,22 +97,10 @@ BROKEN = [
   ("rows", centres_the_batch, "row 0, after row 1 has changed"),
   ("lengths", divides_by_the_length, "T = 1"),
   ("parameters", learns_a_row_for_each_position, "expected the same"),
-  (
-    "single_position",
-    lambda module, call, x, **options: call(x, **options) / (module.max_length - 1),
-    "an output is not finite",
-  ),
-  (
-    "refusals",
-    lambda module, call, x, **options: call(x[:, : module.max_length], **options),
-    r"an input of shape \(2, 14, 6\) is taken",
-  ),
-  (
-    "bfloat16",
-    lambda module, call, x, **options: call(x, **options).astype(jnp.float32),
-    "expected outputs of bfloat16, got float32",
-  ),
-  ("dropout", lambda module, call, x, **options: call(x, **options), "drops nothing"),
+  ("single_position", divides_by_zero_alone, "an output is not finite"),
+  ("refusals", cuts_what_is_too_long, r"an input of shape \(2, 14, 6\) is taken"),
+  ("bfloat16", gives_float32, "expected outputs of bfloat16, got float32"),
+  ("dropout", ignores_padding, "drops nothing"),
   ("dropout", drops_by_one_key, "ignores the key"),
   ("no_key", always_draws_a_key, "InvalidRngError"),
   ("gradients", has_an_unused_parameter, "'unused'"),

@@ -1,7 +1,6 @@
 """Components bring their own settings, and anybody's are found by name."""
 
 import dataclasses
-import json
 import types
 
 import jax.numpy as jnp
@@ -269,41 +268,6 @@ def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):
     config_lib.mixer("dispatchr")
   assert "broken:module cannot be imported (ZeroDivisionError" in caplog.text
   registry.load_plugins.cache_clear()
-
-
-@dataclasses.dataclass
-class Picky:
-  """A kind of somebody else's that looks at all that it is given."""
-
-  width: int
-  dtype: str
-  max_length: int = 0
-  heads: int = 2
-  pairs: tuple = ((1, 2), (3, 4))
-
-  draws_in_evaluation, suits_segments = False, False
-
-  def __post_init__(self):
-    if self.width % self.heads:
-      raise ValueError(f"heads: expected a divisor of {self.width}, got {self.heads}")
-
-
-def test_what_looks_at_what_it_is_given_is_checked_with_it(mixers):
-  dpjax.register_boundaries("picky", Picky)
-  config = config_lib.default()
-  config.model.boundaries = config_lib.boundaries("picky")
-  config_lib.check(config)
-  # Tuples within tuples are what they were after JSON.
-  back = config_lib.from_dict(json.loads(json.dumps(config.to_dict())))
-  assert back.model.boundaries.pairs == ((1, 2), (3, 4))
-  assert not config_lib.differences(json.loads(json.dumps(config.to_dict())), config)
-  config.model.boundaries.heads = 7
-  with pytest.raises(dpjax.UserError, match="^model.boundaries.heads: .* of 512, got 7"):
-    config_lib.check(config)
-  dpjax.register_mixer("unmade", Picky)  # Nobody knows the width of a mixer.
-  config = config_lib.default()
-  config.model.mixer = config_lib.mixer("unmade", width=4)
-  config_lib.check(config)
 
 
 def test_an_optimizer_of_somebody_elses():

@@ -47,7 +47,7 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   assert scores_of_parts == scores
   losses = (tmp_path / "parts/losses.f32").read_bytes()
   assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
-  assert medians(tmp_path / "parts") == medians(tmp_path / "whole")
+  assert helpers.medians(tmp_path / "parts") == helpers.medians(tmp_path / "whole")
   # No report is missed, and none comes twice.
   assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 
@@ -79,11 +79,6 @@ def last_step(workdir) -> int:
   return steps[-1] if steps else 0
 
 
-def medians(workdir) -> list[tuple[int, float]]:
-  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
-
-
 def unfinished_saves(workdir) -> set[tuple]:
   found = set()
   for path in workdir.glob("checkpoints/*orbax-checkpoint-tmp*"):
@@ -108,10 +103,6 @@ def kill_when(process, is_time) -> None:
   wait_until(is_time, [process])
   process.kill()
   process.communicate()
-
-
-def params_of(workdir, step):
-  return dpjax.load(workdir, step).params
 
 
 @pytest.mark.slow
@@ -141,10 +132,10 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   assert was_saving, "expected the kill to fall inside a save"
   printed = finish(start(config, killed))
   assert "The test split" in printed, printed
-  chex.assert_trees_all_equal(params_of(killed, 60), params_of(whole, 60))
+  chex.assert_trees_all_equal(*(dpjax.load(x, 60).params for x in (killed, whole)))
   losses = (killed / "losses.f32").read_bytes()
   assert losses == (whole / "losses.f32").read_bytes() and len(losses) == 4 * 60
-  assert medians(killed) == medians(whole) and len(medians(whole)) == 60 // 5
+  assert helpers.medians(killed) == helpers.medians(whole) and len(helpers.medians(whole)) == 12
   one, other = dpjax.load(whole), dpjax.load(killed)
   assert one.step == other.step
   chex.assert_trees_all_equal(one.params, other.params)
@@ -205,9 +196,8 @@ def test_two_processes_train_as_one(text, tmp_path, kind):
     assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1
-  chex.assert_trees_all_close(
-    params_of(tmp_path / "two", 10), params_of(tmp_path / "one", 10), atol=1e-5
-  )
+  params = [dpjax.load(tmp_path / name, 10).params for name in ("two", "one")]
+  chex.assert_trees_all_close(*params, atol=1e-5)
   one, two = (dpjax.load(tmp_path / name) for name in ("one", "two"))
   text = "the cat sat on a mat"
   assert one.score(text) == pytest.approx(two.score(text), rel=1e-4)

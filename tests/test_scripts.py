@@ -1,7 +1,4 @@
-"""train.py, evaluate.py and generate.py as a user calls them, with right and wrong input.
-
-Most cases run the scripts' functions in this process, which saves a start of JAX each.
-"""
+"""train, evaluate and generate as a user calls them, most of them in this process."""
 
 import contextlib
 import errno
@@ -23,8 +20,6 @@ from dpjax.commands import flags as command_line
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
 call = helpers.command
 
 
@@ -53,8 +48,7 @@ def get_config():
   settings = "first.mixer=none middle.boundaries=gumbel middle.last.mixer=he "
   settings += "middle.boundaries.prior=0.3 middle.width=64"
   flags = [f"--config.model.{setting}" for setting in settings.split()]
-  argv = "train", f"--config={tmp_path / 'config.py'}", *flags
-  with helpers.arguments(*argv):
+  with helpers.arguments("train", f"--config={tmp_path / 'config.py'}", *flags):
     holder = command_line.define_config()
     command_line._parse(sys.argv)
     model = holder.value.model
@@ -87,18 +81,16 @@ def test_generate_prints_samples(workdir, capsys):
 
 def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkeypatch):
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
-  settings = [f"--workdir={workdir}", "--length=11", "--num_samples=2", "--seed=3"]
-  file = f"--prompt_file={tmp_path / 'prompt'}"
-  assert call("generate", *settings, file, "--json") is None
+  settings = [f"--workdir={workdir}", "--length=11", "--num_samples=2", "--seed=3", "--json"]
+  assert call("generate", *settings, f"--prompt_file={tmp_path / 'prompt'}") is None
   found = json.loads(capsys.readouterr().out)
   samples = found["samples"]
   assert found["prompt"] == "on a mat" and found["length"] == 11
   assert [sample["num_tokens"] for sample in samples] == [11, 11]
   assert 0 < found["seconds_to_first"] <= found["seconds"]
   # From the standard input, and up to a token.
-  content = io.TextIOWrapper(io.BytesIO(b"on a mat\n"))
-  monkeypatch.setattr("sys.stdin", content)
-  assert call("generate", *settings, "--prompt_file=-", "--json", "--stop= ") is None
+  monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"on a mat\n")))
+  assert call("generate", *settings, "--prompt_file=-", "--stop= ") is None
   stopped = json.loads(capsys.readouterr().out)["samples"]
   for sample, whole in zip(stopped, samples, strict=True):
     assert sample["text"] == whole["text"].split(" ")[0]
@@ -107,8 +99,7 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["interrupt", "reader"])
-def test_an_end_from_outside_shows_no_traceback(workdir, end):
-  """An interrupt, and a reader that has enough."""
+def test_an_interrupt_or_a_reader_that_has_enough_shows_no_traceback(workdir, end):
   # What runs the tests may ignore interrupts, and then its children do.
   start = (
     "import runpy, signal, sys; del sys.argv[0]; "
@@ -183,19 +174,15 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
   monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "a_plugin.py").write_text(PLUGIN)
-  flags_of_run = [
-    f"--config={helpers.ROOT / 'configs/quickstart.py'}",
-    "--config.model.mixer=copy",
-    f"--workdir={tmp_path / 'run'}",
-  ]
-  message = call("train", *flags_of_run)
-  assert message is not None and message.startswith("model.mixer: expected one of disp")
-  message = call("train", *flags_of_run, "--plugin", "no_plugin")
-  assert message is not None and message.startswith("--plugin: expected a module that")
+  flags = [f"--config={helpers.ROOT / 'configs/quickstart.py'}", "--config.model.mixer=copy"]
+  run = f"--workdir={tmp_path / 'run'}"
+  assert str(call("train", *flags, run)).startswith("model.mixer: expected one of disp")
+  message = call("train", *flags, run, "--plugin", "no_plugin")
+  assert str(message).startswith("--plugin: expected a module that")
   # Flags of a file are those of the command line.
-  lines = [*flags_of_run[:2], "--config.model.mixer.rate=1.5", "--plugin=a_plugin"]
+  lines = [*flags, "--config.model.mixer.rate=1.5", "--plugin=a_plugin"]
   (tmp_path / "flags").write_text("\n".join(lines))
-  message = call("train", flags_of_run[2], f"--flagfile={tmp_path / 'flags'}")
+  message = call("train", run, f"--flagfile={tmp_path / 'flags'}")
   assert message == "model.mixer.rate: expected at most 1, got 1.5"
 
 

@@ -276,22 +276,6 @@ def test_prepare_alone(config, tmp_path):
   assert not workdir_lib.resumes(tmp_path / "run", config)
 
 
-@pytest.mark.parametrize(
-  "change, message",
-  [
-    (dict(clean=True), "data.language: expected the language"),
-    (dict(max_characters=(1, 2)), "data.max_characters: expected three integers"),
-    (dict(max_characters=(1, -2, 0)), "data.max_characters: expected three integers"),
-    (dict(path="text.txt", language="fi"), "data.language: expected '' with a data.path"),
-  ],
-)
-def test_settings_at_odds_are_refused(change, message):
-  config = config_lib.default()
-  config.data.update(change)
-  with pytest.raises(ValueError, match=f"^{message}"):
-    config_lib.check(config)
-
-
 def test_tokens_that_are_not_whole_are_made_again(config, tmp_path):
   folder = tmp_path / "run" / "data"
   data = tokens_lib.open_tokens(config, folder)

@@ -56,16 +56,6 @@ def test_without_its_base_a_case_is_no_case():
     harness.compare(case, rounds=3, max_seconds=1)
 
 
-def test_a_process_that_ends_says_its_status():
-  process = harness.Process(["-c", "print('{}'); raise SystemExit(7)"])
-  try:
-    assert process.read() == {}
-    with pytest.raises(RuntimeError, match="ended with status 7"):
-      process.ask()
-  finally:
-    process.close()
-
-
 @pytest.mark.parametrize(
   ("name", "parts"),
   [
@@ -99,12 +89,3 @@ def test_each_part_runs_and_is_reported(name, parts, tmp_path):
       for row in entry["rows"].values():
         assert row["quiet"]["milliseconds"] > 0 and row["busy"]["ratio"] > 0
   assert out.with_suffix(".png").stat().st_size > 9_000
-
-
-def test_an_unknown_part_ends_in_one_message(capsys, monkeypatch):
-  for key, value in harness.ALLOCATOR.items():
-    monkeypatch.setenv(key, value)
-  monkeypatch.setattr(sys, "argv", ["ops.py", "--parts=operators"])
-  with pytest.raises(SystemExit):
-    harness.main("A benchmark.", {"pooling": lambda quick: []}, name="ops")
-  assert "expected some of pooling, got operators" in capsys.readouterr().err

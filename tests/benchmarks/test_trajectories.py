@@ -1,8 +1,5 @@
 """Trajectories: our updates are the authors', and the report says what the runs hold."""
 
-import dataclasses
-import json
-import math
 import sys
 
 import numpy as np
@@ -85,65 +82,3 @@ def test_equivalence_is_two_one_sided_t_tests(shift):
   expected = max(above.pvalue, below.pvalue)
   assert found["p_value"] == pytest.approx(expected, rel=1e-9)
   assert found["is_equivalent"] == (expected < 0.05)
-
-
-def write_cells(folder, draw) -> None:
-  """Of every run what it would write, from numbers that are drawn."""
-  for cell in trajectories.cells():
-    row = {**dataclasses.asdict(cell), "seconds": 1.5}
-    if cell.experiment == "same":
-      scale = {"authors": 0, "again": 1e-7, "dpjax": 3e-7}.get(cell.side, 1e-3)
-      noise = 1 + scale * draw.uniform(0.9, 1.1, cell.num_steps)
-      row["losses"] = (
-        np.linspace(6, 3, trajectories.SAME_STEPS)[: cell.num_steps] * noise
-      ).tolist()
-      row["p_ones"] = [0.2] * cell.num_steps
-      if (cell.name, cell.side) == ("gumbel", "exact_adam"):
-        row["p_ones"][345] += 1 / (trajectories.BATCH * trajectories.LENGTH)
-    else:
-      better = 0.1 if cell.name == "dispatcher" and cell.experiment == "sizes" else 0.0
-      is_lower = cell.peak != trajectories.OWN_PEAK
-      other = 0.5 * (cell.side == "authors") + is_lower * (1.0 + 2 * better)
-      is_size = cell.experiment == "sizes"
-      row["valid"] = 2.0 - better + is_size * other + 1e-4 * draw.standard_normal()
-      row["parameters"] = cell.width**2 * cell.num_layers
-    (folder / f"{cell.stem}.json").write_text(json.dumps(row))
-
-
-def test_the_report_has_every_experiment_and_keeps_models_whose_runs_are_gone(tmp_path):
-  write_cells(tmp_path, np.random.default_rng(7))
-  out = tmp_path / "out"
-  report.main([str(tmp_path), f"--out={out}"])
-  same, seeds, sizes = (
-    json.loads((out / f"{x}.json").read_text())["models"] for x in ("same", "seeds", "sizes")
-  )
-  names = {*trajectories.ATTENTION, *trajectories.POOLING}
-  assert same.keys() == names and sizes.keys() == names - {"msa", "none"}
-  for name, model in same.items():
-    assert 2 < model["most_over_floor_after"]["dpjax"] < 5
-    assert model["boundaries_differ_at"] == ({"exact_adam": 345} if name == "gumbel" else {})
-  assert all(model["is_equivalent"] for model in seeds.values()) and len(seeds) == 4
-  assert sizes["dispatcher"]["at_one_million"] == pytest.approx(-0.1, abs=1e-3)
-  fit = stats.linregress(
-    [math.log10(x["parameters"]) for x in sizes["gumbel"]["points"] for _ in x["differences"]],
-    [y for x in sizes["gumbel"]["points"] for y in x["differences"]],
-  )
-  assert sizes["gumbel"]["slope_a_decade"] == pytest.approx(fit.slope)
-  interval = sizes["gumbel"]["slope_half_interval_90"]
-  assert interval == pytest.approx(fit.stderr * stats.t.ppf(0.95, 6))
-  for path in tmp_path.glob("*.json"):
-    if json.loads(path.read_text())["name"] != "msa":
-      path.unlink()
-  report.main([str(tmp_path), f"--out={out}"])
-  later = json.loads((out / "same.json").read_text())["models"]
-  assert list(later) == list(same) and later["gumbel"] == same["gumbel"]
-
-
-def test_wrong_folders_end_in_one_message(tmp_path, capsys):
-  flags = [f"--{x}={tmp_path / x}" for x in ("reference", "ptb", "vocabulary", "text8", "work")]
-  with pytest.raises(SystemExit, match=r"data\.path: expected .*, got .*ptb"):
-    trajectories.main([*flags, "--only=sizes-msa-dpjax-0-48x3-1000"])
-  with pytest.raises(SystemExit):
-    report.main([str(tmp_path / "none"), f"--out={tmp_path / 'out'}"])
-  assert "expected a folder with runs" in capsys.readouterr().err
-  assert not (tmp_path / "out").exists()

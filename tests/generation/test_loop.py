@@ -75,14 +75,6 @@ def write(step, cache, prompt, lengths, *sizes, chunk=0, keys=None, **settings):
   return np.concatenate(found, axis=1).tolist()
 
 
-def test_the_counter_counts():
-  prompt, lengths = [[3, 4], [7, 99]], [2, 1]
-  found = write(counter, None, prompt, lengths, 3, temperature=0.0)
-  assert found == [[5, 6, 7], [8, 9, 10]]
-  found = write(counter, None, prompt, lengths, 11, top_k=1)
-  assert found[1] == [*range(8, 13), *range(6)]  # over the end of the vocabulary
-
-
 @pytest.mark.parametrize("chunk", [0, 3, 7])
 def test_prompts_of_different_lengths_go_on_by_themselves(chunk):
   lengths = [3, 7, 1]

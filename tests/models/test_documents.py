@@ -1,12 +1,8 @@
 """Packed documents in whole models: each gives what it gives alone."""
 
-import dataclasses
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
@@ -143,27 +139,3 @@ def test_refusals():
   ):
     with pytest.raises(ValueError, match=f"^is_start: {message}"):
       model.apply({"params": params}, TOKENS, is_start=is_start, **given)
-
-
-def test_a_mixer_that_takes_no_starts_is_refused_with_them():
-  class Decay(nn.Module):
-    """Knows of no documents."""
-
-    max_length: int
-
-    @nn.compact
-    def __call__(self, inputs, *, deterministic=True):
-      return nn.Dense(inputs.shape[-1])(inputs)
-
-  model = dpjax.build_model(CASES["dispatcher"]())
-  assert model.layers is not None
-  block = model.layers.make_block
-  block = partial(block.func, **block.keywords | dict(make_mixer=partial(Decay, LENGTH)))
-  model = model.clone(layers=dataclasses.replace(model.layers, make_block=block))
-
-  def init(**given):
-    return jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS, **given))
-
-  init()
-  with pytest.raises(dpjax.UserError, match="^is_start: expected none for a model with Decay"):
-    init(is_start=STARTS)

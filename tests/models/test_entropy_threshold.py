@@ -8,10 +8,8 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import ops
-from dpjax.generation import generator as generation
 from dpjax.layers import dispatcher
 from dpjax.models.build import with_frozen
-from dpjax.text.tokens import train_tokenizer
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
@@ -113,18 +111,3 @@ def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):
   assert model.has_cache
   monkeypatch.delattr(dispatcher.Dispatcher, "init_cache")
   assert not model.has_cache
-
-
-def test_text_beyond_the_window_cannot_go_on_from_the_cache():
-  config = config_lib.default()
-  config.model, _ = make(make_frozen()[0])
-  tokenizer = train_tokenizer("characters", ["abc"])
-
-  def check(length, beyond="continue"):
-    settings = dict(length=length, beyond_window=beyond)
-    generation.check_prompt(config.model, tokenizer, "ab", "prompt", settings)
-
-  check(28)
-  check(29, "slide")
-  with pytest.raises(dpjax.UserError, match="refuse with entropy_threshold boundaries, wh"):
-    check(29)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import ops, registry
 from tests import helpers
 
@@ -40,32 +39,6 @@ def assert_close(got, expected, atol=2e-5):
 def draw_vectors(seed=5):
   normal = np.random.default_rng(seed).standard_normal((BATCH, LENGTH, WIDTH))
   return jnp.asarray(normal, jnp.float32)
-
-
-def test_is_what_its_parts_are():
-  first = dict(num_layers=1, mixer=config_lib.mixer("me"))
-  model = make("fixed", changes=dict(first=first, num_layers=2), pooling="last")
-  hourglass, params = model.make_hourglass(), draw_params(model)["hourglass"]
-
-  def blocks(stack, name, x_btd):
-    for index in range(stack.num_layers):
-      each = jax.tree.map(lambda x, index=index: x[index], params[name])
-      x_btd = jax.jit(stack.make_block().apply)({"params": each}, x_btd)
-    return np.asarray(x_btd)
-
-  x_btd = draw_vectors()
-  h_btd = blocks(hourglass.first, "first", x_btd)
-  ends = [2, 5, 8]
-  null_bd = np.broadcast_to(params["null_group"], (BATCH, WIDTH))
-  s_bsd = np.stack([null_bd, *(h_btd[:, end] for end in ends)], axis=1)
-  s_bsd = (s_bsd - s_bsd.mean(-1, keepdims=True)) / np.sqrt(s_bsd.var(-1, keepdims=True) + 1e-5)
-  norm = jax.tree.map(np.asarray, params["middle_norm"])
-  s_bsd = blocks(hourglass.middle, "middle", s_bsd * norm["scale"] + norm["bias"])
-  which = [sum(end <= t for end in ends) for t in range(LENGTH)]
-  expected = blocks(hourglass.last, "last", s_bsd[:, which] + h_btd)
-  output = jax.jit(hourglass.apply)({"params": params}, x_btd, jnp.asarray(TOKENS))
-  np.testing.assert_allclose(output.hidden, expected, rtol=1e-4, atol=1e-5)
-  np.testing.assert_array_equal(output.boundaries[1], np.isin(np.arange(LENGTH), ends))
 
 
 def results(model, **options):

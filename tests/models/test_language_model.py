@@ -142,26 +142,6 @@ def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
   np.testing.assert_allclose(output.logits, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_the_table_learns_from_tokens_and_from_logits():
-  model, params = make_modern("we")
-  # Token 12 is not read: its row has a gradient by its logit alone.
-  tokens = TOKENS.copy()
-  tokens[tokens == 12] = 3
-  loss = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, tokens).logits[..., 12])))
-  table = loss(params)["embedding"]["tokens"]["embedding"]
-  assert np.abs(table[12]).min() > 0
-  unread = np.array(sorted({*range(12)} - {*tokens.flat}))
-  assert unread.size
-  np.testing.assert_array_equal(table[unread], 0)
-  assert np.abs(table[tokens[0, 0]]).max() > 0
-
-
-def test_a_pooled_model_takes_the_frame():
-  kind = config_lib.boundaries("fixed", shortening_factor=3)
-  _, params = make_modern(boundaries=kind)
-  assert {*params["hourglass"]["middle_norm"]} == {"scale"} and "logits" not in params
-
-
 @pytest.mark.parametrize(
   "settings",
   [{}, dict(use_bias=False), dict(tie_embeddings=True), dict(norm="pre", boundaries="fixed")],
@@ -176,61 +156,6 @@ def test_the_output_layer_makes_the_logits(settings):
   assert (bias is None) == bool({*settings} & {"use_bias", "tie_embeddings"})
   logits = output.hidden @ kernel + (0 if bias is None else bias[None, None])
   np.testing.assert_allclose(output.logits, logits, rtol=1e-5, atol=1e-5)
-
-
-# The contract's tests have all mixers in bfloat16.
-@jax.numpy_dtype_promotion("standard")
-def test_bfloat16():
-  exact, rounded = (make("we", num_layers=1, dtype=x) for x in ("float32", "bfloat16"))
-  params = jax.jit(exact.init)(random_key(0), TOKENS)["params"]
-  for model in (rounded, make_modern(dtype="bfloat16")[0]):
-    shapes = jax.eval_shape(model.init, random_key(0), TOKENS)
-    assert jax.eval_shape(model.apply, shapes, TOKENS).logits.dtype == jnp.bfloat16
-  (_, expected), expected_grads = loss_and_grads(exact, params)
-  (_, logits), grads = loss_and_grads(rounded, params)
-  np.testing.assert_allclose(logits, expected, rtol=0, atol=0.03)
-  assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-  long, short = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (expected_grads, grads))
-  assert np.linalg.norm(long - short) < 0.03 * np.linalg.norm(long)
-
-
-def test_dropout_needs_training_and_a_key():
-  model = make("we", num_layers=1, dropout=0.3)
-  variables = {"params": draw_params(model)}
-
-  @partial(jax.jit, static_argnames="deterministic")
-  def run(seed, deterministic=False):
-    rngs = {"dropout": random_key(seed)}
-    return model.apply(variables, TOKENS, deterministic=deterministic, rngs=rngs).logits
-
-  still = run(0, deterministic=True)
-  expected = jax.jit(make("we", num_layers=1).apply)(variables, TOKENS).logits
-  np.testing.assert_allclose(still, expected, rtol=1e-5, atol=1e-5)  # two programs
-  np.testing.assert_array_equal(run(4), run(4))
-  assert (run(4) != run(5)).any() and (run(4) != still).any()
-
-
-def test_layers_drop_levels_apart():
-  # Each of 5 layers adds 1 + keep / 2 to feature 0, and feature 1 remains as it was, so
-  # that the logits count the kept levels. Were the draws one, there would be 0 or 5.
-  own = config_lib.mixer("dispatcher", num_heads=1, num_levels=1, level_dropout=0.5)
-  model = make(own, norm="pre", num_layers=5)
-  params = jax.tree.map(jnp.zeros_like, draw_params(model))
-  mixer = params["layers"]["mixer"]
-  params["layers"]["mixer_norm"]["bias"] = jnp.ones((5, WIDTH))
-  mixer["values"]["kernel"] = jnp.tile(jnp.eye(WIDTH), (5, 1, 1))
-  mixer["out"]["kernel"] = mixer["out"]["kernel"].at[:, 0, 0].set(1)
-  params["embedding"]["tokens"]["embedding"] = jnp.tile(jnp.eye(WIDTH)[1], (VOCAB, 1))
-  params["final_norm"]["scale"] = jnp.ones(WIDTH)
-  params["logits"]["kernel"] = params["logits"]["kernel"].at[0].set(1)
-
-  @jax.jit
-  def train(seed):
-    rngs = {"dropout": random_key(seed)}
-    return model.apply({"params": params}, TOKENS, deterministic=False, rngs=rngs).logits
-
-  counts = {round(float(train(seed)[0, 1, 0]), 4) for seed in range(23)}
-  assert 3 <= len(counts) <= 6
 
 
 @pytest.mark.parametrize(

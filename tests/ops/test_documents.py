@@ -129,36 +129,6 @@ def test_pooling_shows_the_places_of_documents(method):
   np.testing.assert_array_equal(read[0, :, 0], [-1, ab, ab, -2, -2, end])
 
 
-def test_boundaries_of_documents_pool_as_alone_and_take_their_gradients():
-  draws = np.random.default_rng(3).uniform(size=(BATCH, LENGTH)) < 0.4
-  boundaries = jnp.asarray(draws, jnp.float32)
-
-  def operator(inputs, boundaries, is_start=None):
-    # Each document's segments, read by its tokens; null groups are 0.
-    hard = jax.lax.stop_gradient(boundaries)
-    room = 2 * inputs.shape[1]
-    pooled = ops.pool_segments(inputs, boundaries, room - 1, is_start=is_start)
-    places = jnp.concatenate([jnp.zeros_like(pooled[:, :1]), pooled], axis=1)
-    if is_start is not None:
-      is_null = ops.segment_starts(hard, is_start, room)
-      places = jnp.where(is_null[..., None] > 0, 0, places)
-    return ops.upsample_segments(places, hard, is_start=is_start)
-
-  weights, inputs = draw(BATCH, LENGTH, FEATURES, seed=9), draw(BATCH, LENGTH, FEATURES)
-
-  @jax.jit
-  def with_gradients(inputs, boundaries, weights, is_start=None):
-    output, pull = jax.vjp(partial(operator, is_start=is_start), inputs, boundaries)
-    return output, *pull(weights)
-
-  arrays = inputs, boundaries, weights
-  found = with_gradients(*arrays, STARTS)
-  for row, part in PARTS:
-    expected = with_gradients(*(x[row : row + 1, part] for x in arrays))
-    for got, want in zip(found, expected, strict=True):
-      np.testing.assert_allclose(got[row, part], want[0], rtol=1e-5, atol=1e-5)
-
-
 ENTROPIES = draw(BATCH, LENGTH)
 TOKENS = np.random.default_rng(1).integers(7, size=(BATCH, LENGTH))
 MATRIX = draw(FEATURES, 4)

@@ -26,27 +26,6 @@ def test_what_a_table_compares_stays_different(table):
   assert len(settings) == len(names)
 
 
-@pytest.mark.parametrize(
-  "name, kept",
-  [
-    ("extractors_childrens_books.py:she,fig10_8", {"max_length": 8, "num_layers": 2}),
-    ("extractors_childrens_books.py:attention_64", {"mixer.num_heads": 64}),
-    (
-      "pooling_text8.py:entropy,middle_14",
-      {"num_layers": 14, "first.num_layers": 2, "boundaries.name": "entropy"},
-    ),
-    (
-      "pooling_text8.py:fixed3,subsampling",
-      {"boundaries.shortening_factor": 3, "boundaries.pooling": "last"},
-    ),
-  ],
-)
-def test_what_a_figure_varies_stays_as_it_is(name, kept):
-  for scale in ("tiny", "cpu"):
-    config = scales.configure(f"configs/{name}", scale)
-    assert {key: config_lib.get(config.model, key) for key in kept} == kept
-
-
 def test_texts_are_found_by_name(tmp_path):
   for name in ("wikitext2", "wikitext2_raw", "wikitext103_raw"):
     (tmp_path / name).mkdir()
