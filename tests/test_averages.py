@@ -137,10 +137,6 @@ def test_patience_counts_evaluations_also_where_their_interval_changes(text, tmp
   assert valid_steps(run.workdir) == [4, 8, 9] and run.step == 4
 
 
-def test_a_run_that_gets_better_goes_on(plain):
-  assert valid_steps(plain.workdir) == [6, 12]
-
-
 def test_a_part_of_the_split_stands_for_it_in_training_alone(plain, text, tmp_path):
   config = settings(text)
   config.eval.max_tokens = 150

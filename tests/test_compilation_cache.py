@@ -24,9 +24,7 @@ events = collections.Counter()
 monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
 if sys.argv[1] == "accelerator":
   jax.default_backend = lambda: "gpu"
-if sys.argv[1] == "configured":
-  jax.config.update("jax_compilation_cache_dir", sys.argv[2])
-del sys.argv[1:3]
+del sys.argv[1]
 
 def main(_):
   value = jax.jit(lambda x: x * 3 + 1)(2.0)
@@ -41,11 +39,11 @@ command_line.start(main)
 """
 
 
-def start(*flags, kind="cpu", configured="", **environment):
+def start(*flags, kind="cpu", **environment):
   """What the script said; its environment has no settings of JAX's cache but the given."""
   clean = {name: value for name, value in helpers.environment().items() if "CACHE" not in name}
   result = subprocess.run(
-    [sys.executable, "-W", "error", "-c", SCRIPT, kind, str(configured), *flags],
+    [sys.executable, "-W", "error", "-c", SCRIPT, kind, *flags],
     env=clean | {name: str(value) for name, value in environment.items()},
     capture_output=True,
     text=True,
@@ -81,12 +79,7 @@ def test_the_folder_is_that_of_the_flag_then_of_jax_then_the_users_own(tmp_path)
   assert programs(flag) and not jaxs.exists() and not home.exists()
   said, _ = start(**of_jax)
   assert (said["folder"], said["max_size"]) == (str(jaxs), -1)  # as the user has set it
-  said, _ = start(XDG_CACHE_HOME=home, kind="configured", configured=jaxs)
-  assert said["folder"] == str(jaxs) and said["hits"] > 0
   assert start(**of_user)[0]["folder"] == str(home / "dpjax/compiled")
-  # A path that is not absolute is to be ignored, by the rules of XDG.
-  said, _ = start(kind="accelerator", XDG_CACHE_HOME="here", HOME=tmp_path / "user")
-  assert said["folder"] == str(tmp_path / "user/.cache/dpjax/compiled")
 
 
 def test_an_empty_flag_means_none_and_so_does_a_cpu(tmp_path):

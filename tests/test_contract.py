@@ -80,19 +80,6 @@ def draw_params(module):
   return jax.tree.map(lambda x: jnp.float32(generator.standard_normal(x.shape) / 2), shapes)
 
 
-@pytest.mark.parametrize("layer", [SelfAttention, RelativeAttention])
-def test_biases_of_all_keys_and_distances_have_no_effect(layer):
-  module, weights = layer(HEADS, MAX_LENGTH), draw(seed=5)
-
-  def loss(params):
-    return jnp.sum(module.apply({"params": params}, draw()) * weights)
-
-  grads = jax.jit(jax.grad(loss))(draw_params(module))
-  np.testing.assert_allclose(grads["queries_keys_values"]["bias"][1], 0, atol=1e-4)
-  if layer is RelativeAttention:
-    np.testing.assert_allclose(grads["distances"]["bias"], 0, atol=1e-4)
-
-
 def test_refusals():
   make, inputs = MIXERS["dispatcher"][0], draw()
   module, is_start = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]

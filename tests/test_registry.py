@@ -1,6 +1,5 @@
 """Components bring their own settings, and anybody's are found by name."""
 
-import dataclasses
 import types
 
 import jax.numpy as jnp
@@ -63,25 +62,6 @@ def test_settings_of_functions_are_their_arguments():
   assert {"b1", "b2", "eps"} <= {*names["adam"]} and "learning_rate" not in names["adam"]
   assert names["sgd"] == ["momentum", "nesterov"] and "weight_decay" in names["lion"]
   assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
-
-
-@pytest.mark.slow
-def test_a_mixer_of_somebody_elses_trains_and_writes(mixers, text, tmp_path):
-  dpjax.register_mixer("decay", Decay)
-  config = helpers.small_config(text, num_steps=3)
-  config.model.mixer = config_lib.mixer("decay", rate=0.8)
-  run, scores = dpjax.train(config, tmp_path / "run")
-  layer = run.model.layers.make_mixer()
-  assert type(layer) is Decay and (layer.rate, layer.max_length) == (0.8, 19)
-  assert scores["perplexity"] > 1 and "lock" in {x.name for x in run.workdir.iterdir()}
-  # It has no cache: every token comes from a pass over the window.
-  assert len(dpjax.load(tmp_path / "run").generate("the ", length=21)[0]) == 21
-  # In the middle of an hourglass, with another one's blocks around it.
-  spaces = config_lib.boundaries("whitespace", space_ids=(0,))
-  config.model.update(boundaries=spaces, vocab_size=18)
-  config.model.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
-  pooled = dpjax.build_model(config.model)
-  assert type(pooled.make_hourglass(parent=None).last.make_mixer()) is Decay
 
 
 class AfterRare(Boundaries):
@@ -185,22 +165,12 @@ def test_settings_that_are_wrong(mixers, settings, message):
     config_lib.mixer("decay", **settings)
 
 
-def test_what_a_component_refuses_and_what_it_lacks_is_told_by_the_sections_name(mixers):
+def test_what_a_component_refuses_is_told_by_the_sections_name(mixers):
   dpjax.register_mixer("decay", Decay)
   config = config_lib.default()
   config.model.mixer = config_lib.mixer("decay", rate=1.5)
   with pytest.raises(dpjax.UserError, match=r"^model.mixer.rate: .* in \(0, 1\), got 1.5"):
     config_lib.check(config)
-
-  @dataclasses.dataclass
-  class Needs:
-    max_length: int
-    width: int
-
-  dpjax.register_mixer("needs", Needs)
-  with pytest.raises(dpjax.UserError, match="^mixer.width: expected a value of type int"):
-    config_lib.mixer("needs")
-  assert config_lib.mixer("needs", width=7).width == 7
 
 
 def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
@@ -246,18 +216,6 @@ def test_names_are_free_once(mixers):
 
     dpjax.register_mixer("made", make)
   assert [*mixers.settings("made")] == ["rate"]
-
-
-def test_installed_packages_register_by_entry_points(mixers, monkeypatch):
-  plugin = types.SimpleNamespace(load=lambda: dpjax.register_mixer("decay", Decay))
-  monkeypatch.setattr(
-    registry.importlib.metadata,
-    "entry_points",
-    lambda group: [plugin] if group == "dpjax.plugins" else [],
-  )
-  registry.load_plugins.cache_clear()
-  assert config_lib.mixer("decay").rate == 0.5
-  registry.load_plugins.cache_clear()
 
 
 def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):

@@ -183,25 +183,6 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   assert min(counts) > 7 and shown.format(*counts) in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_shipped_model_is_fine_tuned_on_a_text(text, tmp_path):
-  """It begins with the model's parameters, settings and tokenizer."""
-  folder = str(helpers.ROOT / "models/we-books")
-  config = dpjax.config.load(folder)
-  config.train.initial_run, config.data.path = folder, str(text)
-  config.data.data_dir = str(tmp_path / "data")
-  config.train.update(num_steps=2, eval_every_steps=2, batch_size=8)
-  config.train.schedule.warmup_steps = 0
-  config.eval.batch_size = 8
-  before = dpjax.load(folder)
-  same, _ = dpjax.train(config, tmp_path / "same", optimizer=optax.set_to_zero())
-  chex.assert_trees_all_equal(same.params, before.params)
-  assert same.score("the cat") == pytest.approx(before.score("the cat"), rel=1e-5)
-  run, scores = dpjax.train(config, tmp_path / "run")
-  assert run.tokenizer.to_json() == before.tokenizer.to_json()
-  assert scores["nats_per_token"] < same.score_split("test")["nats_per_token"]
-
-
 def test_the_settings_of_a_run_are_a_configuration(finished, tmp_path):
   folder, run, _ = finished
   config = dpjax.config.load(str(folder))

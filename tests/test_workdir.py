@@ -121,22 +121,3 @@ def test_a_full_disk_is_named(tmp_path):
       file.write("a loss")
   with pytest.raises(BrokenPipeError), workdir_lib.lock(tmp_path):
     raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-
-def test_any_error_of_the_first_process_reaches_the_others(monkeypatch):
-  """Else they would wait for a message that never comes."""
-  sent = []
-
-  def broadcast(value):
-    sent.append(value)
-    return value
-
-  monkeypatch.setattr(workdir_lib.jax, "process_count", lambda: 2)
-  monkeypatch.setattr(workdir_lib.multihost_utils, "broadcast_one_to_all", broadcast)
-
-  def fail():
-    raise OSError(errno.EIO, "Input/output error")
-
-  with pytest.raises(OSError, match="Input/output error"):
-    workdir_lib.on_first_process(fail)
-  assert b"Input/output error" in sent[-1].tobytes()

@@ -105,21 +105,6 @@ def test_models_of_pytorch_are_those_of_dpjax(name, form):
   )
 
 
-def test_dropped_levels_and_units_are_there_in_training_alone():
-  torch.manual_seed(3)
-  rates = ("dropout", "hidden_dropout", "mixer")
-  tokens = torch.from_numpy(harness.draw_text(2, 10, 13)).long()
-  for part in rates:
-    for more in (MODELS["dispatcher"], MODELS["attention"], MODELS["relative"]):
-      mixer: dict[str, Any] = more["mixer"]
-      rate = "level_dropout" if mixer["name"] == "dispatcher" else "dropout"
-      changed = {part: mixer | {rate: 0.5} if part == "mixer" else 0.5}
-      model = torch_models.LanguageModel(settings_of(more | changed))
-      assert not torch.equal(model(tokens), model(tokens)), (part, more)
-      model.eval()
-      assert torch.equal(model(tokens), model(tokens))
-
-
 def test_a_process_of_pytorch_learns_its_batch():
   settings = step.settings_of(step.DISPATCHER, 3, **SMALL, dropout=0.0)
   settings["optimizer"] = dict(name="adam", learning_rate=0.02, clip_norm=0.5)

@@ -234,7 +234,7 @@ def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
     np.testing.assert_array_equal(joined.splits[split], isolated.splits[split])
 
 
-def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
+def test_a_kill_in_the_middle_and_a_change(tmp_path, monkeypatch):
   (tmp_path / "x.jsonl").write_bytes(as_json(TEXTS * 3))
   corpus = load_corpus(path=tmp_path / "x.jsonl", split_fractions=(0.5, 0.3, 0.2))
   expected = tokenize(corpus, tmp_path / "expected", "bytes")
@@ -260,15 +260,9 @@ def test_a_kill_in_the_middle_and_damage(tmp_path, monkeypatch):
     np.testing.assert_array_equal(data.documents[split], expected.documents[split])
     np.testing.assert_array_equal(data.splits[split], expected.splits[split])
   file = data.folder / "test.documents.bin"
-  content = file.read_bytes()
-  file.write_bytes(content[:-8] + np.int64(3).tobytes())
+  file.write_bytes(file.read_bytes()[:-8] + np.int64(3).tobytes())
   with pytest.raises(UserError, match="test.documents.bin: .* a file that was changed"):
     open_tokens(tmp_path / "data").check()
-  file.write_bytes(content[:-8])
-  opened = open_tokens(tmp_path / "data")
-  assert not opened.has_tokens
-  with pytest.raises(UserError, match=f"test.documents.bin: expected {len(content)} bytes"):
-    opened.check("test")
 
 
 WITHOUT = "^data.documents: expected joined for {}, which does not say where documents begin"
@@ -279,7 +273,6 @@ WITHOUT = "^data.documents: expected joined for {}, which does not say where doc
   [
     (dict(path="a.txt"), WITHOUT.format("a")),
     (dict(), WITHOUT.format("python_manual")),
-    (dict(name="penn_treebank"), WITHOUT.format("penn_treebank")),
     (dict(path="a.txt", separator="--", clean=True, language="en"), WITHOUT.format("a")),
     (dict(path="a.jsonl", max_characters=(9, 9, 9)), "^data.max_characters: expected .0, 0, 0."),
     (dict(path="a.txt", separator="-- --"), "data.separator: expected a text with marks"),
@@ -300,10 +293,6 @@ def test_refusals(tmp_path, monkeypatch, settings, message):
   (tmp_path / "few").mkdir()
   for name in "xy":
     (tmp_path / "few" / f"{name}.txt").write_text(name)
-  folder = tmp_path / "data/manual/penn_treebank"
-  folder.mkdir(parents=True)
-  for split in SPLITS:
-    (folder / f"{split}.txt").write_text("a sentence \n")
   with pytest.raises(UserError, match=message) as error:
     load_corpus(documents="isolated", **settings)
   assert "\n" not in str(error.value)

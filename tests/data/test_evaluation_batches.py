@@ -12,18 +12,6 @@ from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
 
 
-def test_windows_by_example():
-  batches = EvaluationWindows(np.arange(1, 6), 3, 2, batch_size=2, start_id=7)
-  first, second = batches.batch(0), batches.batch(1)
-  assert len(batches) == 2
-  assert first["tokens"].tolist() == [[7, 1, 0], [1, 2, 3]]
-  assert first["targets"].tolist() == [[1, 2, 0], [2, 3, 4]]
-  assert first["weights"].tolist() == [[1, 1, 0], [0, 1, 1]]
-  assert second["tokens"].tolist() == [[3, 4, 0], [0, 0, 0]]
-  assert second["targets"].tolist() == [[4, 5, 0], [0, 0, 0]]
-  assert second["weights"].tolist() == [[0, 1, 0], [0, 0, 0]]
-
-
 @pytest.mark.parametrize("case", [0, 1])
 def test_windows_are_the_authors(case):
   golden = json.loads(GOLDEN.read_text())["cases"][case]

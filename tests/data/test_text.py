@@ -128,9 +128,7 @@ def replaced(split, make):
       for make in (os.mkfifo, os.mkdir)
     ),
     (None, dict(name="python_manuel"), "data.name: .*did you mean python_manual"),
-    (None, dict(name="txt8"), "data.name: .*txt8; did you mean text8"),
     (None, dict(name="wikitext-2"), "data.name: .*did you mean wikitext2"),
-    (None, dict(name="wiki40b"), "data.language: expected one of en, fi, he, vi"),
     (None, dict(name="wiki40b", language="de"), "data.language: expected one of en, fi, he, vi"),
     (None, dict(name="text8", language="fi"), "data.language: expected '' for text8, unless"),
     (None, dict(path=".", clean=True, language="xx"), "data.language: .*xx"),
@@ -231,7 +229,6 @@ def test_a_clean_text_is_written_once_and_completely(load, monkeypatch, tmp_path
     assert joined(load(**settings)) == first
     with pytest.raises(ZeroDivisionError):
       load(clean=True, language="fi")
-  assert joined(load(clean=True, language="fi")) != first
   path = tmp_path / "books" / "train.txt"
   path.write_bytes(path.read_bytes().replace(b"Cat", b"Tac"))
   assert joined(load(**settings))["train"] == first["train"].replace("cat", "tac") != first["train"]

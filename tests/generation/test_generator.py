@@ -145,19 +145,6 @@ def test_greedy_text_is_that_of_full_passes(dispatcher):
   assert maker[0]._advance[False]._cache_size() == slow
 
 
-def test_a_text_that_has_ended_drives_no_other_beyond_its_window(dispatcher):
-  generator, _ = dispatcher
-  texts = write(dispatcher, ["hij abc de", "j"], length=2, seed=2)
-  # The long one ends with its first token, so that the other has room for its eight.
-  slow = generator._advance[False]
-  generator._advance[False] = None
-  try:
-    found = write(dispatcher, ["hij abc de", "j"], length=8, seed=2, stop=[texts[0][0]])
-  finally:
-    generator._advance[False] = slow
-  assert found[0] == "" and found[1].startswith(texts[1])
-
-
 def test_a_character_that_stays_incomplete_is_shown_at_the_end():
   maker = make(Bytes(), mixer="me")
   # Nothing but the first byte of two is ever drawn.

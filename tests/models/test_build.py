@@ -116,17 +116,6 @@ def test_every_setting_of_the_pooling_arrives(kind, own, filled):
   assert [layer.max_length for layer in layers] == [13, 14, 13]
 
 
-def test_what_is_left_open():
-  plain = dpjax.build_model(settings())
-  layer = plain.layers.make_mixer()
-  assert layer.implementation is None and layer.num_levels is None
-  assert init_shapes(plain)["layers"]["mixer"]["gates"]["kernel"].shape == (2, 3, 4)
-  built = dpjax.build_model(settings("she", "entropy")).make_hourglass()
-  for stack in (built.first, built.middle, built.last):
-    assert type(stack.make_mixer()) is registry.mixers.component("she")
-  assert built.make_positions is None
-
-
 def two_stages(outer=None, inner=None, **middle):
   first = dict(num_layers=1)
   stage = config_lib.middle(inner or config_lib.boundaries("fixed"), **dict(width=10) | middle)

@@ -183,14 +183,3 @@ def test_results_and_gradients_have_the_precision_of_float64(name, operator, by_
     assert run(*wide).dtype == jnp.float64
     # Differences of results: sums in float32 would have errors of 1e-7 / 1e-5.
     check_grads(run, wide, 1, ["rev"], atol=1e-6, rtol=1e-6, eps=1e-5)
-
-
-def test_gumbel_sigmoid_has_the_gradient_of_float64():
-  with jax.enable_x64(True):
-    logits, noise = (jnp.asarray(x, jnp.float64) for x in (draw(2, 7), 1 - draw(2, 7)))
-    sample = partial(ops.gumbel_sigmoid, temperature=0.5, noise=noise)
-    boundaries, pull = jax.vjp(sample, logits)
-    soft = 1 / (1 + np.exp(-2 * (logits + np.log(noise) - np.log1p(-noise))))
-    assert boundaries.dtype == jnp.float64
-    expected = 2 * soft * (1 - soft)
-    np.testing.assert_allclose(pull(jnp.ones((2, 7)))[0], expected, rtol=1e-12)

@@ -137,13 +137,8 @@ def test_theta_is_a_quantile():
 
 def test_thresholds_refuse():
   h = entropies(2, 7)
-  with pytest.raises(ValueError, match="^rule: expected one of global, .* did you mean mo"):
-    entropy_threshold(h, "monotonc", 1.0)
   with pytest.raises(ValueError, match="^theta_add: expected 0 with the rule global"):
     entropy_threshold(h, "global", 1.0, 0.5)
-  for factor in (0.9, np.inf, np.nan):
-    with pytest.raises(ValueError, match="^factor: expected at least 1"):
-      entropy_theta(h, factor)
   # Of two tokens in a row one is a boundary at most.
   with pytest.raises(ValueError, match="^factor: expected at least [2-9].*theta_add = 0.1"):
     entropy_theta(h, 1.9, "combined", 0.1)

@@ -1,6 +1,5 @@
 """The capacities: the same numbers as the whole, for the work of the needed part."""
 
-import functools
 import re
 
 import jax
@@ -100,32 +99,6 @@ def test_each_branch_works_at_its_size_and_the_backward_pass_again():
   lowered = capped.lower(inputs, others, weights, 5)
   assert lowered.as_text().count("stablehlo.case") == 2
   assert tanhs(lowered) == sorted(2 * SIZES)
-
-
-def plain_switch(needed, inputs, *others):
-  """The operator with JAX's own gradient."""
-
-  def branch(size):
-    rest = ((0, 0), (0, LENGTH - size), (0, 0))
-    return lambda: jnp.pad(mix(inputs[:, :size], *others), rest)
-
-  return jax.lax.switch(needed // 4, [branch(size) for size in SIZES])
-
-
-def test_between_the_passes_the_arguments_alone_are_kept():
-  inputs, others, _ = draw()
-
-  def kept(operator):
-    def residuals(inputs, others, needed):
-      call = functools.partial(operator, needed)
-      _, pull = jax.vjp(lambda x, params: call(x, params, *others[1:]), inputs, others[0])
-      return [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype == jnp.float32]
-
-    return sum(leaf.size for leaf in jax.eval_shape(residuals, inputs, others, 5))
-
-  arguments = inputs.size + sum(leaf.size for leaf in jax.tree.leaves(others[0]))
-  assert kept(functools.partial(run_at_capacity, mix, SIZES)) == arguments
-  assert kept(plain_switch) > 2 * arguments
 
 
 def test_a_batch_over_devices():

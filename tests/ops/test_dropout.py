@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dpjax import ops
 
@@ -56,12 +55,3 @@ def test_after_relu_is_both_and_keeps_its_output_alone():
   np.testing.assert_array_equal(outputs, expected)
   np.testing.assert_array_equal(pull(inputs)[0], expected_pull(inputs)[0])
   assert [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size >= inputs.size] == [jnp.float32]
-
-
-@pytest.mark.parametrize(
-  "shape, dtype", [((), "float32"), ((2, 3), "bfloat16"), ((0, 5), "float32")]
-)
-def test_shapes_and_dtypes(shape, dtype):
-  outputs = ops.dropout(jnp.ones(shape, dtype), 0.5, jax.random.key(5))
-  assert outputs.shape == shape and outputs.dtype == dtype
-  assert set(np.unique(np.asarray(outputs, np.float32))) <= {0.0, 2.0}

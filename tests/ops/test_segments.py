@@ -119,20 +119,6 @@ def test_boundaries_of_any_dtype_mean_the_same(dtype):
   np.testing.assert_array_equal(ids, reference.segment_ids(BOUNDARIES))
 
 
-def test_only_float_boundaries_pay_for_their_gradient():
-  inputs, _ = draw(LARGE)
-
-  def program(boundaries, method):
-    def operator(h, b):
-      return pool_segments(h, b, LARGE, method=method)
-
-    return str(jax.make_jaxpr(operator)(inputs, boundaries))
-
-  whole = jnp.asarray(BOUNDARIES, jnp.int32)
-  assert "custom_vjp" in program(floats(), "mean")
-  assert "custom_vjp" not in program(whole, "mean") + program(floats(), "last")
-
-
 @pytest.mark.parametrize("method", ["mean", "last"])
 def test_no_matrix_of_tokens_and_segments_is_built(method):
   inputs, weights = draw(LARGE)

@@ -46,11 +46,3 @@ def test_the_numbers_of_a_row_stand_in_its_configuration_too():
         assert re.search(rf"(?<!\d){number:.{digits}f}", said), (table, row)
         checked += 1
   assert checked == 12 + 48 + 6
-
-
-def test_names_of_tables():
-  assert [table.name for table in papers.find("all")] == [*papers.TABLES]
-  found = papers.find("pooling-fig4,pooling-table1,pooling-fig4")
-  assert [table.name for table in found] == ["pooling-fig4", "pooling-table1"]
-  with pytest.raises(ValueError, match="TABLE: .*got pooling-fig6; did you mean pool"):
-    papers.find("pooling-fig6")
