@@ -50,8 +50,6 @@ COMMANDS = helpers.cases(r"""
   train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
   {train} --config= | --config
   {train} --config={nothing}.py | --config: expected a Python file, .* one of
-  {train} --config={folder} | --config: expected a Python file
-  {train} --config=/dev/zero | --config: expected a Python file
   {train} --config={fifo} | --config: expected a Python file
   {train} --config={zeros} | --config: expected .* null bytes
   {train} --config={other} | a: expected a known setting
@@ -80,7 +78,6 @@ COMMANDS = helpers.cases(r"""
   {generate} --prompt=a --prompt_file={text} | prompt, prompt_file: .* got both
   {generate} --prompt_file={nothing} | prompt_file: .* a text, or -, got .*no_such
   {generate} --prompt_file={fifo} | prompt_file: expected a file
-  {generate} --prompt_file=/dev/zero | prompt_file: expected a file
   {generate} --prompt_file={sparse} | prompt_file: .*more than
   {generate} --prompt_file={empty} | prompt_file: .* text in .*empty, got none
   {generate} --prompt_file={latin} | prompt_file: expected a file .*latin

@@ -15,12 +15,10 @@ from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
 from dpjax.data.download import File
 from dpjax.data.sources import text8
-from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
-from dpjax.models import build
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import KINDS, train_tokenizer
+from dpjax.text.tokens import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from tests import helpers
 
@@ -212,55 +210,6 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
     config.data.update(**{"tokenizer": "characters", **changes})
     with pytest.raises(UserError, match=f"^{message}"):
       tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
-
-
-KNOWN = "abcdef gh\n"
-
-
-def draw_text(draw, letters: str, size: int = 900) -> str:
-  """Words of the letters, some of them rare, and a line end."""
-  share = draw.dirichlet(np.ones(len(letters)))
-  words = ["".join(draw.choice([*letters], 7, p=share)) for _ in range(size // 8)]
-  return " ".join(words) + "\nabcdefgh\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["initial", "folder", "file"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_tokenizer_of_a_run_is_taken_over(tmp_path, kind, by):
-  """Its ids of any text, unknown parts as such, and all without the run later."""
-  draw = np.random.default_rng([*kind.encode()])
-  config = config_lib.default()
-  (tmp_path / "old.txt").write_text(draw_text(draw, KNOWN))
-  config.data.update(path=str(tmp_path / "old.txt"), tokenizer=kind)
-  config.data.data_dir = str(tmp_path / "data")
-  for config.data.tokenizer_size in range(264, 300):  # SentencePiece refuses some sizes.
-    try:
-      known = tokens_lib.open_tokens(config, tmp_path / "run" / "data").tokenizer
-      break
-    except UserError:
-      assert kind.startswith("sentencepiece")
-  text = draw_text(draw, KNOWN + "xyz\u00e9\u4e2d\N{SNOWMAN}")
-  (tmp_path / "new.txt").write_text(text)
-  config = config_lib.default()
-  config.data.update(path=str(tmp_path / "new.txt"), data_dir=str(tmp_path / "data"))
-  if by == "initial":
-    config.train.initial_run = str(tmp_path / "run")
-  else:
-    config.data.tokenizer_file = str(tmp_path / "run" / ("data/tokenizer.json" * (by == "file")))
-  data = tokens_lib.open_tokens(config, tmp_path / "new" / "data")
-  assert data.tokenizer.to_json() == known.to_json()
-  for split, part in load_corpus(path=config.data.path).splits.items():
-    assert data.splits[split].tolist() == known.encode("".join(part)).tolist()
-  num_unknown = sum(known.count_unknown(ids) for ids in data.splits.values())
-  assert (num_unknown > 0) == (known.unknown_id is not None)
-  assert build.with_vocabulary(config, data.tokenizer).model.vocab_size == known.vocab_size
-  # Neither the run nor the tokens are needed again.
-  expected = {split: ids.tolist() for split, ids in data.splits.items()}
-  shutil.rmtree(tmp_path / "run")
-  shutil.rmtree(data.folder)
-  data = tokens_lib.open_tokens(config, tmp_path / "new" / "data")
-  assert {split: ids.tolist() for split, ids in data.splits.items()} == expected
 
 
 def test_tokens_alone(config, tmp_path):

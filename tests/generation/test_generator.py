@@ -130,21 +130,6 @@ def dispatcher():
   return make()
 
 
-PROMPTS = ["abc", "hij abc de", "", "d"]
-
-
-def test_greedy_text_is_that_of_full_passes(dispatcher):
-  maker = dispatcher
-  # From within the window to far beyond it, rows leaving it one after the other.
-  texts = write(maker, PROMPTS, length=21, temperature=0.0)
-  assert texts == greedy_by_hand(maker, PROMPTS, 21)
-  assert len(set(texts)) > 2
-  # With room for all of it, no pass is made.
-  slow = maker[0]._advance[False]._cache_size()
-  assert write(maker, ["abc"], length=9, temperature=0.0, beyond_window="refuse") == [texts[0][:9]]
-  assert maker[0]._advance[False]._cache_size() == slow
-
-
 def test_a_character_that_stays_incomplete_is_shown_at_the_end():
   maker = make(Bytes(), mixer="me")
   # Nothing but the first byte of two is ever drawn.

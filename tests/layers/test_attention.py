@@ -10,7 +10,6 @@ from flax import linen as nn
 from dpjax.layers.attention import RelativeAttention, SharedPositions
 
 BATCH, LENGTH, MAX_LENGTH, HEADS, WIDTH = 2, 5, 7, 3, 12
-ROUNDING = dict(rtol=1e-5, atol=1e-5)
 
 
 def draw(*shape, seed=0):

@@ -36,11 +36,6 @@ def assert_close(got, expected, atol=2e-5):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), got, expected)
 
 
-def draw_vectors(seed=5):
-  normal = np.random.default_rng(seed).standard_normal((BATCH, LENGTH, WIDTH))
-  return jnp.asarray(normal, jnp.float32)
-
-
 def results(model, **options):
   """(params, boundaries) -> logits, boundaries and gradients by all parameters."""
 
@@ -86,52 +81,6 @@ def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
   is_lost = GIVEN.cumsum(axis=1) >= 4
   assert list(is_lost.any(axis=1)) == [False, True, True]
   assert np.isfinite(output.logits[0]).all() and np.isnan(output.logits[is_lost]).all()
-
-
-# The model of "entropy" is that of "unigram".
-@pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])
-def test_rows_do_not_touch_each_other(kind):
-  model = make(kind)
-  params = draw_params(model)
-  apply = jax.jit(model.apply)
-  helpers.balance(params, apply({"params": params}, TOKENS).boundary_logits)
-  whole = apply({"params": params}, TOKENS)
-  helpers.assert_sure(whole.boundary_logits)
-  assert kind == "fixed" or len(set(np.asarray(whole.boundaries).sum(1))) > 1
-  for row in range(BATCH):
-    # The other rows become this one's copies with other ends.
-    others = np.roll(TOKENS, row + 1, axis=1)
-    others[row] = TOKENS[row]
-    output = apply({"params": params}, others)
-    np.testing.assert_array_equal(output.boundaries[row], whole.boundaries[row])
-    assert_close(output.logits[row], whole.logits[row])
-
-
-@pytest.mark.parametrize("kind", ["gumbel", *slow("fixed", "whitespace", "unigram")])
-def test_causal_by_gradient(kind):
-  model = make(kind)
-  params, hourglass = draw_params(model)["hourglass"], model.make_hourglass()
-  tokens = np.where(np.arange(LENGTH) % 4 == 2, SPACE, SPACE + 1)[None].repeat(BATCH, 0)
-  options = dict(boundary_noise=NOISE) if kind == "gumbel" else {}
-  weights_d = jnp.linspace(1, 2, WIDTH)
-
-  @jax.jit
-  def run(x_btd):
-    def summed(x_btd):
-      output = hourglass.apply({"params": params}, x_btd, tokens, **options)
-      by_token = jnp.sum(output.hidden * weights_d[None, None], axis=(0, 2))
-      if output.boundary_logits is not None:
-        by_token += output.boundary_logits.sum(axis=0)
-      return by_token, output.boundaries
-
-    return jax.jacrev(summed, has_aux=True)(x_btd)  # [T out, B, T in, D]
-
-  jacobian, boundaries = run(draw_vectors())
-  # Some segments are of several tokens.
-  assert 0 < np.sum(np.asarray(boundaries)) < 0.7 * boundaries.size
-  reach = np.abs(jacobian).max(axis=(1, 3))
-  np.testing.assert_array_equal(np.triu(reach, 1), 0)
-  assert (np.diag(reach) > 1e-4).all() and reach[-1, 0] > 1e-6
 
 
 @pytest.mark.parametrize("kind", ["gumbel", *slow("entropy", "unigram")])

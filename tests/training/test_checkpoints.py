@@ -199,15 +199,6 @@ def test_an_error_of_the_file_system_is_no_damage(folder, monkeypatch, error, nu
   assert not (folder / "damaged").exists() and restored_step(folder) == 7
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives EIO")
-def test_a_file_that_cannot_be_read_is_no_damage(folder):
-  (folder / "7/meta/metadata").unlink()
-  (folder / "7/meta/metadata").symlink_to("/proc/self/mem")
-  with Checkpoints(folder, keep=2) as saved, pytest.raises(OSError, match="Input/output error"):
-    saved.restore(abstract())
-  assert not (folder / "damaged").exists()
-
-
 @pytest.mark.parametrize(
   "changes, message",
   [

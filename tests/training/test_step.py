@@ -230,45 +230,6 @@ def test_bfloat16_trains_float32_parameters():
   assert dtypes == {jnp.dtype("float32")}
 
 
-UNIGRAM = helpers.objective("unigram")
-
-
-def draw_pooled_batch():
-  """Boundaries, and rows of different numbers of targets behind others as context."""
-  generator = np.random.default_rng(2)
-  batch = draw_batch()
-  begins = generator.integers(LENGTH, size=BATCH)[:, None]
-  batch["weights"] = (np.arange(LENGTH) >= begins).astype(np.float32)
-  shape = batch["tokens"].shape
-  return batch | dict(boundaries=generator.integers(2, size=shape, dtype=np.int32))
-
-
-@pytest.fixture(scope="module")
-def pooled_update(standard_promotion):
-  """A model with token pooling, a state, and the state and metrics after one step."""
-  one = dict(num_layers=1)
-  model = make_model(boundaries="unigram", first=one, last=one)
-  state = draw_state(model, optax.sgd(0.1))
-  update = jit_update(model, optax.sgd(0.1), objective=UNIGRAM)
-  return model, state, *update(state, draw_pooled_batch())
-
-
-@pytest.mark.slow
-def test_a_known_capacity_and_eight_devices_change_nothing(pooled_update):
-  model, before, after, metrics = pooled_update
-  capacity = int(metrics["slots"]) + 1
-  # The device had 4 or 8 to choose from.
-  assert capacity not in (4, LENGTH + 1)
-  mesh = sharding.make_mesh(jax.devices())
-  shardings = sharding.state_sharding(before, mesh)
-  train = step.jit_train_step(model, optax.sgd(0.1), shardings, mesh, objective=UNIGRAM)
-  for known in (None, capacity):
-    state = jax.device_put(jax.tree.map(jnp.copy, before), shardings)
-    found, of_found = train(state, sharding.put_batch(draw_pooled_batch(), mesh), capacity=known)
-    helpers.assert_trees_close(found.params, after.params, rtol=1e-5, atol=1e-6)
-    helpers.assert_trees_close(of_found, metrics, rtol=1e-5, atol=1e-6)
-
-
 @cache
 def make_staged(kinds):
   """A model that pools by one kind or two, and its objective."""
