@@ -40,10 +40,6 @@ def unigram(text, tmp_path_factory):
   return dpjax.train(config, tmp_path_factory.mktemp("runs") / "run")[0]
 
 
-def assert_same_params(one, other):
-  chex.assert_trees_all_equal(one.params, other.params)
-
-
 @pytest.mark.parametrize("kind", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
 def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, monkeypatch):
   run = request.getfixturevalue(kind)
@@ -52,7 +48,7 @@ def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, 
   shutil.move(tmp_path / "out", tmp_path / "elsewhere")
   loaded = dpjax.load(tmp_path / "elsewhere")
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
-  assert_same_params(loaded, run)
+  chex.assert_trees_all_equal(loaded.params, run.params)
   assert loaded.score("the cat sat") == run.score("the cat sat")
   if kind == "run":
     assert loaded.generate("the ", length=5) == run.generate("the ", length=5)
@@ -103,7 +99,7 @@ def test_training_begins_with_it_and_leaves_it_whole(run, tmp_path):
       dpjax.train(other, tmp_path / "out")
   config.train.initial_run = str(tmp_path / "out")
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
-  assert_same_params(new, run)
+  chex.assert_trees_all_equal(new.params, run.params)
   after = {x: x.read_bytes() for x in (tmp_path / "out").rglob("*") if x.is_file()}
   assert after == before
 

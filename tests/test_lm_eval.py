@@ -101,6 +101,3 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
   nats = [run.score(x)["nats_per_token"] * len(run.tokenizer.encode(x)) for x in contexts]
   bits = sum(nats) / sum(map(len, contexts)) / np.log(2)
   assert found["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)
-  with pytest.raises(SystemExit):
-    dpjax_lm.main([str(tmp_path), "--tasks=pairs"])
-  assert "expected the folder of a run" in capsys.readouterr().err

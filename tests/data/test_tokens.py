@@ -184,8 +184,6 @@ def test_damage_is_named(made, name, damage):
   "change, message",
   [
     ({"dtype": "bits"}, "the counts of tokens, got damaged JSON"),
-    ({"splits": [3]}, "the counts of tokens, got damaged JSON"),
-    ({"splits": dict.fromkeys(SPLITS, 3)}, "the counts of tokens, got damaged JSON"),
     ({"splits": dict.fromkeys(SPLITS, {"tokens": 3})}, "the counts of tokens, got damaged JSON"),
     ({"checksums": 5}, "the counts of tokens, got damaged JSON"),
     ({"format": 2}, "format 1, got 2"),

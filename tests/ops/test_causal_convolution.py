@@ -1,7 +1,6 @@
 """Causal convolution: every implementation against a loop over pairs, and its relations."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -86,32 +85,6 @@ def test_low_dtypes_are_summed_in_float32(rank, implementation, dtype):
     # Rounded once, at the end: the same but where a sum is close to a tie.
     assert (x == y.astype(dtype)).mean() > 0.99
     assert_close([x], [y], 5 * float(jnp.finfo(dtype).eps))
-
-
-PRODUCTS = {("scan", 3), *((name, rank) for name in ("conv", "toeplitz") for rank in RANKS)}
-
-
-def operands_on_a_gpu(name, *arrays):
-  """The dtypes that products have there: left, right and result of each."""
-  traced = run.trace(*arrays, implementation=name)
-  text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  lines = [x for x in text.splitlines() if re.search("dot_general|convolution[(]", x)]
-  return [re.findall(r"tensor<[0-9x]*x(\w+)>", x.rsplit(" : ", 1)[1]) for x in lines]
-
-
-@pytest.mark.parametrize("name", ["scan", "conv", "toeplitz"])
-def test_direct_products_take_low_dtypes_as_they_are_and_mixed_ones_in_float32(rank, name):
-  for dtype, short in ((jnp.bfloat16, "bf16"), (jnp.float16, "f16")):
-    products = operands_on_a_gpu(name, *draw(rank, dtype=dtype))
-    result = short if name == "conv" else "f32"
-    expected = 3 * [[short, short, result]] if (name, rank) in PRODUCTS else []
-    assert products == expected
-  inputs, filters, weights = draw(rank)
-  products = operands_on_a_gpu(
-    name, inputs.astype(jnp.bfloat16), filters, weights.astype(jnp.bfloat16)
-  )
-  assert {x for product in products for x in product} <= {"f32"}
-  assert bool(products) == ((name, rank) in PRODUCTS)
 
 
 def test_several_devices_and_other_platforms_have_a_choice_of_their_own():

@@ -2,17 +2,14 @@
 
 import inspect
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers, ops
-from dpjax.layers.attention import RelativePositions
+from dpjax import ops
 from dpjax.ops import checks
-from tests import helpers
 
 B, T, H, E, K, D, L, S, V, M, R = 2, 7, 3, 4, 5, 8, 11, 6, 13, 10, 17
 KEY = jax.random.key(0)
@@ -126,72 +123,11 @@ CALLS = [
   ),
 ]
 
-NO_WINDOW = dict(num_heads=3, max_length=9)
-MIXED = dict(inputs=floats(B, T, 12), is_start=STARTS)
-CONTINUED = dict(inputs=floats(B, T, 12), **CHUNK)
-HIDDEN = dict(hidden=floats(B, T, D), tokens=ENDS, is_start=STARTS)
-PREDICTOR = dict(predictor_width=6, num_capacities=3)
 
-
-def with_cache(name, **fields):
-  return name, fields, dict(**CONTINUED, cache=getattr(layers, name)(**fields).init_cache(B, 12))
-
-
-POSITIONS = RelativePositions(floats(9, 12), floats(3, 4), floats(3, 4))
-# Of every layer its fields and a valid call.
-LAYERS = [
-  ("Dispatcher", NO_WINDOW | dict(level_dropout=0.1), MIXED | dict(level_keep=np.ones(4, bool))),
-  ("MultiHeadDispatcher", NO_WINDOW | dict(num_levels=3, implementation="loop"), MIXED),
-  with_cache("Dispatcher", **NO_WINDOW),
-  ("SelfAttention", NO_WINDOW | dict(dropout=0.1, rotary_base=10.0), MIXED),
-  with_cache("SelfAttention", **NO_WINDOW, rotary_base=10.0),
-  ("RelativeAttention", NO_WINDOW | dict(dropout=0.1), MIXED | dict(positions=POSITIONS)),
-  with_cache("RelativeAttention", **NO_WINDOW),
-  *((name, dict(max_length=9, implementation="fft"), MIXED) for name in ("SHE", "HE", "WE", "ME")),
-  with_cache("WE", max_length=9),
-  ("FeedForward", dict(hidden_width=6, activation="swiglu"), dict(inputs=floats(B, T, D))),
-  (
-    "Block",
-    dict(make_mixer=partial(layers.ME, 9), hidden_width=6, norm="pre"),
-    dict(inputs=floats(B, T, D), is_start=STARTS),
-  ),
-  (
-    "TokenAndPosition",
-    dict(vocab_size=5, width=6, max_length=9, positions="learned"),
-    dict(tokens=ENDS, is_start=STARTS),
-  ),
-  (
-    "TokenAndPosition",
-    dict(vocab_size=5, width=6, max_length=9),
-    dict(tokens=ENDS, num_before=LENGTHS),
-  ),
-  ("Fixed", dict(shortening_factor=3, offset=1, pooling="last"), HIDDEN | dict(num_before=LENGTHS)),
-  ("Whitespace", dict(space_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
-  ("SpaceByte", dict(space_ids=IDS, end_ids=IDS, pooling="last", num_capacities=3), HIDDEN),
-  ("Unigram", PREDICTOR | dict(size=7, pooling="last"), HIDDEN),
-  ("EntropySpikes", PREDICTOR | dict(left=2, pooling="last"), HIDDEN),
-  (
-    "Gumbel",
-    PREDICTOR | dict(temperature=0.5, prior=0.2, space_ids=IDS),
-    HIDDEN | dict(noise=floats(B, T)),
-  ),
-  (
-    "Routing",
-    dict(width=D, factor=3.0, weight=0.1, num_capacities=3),
-    HIDDEN | dict(num_before=LENGTHS),
-  ),
-]
 # Arguments that are real numbers of any kind, or whose values are 0 and 1.
 NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "is_start")
 # What is no error: arguments that are not used, any rank or numbers, and infinite bounds.
 ALLOWED = {
-  *((name, "tokens") for name in ("Fixed", "Unigram", "EntropySpikes", "Gumbel", "Routing")),
-  *((name, "hidden") for name in ("Whitespace", "SpaceByte")),
-  *((name, "is_start") for name in ("Unigram", "EntropySpikes", "Gumbel", "Whitespace")),
-  ("Block", "make_mixer"),
-  ("Block", "is_start, None"),
-  ("FeedForward", "inputs, rank"),
-  ("Routing", "width"),
   ("causal_convolution", "filters, rank"),
   ("causal_convolution_cached", "taps, rank"),
   ("dropout", "inputs, rank"),
@@ -305,33 +241,9 @@ def test_an_operator_names_the_wrong_argument(name, arguments):
   assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-  "name, fields, arguments",
-  [
-    helpers.slow_unless(layer[0] in ("Dispatcher", "WE", "Norm", "Gumbel"), *layer, id=layer[0])
-    for layer in LAYERS
-  ],
-)
-def test_a_layer_names_the_wrong_argument(name, fields, arguments):
-  kind = getattr(layers, name)
-
-  def call(**given):
-    layer = kind(**{name: given.pop(name) for name in fields})
-    if "cache" not in given:
-      return jax.eval_shape(lambda: layer.init(KEY, **given))
-    return jax.eval_shape(lambda: layer.apply(layer.init(KEY, given["inputs"]), **given))
-
-  signature = {**inspect.signature(kind).parameters, **inspect.signature(kind.__call__).parameters}
-  found = [*complaints(name, signature, fields | arguments, call)]
-  assert not found, "\n".join(found)
-
-
-def test_the_tables_are_complete():
+def test_the_table_is_complete():
   names = {name for name in ops.__all__ if name.islower()} - {"dot_general"}  # JAX's own
   assert {name for name, _ in CALLS} == names
-  modules = {name for name in layers.__all__ if isinstance(getattr(layers, name), type)}
-  modules -= {"Boundaries", "BoundaryOutput", "Mixer"}  # They compute nothing.
-  assert {name for name, *_ in LAYERS} == modules
 
 
 ONLINE = ops.init_online_convolution_cache(B, L, D)

@@ -86,17 +86,6 @@ def test_a_dropped_level_is_skipped(level_keep, implementation):
   np.testing.assert_array_equal(kept[2][..., ~is_kept], 0)
 
 
-@pytest.mark.parametrize("implementation", BY_LEVELS)
-def test_level_keep_branches_and_nothing_else_does(implementation):
-  arrays = draw(*SHAPE)
-  level_keep = jnp.ones(4, bool)
-  branching = run.lower(*arrays, level_keep, implementation=implementation).as_text()
-  plain = run.lower(*arrays, implementation=implementation).as_text()
-  # One for a loop's body or one a level, and the same again in the backward pass.
-  assert branching.count("stablehlo.case") >= 2
-  assert "stablehlo.case" not in plain
-
-
 def test_bfloat16_is_summed_in_float32(implementation):
   arrays = draw(*SHAPE, jnp.bfloat16)
   outputs = run(*arrays, implementation=implementation)
