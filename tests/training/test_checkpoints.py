@@ -135,10 +135,10 @@ def flip_a_bit(path: Path):
   path.write_bytes(content)
 
 
-def change_a_fingerprint(path: Path):
-  """As if an array had another value, which OCDBT's own sums do not tell of."""
+def change_the_fingerprints(path: Path):
+  """As if arrays had other values, which OCDBT's own sums do not tell of."""
   meta = json.loads(path.read_text())
-  meta["fingerprints"][0] ^= 4
+  meta["fingerprints"] = [number ^ 4 for number in meta["fingerprints"]]
   path.write_text(json.dumps(meta))
 
 
@@ -153,7 +153,7 @@ def put_a_folder(path: Path):
 
 FILES = "state/d/*", "meta/metadata", "state/_METADATA", "state/manifest.ocdbt"
 DAMAGE = [
-  *((flip_a_bit, FILES[0]), (change_a_fingerprint, FILES[1]), *((cut, name) for name in FILES)),
+  *((flip_a_bit, FILES[0]), (change_the_fingerprints, FILES[1]), *((cut, name) for name in FILES)),
   *((remove, name) for name in ("meta", *FILES, "state")),
   *((put_a_folder, name) for name in FILES[1:3]),
 ]
