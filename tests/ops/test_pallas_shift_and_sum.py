@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dpjax.ops.experimental import shift_and_sum_pallas as pallas
-from dpjax.ops.shift_and_sum import num_levels, shift_and_sum
+from dpjax.ops.shift_and_sum import shift_and_sum
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)
 LOOP = functools.partial(shift_and_sum, implementation="loop")
