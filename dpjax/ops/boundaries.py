@@ -172,6 +172,8 @@ def gumbel_sigmoid(
     u = jax.random.uniform(key, logits.shape, jnp.float32) + 2.0**-24
   else:
     u = checks.array("noise", noise, "B T", B=logits.shape[0], T=logits.shape[1])
+    if checks.is_known(u) and not ((np.asarray(u) > 0) & (np.asarray(u) < 1)).all():
+      raise ValueError("noise: expected above 0 and below 1, got others")
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)

@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -148,8 +149,9 @@ def upsample_segments(
 
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
-  If S is too small for a token's segment, the token gets nan. The gradient of a segment is the
-  sum over its readers, in float32. Boundaries get zero.
+  If S is too small for a token's segment, this is an error, and under `jit`, where the
+  boundaries are unknown, the token gets nan. The gradient of a segment is the sum over its
+  readers, in float32. Boundaries get zero.
 
   Args:
     segments: [B, S, D], floats: the null group, then the segments in order; with `is_start`
@@ -165,7 +167,15 @@ def upsample_segments(
   )
   if is_start is not None:
     is_start = check_starts(is_start, boundaries.shape)
-  return take_segments(segments, _ids(boundaries, is_start) + boundaries.astype(jnp.int32))
+  index_bt = _ids(boundaries, is_start) + boundaries.astype(jnp.int32)
+  if index_bt.size and checks.is_known(index_bt):
+    last = int(np.asarray(index_bt).max())
+    if last >= segments.shape[1]:
+      raise ValueError(
+        f"segments: expected S = {last + 1} or more of [B, S, D], the null group included, got "
+        f"{segments.dtype} {segments.shape}"
+      )
+  return take_segments(segments, index_bt)
 
 
 def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:

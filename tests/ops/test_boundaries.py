@@ -280,6 +280,7 @@ KEY = jax.random.key(0)
     (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
     (lambda: gumbel_sigmoid(X, 1.0), "key, noise: .* got none"),
     (lambda: gumbel_sigmoid(X, 1.0, key=KEY, noise=X + 0.5), "key, noise: .* got both"),
+    (lambda: gumbel_sigmoid(X, 1.0, noise=X), "noise: .* above 0 and below 1"),
     (lambda: binomial_prior_loss(X, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
   ],
 )

@@ -1,6 +1,7 @@
 """Causal convolution: every implementation against a loop over pairs, and its relations."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from dpjax.ops import causal_convolution
 from dpjax.ops.causal_convolution import choose_implementation
+from tests import helpers
 from tests.reference import exact
 from tests.reference import extractors as reference
 
@@ -93,3 +95,19 @@ def test_several_devices_and_other_platforms_have_a_choice_of_their_own():
   assert choose_implementation(2, 2, 600, "gpu", 2) == "dft"
   assert choose_implementation(3, 2, 7, "cpu", 1) == "scan"
   assert choose_implementation(3, 2, 7, "gpu", 1) == "dft"
+
+
+REPORT = json.loads((helpers.ROOT / "results/causal_convolution.json").read_text(encoding="utf-8"))
+
+
+def test_the_default_was_measured_and_is_fast():
+  over = []
+  for case in REPORT["cases"] + REPORT["sweep"]:
+    rows = case["gradient"]["implementations"]
+    # "conv" is slow within a loop over layers, and "plain" is the benchmark's own.
+    measured = {x: rows[x]["milliseconds"] for x in rows if x not in ("conv", "plain")}
+    name = choose_implementation(case["rank"], case["batch"], case["length"], "cpu", 1)
+    assert name in measured, (case, name)
+    over.append(measured[name] / min(measured.values()))
+    assert over[-1] <= 1.35, (case, name)  # Two runs differ by about as much.
+  assert sum(over) / len(over) < 1.1

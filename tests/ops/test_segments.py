@@ -199,6 +199,16 @@ X, B = zeros(2, 7, 3), zeros(2, 7)
     (lambda: check_boundaries(B + 0.5, (2, 7)), "boundaries: .* zeros and ones, got 0.5"),
     (lambda: segment_ids(B + 2), "boundaries: .* got 2"),
     (lambda: pool_segments(X, B, 3, method="max"), "method: .*'mean', 'last'.* got 'max'"),
+    (
+      lambda: upsample_segments(X[:, :3], 1 - B[:, :3]),  # without the null group
+      r"segments: expected S = 4 or more of .*, got float32 \(2, 3, 3\)",
+    ),
+    (
+      lambda: upsample_segments(
+        X[:, :1], B, is_start=np.eye(7, dtype=int)[[0, 0]] + [0, 0, 1, 0, 0, 0, 0]
+      ),
+      r"segments: expected S = 2 or more of .*, got float32 \(2, 1, 3\)",
+    ),
   ],
 )
 def test_refusals(call, message):

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -134,6 +135,13 @@ def flip_a_bit(path: Path):
   path.write_bytes(content)
 
 
+def change_the_fingerprints(path: Path):
+  """As if arrays had other values, which OCDBT's own sums do not tell of."""
+  meta = json.loads(path.read_text())
+  meta["fingerprints"] = [number ^ 4 for number in meta["fingerprints"]]
+  path.write_text(json.dumps(meta))
+
+
 def remove(path: Path):
   shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -145,7 +153,7 @@ def put_a_folder(path: Path):
 
 FILES = "state/d/*", "meta/metadata", "state/_METADATA", "state/manifest.ocdbt"
 DAMAGE = [
-  *((flip_a_bit, FILES[0]), *((cut, name) for name in FILES)),
+  *((flip_a_bit, FILES[0]), (change_the_fingerprints, FILES[1]), *((cut, name) for name in FILES)),
   *((remove, name) for name in ("meta", *FILES, "state")),
   *((put_a_folder, name) for name in FILES[1:3]),
 ]

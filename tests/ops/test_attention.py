@@ -1,4 +1,4 @@
-"""Attention by tiles against attention at once: values, gradients, dropout, memory."""
+"""Attention against float64, and by tiles against at once: values, gradients, dropout, memory."""
 
 import functools
 
@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from dpjax import ops
+from dpjax.layers import embeddings
+from tests.reference import attention as reference
+from tests.reference import exact
 
 BATCH, HEADS, FEATURES, BLOCK = 2, 3, 5, 8
 ATTENTIONS = {"causal": ops.causal_attention, "relative": ops.relative_attention}
@@ -45,6 +48,26 @@ def assert_alike(found, expected, **tolerance):
     assert x.shape == y.shape and x.dtype == y.dtype
     x, y = (np.asarray(z, np.float32) for z in (x, y))
     np.testing.assert_allclose(x, y, **tolerance, err_msg=f"number {i}")
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_relative_attention_is_the_equation(length):
+  arguments, weights = draw("relative", length)
+  found = jax.jit(whole("relative", length))(arguments, weights)
+  expected = exact.run(reference.relative_attention, arguments, weights)
+  for x, y in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x, y, **ROUNDING)
+  np.testing.assert_array_equal(found[4][length:], 0)
+
+
+@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
+def test_relative_positions(length, width):
+  table = ops.relative_positions(length, width)
+  assert table.dtype == np.float32
+  np.testing.assert_allclose(table, reference.relative_positions(length, width), atol=1e-6)
+  by_turns = embeddings.sinusoidal_positions(length, width)
+  sines_first = np.concatenate([by_turns[:, ::2], by_turns[:, 1::2]], axis=1)
+  np.testing.assert_array_equal(table, sines_first)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
