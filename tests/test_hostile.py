@@ -89,7 +89,6 @@ COMMANDS = helpers.cases(r"""
   {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   {calibrate} --rule=combined --theta_add=nan | --theta_add: expected a finite number, got nan
   probes --train --num_test_rows=99999999999 | --num_test_rows: expected a multiple of
-  export {piped_scores} {new} | scores_test_12.json: .*no regular file
   export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
 """)
 MODULES = helpers.cases(r"""
@@ -169,9 +168,6 @@ def places(text, finished, tmp_path_factory):
       path.write_text(content, encoding="latin-1")
   (root / "folder").mkdir()
   os.mkfifo(root / "fifo")
-  shutil.copytree(root / "run", root / "piped_scores", symlinks=True)
-  (root / "piped_scores/scores_test_12.json").unlink()
-  os.mkfifo(root / "piped_scores/scores_test_12.json")
   shutil.copytree(root / "run", root / "folder_of_model", symlinks=True)
   (root / "folder_of_model/model.safetensors").mkdir()
   with (root / "sparse").open("wb") as file:

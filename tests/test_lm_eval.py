@@ -81,15 +81,14 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
   rows = [("the cat", " sat", " dog"), ("a", " mat", " on")]
   lines = [json.dumps(dict(zip(("context", "good", "bad"), row, strict=True))) for row in rows]
   file.write_text("\n".join(lines) + "\n")
+  keys = "name kind text target more metric".split()
   choices = 'doc_to_choice: "{{[good, bad]}}"'
-  for name, kind, text, target, more, metric in (
+  for row in (
     ("pairs", "multiple_choice", '"{{context}}"', "0", choices, "acc"),
     ("rolling", "loglikelihood_rolling", '""', '"{{context}}"', "", "bits_per_byte"),
   ):
-    task = TASK.format(
-      name=name, file=file, kind=kind, text=text, target=target, more=more, metric=metric
-    )
-    (tmp_path / f"{name}.yaml").write_text(task)
+    task = TASK.format(file=file, **dict(zip(keys, row, strict=True)))
+    (tmp_path / f"{row[0]}.yaml").write_text(task)
   folder, run, _ = finished
   dpjax_lm.main([str(folder), "--tasks=pairs,rolling", f"--include_path={tmp_path}"])
   printed = capsys.readouterr().out

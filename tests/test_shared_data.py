@@ -5,7 +5,6 @@ import shutil
 import zipfile
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -145,25 +144,6 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
     run.score_split("train")
   shutil.rmtree(data.folder)
   tokens_lib.open_tokens(config, folder).check()
-
-
-@pytest.mark.slow
-@jax.numpy_dtype_promotion("standard")  # for the optimizer
-def test_a_run_that_has_moved_writes_and_scores_without_its_tokens(tmp_path):
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=2)
-  config.data.update(clean=True, language="en", data_dir=str(tmp_path / "data"))
-  run, scores = run_lib.train(config, tmp_path / "run")
-  shutil.rmtree(tmp_path / "data")
-  assert run_lib.load(tmp_path / "run").score_split("test") == scores  # made again
-  expected = run.generate("the ", length=9, temperature=0.0), run.score("a cat sat")
-  shutil.rmtree(tmp_path / "data")
-  (tmp_path / "text.txt").unlink()
-  (tmp_path / "run").rename(tmp_path / "moved")
-  moved = run_lib.load(tmp_path / "moved")
-  texts = moved.generate("the ", length=9, temperature=0.0)
-  assert (texts, moved.score("a cat sat")) == expected
-  with pytest.raises(UserError, match="gone; `dpjax train --workdir=.* --tokenize_only` .*t.txt"):
-    moved.score_split("test")
 
 
 def test_another_vocabulary_has_its_own(config, tmp_path):

@@ -1,6 +1,5 @@
 """The models in PyTorch are those of dpjax. Needs PyTorch, which is no dependency."""
 
-import json
 import sys
 from typing import Any
 
@@ -103,21 +102,3 @@ def test_models_of_pytorch_are_those_of_dpjax(name, form):
     arrays(lambda x: x.grad),
     gradients,
   )
-
-
-def test_a_process_of_pytorch_learns_its_batch():
-  settings = step.settings_of(step.DISPATCHER, 3, **SMALL, dropout=0.0)
-  settings["optimizer"] = dict(name="adam", learning_rate=0.02, clip_norm=0.5)
-  settings |= {"device": "cpu", "dtype": "float32", "compile": False}
-  program = helpers.ROOT / "benchmarks/torch_models.py"
-  process = harness.Process([str(program), json.dumps(settings)])
-  try:
-    shapes = jax.eval_shape(
-      build_model(settings["model"]).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-    )
-    assert process.read()["parameters"] == sum(x.size for x in jax.tree.leaves(shapes))
-    answers = [process.ask() for _ in range(5)]
-    assert all(answer["seconds"] > 0 for answer in answers)
-    assert answers[4]["loss"] < answers[0]["loss"] - 0.1
-  finally:
-    process.close()

@@ -16,18 +16,6 @@ def check(batch, shape):
     assert array.shape == shape and array.dtype == DTYPES[name]
 
 
-def test_rows_by_example():
-  batches = ContiguousRows(np.arange(11, dtype=np.uint16), batch_size=2, window=3)
-  first, second = batches.batch(0), batches.batch(1)
-  assert batches.steps_per_epoch == 2
-  assert first["tokens"].tolist() == [[0, 1, 2], [5, 6, 7]]
-  assert first["targets"].tolist() == [[1, 2, 3], [6, 7, 8]]
-  assert first["weights"].tolist() == [[1, 1, 1], [1, 1, 1]]
-  assert second["tokens"].tolist() == [[3, 0, 0], [8, 0, 0]]
-  assert second["targets"].tolist() == [[4, 0, 0], [9, 0, 0]]
-  assert second["weights"].tolist() == [[1, 0, 0], [1, 0, 0]]
-
-
 @pytest.mark.parametrize("num_tokens, window", [(107, 7), (103, 5), (106, 20), (107, 3)])
 def test_an_epoch_has_every_target_once(num_tokens, window):
   tokens = np.arange(1, num_tokens + 1, dtype=np.uint16)

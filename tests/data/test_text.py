@@ -1,6 +1,5 @@
 """Texts by path and by name, whole, cleaned or cut; the command `dpjax data`."""
 
-import builtins
 import dataclasses
 import functools
 import gzip
@@ -158,15 +157,7 @@ def test_the_python_manual(monkeypatch):
   text = "".join(splits.values())
   assert 'The "assert" statement' in text and len(text) > 4 * 10**5
   assert len(splits["train"]) / len(text) == pytest.approx(0.9, abs=0.01)
-  real = builtins.__import__
-
-  def importing(name, *arguments, **settings):
-    if name.startswith("pydoc_data"):
-      raise ImportError(name)
-    return real(name, *arguments, **settings)
-
-  monkeypatch.delitem(sys.modules, "pydoc_data.topics", raising=False)
-  monkeypatch.setattr(builtins, "__import__", importing)
+  monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
   with pytest.raises(UserError, match="libpython3-stdlib.*data.path"):
     load_corpus("python_manual")
 

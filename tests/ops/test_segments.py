@@ -132,14 +132,6 @@ def test_no_matrix_of_tokens_and_segments_is_built(method):
     assert max(sizes) == weights.size < BATCH * LENGTH * LARGE
 
 
-def test_nothing_can_be_pooled_into_nothing():
-  assert pool_segments(zeros(7, 11, 5), BOUNDARIES, 0).shape == (7, 0, 5)
-  result, by_inputs, by_boundaries = pool(zeros(2, 0, 5), zeros(2, 0), zeros(2, 3, 5), 3)
-  np.testing.assert_array_equal(result, zeros(2, 3, 5))
-  assert (by_inputs.shape, by_boundaries.shape) == ((2, 0, 5), (2, 0))
-  assert upsample_segments(zeros(2, 3, 5), zeros(2, 0)).shape == (2, 0, 5)
-
-
 def test_an_offset_of_the_activations_costs_no_digits():
   inputs, weights = draw(LARGE)
   inputs = 1e4 + inputs
@@ -257,13 +249,3 @@ def test_chunks_are_the_whole(method, dtype):
     opened = np.asarray(inputs[row, begin:].astype(jnp.float32))
     np.testing.assert_allclose(cache.total[row], opened.sum(axis=0), rtol=1e-5, atol=1e-5)
     assert cache.count[row] == LENGTH - begin
-
-
-@pytest.mark.parametrize("method", ["mean", "last"])
-def test_without_lengths_all_is_real(method):
-  inputs, cache = draw(LARGE)[0], init_segment_cache(BATCH, WIDTH)
-  whole = pool_segments(inputs, BOUNDARIES, LENGTH, method=method)
-  found, _ = pool_cached(inputs, floats(), cache, method=method)
-  is_closed = np.arange(LENGTH) < BOUNDARIES.sum(axis=1)[:, None]
-  np.testing.assert_allclose(found[is_closed], whole[is_closed], rtol=1e-6)
-  np.testing.assert_array_equal(found[~is_closed], 0)
