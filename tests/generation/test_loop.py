@@ -34,11 +34,6 @@ def empty(batch):
   return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
 
 
-def counter(tokens, cache, lengths):
-  """Next token = last + 1, on the circle of the vocabulary; it needs no cache."""
-  return jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB), cache
-
-
 def even(tokens, cache, lengths):
   """All of 101 tokens are as likely."""
   return jnp.zeros((*tokens.shape, 101)), cache
@@ -128,15 +123,3 @@ def test_a_row_depends_on_its_own_key_alone():
   # A shorter prompt draws by its own places: those of the longer ones, one later.
   same = write(even, None, prompt, lengths, 23, keys=keys[jnp.array([2, 1, 2])])
   assert same[0][:22] == same[2][1:]
-
-
-def test_other_sizes_are_refused():
-  for shape, count, name in (((2, 0), 2, "prompt"), ((3,), 3, "prompt"), ((2, 5), 3, "lengths")):
-    with pytest.raises(ValueError, match=f"^{name}: expected integers"):
-      begin(counter, None, np.zeros(shape, int), np.ones(count, np.int32))
-  state = begin(counter, None, np.zeros((2, 3), int), np.ones(2, np.int32))
-  with pytest.raises(ValueError, match="num_tokens: expected at least 1, got 0"):
-    advance(counter, state, keys_of(2), num_tokens=0)
-  for sizes, message in (((0, 3), "batch: expected"), ((2, 0), "window: expected")):
-    with pytest.raises(ValueError, match=message):
-      init_window(*sizes)

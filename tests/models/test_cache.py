@@ -165,20 +165,6 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypat
   helpers.assert_found(found, expected)
 
 
-def test_beyond_the_window_relative_attention_sees_the_last_tokens():
-  model = dpjax.build_model(
-    helpers.model_settings("relative_attention", max_length=7, num_layers=1)
-  )
-  params = helpers.draw_params(model, 1, 1 / 3)
-  step = helpers.make_step(model, params)
-  found = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, SHORT_CHUNKS)["logits"]
-  # Further layers would see a token that theirs did not: what it said of earlier ones.
-  windows = np.concatenate([TOKENS[:, i : i + 7] for i in range(LENGTH - 6)])
-  last = jax.jit(model.apply)({"params": params}, windows).logits[:, -1]
-  for i, logits in enumerate(last.reshape(-1, BATCH, VOCAB)):
-    np.testing.assert_allclose(found[:, 6 + i], logits, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
   "config",
   [

@@ -9,9 +9,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import ops
 from dpjax.models.build import build_boundaries
-from dpjax.training import losses
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 6
@@ -59,18 +57,3 @@ def test_it_begins_with_cosines_and_without_a_residual():
 def test_chunks_say_what_the_whole_says(parts):
   model, params, _, whole = parts
   helpers.check_chunks(model, params, TOKENS, whole, helpers.SCHEDULES["chunks"])
-
-
-def test_its_loss_is_the_ratios(parts):
-  config, _ = make(factor=3.0, weight=0.7)
-  output = parts[-1]
-  weights = np.ones((BATCH, LENGTH), np.float32)
-  weights[1, 15:] = 0
-  batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
-  objective = losses.Objective(build_boundaries(config))
-  sums = objective.sums(output, batch)
-  assert sums["slots"] == sums["segments_max"]  # no null group
-  ratio = ops.ratio_loss(
-    output.boundaries, output.boundary_probabilities, 3.0, weights=batch["weights"]
-  )
-  assert float(sums["boundary_nats"]) == pytest.approx(0.7 * float(ratio) * weights.sum())

@@ -158,15 +158,3 @@ def test_rules_of_boundaries_begin_anew(rule):
   for row, part in PARTS:
     alone = find(np.s_[row : row + 1, part])
     np.testing.assert_allclose(whole[row, part], alone[0], rtol=1e-6, atol=1e-6)
-
-
-def test_the_prior_is_of_each_document():
-  boundaries = jnp.asarray(TOKENS < 2, jnp.float32)
-  weights = jnp.asarray(TOKENS != 4, jnp.float32)
-  found = ops.binomial_prior_loss(boundaries, 0.3, weights=weights, is_start=STARTS)
-  expected, counts = np.zeros(BATCH), np.asarray(weights).sum(axis=1)
-  for row, part in PARTS:
-    index = np.s_[row : row + 1, part]
-    loss = ops.binomial_prior_loss(boundaries[index], 0.3, weights=weights[index])
-    expected[row] += loss[0] * weights[index].sum()
-  np.testing.assert_allclose(found, expected / counts, rtol=1e-5)

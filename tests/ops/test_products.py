@@ -49,12 +49,6 @@ def test_is_jaxs_own(lhs, rhs, numbers):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_options_pass_through():
-  x, w = normal(2, 3, 5).astype(jnp.bfloat16), normal(5, 7).astype(jnp.bfloat16)
-  result = dot_general(x, w, OVER_LAST, preferred_element_type=jnp.float32)
-  assert result.dtype == jnp.float32 and result.shape == (2, 3, 7)
-
-
 def test_jaxlib_multiplies_many_narrow_rows_correctly():
   """Fails with jaxlib 0.10.2 on CPU, which pyproject.toml therefore excludes."""
   rows, matrix = normal(32803, 3), normal(3, 3)

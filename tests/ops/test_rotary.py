@@ -47,11 +47,3 @@ def test_distant_positions_lose_no_digits():
   for i in range(FEATURES // 2):
     exact = np.exp(1j * 100_002 * 10_000.0 ** (-2 * i / FEATURES))
     assert abs(np.exp(1j * np.float64(table[-1, i])) - exact) < 4e-7
-
-
-def test_bfloat16_is_rounded_once():
-  rounded = draw().astype(jnp.bfloat16)
-  output = ops.rotate(rounded, angles())
-  assert output.dtype == jnp.bfloat16
-  expected = ops.rotate(rounded.astype(jnp.float32), angles()).astype(jnp.bfloat16)
-  np.testing.assert_array_equal(output, expected)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dpjax.ops.segments import (
-  check_boundaries,
   init_segment_cache,
   pool_segments,
   pool_segments_cached,
@@ -175,37 +174,6 @@ def test_bfloat16_is_summed_in_float32():
   np.testing.assert_array_equal(pool_segments(many, none, 1), 1)
   _, pull = jax.vjp(lambda s: upsample_segments(s, none), many[:, :2])
   np.testing.assert_array_equal(pull(many)[0][0], [[600] * 3, [0] * 3])
-
-
-def zeros(*shape, dtype=jnp.float32):
-  return jnp.zeros(shape, dtype)
-
-
-X, B = zeros(2, 7, 3), zeros(2, 7)
-
-
-# Of wrong shapes and dtypes tests/ops/test_hostile_calls.py has all.
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: check_boundaries(B + 0.5, (2, 7)), "boundaries: .* zeros and ones, got 0.5"),
-    (lambda: segment_ids(B + 2), "boundaries: .* got 2"),
-    (lambda: pool_segments(X, B, 3, method="max"), "method: .*'mean', 'last'.* got 'max'"),
-    (
-      lambda: upsample_segments(X[:, :3], 1 - B[:, :3]),  # without the null group
-      r"segments: expected S = 4 or more of .*, got float32 \(2, 3, 3\)",
-    ),
-    (
-      lambda: upsample_segments(
-        X[:, :1], B, is_start=np.eye(7, dtype=int)[[0, 0]] + [0, 0, 1, 0, 0, 0, 0]
-      ),
-      r"segments: expected S = 2 or more of .*, got float32 \(2, 1, 3\)",
-    ),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
 
 
 # Chunks of four rows, and how many tokens of each are real.
