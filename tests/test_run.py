@@ -229,10 +229,8 @@ REFUSED = [
   ("fixed", "sample.prompt", "the " * 5, "sample.prompt: expected 1 to 19 tokens"),
   ("whitespace", "data.tokenizer", "bpe", "expected one with a space .* got bpe without"),
   ("spacebyte", "data.tokenizer", "bpe", ".* bytes with SpaceByte boundaries, got bpe"),
-  ("unigram", "data.tokenizer", "bpe", ".* bytes with Unigram boundaries, got bpe"),
   ("spacebyte", "model.boundaries.end_ids", (2, 18), "expected token ids below .* = 18, got"),
   ("gumbel", "model.boundaries.space_ids", (18,), "expected token ids below .* = 18"),
-  ("unigram", "model.boundaries.file", "none", "expected a readable file, got none"),
 ]
 
 

@@ -222,15 +222,3 @@ def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^data.data_dir: expected .* not the run's own"):
       run_lib.tokenize(config, ".")
   assert not (tmp_path / "data").exists()
-
-
-def test_a_run_that_was_not_begun_takes_the_tokens_of_other_settings(tmp_path):
-  one, other = (helpers.write_text(tmp_path / f"{name}.txt", seed=i) for i, name in enumerate("ab"))
-  config = helpers.small_config(one)
-  run_lib.tokenize(config, tmp_path / "run")
-  wrong = config.copy_and_resolve_references()
-  wrong.data.path, wrong.train.window = str(other), 1
-  with pytest.raises(UserError):
-    run_lib.train(wrong, tmp_path / "run", model=lambda settings: 3)
-  data = run_lib.tokenize(config, tmp_path / "run")
-  assert data.tokenizer.decode(data.splits["train"][:40]) == one.read_text()[:40]

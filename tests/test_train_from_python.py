@@ -156,15 +156,6 @@ def test_an_initial_run_matters_until_the_first_checkpoint(whole, text, tmp_path
   chex.assert_trees_all_equal(found.params, expected.params)
 
 
-@pytest.mark.parametrize("change", [dict(width=18), dict(num_layers=3)])
-def test_an_initial_run_of_other_sizes_is_refused(finished, text, tmp_path, change):
-  config = helpers.small_config(text, initial_run=str(finished[0]))
-  config.model.update(change)
-  message = "train.initial_run: expected parameters of this model, .* got "
-  with pytest.raises(ValueError, match=message):
-    dpjax.train(config, tmp_path / "run")
-
-
 def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   """To another text; what it does not know is counted."""
   new = tmp_path / "text.txt"

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -187,33 +186,6 @@ def test_gradients_pass_through_the_cache(name):
 
   for found, expected in zip(gradients(in_chunks), gradients(case.whole), strict=True):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def scan(case, cache):
-  """Compiled steps over all tokens."""
-  tokens = [x[:, :, None].swapaxes(0, 1) for x in case.parts]
-
-  def run(cache, tokens):
-    return jax.lax.scan(lambda cache, x: case.step(x, cache)[::-1], cache, tokens)
-
-  return jax.jit(run, donate_argnums=0).lower(cache, tokens).compile()
-
-
-@pytest.mark.parametrize("name", ["attention", "relative attention"])
-def test_steps_in_a_scan_make_no_copy_of_keys_and_values(name):
-  cache = ops.init_attention_cache(BATCH, 1009, HEADS, FEATURES)
-  rest = (jnp.zeros((1009, HEADS, FEATURES)), *BIASES) if "relative" in name else ()
-  compiled = scan(CASES[name]._replace(rest=rest), cache)
-  assert compiled.memory_analysis().temp_size_in_bytes < cache.keys.nbytes
-
-
-def test_online_steps_neither_copy_the_inputs_nor_transform_ahead():
-  case = CASES["online convolution"]
-  text = scan(case, case.init()).as_text()
-  assert not re.findall(rf"= f32\[{BATCH},{TAPS},{WIDTH}\]\S* copy\(", text)
-  # Transforms stay in the branches that run when a block ends, apart from the scan.
-  transforms = [x for x in text.split("\n\n") if " fft(" in x]
-  assert transforms and not [x for x in transforms if " while(" in x]
 
 
 @pytest.mark.parametrize("window, block", [(1, 1), (3, 1), (7, 8), (8, 4)])

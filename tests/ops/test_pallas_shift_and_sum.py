@@ -159,13 +159,3 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
   for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
     scale = float(jnp.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
-
-
-@pytest.mark.parametrize("name", ["values", "gates"])
-def test_refuses_float64(name):
-  values, gates, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(2, 7, 3, 5, 3))
-  arrays = dict(values=values, gates=gates)
-  with jax.enable_x64(True):
-    arrays[name] = jax.ShapeDtypeStruct(arrays[name].shape, jnp.float64)
-    with pytest.raises(ValueError, match=f"{name}: expected floats of at most 32 bits"):
-      jax.eval_shape(kernels, **arrays)
