@@ -37,21 +37,6 @@ def test_the_same_run_has_the_losses_of_the_authors(case, settings, make):
   np.testing.assert_allclose(p_ones, expected, rtol=1e-6)
 
 
-def test_every_run_has_a_file_and_is_done_once(tmp_path, capsys):
-  for small in (False, True):
-    cells = trajectories.cells(small)
-    assert len({cell.stem for cell in cells}) == len(cells)
-  flags = [f"--{x}={tmp_path}" for x in ("reference", "ptb", "vocabulary", "text8", "work")]
-  flags += ["--only=same-msa", "--list"]
-  trajectories.main(flags)
-  todo = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-  assert len(todo) == 3
-  (tmp_path / f"{todo[1]}.json").write_text("{}")
-  trajectories.main(flags)
-  left = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-  assert left == [todo[0], todo[2]]
-
-
 def test_differences_are_of_each_window():
   draw = np.random.default_rng(3)
   here, there = draw.uniform(2, 3, 47), draw.uniform(2, 3, 53)

@@ -134,17 +134,3 @@ def stage(name, **own):
 def test_refusals(make, message):
   with pytest.raises(ValueError, match=f"^model.{message}"):
     dpjax.build_model(make())
-
-
-def test_a_frozen_model_has_to_fit():
-  config = settings(boundaries=config_lib.boundaries("entropy_threshold", **THRESHOLD))
-  for other, message in (
-    (None, "^frozen: expected the model of a model.boundaries.run, got none"),
-    (dict(max_length=12), r"^model.boundaries.run: expected .* at least this .* 13, got .* 12"),
-    (dict(vocab_size=12), "^model.boundaries.run: expected .* vocabulary of this one, 11 .* 12"),
-  ):
-    frozen = None if other is None else dpjax.build_model(settings(**other))
-    with pytest.raises(dpjax.UserError, match=message):
-      dpjax.build_model(config, frozen)
-  with pytest.raises(dpjax.UserError, match="^frozen: expected none without"):
-    dpjax.build_model(settings(), dpjax.build_model(settings()))

@@ -246,48 +246,6 @@ def test_the_table_is_complete():
   assert {name for name, _ in CALLS} == names
 
 
-ONLINE = ops.init_online_convolution_cache(B, L, D)
-# A call, one or more arguments in place of its valid ones, and the message.
-MESSAGES = [
-  ("shift_and_sum", dict(implementation="fast"), "'unrolled', 'recompute'.*got 'fast'"),
-  ("shift_and_sum", dict(gates=floats(2, 7, 5, 4)), r"\[B, T, H, K\] = \(2, 7, 3, K\), got"),
-  ("shift_and_sum_cached", dict(gates=floats(2, 7, 3, 6)), r"\(2, 63, 3, 4\), got .*\(2, 31,"),
-  ("causal_convolution", dict(filters=floats(11, 5)), r"filters: .*\(at least 1, 8\) .*\(11, 5\)"),
-  (
-    "causal_convolution",
-    dict(filters=floats(5), is_start=None),
-    "inputs: expected at most 5 positions, one for each tap, got 7",
-  ),
-  (
-    "causal_convolution_cached",
-    dict(taps=floats(L, D, 5), cache=ONLINE),
-    r"taps: expected \[L\] or \[L, D\] with an OnlineConvolutionCache, got",
-  ),
-  ("causal_convolution_cached", dict(lengths=[3, 8]), "lengths: expected 0 .. C = 7, got 8"),
-  ("causal_attention", dict(dropout_key=None), "expected a random key for dropout_rate = 0.1, got"),
-  ("relative_attention", dict(positions=floats(6, H, E)), r"at least 7, 3, 4\), got .*\(6, 3, 4\)"),
-  (
-    "causal_attention_cached",
-    dict(cache=ops.init_attention_cache(B, 5, H, E)),
-    "queries: expected a chunk of C = 1 .. 5 tokens, M of the cache, got 7",
-  ),
-  (
-    "causal_attention_cached",
-    dict(cache=ATTENTION._replace(length=np.array([1, 6], np.int32))),
-    "cache: expected rows of at most M = 10 tokens, got 11",
-  ),
-  ("rotary_angles", dict(features=9), "features: expected an even number .*, got 9"),
-  ("rotate", dict(inputs=floats(B, T, H, 9)), "inputs: expected an even E"),
-]
-
-
-@pytest.mark.parametrize("name, changes, message", MESSAGES)
-def test_messages(name, changes, message):
-  arguments = next(arguments for known, arguments in CALLS if known == name)
-  with pytest.raises(ValueError, match=message):
-    getattr(ops, name)(**arguments | changes)
-
-
 def test_checks_add_nothing_to_a_traced_function():
   def check(x, ends, is_start):
     x, ends, is_start = checks.arrays(
