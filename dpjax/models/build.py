@@ -42,13 +42,11 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  common: dict[str, Any] = {
-    name: model[name]
-    for name in (
-      *("vocab_size", "width", "max_length", "positions", "dropout", "init_std", "norm_init_std"),
-      *("norm_kind", "use_bias", "tie_embeddings", "norm_epsilon"),
-    )
-  }
+  names = (
+    "vocab_size width max_length positions dropout init_std norm_init_std norm_kind use_bias "
+    "tie_embeddings norm_epsilon"
+  )
+  common: dict[str, Any] = {name: model[name] for name in names.split()}
   common |= dict(final_norm=model["norm"] == "pre", dtype=jnp.dtype(model["dtype"]))
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
@@ -173,9 +171,8 @@ def frozen_path(model: Any) -> tuple[str, ...]:
   """The path, in a model's parameters, of those of the frozen model; () without one."""
   if not isinstance(model, LanguageModel) or model.make_hourglass is None:
     return ()
-  boundaries = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  needs_run = getattr(boundaries, "needs_run", False)
-  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
+  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
+  return ("hourglass", "boundary_predictor", "frozen") if kind.needs_run else ()
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
