@@ -23,11 +23,11 @@ _CHUNK, _CHUNK_OF_PASSES = 16, 4
 
 
 class Piece(NamedTuple):
-  """New text of one row."""
+  """New text of one row, "" while a character is incomplete; whether a stop token has ended it."""
 
-  text: str  # "" while a character is incomplete, and after the end
+  text: str
   num_tokens: int
-  is_stopped: bool  # whether the row has ended with a stop token, now or before
+  is_stopped: bool
 
 
 class Sampling(TypedDict, total=False):

@@ -23,14 +23,10 @@ Given = nn.Module | Callable[[ConfigDict], nn.Module] | None
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
-  """Builds the model that `config.model` describes, a Linen module.
+  """Builds the model that `config.model`, with the tokenizer's `vocab_size`, describes.
 
-  Args:
-    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's `vocab_size`.
-    frozen: the model of another run, for boundaries that use one.
-
-  Raises:
-    ValueError: `key: expected ..., got ...`.
+  `frozen` is the model of another run, for boundaries that use one. Wrong settings raise a
+  `ValueError`, `key: expected ..., got ...`.
   """
   config_lib.check_model(model_config)
   return assemble(model_config, frozen)
@@ -220,17 +216,15 @@ def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -
 def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
   kinds = build_boundaries(model)
-  # Several processes would have to agree on it.
-  if not kinds or jax.process_count() > 1:
-    return lambda batch: None
 
   def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
-    tokens = batch["tokens"]
-    # Documents have null groups, and boundaries, of their own.
-    counts = None if "is_start" in batch else kinds[0].count_in(tokens)
+    # Several processes would have to agree on it; documents have null groups of their own.
+    if not kinds or jax.process_count() > 1 or "is_start" in batch:
+      return None
+    counts = kinds[0].count_in(batch["tokens"])
     if counts is None:
       return None
-    sizes = ops.capacities(tokens.shape[1] + 1, kinds[0].num_capacities)
+    sizes = ops.capacities(batch["tokens"].shape[1] + 1, kinds[0].num_capacities)
     return next(size for size in sizes if size > counts.max())
 
   return of_tokens

@@ -57,9 +57,6 @@ class PooledMiddle:
   """An hourglass in place of a middle `Stack`, with segments for tokens, and its methods.
 
   Its cache is the number of segments so far in each row, [B], and the hourglass's own cache.
-
-  Attributes:
-    make_hourglass: makes an `Hourglass`, with boundaries that suit segments, from its `name`.
   """
 
   make_hourglass: Callable[..., Any]
@@ -108,8 +105,7 @@ class Hourglass(nn.Module):
     middle: blocks on segments, whose mixers' `max_length` is the tokens' plus 1, or an hourglass.
     last: blocks after the upsampling.
     make_boundaries: makes the `dpjax.layers.boundaries.Boundaries` from their `name`.
-    make_positions: makes, from a `name`, the positions and biases that the relative attention of
-      the stacks shares; None without relative attention.
+    make_positions: see `dpjax.models.LanguageModel`; for all three stacks.
     middle_width: the width of the middle, with a matrix each way; None means D.
     make_middle_positions: like `make_positions`, for a middle with a width of its own.
     norm_init_std, norm_kind, use_bias, norm_epsilon: see `dpjax.layers.blocks.Norm`.

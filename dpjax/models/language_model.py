@@ -17,21 +17,13 @@ from dpjax.ops.explicit_axes import automatic_axes
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled.
-
-  Attributes:
-    num_layers: the number of blocks.
-    make_block: makes a `dpjax.layers.blocks.Block` from its `name`.
-    has_positions: whether its mixers take `positions` that layers share.
-    scan_layers: whether to compile one layer and loop over it; otherwise each is compiled.
-    remat: whether to keep only each layer's input for the gradient, and recompute the rest.
-  """
+  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled."""
 
   num_layers: int
-  make_block: Callable[..., nn.Module]
-  has_positions: bool = False
-  scan_layers: bool = True
-  remat: bool = False
+  make_block: Callable[..., nn.Module]  # makes a `dpjax.layers.blocks.Block` from its `name`
+  has_positions: bool = False  # whether its mixers take `positions` that layers share
+  scan_layers: bool = True  # whether to compile one layer and loop over it
+  remat: bool = False  # whether to keep only each layer's input for the gradient
 
   def __call__(
     self,
@@ -161,15 +153,20 @@ class LanguageModelCache(NamedTuple):
 
 
 class LanguageModelOutput(NamedTuple):
-  """The output of a language model; for the boundaries, see `HourglassOutput`."""
+  """Logits, [B, T, V], of which row t is for token t + 1.
 
-  logits: jax.Array  # [B, T, V]; row t is for token t + 1
+  `hidden`, [B, T, D], is the input of `LanguageModel.output_layer`. With token pooling,
+  `boundaries`, [B, T], are 1 where a segment ends; their logits and probabilities are there if
+  the kind has them, and `inner` has those of a second pooling (`StageBoundaries`).
+  """
+
+  logits: jax.Array
   boundaries: jax.Array | None = None
   boundary_logits: jax.Array | None = None
-  cache: LanguageModelCache | None = None  # the new cache, if one was given
+  cache: LanguageModelCache | None = None
   boundary_probabilities: jax.Array | None = None
-  inner: Any = None  # a `StageBoundaries`, if segments are pooled again
-  hidden: jax.Array | None = None  # [B, T, D], the input of `LanguageModel.output_layer`
+  inner: Any = None
+  hidden: jax.Array | None = None
 
 
 class LanguageModel(nn.Module):
@@ -285,9 +282,8 @@ class LanguageModel(nn.Module):
         raise ValueError(
           f"{', '.join(given)}: expected none for a model without token pooling, got some"
         )
-      positions = None
-      if self.make_positions is not None:
-        positions = self.make_positions(name="relative_positions")
+      make = self.make_positions
+      positions = None if make is None else make(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
         x_btd = stack(x_btd, deterministic=deterministic, is_start=is_start, **named)

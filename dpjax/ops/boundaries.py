@@ -1,8 +1,7 @@
 """Boundaries of segments: rules, samples and losses. B batch, T position.
 
 A boundary of 1 means that a segment ends with that token. `is_start`, [B, T], is 1 at the first
-token of each document, else 0; None means that each row is one document. Other arguments than
-described raise a `ValueError`; values are checked only outside of `jit`.
+token of each document, else 0; None means that each row is one document.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
 """
@@ -48,8 +47,7 @@ def fixed_boundaries(
   """
   batch, length = checks.shape(shape)
   checks.integer("factor", factor)
-  if offset is None:
-    offset = factor - 1
+  offset = factor - 1 if offset is None else offset
   checks.integer("offset", offset, 0, factor - 1)
   num_before, is_start = checks.arrays(
     dict(B=batch, T=length),
@@ -165,7 +163,8 @@ def gumbel_sigmoid(
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
-  return _straight_through(jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype)))
+  soft = jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype))
+  return (soft > 0.5).astype(dtype) + (soft - lax.stop_gradient(soft))
 
 
 def binomial_prior_loss(
@@ -216,13 +215,3 @@ def binomial_prior_loss(
     log_p_b = jnp.sum(log_binomial(*of_documents), axis=1)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
-
-
-@jax.custom_jvp
-def _straight_through(soft):
-  return (soft > 0.5).astype(soft.dtype)
-
-
-@_straight_through.defjvp
-def _straight_through_jvp(primals, tangents):
-  return _straight_through(*primals), tangents[0]

@@ -1,8 +1,7 @@
 """Boundaries at tokens after which a model's prediction is uncertain.
 
 `is_start`, [B, T], is 1 at the first token of each document, else 0; None means that each row is
-one document. Other arguments than described raise a `ValueError`; values are checked only outside
-of `jit`.
+one document.
 
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """

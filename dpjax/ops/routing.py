@@ -7,8 +7,7 @@
 
 The first token of a row is always a boundary, so that no token reads the null group.
 
-B batch, T position (token), S segment, D feature, E feature of the projections. Other arguments
-than described raise a `ValueError`; values are checked only outside of `jit`.
+B batch, T position (token), S segment, D feature, E feature of the projections.
 
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
 hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.

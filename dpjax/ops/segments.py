@@ -19,7 +19,6 @@ first token of each) have null groups of their own, and their last segments end 
     read        0  1  1  2  2  3
 
 B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
-Other arguments than described raise a `ValueError`; values are checked only outside of `jit`.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3;
 PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. A matrix [B, T, S] of weights there; here every
@@ -119,8 +118,7 @@ def pool_segments(
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
   # All terms but one are zero, so the sum is exact in any dtype.
-  is_last_bt = boundaries != 0
-  last_btd = jnp.where(is_last_bt[..., None], inputs, jnp.zeros_like(inputs))
+  last_btd = jnp.where(boundaries[..., None] != 0, inputs, jnp.zeros_like(inputs))
   return sum_of_segments(last_btd, ids_bt, capacity)
 
 
@@ -173,11 +171,11 @@ def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
 def segment_starts(
   boundaries: ArrayLike, is_start: ArrayLike, capacity: int, *, has_null_group: bool = True
 ) -> jax.Array:
-  """The starts of documents among the places of segments.
+  """The starts of documents among the places of segments, [B, capacity], int32, 0 or 1.
 
   A document begins with its null group, or without one with its first segment, which its first
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
-  result is [1, 0, 1, 0], for null, ab, null, def. Returns [B, capacity], int32, 0 or 1.
+  result is [1, 0, 1, 0], for null, ab, null, def.
   """
   boundaries, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)
