@@ -224,9 +224,9 @@ class Generator:
 
 
 def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
-  """The speed of chunks as large as the one before, whose time may include compilation.
+  """The speed of chunks as large as the one before; others' time may include compilation.
 
-    counts 16, 16 and 9 tokens, the last at 5, 6 and 8 s  ->  16
+    16, 16 and 9 tokens, complete at 5, 6 and 8 s  ->  16
 
   None without such chunks.
   """

@@ -26,12 +26,16 @@ _GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "
 
 
 class BoundaryOutput(NamedTuple):
-  """The ends of segments."""
+  """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
-  boundaries: jax.Array  # [B, T], 0 or 1: integers, or floats through which a gradient passes
-  logits: jax.Array | None = None  # [B, T], of a predictor
-  probabilities: jax.Array | None = None  # [B, T], if the model's output uses them
-  state: Any = ()  # that of `init_state` after these tokens
+  Logits are those of a predictor, probabilities are given if the model's output uses them, both
+  [B, T]; the state is that of `init_state` after these tokens.
+  """
+
+  boundaries: jax.Array
+  logits: jax.Array | None = None
+  probabilities: jax.Array | None = None
+  state: Any = ()
 
 
 class Boundaries(nn.Module):

@@ -83,10 +83,7 @@ class Stack:
   def with_caches(
     self, width: int, *, name: str, positions: nn.Module | None = None
   ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """A function that continues from caches, also within `lax.while_loop` and the like.
-
-    function(x_btd, caches, lengths) -> [B, T, D], new caches
-    """
+    """A function, (x_btd, caches, lengths) -> [B, T, D], new caches, also for `lax.while_loop`."""
     block = self.make_block(name=name)
     params, free = block.variables["params"], block.clone(parent=None)
     layers = params if "0" in params else self.unstack(params)

@@ -54,10 +54,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
   """The segment that every token belongs to, counted from 0 in every row.
 
     id_t = sum over i < t of b_i = cumsum(b)_t - b_t
-
-  The boundary itself belongs to the segment that it ends:
-
-    [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]].
+    [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]]
 
   Takes [B, T], zeros and ones of any dtype. Returns [B, T], int32, without a gradient.
   """
@@ -78,7 +75,7 @@ def pool_segments(
     mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
     last: s_m = h_l of the l with id_l = m and b_l = 1
 
-  For one feature and the boundaries [0, 1, 0, 0, 1, 0], with `capacity` 4:
+  with id of `segment_ids`. For one feature and the boundaries [0, 1, 0, 0, 1, 0], `capacity` 4:
 
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
