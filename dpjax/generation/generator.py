@@ -1,8 +1,4 @@
-"""Streams the continuations of prompts by a trained model.
-
-Each new token costs one step with a cache, or a pass over the window if a mixer has no
-`init_cache`; the loop is in `dpjax.generation.loop`.
-"""
+"""Streams the continuations of prompts by a trained model; the loop is in `.loop`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -27,13 +23,7 @@ _CHUNK, _CHUNK_OF_PASSES = 16, 4
 
 
 class Piece(NamedTuple):
-  """New text of one row.
-
-  Attributes:
-    text: the text; "" while a character is incomplete, and after the end.
-    num_tokens: the number of tokens in it.
-    is_stopped: whether the row has ended with a stop token, now or before.
-  """
+  """New text of one row, "" while a character is incomplete; whether a stop token has ended it."""
 
   text: str
   num_tokens: int
@@ -66,7 +56,6 @@ class Generator:
     self._draws_boundaries = any(kind.draws_in_evaluation for kind in build_boundaries(settings))
     # A model made in Python may have none.
     self._has_cache = getattr(model, "has_cache", False)
-    # A step of one token then copies no parameters.
     self._by_layer = jax.jit(model.unstack) if self._has_cache else None
     self._begin = jax.jit(self._begin_rows)
     self._advance = {
@@ -96,9 +85,9 @@ class Generator:
       params: the parameters of the model.
       prompts: any number of prompts of any lengths; "" starts a text.
       length: the maximum number of new tokens in a sample.
-      temperature: at least 0; 0 always takes the most likely token.
-      top_k: draw from the k most likely tokens; 0 means all.
-      top_p: draw from the most likely tokens that reach this probability, in (0, 1].
+      temperature: see `dpjax.generation.sample`, also for the next two.
+      top_k: 0 means all.
+      top_p: in (0, 1].
       beyond_window: what to do, for all rows, once a text exceeds the model's window of M
         tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
         the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
@@ -109,8 +98,7 @@ class Generator:
       stop: texts of tokens that end a sample; the stop token is not part of it.
 
     Returns:
-      An iterator of lists with a `Piece` for each row: prompt 0's samples, prompt 1's, and so
-      on. It ends when all rows are complete.
+      Until all rows are complete, lists of a `Piece` for each: prompt 0's samples, prompt 1's, ...
 
     Raises:
       ValueError: a setting is out of range, a prompt is too long or has characters outside
@@ -147,30 +135,29 @@ class Generator:
       top_k=jnp.int32(min(settings["top_k"], self._tokenizer.vocab_size)),
       top_p=jnp.float32(settings["top_p"]),
     )
-    length, beyond_window = settings["length"], settings["beyond_window"]
-    return self._pieces(params, rows, streams, keys, draw, length, stop_ids, beyond_window)
+    ends = [len(row) + settings["length"] for row in rows]
+    slides = settings["beyond_window"] == "slide"
+    return self._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
 
-  def _pieces(self, params, rows, streams, keys, draw, length, stop_ids, beyond_window):
-    ends = [len(row) + length for row in rows]
+  def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
-      own_params = self._by_layer(params)
+      own_params = self._by_layer(params)  # a step of one token then copies none
       state = self._begin(own_params, *_pad(rows, self._bucket(rows)), keys)
     else:
       own_params, state = params, self._slide(rows)
     while living := [n for n, row in enumerate(rows) if not is_stopped[n] and len(row) < ends[n]]:
       longest = max(len(rows[number]) for number in living)
-      if is_cached and longest > self._window and beyond_window == "slide":
+      if is_cached and slides and longest > self._window:
         is_cached, own_params, state = False, params, self._slide(rows)
       state, tokens = self._advance[is_cached](own_params, state, keys, draw)
       pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
       for number, new in enumerate(np.asarray(tokens).tolist()):
         if number not in living:
           continue
-        # Cut what is drawn beyond the window; the row's state has gone further, but is not used
-        # again: the row is complete, or all rows slide next.
         most = ends[number]
-        if is_cached and beyond_window == "slide":
+        if is_cached and slides:
+          # The row's state has gone further, but the row is complete, or all rows slide next.
           most = min(most, self._window + 1)
         new = new[: most - len(rows[number])]
         count = next((i for i, token in enumerate(new) if token in stop_ids), None)
@@ -184,8 +171,6 @@ class Generator:
       yield pieces
 
   def _stop_ids(self, stop: Sequence[str]) -> set[int]:
-    if isinstance(stop, str):
-      stop = [stop]
     stop = [stop] if isinstance(stop, str) else stop
     size = self._tokenizer.vocab_size if stop else 0
     texts, found = [self._tokenizer.decode([i]) for i in range(size)], set()
@@ -197,7 +182,7 @@ class Generator:
     return found
 
   def _bucket(self, rows: Sequence[Sequence[int]]) -> int:
-    """A size for the rows, one of few: a power of two up to the window, or times the window."""
+    """A size for the rows: a power of two up to the window, or times the window."""
     longest, window = max(map(len, rows)), self._window
     if longest <= window:
       return min(_round_up(longest), window)
@@ -239,12 +224,11 @@ class Generator:
 
 
 def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
-  """The speed of generation, from chunks as large as the one before them.
+  """The speed of chunks as large as the one before; others' time may include compilation.
 
-    16, 16 and 9 tokens at 5, 6 and 8 s  ->  16
+    16, 16 and 9 tokens, complete at 5, 6 and 8 s  ->  16
 
-  `counts` are the tokens in each chunk, `times` the seconds at its end. The first chunk of each
-  size does not count, as its time may include compilation. None without such chunks.
+  None without such chunks.
   """
   same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
   seconds = sum(times[i] - times[i - 1] for i in same)
@@ -254,10 +238,7 @@ def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | 
 def check_prompt(
   model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:
-  """Checks that a prompt, called `name`, and its continuation fit into the model.
-
-  The settings are "length" and "beyond_window" of `Generator.stream`.
-  """
+  """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
   ids = tokenizer.encode(prompt)
   window, beyond = model.max_length, settings["beyond_window"]
   if beyond != "continue":
@@ -271,9 +252,7 @@ def check_prompt(
       )
     return
   names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
-  ends = [
-    name for name in names if not getattr(registry.mixers.component(name), "is_endless", True)
-  ]
+  ends = [x for x in names if not getattr(registry.mixers.component(x), "is_endless", True)]
   kind = model.boundaries.name
   if not registry.boundaries.component(kind).is_endless:
     ends.append(f"{kind} boundaries")
@@ -310,7 +289,7 @@ def _round_up(number: int) -> int:
 
 
 def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:
-  """[B, T] in (0, 1), by a row's key and the place in the row, from `num_before` on."""
+  """[B, T] in (0, 1), by a row's key and the place in the row."""
 
   def at(key, place):
     # Token 0 is given, so that no token is drawn from this key.

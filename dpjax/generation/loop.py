@@ -4,8 +4,8 @@ A model is a step: a function of tokens and a cache of the tokens before them.
 
   logits_bcv, cache = step(tokens_bc, cache, lengths_b)
 
-`lengths` is the number of real tokens in each row of C; None means all. The others are
-padding: they do not change the cache, and their logits are meaningless.
+`lengths` is the number of real tokens in each row of C; None means all. The padding after them
+does not change the cache.
 
   state = begin(step, cache, prompt, lengths)                 reads the prompt
   state, tokens = advance(step, state, keys, num_tokens=16)   adds a chunk of text
@@ -44,9 +44,6 @@ def begin(
     prompt: [B, P], integers, P >= 1, each row padded at its end.
     lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
-
-  Raises:
-    ValueError: an argument has another shape or dtype.
   """
   checks.arrays(prompt=(prompt, "B P>=1", checks.INTEGERS), lengths=(lengths, "B", checks.INTEGERS))
   prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
@@ -74,8 +71,8 @@ def advance(
 
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
-  Each token is drawn with the row's key and its place in the row, so the text of a row depends
-  neither on the other rows nor on the chunks.
+  A row's draws depend only on its key and the place in the row. Returns the state after the new
+  tokens, and these, [B, num_tokens], int32.
 
   Args:
     step: the model.
@@ -83,12 +80,6 @@ def advance(
     keys: [B], random keys, the same in every call.
     num_tokens: the number of tokens to add, at least 1.
     **settings: the temperature, top_k and top_p of `dpjax.generation.sample`.
-
-  Returns:
-    The state after them, and the new tokens, [B, num_tokens], int32.
-
-  Raises:
-    ValueError: `num_tokens` < 1, or a setting of `sample` is out of range.
   """
   checks.integers(num_tokens=num_tokens)
 
@@ -123,12 +114,8 @@ def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> 
   The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
   the tokens 1 2 3 4 one by one, the passes are over [1 . .], [1 2 .], [1 2 3] and [2 3 4].
 
-  Args:
-    next_logits: [B, W] tokens and the place of the first of them in the row, [B] ->
-      [B, W, V] logits.
-
-  Returns:
-    A step with a cache from `init_window`; all logits of a chunk come from one pass.
+  `next_logits` maps [B, W] tokens and the place of their first in the row, [B], to [B, W, V]. The
+  cache of the step comes from `init_window`; all logits of a chunk come from one pass.
   """
 
   def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):

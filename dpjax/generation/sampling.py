@@ -24,23 +24,15 @@ def sample(
     logits [2, 1, 0, -1], top_k = 2            draws from tokens 0 and 1
     probabilities [.5, .3, .15, .05], top_p=.6 draws from tokens 0 and 1 (.5 < .6 <= .8)
 
-  The settings may be traced, so that new values need no compilation; disabled settings cost
-  nothing.
+  Returns [B], int32. The settings may be traced; those out of range raise a `ValueError` if not.
 
   Args:
     logits: [B, V], floats; -inf excludes a token.
-    keys: [B], a random key for each row, so that a row does not depend on the others.
-    temperature: at least 0; 0, or less than 1e-20, takes the largest logit (the first of
-      equals).
+    keys: [B], a random key for each row.
+    temperature: at least 0; below 1e-20, it takes the largest logit (the first of equals).
     top_k: keep only the k most likely tokens, and ties with the k-th; 0 keeps all.
     top_p: keep only the most likely tokens that together reach this probability, in (0, 1]
       (nucleus sampling, Holtzman et al. 2020), after `top_k`; ties with the last of them stay.
-
-  Returns:
-    [B], int32.
-
-  Raises:
-    ValueError: `logits` is not [B, V], or a setting that is not traced is out of range.
   """
   if logits.ndim != 2:
     raise ValueError(f"logits: expected [B, V], got the shape {logits.shape}")

@@ -1,8 +1,8 @@
 """Kinds of boundaries, by rules: they find where segments end. B batch, T position, D width.
 
-A kind is one Linen module. `dpjax.models.hourglass.Hourglass` gets the segments and the
-pooling from it, and `dpjax.training.losses.Objective` its part of the loss. A new kind
-subclasses `Boundaries`; `dpjax.register_boundaries` gives it a name.
+A kind is one Linen module; `dpjax.models.hourglass.Hourglass` uses its segments, and
+`dpjax.training.losses.Objective` its part of the loss. A new kind subclasses `Boundaries`;
+`dpjax.register_boundaries` gives it a name.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
@@ -26,13 +26,10 @@ _GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "
 
 
 class BoundaryOutput(NamedTuple):
-  """The ends of segments.
+  """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
-  Attributes:
-    boundaries: [B, T], 0 or 1. Integers, or floats through which a gradient passes.
-    logits: [B, T], the logits of boundaries; None without a predictor.
-    probabilities: [B, T], the probabilities of boundaries, if the model's output uses them.
-    state: the state of `init_state` after these tokens.
+  Logits are those of a predictor, probabilities are given if the model's output uses them, both
+  [B, T]; the state is that of `init_state` after these tokens.
   """
 
   boundaries: jax.Array
@@ -46,13 +43,13 @@ class Boundaries(nn.Module):
 
   Attributes:
     needs_text: whether `of_text` computes boundaries; batches then have "boundaries", [B, T].
-    suits_segments: whether it can also pool segments instead of tokens: `tokens` is then
-      None, and a batch of its `loss` has only "weights" and "boundary_share".
+    suits_segments: whether it can also pool segments: `tokens` is then None, and a batch of its
+      `loss` has only "weights" and "boundary_share".
     takes_noise: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
-    has_null_group: whether a learned vector and a LayerNorm precede the middle. Without
-      them, the first token of each row and document must be a boundary.
-    needs_run: whether it uses the model of the folder `run`, which its field `frozen` receives.
-      Its parameters are stored under "frozen" and are not trained.
+    has_null_group: whether a learned vector and a norm precede the middle. Without them, the
+      first token of each row and document must be a boundary.
+    needs_run: whether its field `frozen` receives the model of the folder `run`, whose
+      parameters are stored under "frozen" and not trained.
     is_endless: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
     reads_share: whether its `loss` reads "boundary_share", counted in a pass of its own with
@@ -69,19 +66,15 @@ class Boundaries(nn.Module):
   is_endless: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
+  pooling = "mean"
   num_capacities = 1
 
   def __post_init__(self):
-    checks.choice("pooling", self.pooling_method, METHODS)
+    checks.choice("pooling", self.pooling, METHODS)
     checks.integers(num_capacities=self.num_capacities)
     for name in ("space_ids", "end_ids"):
       checks.ids(name, getattr(self, name, ()))
     super().__post_init__()
-
-  @property
-  def pooling_method(self) -> str:
-    """The `method` of `dpjax.ops.pool_segments`."""
-    return getattr(self, "pooling", "mean")
 
   @property
   def draws_in_evaluation(self) -> bool:
@@ -98,15 +91,12 @@ class Boundaries(nn.Module):
     return {}
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
-    """The boundaries of a text, for a kind with `needs_text`.
+    """[N], 0 or 1 for each token of a text, for a kind with `needs_text`.
 
     Args:
       text: a part of a text, perhaps empty. Parts do not divide words.
       tokenizer: from `dpjax.text`, of the kind "characters" or "bytes".
       learned: the result of `learn`.
-
-    Returns:
-      [N], 0 or 1 for each token.
     """
     raise UserError(
       "model.boundaries: expected a kind with of_text, as it says needs_text, got "
@@ -144,8 +134,8 @@ class Boundaries(nn.Module):
       num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      is_start: [B, T], 1 where a document begins, else 0, without a state. A kind may lack this
-        argument; the model then refuses documents.
+      is_start: [B, T], 1 where a document begins, else 0, without a state. The model refuses
+        documents if a kind lacks this argument.
     """
     raise NotImplementedError
 
@@ -188,10 +178,9 @@ class Boundaries(nn.Module):
     Args:
       output: `dpjax.models.LanguageModelOutput`.
       batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T], and
-        "boundary_share", the share of boundaries in the whole batch of which this is a part.
+        "boundary_share", that of the whole batch of which this is a part.
 
-    Returns:
-      The sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
+    Returns the sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
     return jnp.zeros(()), None
 
@@ -220,21 +209,14 @@ class Fixed(Boundaries):
       checks.integer("offset", self.offset, 0, self.shortening_factor - 1)
     super().__post_init__()
 
-  @property
-  def _first(self) -> int:
-    return self.shortening_factor - 1 if self.offset is None else self.offset
-
   def __call__(self, hidden, tokens, *, num_before=None, is_start=None, **_):
-    """See `Boundaries`."""
     shape = checks.array("hidden", hidden, "B T D").shape[:2]
-    rule = self.shortening_factor, self._first
-    return BoundaryOutput(
-      ops.fixed_boundaries(shape, *rule, num_before=num_before, is_start=is_start)
-    )
+    rule = shape, self.shortening_factor, self.offset
+    return BoundaryOutput(ops.fixed_boundaries(*rule, num_before=num_before, is_start=is_start))
 
   def most_segments(self, length: int) -> int:
-    """See `Boundaries`."""
-    return len(range(self._first, length, self.shortening_factor))
+    first = self.shortening_factor - 1 if self.offset is None else self.offset
+    return len(range(first, length, self.shortening_factor))
 
 
 class Whitespace(Boundaries):
@@ -249,11 +231,9 @@ class Whitespace(Boundaries):
   num_capacities: int = 8
 
   def __call__(self, hidden, tokens, **_):
-    """See `Boundaries`."""
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def settings_for(self, tokenizer):
-    """See `Boundaries`."""
     space_ids = self.space_ids or tokenizer.space_ids
     if not space_ids:
       raise UserError(
@@ -263,7 +243,6 @@ class Whitespace(Boundaries):
     return {"space_ids": space_ids}
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
-    """See `Boundaries`."""
     return np.isin(tokens, self.space_ids).sum(axis=1)
 
 
@@ -284,7 +263,6 @@ class SpaceByte(Boundaries):
   num_capacities: int = 8
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
-    """See `Boundaries`."""
     found = ops.spacelike_boundaries(
       tokens, self.space_ids, self.end_ids, previous=state, is_start=is_start
     )
@@ -298,7 +276,6 @@ class SpaceByte(Boundaries):
     return jnp.zeros(batch, bool)
 
   def settings_for(self, tokenizer):
-    """See `Boundaries`."""
     tokens = tokenizer.as_bytes()
     first, last = (
       tuple(i for i, token in enumerate(tokens) if _is_spacelike(token[place])) for place in (0, -1)
@@ -306,7 +283,6 @@ class SpaceByte(Boundaries):
     return {"space_ids": self.space_ids or first, "end_ids": self.end_ids or last}
 
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
-    """See `Boundaries`."""
     begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
 

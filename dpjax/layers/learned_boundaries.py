@@ -22,20 +22,13 @@ _segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # remembers words
 
 
 class _Predicted(Boundaries):
-  """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5].
-
-  Attributes:
-    predictor_width: the width of the predictor's hidden layer.
-    init_std: the standard deviation of its weights; see `dpjax.layers.blocks.FeedForward`.
-    dtype: the dtype of the computation.
-  """
+  """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5]."""
 
   predictor_width: int
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
 
   def setup(self):
-    """Makes the predictor; its parameters belong to this module."""
     checks.integers(predictor_width=self.predictor_width)
     self._predictor = blocks.FeedForward(
       self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
@@ -46,15 +39,12 @@ class _Predicted(Boundaries):
     return self._predictor(checks.array("hidden", hidden, "B T D>=1"))[..., 0]
 
   def __call__(self, hidden, tokens, **_):
-    """See `Boundaries`."""
     logits = self._logits(hidden)
     return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
 
 
 class Unigram(_Predicted):
-  """A predictor that learns where the pieces of a Unigram tokenizer end.
-
-  Its loss is the mean binary cross-entropy.
+  """A predictor that learns by cross-entropy where the pieces of a Unigram tokenizer end.
 
   Attributes:
     file: a SentencePiece `.model`; "" trains one on the train split.
@@ -75,19 +65,15 @@ class Unigram(_Predicted):
     super().__post_init__()
 
   def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
-    """See `Boundaries`."""
     return _segmentation(learned).of_tokens(text, tokenizer)
 
   def learn(self, text: Iterable[str]) -> bytes:
-    """The SentencePiece model; see `Boundaries`."""
     return load_unigram(self.file) if self.file else train_unigram(text, self.size)
 
   def text_settings(self) -> Any:
-    """See `Boundaries`."""
     return hashlib.sha256(load_unigram(self.file)).hexdigest() if self.file else self.size
 
   def loss(self, output, batch):
-    """See `Boundaries`."""
     targets = batch["boundaries"]
     return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
 
@@ -95,8 +81,7 @@ class Unigram(_Predicted):
 class EntropySpikes(_Predicted):
   """A predictor that learns the spikes of the model's own conditional entropy (Eq. 6).
 
-  No gradient passes through the spikes. Only tokens with a target that counts take part;
-  spikes are sought among these, so that the first of them is a spike.
+  No gradient passes through the spikes. Only tokens that count take part; their first is a spike.
 
   Attributes:
     left: k of Eq. 6: the number of earlier places that a spike exceeds.
@@ -115,7 +100,6 @@ class EntropySpikes(_Predicted):
     super().__post_init__()
 
   def loss(self, output, batch):
-    """See `Boundaries`."""
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
     targets = ops.entropy_spikes(entropies, self.left, is_start=batch.get("is_start"))
@@ -151,15 +135,12 @@ class Gumbel(_Predicted):
 
   @property
   def draws_in_evaluation(self) -> bool:
-    """See `Boundaries`."""
     return self.sample
 
   def settings_for(self, tokenizer):
-    """See `Boundaries`."""
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
   def __call__(self, hidden, tokens, *, deterministic=True, noise=None, **_):
-    """See `Boundaries`."""
     logits = self._logits(hidden)
     if deterministic and not self.sample and noise is None:
       return BoundaryOutput((logits > 0).astype(jnp.int32), logits)  # p > 0.5
@@ -169,7 +150,6 @@ class Gumbel(_Predicted):
     )
 
   def loss(self, output, batch):
-    """See `Boundaries`."""
     weights, targets = batch["weights"], None
     given = dict(weights=weights, is_start=batch.get("is_start"))
     nats_b = ops.binomial_prior_loss(output.boundaries.astype(jnp.float32), self.prior, **given)
@@ -183,8 +163,8 @@ class Routing(Boundaries):
 
     y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last closed segment
 
-  where e are the middle's vectors smoothed by p (`dpjax.ops.smooth_segments`), in float32. The
-  vector of a segment is its last token's. The loss is `weight` times `dpjax.ops.ratio_loss`.
+  with the middle's vectors e smoothed by p (`dpjax.ops.smooth_segments`), in float32. The loss is
+  `weight` times `dpjax.ops.ratio_loss`.
 
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
@@ -222,7 +202,6 @@ class Routing(Boundaries):
   def __call__(
     self, hidden, tokens, *, num_before=None, state=None, lengths=None, is_start=None, **_
   ):
-    """See `Boundaries`."""
     hidden = checks.array("hidden", hidden, "B T>=1 D", D=self.width)
     kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
@@ -232,23 +211,19 @@ class Routing(Boundaries):
     return BoundaryOutput(boundaries, probabilities=probabilities, state=after)
 
   def init_state(self, batch: int, width: int) -> jax.Array:
-    """[B, D], the last vector of each row."""
     return jnp.zeros((batch, width), self.dtype)
 
   def blend(self, segments, probabilities, previous, is_start=None):
-    """See `Boundaries`."""
     assert probabilities is not None
     return ops.smooth_segments(segments, probabilities, previous=previous, is_start=is_start)
 
   def join(self, read, hidden, found):
-    """See `Boundaries`."""
     assert found.probabilities is not None
     chosen = ops.straight_through(found.probabilities, found.boundaries)[..., None]
     sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
     return sums.astype(hidden.dtype)
 
   def loss(self, output, batch):
-    """See `Boundaries`."""
     weights, share = batch["weights"], batch.get("boundary_share")
     found = output.boundaries, output.boundary_probabilities
     ratio = ops.ratio_loss(*found, self.factor, weights=weights, share=share)
@@ -256,20 +231,19 @@ class Routing(Boundaries):
 
 
 class EntropyState(NamedTuple):
-  """The frozen model's cache; entropy, nats, and boundary, 0 or 1, of the last token, [B]."""
+  """The state of `EntropyThreshold`."""
 
-  cache: Any
-  entropy: jax.Array
-  boundary: jax.Array
+  cache: Any  # the frozen model's
+  entropy: jax.Array  # [B], nats, of the last token
+  boundary: jax.Array  # [B], 0 or 1
 
 
 class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
-  it, and `dpjax.training.train_step` does not update it. `model.init` draws its parameters;
-  `dpjax.models.build.with_frozen` inserts the trained ones. If it has no cache, neither has the
-  whole model.
+  it, and `train_step` does not update it. `model.init` draws its parameters;
+  `dpjax.models.build.with_frozen` inserts the trained ones.
 
   Attributes:
     run: the folder of the small model's run, with the same vocabulary.
@@ -303,11 +277,9 @@ class EntropyThreshold(Boundaries):
 
   @property
   def has_cache(self) -> bool:
-    """See `Boundaries`."""
     return self.frozen.has_cache
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
-    """See `Boundaries`."""
     assert self.theta is not None
     rule = self.rule, self.theta, self.theta_add
     if state is None:

@@ -23,14 +23,10 @@ Given = nn.Module | Callable[[ConfigDict], nn.Module] | None
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
-  """Builds the model that `config.model` describes, a Linen module.
+  """Builds the model that `config.model`, with the tokenizer's `vocab_size`, describes.
 
-  Args:
-    model_config: all keys of `dpjax.config.default_model()`, with the tokenizer's `vocab_size`.
-    frozen: the model of another run, for boundaries that use one.
-
-  Raises:
-    ValueError: `key: expected ..., got ...`.
+  `frozen` is the model of another run, for boundaries that use one. Wrong settings raise a
+  `ValueError`, `key: expected ..., got ...`.
   """
   config_lib.check_model(model_config)
   return assemble(model_config, frozen)
@@ -42,13 +38,11 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  common: dict[str, Any] = {
-    name: model[name]
-    for name in (
-      *("vocab_size", "width", "max_length", "positions", "dropout", "init_std", "norm_init_std"),
-      *("norm_kind", "use_bias", "tie_embeddings", "norm_epsilon"),
-    )
-  }
+  names = (
+    "vocab_size width max_length positions dropout init_std norm_init_std norm_kind use_bias "
+    "tie_embeddings norm_epsilon"
+  )
+  common: dict[str, Any] = {name: model[name] for name in names.split()}
   common |= dict(final_norm=model["norm"] == "pre", dtype=jnp.dtype(model["dtype"]))
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
@@ -173,9 +167,8 @@ def frozen_path(model: Any) -> tuple[str, ...]:
   """The path, in a model's parameters, of those of the frozen model; () without one."""
   if not isinstance(model, LanguageModel) or model.make_hourglass is None:
     return ()
-  boundaries = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  needs_run = getattr(boundaries, "needs_run", False)
-  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
+  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
+  return ("hourglass", "boundary_predictor", "frozen") if kind.needs_run else ()
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
@@ -223,17 +216,15 @@ def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -
 def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
   kinds = build_boundaries(model)
-  # Several processes would have to agree on it.
-  if not kinds or jax.process_count() > 1:
-    return lambda batch: None
 
   def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
-    tokens = batch["tokens"]
-    # Documents have null groups, and boundaries, of their own.
-    counts = None if "is_start" in batch else kinds[0].count_in(tokens)
+    # Several processes would have to agree on it; documents have null groups of their own.
+    if not kinds or jax.process_count() > 1 or "is_start" in batch:
+      return None
+    counts = kinds[0].count_in(batch["tokens"])
     if counts is None:
       return None
-    sizes = ops.capacities(tokens.shape[1] + 1, kinds[0].num_capacities)
+    sizes = ops.capacities(batch["tokens"].shape[1] + 1, kinds[0].num_capacities)
     return next(size for size in sizes if size > counts.max())
 
   return of_tokens

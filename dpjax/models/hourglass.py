@@ -1,7 +1,5 @@
 """Dynamic token pooling: blocks on tokens, then on segments, then on tokens again.
 
-B batch, T position, D width, S shortened length, segments and the null group.
-
   h   = first(x)                                  [B, T, D]
   b   = boundaries; b_t = 1: a segment ends with token t
   s   = [null, mean of each closed segment's h]   [B, S, D]
@@ -9,12 +7,11 @@ B batch, T position, D width, S shortened length, segments and the null group.
   u_t = s'[sum over i <= t of b_i]                index 0 is the null group
   y   = last(u + h)
 
-Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360.
-Differences from the authors' code:
-- The result of a row does not depend on the other rows or on S, as surplus capacity is never
-  read; dropout does, as its draws have the shape of the array.
-- Fixed segments end at k - 1, 2k - 1, ... (Eq. 2), not at 0, k, ... (`boundary_offset`).
-- Gumbel rounds p in evaluation (Sec. 3.1) instead of sampling (`sample_boundaries`).
+B batch, T position, D width, S the segments and the null group. Without dropout, the result of a
+row depends neither on the other rows nor on S.
+
+Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360, where
+fixed segments end at 0, k, ... (`Fixed.offset`) and Gumbel draws in evaluation (`Gumbel.sample`).
 """
 
 import dataclasses
@@ -35,40 +32,24 @@ from dpjax.models.language_model import Stack
 
 
 class StageBoundaries(NamedTuple):
-  """The boundaries of a second pooling, of the S segments of the outer one.
-
-  Attributes:
-    boundaries, boundary_logits, boundary_probabilities: [B, S]; see `HourglassOutput`.
-    inner: the stage within this one, or None.
-    is_start: [B, S], 1 where a document begins; None for one document.
-  """
+  """The boundaries of a second pooling, [B, S], as of `HourglassOutput`."""
 
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   boundary_probabilities: jax.Array | None
-  inner: "StageBoundaries | None" = None
-  is_start: jax.Array | None = None
+  inner: "StageBoundaries | None" = None  # the stage within this one
+  is_start: jax.Array | None = None  # [B, S], 1 where a document begins; None for one document
 
 
 class HourglassOutput(NamedTuple):
-  """The output of an hourglass.
+  """The output of an hourglass; for the boundaries, see `BoundaryOutput`."""
 
-  Attributes:
-    hidden: [B, T, D].
-    boundaries: [B, T], 1 where a segment ends, else 0. Integers, or, if gumbel draws them, floats
-      that pass a gradient.
-    boundary_logits: [B, T], the predictor's logits; None without one.
-    cache: the new cache, if one was given.
-    boundary_probabilities: [B, T], if the boundaries have them beside logits.
-    inner: the boundaries of a pooling in the middle; None without one, or with a cache.
-  """
-
-  hidden: jax.Array
+  hidden: jax.Array  # [B, T, D]
   boundaries: jax.Array
   boundary_logits: jax.Array | None
-  cache: HourglassCache | None = None
+  cache: HourglassCache | None = None  # the new cache, if one was given
   boundary_probabilities: jax.Array | None = None
-  inner: StageBoundaries | None = None
+  inner: StageBoundaries | None = None  # of a pooling in the middle; None with a cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +57,6 @@ class PooledMiddle:
   """An hourglass in place of a middle `Stack`, with segments for tokens, and its methods.
 
   Its cache is the number of segments so far in each row, [B], and the hourglass's own cache.
-
-  Attributes:
-    make_hourglass: makes an `Hourglass`, with boundaries that suit segments, from its `name`.
   """
 
   make_hourglass: Callable[..., Any]
@@ -124,18 +102,14 @@ class Hourglass(nn.Module):
 
   Attributes:
     first: blocks before the pooling.
-    middle: blocks on segments, or another hourglass; their mixers' `max_length` is that of the
-      tokens plus 1.
+    middle: blocks on segments, whose mixers' `max_length` is the tokens' plus 1, or an hourglass.
     last: blocks after the upsampling.
     make_boundaries: makes the `dpjax.layers.boundaries.Boundaries` from their `name`.
-    make_positions: makes, from a `name`, the positions and biases that the relative
-      attention of all three stacks shares; None without relative attention.
+    make_positions: see `dpjax.models.LanguageModel`; for all three stacks.
     middle_width: the width of the middle, with a matrix each way; None means D.
     make_middle_positions: like `make_positions`, for a middle with a width of its own.
-    norm_init_std, norm_kind, use_bias, norm_epsilon: of the middle's norm; see
-      `dpjax.layers.blocks.Norm`.
-    init_std: standard deviation of the matrices of `middle_width`; see
-      `dpjax.layers.blocks.FeedForward`.
+    norm_init_std, norm_kind, use_bias, norm_epsilon: see `dpjax.layers.blocks.Norm`.
+    init_std: of the matrices of `middle_width`; see `dpjax.layers.blocks.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
   """
 
@@ -178,15 +152,14 @@ class Hourglass(nn.Module):
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, instead of the module's own.
       boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
-      capacity: an S that holds every row, from the data, at most T + 1, with `is_start` 2 T;
-        None finds it on the device. If it is too small, the result is nan.
+      capacity: an S that holds every row, at most T + 1, with `is_start` 2 T; None finds it on
+        the device. If it is too small, the result is nan.
       cache: None, or from `init_cache` or the previous output.
       num_before: [B], int32, with a cache: the number of earlier tokens in each row.
       lengths: [B], int32: the number of real tokens in each row; None means all.
       sizes: the lengths for which the outer stacks are compiled; see `Stack`.
       needed: see `Stack`.
-      is_start: [B, T], without a cache: 1 where a document begins, else 0. Each document has a
-        null group, or begins with a boundary.
+      is_start: [B, T], without a cache: 1 where a document begins, else 0.
 
     Raises:
       ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
@@ -249,7 +222,7 @@ class Hourglass(nn.Module):
     if cache is not None:
       assert num_before is not None
       pooled_bsd, segment = ops.pool_segments_cached(
-        h_btd, boundaries, cache.segment, method=kind.pooling_method, lengths=lengths
+        h_btd, boundaries, cache.segment, method=kind.pooling, lengths=lengths
       )
       queue_bsd = jnp.concatenate([null_b1d, widen(pooled_bsd)], axis=1)
       if kind.has_null_group:
@@ -269,8 +242,7 @@ class Hourglass(nn.Module):
       cache = HourglassCache(first, middle, last, segment, latest, found.state)
       return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
-    num_null = int(kind.has_null_group)
-    null_starts = is_start if kind.has_null_group else None
+    num_null, null_starts = (1, is_start) if kind.has_null_group else (0, None)
     segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
     segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
@@ -280,7 +252,7 @@ class Hourglass(nn.Module):
       middle_sizes, num_read = (capacity,), None
     size = middle_sizes[-1]
     pooled_bsd = ops.pool_segments(
-      h_btd, boundaries, size - num_null, method=kind.pooling_method, is_start=null_starts
+      h_btd, boundaries, size - num_null, method=kind.pooling, is_start=null_starts
     )
     s_bsd, middle_starts = widen(pooled_bsd), None
     if is_start is not None:
@@ -293,9 +265,12 @@ class Hourglass(nn.Module):
         s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
       s_bsd = norm(s_bsd)
     of_middle: dict[str, Any] = common | dict(
-      name="middle", positions=middle_positions, is_start=middle_starts
+      name="middle",
+      positions=middle_positions,
+      is_start=middle_starts,
+      sizes=middle_sizes,
+      needed=num_read,
     )
-    of_middle |= dict(sizes=middle_sizes, needed=num_read)
     inner = None
     if isinstance(self.middle, PooledMiddle):
       s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
@@ -354,7 +329,7 @@ class Hourglass(nn.Module):
 
 def _check_documents(kind: Boundaries) -> None:
   check_takes_starts(kind)
-  if not kind.has_null_group and kind.pooling_method != "last":
+  if not kind.has_null_group and kind.pooling != "last":
     raise UserError(
       f"is_start: expected none for {type(kind).__name__}, whose segments are means but have no "
       "null group, got some"
@@ -363,12 +338,12 @@ def _check_documents(kind: Boundaries) -> None:
 
 def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
   """The lengths for which the middle is compiled."""
-  most = kind.most_segments(length)
+  most, num_null = kind.most_segments(length), int(kind.has_null_group)
   if has_documents and most is not None:
     # One a document more than of a row: room for few documents, and for many.
     sizes = {most + 1 + length // 64, most + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + int(kind.has_null_group), kind.num_capacities)}
+    sizes = {*ops.capacities(length + num_null, kind.num_capacities)}
   if has_documents:
-    sizes.add(max(sizes | {length * (1 + int(kind.has_null_group))}))
+    sizes.add(max(*sizes, length * (1 + num_null)))
   return tuple(sorted(sizes))

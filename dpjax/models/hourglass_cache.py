@@ -1,7 +1,4 @@
-"""The cache of an hourglass: segments are pooled and read chunk by chunk.
-
-B batch, C position in a chunk, D width.
-"""
+"""The cache of an hourglass: segments are pooled and read in chunks of C tokens."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,22 +12,14 @@ from dpjax.ops.segments import take_segments
 
 
 class HourglassCache(NamedTuple):
-  """The cache of an hourglass.
-
-  Attributes:
-    first, middle, last: caches of the stacks; the middle has seen the null group and all closed
-      segments.
-    segment: the open segment.
-    latest: [B, D], the middle stack's output for the last closed segment.
-    boundaries: the state of `dpjax.layers.boundaries.Boundaries.init_state`.
-  """
+  """The caches of an hourglass's stacks and boundaries."""
 
   first: tuple
-  middle: tuple
+  middle: tuple  # after the null group and all closed segments
   last: tuple
-  segment: ops.SegmentCache
-  latest: jax.Array
-  boundaries: Any
+  segment: ops.SegmentCache  # the open segment
+  latest: jax.Array  # [B, D], the middle's output for the last closed segment
+  boundaries: Any  # the state of `Boundaries.init_state`
 
 
 def pool_at_boundaries(found: BoundaryOutput, size: int) -> jax.Array | None:
@@ -52,17 +41,10 @@ def read_segments(
 ) -> tuple[jax.Array, jax.Array, tuple]:
   """The upsampled segments for the tokens of a chunk.
 
-  Args:
-    step: the middle stack: segments, caches and lengths -> segments, caches.
-    queue_bsd: [B, 1 + C, D], the null group, and the segments that end in the chunk.
-    kind: the kind of the boundaries.
-    found: the boundaries, [B, C].
-    cache: the cache before the chunk.
-    num_before: see `Hourglass`.
-    lengths: see `Hourglass`.
+  `step` is the middle stack, (segments, caches, lengths) -> (segments, caches); `queue_bsd`, of
+  S = 1 + C places, has the null group and the segments that end in the chunk.
 
-  Returns:
-    [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
+  Returns [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
   """
   b_bc = found.boundaries.astype(jnp.int32)
   batch, chunk = b_bc.shape

@@ -17,21 +17,13 @@ from dpjax.ops.explicit_axes import automatic_axes
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled.
-
-  Attributes:
-    num_layers: the number of blocks.
-    make_block: makes a `dpjax.layers.blocks.Block` from its `name`.
-    has_positions: whether its mixers take `positions` that layers share.
-    scan_layers: whether to compile one layer and loop over it; otherwise each is compiled.
-    remat: whether to keep only each layer's input for the gradient, and recompute the rest.
-  """
+  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled."""
 
   num_layers: int
-  make_block: Callable[..., nn.Module]
-  has_positions: bool = False
-  scan_layers: bool = True
-  remat: bool = False
+  make_block: Callable[..., nn.Module]  # makes a `dpjax.layers.blocks.Block` from its `name`
+  has_positions: bool = False  # whether its mixers take `positions` that layers share
+  scan_layers: bool = True  # whether to compile one layer and loop over it
+  remat: bool = False  # whether to keep only each layer's input for the gradient
 
   def __call__(
     self,
@@ -51,8 +43,8 @@ class Stack:
       name: the name of the parameters in that module.
       deterministic: False in training.
       positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
-      sizes: the capacities of `dpjax.ops.run_at_capacity`, up to T; () for T alone.
-      needed: int scalar, with capacities: the number of positions that will be read.
+      sizes: the capacities of `dpjax.ops.run_at_capacity`; () for T alone.
+      needed: see `dpjax.ops.run_at_capacity`.
       is_start: see `LanguageModel`.
     """
     shared = None
@@ -68,9 +60,8 @@ class Stack:
       free = block.clone(parent=None)
 
       def at_capacity(x_btd, params, shared, key, is_start):
-        given = _mixer_arguments(
-          shared, None if is_start is None else is_start[:, : x_btd.shape[1]]
-        )
+        starts = None if is_start is None else is_start[:, : x_btd.shape[1]]
+        given = _mixer_arguments(shared, starts)
         given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
         return free.apply({"params": params}, x_btd, **given)
 
@@ -92,10 +83,7 @@ class Stack:
   def with_caches(
     self, width: int, *, name: str, positions: nn.Module | None = None
   ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """A function that continues from caches, also within `lax.while_loop` and the like.
-
-    function(x_btd, caches, lengths) -> [B, T, D], new caches
-    """
+    """A function, (x_btd, caches, lengths) -> [B, T, D], new caches, also for `lax.while_loop`."""
     block = self.make_block(name=name)
     params, free = block.variables["params"], block.clone(parent=None)
     layers = params if "0" in params else self.unstack(params)
@@ -155,30 +143,18 @@ def _layer(tree: Any, i: int) -> Any:
 
 
 class LanguageModelCache(NamedTuple):
-  """The cache of a model after the tokens so far.
+  """The cache of a model after the tokens so far."""
 
-  Attributes:
-    length: [B], int32, the number of tokens so far in each row.
-    layers: the cache of each layer's mixer in order; with token pooling, a
-      `dpjax.models.hourglass_cache.HourglassCache`.
-  """
-
-  length: jax.Array
-  layers: Any
+  length: jax.Array  # [B], int32, the number of tokens so far in each row
+  layers: Any  # the cache of each layer's mixer in order, or an `HourglassCache`
 
 
 class LanguageModelOutput(NamedTuple):
-  """The output of a language model.
+  """Logits, [B, T, V], of which row t is for token t + 1.
 
-  Attributes:
-    logits: [B, T, V]; row t is for token t + 1.
-    boundaries: see `dpjax.models.hourglass.HourglassOutput`, also for the next; None without
-      token pooling.
-    boundary_logits: [B, T].
-    cache: the new cache, if one was given.
-    boundary_probabilities: [B, T].
-    inner: a `dpjax.models.hourglass.StageBoundaries`, if segments are pooled again.
-    hidden: [B, T, D], the input of `LanguageModel.output_layer`, which makes the logits.
+  `hidden`, [B, T, D], is the input of `LanguageModel.output_layer`. With token pooling,
+  `boundaries`, [B, T], are 1 where a segment ends; their logits and probabilities are there if
+  the kind has them, and `inner` has those of a second pooling (`StageBoundaries`).
   """
 
   logits: jax.Array
@@ -199,18 +175,17 @@ class LanguageModel(nn.Module):
     max_length: the longest T.
     layers: the blocks in order; None with an hourglass.
     make_hourglass: makes a `dpjax.models.hourglass.Hourglass` from its `name`, or None.
-    make_positions: makes, from a `name`, the positions and biases that the relative
-      attention of all `layers` shares; None without relative attention.
+    make_positions: makes, from a `name`, the positions and biases that the relative attention of
+      all `layers` shares; None without relative attention.
     positions: "sinusoidal", "learned" or "none".
     dropout: the dropout rate of the embeddings.
     final_norm: whether there is a norm before the output layer, as in pre-norm models.
-    init_std: standard deviation of embeddings and output weights, N(0, init_std**2);
-      0: U(-0.1, 0.1). Biases are 0.
+    init_std: embeddings and output weights are N(0, init_std**2); 0: U(-0.1, 0.1).
     norm_init_std, norm_kind, norm_epsilon: of the final norm; see `dpjax.layers.blocks.Norm`.
     dtype: the dtype of the computation; parameters are float32.
     use_bias: whether the final norm and the logits have biases.
-    tie_embeddings: whether the logits are products with the token table, without a bias,
-      instead of a matrix of their own (Press and Wolf 2017, arXiv:1608.05859).
+    tie_embeddings: whether the logits are products with the token table, without a bias (Press
+      and Wolf 2017, arXiv:1608.05859).
   """
 
   vocab_size: int
@@ -245,8 +220,7 @@ class LanguageModel(nn.Module):
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
-    With a cache, for inference, the tokens continue from it, and the logits equal those of a
-    pass over whole rows:
+    With a cache, the tokens continue from it, and the logits equal those of whole rows:
 
       output = model.apply(variables, prompt, cache=model.init_cache(batch))
       output = model.apply(variables, token, cache=output.cache)    # [B, 1], and so on
@@ -257,17 +231,14 @@ class LanguageModel(nn.Module):
       boundaries: see `dpjax.models.Hourglass`, also for the next two.
       boundary_noise: [B, T].
       capacity: S.
-      cache: None, or from `init_cache` or the previous output.
-      lengths: [B], int32, with a cache: the number of real tokens in each row, before its
-        padding, which has no effect; None means all.
-      is_start: [B, T], 1 at the first token of each document, else 0. A row then holds several
-        documents, and each gives the same outputs as alone; the row may be longer than
-        `max_length`, a document may not. None means that each row is one document.
+      cache: None, or, in inference without `is_start`, from `init_cache` or the previous output.
+      lengths: [B], int32, with a cache: the number of real tokens in each row; None means all.
+      is_start: [B, T], 1 at the first token of each document, else 0. Each document gives the
+        same outputs as alone; rows may be longer than `max_length`, documents may not. None
+        means that each row is one document.
 
     Raises:
-      ValueError: an argument is not as above; or `boundaries`, `boundary_noise` or `capacity`
-        is given to a model without token pooling, a cache in training, to `init` or with
-        `is_start`, or `is_start` to a model whose mixers or boundaries do not take it.
+      ValueError: an argument is not as above, or the model has no use for it.
     """
     if cache is None:
       if lengths is not None:
@@ -308,9 +279,8 @@ class LanguageModel(nn.Module):
         raise ValueError(
           f"{', '.join(given)}: expected none for a model without token pooling, got some"
         )
-      positions = None
-      if self.make_positions is not None:
-        positions = self.make_positions(name="relative_positions")
+      make = self.make_positions
+      positions = None if make is None else make(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
         x_btd = stack(x_btd, deterministic=deterministic, is_start=is_start, **named)
@@ -352,10 +322,7 @@ class LanguageModel(nn.Module):
     return params["logits"]["kernel"], params["logits"].get("bias")
 
   def unstack(self, params: Mapping) -> dict:
-    """A copy of the parameters, separate for each layer.
-
-    `apply` with a cache takes either form; with this one a step copies no parameters.
-    """
+    """A copy of the parameters, separate for each layer, with which a cached step copies none."""
     name = "hourglass" if self.layers is None else "layers"
     return {**params, name: self._core().unstack(params[name])}
 

@@ -1,4 +1,7 @@
-"""The papers' equations as pure functions on arrays; they need only JAX."""
+"""The papers' equations as pure functions on arrays; they need only JAX.
+
+Other arguments than described raise a `ValueError`; values are checked only outside of `jit`.
+"""
 
 from dpjax.ops.attention import causal_attention, relative_attention, relative_positions
 from dpjax.ops.attention_cache import (

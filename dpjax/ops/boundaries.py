@@ -1,10 +1,7 @@
 """Boundaries of segments: rules, samples and losses. B batch, T position.
 
-A boundary of 1 means that a segment ends with that token. Everywhere `is_start`, [B, T], is 1 at
-the first token of each document, else 0; None means that each row is one document.
-
-Functions raise a `ValueError` for arguments that are not as described; values are checked only
-outside of `jit`.
+A boundary of 1 means that a segment ends with that token. `is_start`, [B, T], is 1 at the first
+token of each document, else 0; None means that each row is one document.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
 """
@@ -41,20 +38,16 @@ def fixed_boundaries(
   Args:
     shape: (B, T).
     factor: the number of tokens in a segment, at least 1.
-    offset: the place of the first boundary, below `factor`. None is factor - 1, which makes all
-      segments equally long; the authors' code has 0.
+    offset: the place of the first boundary. None is factor - 1: all segments are equally long;
+      the authors' code has 0.
     num_before: [B], integers, the place t of each row's first token; None means 0.
     is_start: [B, T], without `num_before`; t is 0 at the first token of each document.
 
-  Returns:
-    [B, T], int32.
-
-  Source: Eq. 2.
+  Returns [B, T], int32. Source: Eq. 2.
   """
   batch, length = checks.shape(shape)
   checks.integer("factor", factor)
-  if offset is None:
-    offset = factor - 1
+  offset = factor - 1 if offset is None else offset
   checks.integer("offset", offset, 0, factor - 1)
   num_before, is_start = checks.arrays(
     dict(B=batch, T=length),
@@ -76,7 +69,7 @@ def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Ar
     b_t = 1 where x_t is a space
 
   With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]]. Takes token ids, [B, T], and the
-  ids of spaces, at least one; include the newline's if there is one. Returns [B, T], int32.
+  ids of spaces (and newlines), at least one. Returns [B, T], int32.
   """
   space_ids = checks.ids("space_ids", space_ids)
   if not space_ids:
@@ -98,20 +91,16 @@ def spacelike_boundaries(
     b_t = 1 where x_t is spacelike and x_{t-1} is not
 
   With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 0]]. A byte is spacelike unless it
-  is an ASCII letter, a digit or a continuation byte of UTF-8 (0x80 .. 0xBF). The first and the
-  last byte of a token may differ.
+  is an ASCII letter, a digit or a continuation byte of UTF-8 (0x80 .. 0xBF).
 
   Args:
-    tokens: [B, T], integers: ids of the vocabulary.
+    tokens: [B, T], ids.
     space_ids: the tokens whose first byte is spacelike.
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
     previous: [B], whether the token before each row ends with a spacelike byte; None: it does not.
-    is_start: [B, T]; see above.
+    is_start: [B, T].
 
-  Returns:
-    [B, T], int32.
-
-  Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
+  Returns [B, T], int32. Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
   space_ids = checks.ids("space_ids", space_ids)
   end_ids = space_ids if end_ids is None else checks.ids("end_ids", end_ids)
@@ -145,20 +134,17 @@ def gumbel_sigmoid(
     soft = sigmoid((logit(p) + log u - log(1 - u)) / temperature)
     b    = 1 where soft > 0.5, else 0,   db = dsoft (straight-through)
 
-  with p = sigmoid(logits) and u uniform in (0, 1), so that b is 1 with probability p at any
-  temperature. With temperature 0.5 and noise 0.5, whose logit is 0,
-  [-1, 2] -> [0, 1], and the derivatives are those of sigmoid(2 logits): [0.21, 0.035].
+  with u uniform in (0, 1), so that b is 1 with probability p at any temperature. With
+  temperature 0.5 and noise 0.5, whose logit is 0, [-1, 2] -> [0, 1], and the derivatives are
+  those of sigmoid(2 logits): [0.21, 0.035].
 
   Args:
-    logits: [B, T], floats: the predictor's log-odds, logit(p).
+    logits: [B, T], floats: logit(p).
     temperature: above 0; the paper's is 0.5.
     key: a random key for the draw of u; give either this or `noise`.
     noise: [B, T], u itself, in (0, 1).
 
-  Returns:
-    [B, T], float32, or float64 for such logits, exactly 0.0 or 1.0.
-
-  Source: Eq. 4.
+  Returns [B, T], 0.0 or 1.0, float32, or float64 for such logits. Source: Eq. 4.
   """
   logits = checks.array("logits", logits, "B T")
   checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
@@ -177,7 +163,8 @@ def gumbel_sigmoid(
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
-  return _straight_through(jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype)))
+  soft = jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype))
+  return (soft > 0.5).astype(dtype) + (soft - lax.stop_gradient(soft))
 
 
 def binomial_prior_loss(
@@ -192,22 +179,17 @@ def binomial_prior_loss(
     loss = -ln Binomial(k; L, alpha) / L
          = -(ln L! - ln k! - ln (L - k)! + k ln alpha + (L - k) ln(1 - alpha)) / L
 
-  with k = sum of b * weights and L = sum of weights. The factorials are log-gamma
-  functions, so k has a gradient. Two boundaries among five tokens, alpha 0.2:
-  -ln(10 * 0.2**2 * 0.8**3) / 5 = 0.317.
+  with k = sum of b * weights and L = sum of weights; by log-gamma functions, k has a gradient.
+  Two boundaries among five tokens, alpha 0.2: -ln(10 * 0.2**2 * 0.8**3) / 5 = 0.317.
 
   Args:
     boundaries: [B, T], zeros and ones; floats get a gradient.
     alpha: the prior probability of a boundary, in (0, 1).
     weights: [B, T], 1 where a token counts, else 0. None means that all count.
-    is_start: [B, T]; each document has its own k and L, and the row's loss is the mean of
-      theirs, weighted by L.
+    is_start: [B, T]; a row's loss is the mean of its documents', weighted by L.
 
-  Returns:
-    [B], nats per token, float32, or float64 for such boundaries. A row in which no token
-    counts gives 0, with zero gradient.
-
-  Source: Eq. 7.
+  Returns [B], nats per token, float32, or float64 for such boundaries; 0 for a row in which no
+  token counts. Source: Eq. 7.
   """
   checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
   b_bt, w_bt, is_start = checks.arrays(
@@ -233,13 +215,3 @@ def binomial_prior_loss(
     log_p_b = jnp.sum(log_binomial(*of_documents), axis=1)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
-
-
-@jax.custom_jvp
-def _straight_through(soft):
-  return (soft > 0.5).astype(soft.dtype)
-
-
-@_straight_through.defjvp
-def _straight_through_jvp(primals, tangents):
-  return _straight_through(*primals), tangents[0]

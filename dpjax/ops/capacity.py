@@ -1,8 +1,4 @@
-"""Static shapes for data whose real length is known only on the device.
-
-A computation is compiled for a few lengths, the capacities; at run time, the smallest
-sufficient one is selected.
-"""
+"""Data whose real length is known only on the device: compiled for a few lengths, capacities."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,20 +34,15 @@ def run_at_capacity(
     output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
     output[:, c:] = 0
 
-  The function must be causal, so that its first `needed` outputs do not depend on c; its random
-  draws may. The backward pass recomputes the function within its branch and stores only the
-  arguments: plain gradients of `lax.switch` store the residuals of every branch.
+  The function must be causal; its random draws may depend on c. The backward pass recomputes it
+  within its branch: plain gradients of `lax.switch` store the residuals of every branch.
 
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
-    sizes: increasing capacities; the last is S. A single one needs no switch.
-    needed: int scalar, at most S, the number of positions whose outputs will be read; None
-      computes all.
+    sizes: increasing capacities up to S; others raise a `ValueError`.
+    needed: int scalar, at most S, the number of outputs that will be read; None computes all.
     inputs: [B, S, ...], floats.
     *others: further arguments, any pytrees; their floats get gradients.
-
-  Raises:
-    ValueError: the sizes do not increase, or the last is not S.
   """
   if not callable(function):
     raise ValueError(f"function: expected a function, got {function!r}")

@@ -1,12 +1,9 @@
 """Documents that follow one another in a row and do not see each other.
 
-`is_start` [B, T] is 1 at the first token of each document and 0 elsewhere. All masks come
-from the place of each token within its document: token t sees tokens t - o_t .. t.
+`is_start` [B, T] is 1 at the first token of each document, else 0; token t sees t - o_t .. t:
 
     is_start   1 0 0 1 0 1
     o          0 1 2 0 1 0
-
-B batch, T position.
 """
 
 from collections.abc import Sequence
@@ -22,15 +19,9 @@ from dpjax.ops import checks
 
 
 def check_starts(is_start: ArrayLike, shape: Sequence[int]) -> jax.Array:
-  """Checks that starts are 0 or 1, of the shape (B, T), and that rows begin with 1.
+  """[B, T], int32: starts as given; a `ValueError` unless they are 0 or 1 and rows begin with 1.
 
-  Under `jit` and other transformations, only the shape and the dtype are checked.
-
-  Returns:
-    [B, T], int32.
-
-  Raises:
-    ValueError: the starts are wrong.
+  If they are traced, only the shape and the dtype are checked.
   """
   batch, length = checks.shape(shape)
   try:
@@ -50,8 +41,7 @@ def document_places(is_start: ArrayLike) -> jax.Array:
 
     o_t = t - (place of the last start at or before t)
 
-  Raises:
-    ValueError: `is_start` is not [B, T] of 0 and 1.
+  Takes [B, T], 0 or 1.
   """
   is_start = checks.array("is_start", is_start, "B T", checks.STARTS)
   place_bt = jnp.arange(is_start.shape[1], dtype=jnp.int32)[None]

@@ -1,10 +1,7 @@
 """Boundaries at tokens after which a model's prediction is uncertain.
 
-Everywhere `is_start`, [B, T], is 1 at the first token of each document, else 0; None means that
-each row is one document.
-
-Functions raise a `ValueError` for arguments that are not as described; values are checked only
-outside of `jit`.
+`is_start`, [B, T], is 1 at the first token of each document, else 0; None means that each row is
+one document.
 
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
@@ -58,10 +55,7 @@ def entropy_spikes(
     left: the number of preceding tokens to compare with, at least 1.
     is_start: [B, T]; tokens of earlier documents are not compared.
 
-  Returns:
-    [B, T], int32, with no gradient.
-
-  Source: the pooling paper, Eq. 6.
+  Returns [B, T], int32, with no gradient. Source: the pooling paper, Eq. 6.
   """
   checks.integer("left", left)
   entropies, is_start = _check(entropies, is_start)
@@ -69,10 +63,13 @@ def entropy_spikes(
   place_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if is_start is not None:
     place_bt = document_places(is_start)
-  before_bt = jnp.full_like(h_bt, -jnp.inf)
-  for lag in range(1, min(left + 1, h_bt.shape[1])):
+
+  def join(lag, before_bt):
     past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
-    before_bt = jnp.maximum(before_bt, past_bt)
+    return jnp.maximum(before_bt, past_bt)
+
+  lags = 1, min(left + 1, h_bt.shape[1])
+  before_bt = lax.fori_loop(*lags, join, jnp.full_like(h_bt, -jnp.inf))
   return (h_bt > before_bt).astype(jnp.int32)
 
 
@@ -91,21 +88,18 @@ def entropy_threshold(
     "monotonic":  b_t = 1 where H_t - H_{t-1} > theta
     "combined":   b_t = 1 where H_t > theta and H_t - H_{t-1} > theta_add and b_{t-1} = 0
 
-  with H_{-1} = -inf and b_{-1} = 0, so that the first difference is infinite.
-  With theta 1, [[2, 3, 0, 2]] -> global [[1, 1, 0, 1]], monotonic [[1, 0, 0, 1]]; with
-  theta_add 0, too, combined [[1, 0, 0, 1]].
+  with H_{-1} = -inf and b_{-1} = 0. With theta 1, [[2, 3, 0, 2]] -> global [[1, 1, 0, 1]],
+  monotonic [[1, 0, 0, 1]]; with theta_add 0, combined [[1, 0, 0, 1]].
 
   Args:
-    entropies: H, [B, T], floats, nats: the entropy of a model's prediction of token t + 1
-      from tokens 0 .. t.
+    entropies: H, [B, T], floats, nats: of a model's prediction of token t + 1.
     rule: a name in `RULES`.
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
     is_start: [B, T]; t counts from the first token of each document.
 
-  Returns:
-    [B, T], int32, with no gradient.
+  Returns [B, T], int32, with no gradient.
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
   bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
@@ -126,8 +120,7 @@ def entropy_threshold(
   )
   before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
   if is_start is not None:
-    is_start = is_start.astype(bool)
-    before_bt = jnp.where(is_start, -jnp.inf, before_bt)
+    before_bt = jnp.where(is_start != 0, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)
   if rule == "monotonic":
@@ -138,7 +131,7 @@ def entropy_threshold(
   taken_b1 = boundary[:, None].astype(jnp.int32)
   refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
   if is_start is not None:
-    refused_bt = jnp.where(is_start, jnp.maximum(refused_bt, place_t - 1), refused_bt)
+    refused_bt = jnp.where(is_start != 0, jnp.maximum(refused_bt, place_t - 1), refused_bt)
   last_bt = lax.cummax(refused_bt, axis=1)
   return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
 
@@ -150,18 +143,15 @@ def entropy_theta(
 
     share of boundaries = 1 / factor, as nearly as ties allow
 
-  Bisection finds it, as the number of boundaries never grows with theta: the quantile
-  1 - 1 / factor of H ("global") or of H_t - H_{t-1} ("monotonic"). It lies between two entropies,
-  so that rounding changes nothing. With [[1, 2, 3, 4]] and factor 2, it is 2.5.
+  Found by bisection: the quantile 1 - 1 / factor of H ("global") or of H_t - H_{t-1}
+  ("monotonic"), between two entropies, so that rounding changes nothing. With [[1, 2, 3, 4]] and
+  factor 2, it is 2.5. A factor below what the rule can reach raises a `ValueError`.
 
   Args:
     entropies: [B, T], floats, nats, of a text in B windows.
     factor: the target number of tokens per segment, at least 1.
     rule: see `entropy_threshold`.
     theta_add: see `entropy_threshold`.
-
-  Returns:
-    theta, float32. A `ValueError` says if the factor is below what the rule can reach.
   """
   check_rule(rule, theta_add)
   h_bt, _ = _check(entropies, None)

@@ -9,9 +9,6 @@ The first token of a row is always a boundary, so that no token reads the null g
 
 B batch, T position (token), S segment, D feature, E feature of the projections.
 
-Functions raise a `ValueError` for arguments that are not as described; values are checked only
-outside of `jit`.
-
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1:hnet/modules/dc.py and
 hnet/utils/train.py. The numbers are the same; an associative scan replaces their kernel.
 """
@@ -50,8 +47,7 @@ def route(
     num_before: [B], integers, the number of earlier tokens in each row; None means 0.
     is_start: [B, T], 1 at the first token of each document, where p is 1, too, else 0.
 
-  Returns:
-    p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
+  Returns p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
   """
   hidden, query_kernel, key_kernel, previous, num_before, is_start = checks.arrays(
     hidden=(hidden, "B T>=1 D"),
@@ -93,8 +89,7 @@ def smooth_segments(
     previous: e_{-1}, [B, D], to continue rows; None for zeros.
     is_start: [B, S], 1 at the first segment of each document, where e_{m-1} is 0, else 0.
 
-  Returns:
-    e, [B, S, D], in the dtype of `segments`, computed in at least float32.
+  Returns e, [B, S, D], in the dtype of `segments`, computed in at least float32.
   """
   segments, probabilities, previous, is_start = checks.arrays(
     segments=(segments, "B S>=1 D"),
@@ -143,17 +138,15 @@ def ratio_loss(
 
     L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
 
-  Given F, L times the number of tokens adds up over parts of a batch.
-
   Args:
     boundaries: [B, T], 0 or 1.
     probabilities: [B, T], floats.
     factor: N, the target number of tokens per segment, above 1.
     weights: [B, T], 1 where a token counts, else 0; None means that all count.
-    share: F of the whole batch, for a part of one; None means that of these tokens.
+    share: F of the whole batch, for a part of one; None means that of these tokens. Given F,
+      L times the number of tokens adds up over parts.
 
-  Returns:
-    A scalar, at least float32.
+  Returns a scalar, at least float32.
   """
   boundaries, probabilities, weights = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),

@@ -1,19 +1,16 @@
 """Pooling of tokens into segments of any length, and upsampling back.
 
-A boundary of 1 means that a segment ends with that token. Shapes are static: `pool_segments` has
-a fixed number of places, and results depend neither on it nor on the other rows of the batch.
+A boundary of 1 means that a segment ends with that token. Shapes are static; results depend
+neither on the number of places nor on the other rows.
 
     h                  [B, T, D]   a vector for each token
     s = pool_segments  [B, S-1, D] a vector for each segment
     null, s            [B, S, D]   with a learned vector, the null group, in front
     upsample_segments  [B, T, D]   the vector of the last closed segment
 
-No future leaks: a token that closes a segment sees it, and tokens of an open segment see the
-segment before it, or the null group in a row's first segment. An open segment at the end of a
-row is never used.
-
-If a row has several documents (`is_start`), each has a null group before its segments, and a
-segment ends with its document:
+No future leaks: a token that closes a segment sees it; other tokens see the segment before, or
+the null group. An open segment at the end of a row is never used. Documents (`is_start`, 1 at the
+first token of each) have null groups of their own, and their last segments end with them:
 
     h           a  b  c  d  e  f
     is_start      1  0  0  1  0  0
@@ -23,12 +20,9 @@ segment ends with its document:
 
 B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
 
-Functions raise a `ValueError` for arguments that are not as described; values are checked only
-outside of `jit`.
-
-Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3; the authors'
-code is PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. They build a matrix [B, T, S] of
-weights; here every token is added to its segment, with the same values and gradients.
+Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3;
+PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. A matrix [B, T, S] of weights there; here every
+token is added to its segment, with the same values and gradients.
 """
 
 import functools
@@ -51,7 +45,7 @@ METHODS = ("mean", "last")
 
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
-  """Checks that boundaries are zeros and ones, of any dtype and the shape (B, T)."""
+  """Checks that boundaries are zeros and ones, of any real dtype, of the shape (B, T)."""
   batch, length = checks.shape(shape)
   checks.array("boundaries", boundaries, "B T", checks.ONES, B=batch, T=length)
 
@@ -60,10 +54,7 @@ def segment_ids(boundaries: ArrayLike) -> jax.Array:
   """The segment that every token belongs to, counted from 0 in every row.
 
     id_t = sum over i < t of b_i = cumsum(b)_t - b_t
-
-  The boundary itself belongs to the segment that it ends:
-
-    [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]].
+    [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]]
 
   Takes [B, T], zeros and ones of any dtype. Returns [B, T], int32, without a gradient.
   """
@@ -84,8 +75,7 @@ def pool_segments(
     mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
     last: s_m = h_l of the l with id_l = m and b_l = 1
 
-  where id = `segment_ids(boundaries)`. For one feature and the boundaries
-  [0, 1, 0, 0, 1, 0], with `capacity` 4:
+  with id of `segment_ids`. For one feature and the boundaries [0, 1, 0, 0, 1, 0], `capacity` 4:
 
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
@@ -93,25 +83,20 @@ def pool_segments(
   Places without a segment are zero. An open segment at the end has its mean if there is room, and
   no last token. Segments from `capacity` on are dropped. Sums are in float32.
 
-  Gradients: "mean" gives float boundaries a gradient, as the authors' code does:
-  token l has the weight w_l = 1 + (id_l - stop_gradient(id_l)) in its segment, which is 1,
-  and s_m = sum w h / sum w, so that
+  With "mean", float boundaries get a (reverse-mode) gradient, as in the authors' code: token l has
+  the weight w_l = 1 + (id_l - stop_gradient(id_l)), and s_m = sum w h / sum w, so that
 
     ds_m / dw_l = (h_l - s_m) / n_m,   dw_l / db_i = 1 for i < l, else 0.
-
-  It has only reverse-mode derivatives. Other boundaries get none, and with "last" zero.
 
   Args:
     inputs: [B, T, D], floats.
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
     capacity: the number of places for segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
-    is_start: [B, T], 1 at the first token of each document, else 0. Each document but the first
-      then has a place before its segments, for the caller's null group (`segment_starts`, one
-      place further). None means that each row is one document.
+    is_start: [B, T]; each document but the first then has a place before its segments, for the
+      caller's null group (`segment_starts`, one place further). None: a row is one document.
 
-  Returns:
-    [B, capacity, D], in the dtype of `inputs`.
+  Returns [B, capacity, D], in the dtype of `inputs`.
 
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
@@ -130,8 +115,7 @@ def pool_segments(
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
   # All terms but one are zero, so the sum is exact in any dtype.
-  is_last_bt = boundaries != 0
-  last_btd = jnp.where(is_last_bt[..., None], inputs, jnp.zeros_like(inputs))
+  last_btd = jnp.where(boundaries[..., None] != 0, inputs, jnp.zeros_like(inputs))
   return sum_of_segments(last_btd, ids_bt, capacity)
 
 
@@ -143,24 +127,20 @@ def upsample_segments(
 
     u_t = segments[sum over i <= t of b_i]
 
-  Index 0 is the null group, for tokens before the first boundary; a token that closes a
-  segment gets that segment. For one feature, null group 9, and the boundaries
-  [0, 1, 0, 0, 1, 0]:
+  Index 0 is the null group, for tokens before the first boundary. For one feature, null group 9,
+  and the boundaries [0, 1, 0, 0, 1, 0]:
 
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
-  If S is too small for a token's segment, this is an error, and under `jit`, where the
-  boundaries are unknown, the token gets nan. The gradient of a segment is the sum over its
-  readers, in float32. Boundaries get zero.
+  If S is too small for a token's segment, this is an error; under `jit`, the token gets nan. The
+  gradient of a segment is the sum over its readers, in float32; that of boundaries is zero.
 
   Args:
-    segments: [B, S, D], floats: the null group, then the segments in order; with `is_start`
-      those of each document.
-    boundaries: [B, T], zeros and ones: 1 where a segment ends.
+    segments: [B, S, D], floats: null group and segments in order, of each document in turn.
+    boundaries: see `pool_segments`.
     is_start: see `pool_segments`.
 
-  Returns:
-    [B, T, D], in the dtype of `segments`.
+  Returns [B, T, D], in the dtype of `segments`.
   """
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
@@ -188,14 +168,11 @@ def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
 def segment_starts(
   boundaries: ArrayLike, is_start: ArrayLike, capacity: int, *, has_null_group: bool = True
 ) -> jax.Array:
-  """The starts of documents among the places of segments.
+  """The starts of documents among the places of segments, [B, capacity], int32, 0 or 1.
 
   A document begins with its null group, or without one with its first segment, which its first
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
-
-  Takes boundaries and starts, [B, T]; `capacity` includes the first null group, if documents
-  have null groups. Returns [B, capacity], int32, 0 or 1.
   """
   boundaries, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)
@@ -305,26 +282,22 @@ def pool_segments_cached(
   method: str = "mean",
   lengths: ArrayLike | None = None,
 ) -> tuple[jax.Array, SegmentCache]:
-  """Pools the segments that end within a chunk; the first may have begun before it.
+  """`pool_segments` of the segments that end within a chunk; the first may have begun before it.
 
-  Equals `pool_segments` of whole rows. For one feature and an open segment of the tokens 4 and 6:
+  For one feature and an open segment of the tokens 4 and 6:
 
     chunk  [2, 30, 50, 8], boundaries [1, 0, 1, 0]
     mean:  [4, 40, 0, 0],  cache total 8, count 1
     last:  [2, 50, 0, 0]
-
-  Each boundary in the chunk fills a place; the others are zero.
 
   Args:
     inputs: [B, C, D], floats, C >= 1.
     boundaries: [B, C], zeros and ones: 1 where a segment ends.
     cache: from `init_segment_cache` or the previous call.
     method: "mean" or "last".
-    lengths: [B], int32, in 0 .. C: the number of real tokens in each row. The rest, with any
-      inputs and boundaries, has no effect. None means all.
+    lengths: [B], int32, in 0 .. C: the number of real tokens in each row; None means all.
 
-  Returns:
-    [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
+  Returns [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
   """
   sizes: dict[str, int] = {}
   inputs, boundaries = checks.arrays(
