@@ -82,16 +82,6 @@ def test_the_rate_and_the_tokens_seen_are_reported(plain):
   np.testing.assert_allclose([x["learning_rate"] for x in lines], expected, rtol=1e-6)
 
 
-def test_a_stopped_run_ends_with_the_same_average(averaged, tmp_path):
-  config, run = averaged
-  asked = iter(range(99))
-  with pytest.raises(Interrupted):
-    train(config, tmp_path / "run", should_stop=lambda: next(asked) == 4)
-  parts = train(config, tmp_path / "run")
-  chex.assert_trees_all_equal(parts.params, run.params)
-  chex.assert_trees_all_equal(*(states(x.workdir, 12) for x in (parts, run)))
-
-
 @pytest.mark.parametrize("decay", [0.999, 0.999999, 1 - 1e-9])
 def test_a_slow_average_keeps_its_weight(decay):
   ones, zeros = {"a": np.ones(3, np.float32)}, {"a": np.zeros(3, np.float32)}

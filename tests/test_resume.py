@@ -146,19 +146,6 @@ def endless(text):
   return helpers.small_config(text, **dict.fromkeys(steps, 100_000))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_exits_with_its_status(text, tmp_path, number, status):
-  config = endless(text)
-  process = start(config, tmp_path)
-  wait_until(lambda: last_step(tmp_path) >= 3, [process])
-  process.send_signal(number)
-  printed = finish(process)
-  assert process.returncode == status, printed
-  assert "which is saved. The same command goes on from there." in printed
-  assert dpjax.load(tmp_path).step >= 3
-
-
 def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))

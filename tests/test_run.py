@@ -198,24 +198,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
   assert dpjax.load(tmp_path, model=helpers.Bigrams(18)).step == 1
 
 
-@pytest.mark.slow
-def test_a_sharded_run_is_as_another(text, tmp_path):
-  config = helpers.small_config(text, num_steps=2)
-  config.model.update(width=24, feed_forward_width=40)
-  one, scores = dpjax.train(config, tmp_path / "replicated")
-  config.train.parameters = "sharded"
-  sharded, scores_of_sharded = dpjax.train(config, tmp_path / "sharded")
-  chex.assert_trees_all_close(one.params, sharded.params, atol=1e-5)
-  assert scores == pytest.approx(scores_of_sharded, rel=1e-5)
-  # Each of the 8 devices holds only its part of what can be cut.
-  for path, leaf in jax.tree.leaves_with_path(sharded.params):
-    is_cut = any(size % 8 == 0 for size in leaf.shape)
-    sizes = {shard.data.size for shard in leaf.addressable_shards}
-    assert sizes == {leaf.size // 8 if is_cut else leaf.size}, path
-  options = dict(length=25, temperature=0.0)
-  assert sharded.generate(["the ", "a"], **options) == one.generate(["the ", "a"], **options)
-
-
 # Kind of boundaries, a setting, its value, and what is said.
 REFUSED = [
   ("fixed", "train.batch_size", 12, r"expected a multiple of 8 \(8 devices x 1"),

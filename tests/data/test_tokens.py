@@ -232,17 +232,6 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
   assert 0.1 < tokens.segment("onetwothree").mean() < 1
 
 
-def test_boundaries_by_a_file(tmp_path, corpus):
-  file = tmp_path / "other.model"
-  file.write_bytes(train_unigram(["ot tw re " * 11], 9))
-  kind = Unigram(1, file=str(file), size=18)
-  assert (
-    tokenize(corpus, tmp_path / "tokens", "bytes", boundaries=kind).learned == file.read_bytes()
-  )
-  with pytest.raises(UserError, match="data: expected texts with boundaries of the text"):
-    tokenize(corpus, tmp_path / "tokens", "bytes").segment("one")
-
-
 @pytest.mark.parametrize(
   "kind, boundaries, message",
   [

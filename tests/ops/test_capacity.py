@@ -117,14 +117,6 @@ def test_a_batch_over_devices():
   assert helpers.collectives(compiled) == {"all-reduce"}
 
 
-@pytest.mark.parametrize(
-  "sizes", [(), (4, 8), (4, 4, LENGTH), (8, 4, LENGTH), (0, LENGTH), (4, LENGTH + 1)]
-)
-def test_refuses_wrong_sizes(sizes):
-  with pytest.raises(ValueError, match=r"sizes: expected rising .*11.*, got \("):
-    run_at_capacity(mix, sizes, jnp.int32(3), *draw()[:2])
-
-
 def test_capacities_rise_evenly_to_the_longest():
   assert capacities(9, 4) == (3, 5, 7, 9) and capacities(3, 5) == (1, 2, 3)
   for longest in (1, 2, 13, 2049):

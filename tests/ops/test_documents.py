@@ -115,20 +115,6 @@ def test_tiles_of_documents_that_do_not_meet_are_skipped(operator):
   assert np.isfinite(output[:, 32:]).all() and np.isnan(output[:, :32]).all()
 
 
-@pytest.mark.parametrize("method", ["mean", "last"])
-def test_pooling_shows_the_places_of_documents(method):
-  inputs = jnp.asarray([[1.0, 3, 5, 10, 20, 60]])[..., None]
-  boundaries, is_start = np.array([[0, 1, 0, 0, 0, 1]]), np.array([[1, 0, 0, 1, 0, 0]])
-  pooled = ops.pool_segments(inputs, boundaries, 3, method=method, is_start=is_start)
-  ab, end = {"mean": (2, 30), "last": (3, 60)}[method]
-  np.testing.assert_array_equal(pooled[0, [0, 2], 0], [ab, end])
-  is_null = ops.segment_starts(boundaries, is_start, 4)
-  np.testing.assert_array_equal(is_null, [[1, 0, 1, 0]])
-  segments = jnp.asarray([[-1.0, ab, -2, end]])[..., None]
-  read = ops.upsample_segments(segments, boundaries, is_start=is_start)
-  np.testing.assert_array_equal(read[0, :, 0], [-1, ab, ab, -2, -2, end])
-
-
 ENTROPIES = draw(BATCH, LENGTH)
 TOKENS = np.random.default_rng(1).integers(7, size=(BATCH, LENGTH))
 MATRIX = draw(FEATURES, 4)
