@@ -86,9 +86,10 @@ def test_imports_go_down(path):
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
     ("dpjax.analysis.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.analysis.significance", ("jax", "numpy", "scipy", "ml_collections")),
-    ("dpjax.probes", ("jax", "matplotlib", "ml_collections")),
-    ("dpjax.analysis.plots, dpjax.analysis.calibrate", ("jax", "matplotlib", "ml_collections")),
-    ("dpjax.analysis.segmentation", ("jax", "matplotlib", "ml_collections")),
+    (
+      "dpjax.probes, dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.segmentation",
+      ("jax", "matplotlib", "ml_collections"),
+    ),
     (
       "dpjax.run",
       ("tensorflow", "tensorflow_datasets", "torch", "chex", "sentencepiece", "tokenizers"),
