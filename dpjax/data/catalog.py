@@ -9,6 +9,7 @@ from dpjax.data.build_once import read_record
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
 from dpjax.data.download import File, Files
 from dpjax.data.sources import (
+  Source,
   cc100,
   childrens_books,
   lm1b,
@@ -20,19 +21,18 @@ from dpjax.data.sources import (
   wiki40b,
   wikitext,
 )
-from dpjax.data.sources.source import Source
 from dpjax.errors import UserError, unknown
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
-  **penn_treebank.SOURCES,
+  "penn_treebank": penn_treebank.SOURCE,
   **wikitext.SOURCES,
-  **lm1b.SOURCES,
-  **openwebtext.SOURCES,
-  **text8.SOURCES,
-  **wiki40b.SOURCES,
-  **cc100.SOURCES,
-  **childrens_books.SOURCES,
+  "lm1b": lm1b.SOURCE,
+  "openwebtext": openwebtext.SOURCE,
+  "text8": text8.SOURCE,
+  "wiki40b": wiki40b.SOURCE,
+  "cc100": cc100.SOURCE,
+  "childrens_books": childrens_books.SOURCE,
 }
 
 # The vocabularies of the papers: files by the names that their readers expect. Checksums:

@@ -18,8 +18,7 @@ from dpjax.commands import data as command
 from dpjax.data import catalog
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import text as text_lib
-from dpjax.data.sources import text8
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, text8
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean
