@@ -35,8 +35,7 @@ ENTRIES: dict[str, Source] = {
   "childrens_books": childrens_books.SOURCE,
 }
 
-# The vocabularies of the papers: files by the names that their readers expect. Checksums:
-# openai/tiktoken, tiktoken_ext/openai_public.py, for gpt2.
+# The papers' vocabularies; checksums of gpt2: tiktoken_ext/openai_public.py of openai/tiktoken.
 VOCABULARIES = {
   "bert_base_cased": (
     File("hf://google-bert/bert-base-cased/vocab.txt", name="bert_base_cased_vocab.txt"),
@@ -60,7 +59,7 @@ def register_corpus(name: str, source: Source) -> None:
   """Registers a corpus under a name for `data.name`.
 
   Raises:
-    UserError: the name is taken, or cannot be the name of a folder.
+    UserError: the name is taken, or no identifier.
   """
   if name in (PYTHON_MANUAL, *ENTRIES) or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
@@ -71,8 +70,7 @@ def find(name: str, language: str = "") -> Source:
   """The corpus of a registered name, or of tfds:NAME.
 
   Raises:
-    UserError: `data.name` is unknown, or `data.language` is missing or not a language of the
-      corpus.
+    UserError: `data.name` is unknown, or `data.language` is no language of the corpus.
   """
   if name == PYTHON_MANUAL:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
@@ -99,36 +97,32 @@ def open_named(
 ) -> Corpus:
   """Opens a named corpus with the splits that it has; writes its text first if necessary.
 
-  If the manual folder has a folder of that name (with languages, wiki40b/fi) with train.txt,
-  valid.txt and test.txt, plain or compressed, those are the splits. With `is_head`, the first
-  part is enough, if the corpus has one. For the rest, see `dpjax.data.text.load_corpus`.
-
-  Raises:
-    UserError: as for `load_corpus`.
+  train.txt, valid.txt and test.txt, plain or compressed, in a folder NAME or NAME/LANGUAGE of the
+  manual folder come first. With `is_head`, the first part is enough, if the corpus has one. For
+  the rest and errors, see `dpjax.data.text.load_corpus`.
   """
   entry = find(name, language)
   language = language if entry.languages else ""
   # The whole text begins alike.
   is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
   about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
-  folder = _text_folder(name, data_dir, language, is_head)
+  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
 
   def read() -> Iterator[tuple[str, str]]:
     print(f"preparing {folder.name} in {folder.parent}", flush=True)
     files = Files(data_dir, manual_dir)
-    settings: dict[str, Any] = {"language": language} if entry.languages else {}
-    settings |= {"is_head": is_head} if entry.head else {}
-    folder_by_hand = files.manual_dir / name / language
-    found = {split: reading.find_split(folder_by_hand, split) for split in SPLITS}
-    by_hand = {split: path for split, path in found.items() if path}
-    if not by_hand:
-      return entry.read(files, **settings)
-    if missing := [f"{split}.txt" for split in SPLITS if split not in by_hand]:
+    by_hand = files.manual_dir / name / language
+    found = {split: reading.find_split(by_hand, split) for split in SPLITS}
+    paths = {split: path for split, path in found.items() if path}
+    if not paths:
+      settings: dict[str, Any] = {"language": language} if entry.languages else {}
+      return entry.read(files, **settings, **({"is_head": is_head} if entry.head else {}))
+    if missing := [f"{split}.txt" for split in SPLITS if split not in paths]:
       raise UserError(
-        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder_by_hand} "
+        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {by_hand} "
         f"without {', '.join(missing)}"
       )
-    return reading.text_files(by_hand)
+    return reading.text_files(paths)
 
   splits, about["texts"] = build_texts(folder, about, read)
   return Corpus(_join(name, language), splits, about)
@@ -136,12 +130,8 @@ def open_named(
 
 def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
   """Whether the text of a corpus has been made."""
-  version = {"version": find(name, language).version}
-  return bool(read_record(_text_folder(name, data_dir, language, is_head), version))
-
-
-def _text_folder(name: str, data_dir: str | Path, language: str, is_head: bool) -> Path:
-  return Path(data_dir, "texts", _join(name, language, "head" * is_head))
+  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
+  return bool(read_record(folder, {"version": find(name, language).version}))
 
 
 def _join(name: str, *parts: str) -> str:
@@ -157,7 +147,6 @@ def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = ""
   if name not in VOCABULARIES:
     return name
   wanted, files = VOCABULARIES[name], Files(data_dir, manual_dir)
-  # Those of one vocabulary have to lie together.
+  # The files of one vocabulary have to lie together.
   by_hand = all((files.manual_dir / file.name).exists() for file in wanted)
-  first, *_ = [files.get(file, by_hand=by_hand) for file in wanted]
-  return str(first)
+  return str([files.get(file, by_hand=by_hand) for file in wanted][0])

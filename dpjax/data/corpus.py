@@ -5,8 +5,7 @@
   a JSON object on each line                                JsonLines
   a file for each document                                  FileDocuments
 
-The last three know where their documents begin. `JsonLines` and `FileDocuments` add a line
-end to documents without one.
+The last three know where their documents begin; the last two add missing line ends to them.
 """
 
 import abc
@@ -34,7 +33,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Text(Protocol):
-  """A text in parts; can be iterated again and again. Its size is in bytes, at least roughly."""
+  """A text in parts, for any number of iterations, and its size in bytes, at least roughly."""
 
   def __len__(self) -> int: ...
   def __iter__(self) -> Iterator[str]: ...
@@ -57,15 +56,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-  """A range of UTF-8 text, yielded in parts of type str.
+  """The UTF-8 text of the bytes `begin` .. `end` - 1 of `content`, named `source` in messages.
 
-  A part has up to 1 MiB and ends with a line, at a place that does not change the subwords of
-  the whole text (`dpjax.text.tokenizer.is_clean_cut`). Within longer lines it ends before a
-  space, and without spaces between any two characters. Joined, the parts are the exact text.
-  Iteration raises a `UserError` with the place of the first byte that is not UTF-8.
-
-  The range is `begin` .. `end` - 1 of `content`, bytes or a mapped file; `source` is its name in
-  messages.
+  A part has up to 1 MiB and ends with a line, where a cut does not change the subwords of the
+  whole text (`dpjax.text.tokenizer.is_clean_cut`); within longer lines before a space, and without
+  spaces between any two characters. Joined, the parts are the exact text. Iteration raises a
+  `UserError` with the place of the first byte that is not UTF-8.
   """
 
   content: bytes | mmap.mmap
@@ -118,7 +114,7 @@ class Documents(abc.ABC):
 
   @abc.abstractmethod
   def documents(self) -> Iterator[Iterable[str]]:
-    """Yields the documents, none of them empty, each in parts like those of `Chunks`.
+    """Yields the documents, none of them empty, in parts like those of `Chunks`.
 
     Raises:
       UserError: a document cannot be read.
@@ -134,14 +130,12 @@ class Documents(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Marked(Documents):
-  r"""Documents separated by marks in the text.
+  r"""Documents separated by marks, which stay: joined, the documents are the text.
 
     "one\n--\ntwo\n", begins "^--\n"  ->  "one\n--\n" and "two\n"
 
-  All characters stay, marks included: joined, the documents are the text.
-
-  A document begins at the beginning of the text and at the end of each match of the regular
-  expression `begins`, in which ^ is the beginning of a line.
+  A document begins with the text and after each match of the regular expression `begins`, in
+  which ^ is the beginning of a line.
   """
 
   text: Chunks
@@ -200,10 +194,7 @@ class JsonLines(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class FileDocuments(Documents):
-  """Documents that are files, plain or compressed, in the given order; each is read whole.
-
-  `size` is that of all files on disk, in bytes.
-  """
+  """Documents that are files, plain or compressed, in order; `size` is theirs on disk, in bytes."""
 
   paths: Sequence[Path]
   size: int
@@ -241,7 +232,7 @@ def open_text(path: Path) -> Chunks:
   """The text of a plain file, mapped.
 
   Raises:
-    UserError: it is empty, a folder, a device or a pipe.
+    UserError: it is empty or no regular file.
     OSError: it cannot be read.
   """
   size = path.stat().st_size
@@ -260,31 +251,24 @@ def build_texts(
 ) -> tuple[dict[str, Chunks], dict[str, Any]]:
   """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
 
-  Returns the texts of the splits, and their sizes and checksums.
-
-  Raises:
-    UserError: from `read`; or a split is empty, or there is no train split.
+  Returns the texts of the splits, and their sizes and checksums. Raises a `UserError` for an
+  empty split or no train split.
   """
 
   def build(partial: Path) -> dict[str, Any]:
     for path in partial.glob("*.txt"):  # of an interrupted call
       path.unlink()
     opened, sums, texts = {}, {}, {}
-    with contextlib.ExitStack() as stack:
-      bar = stack.enter_context(
-        tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
-      )
+    bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
+    with contextlib.ExitStack() as stack, bar:
       for split, piece in read():
         if split not in opened:
           opened[split] = stack.enter_context((partial / f"{split}.txt").open("wb"))
-          sums[split] = hashlib.sha256()
-          texts[split] = {"bytes": 0, "characters": 0}
-        content = piece.encode()
-        opened[split].write(content)
+          sums[split], texts[split] = hashlib.sha256(), {"bytes": 0, "characters": 0}
+        bar.update(opened[split].write(content := piece.encode()))
         sums[split].update(content)
         texts[split]["bytes"] += len(content)
         texts[split]["characters"] += len(piece)
-        bar.update(len(content))
       for file in opened.values():
         file.flush()
         os.fsync(file.fileno())
