@@ -4,17 +4,15 @@ Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", fl
 target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
 Padding holds `pad_id`, 0 by default; no score depends on it.
 
-Given the stream's boundaries, uint8 [N], 0 or 1, every batch also has "boundaries", int32
-[b, T], the boundary of the input token at each place, 0 in the padding:
+Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its input tokens,
+"boundaries", int32 [b, T], 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-Given the places where documents begin (`DocumentStarts`), every batch also has "is_start", int32
-[b, T], so that no document sees another. Where a document begins, `is_start` is 1 and the input
-is a start token, which predicts the first token as if the document stood alone; its last token
-is no input. The targets are the same as without documents. `is_start` is also 1 at the first
-place of every row. With start token 9:
+Given the documents (`DocumentStarts`), a batch also has "is_start", int32 [b, T]. It is 1 at the
+first place of a row and where a document begins: there the input is a start token instead of the
+last document's last token, so that no document sees another. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
@@ -33,9 +31,9 @@ class DocumentStarts:
   """Where the documents of a stream begin, and the token that predicts each first token.
 
   Attributes:
-    begins: the places of their first tokens, int64 [number of documents], increasing from 0.
+    begins: their first tokens, int64 [number of documents], increasing from 0.
     start_id: the token before each document.
-    start_boundary: the boundary of that token, if the stream has boundaries.
+    start_boundary: the boundary of that token.
   """
 
   begins: np.ndarray
@@ -115,8 +113,6 @@ class _Windows(abc.ABC):
 
 
 class _Rows(_Windows):
-  """Windows of the stream cut into B contiguous rows of n = N // B tokens."""
-
   def _count_steps(self) -> int:
     self._length = len(self._tokens) // self.batch_size
     if self._length < self.window + 1:
@@ -138,18 +134,17 @@ class _Rows(_Windows):
 
 
 class ContiguousRows(_Rows):
-  """Training batches in order, never shuffled, as in the Dispatcher authors' code.
+  """Training batches in order, as in the Dispatcher authors' code.
 
-  The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
-  has tokens i*T .. i*T + T - 1 of every row, and the next token of each as its target:
+  The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch has tokens
+  i*T .. i*T + T - 1 of every row, and the next token of each as its target:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 3
     step 0: tokens [[0 1 2] [5 6 7]]  targets [[1 2 3] [6 7 8]]  weights all 1
     step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
 
-  The epoch's last window is shorter and padded with weight 0. Step s belongs to epoch
-  s // steps_per_epoch, steps_per_epoch = ceil((n - 1) / T), and every epoch is the same; the seed
-  has no effect.
+  The epoch's last window is padded with weight 0. Every epoch, of ceil((n - 1) / T) steps, is the
+  same; the seed has no effect.
   """
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -161,21 +156,18 @@ class ShuffledWindows(_Rows):
   """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
   The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift,
-  drawn from 0 .. n - 1, and cut into windows of T
-  tokens; the windows come in a random order, the same for all rows. Each target is the next
-  token in the rolled row:
+  drawn from 0 .. n - 1, and cut into windows of T tokens, which come in a random order, the same
+  for all rows. Each target is the next token in the rolled row:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 2; an epoch with the shifts 2 and 0:
       rolled rows 3 4 0 1 2 and 5 6 7 8 9; its windows in the order 1 0:
     step 0: tokens [[0 1] [7 8]]  targets [[1 2] [8 9]]  weights all 1
     step 1: tokens [[3 4] [5 6]]  targets [[4 0] [6 7]]  weights all 1
 
-  A window continues over the seam where a row's end meets its beginning (4 and 0 above), and
-  the target beyond the seam counts like any other; with documents, one begins there. The last
-  token of a rolled row is only a target and the first is never one; both vary with the shift.
-  If T does not divide n - 1, the window at the rolled row's end is shorter and padded with
-  weight 0. Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for
-  step s, steps_per_epoch = ceil((n - 1) / T).
+  A window continues over the seam where a row's end meets its beginning (4 and 0 above); with
+  documents, one begins there. The window at the rolled row's end is padded with weight 0. Shifts
+  and order depend only on the seed and the epoch, s // steps_per_epoch for step s,
+  steps_per_epoch = ceil((n - 1) / T).
 
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
@@ -195,19 +187,19 @@ class ShuffledWindows(_Rows):
 class RandomWindows(_Windows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
-  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. They are drawn
-  without replacement: an epoch has every window once, in an order that depends only on the
-  seed and the epoch. Batch s takes draws s*B .. s*B + B - 1.
+  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. An epoch has every
+  window once, in an order that depends only on the seed and the epoch. Batch s takes draws
+  s*B .. s*B + B - 1.
 
     tokens 0 1 2 3 4 5 6, T = 3, B = 2; the epoch's offsets in the order 2 0 3 1
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  If an epoch's windows do not fill its last batch, the next epoch begins within that batch;
-  steps_per_epoch = ceil((N - T) / B).
+  The next epoch begins within a batch that an epoch does not fill; steps_per_epoch =
+  ceil((N - T) / B).
 
-  Source: Chen 2023, arXiv:2308.07661, Sec. 6; every offset is a window because 60,000 batches
-  of 64 windows are 0.457 epochs of 8.4M tokens there.
+  Source: Chen 2023, arXiv:2308.07661, Sec. 6: 60,000 batches of 64 windows are 0.457 epochs of
+  8.4M tokens there, so every offset is a window.
   """
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:

@@ -9,19 +9,16 @@ from dpjax.errors import UserError
 class EvaluationWindows:
   """Evaluation batches that score every token of a stream once, the first included.
 
-  Target p is token p, and its input is token p - 1, or `start_id` for p = 0. Window i
-  scores targets i*S .. i*S + S - 1 (S is the stride). The targets before them, as many as
-  fit in T, are context:
+  Target p is token p, and its input token p - 1, or `start_id` (with `start_boundary`) for p = 0.
+  Window i scores the S targets i*S .. i*S + S - 1, S the stride, after as many as fit in T:
 
     targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
 
-  S = T evaluates without context, as the Dispatcher's authors do; S < T with context, as
-  the authors of dynamic pooling do. Windows are padded at the end, and the last batch with
-  empty rows, both with weight 0. The boundary of input p, if any, is that of token p - 1, or
-  `start_boundary` for p = 0.
+  S = T evaluates without context, as the Dispatcher's authors do; S < T with context, as the
+  authors of dynamic pooling do. Padding and the empty rows of the last batch have weight 0.
 
-  With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the
-  same ones for all streams of one length; `share` is the share of the N tokens that is scored.
+  With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the same
+  ones for all streams of one length; `share` is the share of the N tokens that is scored.
   """
 
   def __init__(
@@ -69,30 +66,26 @@ class EvaluationWindows:
     real_bt = place_bt < np.minimum(end_b1, len(self._tokens))
     counted_bt = real_bt & (place_bt >= end_b1 - self._stride)
     place_bt = np.where(real_bt, place_bt, 0)
+
+    def inputs(stream: np.ndarray, first: int, padding: int) -> np.ndarray:
+      before_bt = np.where(place_bt == 0, first, stream[np.maximum(0, place_bt - 1)])
+      return np.where(real_bt, before_bt, padding).astype(np.int32)
+
     batch = {
-      "tokens": np.where(
-        real_bt, self._inputs(self._tokens, place_bt, self._start_id), self._pad_id
-      ),
-      "targets": np.where(real_bt, self._tokens[place_bt], 0),
-      "weights": counted_bt,
+      "tokens": inputs(self._tokens, self._start_id, self._pad_id),
+      "targets": np.where(real_bt, self._tokens[place_bt], 0).astype(np.int32),
+      "weights": counted_bt.astype(np.float32),
     }
     if self._boundaries is not None:
-      inputs_bt = self._inputs(self._boundaries, place_bt, self._start_boundary)
-      batch["boundaries"] = np.where(real_bt, inputs_bt, 0)
-    dtypes = {"weights": np.float32}
-    return {name: array.astype(dtypes.get(name, np.int32)) for name, array in batch.items()}
-
-  def _inputs(self, stream: np.ndarray, place_bt: np.ndarray, first: int) -> np.ndarray:
-    """What stands before each place."""
-    return np.where(place_bt == 0, first, stream[np.maximum(0, place_bt - 1)])
+      batch["boundaries"] = inputs(self._boundaries, self._start_boundary, 0)
+    return batch
 
 
 class EvaluationDocuments:
   """Evaluation batches that score each document as if it stood alone, every token once.
 
-  The windows of a document are those of `EvaluationWindows` for that document alone. They are
-  packed: several windows may share a row of T places, and to the model each window is a
-  document. With start token 9, T = S = 4:
+  The windows of a document are those of `EvaluationWindows` for that document alone. Several may
+  share a row, and to the model each is a document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
     row 0: tokens [9 3 1 4]  targets [3 1 4 1]  is_start [1 0 0 0]
@@ -110,11 +103,7 @@ class EvaluationDocuments:
     boundaries: np.ndarray | None = None,
     pad_id: int = 0,
   ):
-    """Takes the stream, ids [N] of any integer type, N >= 1.
-
-    Raises:
-      UserError: as for `EvaluationWindows`.
-    """
+    """Takes a stream as `EvaluationWindows` does, with the same errors."""
     _check(tokens, boundaries, window, stride)
     self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
     self._tokens, self._boundaries, self._documents = tokens, boundaries, documents
