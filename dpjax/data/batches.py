@@ -80,15 +80,16 @@ class _Windows(abc.ABC):
     self.steps_per_epoch = self._count_steps()
 
   @abc.abstractmethod
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
-
-  @abc.abstractmethod
   def _count_steps(self) -> int:
     """The steps per epoch; raises a `UserError` for a stream that is too short."""
 
-  def _take(self, place_bt: np.ndarray, is_start_bt: np.ndarray | bool = False) -> dict:
-    """A batch of the tokens at places [b, t + 1]; the last column is only a target."""
+  @abc.abstractmethod
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray | bool]:
+    """The places [b, t + 1] of inputs and of a last target, and where else documents begin."""
+
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step >= 0."""
+    place_bt, is_start_bt = self._places(step, rows)
     real = place_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
     found = self._tokens[place_bt].astype(np.int32)
@@ -123,14 +124,11 @@ class _Rows(_Windows):
       )
     return -(-(self._length - 1) // self.window)
 
-  def _columns(self, index: int) -> np.ndarray:
-    """The places [t + 1] of the tokens and the last target of a window of every row."""
+  def _cut(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Where rows begin in the stream, [b, 1], and the places of a window in each, [t + 1]."""
     begin = index * self.window
-    return begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
-
-  def _begins(self, rows: slice) -> np.ndarray:
-    """Where rows begin in the stream, [b, 1]."""
-    return np.arange(self.batch_size)[rows, None] * self._length
+    column_t = begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
+    return np.arange(self.batch_size)[rows, None] * self._length, column_t
 
 
 class ContiguousRows(_Rows):
@@ -147,9 +145,9 @@ class ContiguousRows(_Rows):
   same; the seed has no effect.
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
-    return self._take(self._begins(rows) + self._columns(step % self.steps_per_epoch))
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+    begin_b1, column_t = self._cut(step % self.steps_per_epoch, rows)
+    return begin_b1 + column_t, False
 
 
 class ShuffledWindows(_Rows):
@@ -172,16 +170,15 @@ class ShuffledWindows(_Rows):
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
     epoch, draw = divmod(step, self.steps_per_epoch)
     # NumPy ignores zeros at the end of a seed.
     order = permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
     states = np.random.SeedSequence((self._seed, epoch, 2))
     shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(self._length)
-    column_bt = self._columns(int(order[0])) - shifts[rows, None].astype(np.int64)
-    column_bt %= self._length
-    return self._take(self._begins(rows) + column_bt, column_bt == 0)
+    begin_b1, column_t = self._cut(int(order[0]), rows)
+    column_bt = (column_t - shifts[rows, None].astype(np.int64)) % self._length
+    return begin_b1 + column_bt, column_bt == 0
 
 
 class RandomWindows(_Windows):
@@ -202,15 +199,14 @@ class RandomWindows(_Windows):
   8.4M tokens there, so every offset is a window.
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     draws = step * self.batch_size + np.arange(self.batch_size)[rows]
     epochs, places = np.divmod(draws, self._num_windows)
     offsets = np.empty_like(places)
     for epoch in np.unique(epochs):
       is_here = epochs == epoch
       offsets[is_here] = permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
-    return self._take(offsets[:, None] + np.arange(self.window + 1))
+    return offsets[:, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
     self._num_windows = len(self._tokens) - self.window
