@@ -12,6 +12,7 @@ import abc
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -109,7 +110,7 @@ class Chunks:
     return space if space > 0 else character_begin(self.content, end)
 
 
-class Documents(abc.ABC):
+class Documents(Text, abc.ABC):
   """A `Text` that knows its documents."""
 
   @abc.abstractmethod
@@ -119,9 +120,6 @@ class Documents(abc.ABC):
     Raises:
       UserError: a document cannot be read.
     """
-
-  @abc.abstractmethod
-  def __len__(self) -> int: ...
 
   def __iter__(self) -> Iterator[str]:
     for document in self.documents():
@@ -149,13 +147,10 @@ class Marked(Documents):
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`."""
-    begin, end = self.text.begin, self.text.end
-    for match in self.marks():
-      if match.end() > begin:
-        yield dataclasses.replace(self.text, begin=begin, end=match.end())
-        begin = match.end()
-    if end > begin:
-      yield dataclasses.replace(self.text, begin=begin)
+    ends = (match.end() for match in self.marks())
+    for begin, end in itertools.pairwise(itertools.chain([self.text.begin], ends, [self.text.end])):
+      if begin < end:
+        yield dataclasses.replace(self.text, begin=begin, end=end)
 
   def marks(self) -> Iterator[re.Match]:
     """The matches of `begins`."""
@@ -194,13 +189,12 @@ class JsonLines(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class FileDocuments(Documents):
-  """Documents that are files, plain or compressed, in order; `size` is theirs on disk, in bytes."""
+  """Documents that are files, plain or compressed, in order."""
 
   paths: Sequence[Path]
-  size: int
 
   def __len__(self) -> int:
-    return self.size
+    return sum(path.stat().st_size for path in self.paths)
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`; drops byte-order marks."""

@@ -178,7 +178,7 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
       files = _text_files(file)
       if not files:
         raise UserError(f"data.path: expected .txt files, each a document, got none in {file}")
-      splits[split] = FileDocuments(files, sum(x.stat().st_size for x in files))
+      splits[split] = FileDocuments(files)
       about["files"].append(_digest([*map(_identity, files)]))
   return Corpus(path.name, splits, about)
 
@@ -201,13 +201,12 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
     raise UserError(
       f"data.path: expected files for three splits, each a document, got {len(files)} in {source}"
     )
-  sizes = [file.stat().st_size for file in files]
-  ends = list(itertools.accumulate(sizes))
+  ends = [*itertools.accumulate(file.stat().st_size for file in files)]
   first, second = (bisect.bisect(ends, ends[-1] * x) for x in (fractions[0], 1 - fractions[2]))
   first = min(max(1, first), len(files) - 2)
   second = min(max(first + 1, second), len(files) - 1)
-  stretches = (slice(first), slice(first, second), slice(second, None))
-  return {x: FileDocuments(files[y], sum(sizes[y])) for x, y in zip(SPLITS, stretches, strict=True)}
+  parts = files[:first], files[first:second], files[second:]
+  return {split: FileDocuments(part) for split, part in zip(SPLITS, parts, strict=True)}
 
 
 def _open_file(path: Path, field: str, texts: Path) -> Chunks | JsonLines:

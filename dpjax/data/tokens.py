@@ -111,10 +111,9 @@ class Tokens:
     for split in splits or self.splits:
       for arrays in filter(None, (self.splits, self.boundaries, self.documents)):
         arrays[split]  # noqa: B018  (raises what is wrong with the file)
-      for name in (f"{split}.bin", f"{split}.boundaries.bin", f"{split}.documents.bin"):
-        expected = self.checksums.get(name)
+      for name in (x for x in self.checksums if x.startswith(f"{split}.")):
         path = self.folder / name
-        if expected is not None and files.checksum(path) != expected:
+        if files.checksum(path) != self.checksums[name]:
           raise UserError(
             f"{path}: expected the tokens as they were made, got a file that was changed; put a "
             f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
