@@ -56,29 +56,21 @@ VOCABULARIES = {
 
 
 def register_corpus(name: str, source: Source) -> None:
-  """Registers a corpus under a name for `data.name`.
-
-  Raises:
-    UserError: the name is taken, or no identifier.
-  """
+  """Registers a corpus for `data.name`; a `UserError` if the name is taken or no identifier."""
   if name in (PYTHON_MANUAL, *ENTRIES) or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
   ENTRIES[name] = source
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name, or of tfds:NAME.
-
-  Raises:
-    UserError: `data.name` is unknown, or `data.language` is no language of the corpus.
-  """
+  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
   if name == PYTHON_MANUAL:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name.startswith(tfds.PREFIX):
     return tfds.source(name)
   if name not in ENTRIES:
-    names = [PYTHON_MANUAL, *ENTRIES]
-    raise unknown("data.name", (*names, "tfds:NAME of TensorFlow Datasets (or a data.path)"), name)
+    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
@@ -139,11 +131,7 @@ def _join(name: str, *parts: str) -> str:
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:
-  """The path of a vocabulary: a downloaded one of `VOCABULARIES`, or `name` as a path.
-
-  Raises:
-    UserError: the download failed.
-  """
+  """The path of a vocabulary: a downloaded one of `VOCABULARIES`, or `name` as a path."""
   if name not in VOCABULARIES:
     return name
   wanted, files = VOCABULARIES[name], Files(data_dir, manual_dir)

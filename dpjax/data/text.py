@@ -141,7 +141,7 @@ def _open_path(path: Path, fractions: Sequence[float], field: str, texts: Path) 
     if path.is_dir():
       return _open_folder(path, fractions, field, texts)
     text = _open_file(path, field, texts)
-    name = Path(path.stem).stem if path.suffix and path.suffix in reading.OPENERS else path.stem
+    name = Path(path.stem).stem if path.suffix in reading.OPENERS else path.stem
     about: dict[str, Any] = {"files": [_identity(path)], "split_fractions": list(fractions)}
     if isinstance(text, Chunks):
       return Corpus(name, cut_splits(text.content, fractions, str(path)), about)
@@ -184,7 +184,7 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
 
 
 def _find_split(folder: Path, split: str) -> Path | None:
-  """The file of a split, or the folder of its documents; None without either."""
+  """The file of a split, or the folder of its documents."""
   stems = (split, "validation") if split == "valid" else (split,)
   folders = (folder / stem for stem in stems if (folder / stem).is_dir())
   return reading.find_split(folder, split, (".txt", ".jsonl")) or next(folders, None)
@@ -276,12 +276,8 @@ def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
 
 def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], texts: Path) -> Corpus:
   """A corpus cleaned, cut short or both."""
-  about = {
-    **corpus.about,
-    "clean": language,
-    "max_characters": list(max_characters),
-    "cleaning": CLEANING if language else 0,
-  }
+  about = {**corpus.about, "clean": language, "max_characters": list(max_characters)}
+  about["cleaning"] = CLEANING if language else 0
   folder = texts / f"{corpus.name}_{_digest(about)[:8]}"
   read = functools.partial(_clean_and_cut, corpus, language, max_characters)
   splits, sizes = build_texts(folder, {"made_of": about}, read)
@@ -309,14 +305,12 @@ def _clean_and_cut(
         break
     if not size:
       raise UserError(
-        f"data.max_characters: expected a text long enough for every split, got none left "
-        f"for the {split} split of {corpus.name}"
+        "data.max_characters: expected a text long enough for every split, got none left for the "
+        f"{split} split of {corpus.name}"
       )
     if size < most:
-      print(
-        f"{corpus.name}: the {split} split has {size:,} characters, fewer than the "
-        f"{most:,} of data.max_characters"
-      )
+      has = f"{corpus.name}: the {split} split has {size:,} characters"
+      print(f"{has}, fewer than the {most:,} of data.max_characters")
 
 
 def _python_manual() -> bytes:
@@ -324,8 +318,7 @@ def _python_manual() -> bytes:
     from pydoc_data.topics import topics
   except ImportError as error:
     raise UserError(
-      "data.name: expected a Python with its manual (pydoc_data.topics), got one "
-      "without; install it (Debian, Ubuntu: apt install libpython3-stdlib) or give a "
-      "text of your own with data.path"
+      "data.name: expected a Python with its manual (pydoc_data.topics), got one without; install "
+      "it (Debian, Ubuntu: apt install libpython3-stdlib) or give your own text with data.path"
     ) from error
   return "\n".join(topics[topic] for topic in sorted(topics)).encode()

@@ -41,10 +41,8 @@ class _Arrays(Mapping[str, np.ndarray]):
 
   def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
     self._dtype = np.dtype(dtype)
-    self._files = {
-      split: (folder / f"{split}{suffix}", int(size) * self._dtype.itemsize)
-      for split, size in sizes.items()
-    }
+    item = self._dtype.itemsize
+    self._files = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
 
   def __getitem__(self, split: str) -> np.memmap:
     path, size = self._files[split]
@@ -72,7 +70,7 @@ class Tokens:
 
   Attributes:
     name: the name of the corpus.
-    tokenizer: the tokenizer that made its tokens.
+    tokenizer: the one that made its tokens.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word.
@@ -81,8 +79,7 @@ class Tokens:
     kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
-    documents: None, or the first token of each document of each split, int64 [number of
-      documents], increasing from 0.
+    documents: None, or for each split the first tokens of documents, int64, increasing from 0.
   """
 
   name: str
@@ -124,7 +121,7 @@ class Tokens:
     """The boundaries of another text's tokens, uint8 [number of tokens].
 
     Raises:
-      UserError: the tokens were made or opened without boundaries.
+      UserError: these tokens were made or opened without.
     """
     if self.boundaries is None or self.kind is None:
       raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
@@ -189,7 +186,7 @@ def tokenize(
   def build(partial: Path) -> dict[str, Any]:
     try:  # The encoder of an interrupted call.
       encoder = _encoder(*_open_encoder(partial, boundaries))
-    except (OSError, ValueError):
+    except UserError:
       given = kind if known is None or settings.get("restrict") else known
       tokenizer, learned = _learn(corpus, given, boundaries, settings)
       _write_encoder(partial, tokenizer, learned)
@@ -197,12 +194,9 @@ def tokenize(
     counts = {}
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, encoder, partial, split)
-      for unit in ("tokens", "words"):
-        if not counts[split][unit]:
-          raise UserError(
-            f"data.path: expected {unit} in every split, got none in the "
-            f"{split} split of {corpus.name}"
-          )
+      if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
+        where = f"the {split} split of {corpus.name}"
+        raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
     for split in corpus.splits:
       (partial / f"{split}.json").unlink()
@@ -255,9 +249,8 @@ def _learn(
 
 
 def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
-  if boundaries is None:
-    return Encoder(tokenizer)
-  return Encoder(tokenizer, functools.partial(boundaries.of_text, learned=learned))
+  of_text = None if boundaries is None else functools.partial(boundaries.of_text, learned=learned)
+  return Encoder(tokenizer, of_text)
 
 
 def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
@@ -283,11 +276,7 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
   """Makes a folder with what a model needs of its tokens, and the path of the others.
 
-  An export has only their name; `open_tokens` looks for them in data_dir.
-
-  Raises:
-    UserError: the folder holds something else.
-    OSError: it cannot be written.
+  An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
   folder = Path(folder).resolve()
   build_once.check_replaceable(folder)
@@ -314,7 +303,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
-    boundaries: None, or the kind of boundaries that `tokenize` was given, for other texts.
+    boundaries: None, or the kind that `tokenize` was given, for other texts.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.

@@ -46,11 +46,7 @@ def damage(path: Path, expected: str, error: Exception) -> UserError:
 
 
 def text_file(path: Path) -> Iterator[str]:
-  """The exact text of a UTF-8 file, plain or compressed (.xz, .gz, .bz2).
-
-  Raises:
-    UserError: it is not UTF-8, or damaged.
-  """
+  """The exact text of a UTF-8 file, plain or compressed; a `UserError` for a damaged one."""
   try:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
       yield from _pieces(file)
@@ -88,7 +84,7 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
 
 
 def zip_member(path: Path, member: str) -> Iterator[str]:
-  """The text of a member of a zip archive; its checksum is compared at the end.
+  """The text of a member of a zip archive, which is checked at the end.
 
   Raises:
     UserError: the archive is damaged, lacks the member, or the text is not UTF-8.
@@ -101,17 +97,13 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
 
 
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
-  """The text of some members of a tar.gz archive, in its order.
+  """The text of members of a tar.gz archive, in its order, with errors as in `zip_member`.
 
-  `wanted` has for each split a regular expression for the end of the members' paths, and their
-  number.
-
-  Raises:
-    UserError: as for `zip_member`.
+  `wanted` has for each split a regular expression for the end of their paths, and their number.
   """
   left = {split: count for split, (_, count) in wanted.items()}
   try:
-    # The module gzip notices where an archive is cut off, tarfile by itself does not.
+    # The module gzip notices a cut archive, tarfile by itself does not.
     with gzip.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
       for member in archive:
         for split, (pattern, _) in wanted.items():
@@ -131,11 +123,7 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
 
 
 def parquet_texts(path: Path) -> Iterator[str]:
-  """The column `text` of a Parquet file, row by row; null gives "".
-
-  Raises:
-    UserError: it is damaged, or has no such column.
-  """
+  """The column `text` of a Parquet file, row by row; a `UserError` for a file without it."""
   import pyarrow as pa
   import pyarrow.parquet as pq
 
@@ -157,9 +145,6 @@ def hub_parquet(
   """Yields the files FOLDER/SPLIT-00000-of-00019.parquet ... of a dataset at huggingface.co.
 
   The manual folder may hold them under the corpus's name (wiki40b/fi/train-00000-of-...).
-
-  Raises:
-    UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
   """
   pattern = f"{split}-?????-of-?????.parquet"
   names = sorted(path.name for path in (files.manual_dir / corpus / folder).glob(pattern))
