@@ -28,12 +28,9 @@ from dpjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DocumentStarts:
-  """Where the documents of a stream begin, and the token that predicts each first token.
+  """Where the documents of a stream begin: int64 [number of documents], increasing from 0.
 
-  Attributes:
-    begins: their first tokens, int64 [number of documents], increasing from 0.
-    start_id: the token before each document.
-    start_boundary: the boundary of that token.
+  `start_id` is the token that predicts the first one of each, and `start_boundary` its boundary.
   """
 
   begins: np.ndarray
@@ -49,9 +46,8 @@ class DocumentStarts:
 def check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
   """Checks that there is one boundary for each token."""
   if boundaries is not None and len(boundaries) != len(tokens):
-    raise UserError(
-      f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
-    )
+    expected = f"one for each of the {len(tokens)} tokens"
+    raise UserError(f"boundaries: expected {expected}, got {len(boundaries)}")
 
 
 class _Windows(abc.ABC):
@@ -222,7 +218,7 @@ def permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray
   """Maps places by a random permutation of 0 .. size - 1, without a table.
 
   A Feistel network permutes the numbers below a power of four; results of `size` or above go
-  through it again until they are below (cycle walking; Black and Rogaway 2002).
+  through it again (cycle walking; Black and Rogaway 2002).
   """
   half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
   mask = np.uint64((1 << int(half)) - 1)

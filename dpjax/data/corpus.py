@@ -115,11 +115,7 @@ class Documents(Text, abc.ABC):
 
   @abc.abstractmethod
   def documents(self) -> Iterator[Iterable[str]]:
-    """Yields the documents, none of them empty, in parts like those of `Chunks`.
-
-    Raises:
-      UserError: a document cannot be read.
-    """
+    """Yields the documents, none of them empty, in parts like those of `Chunks`."""
 
   def __iter__(self) -> Iterator[str]:
     for document in self.documents():
@@ -223,12 +219,7 @@ def character_begin(content: Any, place: int) -> int:
 
 
 def open_text(path: Path) -> Chunks:
-  """The text of a plain file, mapped.
-
-  Raises:
-    UserError: it is empty or no regular file.
-    OSError: it cannot be read.
-  """
+  """The text of a plain file, mapped; a `UserError` if it is empty or no regular file."""
   size = path.stat().st_size
   if not path.is_file():
     raise UserError(
@@ -245,8 +236,7 @@ def build_texts(
 ) -> tuple[dict[str, Chunks], dict[str, Any]]:
   """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
 
-  Returns the texts of the splits, and their sizes and checksums. Raises a `UserError` for an
-  empty split or no train split.
+  Returns the texts of the splits, and their sizes and checksums.
   """
 
   def build(partial: Path) -> dict[str, Any]:

@@ -47,8 +47,7 @@ class Files:
     """Finds a file in the manual folder (if `by_hand`) or among the downloads, or downloads it.
 
     Raises:
-      UserError: it cannot be downloaded, or has another checksum. The message says how to supply
-        it by hand.
+      UserError: it cannot be downloaded, or has another checksum.
     """
     given = self.manual_dir / file.name
     if by_hand and given.is_file():

@@ -68,13 +68,13 @@ def count_text(parts: Iterable[str]) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """Encodes a part of a text as tokens and, with `segment`, as their boundaries."""
+  """Encodes a part of a text."""
 
   tokenizer: Tokenizer
   segment: Callable[[str, Tokenizer], np.ndarray] | None = None
 
   def __call__(self, part: str) -> list[np.ndarray]:
-    """The arrays of `suffixes`."""
+    """The tokens' ids and, with `segment`, their boundaries."""
     arrays = [self.tokenizer.encode(part).astype(self.dtype)]
     if self.segment is not None:
       found = np.asarray(self.segment(part, self.tokenizer))
@@ -90,11 +90,6 @@ class Encoder:
   def dtype(self) -> np.dtype:
     """The dtype of the tokens on disk."""
     return np.dtype(np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.int32)
-
-  @property
-  def suffixes(self) -> list[str]:
-    """The suffixes of the files after the split's name."""
-    return [".bin"] if self.segment is None else [".bin", ".boundaries.bin"]
 
   def groups(self, text: Text) -> Iterator[list[tuple[str, bool]]]:
     """Groups of pairs: a part, and whether a document begins with it.
@@ -128,15 +123,16 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
     return done
   counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
   has_documents = isinstance(text, Documents)
+  has_boundaries = encoder.segment is not None
   # Boundaries of words cache what they find, which is not safe in several threads.
-  num_threads = 1 if encoder.segment is not None else max(2, os.cpu_count() or 1)
+  num_threads = 1 if has_boundaries else max(2, os.cpu_count() or 1)
 
   def encode(group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
     return [encoder(part) for part, _ in group]
 
   with contextlib.ExitStack() as stack:
-    suffixes = encoder.suffixes + [".documents.bin"] * has_documents
-    opened = [stack.enter_context((folder / f"{split}{x}").open("wb")) for x in suffixes]
+    suffixes = ["", *[".boundaries"] * has_boundaries, *[".documents"] * has_documents]
+    opened = [stack.enter_context((folder / f"{split}{x}.bin").open("wb")) for x in suffixes]
     hidden, about = len(text) < LARGE_BYTES, f"encoding {split}"
     bar = tqdm(total=len(text), desc=about, unit="B", unit_scale=True, disable=hidden)
     stack.enter_context(bar)
@@ -158,8 +154,7 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
       file.flush()
       os.fsync(file.fileno())
   done = {"tokens": tokens, **counter.result()}
-  if has_documents:
-    done["documents"] = num_documents
+  done |= {"documents": num_documents} if has_documents else {}
   files.write_json(note, done)
   return done
 

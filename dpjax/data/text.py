@@ -87,15 +87,14 @@ def load_corpus(
       raise UserError(
         f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
       )
-    is_enough = [0 < most <= held for most, held in zip(max_characters, entry.head, strict=False)]
-    is_head = bool(is_enough) and all(is_enough)
+    # Without a head, `open_named` takes all.
+    is_head = all(0 < x <= most for x, most in zip(max_characters, entry.head, strict=False))
     corpus = catalog.open_named(name, language, data_dir, manual_dir, is_head=is_head)
     if not (set(corpus.splits) == {"train"} and all(max_characters)):
       corpus = _cut_missing(corpus, split_fractions)
     marks = entry.documents
   has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
-  is_json = any(isinstance(text, JsonLines) for text in corpus.splits.values())
-  if text_field != "text" and not is_json:
+  if text_field != "text" and not any(isinstance(x, JsonLines) for x in corpus.splits.values()):
     raise UserError(
       f"data.text_field: expected 'text' unless data.path is of .jsonl, got {text_field!r}"
     )
@@ -213,10 +212,10 @@ def _open_file(path: Path, field: str, texts: Path) -> Chunks | JsonLines:
   """The text of a file; a compressed one is decompressed once."""
   plain, text = path, None
   if path.suffix and path.suffix in reading.OPENERS and path.is_file():
-    plain = Path(path.stem)
-    folder = texts / f"{plain.stem}_{_digest([_identity(path)])[:8]}"
+    plain, identity = Path(path.stem), _identity(path)
+    folder = texts / f"{plain.stem}_{_digest([identity])[:8]}"
     pieces = functools.partial(reading.text_files, {"train": path})
-    text = build_texts(folder, {"unpacked": _identity(path)}, pieces)[0]["train"]
+    text = build_texts(folder, {"unpacked": identity}, pieces)[0]["train"]
   text = text or open_text(path)
   return JsonLines(text, field) if plain.suffix == ".jsonl" else text
 

@@ -139,9 +139,8 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  Opens existing tokens of the same text and settings, and replaces others. After a killed call,
-  the next one continues from its complete splits. A vocabulary is learned from at most 1 GiB,
-  spread evenly over the train split.
+  Opens existing tokens of the same text and settings, and replaces others. A killed call goes on
+  from its complete splits. A vocabulary is learned from at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -153,8 +152,7 @@ def tokenize(
     **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
   Raises:
-    UserError: from the text, tokenizer or boundaries; or the folder holds something else or
-      cannot be written.
+    UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
   name, known = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
   if known is None and settings.get("file"):
@@ -324,9 +322,9 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
       tokens = moved if (moved / "train.bin").exists() and not given.exists() else given
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     splits = _Arrays(tokens, ".bin", dtype, sizes)
-    kind = boundaries if content["unigram"] else None
-    arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes) if content["unigram"] else None
-    documents = None
+    kind = arrays = documents = None
+    if content["unigram"]:
+      kind, arrays = boundaries, _Arrays(tokens, ".boundaries.bin", np.uint8, sizes)
     if all("documents" in counts[split] for split in SPLITS):
       sizes = {split: counts[split]["documents"] for split in SPLITS}
       documents = _Arrays(tokens, ".documents.bin", np.int64, sizes)
