@@ -18,6 +18,7 @@ import tensorflow_datasets as tfds
 
 from dpjax.data import catalog
 from dpjax.data.sources import (
+  Source,
   cc100,
   childrens_books,
   lm1b,
@@ -27,7 +28,6 @@ from dpjax.data.sources import (
   wiki40b,
   wikitext,
 )
-from dpjax.data.sources.source import Source
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.subwords import BytePairs
@@ -215,14 +215,12 @@ DAMAGED = {
     zipped(WIKI2 | {"wikitext-2/wiki.test.tokens": b"a\xe9\n"}),
     "archive with wikitext-2/wiki.test.tokens in UTF-8",
   ),
-  "wikitext, leads out": ("wikitext2", zipped({"../a": b"a"} | WIKI2), r"\.\./a, which leads out"),
   "wikitext, bytes changed": ("wikitext2", spoil(CASES["wikitext2"][0]), TRAIN),
   "wikitext, cut": ("wikitext2", CASES["wikitext2"][0][:-97], TRAIN),
   "lm1b, bytes changed": ("lm1b", spoil(CASES["lm1b"][0]), "expected a tar.gz archive"),
   "lm1b, not a tar": ("lm1b", b"no tar", "expected a tar.gz archive with training"),
   "lm1b, no tar in it": ("lm1b", gzip.compress(b"a" * 9973), "expected a tar.gz archive"),
   "lm1b, cut": ("lm1b", CASES["lm1b"][0][:-997], "expected a tar.gz archive"),
-  "lm1b, leads out": ("lm1b", tarred({"a/../../b": b"a"}), "b, which leads out"),
   "wikitext, no valid": (
     "wikitext2",
     zipped(WIKI2 | {"wikitext-2/wiki.valid.tokens": b""}),
