@@ -97,7 +97,7 @@ def test_pieces_of_other_tokenizers(kind, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
   vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
   tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
-  assert segmentation._split(tokenizer, tokenizer.encode(text)) == pieces
+  assert segmentation.split(tokenizer, tokenizer.encode(text)) == pieces
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ and the flags for dpjax train:
 
   theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
 
-Lengths are in tokens (characters or bytes, with those tokenizers). A tail shorter than a
-window is dropped.
+Lengths are in tokens. A tail shorter than a window is dropped.
 """
 
 import argparse
@@ -29,10 +28,7 @@ if TYPE_CHECKING:
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
   """The entropy of a model's prediction of each next token, [B, T], in nats, float32.
 
-  Args:
-    run: from `dpjax.load`.
-    tokens: [N], cut into B windows of T tokens, each read on its own; a single one if N < T.
-    window: T.
+  The tokens [N] are cut into B windows of T = `window`, each read on its own; one if N < T.
   """
   import jax
   import jax.numpy as jnp

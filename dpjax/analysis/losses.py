@@ -27,9 +27,8 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
     >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
     array([4. , 5.5])
 
-  Window i of [N // every] holds the updates `every` i + 1 .. `every` (i + 1), counted from 1.
   Updates after the last complete window are dropped. Unknown losses (NaN) are ignored; a window
-  of nothing but unknown losses is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
+  of nothing else is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
   """
   check_every(losses, every, "the losses")
   count = len(losses) // every
@@ -58,8 +57,8 @@ def table(
   Args:
     runs: at least one.
     every: updates in a window.
-    figure: a figure of `dpjax.analysis.plots`; in "by_length" lengths may differ without a
-      note, in "by_layers" numbers of layers.
+    figure: a figure of `dpjax.analysis.plots`; what "by_length" and "by_layers" draw over may
+      differ without a note.
     metric: a logged score to collect as well, such as "valid/perplexity".
 
   Returns:
@@ -90,8 +89,7 @@ def table(
 
 def format_table(content: Mapping[str, Any]) -> str:
   """Formats the result of `table`: a line for each run, a column for each window, then notes."""
-  updates = content["updates"]
-  rows = []
+  updates, rows = content["updates"], []
   for row in content["runs"]:
     missing = [""] * (len(updates) - len(row["medians"]))
     rows.append([row["name"], *map(_cell, row["medians"]), *missing, _cell(row["last"])])

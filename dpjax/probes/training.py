@@ -22,7 +22,6 @@ from dpjax.training import optimizer as optimizers
 from dpjax.training import sharding
 from dpjax.training import step as step_lib
 
-# Their window is `max_length`; that of a Dispatcher is 2**num_levels.
 EXTRACTORS, DISPATCHERS = ("she", "he", "we", "me"), ("dispatcher", "dispatcher_multihead")
 
 
@@ -76,9 +75,8 @@ class Settings:
 def model_config(settings: Settings, mixer: str, width: int, more: int = 0) -> ConfigDict:
   """`config.model` of a mixer in the frame of configs/modern_transformer.py.
 
-  The frame has no positions of its own, as attention has rotary positions, a Dispatcher its
-  levels and an Extractor its taps. So all models read rows longer than in training.
-  Feed-forward networks are 8 / 3 times as wide as the model, and `more`.
+  It has no positions of its own (attention's are rotary), so all models read rows longer than in
+  training. Feed-forward networks are 8 / 3 times as wide as the model, and `more`.
   """
   model = config_lib.load("modern_transformer").model
   known, given = registry.mixers.settings(mixer), {}
@@ -120,14 +118,13 @@ def reach(model: Mapping) -> int | None:
 def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
   """A mixer's `config.model` with as many parameters as attention's, and their number.
 
-  The width is the largest multiple of 8 at which the model has at most attention's parameters;
-  the feed-forward networks are then widened to reach them.
+  The width is the largest multiple of 8 with at most attention's parameters; the feed-forward
+  networks are then widened to reach them.
   """
 
   def count(width: int, more: int = 0, mixer: str = mixer) -> int:
     model = build_model(model_config(settings, mixer, width, more))
-    init = partial(model.init, jax.random.key(0))
-    shapes = jax.eval_shape(init, jnp.zeros((1, 1), jnp.int32))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
   target = count(settings.width, mixer="attention")
@@ -147,10 +144,10 @@ def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
 def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, Any]]:
   """A function that trains a mixer for a task with a seed, and tests it.
 
-  It shares its compiled programs between tasks and seeds. It returns JSON values:
-  "parameters", "width", "feed_forward_width", "reach", "loss" (the mean over the last tenth of
-  the updates), "seconds" of processor time, and "tests", by length: see `count_hits`. It raises
-  a FloatingPointError if the loss is not finite.
+  It shares its compiled programs between tasks and seeds, and returns JSON values: "parameters",
+  "width", "feed_forward_width", "reach", "loss" (the mean over the last tenth of the updates),
+  "seconds" of processor time, and "tests", by length: see `count_hits`. It raises a
+  FloatingPointError if the loss is not finite.
   """
   config, num_parameters = equal_model(settings, mixer)
   section = config_lib.load("modern_transformer").train
@@ -166,14 +163,14 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
 
   @jax.jit
   def predict(params, tokens_bt):
-    is_start = _is_start(tokens_bt, mixer)
-    return model.apply({"params": params}, tokens_bt, **is_start).logits.argmax(-1)
+    output = model.apply({"params": params}, tokens_bt, **_is_start(tokens_bt, mixer))
+    return output.logits.argmax(-1)
 
   def train(task: str, seed: int) -> dict[str, Any]:
     began, state, losses = time.process_time(), init(seed), []
     num_rows = settings.batch_size * (2 if task == "induction" else 1)
+    size = num_rows, settings.length
     for step in range(settings.num_steps):
-      size = num_rows, settings.length
       drawn = tasks.draw(task, size, settings.contents, (seed, tasks.TRAINING, step))
       weights = (drawn.distances > 0).astype(np.float32)
       batch = {"tokens": drawn.tokens, "targets": drawn.targets, "weights": weights}
@@ -216,12 +213,7 @@ def count_hits(predict: Callable, batches: Iterable[tasks.Examples]) -> dict[str
 
 
 def _is_start(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
-  """Marks each row as a document for a mixer whose `max_length` may be below T.
-
-  So it takes the row, and sees `max_length` positions as usual.
-  """
-  if mixer not in EXTRACTORS:
-    return {}
+  """Marks each row as a document, so that an Extractor takes one longer than its `max_length`."""
   is_start = np.zeros(tokens_bt.shape, np.int32)
   is_start[:, 0] = 1
-  return {"is_start": is_start}
+  return {"is_start": is_start} if mixer in EXTRACTORS else {}

@@ -183,16 +183,9 @@ def test_model_from_a_file(tmp_path, model):
     load_unigram(tmp_path / "none.model")
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
-    expected = "SentencePiece model, got something else:" if content else "vocabulary, got"
-    with pytest.raises(
-      ValueError, match=f"^model.boundaries.file: expected a {expected} .*other.model"
-    ):
+    with pytest.raises(ValueError, match="^model.boundaries.file: .*other.model .*something else"):
       load_unigram(tmp_path / "other.model")
-
-
-def test_only_models_of_the_type_unigram(tmp_path):
   tokenizer = train_tokenizer("sentencepiece_bpe", [TEXT], vocab_size=307)
   (tmp_path / "bpe.model").write_bytes(tokenizer._model)
-  message = "^model.boundaries.file: .* type unigram, got one of the type bpe: .*bpe.model"
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match="^model.boundaries.file: .*bpe.model .*of the type bpe"):
     load_unigram(tmp_path / "bpe.model")
