@@ -1,7 +1,6 @@
 """Figures and tables from run folders that the tests write."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +25,14 @@ def folder(tmp_path, monkeypatch):
 
   def write(name, losses, **settings):
     config = {
-      "seed": 3,
+      "seed": settings.pop("seed", 3),
       "model": {"mixer": mixer("she"), "max_length": 32, "num_layers": 2},
       "data": {"path": "books.txt", "split_fractions": [0.9, 0.05, 0.05]},
       "train": {"batch_size": 64, "window": 0},
     }
     for key, value in settings.items():
-      section, _, rest = key.partition("__")
-      if rest:
-        config[section][rest] = value
-      else:
-        config[section] = value
+      section, rest = key.split("__")
+      config[section][rest] = value
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / name / "losses.f32").write_bytes(np.array(losses, "<f4").tobytes())
@@ -77,30 +73,26 @@ def test_medians(folder, every, expected, last):
 def test_medians_of_nothing_known_and_in_double_precision():
   found = losses_lib.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
   np.testing.assert_array_equal(found, [NAN, 3.0])
-  assert math.isnan(losses_lib.last_median(np.array([3.0, NAN, NAN]), 2))
   assert losses_lib.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
   for every in (0, 9):
     with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
       losses_lib.medians(np.array(COSTS), every)
 
 
-LABELS = [
-  ({"name": "she", "num_heads": 1}, "SHE"),
-  ({"name": "me", "adjustment": True}, "ME"),
-  ({"name": "attention", "num_heads": 32}, "attention, 32 heads"),
-  ({"name": "attention", "num_heads": 1}, "attention, 1 head"),
-  ({"name": "dispatcher", "num_heads": 1}, "Dispatcher"),
-  ({"name": "dispatcher", "num_heads": 4}, "Dispatcher, 4 heads"),
-  ({"name": "dispatcher_multihead", "num_heads": 8}, "multi-head Dispatcher, 8 heads"),
-  ({"name": "he", "adjustment": False, "output_projection": False}, "HE, extraction alone"),
-  ({"name": "we", "adjustment": False, "output_projection": True}, "WE, no adjustment"),
-  ({"name": "she", "output_projection": False}, "SHE, no output projection"),
-]
-
-
-@pytest.mark.parametrize("mixer, expected", LABELS)
-def test_labels(mixer, expected):
-  assert runs_lib.mixer_name({"model": {"mixer": mixer}}) == expected
+@pytest.mark.parametrize(
+  "settings, expected",
+  [
+    (mixer("me", adjustment=True), "ME"),
+    (mixer("attention", num_heads=32), "attention, 32 heads"),
+    (mixer("attention", num_heads=1), "attention, 1 head"),
+    (mixer("dispatcher", num_heads=1), "Dispatcher"),
+    (mixer("dispatcher_multihead", num_heads=8), "multi-head Dispatcher, 8 heads"),
+    (mixer("he", adjustment=False, output_projection=False), "HE, extraction alone"),
+    (mixer("we", adjustment=False, output_projection=True), "WE, no adjustment"),
+  ],
+)
+def test_names_of_mixers(settings, expected):
+  assert runs_lib.mixer_name({"model": {"mixer": settings}}) == expected
 
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
@@ -163,7 +155,6 @@ def test_table(folder):
     ("curves", dict(model__boundaries={"name": "none"}), "model.boundaries.name"),
     ("curves", dict(train__optimizer={"b1": 0.8}), "train.optimizer.b1"),
     # What is meant to differ.
-    ("curves", dict(seed=4), None),
     ("curves", dict(model__mixer=mixer("attention", num_heads=8)), None),
     ("curves", dict(train__log_every_steps=7), None),
     ("by_layers", dict(model__num_layers=5), None),
@@ -187,10 +178,8 @@ def test_a_seed_is_told_where_other_settings_differ(folder):
 
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
   a, b = folder("a", [NAN, NAN, 5, 3]), folder("b", [2, 4, 6], train__batch_size=7)
-  plots.main(
-    [a, b, "--out=made/figure.png", "--figure=curves", "--every=2"]
-    + ["--labels=one,the other", "--json=tables/medians.json"]
-  )
+  files = ["--out=made/figure.png", "--json=tables/medians.json"]
+  plots.main([a, b, "--figure=curves", "--every=2", "--labels=one,the other", *files])
   printed = capsys.readouterr().out.splitlines()
   rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
   assert rows[0] == ["Median training cost of 2 batches, nats per token; up to batch:"]
@@ -330,7 +319,6 @@ def test_progress_of_a_short_run_and_of_one_that_has_begun(folder, tmp_path, cap
   assert ["SHE", "2", "8.0000"] in [x.split() for x in capsys.readouterr().out.splitlines()]
   plots.main([short, begun, "--metric=valid/bits_per_character", "--json=x.json"])
   content = json.loads((tmp_path / "x.json").read_text())
-  assert content["metric"] == "valid/bits_per_character"
   assert [row["scores"] for row in content["runs"]] == [[[20, 4.5], [40, 2.5], [57, 3.5]], []]
   assert (tmp_path / "metric.png").exists()
 
@@ -343,9 +331,6 @@ def test_widths_for_papers(folder, tmp_path, width, inches, font_size):
   np.testing.assert_allclose(float(found) / 72, inches, rtol=1e-3)
   drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=inches)
   assert drawn.axes[0].yaxis.label.get_size() == font_size
-  plots.write(drawn, "x.pdf")  # Matplotlib makes more ticks then.
-  ticks = [*drawn.axes[0].get_xticklabels(), *drawn.axes[0].get_yticklabels()]
-  assert {text.get_size() for text in ticks} == {font_size}
 
 
 @pytest.mark.parametrize(
