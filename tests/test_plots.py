@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpjax.analysis import losses as losses_lib
 from dpjax.analysis import plots
 from dpjax.analysis import runs as runs_lib
 
@@ -66,17 +65,17 @@ def lines(figure):
 def test_medians(folder, every, expected, last):
   losses = runs_lib.read_losses(folder("a", COSTS))
   assert losses.dtype == np.float32
-  np.testing.assert_array_equal(losses_lib.medians(losses, every), expected)
-  assert losses_lib.last_median(losses, every) == last
+  np.testing.assert_array_equal(runs_lib.medians(losses, every), expected)
+  assert runs_lib.last_median(losses, every) == last
 
 
 def test_medians_of_nothing_known_and_in_double_precision():
-  found = losses_lib.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
+  found = runs_lib.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
   np.testing.assert_array_equal(found, [NAN, 3.0])
-  assert losses_lib.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
+  assert runs_lib.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
   for every in (0, 9):
     with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
-      losses_lib.medians(np.array(COSTS), every)
+      runs_lib.medians(np.array(COSTS), every)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_lines_over_a_size_of_the_model(folder):
 def test_table(folder):
   he = dict(model__mixer=mixer("he"), model__max_length=7)
   runs = runs_lib.read_runs([folder("a", COSTS), folder("b", [2, 4, 6], **he)])
-  found = losses_lib.table(runs, 3)
+  found = runs_lib.table(runs, 3)
   common = {"num_layers": 2, "last": 4.0, "scores": []}
   assert found["runs"] == [
     dict(name="SHE", folder="a", updates=8, unknown=1, max_length=32, medians=[4.0, 5.5], **common),
@@ -163,16 +162,16 @@ def test_table(folder):
 )
 def test_what_differs_is_told(folder, figure, settings, key):
   runs = runs_lib.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
-  notes = losses_lib.table(runs, 2, figure)["notes"]
+  notes = runs_lib.table(runs, 2, figure)["notes"]
   assert [note.split(":")[0] for note in notes] == ([key] if key else [])
 
 
 def test_a_seed_is_told_where_other_settings_differ(folder):
   runs = [folder("a", [4]), folder("b", [4], seed=4, train__batch_size=7)]
-  notes = losses_lib.table(runs_lib.read_runs(runs), 1)["notes"]
+  notes = runs_lib.table(runs_lib.read_runs(runs), 1)["notes"]
   assert [note.split(":")[0] for note in notes] == ["seed", "train.batch_size"]
   runs += [folder("c", [4], seed=4), folder("d", [4], train__batch_size=7)]
-  notes = losses_lib.table(runs_lib.read_runs(runs), 1)["notes"]
+  notes = runs_lib.table(runs_lib.read_runs(runs), 1)["notes"]
   assert [note.split(":")[0] for note in notes] == ["train.batch_size"]
 
 

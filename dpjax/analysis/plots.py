@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpjax import files
-from dpjax.analysis import losses, style
 from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
 from dpjax.errors import UserError, unknown
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-FIGURES = ("progress", "metric", "curves", "every_batch", *losses.PLACES)
+FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.PLACES)
 SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 _SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
@@ -82,11 +82,11 @@ def draw(
     size = width, 0.6 * width * shape[0] if is_narrow else width * 5 / 9
     canvas = Figure(figsize=size, layout="constrained")
     for axes, kind in zip(canvas.subplots(*shape, squeeze=False).flat, kinds, strict=True):
-      if kind in losses.PLACES:
-        _draw_places(axes, runs, every, *losses.PLACES[kind])
+      if kind in runs_lib.PLACES:
+        _draw_places(axes, runs, every, *runs_lib.PLACES[kind])
       else:
         _draw_curves(axes, runs, kind, every, metric or "")
-      if "x" in log and kind not in losses.PLACES:
+      if "x" in log and kind not in runs_lib.PLACES:
         axes.set_xscale("log")
       if "y" in log:
         axes.set_yscale("log")
@@ -112,8 +112,7 @@ def _draw_curves(axes: "Axes", runs: Sequence[Record], kind: str, every: int, me
       return run.scores.get(metric, {})
     if kind == "every_batch":
       return dict(enumerate(run.losses, 1))
-    losses.check_every(run.losses, every, run.folder)
-    return {every * i: y for i, y in enumerate(losses.medians(run.losses, every), 1)}
+    return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
 
   groups = runs_lib.group(runs_lib.names(runs, seeds=False), runs)
   for i, (name, group) in enumerate(groups.items()):
@@ -146,7 +145,7 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
   """Draws the last medians over a setting, a line for each label or mixer."""
   labels, everywhere = [run.label or runs_lib.mixer_name(run.config) for run in runs], set()
   for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
-    medians = [losses.last_median(run.losses, every) for run in group]
+    medians = [runs_lib.last_median(run.losses, every) for run in group]
     points = runs_lib.group([setting(run.config, key) for run in group], medians)
     places, look = sorted(points), style.line(i)
     means = [np.mean(points[place]) for place in places]
@@ -236,9 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    content = losses.table(runs, every, figure, metric)
+    content = runs_lib.table(runs, every, figure, metric)
     picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=width)
-    print(losses.format_table(content) if is_paper else losses.format_scores(content))
+    print(runs_lib.format_table(content) if is_paper else runs_lib.format_scores(content))
     if given.json:
       files.write_json(Path(given.json), content)
     write(picture, out)

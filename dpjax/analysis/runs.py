@@ -1,12 +1,17 @@
-"""Reads run folders for figures, names runs, and notes what differs. Does not load JAX."""
+"""Reads run folders, names runs, and tables their training costs. Does not load JAX.
+
+Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
+"""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpjax.analysis import style
 from dpjax.errors import UserError
 
 # How a run reports or is computed: names runs that differ in nothing else, and needs no note.
@@ -17,6 +22,11 @@ REPORTING = (
   *("train.checkpoint_every_steps", "train.keep_checkpoints"),
 )
 _MOST_IN_A_NAME = 3
+# Where a line of the figures "by ..." has its points, and the name of that axis.
+PLACES = {
+  "by_length": ("model.max_length", "context window (tokens)"),
+  "by_layers": ("model.num_layers", "layers"),
+}
 
 
 class Record(NamedTuple):
@@ -200,6 +210,103 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
   columns = {key: [config.get(key) for config in flat] for key in keys}
   return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
+
+
+def medians(losses: np.ndarray, every: int) -> np.ndarray:
+  """Takes the median of each non-overlapping window of updates.
+
+    >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
+    array([4. , 5.5])
+
+  Updates after the last complete window are dropped. Unknown losses (NaN) are ignored; a window
+  of nothing else is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
+  """
+  if not 1 <= every <= len(losses):
+    expected = f"at least 1 and at most the {len(losses)} updates of a run"
+    raise UserError(f"every: expected {expected}, got {every}")
+  count = len(losses) // every
+  windows = losses[: count * every].reshape(count, every).astype(np.float64)
+  known = [window[~np.isnan(window)] for window in windows]
+  return np.array([np.median(window) if window.size else math.nan for window in known])
+
+
+def last_median(losses: np.ndarray, every: int) -> float:
+  """The median of the last `every` updates, NaN if none is known; see `medians`."""
+  return float(medians(losses[-every:], every)[-1])
+
+
+def table(
+  runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
+) -> dict[str, Any]:
+  """Collects the medians of runs, and notes on differences that make them hard to compare.
+
+  Args:
+    runs: at least one.
+    every: updates in a window.
+    figure: a figure of `dpjax.analysis.plots`; what "by_length" and "by_layers" draw over may
+      differ without a note.
+    metric: a logged score to collect as well, such as "valid/perplexity".
+
+  Returns:
+    JSON values, None for unknown numbers: "every", "updates" (the last one of each window),
+    "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric.
+  """
+  rows = [
+    {
+      "name": name,
+      "folder": run.folder,
+      "updates": len(run.losses),
+      "unknown": int(np.isnan(run.losses).sum()),
+      "max_length": setting(run.config, "model.max_length"),
+      "num_layers": setting(run.config, "model.num_layers"),
+      "medians": [*map(_number, medians(run.losses, every))],
+      "last": _number(last_median(run.losses, every)),
+      "scores": [[*pair] for pair in sorted(run.scores.get(metric or "", {}).items())],
+    }
+    for run, name in zip(runs, names(runs), strict=True)
+  ]
+  updates = [*range(every, every * max(len(row["medians"]) for row in rows) + 1, every)]
+  told = notes(runs, ("model.mixer", *PLACES.get(figure, ())[:1]))
+  return {"every": every, "updates": updates, "metric": metric, "runs": rows, "notes": told}
+
+
+def format_table(content: Mapping[str, Any]) -> str:
+  """Formats the result of `table`: a line for each run, a column for each window, then notes."""
+  updates, rows = content["updates"], []
+  for row in content["runs"]:
+    missing = [""] * (len(updates) - len(row["medians"]))
+    rows.append([row["name"], *map(_cell, row["medians"]), *missing, _cell(row["last"])])
+  title = f"Median training cost of {content['every']} batches, nats per token; up to batch"
+  return _format(title, ["", *updates, "last"], rows, content["notes"])
+
+
+def format_scores(content: Mapping[str, Any]) -> str:
+  """Formats the metric in the result of `table` beside the last costs: one line for each run."""
+  title = f"Median cost of the last {content['every']} batches, nats per token"
+  heads, rows = ["", "batches", "cost"], []
+  if content["metric"]:
+    title += f"; {content['metric']}"
+    heads += ["last", "lowest", "at batch"]
+  for row in content["runs"]:
+    cells = [row["name"], f"{row['updates']:,}", _cell(row["last"])]
+    if scores := row["scores"]:
+      lowest_at, lowest = min(scores, key=lambda pair: pair[1])
+      cells += [_cell(scores[-1][1]), _cell(lowest), f"{lowest_at:,}"]
+    rows.append([*cells, *[""] * (len(heads) - len(cells))])
+  return _format(title, heads, rows, content["notes"])
+
+
+def _format(title: str, heads: Sequence, rows: Sequence[Sequence], notes: Sequence[str]) -> str:
+  care = ["", "To be compared with care:", *(f"  {note}" for note in notes)] if notes else []
+  return "\n".join([f"{title}:", "", style.table(heads, rows), *care])
+
+
+def _number(value: float) -> float | None:
+  return float(value) if math.isfinite(value) else None
+
+
+def _cell(value: float | None) -> str:
+  return "-" if value is None else f"{value:.4f}"
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
