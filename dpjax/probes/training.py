@@ -81,13 +81,13 @@ def model_config(settings: Settings, mixer: str, width: int, more: int = 0) -> C
   model = config_lib.load("modern_transformer").model
   known, given = registry.mixers.settings(mixer), {}
   if "num_heads" in known and mixer != "dispatcher":  # whose heads would share their matrices
-    given["num_heads"] = 4
+    given |= dict(num_heads=4)
   if "num_levels" in known:
-    given["num_levels"] = settings.window.bit_length() - 1
+    given |= dict(num_levels=settings.window.bit_length() - 1)
   if "rotary_base" in known:
     given |= dict(rotary_base=10_000.0, use_bias=False)
-  if mixer in EXTRACTORS:
-    given["implementation"] = "scan"  # the cheapest where rows are longer than the window
+  if mixer in EXTRACTORS:  # Here it is the cheapest where rows are longer than the window.
+    given |= dict(implementation="scan")
   model.update(
     mixer=config_lib.mixer(mixer, **given),
     vocab_size=tasks.FIRST_CONTENT + settings.contents,
@@ -156,8 +156,8 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
   model = build_model(config)
   optimizer = optimizers.build_optimizer(section, settings.num_steps)
   mesh = sharding.make_mesh()
-  shapes = step_lib.abstract_state(model, optimizer, 0, mesh)
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+  state_shape = step_lib.abstract_state(model, optimizer, 0, mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
   init = jax.jit(partial(step_lib.init_state, model, optimizer), out_shardings=shardings)
   train_step = step_lib.jit_train_step(model, optimizer, shardings, mesh)
 
@@ -183,20 +183,13 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
       raise FloatingPointError(f"{task}, {mixer}, seed {seed}: loss {loss}")
     tests = {}
     for length in settings.lengths:
-      batches = (
-        tasks.draw(task, (num_rows, length), settings.contents, (seed, tasks.TEST, i))
-        for i in range(settings.num_test_rows // num_rows)
-      )
+      size, seeds = (num_rows, length), range(settings.num_test_rows // num_rows)
+      batches = (tasks.draw(task, size, settings.contents, (seed, tasks.TEST, i)) for i in seeds)
       tests[str(length)] = count_hits(partial(predict, state.params), batches)
-    return {
-      "parameters": num_parameters,
-      "width": config.width,
-      "feed_forward_width": config.feed_forward_width,
-      "reach": reach(config),
-      "loss": loss,
-      "tests": tests,
-      "seconds": round(time.process_time() - began, 1),
-    }
+    sizes = {"width": config.width, "feed_forward_width": config.feed_forward_width}
+    about = {"parameters": num_parameters, **sizes, "reach": reach(config)}
+    seconds = round(time.process_time() - began, 1)
+    return {**about, "loss": loss, "tests": tests, "seconds": seconds}
 
   return train
 

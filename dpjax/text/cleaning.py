@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 from dpjax.errors import unknown
 
-_MARKERS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_")
-_MARKER = re.compile("|".join(_MARKERS))
+_MARKER = re.compile("_START_ARTICLE_|_START_SECTION_|_START_PARAGRAPH_|_NEWLINE_")
 _OVERLAPPING_MARKER = re.compile(f"(?=({_MARKER.pattern}))")
-_REACH = max(map(len, _MARKERS)) - 1  # how far a mark goes on both sides of a cut in it
+_REACH = len("_START_PARAGRAPH_") - 1  # how far a mark goes on both sides of a cut in it
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _BLOCK = 2**14
 
@@ -174,20 +173,15 @@ class _Table(dict):
     self._folds = language.folds
 
   def __missing__(self, code: int) -> str:
-    self[code] = found = self._find(chr(code))
+    found = character = chr(code)
+    if (digit := unicodedata.decimal(character, None)) is not None:
+      found = str(digit)
+    elif character not in " \n":
+      # The one letter with two in lower case is the dotted I.
+      found = "".join(filter(self._letters.__contains__, character.lower()))
+      found = found or (self._folds and self._fold(character)) or " "
+    self[code] = found
     return found
-
-  def _find(self, character: str) -> str:
-    if character in " \n":
-      return character
-    digit = unicodedata.decimal(character, None)
-    if digit is not None:
-      return str(digit)
-    # The one letter with two in lower case is the dotted I.
-    found = "".join(filter(self._letters.__contains__, character.lower()))
-    if not found and self._folds:
-      found = self._fold(character)
-    return found or " "
 
   def _fold(self, character: str) -> str:
     """The letter of the alphabet that a character looks like, if any."""

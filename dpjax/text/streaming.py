@@ -68,7 +68,9 @@ class TextStream:
         self._marks.add(i)
       self._window.append(i)
     text = self._tokenizer.decode(self._window)
-    certain = max(self._shown, self._certain(text))
+    end = text[-self._open :] if self._open else ""  # which a later token can change
+    certain = len(text) - len(end) + len(end.rstrip("\N{REPLACEMENT CHARACTER}"))
+    certain = max(self._shown, certain)
     new = self._drop_space(text[self._shown : certain])
     self._shown = certain
     if not text:  # marks and dropped spaces, of which one is as good as many
@@ -96,11 +98,6 @@ class TextStream:
       self._drops_space = False
       return new.removeprefix(" ")
     return new
-
-  def _certain(self, text: str) -> int:
-    """The number of characters that no later token can change."""
-    end = text[-self._open :] if self._open else ""
-    return len(text) - (len(end) - len(end.rstrip("\N{REPLACEMENT CHARACTER}")))
 
   def _shorten(self, text: str) -> None:
     """Drops the oldest tokens of the window that the open text does not need."""

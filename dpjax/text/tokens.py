@@ -149,7 +149,7 @@ def train_tokenizer(
   if not file and vocab_size > MOST_PIECES:
     raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
   if kind == "wordpiece":
-    return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **switches)
+    return WordPiece.train(chunks, vocab_size, file, **switches, restrict=restrict)
   if kind == "bpe":
     return BytePairs.load(file) if file else BytePairs.train(chunks, vocab_size)
   if file:

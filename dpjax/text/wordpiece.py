@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,14 +45,7 @@ class WordPiece(Tokenizer):
 
   @classmethod
   def train(
-    cls,
-    chunks: Iterable[str],
-    vocab_size: int,
-    file: str,
-    *,
-    lower_text: bool,
-    lower_pieces: bool,
-    restrict: bool,
+    cls, chunks, vocab_size: int, file: str, lower_text: bool, lower_pieces: bool, restrict: bool
   ) -> "WordPiece":
     """Loads or learns the raw pieces, and makes the vocabulary from them."""
     raw = _bert(_read_pieces(file)) if file else _train_bert(chunks, vocab_size, lower_text)
@@ -123,13 +117,8 @@ def _learn_pieces(chunks, vocab_size: int, lower: bool, marks: list[str]) -> dic
   from tokenizers import trainers
 
   raw = _bert({})
-  trainer = trainers.WordPieceTrainer(
-    vocab_size=vocab_size,
-    min_frequency=2,
-    limit_alphabet=1000,
-    special_tokens=marks,
-    show_progress=False,
-  )
+  settings: Any = dict(min_frequency=2, limit_alphabet=1000, show_progress=False)
+  trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=marks, **settings)
   lines = (line for chunk in chunks for line in cut_lines(chunk, 2**14))
   raw.train_from_iterator(map(str.lower, lines) if lower else lines, trainer)
   return raw.get_vocab()
@@ -165,12 +154,8 @@ def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
 
 def _restrict(raw, raw_pieces, chunks: Iterable[str], lower: bool) -> list[str]:
   """The authors' four marks, then the pieces of a text, most frequent first."""
-  counts_raw = np.zeros(len(raw_pieces) + 1, np.int64)
+  counts, names = Counter(), [*raw_pieces, "<eos>"]
   for chunk in chunks:
-    counts_raw += np.bincount(_encode_raw(raw, chunk, lower), minlength=len(counts_raw))
-  counts = Counter()
-  for piece, count in zip(raw_pieces, counts_raw[:-1].tolist(), strict=True):
-    counts[piece] += count
+    counts.update(names[i] for i in _encode_raw(raw, chunk, lower))
   marks = ["<unk>", "<pad>", "<sos>", "<eos>"]
-  found = [piece for piece in counts if counts[piece] and piece not in marks]
-  return marks + sorted(found, key=lambda piece: (-counts[piece], piece))
+  return marks + sorted(counts.keys() - marks, key=lambda piece: (-counts[piece], piece))
