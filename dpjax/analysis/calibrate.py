@@ -85,10 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
     if given.length is not None and given.length < 1:
       raise UserError(f"length: expected at least 1, got {given.length}")
-    if given.text is None:
-      tokens = run.tokens(given.split)
-    else:
-      tokens = run.tokenizer.encode(reading.read_text(given.text, "text"))
+    text = None if given.text is None else reading.read_text(given.text, "text")
+    tokens = run.tokens(given.split) if text is None else run.tokenizer.encode(text)
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {given.text}")
     found = entropies(run, tokens[: given.length], window)

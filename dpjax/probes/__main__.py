@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"run: expected the folder of a run, or --train, got {got}")
     values = {x.name: getattr(given, x.name) for x in fields if getattr(given, x.name) is not None}
     if given.run:
-      for name in values.keys() - {"num_test_rows"}:
-        raise UserError(f"{name}: expected --train with it, got the folder of a run")
+      if others := values.keys() - {"num_test_rows"}:
+        raise UserError(f"{min(others)}: expected --train with it, got the folder of a run")
       command_line.check_platform()
       content = repeat(run_lib.load(given.run), values.get("num_test_rows", 64))
     else:
@@ -198,6 +198,11 @@ def format_table(content: Mapping[str, Any]) -> str:
     ]
     heads = ["distance", *(f"{key}, {part}" for key, part in keys)]
     return f"{title}, reach {reach}\n" + style.table(heads, rows)
+
+  def cell(mean: float | None, deviation: float | None) -> str:
+    spread = "" if deviation is None else f" ± {deviation:.3f}"
+    return "-" if mean is None else f"{mean:.3f}{spread}"
+
   lengths = sorted({row["length"] for row in content["results"]})
   near, length = content["near"], content["settings"]["length"]
   lines = [
@@ -209,16 +214,11 @@ def format_table(content: Mapping[str, Any]) -> str:
     rows = []
     for mixer, about in content["mixers"].items():
       found = [x for x in content["results"] if (x["task"], x["mixer"]) == (task, mixer)]
-      cells = [_cell(*row[part]) for row in found for part in ("near", "far")]
+      cells = [cell(*row[part]) for row in found for part in ("near", "far")]
       rows.append([mixer, f"{about['parameters']:,}", about["reach"] or "all", *cells])
-    title = f"{task} (chance {chance:.3f})"
-    lines += ["", title, style.table(["mixer", "parameters", "reach", *heads], rows)]
+    table = style.table(["mixer", "parameters", "reach", *heads], rows)
+    lines += ["", f"{task} (chance {chance:.3f})", table]
   return "\n".join(lines)
-
-
-def _cell(mean: float | None, deviation: float | None) -> str:
-  spread = "" if deviation is None else f" ± {deviation:.3f}"
-  return "-" if mean is None else f"{mean:.3f}{spread}"
 
 
 @style.applied()

@@ -1,6 +1,5 @@
 """Texts by path and by name, whole, cleaned or cut; the command `dpjax data`."""
 
-import argparse
 import builtins
 import dataclasses
 import functools
@@ -8,22 +7,19 @@ import gzip
 import os
 import subprocess
 import sys
-import types
 import zipfile
 
 import pytest
 
-from dpjax.analysis import calibrate
 from dpjax.commands import data as command
 from dpjax.data import catalog
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import text as text_lib
-from dpjax.data.sources import text8
+from dpjax.data.sources import reading, text8
 from dpjax.data.sources.source import Source
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean
-from dpjax.text.tokens import Bytes
 from tests import helpers
 
 TEXTS = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
@@ -90,16 +86,14 @@ def test_packed_texts_and_marks_as_data_path_and_calibrate_read_them(tmp_path):
   content = b"\xef\xbb\xbf" + b"a\r\nb\rc\n\xef\xbb\xbf" * 41
   (tmp_path / "text.txt").write_bytes(content)
   (tmp_path / "text.txt.gz").write_bytes(gzip.compress(content))
-  run = types.SimpleNamespace(tokenizer=Bytes())
   for name in ("text.txt", "text.txt.gz"):
     corpus = load_corpus(path=tmp_path / name, data_dir=tmp_path)
     assert corpus.name == "text"
     expected = "".join(joined(corpus).values())
-    found = calibrate._tokens(run, argparse.Namespace(text=str(tmp_path / name)))
-    assert run.tokenizer.decode(found) == expected == content[3:].decode()
+    assert reading.read_text(tmp_path / name, "text") == expected == content[3:].decode()
   os.mkfifo(tmp_path / "pipe")
   with pytest.raises(UserError, match="^text: expected .*no regular file"):
-    calibrate._tokens(run, argparse.Namespace(text=str(tmp_path / "pipe")))
+    reading.read_text(tmp_path / "pipe", "text")
 
 
 def without(split):
