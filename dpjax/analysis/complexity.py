@@ -95,7 +95,18 @@ parameters=128)
   Raises:
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
   """
-  _check(mixer, length, width, num_heads, adjustment, output_projection)
+  if mixer not in MIXERS:
+    raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
+  for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
+    if type(value) is not int or value < 1:
+      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
+  if width % num_heads:
+    raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+  if mixer in EXTRACTORS and num_heads != 1:
+    raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
+  for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
+    if mixer not in ("she", "he", "we") and not value:
+      raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
   num_levels = max(1, (length - 1).bit_length())  # as in the layer
   # New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads.
   if position is None:
@@ -136,23 +147,6 @@ parameters=128)
 
 def _linear(times: int, width: int) -> Counts:
   return Counts(times * width**2, times * width * (width - 1), parameters=width**2)
-
-
-def _check(
-  mixer: str, length: int, width: int, num_heads: int, adjustment: bool, output_projection: bool
-) -> None:
-  if mixer not in MIXERS:
-    raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
-  for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
-    if type(value) is not int or value < 1:
-      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
-  if width % num_heads:
-    raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
-  if mixer in EXTRACTORS and num_heads != 1:
-    raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
-  for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
-    if mixer not in ("she", "he", "we") and not value:
-      raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
 
 
 def table(

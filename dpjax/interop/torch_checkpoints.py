@@ -227,8 +227,6 @@ def _convert_pooled(
   )
   if len(depths) == 3:
     model_config.first.num_layers, _, model_config.last.num_layers = depths
-  if boundaries == "fixed" and settings["shortening_factor"] is None:
-    raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
   if boundaries == "whitespace" and not settings["space_ids"]:
     raise UserError("space_ids: expected the space's for whitespace, got none")
   known = registry.boundaries.settings(boundaries)
