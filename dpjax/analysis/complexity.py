@@ -35,12 +35,8 @@ EXTRACTORS = ("she", "he", "we", "me")
 class Counts:
   """Operations and parameters of a mixer; `+` adds two field by field.
 
-  Attributes:
-    multiplications: of real numbers, like all counts below.
-    additions: additions and subtractions.
-    divisions: in the softmax, in attention's scaling by sqrt(d/n), and in the sigmoid.
-    exponentiations: in the softmax and in the sigmoid.
-    parameters: trainable numbers.
+  Divisions are in the softmax, in attention's scaling by sqrt(d/n), and in the sigmoid,
+  exponentiations in the softmax and the sigmoid; subtractions count as additions.
   """
 
   multiplications: int = 0

@@ -240,16 +240,9 @@ def table(
 ) -> dict[str, Any]:
   """Collects the medians of runs, and notes on differences that make them hard to compare.
 
-  Args:
-    runs: at least one.
-    every: updates in a window.
-    figure: a figure of `dpjax.analysis.plots`; what "by_length" and "by_layers" draw over may
-      differ without a note.
-    metric: a logged score to collect as well, such as "valid/perplexity".
-
-  Returns:
-    JSON values, None for unknown numbers: "every", "updates" (the last one of each window),
-    "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric.
+  JSON values, None for unknown numbers: "every", "updates" (the last one of each window of
+  `every`), "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric,
+  such as "valid/perplexity". What the figures "by_length" and "by_layers" draw over may differ.
   """
   rows = [
     {

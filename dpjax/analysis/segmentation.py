@@ -49,11 +49,8 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
     the model's softmax after "a" is (0.5, 0.5)  ->  entropies[0] = ln 2 = 0.693
 
-  The boundaries are those of the model itself; one without segments has none.
-
-  Args:
-    run: from `dpjax.load`.
-    text: a text, or its tokens, [T], from 1 to the model's longest window.
+  The text may be given as tokens, [T], from 1 to the model's window. A model without segments has
+  no boundaries.
   """
   import jax
   import jax.numpy as jnp
@@ -96,7 +93,7 @@ def render(segmentation: Segmentation) -> str:
 
     pieces "a", " ", "b", boundaries 0, 1, 0  ->  "a␣|b"
 
-  If tokens are longer than a character, a · separates the tokens of a segment.
+  A · separates the tokens of a segment if some are longer than a character.
   """
   join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
   pairs = zip(segmentation.pieces, segmentation.boundaries, strict=True)

@@ -30,8 +30,8 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
     >>> round(difference, 3), round(p, 3)
     (-0.333, 0.057)
 
-  Scores are by seed; other seeds than the baseline's, or less than 2, raise a `ValueError`.
-  Equal scores give p = 1; other differences that are all equal, p = 0.
+  Scores are by seed; others than the baseline's, or less than 2, raise a `ValueError`. Equal
+  scores give p = 1; other differences that are all equal, p = 0.
   """
   seeds = sorted(baseline)
   if len(seeds) < 2 or sorted(scores) != seeds:
@@ -49,10 +49,7 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
 def read_scores(
   folder: str | Path, score: str = "bits_per_character", split: str = "test"
 ) -> dict[int, float]:
-  """Reads a score of the best checkpoint of each run `folder`/seed_<n>, by seed.
-
-  Raises a `ValueError` if there are no runs, or one lacks the score or has no finite one.
-  """
+  """A finite score of the best checkpoint of each run `folder`/seed_<n>; a `ValueError` without."""
   runs = [path for path in Path(folder).glob("seed_*") if path.name[5:].isdecimal()]
   if not runs:
     raise UserError(f"workdir: expected runs seed_<n> in {folder}, got none")

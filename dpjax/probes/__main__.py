@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       plots.write(draw(content), given.out)
 
 
-def _names(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
-  names = list(known) if given is None else list(dict.fromkeys(given.split(",")))
+def _names(flag: str, given: str | None, known: Sequence[str]) -> Sequence[str]:
+  names = known if given is None else list(dict.fromkeys(given.split(",")))
   if wrong := [name for name in names if name not in known]:
     raise unknown(flag, known, wrong[0])
   return names

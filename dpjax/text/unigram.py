@@ -129,14 +129,10 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   """Learns a Unigram model, the content of a `.model` file, as the pooling paper's authors do.
 
   Every character except white space is a piece. Words are cut into pieces of up to 16
-  characters, which do not mix scripts or join digits. Only runs of spaces are normalised.
+  characters, which do not mix scripts or join digits. Only runs of spaces are normalised. Equal
+  chunks give equal models; three of the pieces are marks (unknown, begin, end).
 
-  Args:
-    chunks: the text in parts; equal ones give equal models.
-    vocab_size: the number of pieces, including three marks (unknown, begin, end).
-
-  Raises:
-    ValueError: `model.boundaries.size: ...`, or `data.path: ...` for a text without words.
+  Raises a `ValueError`, `model.boundaries.size: ...`, or `data.path: ...` for a text without words.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors' models.
   """
