@@ -26,13 +26,7 @@ TRAINING, TEST = 0, 1  # streams of random numbers: no test row is drawn as a tr
 
 
 class Examples(NamedTuple):
-  """Rows of a task, each int32 [B, T].
-
-  Attributes:
-    tokens: the inputs of the model.
-    targets: the answers at the positions that predict them, else 0.
-    distances: the distances of the answers, else 0.
-  """
+  """Rows of a task, int32 [B, T]; answers and distances where they are predicted, else 0."""
 
   tokens: np.ndarray
   targets: np.ndarray

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,18 +72,11 @@ class SentencePiece(Tokenizer):
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
     """Learns `vocab_size` pieces, including bytes, three marks and the line end."""
-    model = learn_pieces(
-      (line for chunk in chunks for line in cut_lines(chunk, 4096)),
-      "data.tokenizer_size",
-      vocab_size=vocab_size,
-      model_type=kind.removeprefix("sentencepiece_"),
-      byte_fallback=True,
-      remove_extra_whitespaces=False,
-      add_dummy_prefix=False,
-      allow_whitespace_only_pieces=True,
-      user_defined_symbols=["\n"],
-    )
-    return cls(kind, model)
+    lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
+    lossless = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
+    lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
+    settings = dict(model_type=kind.removeprefix("sentencepiece_"), user_defined_symbols=["\n"])
+    return cls(kind, learn_pieces(lines, "data.tokenizer_size", vocab_size, **settings, **lossless))
 
   def _encode(self, text: str) -> np.ndarray:
     parts = list(cut_lines(text, 2**14))  # its time is not linear in a part's length
@@ -211,12 +205,9 @@ class BytePairs(Tokenizer):
     if vocab_size < 257:
       raise size_error("at least 257 (the bytes and one mark)", vocab_size)
     raw = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-      vocab_size=vocab_size,
-      special_tokens=[END_OF_TEXT],
-      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-      show_progress=False,
-    )
+    marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **marks)
     raw.train_from_iterator((line for chunk in chunks for line in _LINE.split(chunk)), trainer)
     return cls(raw)
 

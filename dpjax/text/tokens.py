@@ -139,8 +139,7 @@ def train_tokenizer(
   switches = {"lower_text": lower_text, "lower_pieces": lower_pieces}
   for name, value in (switches | {"restrict_vocabulary": restrict}).items():
     if value and kind != "wordpiece":
-      expected = f"data.{name}: expected False with the tokenizer {kind}"
-      raise UserError(f"{expected}, got True (it is a setting of wordpiece)")
+      raise UserError(f"data.{name}: expected False with the tokenizer {kind}, got True")
   if kind in CHARACTER_KINDS:
     if file:
       expected = f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}"
