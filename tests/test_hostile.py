@@ -56,7 +56,7 @@ SETTINGS = helpers.cases(r"""
   data.path={empty} | empty
   data.path={folder} | expected
   train.initial_run={nothing} | expected
-  model.boundaries=unigram model.boundaries.file={nothing} | expected a readable .*no_such
+  model.boundaries=unigram model.boundaries.file={nothing} | expected a SentencePiece .*no_such
   model.boundaries=whitespace model.boundaries.space_ids=(3,99) | token ids below .* = 18
   data.tokenizer=wordpiece data.tokenizer_file={nothing} | expected
 """)

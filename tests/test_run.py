@@ -267,7 +267,7 @@ REFUSED = [
   ("spacebyte", "model.boundaries.end_ids", (2, 18), "expected token ids below .* = 18, got"),
   ("whitespace", "model.boundaries.space_ids", (2, 99), r".* below .* = 18, got \(2, 99\)"),
   ("gumbel", "model.boundaries.space_ids", (18,), "expected token ids below .* = 18"),
-  ("unigram", "model.boundaries.file", "none", "expected a readable file, got none"),
+  ("unigram", "model.boundaries.file", "none", "expected a SentencePiece model .*, got none"),
 ]
 
 
