@@ -53,13 +53,10 @@ def _names(path) -> list[str]:
 def make_optimizer(
   name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
-  """An update rule by its name in `dpjax.registry.optimizers`, preceded by clipping.
+  """An update rule by its name in `dpjax.registry.optimizers`, with settings such as `b1`.
 
-  Args:
-    name: unknown ones and unknown settings raise a `UserError`.
-    rate: the learning rate, or a function of the update's number.
-    clip_norm: the maximum global norm of the gradient; 0 for no limit.
-    **settings: settings of the optimizer, such as `b1`.
+  Gradients are first clipped to the global norm `clip_norm`, unless it is 0. `rate` may be a
+  function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
   return _build(section, "optimizer", clip_norm, learning_rate=rate)
@@ -228,14 +225,14 @@ def warmup_stable_decay(
   if not 0 < decay_fraction <= 1:
     raise ValueError(f"decay_fraction: expected a number in (0, 1], got {decay_fraction}")
   decay_steps = max(1, round(decay_fraction * num_steps))
-  if warmup_steps > num_steps - decay_steps:
+  before = num_steps - decay_steps
+  if warmup_steps > before:
     raise ValueError(
-      f"warmup_steps: expected at most the {num_steps - decay_steps} steps before the decay, "
-      f"got {warmup_steps}"
+      f"warmup_steps: expected at most the {before} steps before the decay, got {warmup_steps}"
     )
   _check_decay(num_steps, warmup_steps, min_ratio)
-  begin = num_steps - decay_steps - warmup_steps  # `_warm_up` counts from its end.
-  decay = optax.linear_schedule(peak, peak * min_ratio, decay_steps, begin)
+  # `_warm_up` counts from its end.
+  decay = optax.linear_schedule(peak, peak * min_ratio, decay_steps, before - warmup_steps)
   return _warm_up(decay, peak, warmup_steps)
 
 
@@ -289,19 +286,7 @@ def muon(
 
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
-  return contrib.muon(
-    learning_rate,
-    ns_steps=ns_steps,
-    beta=beta,
-    eps=eps,
-    weight_decay=weight_decay,
-    nesterov=nesterov,
-    adaptive=adaptive,
-    adam_b1=adam_b1,
-    adam_b2=adam_b2,
-    adam_weight_decay=adam_weight_decay,
-    muon_weight_dimension_numbers=_matrices,
-  )
+  return contrib.muon(**locals(), muon_weight_dimension_numbers=_matrices)
 
 
 def _matrices(params: Any) -> Any:
