@@ -70,10 +70,8 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> None:
     """Writes a checkpoint in the background; the state may be donated at once.
 
-    Args:
-      state: its step becomes the checkpoint's.
-      meta: JSON values. The checkpoint of meta["best"]["step"] is kept.
-      origin: inputs of the run by name: its vocabulary, a hash of its text.
+    `meta` are JSON values; the checkpoint of meta["best"]["step"] is kept. `origin` are inputs of
+    the run by name: its vocabulary, a hash of its text.
 
     Raises:
       UserError: this checkpoint or the last cannot be written.
@@ -114,9 +112,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     Damaged ones, with missing or unparsable files or with other fingerprints than their arrays,
     are moved into the folder "damaged". An error of the file system is not damage.
 
-    Args:
-      abstract: shapes, dtypes and shardings of the state.
-      origin: the current inputs of the run by name; see `save`.
+    `abstract` has the shapes, dtypes and shardings of the state; for `origin` see `save`.
 
     Raises:
       UserError: all are damaged, or one has a later format, another origin or another model.
@@ -151,17 +147,15 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> tuple[int, dict]:
     """Reads the step and the parameters alone of one checkpoint; raises as `restore` does.
 
-    Args:
-      abstract: shapes, dtypes and shardings of the parameters.
-      step: the step of the checkpoint; None is the best by validation, or else the newest.
-      origin: see `restore`; may be a part of it.
-      part: "params", or "average" for a run that has one.
+    `step` None is the best by validation, or else the newest. `origin` may be a part of that
+    saved. `part` is "params", or "average" for a run that has one.
     """
-    paths, best = self._list_alike(), self.best_step()
+    paths = self._list_alike()
     if not paths:
       raise UserError("workdir: expected a run with a checkpoint, got none")
     if step is None:
-      paths.sort(key=lambda path: path.name != str(best))
+      best = str(self.best_step())
+      paths.sort(key=lambda path: path.name != best)
     elif not (paths := [path for path in paths if path.name == str(step)]):
       raise UserError(f"step: expected one of {self.steps()}, got {step}")
     found, damaged = _read_first(paths, {part: abstract}, origin or {})

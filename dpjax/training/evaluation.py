@@ -34,14 +34,9 @@ def evaluate(
 ) -> dict[str, float]:
   """Scores a text by `dpjax.training.metrics.text_scores` and `boundary_scores`.
 
-  Args:
-    eval_step: from `dpjax.training.step.jit_eval_step`.
-    params: the model's parameters.
-    windows: the batches of the text, with every token weighted once.
-    counts: the counts of the text; see `text_scores`.
-    mesh: the devices.
-    progress: whether to show a progress bar.
-    capacity: see `dpjax.training.Trainer`.
+  `eval_step` is from `dpjax.training.jit_eval_step`; `windows` are the batches of the text, with
+  every token weighted once. For `counts` see `text_scores`, for `capacity` see
+  `dpjax.training.Trainer`. `progress` shows a progress bar.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}

@@ -42,16 +42,11 @@ class Callback(Protocol):
   def __call__(
     self, step: int, metrics: Mapping[str, float], state: step_lib.TrainState
   ) -> bool | None:
-    """Takes a report.
+    """Takes the report of a step; returns True, in all processes, to end the training here.
 
-    Args:
-      step: the step of the report.
-      metrics: as in metrics.jsonl, with the split before the name: "valid/nats_per_token".
-      state: the newest state, of this step or the next one. The next update donates it.
-
-    Returns:
-      True, in all processes, to end the training here: it is scored and saved, and the same
-      call trains no further (a call with more steps, or without callbacks, does).
+    `metrics` are as in metrics.jsonl, with the split before the name: "valid/nats_per_token".
+    `state` is the newest, of this step or the next one; the next update donates it. An ended run
+    is scored and saved, and trains no further unless with more steps or without callbacks.
     """
     ...
 
@@ -164,7 +159,7 @@ def fit(
     found, is_over = saved.restore(abstract, origin), False
     if found is None:
       state = step_lib.jit_init(*of_state, abstract)
-      if initial is not None:
+      if initial:
         params = jax.device_put(initial(state.params), shardings.params)
         average = jax.tree.map(jnp.copy, params) if has_average else None
         state = dataclasses.replace(state, params=params, average=average)
@@ -183,7 +178,7 @@ def fit(
         f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the updates "
         f"that are to come, got {trace_from}:{trace_to}"
       )
-    if found is not None:
+    if found:
       reporter.print(f"Going on from the checkpoint of step {start}.")
     utilisation = None
     if measure_products:
@@ -258,8 +253,8 @@ def fit(
           )
         at_end |= is_enough
       if is_best or at_end or is_due:
-        ended = {"ended": num_steps} if is_enough else {}
-        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen, **ended}
+        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen}
+        kept |= {"ended": num_steps} if is_enough else {}
         saved.save(state, kept, origin=origin)
       if at_end:
         break
@@ -271,8 +266,7 @@ def fit(
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[int], int | None]]:
   """Yields a function of the step that returns the signal to stop, or None."""
-  if jax.process_count() > 1:
-    # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
+  if jax.process_count() > 1:  # JAX agrees on one step for all. It takes SIGTERM.
     sync = multihost_utils.reached_preemption_sync_point
     yield lambda step: signal.SIGTERM if sync(step) else None
     return
