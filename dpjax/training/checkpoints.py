@@ -63,7 +63,12 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def best_step(self) -> int | None:
     """The best step by validation, if it was saved."""
-    return find_best(self._folder)
+    paths = find_complete(self._folder)
+    for path in paths:
+      with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
+        return step if any(path.name == str(step) for path in paths) else None
+    return None
 
   def save(
     self, state: TrainState, meta: Mapping, *, origin: Mapping[str, str] | None = None
@@ -200,16 +205,6 @@ def find_complete(folder: str | Path) -> list[Path]:
   names = ocp.path.step.standard_name_format()
   found = [Path(each.path) for place in places for each in names.find_all(place)]
   return sorted(found, key=lambda path: -int(path.name))
-
-
-def find_best(folder: str | Path) -> int | None:
-  """The best step by validation of `find_complete`, if it was saved."""
-  paths = find_complete(folder)
-  for path in paths:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-      step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
-      return step if any(path.name == str(step) for path in paths) else None
-  return None
 
 
 @jax.jit

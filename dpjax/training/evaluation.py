@@ -93,11 +93,7 @@ class Scorer:
   capacity: Callable[[Mapping[str, np.ndarray]], int | None]
 
   def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
-    """The window and the stride in tokens; 0 takes the scorer's.
-
-    Raises:
-      ValueError: the window is longer than the model's.
-    """
+    """The window and the stride in tokens (0: the scorer's); a longer one raises `ValueError`."""
     window = window or self.window or self.longest
     if not 1 <= window <= self.longest:
       raise UserError(f"eval.window: expected 1 to model.max_length = {self.longest}, got {window}")

@@ -27,9 +27,6 @@ def cross_entropy(
     targets: [B, T], integers in [0, V).
     weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
 
-  Returns:
-    nats and count, scalars.
-
   Raises:
     ValueError: the shapes do not match.
   """
