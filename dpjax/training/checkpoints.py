@@ -55,7 +55,12 @@ class Checkpoints(contextlib.AbstractContextManager):
       self._manager = ocp.CheckpointManager(self._folder, options=options)
 
   def __exit__(self, *_) -> None:
-    self.close()
+    if self._manager:
+      try:
+        with self._writing() as manager:
+          manager.wait_until_finished()
+      finally:
+        self._manager.close()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
@@ -170,20 +175,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         f"{damaged[0].name}"
       )
     return found[0], found[1][part]
-
-  def wait(self) -> None:
-    """Waits until all checkpoints are on disk."""
-    if self._manager:
-      with self._writing() as manager:
-        manager.wait_until_finished()
-
-  def close(self) -> None:
-    """Waits for writes, and releases the folder."""
-    try:
-      self.wait()
-    finally:
-      if self._manager:
-        self._manager.close()
 
   def _list_alike(self) -> list[Path]:
     """The complete checkpoints, which all processes must see alike."""

@@ -153,9 +153,9 @@ def fit(
 
   with contextlib.ExitStack() as stack:
     folder = Path(workdir)
+    find_signal = stack.enter_context(_stop_signal())
     saved = checkpoints.Checkpoints(folder / "checkpoints", keep_checkpoints)
     stack.enter_context(saved)
-    find_signal = stack.enter_context(_stop_signal())
     found, is_over = saved.restore(abstract, origin), False
     if found is None:
       state = step_lib.jit_init(*of_state, abstract)
@@ -259,7 +259,6 @@ def fit(
       if at_end:
         break
       if stopping:
-        saved.wait()
         raise Interrupted(done, num_steps, number)
 
 
