@@ -60,7 +60,7 @@ def read_scores(
 def _read_score(run: Path, score: str, split: str) -> float:
   from dpjax.training import checkpoints  # Comparing needs no JAX otherwise.
 
-  best = checkpoints.find_best(run / "checkpoints")
+  best = checkpoints.Checkpoints(run / "checkpoints").best_step()
   pattern = rf"scores_{split}_({best or '[0-9]+'})\.json"
   files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
   if len(files) != 1:
