@@ -26,7 +26,6 @@ import jax
 from absl import flags
 
 from dpjax import run as run_lib
-from dpjax.analysis import losses as losses_lib
 from dpjax.analysis import runs as runs_lib
 from dpjax.commands import flags as command_line
 from dpjax.config import ConfigDict
@@ -102,7 +101,7 @@ def _run(row: papers.Row, table: papers.Table, seed: int) -> dict[str, Any]:
     run, scores = run_lib.train(config, folder)
     losses = runs_lib.read_losses(folder)
     every = min(config.train.median_every_steps, len(losses))
-    scores["median_cost"] = losses_lib.last_median(losses, every)
+    scores["median_cost"] = runs_lib.last_median(losses, every)
     jax.clear_caches()  # Otherwise a process keeps the programs of all its models.
     sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
     return {"scores": scores, "step": len(losses), "best_step": run.step, "parameters": sum(sizes)}

@@ -19,6 +19,7 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.__main__ import main as dpjax_main
+from dpjax.commands import flags as command_flags  # noqa: F401 - these flags stay
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 

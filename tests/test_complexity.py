@@ -74,115 +74,46 @@ def test_tokens_add_up_to_the_sequence(mixer, length, switches):
   assert {step.parameters for step in steps} == {whole.parameters}
 
 
-class Number:
-  """Does nothing but count what is done to it."""
+def dispatch(length, width, heads, multihead):
+  """Counts Alg. 1 step by step, without what its mask takes away."""
+  size, done = width // heads, collections.Counter()
 
-  tally = collections.Counter()
+  def dot(count, times=1):
+    done["multiplications"] += count * times
+    done["additions"] += (count - 1) * times
 
-  def _done(self, field):
-    Number.tally[field] += 1
-    return Number()
-
-  def __mul__(self, other):
-    return self._done("multiplications")
-
-  def __add__(self, other):
-    return self._done("additions")
-
-  def __truediv__(self, other):
-    return self._done("divisions")
-
-  def exp(self):
-    return self._done("exponentiations")
-
-
-def matrix(rows, columns):
-  return [[Number() for _ in range(columns)] for _ in range(rows)]
-
-
-def total(terms):
-  first, *rest = terms
-  for term in rest:
-    first = first + term
-  return first
-
-
-def apply(x, w):
-  """The row vector x times the matrix w."""
-  columns = zip(*w, strict=True)
-  return [total(a * b for a, b in zip(x, column, strict=True)) for column in columns]
-
-
-def times(x, y):
-  return [a * b for a, b in zip(x, y, strict=True)]
-
-
-def plus(vectors):
-  return [total(column) for column in zip(*vectors, strict=True)]
-
-
-def dispatch(x, heads, multihead):
-  """Alg. 1, without what its mask takes away."""
-  length, width = len(x), len(x[0])
-  size = width // heads
-  columns = [range(head * size, (head + 1) * size) for head in range(heads)]
-  if multihead:
-    values = [apply(row, matrix(width, width)) for row in x]
-  else:
-    w = matrix(size, size)
-    values = [sum((apply([row[i] for i in part], w) for part in columns), []) for row in x]
+  read = width if multihead else size
+  for _ in range(2 * length):  # values and outputs
+    for _ in range(1 if multihead else heads):
+      dot(read, times=read)
   for level in range(ops.num_levels(length)):
-    for t in reversed(range(2**level, length)):
-      for part in columns:
-        read = x[t] if multihead else [x[t][i] for i in part]
-        gate = total(times(read, matrix(1, len(read))[0]))
+    for _ in range(2**level, length):
+      for _ in range(heads):
+        dot(read)
         if not multihead:
-          gate = Number() / (Number() + gate.exp())
-        for i in part:
-          values[t][i] = values[t][i] + gate * values[t - 2**level][i]
-  for row in values:
-    if multihead:
-      apply(row, matrix(width, width))
-    else:
-      for part in columns:
-        apply([row[i] for i in part], w)
+          done.update(exponentiations=1, additions=1, divisions=1)
+        done.update(multiplications=size, additions=size)
+  return done
 
 
-def extract(x, mixer, adjustment=True, output_projection=True):
-  """Eqs. 23 to 29."""
-  width = len(x[0])
-  read = [apply(row, matrix(width, width)) for row in x] if mixer == "he" else x
-  for t, row in enumerate(x):
-    if mixer == "she":
-      terms = [apply(read[s], matrix(width, width)) for s in range(t + 1)]
-    else:
-      terms = [times(read[s], matrix(1, width)[0]) for s in range(t + 1)]
-    mixed = plus(terms)
-    if mixer != "me" and adjustment:
-      mixed = times(apply(row, matrix(width, width)), mixed)
-    if mixer != "me" and output_projection:
-      apply(mixed, matrix(width, width))
+@pytest.mark.parametrize("heads, multihead", [(1, False), (3, False), (3, True)])
+def test_the_dispatcher_step_by_step(heads, multihead):
+  mixer = "dispatcher_multihead" if multihead else "dispatcher"
+  counts = count_operations(mixer, length=7, width=6, num_heads=heads)
+  done = dispatch(7, 6, heads, multihead)
+  assert Counts(**done, parameters=counts.parameters) == counts
+  assert done.total() == counts.operations
 
 
-@pytest.mark.parametrize(
-  "mixer, heads, switches",
-  [
-    *(("dispatcher", 1, {}), ("dispatcher", 3, {}), ("dispatcher_multihead", 3, {})),
-    *((mixer, 1, {}) for mixer in complexity.EXTRACTORS),
-    *(("he", 1, BARE), ("she", 1, dict(adjustment=False))),
-    ("we", 1, dict(output_projection=False)),
-  ],
-)
-def test_is_what_a_mixer_of_numbers_does(mixer, heads, switches):
-  x = matrix(7, 6)
-  Number.tally.clear()
-  if mixer in complexity.EXTRACTORS:
-    extract(x, mixer, **switches)
-  else:
-    dispatch(x, heads, mixer == "dispatcher_multihead")
-  counts = count_operations(mixer, length=7, width=6, num_heads=heads, **switches)
-  assert Counts(**Number.tally, parameters=counts.parameters) == counts
-  assert sum(Number.tally.values()) == counts.operations
+@pytest.mark.parametrize("mixer", ["she", "he", "we"])
+def test_equations_24_and_25(mixer):
+  def counts(**switches):
+    return count_operations(mixer, length=7, width=6, **switches)
+
+  linear = Counts(7 * 36, 7 * 30, parameters=36)
+  assert counts(output_projection=False) + linear == counts()
+  assert counts(adjustment=False) + linear + Counts(7 * 6) == counts()
+  assert counts(**BARE) + linear + linear + Counts(7 * 6) == counts()
 
 
 LAYERS = {
@@ -223,26 +154,18 @@ def test_wrong_input(settings, message):
       count_operations("me", position=position, length=7, width=12)
 
 
-def cells(printed, name):
-  """The numbers in the row of a name."""
-  line = next(line for line in printed.splitlines() if line.startswith(f"{name}  "))
-  return [int(cell.replace(",", "")) for cell in line.removeprefix(name).split()]
+def test_the_command_prints_tables(capsys):
+  def cells(name):
+    line = next(line for line in printed.splitlines() if line.startswith(f"{name}  "))
+    return [int(cell.replace(",", "")) for cell in line.removeprefix(name).split()]
 
-
-def test_the_command_prints_table_7(capsys):
   complexity.main([])
   printed = capsys.readouterr().out
   for mixer, heads, *counts, parameters, operations in TABLE_7:
     name = f"attention, {heads} head" + "s" * (heads > 1)
     name = mixer.upper() if mixer in complexity.EXTRACTORS else name
-    assert cells(printed, name) == [*counts, operations, parameters]
-
-
-def test_the_command_prints_one_token(capsys):
+    assert cells(name) == [*counts, operations, parameters]
   complexity.main(["--inference=5", "--length=7", "--width=12", "--num_heads=3"])
   printed = capsys.readouterr().out
-  sizes = dict(position=5, length=7, width=12)
-  attention = count_operations("attention", num_heads=3, **sizes)
-  assert cells(printed, "attention, 3 heads")[4] == attention.operations
-  he = count_operations("he", **BARE, **sizes)
-  assert cells(printed, "HE, extraction alone")[:2] == [he.multiplications, he.additions]
+  he = count_operations("he", **BARE, position=5, length=7, width=12)
+  assert cells("HE, extraction alone")[:2] == [he.multiplications, he.additions]

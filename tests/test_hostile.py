@@ -39,7 +39,7 @@ SETTINGS = helpers.cases(r"""
   # Files and folders.
   data.path={nothing} | no_such
   train.initial_run={nothing} | expected
-  model.boundaries=unigram model.boundaries.file={nothing} | expected a readable .*no_such
+  model.boundaries=unigram model.boundaries.file={nothing} | expected a SentencePiece .*no_such
 """)
 
 # Flags and files of the scripts and modules, and what the message says.

@@ -19,9 +19,7 @@ from dpjax.probes import tasks, training
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-TINY = training.Settings(
-  length=16, window=4, width=16, num_steps=10, batch_size=8, num_test_rows=32
-)
+TINY = training.Settings(**command.TINY)
 
 
 def draw(task, seed=(5, tasks.TRAINING, 3)):

@@ -50,24 +50,12 @@ def made_up(kind, max_length=11):
   )
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-  """Has the command load a model that is made up."""
-
-  def load(kind, **settings):
-    monkeypatch.setattr(run_lib, "load", lambda folder: made_up(kind, **settings))
-
-  return load
-
-
 def test_boundaries_and_entropies_are_the_models():
   found = segment(made_up("gumbel"), TEXT)
   assert found.pieces == ["t", "o", " ", "b", "e", "|", "\n", "o", "r"]
-  assert found.boundaries.dtype == bool
   assert np.flatnonzero(found.boundaries).tolist() == [2, 6]
   # The ids are 6, 4, 1, 2, 3, 7, 0, 4, 5.
   expected = np.log([1, 2, 2, 3, 1, 2, 1, 2, 3])
-  assert found.entropies.dtype == np.float32
   np.testing.assert_allclose(found.entropies, expected, atol=1e-6)
   assert found.probabilities is not None and found.probabilities.dtype == np.float32
   chance = np.where(found.boundaries, 3 / 4, 1 / 5)
@@ -97,7 +85,7 @@ def test_pieces_of_other_tokenizers(kind, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
   vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
   tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
-  assert segmentation._split(tokenizer, tokenizer.encode(text)) == pieces
+  assert segmentation.split(tokenizer, tokenizer.encode(text)) == pieces
 
 
 @pytest.mark.parametrize(
@@ -121,12 +109,9 @@ def test_rendering(pieces, ends, expected):
 
 def test_the_figure():
   pieces = [*"a $b$\n"]
-  made = Segmentation(
-    pieces, np.isin(np.arange(6), [1, 5]), np.array([0.5, 2.0, 0.25, 1.0, 3.0, 0.75]), None
-  )
+  entropies = np.array([0.5, 2.0, 0.25, 1.0, 3.0, 0.75])
+  made = Segmentation(pieces, np.isin(np.arange(6), [1, 5]), entropies, None)
   (axes,) = draw(made).axes
-  assert axes.get_ylabel() == "conditional\nentropy (nats)"
-  assert axes.get_xlabel() == "token"
   assert [tick.get_text() for tick in axes.get_xticklabels()] == [*"a␣$b$", r"\n"]
   assert not any(tick.get_parse_math() for tick in axes.get_xticklabels())
   bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
@@ -141,8 +126,8 @@ def test_the_figure():
   assert below.get_lines()[0].get_xydata().tolist() == [*map(list, enumerate(made.probabilities))]
 
 
-def test_the_command_prints_and_draws(loaded, tmp_path, capsys):
-  loaded("gumbel")
+def test_the_command_prints_and_draws(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(run_lib, "load", lambda folder: made_up("gumbel"))
   out = tmp_path / "made/segments.png"
   segmentation.main(["runs/a", "--text=to be|", f"--out={out}"])
   assert capsys.readouterr().out == (
@@ -152,24 +137,13 @@ def test_the_command_prints_and_draws(loaded, tmp_path, capsys):
   segmentation.main(["runs/a", "--text=to be or what is longer", "--length=4"])
   assert capsys.readouterr().out.startswith("to␣|b\n\n4 tokens")
   assert [*tmp_path.iterdir()] == [out.parent]
-
-
-def test_without_a_text_the_test_split_is_shown(loaded, capsys):
-  loaded("gumbel", max_length=121)
-  segmentation.main(["runs/a"])
-  assert "\n120 tokens" in capsys.readouterr().out
-  segmentation.main(["runs/a", "--length=3"])
-  assert capsys.readouterr().out.startswith("to␣|\n\n3 tokens, 1 closed")
-
-
-@pytest.mark.parametrize(
-  "flag, message",
-  [
+  for flag, message in (
     ("--length=12", "--length: expected 1 to model.max_length = 11, got 12"),
     ("--text=to be or to be", "--text: expected 1 to 11 tokens .the model's window., got 14"),
-  ],
-)
-def test_wrong_flags(loaded, flag, message):
-  loaded("whitespace")
-  with pytest.raises(SystemExit, match=f"^{message}$"):
-    segmentation.main(["runs/a", flag])
+  ):
+    with pytest.raises(SystemExit, match=f"^{message}$"):
+      segmentation.main(["runs/a", flag])
+  # Without a text, the test split is shown.
+  monkeypatch.setattr(run_lib, "load", lambda folder: made_up("gumbel", max_length=121))
+  segmentation.main(["runs/a"])
+  assert "\n120 tokens" in capsys.readouterr().out

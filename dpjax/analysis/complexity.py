@@ -7,25 +7,22 @@ l context window, t tokens so far (including the new one), d width, n heads, K l
 
 Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
 HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
-sequence of l tokens; masked positions do not count, so that token t reads t tokens; a
-product with a [p, q] matrix takes p q multiplications and (p - 1) q additions a token; no
-biases. Where this differs from the tables: the additions of attention in inference are
+sequence of l tokens; token t reads t tokens; a product with a [p, q] matrix takes p q
+multiplications and (p - 1) q additions a token; no biases. An Extractor's counts are those of
+the direct sum, not of an FFT. The counts for tokens t = 1 .. l add up to those of training.
 
-  (3 (d-1) d/n + t (d/n - 1) + (t-1) d/n + (t-1)) n + (d-1) d = 2td + 4d^2 - 5d - n,
+One difference: attention's additions in inference are those of Table 5 before simplification,
 
-as in Table 5 before simplification. The simplified form, 2td - tn + t + 4d^2 - 5d - 1, agrees
-only for a single head; with more heads it is inconsistent with Tables 3 and 7.
+  (3 (d-1) d/n + t (d/n - 1) + (t-1) d/n + (t-1)) n + (d-1) d = 2td + 4d^2 - 5d - n.
 
-For every mixer here, the counts for tokens t = 1 .. l add up to those of training: both are
-one function of the number of new tokens and of the tokens that they read. An Extractor's counts
-are those of the direct sum, not of an FFT.
+The simplified form, 2td - tn + t + 4d^2 - 5d - 1, agrees only for a single head; with more heads
+it is inconsistent with Tables 3 and 7.
 """
 
 import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from dpjax.analysis import style
 from dpjax.errors import UserError
@@ -38,12 +35,8 @@ EXTRACTORS = ("she", "he", "we", "me")
 class Counts:
   """Operations and parameters of a mixer; `+` adds two field by field.
 
-  Attributes:
-    multiplications: of real numbers, like all counts below.
-    additions: additions and subtractions.
-    divisions: in the softmax, in attention's scaling by sqrt(d/n), and in the sigmoid.
-    exponentiations: in the softmax and in the sigmoid.
-    parameters: trainable numbers.
+  Divisions are in the softmax, in attention's scaling by sqrt(d/n), and in the sigmoid,
+  exponentiations in the softmax and the sigmoid; subtractions count as additions.
   """
 
   multiplications: int = 0
@@ -60,14 +53,6 @@ class Counts:
   def __add__(self, other: "Counts") -> "Counts":
     pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
     return Counts(*(a + b for a, b in pairs))
-
-
-class _Work(NamedTuple):
-  """New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads."""
-
-  tokens: int
-  reads: int
-  level_reads: int
 
 
 def count_operations(
@@ -88,11 +73,10 @@ parameters=128)
     >>> count_operations("attention", length=128, width=128, num_heads=32, position=10).operations
     136480
 
-  The Dispatcher (Alg. 1 of its paper) has values [d/n, d/n], gates [d/n, K] and a sigmoid,
-  1 / (1 + exp(-x)), K = ceil(log2(l)) levels and an output [d/n, d/n], the matrices
-  shared by the heads; the multi-head one has them [d, d], [d, n K] and [d, d], and no
-  sigmoid. Level k counts only tokens that have a token 2**k before them: gates and sums of
-  l - 2**k tokens are counted.
+  The Dispatcher (Alg. 1 of its paper) has K = ceil(log2(l)) levels, values [d/n, d/n], gates
+  [d/n, K] with a sigmoid, 1 / (1 + exp(-x)), and an output [d/n, d/n], shared by the heads; the
+  multi-head one has them [d, d], [d, n K] and [d, d], and no sigmoid. Level k has gates and
+  sums for the l - 2**k tokens with a token 2**k before them.
 
   Args:
     mixer: one of `MIXERS`.
@@ -101,36 +85,33 @@ parameters=128)
     position: t of one more token, from 1 to l, when all tokens before it are cached; None
       counts training. Only the parameters, those of the whole sublayer, then depend on l.
     num_heads: n, a divisor of d; 1 for the Extractors, which have none.
-    adjustment: whether SHE, HE and WE have Eq. 24: d^2 + d multiplications and d^2 - d
-      additions a token, and d^2 parameters.
-    output_projection: whether SHE, HE and WE have Eq. 25: d^2 multiplications and d^2 - d
-      additions a token, and d^2 parameters. HE without both is its extraction alone.
+    adjustment: whether SHE, HE and WE have Eq. 24.
+    output_projection: whether they have Eq. 25. HE without both is its extraction alone.
 
   Raises:
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
   """
-  _check(mixer, length, width, num_heads, adjustment, output_projection)
+  if mixer not in MIXERS:
+    raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
+  for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
+    if type(value) is not int or value < 1:
+      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
+  if width % num_heads:
+    raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+  if mixer in EXTRACTORS and num_heads != 1:
+    raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
+  for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
+    if mixer not in ("she", "he", "we") and not value:
+      raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
+  num_levels = max(1, (length - 1).bit_length())  # as in the layer
+  # New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads.
   if position is None:
-    level_reads = sum(max(length - 2**level, 0) for level in range(_num_levels(length)))
-    work = _Work(length, length * (length + 1) // 2, level_reads)
+    tokens, reads = length, length * (length + 1) // 2
+    level_reads = sum(max(length - 2**level, 0) for level in range(num_levels))
   elif type(position) is int and 1 <= position <= length:
-    # Level k reads the token 2**k before, and the first has none before it.
-    work = _Work(1, position, (position - 1).bit_length())
+    tokens, reads, level_reads = 1, position, (position - 1).bit_length()
   else:
     raise UserError(f"position: expected an integer from 1 to the length {length}, got {position}")
-  return _count(mixer, work, length, width, num_heads, adjustment, output_projection)
-
-
-def _count(
-  mixer: str,
-  work: _Work,
-  length: int,
-  width: int,
-  num_heads: int,
-  adjustment: bool,
-  output_projection: bool,
-) -> Counts:
-  tokens, reads, level_reads = work
   if mixer == "attention":
     linear, each = _linear(tokens, width), num_heads * reads
     scores = Counts(width * reads, (width - num_heads) * reads, divisions=each)
@@ -142,7 +123,7 @@ def _count(
     heads = 1 if is_multihead else num_heads
     size, each = width // heads, num_heads * level_reads
     linear = _linear(tokens * heads, size)
-    columns = _num_levels(length) * (num_heads if is_multihead else 1)
+    columns = num_levels * (num_heads if is_multihead else 1)
     gates = Counts(each * size, each * (size - 1), parameters=size * columns)
     if not is_multihead:
       gates += Counts(0, each, divisions=each, exponentiations=each)
@@ -164,44 +145,19 @@ def _linear(times: int, width: int) -> Counts:
   return Counts(times * width**2, times * width * (width - 1), parameters=width**2)
 
 
-def _num_levels(length: int) -> int:
-  """K as in the layer, at least 1; `dpjax.ops.num_levels` would load JAX."""
-  return max(1, (length - 1).bit_length())
-
-
-def _check(
-  mixer: str, length: int, width: int, num_heads: int, adjustment: bool, output_projection: bool
-) -> None:
-  if mixer not in MIXERS:
-    raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
-  for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
-    if type(value) is not int or value < 1:
-      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
-  if width % num_heads:
-    raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
-  if mixer in EXTRACTORS and num_heads != 1:
-    raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
-  for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
-    if mixer not in ("she", "he", "we") and not value:
-      raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
-
-
 def table(
   *, length: int, width: int, num_heads: int, position: int | None = None
 ) -> dict[str, Counts]:
-  """Counts every mixer, by row: Table 7 with the Dispatcher.
+  """Counts every mixer, by row: Table 7 with the Dispatcher; see `count_operations`.
 
-  Attention and the Dispatchers have a row with 1 head and one with `num_heads`. Without a
-  position, training is counted; otherwise one more token. See `count_operations`.
+  Attention and the Dispatchers have a row with 1 head and one with `num_heads`.
   """
 
   def count(mixer: str, **settings) -> Counts:
     return count_operations(mixer, length=length, width=width, position=position, **settings)
 
-  rows = {}
-  for mixer, name in zip(
-    MIXERS, ("attention", "Dispatcher", "multi-head Dispatcher"), strict=False
-  ):
+  rows, named = {}, ("attention", "Dispatcher", "multi-head Dispatcher")
+  for mixer, name in zip(MIXERS, named, strict=False):
     for heads in (1, num_heads):
       rows[f"{name}, {heads} {'head' if heads == 1 else 'heads'}"] = count(mixer, num_heads=heads)
   rows |= {mixer.upper(): count(mixer) for mixer in EXTRACTORS}

@@ -4,10 +4,9 @@
   dpjax plots runs/she --metric=train/grad_norm --log=y
   dpjax plots runs/* --figure=curves --every=2000 --width=3.3in --out=costs.pdf
 
-A run folder has config.json, the settings; losses.f32, the loss of every update in nats per
-token (the mean over a batch): little-endian float32, update 1 first, NaN if unknown; and
-metrics.jsonl, the logged scores. Nothing else is read, and JAX is not loaded. A run may be
-short, or still in training. --figure is one of
+A run folder has config.json; losses.f32, the loss of every update in nats per token, little-endian
+float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
+in training. --figure is one of
 
   progress     median training costs beside validation scores (the default)
   metric       a logged score, --metric, over the batch number
@@ -19,10 +18,9 @@ or, from "Attention Is Not All You Need Anymore", Sec. 6:
   by_length    the median of the last 2,000 batches over the context window (Fig. 10)
   by_layers    the same over the number of layers (Fig. 11)
 
-Figures over batches draw runs that differ only in the seed, or that --labels names alike, as one
-line, their mean, in a band of one standard deviation to each side. In the last two figures, runs
-with one label or mixer form a line, through the mean if several share a place. The command also
-prints a table, and below it the settings besides the mixer in which the runs differ.
+Over batches, runs that differ only in the seed, or that --labels names alike, are one line, their
+mean, in a band of one standard deviation to each side. In the last two figures, runs with one
+label or mixer form a line, through the mean if several share a place. A table is printed, too.
 """
 
 import argparse
@@ -36,8 +34,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpjax import files
-from dpjax.analysis import losses, style
 from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
 from dpjax.errors import UserError, unknown
 
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-FIGURES = ("progress", "metric", "curves", "every_batch", *losses.PLACES)
+FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.PLACES)
 SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 _SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
@@ -66,15 +64,12 @@ def draw(
   """Draws runs.
 
   Args:
-    runs: at least one.
+    runs: at least one, each with `every` updates or more, else a `ValueError` is raised.
     figure: one of `FIGURES`.
     every: updates in a window; "every_batch" and "metric" need none.
     metric: the score drawn by "progress" and "metric", from `find_metric`.
     log: the axes with a logarithmic scale, from "x" and "y".
     width: inches; a figure narrower than 5 is laid out for one column of a paper.
-
-  Raises:
-    ValueError: the figure is unknown, or a run has fewer updates than `every`.
   """
   if figure not in FIGURES:
     raise unknown("figure", FIGURES, figure)
@@ -87,17 +82,16 @@ def draw(
     size = width, 0.6 * width * shape[0] if is_narrow else width * 5 / 9
     canvas = Figure(figsize=size, layout="constrained")
     for axes, kind in zip(canvas.subplots(*shape, squeeze=False).flat, kinds, strict=True):
-      if kind in losses.PLACES:
-        _draw_places(axes, runs, every, *losses.PLACES[kind])
+      if kind in runs_lib.PLACES:
+        _draw_places(axes, runs, every, *runs_lib.PLACES[kind])
       else:
         _draw_curves(axes, runs, kind, every, metric or "")
-      if "x" in log and kind not in losses.PLACES:
+      if "x" in log and kind not in runs_lib.PLACES:
         axes.set_xscale("log")
       if "y" in log:
         axes.set_yscale("log")
       if is_narrow:
         axes.set_ylabel(textwrap.fill(axes.get_ylabel(), 28))
-    # One legend for all panels: on the right, or below if there is no room.
     lines = {line.get_label(): line for axes in canvas.axes for line in axes.get_lines()}
     names = [textwrap.fill(str(name), 42 if is_narrow else 34) for name in lines]
     place = "outside lower left" if is_narrow else "outside right upper"
@@ -112,13 +106,21 @@ def draw(
 
 def _draw_curves(axes: "Axes", runs: Sequence[Record], kind: str, every: int, metric: str) -> None:
   """Draws a line for each name of runs: their mean, in a band."""
+
+  def curve(run: Record) -> Mapping[int, float]:
+    if kind == "metric":
+      return run.scores.get(metric, {})
+    if kind == "every_batch":
+      return dict(enumerate(run.losses, 1))
+    return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
+
   groups = runs_lib.group(runs_lib.names(runs, seeds=False), runs)
   for i, (name, group) in enumerate(groups.items()):
-    curves = [_curve(run, kind, every, metric) for run in group]
+    curves = [curve(run) for run in group]
     x = sorted(set.intersection(*map(set, curves)))
     if not x:
       continue
-    y = np.array([[curve[at] for at in x] for curve in curves])
+    y = np.array([[values[at] for at in x] for values in curves])
     mean, look = y.mean(axis=0), style.line(i)
     if len(group) > 1:
       name += f", {len(group)} seeds"
@@ -139,23 +141,11 @@ def _draw_curves(axes: "Axes", runs: Sequence[Record], kind: str, every: int, me
   axes.set(xlabel="batch", ylabel=label)
 
 
-def _curve(run: Record, kind: str, every: int, metric: str) -> Mapping[int, float]:
-  """The values to draw for a run, by update."""
-  if kind == "metric":
-    return run.scores.get(metric, {})
-  if kind == "every_batch":
-    return dict(enumerate(run.losses, 1))
-  losses.check_every(run.losses, every, run.folder)
-  return {every * i: y for i, y in enumerate(losses.medians(run.losses, every), 1)}
-
-
 def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, name: str) -> None:
   """Draws the last medians over a setting, a line for each label or mixer."""
   labels, everywhere = [run.label or runs_lib.mixer_name(run.config) for run in runs], set()
   for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
-    for run in group:
-      losses.check_every(run.losses, every, run.folder)
-    medians = [losses.last_median(run.losses, every) for run in group]
+    medians = [runs_lib.last_median(run.losses, every) for run in group]
     points = runs_lib.group([setting(run.config, key) for run in group], medians)
     places, look = sorted(points), style.line(i)
     means = [np.mean(points[place]) for place in places]
@@ -171,10 +161,9 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
 
 
 def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None:
-  """Finds the logged score to draw.
+  """The logged score to draw: the given one, which a run must have, such as "valid/perplexity".
 
-  A name such as "valid/perplexity", which a run must have, stays. None becomes validation bits per
-  character if all evaluated runs have it, else perplexity, and None if no run was evaluated.
+  None becomes validation bits per character if all evaluated runs have it, else perplexity.
   """
   if metric is None:
     logged = [run.scores for run in runs if any(name in run.scores for name in _VALIDATION)]
@@ -217,9 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   from dpjax.commands import flags as command_line
 
   path = os.path.expanduser
-  parser = argparse.ArgumentParser(
-    prog="dpjax plots", description="Training costs and scores of runs, from their folders."
-  )
+  about = "Training costs and scores of runs, from their folders."
+  parser = argparse.ArgumentParser(prog="dpjax plots", description=about)
   parser.add_argument("run_folder", nargs="+", type=path, help="of dpjax train")
   about = f"a file: {', '.join(SUFFIXES)}; by default FIGURE.png in the current folder"
   parser.add_argument("--out", type=path, help=about)
@@ -247,9 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    content = losses.table(runs, every, figure, metric)
+    content = runs_lib.table(runs, every, figure, metric)
     picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=width)
-    print(losses.format_table(content) if is_paper else losses.format_scores(content))
+    print(runs_lib.format_table(content) if is_paper else runs_lib.format_scores(content))
     if given.json:
       files.write_json(Path(given.json), content)
     write(picture, out)

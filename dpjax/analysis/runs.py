@@ -1,16 +1,20 @@
-"""Reads run folders for figures, names runs, and notes what differs. Does not load JAX."""
+"""Reads run folders, names runs, and tables their training costs. Does not load JAX.
+
+Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpjax.analysis import style
 from dpjax.errors import UserError
 
-# Settings that say how a run reports or is computed. Runs are named after them only where they
-# differ in nothing else, and are compared without a note.
+# How a run reports or is computed: names runs that differ in nothing else, and needs no note.
 REPORTING = (
   *("model.vocab_size", "model.scan_layers", "model.remat", "train.parameters"),
   *("train.num_steps", "train.num_epochs", "train.log_every_steps", "train.median_every_steps"),
@@ -18,6 +22,11 @@ REPORTING = (
   *("train.checkpoint_every_steps", "train.keep_checkpoints"),
 )
 _MOST_IN_A_NAME = 3
+# Where a line of the figures "by ..." has its points, and the name of that axis.
+PLACES = {
+  "by_length": ("model.max_length", "context window (tokens)"),
+  "by_layers": ("model.num_layers", "layers"),
+}
 
 
 class Record(NamedTuple):
@@ -41,8 +50,7 @@ class Record(NamedTuple):
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
   """Reads run folders, with a label for each if given; otherwise `names` finds them.
 
-  Raises:
-    ValueError: a folder cannot be read, or the number of labels differs.
+  Raises a `ValueError` if a folder cannot be read, or the number of labels differs.
   """
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):
@@ -56,20 +64,19 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 def read_losses(workdir: str | Path) -> np.ndarray:
   """Reads the loss of every update, float32 [N], nats per token; NaN if unknown.
 
-  Raises:
-    ValueError: the file is missing or damaged.
+  Raises a `ValueError` if the file is missing or damaged.
   """
-  content = _read(Path(workdir), "losses.f32")
+  path = Path(workdir, "losses.f32")
+  content = _read(path)
   if len(content) % 4:
-    expected = f"4 bytes an update in {Path(workdir, 'losses.f32')}"
-    raise UserError(f"workdir: expected {expected}, got {len(content)} bytes")
+    raise UserError(f"workdir: expected 4 bytes an update in {path}, got {len(content)} bytes")
   return np.frombuffer(content, "<f4").astype(np.float32)
 
 
 def read_config(workdir: str | Path) -> dict[str, Any]:
   """Reads the settings in a run's folder; a `ValueError` if there are none."""
-  path = Path(workdir) / "config.json"
-  content = _read(Path(workdir), path.name)
+  path = Path(workdir, "config.json")
+  content = _read(path)
   try:
     config = json.loads(content)
   except (ValueError, RecursionError) as error:
@@ -87,7 +94,7 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
 
   Lines that cannot be parsed are skipped: the last line of a run in training may be incomplete.
   """
-  path = Path(workdir) / "metrics.jsonl"
+  path = Path(workdir, "metrics.jsonl")
   scores: dict[str, dict[int, float]] = {}
   for line in path.read_bytes().splitlines() if path.is_file() else []:
     try:
@@ -101,13 +108,13 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
   return scores
 
 
-def _read(workdir: Path, name: str) -> bytes:
-  if not workdir.is_dir():
-    raise UserError(f"workdir: expected the folder of a run, got {workdir}")
+def _read(path: Path) -> bytes:
+  if not path.parent.is_dir():
+    raise UserError(f"workdir: expected the folder of a run, got {path.parent}")
   try:
-    return (workdir / name).read_bytes()
+    return path.read_bytes()
   except OSError as error:
-    raise UserError(f"workdir: expected to read {workdir / name}, got: {error.strerror}") from error
+    raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error
 
 
 def mixer_name(config: Mapping[str, Any]) -> str:
@@ -118,11 +125,9 @@ def mixer_name(config: Mapping[str, Any]) -> str:
     >>> mixer_name({"model": {"mixer": {"name": "we", "output_projection": False}}})
     'WE, no output projection'
 
-  Raises:
-    ValueError: the settings name no mixer.
+  Raises a `ValueError` if the settings name no mixer.
   """
-  mixer = setting(config, "model.mixer")
-  name = setting(config, "model.mixer.name")
+  mixer, name = setting(config, "model.mixer"), setting(config, "model.mixer.name")
   if not isinstance(name, str):
     raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
   if name in ("she", "he", "we", "me"):
@@ -142,7 +147,6 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
       ->  "SHE, learning rate 0.1", "SHE, learning rate 0.2", "HE"
 
   If many settings differ, those with the most values are named; if none does, the folders are.
-
   Runs with a label keep it. Without `seeds`, runs that differ in nothing else share a name.
   """
   found = [run.label or mixer_name(run.config) for run in runs]
@@ -187,29 +191,115 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
     of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
     if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
       del columns["seed"]
-  for key, column in (columns | {"updates": [len(run.losses) for run in runs]}).items():
-    who = group([json.dumps(value) for value in column], labels)
+  counts = [len(run.losses) for run in runs]
+  for key, column in (columns | {"updates": counts}).items():
+    who = group(map(json.dumps, column), labels)
     if len(who) > 1:
       values = [f"{value} for {'; '.join(some)}" for value, some in who.items()]
       sentences.append(f"{key}: {' | '.join(values)}")
-  for run, label in zip(runs, labels, strict=True):
+  for run, label, count in zip(runs, labels, counts, strict=True):
     if unknown := int(np.isnan(run.losses).sum()):
-      count = len(run.losses)
       sentences.append(f"{label}: {unknown} of {count} losses are not known, and left out")
   return sentences
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
-  flat = [*map(_flatten, configs)]
-  keys = sorted({key for config in flat for key in config})
-  columns = {
-    key: [config.get(key) for config in flat]
-    for section in ("seed.", "model.", "data.", "train.")
-    for key in keys
-    if f"{key}.".startswith(section)
-  }
+  flat, sections = [*map(_flatten, configs)], ("seed", "model", "data", "train")
+  keys = sorted({key for config in flat for key in config if lies_in(key, sections)})
+  keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
+  columns = {key: [config.get(key) for config in flat] for key in keys}
   return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
+
+
+def medians(losses: np.ndarray, every: int) -> np.ndarray:
+  """Takes the median of each non-overlapping window of updates.
+
+    >>> medians(np.array([5., 3., 4., 9., 2., np.nan, 1., 7.]), every=3)
+    array([4. , 5.5])
+
+  Updates after the last complete window are dropped. Unknown losses (NaN) are ignored; a window
+  of nothing else is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
+  """
+  if not 1 <= every <= len(losses):
+    expected = f"at least 1 and at most the {len(losses)} updates of a run"
+    raise UserError(f"every: expected {expected}, got {every}")
+  count = len(losses) // every
+  windows = losses[: count * every].reshape(count, every).astype(np.float64)
+  known = [window[~np.isnan(window)] for window in windows]
+  return np.array([np.median(window) if window.size else math.nan for window in known])
+
+
+def last_median(losses: np.ndarray, every: int) -> float:
+  """The median of the last `every` updates, NaN if none is known; see `medians`."""
+  return float(medians(losses[-every:], every)[-1])
+
+
+def table(
+  runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
+) -> dict[str, Any]:
+  """Collects the medians of runs, and notes on differences that make them hard to compare.
+
+  JSON values, None for unknown numbers: "every", "updates" (the last one of each window of
+  `every`), "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric,
+  such as "valid/perplexity". What the figures "by_length" and "by_layers" draw over may differ.
+  """
+  rows = [
+    {
+      "name": name,
+      "folder": run.folder,
+      "updates": len(run.losses),
+      "unknown": int(np.isnan(run.losses).sum()),
+      "max_length": setting(run.config, "model.max_length"),
+      "num_layers": setting(run.config, "model.num_layers"),
+      "medians": [*map(_number, medians(run.losses, every))],
+      "last": _number(last_median(run.losses, every)),
+      "scores": [[*pair] for pair in sorted(run.scores.get(metric or "", {}).items())],
+    }
+    for run, name in zip(runs, names(runs), strict=True)
+  ]
+  updates = [*range(every, every * max(len(row["medians"]) for row in rows) + 1, every)]
+  told = notes(runs, ("model.mixer", *PLACES.get(figure, ())[:1]))
+  return {"every": every, "updates": updates, "metric": metric, "runs": rows, "notes": told}
+
+
+def format_table(content: Mapping[str, Any]) -> str:
+  """Formats the result of `table`: a line for each run, a column for each window, then notes."""
+  updates, rows = content["updates"], []
+  for row in content["runs"]:
+    missing = [""] * (len(updates) - len(row["medians"]))
+    rows.append([row["name"], *map(_cell, row["medians"]), *missing, _cell(row["last"])])
+  title = f"Median training cost of {content['every']} batches, nats per token; up to batch"
+  return _format(title, ["", *updates, "last"], rows, content["notes"])
+
+
+def format_scores(content: Mapping[str, Any]) -> str:
+  """Formats the metric in the result of `table` beside the last costs: one line for each run."""
+  title = f"Median cost of the last {content['every']} batches, nats per token"
+  heads, rows = ["", "batches", "cost"], []
+  if content["metric"]:
+    title += f"; {content['metric']}"
+    heads += ["last", "lowest", "at batch"]
+  for row in content["runs"]:
+    cells = [row["name"], f"{row['updates']:,}", _cell(row["last"])]
+    if scores := row["scores"]:
+      lowest_at, lowest = min(scores, key=lambda pair: pair[1])
+      cells += [_cell(scores[-1][1]), _cell(lowest), f"{lowest_at:,}"]
+    rows.append([*cells, *[""] * (len(heads) - len(cells))])
+  return _format(title, heads, rows, content["notes"])
+
+
+def _format(title: str, heads: Sequence, rows: Sequence[Sequence], notes: Sequence[str]) -> str:
+  care = ["", "To be compared with care:", *(f"  {note}" for note in notes)] if notes else []
+  return "\n".join([f"{title}:", "", style.table(heads, rows), *care])
+
+
+def _number(value: float) -> float | None:
+  return float(value) if math.isfinite(value) else None
+
+
+def _cell(value: float | None) -> str:
+  return "-" if value is None else f"{value:.4f}"
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
@@ -225,7 +315,7 @@ def lies_in(key: str, places: Sequence[str]) -> bool:
   return f"{key}.".startswith(tuple(f"{place}." for place in places))
 
 
-def group(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
+def group(keys: Iterable[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
   """The values of each key, in their order."""
   groups: dict[Any, list[Any]] = {}
   for key, value in zip(keys, values, strict=True):

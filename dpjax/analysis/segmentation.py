@@ -49,12 +49,8 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
     the model's softmax after "a" is (0.5, 0.5)  ->  entropies[0] = ln 2 = 0.693
 
-  The boundaries are those of the model itself. A model without segments has none; spikes of
-  its entropy do not count.
-
-  Args:
-    run: from `dpjax.load`.
-    text: a text, or its tokens, [T], from 1 to the model's longest window.
+  The text may be given as tokens, [T], from 1 to the model's window. A model without segments has
+  no boundaries.
   """
   import jax
   import jax.numpy as jnp
@@ -71,19 +67,17 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
   def read(params, tokens_bt):
     rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
     output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
-    boundaries = output.boundaries
+    boundaries, logits = output.boundaries, output.boundary_logits
     boundaries = jnp.zeros(tokens_bt.shape) if boundaries is None else boundaries
-    logits = output.boundary_logits
     probabilities = None if logits is None else jax.nn.sigmoid(logits)
     rows = boundaries, conditional_entropy(output.logits), probabilities
     return jax.tree.map(lambda row: row[0].astype(jnp.float32), rows)
 
   boundaries, entropies, probabilities = jax.device_get(read(run.params, tokens[None]))
-  pieces = _split(run.tokenizer, tokens)
-  return Segmentation(pieces, boundaries > 0.5, entropies, probabilities)
+  return Segmentation(split(run.tokenizer, tokens), boundaries > 0.5, entropies, probabilities)
 
 
-def _split(tokenizer, tokens: np.ndarray) -> list[str]:
+def split(tokenizer, tokens: np.ndarray) -> list[str]:
   """The text that each token adds, or the token's own text if that is unknown."""
   pieces, before = [], ""
   for i in range(len(tokens)):
@@ -99,12 +93,11 @@ def render(segmentation: Segmentation) -> str:
 
     pieces "a", " ", "b", boundaries 0, 1, 0  ->  "a␣|b"
 
-  If tokens are longer than a character, a · separates the tokens of a segment.
+  A · separates the tokens of a segment if some are longer than a character.
   """
   join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
-  pieces = map(visible, segmentation.pieces)
-  pairs = zip(pieces, segmentation.boundaries, strict=True)
-  text = "".join(piece + ("|" if ends else join) for piece, ends in pairs)
+  pairs = zip(segmentation.pieces, segmentation.boundaries, strict=True)
+  text = "".join(visible(piece) + ("|" if ends else join) for piece, ends in pairs)
   return text if segmentation.boundaries[-1] else text.removesuffix(join)
 
 
@@ -122,16 +115,12 @@ def visible(piece: str) -> str:
 
 @style.applied()
 def draw(segmentation: Segmentation) -> "Figure":
-  """Draws a segmentation: tokens along x, a vertical line after each closed segment.
-
-  Bars are conditional entropies in nats. A second panel has a predictor's probabilities.
-  """
+  """Draws entropies, and a predictor's probabilities; a line ends each closed segment."""
   from matplotlib.figure import Figure
 
   count, probabilities = len(segmentation.pieces), segmentation.probabilities
   rows = 1 if probabilities is None else 2
-  size = max(5.0, 0.14 * count + 1), 1 + 1.6 * rows
-  canvas = Figure(figsize=size, layout="constrained")
+  canvas = Figure(figsize=(max(5.0, 0.14 * count + 1), 1 + 1.6 * rows), layout="constrained")
   panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
   panels[0].bar(places, segmentation.entropies, color=style.COLOURS[5])
   panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
@@ -144,7 +133,7 @@ def draw(segmentation: Segmentation) -> "Figure":
       axes.axvline(end + 0.5, color="0.4", linewidth=0.8, linestyle="--")
   labels = [*map(visible, segmentation.pieces)]
   turn = 90 * (max(map(len, labels)) > 2)
-  # A text may have dollars, and they set no formulas.
+  # Dollars of a text set no formulas.
   panels[-1].set_xticks(places, labels, rotation=turn, fontsize=8, parse_math=False)
   panels[-1].set_xlabel("token")
   style.finish(canvas)
@@ -172,11 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run, length = run_lib.load(given.run_folder), given.length
     if length is not None and not 1 <= length <= run.window:
       raise UserError(f"length: expected 1 to model.max_length = {run.window}, got {length}")
+    tokens = run.tokens("test") if given.text is None else run.tokenizer.encode(given.text)
     if given.text is None:
-      tokens = run.tokens("test")[: length or min(120, run.window)]
-    else:
-      tokens = run.tokenizer.encode(given.text)[:length]
-    found = segment(run, tokens)
+      length = length or min(120, run.window)
+    found = segment(run, tokens[:length])
     print(render(found))
     print(
       f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "

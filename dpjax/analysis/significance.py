@@ -10,7 +10,6 @@ two-sided, without a correction for the number of folders.
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from dpjax.analysis import style
 from dpjax.errors import UserError
+from dpjax.files import load_json
 
 
 def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, float]:
@@ -30,8 +30,8 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
     >>> round(difference, 3), round(p, 3)
     (-0.333, 0.057)
 
-  Scores are by seed; other seeds than the baseline's, or less than 2, raise a `ValueError`.
-  Differences that are all equal give p = 0, or p = 1 if they are all 0.
+  Scores are by seed; others than the baseline's, or less than 2, raise a `ValueError`. Equal
+  scores give p = 1; other differences that are all equal, p = 0.
   """
   seeds = sorted(baseline)
   if len(seeds) < 2 or sorted(scores) != seeds:
@@ -49,21 +49,18 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
 def read_scores(
   folder: str | Path, score: str = "bits_per_character", split: str = "test"
 ) -> dict[int, float]:
-  """Reads a score of the best checkpoint of each run `folder`/seed_<n>, by seed.
-
-  Raises a `ValueError` if there are no runs, or one lacks the score or has no finite one.
-  """
-  runs = {path.name.removeprefix("seed_"): path for path in Path(folder).glob("seed_*")}
-  seeds = sorted((seed for seed in runs if re.fullmatch("0|[1-9][0-9]*", seed)), key=int)
-  if not seeds:
+  """A finite score of the best checkpoint of each run `folder`/seed_<n>; a `ValueError` without."""
+  runs = [path for path in Path(folder).glob("seed_*") if path.name[5:].isdecimal()]
+  if not runs:
     raise UserError(f"workdir: expected runs seed_<n> in {folder}, got none")
-  return {int(seed): _read_score(runs[seed], score, split) for seed in seeds}
+  found = {int(run.name[5:]): _read_score(run, score, split) for run in runs}
+  return dict(sorted(found.items()))
 
 
 def _read_score(run: Path, score: str, split: str) -> float:
   from dpjax.training import checkpoints  # Comparing needs no JAX otherwise.
 
-  best = checkpoints.find_best(run / "checkpoints")
+  best = checkpoints.Checkpoints(run / "checkpoints").best_step()
   pattern = rf"scores_{split}_({best or '[0-9]+'})\.json"
   files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
   if len(files) != 1:
@@ -72,10 +69,10 @@ def _read_score(run: Path, score: str, split: str) -> float:
       f"{len(files)} of them; dpjax evaluate --split={split} writes one"
     )
   try:
-    scores = json.loads(files[0].read_bytes())["scores"].items()
-    known = {name: x for name, x in scores if type(x) is float and math.isfinite(x)}
-  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    scores = load_json(files[0])["scores"].items()
+  except (ValueError, LookupError, TypeError, AttributeError) as error:
     raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
+  known = {name: x for name, x in scores if type(x) is float and math.isfinite(x)}
   if score not in known:
     raise UserError(f"score: expected one of {', '.join(known)} (of {files[0]}), got {score}")
   return known[score]

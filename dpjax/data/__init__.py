@@ -11,7 +11,7 @@ if TYPE_CHECKING:
   from dpjax.data.corpus import Corpus as Corpus
   from dpjax.data.evaluation_batches import EvaluationDocuments as EvaluationDocuments
   from dpjax.data.evaluation_batches import EvaluationWindows as EvaluationWindows
-  from dpjax.data.sources.source import Source as Source
+  from dpjax.data.sources import Source as Source
   from dpjax.data.text import load_corpus as load_corpus
   from dpjax.data.tokens import Tokens as Tokens
   from dpjax.data.tokens import open_tokens as open_tokens

@@ -4,17 +4,15 @@ Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", fl
 target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
 Padding holds `pad_id`, 0 by default; no score depends on it.
 
-Given the stream's boundaries, uint8 [N], 0 or 1, every batch also has "boundaries", int32
-[b, T], the boundary of the input token at each place, 0 in the padding:
+Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its input tokens,
+"boundaries", int32 [b, T], 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-Given the places where documents begin (`DocumentStarts`), every batch also has "is_start", int32
-[b, T], so that no document sees another. Where a document begins, `is_start` is 1 and the input
-is a start token, which predicts the first token as if the document stood alone; its last token
-is no input. The targets are the same as without documents. `is_start` is also 1 at the first
-place of every row. With start token 9:
+Given the documents (`DocumentStarts`), a batch also has "is_start", int32 [b, T]. It is 1 at the
+first place of a row and where a document begins: there the input is a start token instead of the
+last document's last token, so that no document sees another. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
@@ -30,12 +28,9 @@ from dpjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DocumentStarts:
-  """Where the documents of a stream begin, and the token that predicts each first token.
+  """Where the documents of a stream begin: int64 [number of documents], increasing from 0.
 
-  Attributes:
-    begins: the places of their first tokens, int64 [number of documents], increasing from 0.
-    start_id: the token before each document.
-    start_boundary: the boundary of that token, if the stream has boundaries.
+  `start_id` is the token that predicts the first one of each, and `start_boundary` its boundary.
   """
 
   begins: np.ndarray
@@ -51,9 +46,8 @@ class DocumentStarts:
 def check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
   """Checks that there is one boundary for each token."""
   if boundaries is not None and len(boundaries) != len(tokens):
-    raise UserError(
-      f"boundaries: expected one for each of the {len(tokens)} tokens, got {len(boundaries)}"
-    )
+    expected = f"one for each of the {len(tokens)} tokens"
+    raise UserError(f"boundaries: expected {expected}, got {len(boundaries)}")
 
 
 class _Windows(abc.ABC):
@@ -82,15 +76,16 @@ class _Windows(abc.ABC):
     self.steps_per_epoch = self._count_steps()
 
   @abc.abstractmethod
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
-
-  @abc.abstractmethod
   def _count_steps(self) -> int:
     """The steps per epoch; raises a `UserError` for a stream that is too short."""
 
-  def _take(self, place_bt: np.ndarray, is_start_bt: np.ndarray | bool = False) -> dict:
-    """A batch of the tokens at places [b, t + 1]; the last column is only a target."""
+  @abc.abstractmethod
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray | bool]:
+    """The places [b, t + 1] of inputs and of a last target, and where else documents begin."""
+
+  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """The given rows of the batch of a step >= 0."""
+    place_bt, is_start_bt = self._places(step, rows)
     real = place_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
     found = self._tokens[place_bt].astype(np.int32)
@@ -115,8 +110,6 @@ class _Windows(abc.ABC):
 
 
 class _Rows(_Windows):
-  """Windows of the stream cut into B contiguous rows of n = N // B tokens."""
-
   def _count_steps(self) -> int:
     self._length = len(self._tokens) // self.batch_size
     if self._length < self.window + 1:
@@ -127,98 +120,89 @@ class _Rows(_Windows):
       )
     return -(-(self._length - 1) // self.window)
 
-  def _columns(self, index: int) -> np.ndarray:
-    """The places [t + 1] of the tokens and the last target of a window of every row."""
+  def _cut(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Where rows begin in the stream, [b, 1], and the places of a window in each, [t + 1]."""
     begin = index * self.window
-    return begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
-
-  def _begins(self, rows: slice) -> np.ndarray:
-    """Where rows begin in the stream, [b, 1]."""
-    return np.arange(self.batch_size)[rows, None] * self._length
+    column_t = begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
+    return np.arange(self.batch_size)[rows, None] * self._length, column_t
 
 
 class ContiguousRows(_Rows):
-  """Training batches in order, never shuffled, as in the Dispatcher authors' code.
+  """Training batches in order, as in the Dispatcher authors' code.
 
-  The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch
-  has tokens i*T .. i*T + T - 1 of every row, and the next token of each as its target:
+  The stream is cut into B contiguous rows of n = N // B tokens; batch i of an epoch has tokens
+  i*T .. i*T + T - 1 of every row, and the next token of each as its target:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 3
     step 0: tokens [[0 1 2] [5 6 7]]  targets [[1 2 3] [6 7 8]]  weights all 1
     step 1: tokens [[3 0 0] [8 0 0]]  targets [[4 0 0] [9 0 0]]  weights [1 0 0] each
 
-  The epoch's last window is shorter and padded with weight 0. Step s belongs to epoch
-  s // steps_per_epoch, steps_per_epoch = ceil((n - 1) / T), and every epoch is the same; the seed
-  has no effect.
+  The epoch's last window is padded with weight 0. Every epoch, of ceil((n - 1) / T) steps, is the
+  same; the seed has no effect.
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
-    return self._take(self._begins(rows) + self._columns(step % self.steps_per_epoch))
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+    begin_b1, column_t = self._cut(step % self.steps_per_epoch, rows)
+    return begin_b1 + column_t, False
 
 
 class ShuffledWindows(_Rows):
   """Training batches of rolled, cut and shuffled windows, as in the pooling paper.
 
   The stream is cut as for `ContiguousRows`. In each epoch every row is rolled by its own shift,
-  drawn from 0 .. n - 1, and cut into windows of T
-  tokens; the windows come in a random order, the same for all rows. Each target is the next
-  token in the rolled row:
+  drawn from 0 .. n - 1, and cut into windows of T tokens, which come in a random order, the same
+  for all rows. Each target is the next token in the rolled row:
 
     tokens 0 1 2 3 4 5 6 7 8 9, B = 2, T = 2; an epoch with the shifts 2 and 0:
       rolled rows 3 4 0 1 2 and 5 6 7 8 9; its windows in the order 1 0:
     step 0: tokens [[0 1] [7 8]]  targets [[1 2] [8 9]]  weights all 1
     step 1: tokens [[3 4] [5 6]]  targets [[4 0] [6 7]]  weights all 1
 
-  A window continues over the seam where a row's end meets its beginning (4 and 0 above), and
-  the target beyond the seam counts like any other; with documents, one begins there. The last
-  token of a rolled row is only a target and the first is never one; both vary with the shift.
-  If T does not divide n - 1, the window at the rolled row's end is shorter and padded with
-  weight 0. Shifts and order depend only on the seed and the epoch, s // steps_per_epoch for
-  step s, steps_per_epoch = ceil((n - 1) / T).
+  A window continues over the seam where a row's end meets its beginning (4 and 0 above); with
+  documents, one begins there. The window at the rolled row's end is padded with weight 0. Shifts
+  and order depend only on the seed and the epoch, s // steps_per_epoch for step s,
+  steps_per_epoch = ceil((n - 1) / T).
 
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
     epoch, draw = divmod(step, self.steps_per_epoch)
     # NumPy ignores zeros at the end of a seed.
     order = permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
     states = np.random.SeedSequence((self._seed, epoch, 2))
     shifts = states.generate_state(self.batch_size, np.uint64) % np.uint64(self._length)
-    column_bt = self._columns(int(order[0])) - shifts[rows, None].astype(np.int64)
-    column_bt %= self._length
-    return self._take(self._begins(rows) + column_bt, column_bt == 0)
+    begin_b1, column_t = self._cut(int(order[0]), rows)
+    column_bt = (column_t - shifts[rows, None].astype(np.int64)) % self._length
+    return begin_b1 + column_bt, column_bt == 0
 
 
 class RandomWindows(_Windows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
-  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. They are drawn
-  without replacement: an epoch has every window once, in an order that depends only on the
-  seed and the epoch. Batch s takes draws s*B .. s*B + B - 1.
+  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. An epoch has every
+  window once, in an order that depends only on the seed and the epoch. Batch s takes draws
+  s*B .. s*B + B - 1.
 
     tokens 0 1 2 3 4 5 6, T = 3, B = 2; the epoch's offsets in the order 2 0 3 1
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  If an epoch's windows do not fill its last batch, the next epoch begins within that batch;
-  steps_per_epoch = ceil((N - T) / B).
+  The next epoch begins within a batch that an epoch does not fill; steps_per_epoch =
+  ceil((N - T) / B).
 
-  Source: Chen 2023, arXiv:2308.07661, Sec. 6; every offset is a window because 60,000 batches
-  of 64 windows are 0.457 epochs of 8.4M tokens there.
+  Source: Chen 2023, arXiv:2308.07661, Sec. 6: 60,000 batches of 64 windows are 0.457 epochs of
+  8.4M tokens there, so every offset is a window.
   """
 
-  def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     draws = step * self.batch_size + np.arange(self.batch_size)[rows]
     epochs, places = np.divmod(draws, self._num_windows)
     offsets = np.empty_like(places)
     for epoch in np.unique(epochs):
       is_here = epochs == epoch
       offsets[is_here] = permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
-    return self._take(offsets[:, None] + np.arange(self.window + 1))
+    return offsets[:, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
     self._num_windows = len(self._tokens) - self.window
@@ -234,7 +218,7 @@ def permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray
   """Maps places by a random permutation of 0 .. size - 1, without a table.
 
   A Feistel network permutes the numbers below a power of four; results of `size` or above go
-  through it again until they are below (cycle walking; Black and Rogaway 2002).
+  through it again (cycle walking; Black and Rogaway 2002).
   """
   half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
   mask = np.uint64((1 << int(half)) - 1)

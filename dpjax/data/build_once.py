@@ -28,15 +28,13 @@ _log = logging.getLogger(__name__)
 def build_once(
   folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Builds a folder, unless it exists and was built from the same inputs.
-
-  If several processes ask for it, one builds it and the others wait.
+  """Builds a folder once for all processes, unless it was built from the same inputs.
 
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills a given folder and returns what else to record. The folder holds the files of
-      an earlier call that was killed, or that raised another error than a `UserError`.
+    build: fills a given folder, which may hold files of an interrupted call, and returns what
+      else to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 

@@ -9,6 +9,7 @@ from dpjax.data.build_once import read_record
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
 from dpjax.data.download import File, Files
 from dpjax.data.sources import (
+  Source,
   cc100,
   childrens_books,
   lm1b,
@@ -20,23 +21,21 @@ from dpjax.data.sources import (
   wiki40b,
   wikitext,
 )
-from dpjax.data.sources.source import Source
 from dpjax.errors import UserError, unknown
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
-  **penn_treebank.SOURCES,
+  "penn_treebank": penn_treebank.SOURCE,
   **wikitext.SOURCES,
-  **lm1b.SOURCES,
-  **openwebtext.SOURCES,
-  **text8.SOURCES,
-  **wiki40b.SOURCES,
-  **cc100.SOURCES,
-  **childrens_books.SOURCES,
+  "lm1b": lm1b.SOURCE,
+  "openwebtext": openwebtext.SOURCE,
+  "text8": text8.SOURCE,
+  "wiki40b": wiki40b.SOURCE,
+  "cc100": cc100.SOURCE,
+  "childrens_books": childrens_books.SOURCE,
 }
 
-# The vocabularies of the papers: files by the names that their readers expect. Checksums:
-# openai/tiktoken, tiktoken_ext/openai_public.py, for gpt2.
+# The papers' vocabularies; checksums of gpt2: tiktoken_ext/openai_public.py of openai/tiktoken.
 VOCABULARIES = {
   "bert_base_cased": (
     File("hf://google-bert/bert-base-cased/vocab.txt", name="bert_base_cased_vocab.txt"),
@@ -57,30 +56,21 @@ VOCABULARIES = {
 
 
 def register_corpus(name: str, source: Source) -> None:
-  """Registers a corpus under a name for `data.name`.
-
-  Raises:
-    UserError: the name is taken, or cannot be the name of a folder.
-  """
+  """Registers a corpus for `data.name`; a `UserError` if the name is taken or no identifier."""
   if name in (PYTHON_MANUAL, *ENTRIES) or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
   ENTRIES[name] = source
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name, or of tfds:NAME.
-
-  Raises:
-    UserError: `data.name` is unknown, or `data.language` is missing or not a language of the
-      corpus.
-  """
+  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
   if name == PYTHON_MANUAL:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name.startswith(tfds.PREFIX):
     return tfds.source(name)
   if name not in ENTRIES:
-    names = [PYTHON_MANUAL, *ENTRIES]
-    raise unknown("data.name", (*names, "tfds:NAME of TensorFlow Datasets (or a data.path)"), name)
+    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
@@ -99,36 +89,32 @@ def open_named(
 ) -> Corpus:
   """Opens a named corpus with the splits that it has; writes its text first if necessary.
 
-  If the manual folder has a folder of that name (with languages, wiki40b/fi) with train.txt,
-  valid.txt and test.txt, plain or compressed, those are the splits. With `is_head`, the first
-  part is enough, if the corpus has one. For the rest, see `dpjax.data.text.load_corpus`.
-
-  Raises:
-    UserError: as for `load_corpus`.
+  train.txt, valid.txt and test.txt, plain or compressed, in a folder NAME or NAME/LANGUAGE of the
+  manual folder come first. With `is_head`, the first part is enough, if the corpus has one. For
+  the rest and errors, see `dpjax.data.text.load_corpus`.
   """
   entry = find(name, language)
   language = language if entry.languages else ""
   # The whole text begins alike.
   is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
   about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
-  folder = _text_folder(name, data_dir, language, is_head)
+  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
 
   def read() -> Iterator[tuple[str, str]]:
     print(f"preparing {folder.name} in {folder.parent}", flush=True)
     files = Files(data_dir, manual_dir)
-    settings: dict[str, Any] = {"language": language} if entry.languages else {}
-    settings |= {"is_head": is_head} if entry.head else {}
-    folder_by_hand = files.manual_dir / name / language
-    found = {split: reading.find_split(folder_by_hand, split) for split in SPLITS}
-    by_hand = {split: path for split, path in found.items() if path}
-    if not by_hand:
-      return entry.read(files, **settings)
-    if missing := [f"{split}.txt" for split in SPLITS if split not in by_hand]:
+    by_hand = files.manual_dir / name / language
+    found = {split: reading.find_split(by_hand, split) for split in SPLITS}
+    paths = {split: path for split, path in found.items() if path}
+    if not paths:
+      settings: dict[str, Any] = {"language": language} if entry.languages else {}
+      return entry.read(files, **settings, **({"is_head": is_head} if entry.head else {}))
+    if missing := [f"{split}.txt" for split in SPLITS if split not in paths]:
       raise UserError(
-        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder_by_hand} "
+        f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {by_hand} "
         f"without {', '.join(missing)}"
       )
-    return reading.text_files(by_hand)
+    return reading.text_files(paths)
 
   splits, about["texts"] = build_texts(folder, about, read)
   return Corpus(_join(name, language), splits, about)
@@ -136,12 +122,8 @@ def open_named(
 
 def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
   """Whether the text of a corpus has been made."""
-  version = {"version": find(name, language).version}
-  return bool(read_record(_text_folder(name, data_dir, language, is_head), version))
-
-
-def _text_folder(name: str, data_dir: str | Path, language: str, is_head: bool) -> Path:
-  return Path(data_dir, "texts", _join(name, language, "head" * is_head))
+  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
+  return bool(read_record(folder, {"version": find(name, language).version}))
 
 
 def _join(name: str, *parts: str) -> str:
@@ -149,15 +131,10 @@ def _join(name: str, *parts: str) -> str:
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:
-  """The path of a vocabulary: a downloaded one of `VOCABULARIES`, or `name` as a path.
-
-  Raises:
-    UserError: the download failed.
-  """
+  """The path of a vocabulary: a downloaded one of `VOCABULARIES`, or `name` as a path."""
   if name not in VOCABULARIES:
     return name
   wanted, files = VOCABULARIES[name], Files(data_dir, manual_dir)
-  # Those of one vocabulary have to lie together.
+  # The files of one vocabulary have to lie together.
   by_hand = all((files.manual_dir / file.name).exists() for file in wanted)
-  first, *_ = [files.get(file, by_hand=by_hand) for file in wanted]
-  return str(first)
+  return str([files.get(file, by_hand=by_hand) for file in wanted][0])

@@ -5,14 +5,14 @@
   a JSON object on each line                                JsonLines
   a file for each document                                  FileDocuments
 
-The last three know where their documents begin. `JsonLines` and `FileDocuments` add a line
-end to documents without one.
+The last three know where their documents begin; the last two add missing line ends to them.
 """
 
 import abc
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -34,7 +34,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Text(Protocol):
-  """A text in parts; can be iterated again and again. Its size is in bytes, at least roughly."""
+  """A text in parts, for any number of iterations, and its size in bytes, at least roughly."""
 
   def __len__(self) -> int: ...
   def __iter__(self) -> Iterator[str]: ...
@@ -57,15 +57,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-  """A range of UTF-8 text, yielded in parts of type str.
+  """The UTF-8 text of the bytes `begin` .. `end` - 1 of `content`, named `source` in messages.
 
-  A part has up to 1 MiB and ends with a line, at a place that does not change the subwords of
-  the whole text (`dpjax.text.tokenizer.is_clean_cut`). Within longer lines it ends before a
-  space, and without spaces between any two characters. Joined, the parts are the exact text.
-  Iteration raises a `UserError` with the place of the first byte that is not UTF-8.
-
-  The range is `begin` .. `end` - 1 of `content`, bytes or a mapped file; `source` is its name in
-  messages.
+  A part has up to 1 MiB and ends with a line, where a cut does not change the subwords of the
+  whole text (`dpjax.text.tokenizer.is_clean_cut`); within longer lines before a space, and without
+  spaces between any two characters. Joined, the parts are the exact text. Iteration raises a
+  `UserError` with the place of the first byte that is not UTF-8.
   """
 
   content: bytes | mmap.mmap
@@ -113,19 +110,12 @@ class Chunks:
     return space if space > 0 else character_begin(self.content, end)
 
 
-class Documents(abc.ABC):
+class Documents(Text, abc.ABC):
   """A `Text` that knows its documents."""
 
   @abc.abstractmethod
   def documents(self) -> Iterator[Iterable[str]]:
-    """Yields the documents, none of them empty, each in parts like those of `Chunks`.
-
-    Raises:
-      UserError: a document cannot be read.
-    """
-
-  @abc.abstractmethod
-  def __len__(self) -> int: ...
+    """Yields the documents, none of them empty, in parts like those of `Chunks`."""
 
   def __iter__(self) -> Iterator[str]:
     for document in self.documents():
@@ -134,14 +124,12 @@ class Documents(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Marked(Documents):
-  r"""Documents separated by marks in the text.
+  r"""Documents separated by marks, which stay: joined, the documents are the text.
 
     "one\n--\ntwo\n", begins "^--\n"  ->  "one\n--\n" and "two\n"
 
-  All characters stay, marks included: joined, the documents are the text.
-
-  A document begins at the beginning of the text and at the end of each match of the regular
-  expression `begins`, in which ^ is the beginning of a line.
+  A document begins with the text and after each match of the regular expression `begins`, in
+  which ^ is the beginning of a line.
   """
 
   text: Chunks
@@ -155,13 +143,10 @@ class Marked(Documents):
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`."""
-    begin, end = self.text.begin, self.text.end
-    for match in self.marks():
-      if match.end() > begin:
-        yield dataclasses.replace(self.text, begin=begin, end=match.end())
-        begin = match.end()
-    if end > begin:
-      yield dataclasses.replace(self.text, begin=begin)
+    ends = (match.end() for match in self.marks())
+    for begin, end in itertools.pairwise(itertools.chain([self.text.begin], ends, [self.text.end])):
+      if begin < end:
+        yield dataclasses.replace(self.text, begin=begin, end=end)
 
   def marks(self) -> Iterator[re.Match]:
     """The matches of `begins`."""
@@ -200,16 +185,12 @@ class JsonLines(Documents):
 
 @dataclasses.dataclass(frozen=True)
 class FileDocuments(Documents):
-  """Documents that are files, plain or compressed, in the given order; each is read whole.
-
-  `size` is that of all files on disk, in bytes.
-  """
+  """Documents that are files, plain or compressed, in order."""
 
   paths: Sequence[Path]
-  size: int
 
   def __len__(self) -> int:
-    return self.size
+    return sum(path.stat().st_size for path in self.paths)
 
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`; drops byte-order marks."""
@@ -238,12 +219,7 @@ def character_begin(content: Any, place: int) -> int:
 
 
 def open_text(path: Path) -> Chunks:
-  """The text of a plain file, mapped.
-
-  Raises:
-    UserError: it is empty, a folder, a device or a pipe.
-    OSError: it cannot be read.
-  """
+  """The text of a plain file, mapped; a `UserError` if it is empty or no regular file."""
   size = path.stat().st_size
   if not path.is_file():
     raise UserError(
@@ -261,30 +237,22 @@ def build_texts(
   """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
 
   Returns the texts of the splits, and their sizes and checksums.
-
-  Raises:
-    UserError: from `read`; or a split is empty, or there is no train split.
   """
 
   def build(partial: Path) -> dict[str, Any]:
     for path in partial.glob("*.txt"):  # of an interrupted call
       path.unlink()
     opened, sums, texts = {}, {}, {}
-    with contextlib.ExitStack() as stack:
-      bar = stack.enter_context(
-        tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
-      )
+    bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
+    with contextlib.ExitStack() as stack, bar:
       for split, piece in read():
         if split not in opened:
           opened[split] = stack.enter_context((partial / f"{split}.txt").open("wb"))
-          sums[split] = hashlib.sha256()
-          texts[split] = {"bytes": 0, "characters": 0}
-        content = piece.encode()
-        opened[split].write(content)
+          sums[split], texts[split] = hashlib.sha256(), {"bytes": 0, "characters": 0}
+        bar.update(opened[split].write(content := piece.encode()))
         sums[split].update(content)
         texts[split]["bytes"] += len(content)
         texts[split]["characters"] += len(piece)
-        bar.update(len(content))
       for file in opened.values():
         file.flush()
         os.fsync(file.fileno())

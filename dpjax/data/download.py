@@ -19,11 +19,10 @@ class File:
   """A file that can be downloaded.
 
   Attributes:
-    url: http or https; or hf://datasets/OWNER/NAME/PATH or hf://OWNER/NAME/PATH for a
-      repository at huggingface.co.
-    name: the file's name in the folder; "" takes the last part of the URL.
+    url: http, https, or hf://datasets/OWNER/NAME/PATH or hf://OWNER/NAME/PATH at huggingface.co.
+    name: its name in the folder; "" takes the last part of the URL.
     checksum: "sha256:..." or "md5:..."; "" accepts any content.
-    head_bytes: the number of bytes to fetch from the beginning, or 0 for all.
+    head_bytes: the bytes to fetch from its beginning; 0 for all.
   """
 
   url: str
@@ -47,12 +46,8 @@ class Files:
   def get(self, file: File, *, by_hand: bool = True) -> Path:
     """Finds a file in the manual folder (if `by_hand`) or among the downloads, or downloads it.
 
-    A file has its name only once it is complete and has its checksum. With `head_bytes`, it may
-    be shorter, or longer if supplied by hand.
-
     Raises:
-      UserError: the file cannot be downloaded, or is not the expected one. The message says
-        how to supply it by hand.
+      UserError: it cannot be downloaded, or has another checksum.
     """
     given = self.manual_dir / file.name
     if by_hand and given.is_file():

@@ -28,7 +28,12 @@ Result = TypeVar("Result")
 
 
 class Counter:
-  """Counts a text in parts; see `count_text`."""
+  r"""Counts a text in parts.
+
+    "to b", "e\n"  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
+
+  Words are separated by white space, and each line end counts as a word.
+  """
 
   def __init__(self):
     self._sha256 = hashlib.sha256()
@@ -54,12 +59,7 @@ class Counter:
 
 
 def count_text(parts: Iterable[str]) -> dict:
-  r"""Counts a text in parts.
-
-    ["to b", "e\n"]  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
-
-  Words are separated by white space, and each line end counts as a word.
-  """
+  """The counts of a text in parts; see `Counter`."""
   counter = Counter()
   for part in parts:
     counter.add(part)
@@ -68,13 +68,13 @@ def count_text(parts: Iterable[str]) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """Encodes a part of a text as tokens and, with `segment`, as their boundaries."""
+  """Encodes a part of a text."""
 
   tokenizer: Tokenizer
   segment: Callable[[str, Tokenizer], np.ndarray] | None = None
 
   def __call__(self, part: str) -> list[np.ndarray]:
-    """The arrays of `suffixes`."""
+    """The tokens' ids and, with `segment`, their boundaries."""
     arrays = [self.tokenizer.encode(part).astype(self.dtype)]
     if self.segment is not None:
       found = np.asarray(self.segment(part, self.tokenizer))
@@ -91,16 +91,10 @@ class Encoder:
     """The dtype of the tokens on disk."""
     return np.dtype(np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.int32)
 
-  @property
-  def suffixes(self) -> list[str]:
-    """The suffixes of the files after the split's name."""
-    return [".bin"] if self.segment is None else [".bin", ".boundaries.bin"]
-
   def groups(self, text: Text) -> Iterator[list[tuple[str, bool]]]:
-    """Lists of pairs: a part, and whether a document begins with it.
+    """Groups of pairs: a part, and whether a document begins with it.
 
-    Documents are encoded one by one, as if alone; many short ones form a group. With
-    boundaries, parts end with whole words.
+    Documents are encoded as if alone; with boundaries, parts end with whole words.
     """
     cut = self.tokenizer.parts if self.segment is None else whole_words
     if not isinstance(text, Documents):
@@ -119,36 +113,29 @@ class Encoder:
 
 
 def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
-  """Encodes a text into files in a folder, unless an earlier call has done so.
+  """Encodes a text into files of `dpjax.data.tokens`, unless an earlier call has done so.
 
-  These are <split>.bin and the like, and <split>.json once they are complete; for `Documents`
-  also <split>.documents.bin: the first token of each document, int64, increasing.
-
-  Returns "tokens", the counts of `count_text` and, for `Documents`, "documents". Documents without
-  tokens do not count.
-
-  Raises:
-    UserError: from the text or the tokenizer.
+  Returns "tokens", the counts of `count_text` and, for `Documents`, "documents", which does not
+  count those without tokens. All of it is in <split>.json once the files are complete.
   """
   note = folder / f"{split}.json"
   if done := read_json(note):
     return done
   counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
-  has_documents, size = isinstance(text, Documents), len(text)
+  has_documents = isinstance(text, Documents)
+  has_boundaries = encoder.segment is not None
   # Boundaries of words cache what they find, which is not safe in several threads.
-  num_threads = 1 if encoder.segment is not None else max(2, os.cpu_count() or 1)
+  num_threads = 1 if has_boundaries else max(2, os.cpu_count() or 1)
 
   def encode(group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
     return [encoder(part) for part, _ in group]
 
   with contextlib.ExitStack() as stack:
-    suffixes = encoder.suffixes + [".documents.bin"] * has_documents
-    opened = [stack.enter_context((folder / f"{split}{x}").open("wb")) for x in suffixes]
-    bar = stack.enter_context(
-      tqdm(
-        total=size, desc=f"encoding {split}", unit="B", unit_scale=True, disable=size < LARGE_BYTES
-      )
-    )
+    suffixes = ["", *[".boundaries"] * has_boundaries, *[".documents"] * has_documents]
+    opened = [stack.enter_context((folder / f"{split}{x}.bin").open("wb")) for x in suffixes]
+    hidden, about = len(text) < LARGE_BYTES, f"encoding {split}"
+    bar = tqdm(total=len(text), desc=about, unit="B", unit_scale=True, disable=hidden)
+    stack.enter_context(bar)
     for group, encoded in map_in_order(encode, encoder.groups(text), num_threads):
       begins = []
       for (part, is_first), arrays in zip(group, encoded, strict=True):
@@ -167,8 +154,7 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
       file.flush()
       os.fsync(file.fileno())
   done = {"tokens": tokens, **counter.result()}
-  if has_documents:
-    done["documents"] = num_documents
+  done |= {"documents": num_documents} if has_documents else {}
   files.write_json(note, done)
   return done
 

@@ -1,7 +1,6 @@
 """Texts by path or by name, in three splits, streamed in parts.
 
-Named, compressed, cleaned and shortened texts are written once, in data_dir/texts/NAME, as
-train.txt, valid.txt and test.txt.
+Named, compressed, cleaned and shortened texts are written once, in data_dir/texts/NAME.
 """
 
 import bisect
@@ -51,20 +50,18 @@ def load_corpus(
   """Opens a text, which is read only when needed, unless it must be downloaded or cleaned first.
 
   Args:
-    name: without a path: "python_manual", the language manual that comes with Python (its
-      text differs a little between Python's versions), or a name of `dpjax.data.catalog`.
-    path: a UTF-8 text file, which is cut into the splits in this order, at line ends if it has
-      lines; or a folder with train.txt, valid.txt (or validation.txt) and test.txt. A .jsonl
-      file has one document on each line, as have train.jsonl and so on. In a folder without
-      these, each .txt file is a document, also in subfolders; the documents are cut into the
-      splits in the order of their paths, or taken from subfolders train, valid and test. All
-      may be compressed (.gz, .xz, .bz2).
+    name: without a path: "python_manual", the language manual that comes with Python, or a
+      name of `dpjax.data.catalog`.
+    path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; or .jsonl, a
+      document on each line; or a folder with train.txt, valid.txt (or validation.txt) and
+      test.txt, or .jsonl. In a folder without these, each .txt file is a document, also in
+      subfolders; they are cut into the splits in the order of their paths, or taken from
+      subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2).
     split_fractions: the shares of a single text, in bytes; train takes the rounding error.
     language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
     clean: whether to apply `dpjax.text.cleaning.clean`.
-    max_characters: the number of clean characters to take from the beginning of train, valid
-      and test; 0 takes all. If all three are given, a corpus with a train split alone is cut
-      into the three in this order.
+    max_characters: the clean characters to take from the beginning of train, valid and test; 0
+      takes all. With all three, a corpus with a train split alone is cut into them in order.
     data_dir: the folder for named and cleaned texts.
     manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
     documents: "isolated" makes each split `dpjax.data.corpus.Documents`, of the same text.
@@ -73,8 +70,7 @@ def load_corpus(
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
-      or not readable, an unknown name or language, a file that must be downloaded by hand, or a
-      failed download.
+      or not readable, an unknown name or language, or a failed download.
   """
   marks, texts = "", Path(data_dir, "texts")
   if path:
@@ -82,11 +78,8 @@ def load_corpus(
     marks = line_pattern(separator) if separator else ""
   elif name == catalog.PYTHON_MANUAL:
     content = _python_manual()
-    about = {
-      "name": name,
-      "sha256": hashlib.sha256(content).hexdigest(),
-      "split_fractions": list(split_fractions),
-    }
+    about = {"name": name, "sha256": hashlib.sha256(content).hexdigest()}
+    about |= {"split_fractions": list(split_fractions)}
     corpus = Corpus(name, cut_splits(content, split_fractions, name), about)
   else:
     entry = catalog.find(name, language)
@@ -94,15 +87,14 @@ def load_corpus(
       raise UserError(
         f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
       )
-    is_enough = [0 < most <= held for most, held in zip(max_characters, entry.head, strict=False)]
-    is_head = bool(is_enough) and all(is_enough)
+    # Without a head, `open_named` takes all.
+    is_head = all(0 < x <= most for x, most in zip(max_characters, entry.head, strict=False))
     corpus = catalog.open_named(name, language, data_dir, manual_dir, is_head=is_head)
     if not (set(corpus.splits) == {"train"} and all(max_characters)):
       corpus = _cut_missing(corpus, split_fractions)
     marks = entry.documents
   has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
-  is_json = any(isinstance(text, JsonLines) for text in corpus.splits.values())
-  if text_field != "text" and not is_json:
+  if text_field != "text" and not any(isinstance(x, JsonLines) for x in corpus.splits.values()):
     raise UserError(
       f"data.text_field: expected 'text' unless data.path is of .jsonl, got {text_field!r}"
     )
@@ -148,7 +140,7 @@ def _open_path(path: Path, fractions: Sequence[float], field: str, texts: Path) 
     if path.is_dir():
       return _open_folder(path, fractions, field, texts)
     text = _open_file(path, field, texts)
-    name = Path(path.stem).stem if path.suffix and path.suffix in reading.OPENERS else path.stem
+    name = Path(path.stem).stem if path.suffix in reading.OPENERS else path.stem
     about: dict[str, Any] = {"files": [_identity(path)], "split_fractions": list(fractions)}
     if isinstance(text, Chunks):
       return Corpus(name, cut_splits(text.content, fractions, str(path)), about)
@@ -185,13 +177,13 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
       files = _text_files(file)
       if not files:
         raise UserError(f"data.path: expected .txt files, each a document, got none in {file}")
-      splits[split] = FileDocuments(files, sum(x.stat().st_size for x in files))
+      splits[split] = FileDocuments(files)
       about["files"].append(_digest([*map(_identity, files)]))
   return Corpus(path.name, splits, about)
 
 
 def _find_split(folder: Path, split: str) -> Path | None:
-  """The file of a split, or the folder of its documents; None without either."""
+  """The file of a split, or the folder of its documents."""
   stems = (split, "validation") if split == "valid" else (split,)
   folders = (folder / stem for stem in stems if (folder / stem).is_dir())
   return reading.find_split(folder, split, (".txt", ".jsonl")) or next(folders, None)
@@ -208,29 +200,28 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
     raise UserError(
       f"data.path: expected files for three splits, each a document, got {len(files)} in {source}"
     )
-  sizes = [file.stat().st_size for file in files]
-  ends = list(itertools.accumulate(sizes))
+  ends = [*itertools.accumulate(file.stat().st_size for file in files)]
   first, second = (bisect.bisect(ends, ends[-1] * x) for x in (fractions[0], 1 - fractions[2]))
   first = min(max(1, first), len(files) - 2)
   second = min(max(first + 1, second), len(files) - 1)
-  stretches = (slice(first), slice(first, second), slice(second, None))
-  return {x: FileDocuments(files[y], sum(sizes[y])) for x, y in zip(SPLITS, stretches, strict=True)}
+  parts = files[:first], files[first:second], files[second:]
+  return {split: FileDocuments(part) for split, part in zip(SPLITS, parts, strict=True)}
 
 
 def _open_file(path: Path, field: str, texts: Path) -> Chunks | JsonLines:
   """The text of a file; a compressed one is decompressed once."""
   plain, text = path, None
   if path.suffix and path.suffix in reading.OPENERS and path.is_file():
-    plain = Path(path.stem)
-    folder = texts / f"{plain.stem}_{_digest([_identity(path)])[:8]}"
+    plain, identity = Path(path.stem), _identity(path)
+    folder = texts / f"{plain.stem}_{_digest([identity])[:8]}"
     pieces = functools.partial(reading.text_files, {"train": path})
-    text = build_texts(folder, {"unpacked": _identity(path)}, pieces)[0]["train"]
+    text = build_texts(folder, {"unpacked": identity}, pieces)[0]["train"]
   text = text or open_text(path)
   return JsonLines(text, field) if plain.suffix == ".jsonl" else text
 
 
 def _digest(value: Any) -> str:
-  return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _identity(path: Path) -> list:
@@ -244,10 +235,7 @@ def cut_splits(
 ) -> dict[str, Chunks]:
   """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
 
-  `whole_lines` cuts only at line ends, however long the lines are.
-
-  Raises:
-    UserError: the text is too short.
+  `whole_lines` cuts only at line ends. Raises a `UserError` for a text that is too short.
   """
   size = len(content)
   valid, test = (int(size * fraction) for fraction in fractions[1:])
@@ -258,18 +246,14 @@ def cut_splits(
     first = _line_end(content, 0, size - valid - test)
     second = _line_end(content, first, size - test) if valid else first
   second = second if test else size
-  begin = Chunks.whole(content, source).begin
-  places: dict[str, tuple[int, int]] = {
-    "train": (begin, first),
-    "valid": (first, second),
-    "test": (second, size),
-  }
-  is_wanted = {"train": True, "valid": fractions[1], "test": fractions[2]}
-  if any(begin == end and is_wanted[split] for split, (begin, end) in places.items()):
+  places = Chunks.whole(content, source).begin, first, second, size
+  texts = [Chunks(content, begin, end, source) for begin, end in itertools.pairwise(places)]
+  shares = (1, *fractions[1:])
+  if any(x.begin >= x.end and share for x, share in zip(texts, shares, strict=True)):
     raise UserError(
       f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
     )
-  return {split: Chunks(content, *places[split], source) for split in SPLITS}
+  return dict(zip(SPLITS, texts, strict=True))
 
 
 def _line_end(content: Any, begin: int, end: int) -> int:
@@ -280,30 +264,22 @@ def _line_end(content: Any, begin: int, end: int) -> int:
 
 def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
   """The splits of a corpus; missing ones are cut from the end of its train split."""
-  missing = [split for split in SPLITS if split not in corpus.splits]
-  if not missing:
+  if {*SPLITS} <= {*corpus.splits}:
     return corpus
   train: Any = corpus.splits["train"]
-  wanted = [x if split in missing else 0.0 for split, x in zip(SPLITS, fractions, strict=True)]
-  cut = cut_splits(train.content, wanted, train.source)
-  splits = {x: cut[x] if x in ("train", *missing) else corpus.splits[x] for x in SPLITS}
+  wanted = [0.0 if x in corpus.splits else y for x, y in zip(SPLITS, fractions, strict=True)]
+  splits = {**cut_splits(train.content, wanted, train.source)}
+  splits |= {x: text for x, text in corpus.splits.items() if x != "train"}
   return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})
 
 
 def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], texts: Path) -> Corpus:
   """A corpus cleaned, cut short or both."""
-  about = {
-    **corpus.about,
-    "clean": language,
-    "max_characters": list(max_characters),
-    "cleaning": CLEANING if language else 0,
-  }
-  digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
-  splits, sizes = build_texts(
-    texts / f"{corpus.name}_{digits}",
-    {"made_of": about},
-    lambda: _clean_and_cut(corpus, language, max_characters),
-  )
+  about = {**corpus.about, "clean": language, "max_characters": list(max_characters)}
+  about["cleaning"] = CLEANING if language else 0
+  folder = texts / f"{corpus.name}_{_digest(about)[:8]}"
+  read = functools.partial(_clean_and_cut, corpus, language, max_characters)
+  splits, sizes = build_texts(folder, {"made_of": about}, read)
   return Corpus(corpus.name, splits, {**about, "texts": sizes})
 
 
@@ -328,14 +304,12 @@ def _clean_and_cut(
         break
     if not size:
       raise UserError(
-        f"data.max_characters: expected a text long enough for every split, got none left "
-        f"for the {split} split of {corpus.name}"
+        "data.max_characters: expected a text long enough for every split, got none left for the "
+        f"{split} split of {corpus.name}"
       )
     if size < most:
-      print(
-        f"{corpus.name}: the {split} split has {size:,} characters, fewer than the "
-        f"{most:,} of data.max_characters"
-      )
+      has = f"{corpus.name}: the {split} split has {size:,} characters"
+      print(f"{has}, fewer than the {most:,} of data.max_characters")
 
 
 def _python_manual() -> bytes:
@@ -343,8 +317,7 @@ def _python_manual() -> bytes:
     from pydoc_data.topics import topics
   except ImportError as error:
     raise UserError(
-      "data.name: expected a Python with its manual (pydoc_data.topics), got one "
-      "without; install it (Debian, Ubuntu: apt install libpython3-stdlib) or give a "
-      "text of your own with data.path"
+      "data.name: expected a Python with its manual (pydoc_data.topics), got one without; install "
+      "it (Debian, Ubuntu: apt install libpython3-stdlib) or give your own text with data.path"
     ) from error
   return "\n".join(topics[topic] for topic in sorted(topics)).encode()

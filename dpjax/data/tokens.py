@@ -6,8 +6,8 @@
   tokenizer.json, unigram.model (what the boundaries learned)
   data.json                 counts, and the checksums of the .bin files
 
-These folders are in data_dir/tokens, shared by all runs. A run's own folder has only the small
-files; "tokens" in its data.json is the path of the others.
+All runs share these folders of data_dir/tokens. A run's own folder, a reference, has only the
+small files and, in data.json, the path of the others.
 """
 
 import dataclasses
@@ -28,17 +28,12 @@ from dpjax.data import build_once
 from dpjax.data.corpus import SPLITS, Corpus, Text
 from dpjax.data.encoding import Encoder, encode_text
 from dpjax.errors import UserError
-from dpjax.text.tokens import (
-  CHARACTER_KINDS,
-  Tokenizer,
-  tokenizer_from_json,
-  train_tokenizer,
-)
+from dpjax.text.tokens import CHARACTER_KINDS, Tokenizer, tokenizer_from_json, train_tokenizer
 
-FORMAT = 1  # Readers without boundary support can still read the rest.
+FORMAT = 1
 LEARN_BYTES = 2**30  # of text, that a vocabulary is learned from at most
 UNITS = ("tokens", "characters", "words", "bytes")
-_LEARNED = "unigram.model"  # of any kind of boundaries; named after the first one
+_LEARNED = "unigram.model"  # of any kind of boundaries
 
 
 class _Arrays(Mapping[str, np.ndarray]):
@@ -46,10 +41,8 @@ class _Arrays(Mapping[str, np.ndarray]):
 
   def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
     self._dtype = np.dtype(dtype)
-    self._files = {
-      split: (folder / f"{split}{suffix}", int(size) * self._dtype.itemsize)
-      for split, size in sizes.items()
-    }
+    item = self._dtype.itemsize
+    self._files = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
 
   def __getitem__(self, split: str) -> np.memmap:
     path, size = self._files[split]
@@ -62,7 +55,6 @@ class _Arrays(Mapping[str, np.ndarray]):
     return np.memmap(path, self._dtype, "r")
 
   def are_there(self) -> bool:
-    """Whether all files exist and have their sizes."""
     return all(path.exists() and path.stat().st_size == size for path, size in self._files.values())
 
   def __iter__(self) -> Iterator[str]:
@@ -74,13 +66,11 @@ class _Arrays(Mapping[str, np.ndarray]):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """A corpus as tokens.
-
-  Arrays are mapped read-only at first use; a model works without them.
+  """A corpus as tokens; the arrays are mapped read-only at first use.
 
   Attributes:
     name: the name of the corpus.
-    tokenizer: the tokenizer that made its tokens.
+    tokenizer: the one that made its tokens.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word.
@@ -89,8 +79,7 @@ class Tokens:
     kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
-    documents: None, or for each split the places where its documents begin, int64 [number of
-      documents], increasing from 0.
+    documents: None, or for each split the first tokens of documents, int64, increasing from 0.
   """
 
   name: str
@@ -111,19 +100,17 @@ class Tokens:
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, all by default, and checks that they have not changed.
+    """Reads whole splits, all by default.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
     """
     for split in splits or self.splits:
-      for arrays in (self.splits, self.boundaries, self.documents):
-        if arrays is not None:
-          arrays[split]  # noqa: B018  (raises what is wrong with the file)
-      for name in (f"{split}.bin", f"{split}.boundaries.bin", f"{split}.documents.bin"):
-        expected = self.checksums.get(name)
+      for arrays in filter(None, (self.splits, self.boundaries, self.documents)):
+        arrays[split]  # noqa: B018  (raises what is wrong with the file)
+      for name in (x for x in self.checksums if x.startswith(f"{split}.")):
         path = self.folder / name
-        if expected is not None and files.checksum(path) != expected:
+        if files.checksum(path) != self.checksums[name]:
           raise UserError(
             f"{path}: expected the tokens as they were made, got a file that was changed; put a "
             f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
@@ -134,7 +121,7 @@ class Tokens:
     """The boundaries of another text's tokens, uint8 [number of tokens].
 
     Raises:
-      UserError: the tokens were made, or opened, without boundaries.
+      UserError: these tokens were made or opened without.
     """
     if self.boundaries is None or self.kind is None:
       raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
@@ -152,9 +139,8 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  If tokens of the same text and settings exist, they are opened; others are replaced. After a
-  killed call, the next one continues from its complete splits. A vocabulary is learned from at
-  most 1 GiB, spread evenly over the train split.
+  Opens existing tokens of the same text and settings, and replaces others. A killed call goes on
+  from its complete splits. A vocabulary is learned from at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -163,37 +149,42 @@ def tokenize(
     shared: whether to write into a subfolder of `folder`, named after its content.
     boundaries: None, or a kind of boundaries that needs the text, such as
       `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
-    **settings: settings of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
+    **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
   Raises:
-    UserError: from the text, the tokenizer or the boundaries; or the folder holds something
-      else or cannot be written.
+    UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
   name, known = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
   if known is None and settings.get("file"):
     whole = {key: value for key, value in settings.items() if key != "restrict"}
     known = train_tokenizer(name, (), **whole)
-  made = {
-    "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
-    "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    **_tokenizer_inputs(name, known, boundaries, settings),
-  }
-  if boundaries is not None and name not in CHARACTER_KINDS:
+  has_boundaries = boundaries is not None
+  if has_boundaries and name not in CHARACTER_KINDS:
     raise UserError(
       f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
       f"{type(boundaries).__name__} boundaries, got {name}"
     )
+  made: dict[str, Any] = {
+    "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
+    "sizes": {split: len(text) for split, text in corpus.splits.items()},
+    "kind": name,
+    **{key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")},
+  }
+  if known is not None:
+    made["vocabulary"] = _digest(known.to_json())
+  elif name not in CHARACTER_KINDS:
+    made["vocab_size"] = settings.get("vocab_size", 0)
+  if has_boundaries:
+    made["unigram"] = boundaries.text_settings()
   folder = Path(folder)
   if shared:
-    digits = _digest(json.dumps(made, sort_keys=True))[:8]
-    folder /= f"{corpus.name}_{name}_{digits}"
-  has_boundaries = boundaries is not None
+    folder /= f"{corpus.name}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
   def build(partial: Path) -> dict[str, Any]:
     try:  # The encoder of an interrupted call.
       encoder = _encoder(*_open_encoder(partial, boundaries))
-    except (OSError, ValueError):
+    except UserError:
       given = kind if known is None or settings.get("restrict") else known
       tokenizer, learned = _learn(corpus, given, boundaries, settings)
       _write_encoder(partial, tokenizer, learned)
@@ -201,12 +192,9 @@ def tokenize(
     counts = {}
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, encoder, partial, split)
-      for unit in ("tokens", "words"):
-        if not counts[split][unit]:
-          raise UserError(
-            f"data.path: expected {unit} in every split, got none in the "
-            f"{split} split of {corpus.name}"
-          )
+      if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
+        where = f"the {split} split of {corpus.name}"
+        raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
     for split in corpus.splits:
       (partial / f"{split}.json").unlink()
@@ -214,21 +202,6 @@ def tokenize(
 
   build_once.build_once(folder, inputs, build)
   return open_tokens(folder, boundaries=boundaries)
-
-
-def _tokenizer_inputs(
-  name: str, known: Tokenizer | None, boundaries: Any, settings: Mapping
-) -> dict[str, Any]:
-  """The settings that affect tokens, apart from the text and file names."""
-  made: dict[str, Any] = {"kind": name}
-  made |= {key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")}
-  if known is not None:
-    made["vocabulary"] = _digest(known.to_json())
-  elif name not in CHARACTER_KINDS:
-    made["vocab_size"] = settings.get("vocab_size", 0)
-  if boundaries is not None:
-    made["unigram"] = boundaries.text_settings()
-  return made
 
 
 def _digest(content: str) -> str:
@@ -262,21 +235,20 @@ def _learn(
   corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
 ) -> tuple[Tokenizer, bytes]:
   """The tokenizer of a text, and what its boundaries learn."""
-  text, tokenizer = corpus.splits["train"], kind
+  text = corpus.splits["train"]
   sample = _Sample(text)
   try:
-    if not isinstance(tokenizer, Tokenizer):
+    if not isinstance(kind, Tokenizer):
       is_whole = kind in CHARACTER_KINDS or settings.get("file")
-      tokenizer = train_tokenizer(str(kind), text if is_whole else sample, **settings)
-    return tokenizer, b"" if boundaries is None else boundaries.learn(sample)
+      kind = train_tokenizer(kind, text if is_whole else sample, **settings)
+    return kind, b"" if boundaries is None else boundaries.learn(sample)
   except ValueError as error:
     raise sample.error or error from error
 
 
 def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
-  if boundaries is None:
-    return Encoder(tokenizer)
-  return Encoder(tokenizer, functools.partial(boundaries.of_text, learned=learned))
+  of_text = None if boundaries is None else functools.partial(boundaries.of_text, learned=learned)
+  return Encoder(tokenizer, of_text)
 
 
 def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
@@ -300,13 +272,9 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]
 
 
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
-  """Makes a folder with what a model needs of its tokens, and the place of the others.
+  """Makes a folder with what a model needs of its tokens, and the path of the others.
 
-  An export leaves out their path; `open_tokens` looks for them in data_dir.
-
-  Raises:
-    UserError: the folder holds something else.
-    OSError: it cannot be written.
+  An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
   folder = Path(folder).resolve()
   build_once.check_replaceable(folder)
@@ -314,15 +282,12 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   _write_encoder(partial, data.tokenizer, data.learned)
-  known = (*UNITS, "sha256", "documents")
   content = {
     "format": FORMAT,
     "name": data.name,
     "unigram": data.boundaries is not None,
     "dtype": Encoder(data.tokenizer).dtype.name,
-    "splits": {
-      split: {x: counts[x] for x in known if x in counts} for split, counts in data.counts.items()
-    },
+    "splits": dict(data.counts),
     "checksums": dict(data.checksums),
     "tokens": data.folder.name if is_export else os.path.relpath(data.folder.resolve(), folder),
   }
@@ -335,8 +300,8 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
 
   Args:
     folder: the folder with data.json.
-    data_dir: "", or the folder to search for the tokens of a reference that was moved.
-    boundaries: None, or the kind of boundaries that `tokenize` was given, for other texts.
+    data_dir: "", or where to look for the tokens of a reference that was moved.
+    boundaries: None, or the kind that `tokenize` was given, for other texts.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.
@@ -351,15 +316,15 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
       raise UserError("a split without text")
     checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
     tokens = folder
-    if content.get("tokens"):
+    if "tokens" in content:
       given = Path(os.path.normpath(folder.resolve() / content["tokens"]))
       moved = Path(data_dir, "tokens", given.name)
       tokens = moved if (moved / "train.bin").exists() and not given.exists() else given
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     splits = _Arrays(tokens, ".bin", dtype, sizes)
-    has_boundaries = bool(content["unigram"])
-    arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes) if has_boundaries else None
-    documents = None
+    kind = arrays = documents = None
+    if content["unigram"]:
+      kind, arrays = boundaries, _Arrays(tokens, ".boundaries.bin", np.uint8, sizes)
     if all("documents" in counts[split] for split in SPLITS):
       sizes = {split: counts[split]["documents"] for split in SPLITS}
       documents = _Arrays(tokens, ".documents.bin", np.int64, sizes)
@@ -371,7 +336,6 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
     ) from error
   if version != FORMAT:
     raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another dpjax")
-  kind = boundaries if has_boundaries else None
   tokenizer, _, learned = _open_encoder(folder, kind)
   return Tokens(
     name, tokenizer, splits, counts, arrays, learned, kind, tokens, checksums, documents

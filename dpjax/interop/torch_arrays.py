@@ -28,12 +28,10 @@ def find_state(content: Mapping) -> dict:
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))
   if not isinstance(state, Mapping):
-    raise UserError(
-      f"state_dict: expected a mapping of names to arrays, got {type(state).__name__}"
-    )
-  if all(name.startswith("module.") for name in state):
-    return {name.removeprefix("module."): value for name, value in state.items()}
-  return dict(state)
+    got = type(state).__name__
+    raise UserError(f"state_dict: expected a mapping of names to arrays, got {got}")
+  is_parallel = all(name.startswith("module.") for name in state)
+  return {name.removeprefix("module.") if is_parallel else name: x for name, x in state.items()}
 
 
 def linear(path: str, letters: str, name: str) -> Table:
@@ -75,8 +73,10 @@ def check_names(names: Iterable[str], table: Table, models: str) -> None:
 
 def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
   """Converts tensors, or anything that NumPy reads, to float32."""
-  of_numpy = {name: x.detach().cpu() if hasattr(x, "detach") else x for name, x in state.items()}
-  return {name: np.asarray(value, np.float32) for name, value in of_numpy.items()}
+  return {
+    name: np.asarray(x.detach().cpu() if hasattr(x, "detach") else x, np.float32)
+    for name, x in state.items()
+  }
 
 
 def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
@@ -114,22 +114,18 @@ def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
 
 
 def _convert(array: np.ndarray, path: str) -> np.ndarray:
-  if "queries_keys_values" in path:
-    # One matrix of 3D rows there, [D, 3, D] here.
-    array = array.reshape(3, -1, *array.shape[1:])
-    return array.transpose(2, 0, 1) if path.endswith("kernel") else array
   if path.endswith("null_group"):
     return array.reshape(-1)
-  return array.T if path.endswith("kernel") else array
+  if "queries_keys_values" in path:  # one matrix of 3D rows there, [D, 3, D] here
+    array = array.reshape(3, -1, *array.shape[1:])
+  return np.moveaxis(array, -1, 0) if path.endswith("kernel") else array
 
 
 def _convert_back(array: np.ndarray, path: str) -> np.ndarray:
-  if "queries_keys_values" in path:
-    array = array.transpose(1, 2, 0) if path.endswith("kernel") else array
-    return array.reshape(-1, *array.shape[2:])
   if path.endswith("null_group"):
     return array.reshape(1, 1, -1)
-  return array.T if path.endswith("kernel") else array
+  array = np.moveaxis(array, 0, -1) if path.endswith("kernel") else array
+  return array.reshape(-1, *array.shape[2:]) if "queries_keys_values" in path else array
 
 
 def _tuple(names: Names) -> tuple[str, ...]:

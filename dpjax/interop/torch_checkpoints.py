@@ -100,20 +100,18 @@ def from_torch(
     model = dpjax.build_model(model_config)
     logits = model.apply({"params": params}, tokens).logits
 
-  The names tell the models apart. The conversion of the arrays is linear, so it also converts
-  gradients.
+  The names tell the models apart. The conversion is linear, so it also converts gradients.
 
   Args:
-    state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint
-      that holds them under "model_state_dict" or "model_state". From the latter,
-      "model_config" is read, too: the kind of boundaries and the activation, GELU if missing.
-    num_heads: the number of heads of self-attention, which no name or shape tells (None: 1).
+    state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint with them
+      under "model_state_dict" or "model_state". From the latter, "model_config" is read, too:
+      the kind of boundaries and the activation, GELU if missing.
+    num_heads: of self-attention, which no name or shape tells (None: 1).
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
       they differ only in the sigmoid of the gates.
-    max_length: the longest T; None is the number of rows of `pos_encoder.pe`, which the pooling
-      model lacks.
-    boundaries: the kind of boundaries of the pooling model: "none", "fixed", "whitespace",
-      "unigram", "entropy" or "gumbel"; None if the file tells it, as one without pooling does.
+    max_length: the longest T; None: the rows of `pos_encoder.pe`, which the pooling model lacks.
+    boundaries: of the pooling model: "none", "fixed", "whitespace", "unigram", "entropy" or
+      "gumbel"; None if the file tells it, as one without pooling does.
     shortening_factor: k of fixed boundaries.
     boundary_offset: the place of the first of these, 0 in the authors' code; -1 means k - 1.
     space_ids: the tokens that end a segment of whitespace, or the reference of gumbel's scores.
@@ -125,8 +123,7 @@ def from_torch(
 
   Raises:
     ValueError: names or shapes are not the authors', a setting contradicts the file or is
-      missing, or the model is a Dispatcher with several heads, which the authors' code computes
-      by a reshape of [B, T, D] to [B * H, T, D / H] that cuts positions, not features.
+      missing, or it is a Dispatcher with several heads: the authors' code cuts its positions.
   """
   if variant not in ("paper", "multihead"):
     raise UserError(f"variant: expected paper or multihead, got {variant}")
@@ -144,13 +141,10 @@ def from_torch(
   is_attention = any(name.endswith(".in_proj_weight") for name in state)
   num_layers = max(len({match[1] for name in state if (match := _LAYER_NAME.fullmatch(name))}), 1)
   table = _table(_ATTENTION if is_attention else _DISPATCHER, num_layers)
-  torch_arrays.check_names(
-    state.keys() - {_POSITIONS}, table, "DispatcherModel or TransformerModel"
-  )
+  models = "DispatcherModel or TransformerModel"
+  torch_arrays.check_names(state.keys() - {_POSITIONS}, table, models)
   arrays = torch_arrays.read_arrays(state)
   sizes = torch_arrays.read_sizes(arrays, table)
-  if not is_attention:
-    _check_one_head(sizes, num_heads)
   positions = arrays.get(_POSITIONS)
   if positions is not None:
     _check_positions(positions, sizes["D"])
@@ -159,14 +153,14 @@ def from_torch(
       raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, got None")
     max_length = len(positions)
 
-  if is_attention:
-    mixer = config_lib.mixer("attention", num_heads=num_heads)
-  else:
+  mixer = config_lib.mixer("attention", num_heads=num_heads)
+  if not is_attention:
+    _check_one_head(sizes, num_heads)
     name = "dispatcher" if variant == "paper" else "dispatcher_multihead"
     mixer = config_lib.mixer(name, num_heads=num_heads, num_levels=sizes["K"])
   model_config = config_lib.default_model()
-  model_config.mixer = mixer
   model_config.update(
+    mixer=mixer,
     vocab_size=sizes["V"],
     num_layers=num_layers,
     width=sizes["D"],
@@ -203,13 +197,10 @@ def _convert_pooled(
   if boundaries is None and len(possible) == 1:
     boundaries = possible[0]
   if boundaries is None or boundaries not in possible:
-    raise UserError(
-      f"boundaries: expected {' or '.join(possible)} by what the file holds, got {boundaries}"
-    )
-  depths = [
-    max(sum(stack == str(number) for stack, _ in layers), 1)
-    for number in range(1 if boundaries == "none" else 3)
-  ]
+    expected = f"{' or '.join(possible)} by what the file holds"
+    raise UserError(f"boundaries: expected {expected}, got {boundaries}")
+  stacks = ("0",) if boundaries == "none" else ("0", "1", "2")
+  depths = [max(sum(each == stack for each, _ in layers), 1) for stack in stacks]
   table = _pooled_table(depths, has_predictor)
   torch_arrays.check_names(state.keys() - {_FREQUENCIES}, table, "MemTransformerLM")
   arrays = torch_arrays.read_arrays(state)
@@ -217,18 +208,15 @@ def _convert_pooled(
   if num_heads not in (None, sizes["H"]):
     raise UserError(f"num_heads: expected the {sizes['H']} of r_w_bias, got {num_heads}")
   if sizes["H"] * sizes["E"] != sizes["D"]:
-    raise UserError(
-      f"r_w_bias: expected heads of {sizes['D']} features together, got the shape "
-      f"{(sizes['H'], sizes['E'])}"
-    )
+    expected, shape = f"heads of {sizes['D']} features together", (sizes["H"], sizes["E"])
+    raise UserError(f"r_w_bias: expected {expected}, got the shape {shape}")
   if max_length is None:
-    raise UserError(
-      "max_length: expected a number, as a MemTransformerLM has no table of positions, got None"
-    )
+    expected = "a number, as a MemTransformerLM has no table of positions"
+    raise UserError(f"max_length: expected {expected}, got None")
 
   model_config = config_lib.default_model()
-  model_config.mixer = config_lib.mixer("relative_attention", num_heads=sizes["H"])
   model_config.update(
+    mixer=config_lib.mixer("relative_attention", num_heads=sizes["H"]),
     vocab_size=sizes["V"],
     width=sizes["D"],
     feed_forward_width=sizes["F"],
@@ -239,8 +227,6 @@ def _convert_pooled(
   )
   if len(depths) == 3:
     model_config.first.num_layers, _, model_config.last.num_layers = depths
-  if boundaries == "fixed" and settings["shortening_factor"] is None:
-    raise UserError("shortening_factor: expected k of the fixed boundaries, got None")
   if boundaries == "whitespace" and not settings["space_ids"]:
     raise UserError("space_ids: expected the space's for whitespace, got none")
   known = registry.boundaries.settings(boundaries)
@@ -251,7 +237,7 @@ def _convert_pooled(
 
 
 def _pooled_table(depths: Sequence[int], has_predictor: bool) -> Table:
-  """The table of a model by the number of blocks in each stack, of one or three stacks."""
+  """The table of a model of one stack or three, by the blocks in each."""
   places, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
   if len(depths) == 3:
     places = ("hourglass/first", "hourglass/middle", "hourglass/last")
@@ -269,9 +255,8 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
     state = dpjax.interop.to_torch(run.config.model, run.params)
     torch.save({name: torch.from_numpy(x) for name, x in state.items()}, "model.pt")
 
-  Takes `config.model` and the parameters. Settings that the file does not hold (attention's
-  heads, the offset of fixed boundaries) must be given to `from_torch` again. Models that
-  `from_torch` cannot read get dpjax's names, joined by dots.
+  Settings that the file does not hold (attention's heads, the offset of fixed boundaries) must be
+  given to `from_torch` again. Other models than the authors' keep dpjax's names, joined by dots.
   """
   flat = traverse_util.flatten_dict(params, sep="/")
   table = _table_of(model_config)
@@ -306,8 +291,7 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
     got = f"num_heads = {num_heads}"
   elif sizes["E"] != sizes["D"]:
     got = f"matrices for {sizes['E']} of the {sizes['D']} features"
-  elif not 1 <= sizes["K"] <= 12:
-    # One row a level and head; the authors' 5000 positions have room for 12 levels.
+  elif not 1 <= sizes["K"] <= 12:  # One row a level and head; their 5000 positions have 12 levels.
     got = f"{sizes['K']} rows of gates, where 1 to 12 levels are possible"
   else:
     return

@@ -3,13 +3,10 @@ r"""Probes long-range recall, of mixers trained for it or of a trained run.
   dpjax probes --train --work=runs/probes --json=probes.json --out=probes.png
   dpjax probes runs/quickstart --out=probe.png
 
-With --train, small models of equal size, one for each mixer, learn synthetic tasks
-(`dpjax.probes.tasks`): recall, copying, induction. The result is accuracy by the distance of
-the answer, on rows as long as in training and 2 and 4 times as long. Each (task, mixer, seed)
-becomes a file in --work, and is not trained again.
-
-For a run of `dpjax train`, the command presents random tokens twice, and compares the nats per
-token of the first and the second time.
+With --train, small models of equal size learn the tasks of `dpjax.probes.tasks`, and are scored
+by the distance of the answer, on rows 1, 2 and 4 times as long as in training. Each (task, mixer,
+seed) becomes a file in --work, and is not trained again. A run of `dpjax train` gets random tokens
+twice, and is scored for both times.
 """
 
 import argparse
@@ -66,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"run: expected the folder of a run, or --train, got {got}")
     values = {x.name: getattr(given, x.name) for x in fields if getattr(given, x.name) is not None}
     if given.run:
-      for name in values.keys() - {"num_test_rows"}:
-        raise UserError(f"{name}: expected --train with it, got the folder of a run")
+      if others := values.keys() - {"num_test_rows"}:
+        raise UserError(f"{min(others)}: expected --train with it, got the folder of a run")
       command_line.check_platform()
       content = repeat(run_lib.load(given.run), values.get("num_test_rows", 64))
     else:
@@ -86,11 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
       plots.write(draw(content), given.out)
 
 
-def _names(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
-  names = list(known) if given is None else list(dict.fromkeys(given.split(",")))
-  for name in names:
-    if name not in known:
-      raise unknown(flag, known, name)
+def _names(flag: str, given: str | None, known: Sequence[str]) -> Sequence[str]:
+  names = known if given is None else list(dict.fromkeys(given.split(",")))
+  if wrong := [name for name in names if name not in known]:
+    raise unknown(flag, known, wrong[0])
   return names
 
 
@@ -117,7 +113,7 @@ def summarise(settings: training.Settings, models: Sequence[Mapping]) -> dict[st
 
   "results" has for each task, mixer and length the distances of bins, "from" and "to" (both
   included), the "mean" and "deviation" of their accuracy over seeds (None without answers), and
-  both for distances up to the smallest reach ("near") and beyond it ("far").
+  both up to the smallest reach ("near") and beyond it ("far").
   """
   about = ("parameters", "width", "feed_forward_width", "reach")
   mixers = {model["mixer"]: {name: model[name] for name in about} for model in models}
@@ -158,9 +154,8 @@ def repeat(run: run_lib.Run, num_rows: int, seed: int = 0) -> dict[str, Any]:
     first time: predicts 2 9; again: predicts 2 9
 
   Each answer is n - 1 positions before the one that predicts it. The first token does not count,
-  as nothing indicates the repetition. Tokens are uniform over the vocabulary, so the first
-  time they are unpredictable. There are `num_rows` for each n: the powers of 2, and the largest
-  that fits the window. Returns JSON values: "rows" has a "distance", n - 1, and "first" and
+  as nothing indicates the repetition. There are `num_rows` for each n: the powers of 2, and the
+  largest that fits the window. Returns JSON values: "rows" has a "distance", n - 1, and "first" and
   "again", each with "nats" per token and "accuracy".
   """
   longest = (run.window + 1) // 2
@@ -198,11 +193,16 @@ def format_table(content: Mapping[str, Any]) -> str:
     size, reach = content["vocabulary"], content["reach"] or "all"
     title = f"{content['mixer']}: random tokens twice, {size:,} entries (ln {math.log(size):.3f})"
     keys = [(key, part) for key in ("nats", "accuracy") for part in ("first", "again")]
-    heads = ["distance", *(f"{key}, {part}" for key, part in keys)]
-    cells = [
+    rows = [
       [row["distance"], *(f"{row[part][key]:.3f}" for key, part in keys)] for row in content["rows"]
     ]
-    return f"{title}, reach {reach}\n" + style.table(heads, cells)
+    heads = ["distance", *(f"{key}, {part}" for key, part in keys)]
+    return f"{title}, reach {reach}\n" + style.table(heads, rows)
+
+  def cell(mean: float | None, deviation: float | None) -> str:
+    spread = "" if deviation is None else f" ± {deviation:.3f}"
+    return "-" if mean is None else f"{mean:.3f}{spread}"
+
   lengths = sorted({row["length"] for row in content["results"]})
   near, length = content["near"], content["settings"]["length"]
   lines = [
@@ -214,16 +214,11 @@ def format_table(content: Mapping[str, Any]) -> str:
     rows = []
     for mixer, about in content["mixers"].items():
       found = [x for x in content["results"] if (x["task"], x["mixer"]) == (task, mixer)]
-      cells = [_cell(*row[part]) for row in found for part in ("near", "far")]
+      cells = [cell(*row[part]) for row in found for part in ("near", "far")]
       rows.append([mixer, f"{about['parameters']:,}", about["reach"] or "all", *cells])
-    title = f"{task} (chance {chance:.3f})"
-    lines += ["", title, style.table(["mixer", "parameters", "reach", *heads], rows)]
+    table = style.table(["mixer", "parameters", "reach", *heads], rows)
+    lines += ["", f"{task} (chance {chance:.3f})", table]
   return "\n".join(lines)
-
-
-def _cell(mean: float | None, deviation: float | None) -> str:
-  spread = "" if deviation is None else f" ± {deviation:.3f}"
-  return "-" if mean is None else f"{mean:.3f}{spread}"
 
 
 @style.applied()
@@ -243,7 +238,7 @@ def draw(content: Mapping[str, Any]) -> "Figure":
     canvas.axes[0].legend(frameon=False)
     style.finish(canvas)
     return canvas
-  results, names = content["results"], list(content["chance"])
+  results, names, mixers = content["results"], list(content["chance"]), list(content["mixers"])
   lengths = sorted({row["length"] for row in results})
   reaches = {mixer["reach"] for mixer in content["mixers"].values() if mixer["reach"]}
   canvas = Figure(figsize=(4 * len(lengths) + 2, 2.6 * len(names) + 0.6), layout="constrained")
@@ -254,14 +249,10 @@ def draw(content: Mapping[str, Any]) -> "Figure":
     for row in rows:
       x = (np.array(row["from"]) + row["to"]) / 2
       mean, deviation = np.array([row["mean"], row["deviation"]], float)  # NaN for None
-      look, spread = (
-        style.line(list(content["mixers"]).index(row["mixer"])),
-        np.nan_to_num(deviation),
-      )
-      known = ~np.isnan(mean)
-      axes.plot(x[known], mean[known], **look, marker=".", label=row["mixer"])
-      edges = (mean - spread)[known], (mean + spread)[known]
-      axes.fill_between(x[known], *edges, color=look["color"], alpha=0.15, lw=0)
+      known, look = ~np.isnan(mean), style.line(mixers.index(row["mixer"]))
+      x, mean, spread = x[known], mean[known], np.nan_to_num(deviation)[known]
+      axes.plot(x, mean, **look, marker=".", label=row["mixer"])
+      axes.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.15, lw=0)
     axes.axhline(content["chance"][task], color="0.6", linestyle=":")
     for reach in sorted(reach for reach in reaches if reach < length):
       axes.axvline(reach, color="0.3", linestyle="--", linewidth=1)

@@ -1,9 +1,8 @@
 """Recall, copying and induction: rows of random tokens with answers earlier in the row.
 
-B rows, T tokens of a row, V entries of the vocabulary. Token 0 is padding, 1 the separator, 2
-the trigger; tokens from 3 on are contents. The distance of an answer is the difference of its
-position and the position that predicts it. A model whose position t reaches back to t - R can
-only guess beyond distance R.
+Token 0 is padding, 1 the separator, 2 the trigger; tokens from 3 on are contents. An answer's
+distance is that of its position from the one that predicts it: a model whose position t reaches
+back to t - R can only guess beyond R.
 
   recall     k=a 0 k=b 0 | b a b    pairs of a key and a value, then keys: predict their values
   copying    7 4 6 1 7 4 6          tokens, 1, the same tokens again
@@ -11,10 +10,9 @@ only guess beyond distance R.
 
 Sources: Arora et al. 2023, arXiv:2312.04927 (multi-query associative recall); Jelassi et al.
 2024, arXiv:2402.01032 (copying); Olsson et al. 2022, arXiv:2209.11895, and Gu and Dao 2023,
-arXiv:2312.00752 (induction heads). Differences: a pair of recall is one of `NUM_KEYS` x
-`NUM_KEYS` tokens, because small models need far more updates to learn that a value belongs to
-the key before it than to look up a key; and rows of any length have `NUM_KEYS` pairs, so that
-longer rows have longer distances but no more to remember.
+arXiv:2312.00752 (induction heads). Differences: a pair of recall is one token, because small
+models need far more updates to learn that a value belongs to the key before it than to look up a
+key; and rows of any length have `NUM_KEYS` pairs, so that longer ones have no more to remember.
 """
 
 from typing import NamedTuple
@@ -28,13 +26,7 @@ TRAINING, TEST = 0, 1  # streams of random numbers: no test row is drawn as a tr
 
 
 class Examples(NamedTuple):
-  """Rows of a task, each int32 [B, T].
-
-  Attributes:
-    tokens: the inputs of the model.
-    targets: the answers at the positions that predict them, else 0.
-    distances: the distances of the answers, else 0.
-  """
+  """Rows of a task, int32 [B, T]; answers and distances where they are predicted, else 0."""
 
   tokens: np.ndarray
   targets: np.ndarray
@@ -59,8 +51,7 @@ def draw(task: str, size: tuple[int, int], contents: int, seed: tuple[int, ...])
 def _recall(rng, num_rows: int, length: int, contents: int) -> Examples:
   """The first half has a pair for each key, at random places; the second consists of keys.
 
-  Key i is the token 3 + i, value j is 3 + `NUM_KEYS` + j, and their pair
-  3 + `NUM_KEYS` (2 + i) + j.
+  Key i is the token 3 + i, value j is 3 + `NUM_KEYS` + j, their pair 3 + `NUM_KEYS` (2 + i) + j.
   """
   half = length // 2
   tokens, targets, distances = np.zeros((3, num_rows, length), np.int32)

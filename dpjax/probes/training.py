@@ -22,7 +22,6 @@ from dpjax.training import optimizer as optimizers
 from dpjax.training import sharding
 from dpjax.training import step as step_lib
 
-# Their window is `max_length`; that of a Dispatcher is 2**num_levels.
 EXTRACTORS, DISPATCHERS = ("she", "he", "we", "me"), ("dispatcher", "dispatcher_multihead")
 
 
@@ -76,20 +75,19 @@ class Settings:
 def model_config(settings: Settings, mixer: str, width: int, more: int = 0) -> ConfigDict:
   """`config.model` of a mixer in the frame of configs/modern_transformer.py.
 
-  The frame has no positions of its own, as attention has rotary positions, a Dispatcher its
-  levels and an Extractor its taps. So all models read rows longer than in training.
-  Feed-forward networks are 8 / 3 times as wide as the model, and `more`.
+  It has no positions of its own (attention's are rotary), so all models read rows longer than in
+  training. Feed-forward networks are 8 / 3 times as wide as the model, and `more`.
   """
   model = config_lib.load("modern_transformer").model
   known, given = registry.mixers.settings(mixer), {}
   if "num_heads" in known and mixer != "dispatcher":  # whose heads would share their matrices
-    given["num_heads"] = 4
+    given |= dict(num_heads=4)
   if "num_levels" in known:
-    given["num_levels"] = settings.window.bit_length() - 1
+    given |= dict(num_levels=settings.window.bit_length() - 1)
   if "rotary_base" in known:
     given |= dict(rotary_base=10_000.0, use_bias=False)
-  if mixer in EXTRACTORS:
-    given["implementation"] = "scan"  # the cheapest where rows are longer than the window
+  if mixer in EXTRACTORS:  # Here it is the cheapest where rows are longer than the window.
+    given |= dict(implementation="scan")
   model.update(
     mixer=config_lib.mixer(mixer, **given),
     vocab_size=tasks.FIRST_CONTENT + settings.contents,
@@ -120,14 +118,13 @@ def reach(model: Mapping) -> int | None:
 def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
   """A mixer's `config.model` with as many parameters as attention's, and their number.
 
-  The width is the largest multiple of 8 at which the model has at most attention's parameters;
-  the feed-forward networks are then widened to reach them.
+  The width is the largest multiple of 8 with at most attention's parameters; the feed-forward
+  networks are then widened to reach them.
   """
 
   def count(width: int, more: int = 0, mixer: str = mixer) -> int:
     model = build_model(model_config(settings, mixer, width, more))
-    init = partial(model.init, jax.random.key(0))
-    shapes = jax.eval_shape(init, jnp.zeros((1, 1), jnp.int32))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
   target = count(settings.width, mixer="attention")
@@ -147,10 +144,10 @@ def equal_model(settings: Settings, mixer: str) -> tuple[ConfigDict, int]:
 def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, Any]]:
   """A function that trains a mixer for a task with a seed, and tests it.
 
-  It shares its compiled programs between tasks and seeds. It returns JSON values:
-  "parameters", "width", "feed_forward_width", "reach", "loss" (the mean over the last tenth of
-  the updates), "seconds" of processor time, and "tests", by length: see `count_hits`. It raises
-  a FloatingPointError if the loss is not finite.
+  It shares its compiled programs between tasks and seeds, and returns JSON values: "parameters",
+  "width", "feed_forward_width", "reach", "loss" (the mean over the last tenth of the updates),
+  "seconds" of processor time, and "tests", by length: see `count_hits`. It raises a
+  FloatingPointError if the loss is not finite.
   """
   config, num_parameters = equal_model(settings, mixer)
   section = config_lib.load("modern_transformer").train
@@ -159,21 +156,21 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
   model = build_model(config)
   optimizer = optimizers.build_optimizer(section, settings.num_steps)
   mesh = sharding.make_mesh()
-  shapes = step_lib.abstract_state(model, optimizer, 0, mesh)
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+  state_shape = step_lib.abstract_state(model, optimizer, 0, mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
   init = jax.jit(partial(step_lib.init_state, model, optimizer), out_shardings=shardings)
   train_step = step_lib.jit_train_step(model, optimizer, shardings, mesh)
 
   @jax.jit
   def predict(params, tokens_bt):
-    is_start = _is_start(tokens_bt, mixer)
-    return model.apply({"params": params}, tokens_bt, **is_start).logits.argmax(-1)
+    output = model.apply({"params": params}, tokens_bt, **_is_start(tokens_bt, mixer))
+    return output.logits.argmax(-1)
 
   def train(task: str, seed: int) -> dict[str, Any]:
     began, state, losses = time.process_time(), init(seed), []
     num_rows = settings.batch_size * (2 if task == "induction" else 1)
+    size = num_rows, settings.length
     for step in range(settings.num_steps):
-      size = num_rows, settings.length
       drawn = tasks.draw(task, size, settings.contents, (seed, tasks.TRAINING, step))
       weights = (drawn.distances > 0).astype(np.float32)
       batch = {"tokens": drawn.tokens, "targets": drawn.targets, "weights": weights}
@@ -186,20 +183,13 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
       raise FloatingPointError(f"{task}, {mixer}, seed {seed}: loss {loss}")
     tests = {}
     for length in settings.lengths:
-      batches = (
-        tasks.draw(task, (num_rows, length), settings.contents, (seed, tasks.TEST, i))
-        for i in range(settings.num_test_rows // num_rows)
-      )
+      size, seeds = (num_rows, length), range(settings.num_test_rows // num_rows)
+      batches = (tasks.draw(task, size, settings.contents, (seed, tasks.TEST, i)) for i in seeds)
       tests[str(length)] = count_hits(partial(predict, state.params), batches)
-    return {
-      "parameters": num_parameters,
-      "width": config.width,
-      "feed_forward_width": config.feed_forward_width,
-      "reach": reach(config),
-      "loss": loss,
-      "tests": tests,
-      "seconds": round(time.process_time() - began, 1),
-    }
+    sizes = {"width": config.width, "feed_forward_width": config.feed_forward_width}
+    about = {"parameters": num_parameters, **sizes, "reach": reach(config)}
+    seconds = round(time.process_time() - began, 1)
+    return {**about, "loss": loss, "tests": tests, "seconds": seconds}
 
   return train
 
@@ -216,12 +206,7 @@ def count_hits(predict: Callable, batches: Iterable[tasks.Examples]) -> dict[str
 
 
 def _is_start(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
-  """Marks each row as a document for a mixer whose `max_length` may be below T.
-
-  So it takes the row, and sees `max_length` positions as usual.
-  """
-  if mixer not in EXTRACTORS:
-    return {}
+  """Marks each row as a document, so that an Extractor takes one longer than its `max_length`."""
   is_start = np.zeros(tokens_bt.shape, np.int32)
   is_start[:, 0] = 1
-  return {"is_start": is_start}
+  return {"is_start": is_start} if mixer in EXTRACTORS else {}

@@ -16,10 +16,9 @@ Cleaning a clean text changes nothing.
 
 Source: Sec. 4.1 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); `cleaners/`
 of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes follow NFKC
-and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs), not the list
-in that code; marks that are not between line ends are removed as well; Hebrew diacritics are
-removed, instead of becoming spaces that cut words; Vietnamese may be decomposed; and digits of
-all scripts count as digits.
+and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs); marks that are
+not between line ends are removed, too; Hebrew diacritics are removed and cut no words; Vietnamese
+may be decomposed; and digits of all scripts count as digits.
 """
 
 import functools
@@ -30,18 +29,15 @@ from typing import NamedTuple
 
 from dpjax.errors import unknown
 
-_MARKERS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_", "_NEWLINE_")
-_MARKER = re.compile("|".join(_MARKERS))
+_MARKER = re.compile("_START_ARTICLE_|_START_SECTION_|_START_PARAGRAPH_|_NEWLINE_")
 _OVERLAPPING_MARKER = re.compile(f"(?=({_MARKER.pattern}))")
-_REACH = max(map(len, _MARKERS)) - 1  # how far a mark goes on both sides of a cut in it
+_REACH = len("_START_PARAGRAPH_") - 1  # how far a mark goes on both sides of a cut in it
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _BLOCK = 2**14
 
 
 class Language(NamedTuple):
   """The characters that cleaning keeps, and the names of digits.
-
-  Lower case is Unicode's, which is the same for all languages: the Turkish I is i.
 
   Attributes:
     alphabet: the letters, and signs if any, in lower case; no spaces, no digits.
@@ -59,11 +55,8 @@ class Language(NamedTuple):
 _LATIN = "abcdefghijklmnopqrstuvwxyz"
 
 # The points and accents, and what goes with them; not maqaf, paseq and sof pasuq.
-_HEBREW_DIACRITICS = "".join(
-  character
-  for character in map(chr, (*range(0x591, 0x5C8), 0xFB1E, 0x34F))
-  if unicodedata.category(character) == "Mn"
-)
+_HEBREW = map(chr, (*range(0x591, 0x5C8), 0xFB1E, 0x34F))
+_HEBREW_DIACRITICS = "".join(x for x in _HEBREW if unicodedata.category(x) == "Mn")
 
 #: The languages of the pooling paper, by their names in wiki40b.
 LANGUAGES: dict[str, Language] = {
@@ -90,10 +83,8 @@ def clean(text: str, language: str) -> str:
 
     clean("Νοthing_NEWLINE_ in 19\t cafés", "en")  ->  "nothing\nin one nine caf s"
 
-  The first two letters are Greek. The language is a name in `LANGUAGES`.
-
-  Raises:
-    ValueError: `data.language: ...`, the name is unknown.
+  The first two letters are Greek. A language not in `LANGUAGES` raises a `ValueError`,
+  `data.language: ...`.
   """
   return "".join(clean_chunks([text], language))
 
@@ -104,8 +95,7 @@ def clean_chunks(chunks: Iterable[str], language: str) -> Iterator[str]:
     ["Mi", "ll_NEW", "LINE_ 1", "9"]  ->  joined, "mill", a line end and "one nine"
 
   Joined, the result equals `clean` on the joined text. Memory is limited to the longest chunk
-  and some ten thousand characters, unless a text has no character below U+0300 for long, as
-  Chinese may.
+  and some ten thousand characters, if there are characters below U+0300 now and then.
   """
   if language not in LANGUAGES:
     raise unknown("data.language", LANGUAGES, language)
@@ -183,27 +173,19 @@ class _Table(dict):
     self._folds = language.folds
 
   def __missing__(self, code: int) -> str:
-    self[code] = found = self._find(chr(code))
+    found = character = chr(code)
+    if (digit := unicodedata.decimal(character, None)) is not None:
+      found = str(digit)
+    elif character not in " \n":
+      # The one letter with two in lower case is the dotted I.
+      found = "".join(filter(self._letters.__contains__, character.lower()))
+      found = found or (self._folds and self._fold(character)) or " "
+    self[code] = found
     return found
 
-  def _find(self, character: str) -> str:
-    if character in " \n":
-      return character
-    digit = unicodedata.decimal(character, None)
-    if digit is not None:
-      return str(digit)
-    # The one letter with two in lower case is the dotted I.
-    found = "".join(filter(self._letters.__contains__, character.lower()))
-    if not found and self._folds:
-      found = self._fold(character)
-    return found or " "
-
   def _fold(self, character: str) -> str:
-    """The letter of the alphabet that a character looks like, if any.
-
-    Signs and digits that look like letters, such as a stroke for l, do not count.
-    """
-    if unicodedata.category(character)[0] != "L":
+    """The letter of the alphabet that a character looks like, if any."""
+    if unicodedata.category(character)[0] != "L":  # such as a stroke for l
       return ""
     base, *marks = unicodedata.normalize("NFD", character)
     if marks:  # as of the Cyrillic a with two dots
@@ -215,12 +197,10 @@ class _Table(dict):
     # has I and what looks like I under l, and the eth and the D with stroke under D.
     near = _look_alikes(character)
     near += [other for middle in near for other in _look_alikes(middle)]
+    near = [other for other in near if len(other) == 1 and other.lower() in self._letters]
     category = unicodedata.category(character)
-    near = sorted(
-      (other for other in near if len(other) == 1),
-      key=lambda other: unicodedata.category(other) != category,
-    )
-    return next((other.lower() for other in near if other.lower() in self._letters), "")
+    near.sort(key=lambda other: unicodedata.category(other) != category)
+    return near[0].lower() if near else ""
 
 
 def _look_alikes(character: str) -> list[str]:

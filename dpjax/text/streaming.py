@@ -15,30 +15,25 @@ from dpjax.text.tokenizer import Tokenizer, as_ids
 
 _WHOLE = ("characters", "wordpiece")  # their tokens never change the text before them
 _OPEN = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
-# A window that begins within a character is right again after 3 bytes; it ends with as
-# many as three U+FFFD, which are 3 bytes each if they stand in the text itself.
-_KEPT = 16
-_LONGEST = 64
+# A window is right after the 3 bytes of a cut character, and may end with three U+FFFD of 3 bytes.
+_KEPT, _LONGEST = 16, 64
 
 
 class TextStream:
-  r"""Decodes tokens as they arrive, and never changes earlier output.
+  """Decodes tokens as they arrive, and never changes earlier output.
 
     "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
 
-  After a prompt, this is what `decode` adds to the prompt's text.
-
-  Text is returned at once, with two exceptions. Up to three final U+FFFD that may be the
-  beginning of a character wait for the next token, and if a BPE decodes a run of bytes together,
-  they wait for the end of the run. A push decodes its own tokens and a few before them.
+  After a prompt, this is what `decode` adds to the prompt's text. Text is returned at once, but up
+  to three final U+FFFD that may begin a character wait for the next token, and bytes that a BPE
+  decodes together for their end. A push decodes its own tokens and a few before them.
   """
 
   def __init__(self, tokenizer: Tokenizer, prompt: str = ""):
     """Begins a text of this tokenizer, or goes on from a prompt."""
     self._tokenizer = tokenizer
     self._open = 0 if tokenizer.kind in _WHOLE else _OPEN
-    # Text that stands for what came before a window: SentencePiece decodes the first
-    # piece of a text, and of some models' lines, in another way.
+    # Stand for what came before a window: SentencePiece decodes the first piece in another way.
     self._words = tokenizer.encode("a").tolist()
     self._lines = tokenizer.encode("a\n").tolist()
     self._length_word = len(tokenizer.decode(self._words))
@@ -54,8 +49,7 @@ class TextStream:
   def push(self, ids: Sequence[int] | np.ndarray) -> str:
     """Takes the next tokens, [N], and returns the new text that is certain, perhaps "".
 
-    Raises:
-      ValueError: an id is outside 0 .. V - 1; the call then has no effect.
+    An id outside 0 .. V - 1 raises a `ValueError`, and the call then has no effect.
     """
     new = as_ids(ids, self._tokenizer.vocab_size).tolist()
     self._waiting += new
@@ -74,7 +68,9 @@ class TextStream:
         self._marks.add(i)
       self._window.append(i)
     text = self._tokenizer.decode(self._window)
-    certain = max(self._shown, self._certain(text))
+    end = text[-self._open :] if self._open else ""  # which a later token can change
+    certain = len(text) - len(end) + len(end.rstrip("\N{REPLACEMENT CHARACTER}"))
+    certain = max(self._shown, certain)
     new = self._drop_space(text[self._shown : certain])
     self._shown = certain
     if not text:  # marks and dropped spaces, of which one is as good as many
@@ -85,8 +81,8 @@ class TextStream:
 
   def finish(self) -> str:
     """Ends the text: returns the rest, and begins a new text."""
-    rest = self._tokenizer.decode(self._window + self._waiting)[self._shown :]
-    rest = self._drop_space(rest)
+    text = self._tokenizer.decode(self._window + self._waiting)
+    rest = self._drop_space(text[self._shown :])
     self._begin()
     return rest
 
@@ -102,11 +98,6 @@ class TextStream:
       self._drops_space = False
       return new.removeprefix(" ")
     return new
-
-  def _certain(self, text: str) -> int:
-    """The number of characters that no later token can change."""
-    end = text[-self._open :] if self._open else ""
-    return len(text) - (len(end) - len(end.rstrip("\N{REPLACEMENT CHARACTER}")))
 
   def _shorten(self, text: str) -> None:
     """Drops the oldest tokens of the window that the open text does not need."""

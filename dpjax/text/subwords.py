@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import (
   Tokenizer,
@@ -18,20 +20,17 @@ from dpjax.text.tokenizer import (
   file_error,
   library_call,
   library_tokenizer,
-  read_file,
-  read_json,
   size_error,
 )
 
-# White space of every kind, in places where tokenizers like to lose it; what a normalisation
-# changes; every byte that UTF-8 has.
+# White space where tokenizers lose it; what a normalisation changes; every byte that UTF-8 has.
 _POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
 _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
 _LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
-_SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
+SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
 
 class SentencePiece(Tokenizer):
@@ -52,12 +51,12 @@ class SentencePiece(Tokenizer):
       raise UserError("not a SentencePiece model") from error
     self.kind, self._model = kind, model
     self.vocab_size = self._processor.vocab_size()
-    newline, end_id = self._id("\n"), self._processor.eos_id()
+    newline = self._id("\n")
     self._has_newline = newline >= 0
-    self._line_end = newline if self._has_newline else end_id  # -1: there is neither
-    mark_ids = [self._id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
+    self._line_end = newline if self._has_newline else self._processor.eos_id()  # -1: neither
+    mark_ids = [self._id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     self._mark_ids = mark_ids if min(mark_ids) >= 0 else []
-    # Pieces for bytes stand for what it has not.
+    # A model with pieces for bytes knows everything.
     self.unknown_id = None if self._mark_ids else self._processor.unk_id()
     self.start_id = max(0, self._line_end)
     self.lossless = _is_lossless(self, _PROBE)
@@ -66,46 +65,31 @@ class SentencePiece(Tokenizer):
   def load(cls, kind: str, file: str) -> "SentencePiece":
     """Reads a `.model` file."""
     try:
-      return cls(kind, read_file(file))
-    except ValueError as error:
-      if str(error).startswith("data."):
-        raise
-      raise file_error("a SentencePiece .model", file) from error
+      return cls(kind, files.read_file(file))
+    except (OSError, ValueError) as error:
+      raise file_error("a SentencePiece .model", f"{file} ({error})") from error
 
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
     """Learns `vocab_size` pieces, including bytes, three marks and the line end."""
-    model = learn_pieces(
-      (line for chunk in chunks for line in cut_lines(chunk, 4096)),
-      "data.tokenizer_size",
-      vocab_size=vocab_size,
-      model_type=kind.removeprefix("sentencepiece_"),
-      byte_fallback=True,
-      remove_extra_whitespaces=False,
-      add_dummy_prefix=False,
-      allow_whitespace_only_pieces=True,
-      user_defined_symbols=["\n"],
-    )
-    return cls(kind, model)
+    lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
+    lossless = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
+    lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
+    settings = dict(model_type=kind.removeprefix("sentencepiece_"), user_defined_symbols=["\n"])
+    return cls(kind, learn_pieces(lines, "data.tokenizer_size", vocab_size, **settings, **lossless))
 
   def _encode(self, text: str) -> np.ndarray:
     parts = list(cut_lines(text, 2**14))  # its time is not linear in a part's length
     ends = [self._line_end >= 0 and part.endswith("\n") for part in parts]
     lines = [part[:-1] if end else part for part, end in zip(parts, ends, strict=True)]
     # Parts of a text have threads of their own (`dpjax.data.encoding`).
-    found, tails = self._processor.encode(lines, num_threads=1), ([], [self._line_end])
-    if _SPACE_MARK in text and self._mark_ids:
-      found = [
-        self._encode_marks(line) if _SPACE_MARK in line else ids
-        for line, ids in zip(lines, found, strict=True)
-      ]
-    ids = (part for ids, end in zip(found, ends, strict=True) for part in (ids, tails[end]))
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
-
-  def _encode_marks(self, line: str) -> list[int]:
-    """Encodes a text that contains U+2581, which would decode as a space."""
-    first, *rest = self._processor.encode(line.split(_SPACE_MARK))
-    return first + [i for ids in rest for i in (*self._mark_ids, *ids)]
+    found, ids = self._processor.encode(lines, num_threads=1), []
+    for line, line_ids, end in zip(lines, found, ends, strict=True):
+      if self._mark_ids and SPACE_MARK in line:  # It would decode as a space.
+        line_ids, *rest = self._processor.encode(line.split(SPACE_MARK))
+        line_ids += [i for part in rest for i in (*self._mark_ids, *part)]
+      ids += [*line_ids, *[self._line_end] * end]
+    return np.array(ids, np.int32)
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
@@ -133,9 +117,8 @@ class SentencePiece(Tokenizer):
 def learn_pieces(lines: Iterable[str], setting: str, vocab_size: int, **settings) -> bytes:
   """Learns a SentencePiece model; equal lines give equal models.
 
-  Raises:
-    ValueError: `setting: ...`, the text does not allow this number of pieces;
-      `data.path: ...`, nothing can be learned from the text.
+  Raises a `ValueError`, `setting: ...`, if the text does not allow this number of pieces, and
+  `data.path: ...` if nothing can be learned from it.
   """
   import sentencepiece
 
@@ -152,12 +135,12 @@ def learn_pieces(lines: Iterable[str], setting: str, vocab_size: int, **settings
       **settings,
     )
   except (RuntimeError, OSError) as error:
-    for pattern, most in (
+    for pattern, bound in (
       (r"size too high.* value <= (\d+)", "at most"),
       (r"required_chars\. \d+ vs (\d+)", "at least"),
     ):
       if found := re.search(pattern, str(error)):
-        raise size_error(f"{most} {found[1]} for this text", vocab_size, setting) from error
+        raise size_error(f"{bound} {found[1]} for this text", vocab_size, setting) from error
     expected = "data.path: expected a text that SentencePiece can learn from"
     raise UserError(f"{expected}, got its answer {error}") from error
   return model.getvalue()
@@ -167,8 +150,7 @@ class BytePairs(Tokenizer):
   """BPE of the `tokenizers` library: GPT-2's, or as described by a file.
 
   Where words end with lines, as by the rules of GPT-2 and Llama 3, a text is encoded line by
-  line; otherwise, as by Llama 2's, whole, which takes over 100 bytes of memory a character. The ids
-  are always those of the whole text.
+  line; otherwise, as by Llama 2's, whole, which takes over 100 bytes of memory a character.
   """
 
   kind = "bpe"
@@ -178,16 +160,15 @@ class BytePairs(Tokenizer):
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
       raise UserError("a tokenizer that is not BPE")
-    raw.no_truncation()  # A file can ask for these; none is for the text of a language model.
+    raw.no_truncation()  # A file can ask for these three.
     raw.no_padding()
     raw.model.dropout = None
-    # Ids may have gaps, so that there are fewer pieces.
-    self.vocab_size = max(raw.get_vocab().values(), default=-1) + 1
+    self.vocab_size = max(raw.get_vocab().values(), default=-1) + 1  # Ids may have gaps.
     known = map(raw.token_to_id, ("\u010a", "\n", "<0x0A>", END_OF_TEXT))
     self.start_id = next((i for i in known if i is not None), 0)  # U+010A is "\n"
     pieces = {raw.token_to_id(piece): piece for piece in (f"<0x{i:02X}>" for i in range(256))}
     pieces.pop(None, None)
-    self.open_ids = frozenset(i for i, piece in pieces.items() if self.decode([i]) != piece)
+    self.open_ids = frozenset(i for i in pieces if self.decode([i]) != pieces[i])
     if raw.model.unk_token and len(self.open_ids) < 256:
       self.unknown_id = raw.token_to_id(raw.model.unk_token)
     rule = json.loads(raw.to_str())["pre_tokenizer"] or {}
@@ -204,23 +185,17 @@ class BytePairs(Tokenizer):
     path = Path(file)
     try:
       if path.suffix == ".json":
-        return cls(library_tokenizer(read_json(read_file(path))))
+        return cls(library_tokenizer(files.load_json(path)))
       merges = path / "merges.txt" if path.is_dir() else path
       if not merges.name.endswith("merges.txt"):
         raise UserError("another name")
-      vocabulary = merges.with_name(merges.name[: -len("merges.txt")] + "vocab.json")
-      read_file(merges)
-      read_file(vocabulary)
-      model = library_call(models.BPE.from_file, str(vocabulary), str(merges))
-      return cls(_byte_level(model))
-    except ValueError as error:
-      if str(error).startswith("data."):
-        raise
-      raise file_error(
-        "a tokenizer.json of BPE, or <any>merges.txt with "
-        "<any>vocab.json beside it, or their folder",
-        f"{file} ({error})",
-      ) from error
+      pair = merges.with_name(merges.name.removesuffix("merges.txt") + "vocab.json"), merges
+      for each in pair:
+        files.read_file(each)
+      return cls(_byte_level(library_call(models.BPE.from_file, *map(str, pair))))
+    except (OSError, ValueError) as error:
+      expected = "a tokenizer.json of BPE, or <any>merges.txt with <any>vocab.json beside it"
+      raise file_error(f"{expected}, or their folder", f"{file} ({error})") from error
 
   @classmethod
   def train(cls, chunks: Iterable[str], vocab_size: int) -> "BytePairs":
@@ -230,12 +205,9 @@ class BytePairs(Tokenizer):
     if vocab_size < 257:
       raise size_error("at least 257 (the bytes and one mark)", vocab_size)
     raw = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-      vocab_size=vocab_size,
-      special_tokens=[END_OF_TEXT],
-      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-      show_progress=False,
-    )
+    marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **marks)
     raw.train_from_iterator((line for chunk in chunks for line in _LINE.split(chunk)), trainer)
     return cls(raw)
 
@@ -281,11 +253,7 @@ def _is_lossless(tokenizer: Tokenizer, probe: str) -> bool:
 
 
 def _splits_lines(raw) -> bool:
-  """Whether the words of a text are those of its lines, cut by `_LINE`.
-
-  They are if the normaliser and the marks leave line ends alone, and the rule ends words there
-  whatever sort of character comes before.
-  """
+  """Whether normaliser, marks and rule let the words of a text be those of its `_LINE`s."""
   marks = raw.get_added_tokens_decoder().values()
   if raw.pre_tokenizer is None or any(x.lstrip or x.rstrip or "\n" in x.content for x in marks):
     return False
@@ -312,7 +280,6 @@ def _byte_level(model):
   raw = LibraryTokenizer(model)
   raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   raw.decoder = decoders.ByteLevel()
-  # In GPT-2's files it is an entry, and only what is special is not cut into bytes.
-  if raw.token_to_id(END_OF_TEXT) is not None:
+  if raw.token_to_id(END_OF_TEXT) is not None:  # else it would be cut into bytes
     raw.add_special_tokens([END_OF_TEXT])
   return raw

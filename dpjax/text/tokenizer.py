@@ -4,16 +4,13 @@ import abc
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from dpjax import files
 from dpjax.errors import UserError
 
 FORMAT = 1
 MOST_PIECES = 2**24  # that are learned; the libraries have memory for them
-# Of a vocabulary file: several times the largest that are known.
 
 
 class Tokenizer(abc.ABC):
@@ -22,12 +19,10 @@ class Tokenizer(abc.ABC):
   Attributes:
     kind: the name in configurations and files.
     vocab_size: V, the number of ids.
-    start_id: the id from which a model predicts the first token of a text: the line end, if
-      the vocabulary has one.
+    start_id: the id before the first token of a text: the line end, if the vocabulary has one.
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
-    space_ids: the ids of the space and the line end, where they are tokens of their own: in
-      "characters" (if the text had them) and "bytes".
+    space_ids: the ids of the space and the line end, of "characters" (if known) and "bytes".
     open_ids: the ids whose text later tokens can change: bytes that are decoded together.
   """
 
@@ -40,12 +35,9 @@ class Tokenizer(abc.ABC):
   open_ids: frozenset[int] = frozenset()
 
   def encode(self, text: str) -> np.ndarray:
-    """The ids of a text, int32 [N].
+    """The ids of a text, int32 [N]; those of its `parts`, joined.
 
-    Encoding the `parts` of a long text gives the same ids.
-
-    Raises:
-      ValueError: `text: ...`, it has a lone surrogate, which UTF-8 cannot encode.
+    Raises a `ValueError`, `text: ...`, for a lone surrogate, which UTF-8 cannot encode.
     """
     try:
       text.encode()
@@ -59,19 +51,15 @@ class Tokenizer(abc.ABC):
     """`encode` of a text without lone surrogates."""
 
   def parts(self, chunks: Iterable[str]) -> Iterable[str]:
-    """Cuts a text again, so that the parts together have the ids of the whole.
-
-    The chunks end with lines, if possible at clean cuts (`is_clean_cut`).
-    """
+    """Cuts a text again so that the parts have the ids of the whole; chunks end with lines."""
     return chunks
 
   def encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a context and of its continuation: together, those of the whole text.
 
     The first are the longest common prefix of the ids of the whole and of the context alone.
-    With the piece "b c":
 
-      "a b", " c"  ->  the ids of "a", " " and of "b c"
+      "a b", " c"  ->  the ids of "a", " " and of "b c", if that is a piece
     """
     ids, alone = self.encode(context + continuation), self.encode(context)
     size = min(len(ids), len(alone))
@@ -110,14 +98,14 @@ class Tokenizer(abc.ABC):
     expected = f"data.tokenizer: expected characters or bytes with {boundaries} boundaries"
     return UserError(f"{expected}, got {self.kind}")
 
-  @abc.abstractmethod
   def fields(self) -> dict:
     """The JSON values from which `from_fields` builds an equal tokenizer."""
+    return {}
 
   @classmethod
-  @abc.abstractmethod
   def from_fields(cls, kind: str, fields: dict) -> "Tokenizer":
     """The tokenizer that `fields` came from."""
+    return cls()
 
   def to_json(self) -> str:
     """The whole tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
@@ -141,9 +129,6 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
   Only "\n" ends a line. Without a space in reach, the cut may be anywhere.
   """
   for line in re.findall(r"[^\n]*\n|[^\n]+", text):
-    if len(line) <= longest:
-      yield line
-      continue
     begin = 0
     while len(line) - begin > longest:
       space = line.rfind(" ", begin + 1, begin + longest + 1)
@@ -154,11 +139,10 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
 
 
 def is_clean_cut(before: str, after: str) -> bool:
-  r"""Whether a cut between two lines preserves the subwords.
+  r"""Whether a cut between two lines preserves the subwords; two characters on each side suffice.
 
   "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is not: splitting
-  into words groups the white space before a word, except for its last character. Two characters
-  before and after the cut suffice.
+  into words groups the white space before a word, except for its last character.
   """
   if not before.endswith("\n") or not after:
     return False
@@ -170,26 +154,6 @@ def is_clean_cut(before: str, after: str) -> bool:
 def _is_space(character: str) -> bool:
   """Whether Unicode classifies it as white space; Python adds four separators."""
   return character.isspace() and not "\x1c" <= character <= "\x1f"
-
-
-def read_file(file: str | Path, setting: str = "data.tokenizer_file") -> bytes:
-  """The content of a vocabulary file; a `ValueError` if it is empty, too large, or none."""
-  try:
-    content = files.read_file(file)
-  except (OSError, ValueError) as error:
-    reason = getattr(error, "strerror", None) or error
-    raise file_error("a readable file", f"{file} ({reason})", setting) from error
-  if not content:
-    raise file_error("a vocabulary", f"the empty file {file}", setting)
-  return content
-
-
-def read_json(text: str | bytes):
-  """The value of a JSON text; a `ValueError` if it is damaged, or nested too deeply."""
-  try:
-    return json.loads(text)
-  except RecursionError as error:
-    raise UserError("JSON that is nested too deeply") from error
 
 
 def file_error(expected: str, got: str, setting: str = "data.tokenizer_file") -> UserError:

@@ -1,32 +1,23 @@
-r"""Tokenizers by name: trained on a text, loaded from a file, saved as JSON.
+"""Tokenizers by name: trained on a text, loaded from a file, saved as JSON."""
 
-With train_tokenizer("characters", ["to be\n", "or not"]):
-
-  encode("be\n")  ->  [2, 3, 0]        decode([2, 3, 8])  ->  "be\ufffd"
-"""
-
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import UserError, unknown
 from dpjax.text.subwords import BytePairs, SentencePiece
-from dpjax.text.tokenizer import (
-  FORMAT,
-  MOST_PIECES,
-  Tokenizer,
-  as_ids,
-  file_error,
-  read_file,
-  read_json,
-  size_error,
-)
+from dpjax.text.tokenizer import FORMAT, MOST_PIECES, Tokenizer, as_ids, file_error, size_error
 from dpjax.text.wordpiece import WordPiece
 
 
 class Characters(Tokenizer):
-  """One id for each character, by code point; the last one, V - 1, for all others, U+FFFD."""
+  r"""One id for each character, by code point; the last one, V - 1, for all others, U+FFFD.
+
+  of "to be\nor not":  encode("be\n")  ->  [2, 3, 0]    decode([2, 3, 8])  ->  "be\ufffd"
+  """
 
   kind = "characters"
   lossless = True
@@ -36,7 +27,7 @@ class Characters(Tokenizer):
     self._characters = characters
     self.vocab_size = len(characters) + 1
     self.unknown_id = self.vocab_size - 1
-    points = [ord(character) for character in characters]
+    points = list(map(ord, characters))
     # Ids by code point; the last place is that of all points beyond.
     self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)
     self._table[points] = np.arange(len(points))
@@ -46,10 +37,7 @@ class Characters(Tokenizer):
   @classmethod
   def train(cls, chunks: Iterable[str]) -> "Characters":
     """Collects the characters of a text."""
-    found = set()
-    for chunk in chunks:
-      found.update(chunk)
-    return cls("".join(sorted(found)))
+    return cls("".join(sorted(set().union(*map(set, chunks)))))
 
   def _encode(self, text: str) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -105,15 +93,6 @@ class Bytes(Tokenizer):
     """See `Tokenizer`."""
     return [bytes([i]) for i in range(256)]
 
-  def fields(self) -> dict:
-    """See `Tokenizer`."""
-    return {}
-
-  @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "Bytes":
-    """See `Tokenizer`."""
-    return cls()
-
 
 KINDS = {
   "characters": Characters,
@@ -141,8 +120,7 @@ def train_tokenizer(
   Args:
     kind: a key of `KINDS`. "characters" and "bytes" have no settings.
     chunks: the text in parts, preferably cut after line ends; not a bare iterator.
-    vocab_size: V of a learned vocabulary; if the text has too few pieces, "wordpiece" and
-      "bpe" give fewer.
+    vocab_size: V of a learned vocabulary; "wordpiece" and "bpe" may find fewer pieces.
     file: a vocabulary to load instead. SentencePiece: a `.model`. WordPiece: a `vocab.txt`, one
       piece on each line, including `[UNK]`; without `[SEP]`, `<eos>` is added for the line end.
       BPE: a `tokenizer.json`, or `<any>merges.txt` beside its `<any>vocab.json`, or their folder.
@@ -154,16 +132,14 @@ def train_tokenizer(
     The tokenizer; equal arguments give an equal one.
 
   Raises:
-    ValueError: `data.tokenizer: ...`, `data.tokenizer_file: ...`, `data.tokenizer_size: ...`, or
-      a setting of another kind.
+    ValueError: a setting `data.tokenizer...` is wrong, or of another kind.
   """
   if kind not in KINDS:
     raise unknown("data.tokenizer", KINDS, kind)
   switches = {"lower_text": lower_text, "lower_pieces": lower_pieces}
   for name, value in (switches | {"restrict_vocabulary": restrict}).items():
     if value and kind != "wordpiece":
-      expected = f"data.{name}: expected False with the tokenizer {kind}"
-      raise UserError(f"{expected}, got True (it is a setting of wordpiece)")
+      raise UserError(f"data.{name}: expected False with the tokenizer {kind}, got True")
   if kind in CHARACTER_KINDS:
     if file:
       expected = f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}"
@@ -172,7 +148,7 @@ def train_tokenizer(
   if not file and vocab_size > MOST_PIECES:
     raise size_error(f"at most {MOST_PIECES:,}", vocab_size)
   if kind == "wordpiece":
-    return WordPiece.train(chunks, vocab_size, file, restrict=restrict, **switches)
+    return WordPiece.train(chunks, vocab_size, file, **switches, restrict=restrict)
   if kind == "bpe":
     return BytePairs.load(file) if file else BytePairs.train(chunks, vocab_size)
   if file:
@@ -181,34 +157,32 @@ def train_tokenizer(
 
 
 def load_tokenizer(place: str | Path, setting: str = "data.tokenizer_file") -> Tokenizer | None:
-  """The tokenizer of a run, from its folder or its data/tokenizer.json; a `ValueError` if damaged.
+  """The tokenizer of a run, from its folder or tokenizer.json; a `ValueError` if damaged.
 
   None if the place is of another kind, such as a vocabulary for `train_tokenizer`.
   """
-  path, in_run = Path(place), Path(place, "data", "tokenizer.json")
-  is_run = in_run.is_file()
-  if not is_run and (path.suffix != ".json" or not path.is_file()):
-    return None
-  path = in_run if is_run else path
-  content = read_file(path, setting)
+  path = Path(place, "data", "tokenizer.json")
+  if not (is_run := path.is_file()):
+    path = Path(place)
+    if path.suffix != ".json" or not path.is_file():
+      return None
   try:
-    found = read_json(content)
+    content = files.read_file(path)
     # Other libraries' files have no kind.
-    is_own = is_run or isinstance(found, dict) and "kind" in found
+    is_own = is_run or "kind" in json.loads(content)
     return tokenizer_from_json(content) if is_own else None
-  except ValueError as error:
+  except (OSError, ValueError, TypeError, RecursionError) as error:
     raise file_error("a tokenizer.json", f"{path} ({error})", setting) from error
 
 
 def tokenizer_from_json(text: str | bytes) -> Tokenizer:
   """Reads a tokenizer from the JSON of `Tokenizer.to_json`; a `ValueError` if damaged."""
   try:
-    content = read_json(text)
+    content = json.loads(text)
     if content["format"] > FORMAT:
       raise UserError(f"a later format than {FORMAT}: {content['format']}")
-    kind = content["kind"]
-    return KINDS[kind].from_fields(kind, content)
-  except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-    answer = error if isinstance(error, UserError) else repr(error)
+    return KINDS[content["kind"]].from_fields(content["kind"], content)
+  except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as e:
+    answer = e if isinstance(e, UserError) else repr(e)
     expected = "tokenizer.json: expected the JSON of a tokenizer"
-    raise UserError(f"{expected}, got a damaged one: {answer}") from error
+    raise UserError(f"{expected}, got a damaged one: {answer}") from e

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import UserError
-from dpjax.text.subwords import learn_pieces
-from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, read_file, size_error
+from dpjax.text.subwords import SPACE_MARK, learn_pieces
+from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, file_error, size_error
 
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
-_SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 _LONGEST_WORD = 2**14
 _MOST_WORDS = 2**21  # that are remembered
 
@@ -33,22 +33,29 @@ class UnigramBoundaries:
              and where t is a space or a line end
     b_t = 0  elsewhere
 
-  So a segment closes with the space after the word. The authors' code puts the boundaries of the
-  first word of a stream one character late; this does not. A word whose length the model changes,
-  by normalisation or by spelling it in bytes, is one piece. A word of more than 2^14 characters is
-  cut into parts of that length.
+  The authors' code puts the boundaries of the first word of a stream one character late; this does
+  not. A word whose length the model changes, by normalisation or by spelling it in bytes, is one
+  piece. A word of more than 2^14 characters is cut into parts of that length.
   """
 
   def __init__(self, model: bytes):
     """Takes a model; a `ValueError` if it is not a SentencePiece model of the type Unigram."""
     import sentencepiece
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
 
-    kind = _model_type(model)
-    if kind != "unigram":
+    proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    try:
+      content = proto.ModelProto.FromString(model)
+    except DecodeError:
+      content = proto.ModelProto()
+    if not content.pieces:
+      raise UserError("model: expected a SentencePiece model, got something else")
+    kind = content.trainer_spec.model_type
+    if kind != 1:
       expected = "model: expected a SentencePiece model of the type unigram"
-      raise UserError(f"{expected}, got one of the type {kind}")
+      raise UserError(f"{expected}, got one of the type {_MODEL_TYPES.get(kind, kind)}")
     self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    self.model = model
     self._found: dict[str, bytes] = {}  # of words met before, a byte a character
 
   def __call__(self, text: str) -> np.ndarray:
@@ -84,22 +91,18 @@ class UnigramBoundaries:
       for word in words
     ]
     pieces = iter(self._processor.encode(sum(parts_of, []), out_type=str) if words else [])
-    for parts in parts_of:
-      boundaries = bytearray()
-      for part in parts:
-        inside = np.zeros(len(part), np.uint8)
-        inside[np.cumsum(_lengths(part, next(pieces)), dtype=int) - 1] = 1
-        boundaries += inside.tobytes()
-      if boundaries:
-        boundaries[-1] = 0
-      yield bytes(boundaries)
+    for word, parts in zip(words, parts_of, strict=True):
+      boundaries = np.zeros(len(word), np.uint8)
+      lengths = [length for part in parts for length in _lengths(part, next(pieces))]
+      boundaries[np.cumsum(lengths[:-1], dtype=int) - 1] = 1
+      yield boundaries.tobytes()
 
 
 def _lengths(word: str, pieces: list[str]) -> list[int]:
   """The number of a word's characters in each piece, at least 1."""
   lengths = [len(piece) for piece in pieces]
   # The mark that stands for a space before the word.
-  if sum(lengths) == len(word) + 1 and pieces[0][0] == _SPACE_MARK:
+  if sum(lengths) == len(word) + 1 and pieces[0][0] == SPACE_MARK:
     lengths[0] -= 1
   return [length for length in lengths if length] if sum(lengths) == len(word) else [len(word)]
 
@@ -126,18 +129,12 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   """Learns a Unigram model, the content of a `.model` file, as the pooling paper's authors do.
 
   Every character except white space is a piece. Words are cut into pieces of up to 16
-  characters, which do not mix scripts or join digits. Only runs of spaces are normalised.
+  characters, which do not mix scripts or join digits. Only runs of spaces are normalised. Equal
+  chunks give equal models; three of the pieces are marks (unknown, begin, end).
 
-  Args:
-    chunks: the text in parts; equal ones give equal models.
-    vocab_size: the number of pieces, including three marks (unknown, begin, end).
+  Raises a `ValueError`, `model.boundaries.size: ...`, or `data.path: ...` for a text without words.
 
-  Raises:
-    ValueError: `model.boundaries.size: ...`, the text does not allow this number of pieces;
-      `data.path: ...`, the text has no words.
-
-  Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors'
-  models (identity normalisation, as in their model of 200 pieces).
+  Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors' models.
   """
   setting = "model.boundaries.size"
   if not 4 <= vocab_size <= MOST_PIECES:
@@ -145,8 +142,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   # At a space the cut of a long line changes no word.
   lines = (line for chunk in whole_words(chunks) for line in cut_lines(chunk, 4096))
   lines = filter(str.strip, lines)
-  first = next(lines, None)
-  if first is None:
+  if (first := next(lines, None)) is None:
     raise UserError("data.path: expected a text that has words, got one without")
   return learn_pieces(
     itertools.chain([first], lines),
@@ -166,25 +162,9 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
 
 def load_unigram(file: str | Path) -> bytes:
   """The content of a SentencePiece `.model` file; a `ValueError` for other types than Unigram."""
-  model = read_file(file, "model.boundaries.file")
   try:
-    return UnigramBoundaries(model).model
-  except ValueError as error:
-    problem = str(error).removeprefix("model: ")
-    raise UserError(f"model.boundaries.file: {problem}: {file}") from error
-
-
-def _model_type(model: bytes) -> str:
-  """The type recorded in a model."""
-  from google.protobuf.message import DecodeError
-  from sentencepiece import sentencepiece_model_pb2
-
-  proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
-  try:
-    content = proto.ModelProto.FromString(model)
-  except DecodeError:
-    content = proto.ModelProto()
-  if not content.pieces:
-    raise UserError("model: expected a SentencePiece model, got something else")
-  kind = content.trainer_spec.model_type
-  return _MODEL_TYPES.get(kind, str(kind))
+    UnigramBoundaries(model := files.read_file(file))
+  except (OSError, ValueError) as error:
+    expected = "a SentencePiece model of the type unigram"
+    raise file_error(expected, f"{file} ({error})", "model.boundaries.file") from error
+  return model

@@ -4,9 +4,11 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from dpjax import files
 from dpjax.text.tokenizer import (
   Tokenizer,
   as_ids,
@@ -14,7 +16,6 @@ from dpjax.text.tokenizer import (
   file_error,
   library_call,
   library_tokenizer,
-  read_file,
   size_error,
 )
 
@@ -22,11 +23,10 @@ from dpjax.text.tokenizer import (
 class WordPiece(Tokenizer):
   r"""BERT's WordPiece, cased, with a line-end token for each "\n"; not lossless.
 
-  The library's pieces are mapped to those of the vocabulary: optionally lower-cased, and
-  optionally restricted to those of the train split. A restricted vocabulary has the order of
-  the Dispatcher's authors, for their checkpoints: `<unk>`, `<pad>`, `<sos>`, `<eos>`, then the
-  pieces by decreasing frequency, ties by their characters. Otherwise it is the file's, and a
-  line ends with its `[SEP]`, or with an added `<eos>`.
+  The vocabulary is the file's, and a line ends with its `[SEP]` or an added `<eos>`; its pieces may
+  be lower-cased, and restricted to those of the train split. A restricted one has the order of the
+  Dispatcher's authors: `<unk>`, `<pad>`, `<sos>`, `<eos>`, then the pieces by decreasing frequency,
+  ties by their characters.
   """
 
   kind = "wordpiece"
@@ -34,29 +34,18 @@ class WordPiece(Tokenizer):
 
   def __init__(self, raw, pieces: Sequence[str], lower_text: bool, lower_pieces: bool):
     """Takes the library's tokenizer and the vocabulary in the order of its ids."""
-    self._raw = raw
-    self._pieces = list(pieces)
-    self._lower_text = lower_text
-    self._lower_pieces = lower_pieces
+    self._raw, self._pieces = raw, list(pieces)
+    self._lower_text, self._lower_pieces = lower_text, lower_pieces
     ids = {piece: i for i, piece in enumerate(self._pieces)}
     self.vocab_size = len(ids)
     self.start_id = ids["<eos>"] if "<eos>" in ids else ids["[SEP]"]
     self.unknown_id = unknown = ids["<unk>"] if "<unk>" in ids else ids["[UNK]"]
-    raw_pieces = _raw_pieces(raw, lower_pieces)
-    self._table = np.array(
-      [ids.get(piece, unknown) for piece in raw_pieces] + [self.start_id], np.int32
-    )
+    table = [ids.get(piece, unknown) for piece in _raw_pieces(raw, lower_pieces)]
+    self._table = np.array([*table, self.start_id], np.int32)
 
   @classmethod
   def train(
-    cls,
-    chunks: Iterable[str],
-    vocab_size: int,
-    file: str,
-    *,
-    lower_text: bool,
-    lower_pieces: bool,
-    restrict: bool,
+    cls, chunks, vocab_size: int, file: str, lower_text: bool, lower_pieces: bool, restrict: bool
   ) -> "WordPiece":
     """Loads or learns the raw pieces, and makes the vocabulary from them."""
     raw = _bert(_read_pieces(file)) if file else _train_bert(chunks, vocab_size, lower_text)
@@ -69,7 +58,6 @@ class WordPiece(Tokenizer):
     return cls(raw, pieces, lower_text, lower_pieces)
 
   def _encode(self, text: str) -> np.ndarray:
-    """Encodes a text without adding a line end at its end."""
     return self._table[_encode_raw(self._raw, text, self._lower_text)]
 
   def decode(self, ids) -> str:
@@ -124,20 +112,13 @@ def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
   return _bert(_learn_pieces(chunks, vocab_size, lower, marks))
 
 
-def _learn_pieces(
-  chunks: Iterable[str], vocab_size: int, lower: bool, marks: list[str]
-) -> dict[str, int]:
+def _learn_pieces(chunks, vocab_size: int, lower: bool, marks: list[str]) -> dict[str, int]:
   """Raw pieces: the marks, the characters of a text, merges up to `vocab_size`."""
   from tokenizers import trainers
 
   raw = _bert({})
-  trainer = trainers.WordPieceTrainer(
-    vocab_size=vocab_size,
-    min_frequency=2,
-    limit_alphabet=1000,
-    special_tokens=marks,
-    show_progress=False,
-  )
+  settings: Any = dict(min_frequency=2, limit_alphabet=1000, show_progress=False)
+  trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=marks, **settings)
   lines = (line for chunk in chunks for line in cut_lines(chunk, 2**14))
   raw.train_from_iterator(map(str.lower, lines) if lower else lines, trainer)
   return raw.get_vocab()
@@ -145,14 +126,14 @@ def _learn_pieces(
 
 def _read_pieces(file: str) -> dict[str, int]:
   """Reads a vocab.txt, as a mapping from pieces to line numbers."""
-  lines = read_file(file).decode(errors="replace").rstrip("\r\n").split("\n")
+  expected = "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them"
+  try:
+    lines = files.read_file(file).decode(errors="replace").rstrip("\r\n").split("\n")
+  except (OSError, ValueError) as error:
+    raise file_error(expected, f"{file} ({error})") from error
   pieces = {line.rstrip("\r"): i for i, line in enumerate(lines)}
   if "[UNK]" not in pieces or len(pieces) < len(lines):
-    raise file_error(
-      "a WordPiece vocabulary in UTF-8, each piece once, [UNK] among them (no "
-      "other mark is needed: without [SEP], <eos> is added for the line end)",
-      file,
-    )
+    raise file_error(expected, file)
   return pieces
 
 
@@ -173,12 +154,8 @@ def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
 
 def _restrict(raw, raw_pieces, chunks: Iterable[str], lower: bool) -> list[str]:
   """The authors' four marks, then the pieces of a text, most frequent first."""
-  counts_raw = np.zeros(len(raw_pieces) + 1, np.int64)
+  counts, names = Counter(), [*raw_pieces, "<eos>"]
   for chunk in chunks:
-    counts_raw += np.bincount(_encode_raw(raw, chunk, lower), minlength=len(counts_raw))
-  counts = Counter()
-  for piece, count in zip(raw_pieces, counts_raw[:-1].tolist(), strict=True):
-    counts[piece] += count
+    counts.update(names[i] for i in _encode_raw(raw, chunk, lower))
   marks = ["<unk>", "<pad>", "<sos>", "<eos>"]
-  found = [piece for piece in counts if counts[piece] and piece not in marks]
-  return marks + sorted(found, key=lambda piece: (-counts[piece], piece))
+  return marks + sorted(counts.keys() - marks, key=lambda piece: (-counts[piece], piece))

@@ -39,18 +39,14 @@ for logger in ("absl", "asyncio"):
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-  """The checkpoints of a run: the last ones, and the best by validation.
+  """A run's `keep` last checkpoints and the best by validation; `keep` None only reads `folder`.
 
   Each holds the train state (with the step, which is the position in the data), JSON values,
   and fingerprints of the arrays, since the file format does not detect all damage.
-
-  Args:
-    folder: the folder of the run's checkpoints.
-    keep: the number of last checkpoints to keep; None opens the folder read-only.
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
-    self._folder: Path = Path(folder).absolute()
+    self._folder = Path(folder).absolute()
     self._manager: Any = None
     if keep is not None:
       self._kept = [managers.LatestN(keep), managers.CustomSteps([])]  # `save` knows the best.
@@ -59,7 +55,12 @@ class Checkpoints(contextlib.AbstractContextManager):
       self._manager = ocp.CheckpointManager(self._folder, options=options)
 
   def __exit__(self, *_) -> None:
-    self.close()
+    if self._manager:
+      try:
+        with self._writing() as manager:
+          manager.wait_until_finished()
+      finally:
+        self._manager.close()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
@@ -67,24 +68,27 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def best_step(self) -> int | None:
     """The best step by validation, if it was saved."""
-    return find_best(self._folder)
+    paths = find_complete(self._folder)
+    for path in paths:
+      with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
+        return step if any(path.name == str(step) for path in paths) else None
+    return None
 
   def save(
     self, state: TrainState, meta: Mapping, *, origin: Mapping[str, str] | None = None
   ) -> None:
     """Writes a checkpoint in the background; the state may be donated at once.
 
-    Args:
-      state: the state; its step becomes the checkpoint's.
-      meta: JSON values. The checkpoint of meta["best"]["step"] is kept.
-      origin: inputs of the run by name: its vocabulary, a hash of its text.
+    `meta` are JSON values; the checkpoint of meta["best"]["step"] is kept. `origin` are inputs of
+    the run by name: its vocabulary, a hash of its text.
 
     Raises:
       UserError: this checkpoint or the last cannot be written.
     """
     tree = _storable(_parts(state))
-    numbers = [int(number) for number in fingerprints(tree)]
-    own = {"origin": dict(origin or {}), "format": FORMAT, "fingerprints": numbers}
+    own = {"origin": dict(origin or {}), "format": FORMAT}
+    own["fingerprints"] = [int(number) for number in fingerprints(tree)]
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave({**meta, **own})
     )
@@ -113,17 +117,12 @@ class Checkpoints(contextlib.AbstractContextManager):
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
   ) -> tuple[TrainState, dict] | None:
-    """Reads the newest undamaged checkpoint, to resume from it.
+    """Reads the newest undamaged checkpoint: the state and `meta`; None without a checkpoint.
 
     Damaged ones, with missing or unparsable files or with other fingerprints than their arrays,
     are moved into the folder "damaged". An error of the file system is not damage.
 
-    Args:
-      abstract: shapes, dtypes and shardings of the state.
-      origin: the current inputs of the run by name; see `save`.
-
-    Returns:
-      The state and the values saved with it, or None without a checkpoint.
+    `abstract` has the shapes, dtypes and shardings of the state; for `origin` see `save`.
 
     Raises:
       UserError: all are damaged, or one has a later format, another origin or another model.
@@ -139,7 +138,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         f"steps {[int(path.name) for path in damaged]}. Restore that folder from a backup, or "
         "begin anew in another workdir (train.initial_run can name a run to begin with)"
       )
-    if damaged and self._manager is not None:
+    if damaged and self._manager:
       if jax.process_index() == 0:
         (self._folder / "damaged").mkdir(exist_ok=True)
         for path in damaged:
@@ -156,23 +155,17 @@ class Checkpoints(contextlib.AbstractContextManager):
     origin: Mapping[str, str] | None = None,
     part: str = "params",
   ) -> tuple[int, dict]:
-    """Reads the step and the parameters alone of one checkpoint.
+    """Reads the step and the parameters alone of one checkpoint; raises as `restore` does.
 
-    Args:
-      abstract: shapes, dtypes and shardings of the parameters.
-      step: the step of the checkpoint; None is the best by validation, or else the newest.
-      origin: see `restore`; may be a part of it.
-      part: "params", or "average" for a run that has one.
-
-    Raises:
-      UserError: there is no such step; or see `restore`.
-      OSError: see `restore`.
+    `step` None is the best by validation, or else the newest. `origin` may be a part of that
+    saved. `part` is "params", or "average" for a run that has one.
     """
-    paths, best = self._list_alike(), self.best_step()
+    paths = self._list_alike()
     if not paths:
       raise UserError("workdir: expected a run with a checkpoint, got none")
     if step is None:
-      paths.sort(key=lambda path: path.name != str(best))
+      best = str(self.best_step())
+      paths.sort(key=lambda path: path.name != best)
     elif not (paths := [path for path in paths if path.name == str(step)]):
       raise UserError(f"step: expected one of {self.steps()}, got {step}")
     found, damaged = _read_first(paths, {part: abstract}, origin or {})
@@ -183,22 +176,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       )
     return found[0], found[1][part]
 
-  def wait(self) -> None:
-    """Waits until all checkpoints are on disk."""
-    if self._manager is not None:
-      with self._writing() as manager:
-        manager.wait_until_finished()
-
-  def close(self) -> None:
-    """Waits for writes, and releases the folder."""
-    try:
-      self.wait()
-    finally:
-      if self._manager is not None:
-        self._manager.close()
-
   def _list_alike(self) -> list[Path]:
-    """The complete checkpoints, which must be those that the other processes see."""
+    """The complete checkpoints, which all processes must see alike."""
     paths = find_complete(self._folder)
     if len({*_gather(zlib.crc32(repr([path.name for path in paths]).encode()))}) > 1:
       raise UserError(
@@ -219,23 +198,13 @@ def find_complete(folder: str | Path) -> list[Path]:
   return sorted(found, key=lambda path: -int(path.name))
 
 
-def find_best(folder: str | Path) -> int | None:
-  """The best step by validation of `find_complete`, if it was saved."""
-  paths = find_complete(folder)
-  for path in paths:
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-      step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
-      return step if any(path.name == str(step) for path in paths) else None
-  return None
-
-
 @jax.jit
 def fingerprints(tree: Any) -> list[jax.Array]:
   """One number for each array: the sum of its 32-bit words, weighted by place.
 
     sum over i of words[i] * (2 i + 1)  mod 2**32
 
-  Sums of integers do not depend on their order, so the result is the same on all devices.
+  Sums of integers do not depend on their order: the result is the same on all devices.
   """
 
   def fingerprint(array: jax.Array) -> jax.Array:
@@ -264,10 +233,6 @@ def _storable(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
-class _RefusedError(UserError):
-  """The checkpoint is intact, but must not be used."""
-
-
 class _DamagedError(Exception):
   """The checkpoint is proven to be damaged."""
 
@@ -280,24 +245,23 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
       return (int(path.name), *_read(path, target, origin)), damaged
     except _DamagedError as error:
       damaged.append(path)
-      _log.warning(
-        "The checkpoint of step %s is damaged (%s); trying the one before.", path.name, error
-      )
+      text = "The checkpoint of step %s is damaged (%s); trying the one before."
+      _log.warning(text, path.name, error)
   return None, damaged
 
 
 def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
   """The parts of a state in `target`, and the meta; all processes raise if one does."""
-  found, error = None, None
+  found: Any = None
+  error = None
   try:
     found = _read_files(path, _storable(target), origin)
   except Exception as caught:
-    cause = _system_error(caught, path, _GONE)
-    is_damage = cause is None and not isinstance(caught, _NO_DAMAGE)
+    cause = _system_error(caught, path, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    is_damage = cause is None and not isinstance(caught, (UserError, MemoryError, RuntimeError))
     text = f"{type(caught).__name__}: {caught}".split("\n")[0][:200]
     error = _DamagedError(text) if is_damage else cause or caught
   _raise_together(error, path)
-  assert found is not None
   tree, meta, expected = found
   if [int(number) for number in fingerprints(tree)] != expected:
     error = _DamagedError("its arrays are not those that were saved")
@@ -310,17 +274,17 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
 
 
 def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
-  """The tree, the meta and the saved fingerprints, without waiting for other processes."""
+  """The tree, the meta and the saved fingerprints, read by this process alone."""
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
   meta = dict(ocp.JsonCheckpointHandler().restore(path / "meta"))
   if meta["format"] > FORMAT:
-    raise _RefusedError(
+    raise UserError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
       "later version of dpjax wrote"
     )
   for name, value in origin.items():
     if meta["origin"].get(name) != value:
-      raise _RefusedError(
+      raise UserError(
         f"workdir: expected the {name} that its checkpoints were made with, got another; "
         "was the folder data/ changed?"
       )
@@ -333,22 +297,15 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
     lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
-    raise _RefusedError(
+    raise UserError(
       f"workdir: expected a checkpoint of this model, got another in {path}: "
       f"{'; '.join(lines)}{'; ...' if wrong[4:] else ''}"
     )
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-  state_args = ocp.args.PyTreeRestore(
-    target,
-    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-    partial_restore=True,
-  )
-  tree = handler.restore(path / "state", args=state_args)
+  layout = ocp.checkpoint_utils.construct_restore_args(target)
+  how = ocp.args.PyTreeRestore(target, restore_args=layout, partial_restore=True)
+  tree = handler.restore(path / "state", args=how)
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
-
-
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_NO_DAMAGE = (_RefusedError, MemoryError, RuntimeError)
 
 
 def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSError | None:
@@ -357,7 +314,7 @@ def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSErro
   while each is not None:
     if isinstance(each, OSError) and not isinstance(each, but):
       return each if each.filename else OSError(each.errno, each.strerror, str(folder))
-    # TensorStore, which is not of Python, tells errors of the system in its text.
+    # TensorStore, which is not of Python, names errors of the system in its text.
     for number in errno.errorcode:
       found = OSError(number, os.strerror(number), str(folder))
       if os.strerror(number) in str(each) and not isinstance(found, but):

@@ -32,30 +32,20 @@ def evaluate(
   progress: bool = False,
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None,
 ) -> dict[str, float]:
-  """Scores a text.
+  """Scores a text by `dpjax.training.metrics.text_scores` and `boundary_scores`.
 
-  Args:
-    eval_step: from `dpjax.training.step.jit_eval_step`.
-    params: the model's parameters.
-    windows: the batches of the text, with every token weighted once.
-    counts: the counts of the text; see `dpjax.training.metrics.text_scores`.
-    mesh: the devices.
-    progress: whether to show a progress bar.
-    capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
-
-  Returns:
-    The scores of `text_scores` and of `dpjax.training.metrics.boundary_scores`.
+  `eval_step` is from `dpjax.training.jit_eval_step`; `windows` are the batches of the text, with
+  every token weighted once. For `counts` see `text_scores`, for `capacity` see
+  `dpjax.training.Trainer`. `progress` shows a progress bar.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
   hidden = None if progress else True  # None: hidden where there is no terminal
   for index in tqdm(range(len(windows)), "evaluating", leave=False, disable=hidden):
     batch = windows.batch(index, rows)
-    size = capacity(batch)
-    # One is read while the next is computed; in float64, so that the sums stay exact.
-    measured = eval_step(params, sharding.put_batch(batch, mesh), index, capacity=size)
-    pending, done = measured, pending
-    sums = metrics.add(sums, done)
+    placed, done = sharding.put_batch(batch, mesh), pending
+    pending = eval_step(params, placed, index, capacity=capacity(batch))
+    sums = metrics.add(sums, done)  # One is read while the next is computed.
   sums = metrics.add(sums, pending)
   of_boundaries = metrics.boundary_scores(sums)
   if jax.process_index() == 0:
@@ -89,8 +79,7 @@ def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.Documen
 class Scorer:
   """Scores texts with one model, compiled once.
 
-  The model sees `window` tokens at once, at most `longest`, and scores `stride` of them, with
-  the others as context; 0 means the longest window, and a stride of the window.
+  The model sees `window` tokens (0: `longest`) and scores the last `stride` (0: all) of them.
   """
 
   model: nn.Module
@@ -104,11 +93,7 @@ class Scorer:
   capacity: Callable[[Mapping[str, np.ndarray]], int | None]
 
   def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
-    """The window and the stride in tokens; 0 takes the scorer's.
-
-    Raises:
-      ValueError: the window is longer than the model's.
-    """
+    """The window and the stride in tokens (0: the scorer's); a longer one raises `ValueError`."""
     window = window or self.window or self.longest
     if not 1 <= window <= self.longest:
       raise UserError(f"eval.window: expected 1 to model.max_length = {self.longest}, got {window}")
@@ -127,12 +112,11 @@ class Scorer:
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """`evaluate` for a text [N], including its first token.
+    """`evaluate` for a text [N], including its first token; no bits if `tokens` lose some of it.
 
-    With `boundaries` [N] for models that read those of a Unigram model. With `documents`, the
+    `boundaries` [N] are for models that read those of a Unigram model. With `documents`, the
     places where they begin, each is scored as if it stood alone. `max_tokens` scores that many
     in fixed random windows, and estimates the other counts from their share; 0 scores all.
-    For `window` and `stride` see `sizes`. No bits if the tokens lose some of the text.
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,11 @@ from dpjax.training import step as step_lib
 from dpjax.training.profiling import Utilisation, product_rate
 from dpjax.training.reporting import NonFiniteError as NonFiniteError
 
-# What validation is judged by; the lower the better.
-BEST_BY = "nats_per_token"
+BEST_BY = "nats_per_token"  # what validation is judged by; the lower the better
 
 
 class TrainBatches(Protocol):
-  """Batches as a function of the step alone (`dpjax.data.batches`), of rows of `window` tokens."""
+  """Batches of rows of `window` tokens, functions of the step alone (`dpjax.data.batches`)."""
 
   batch_size: int
   window: int
@@ -43,35 +42,25 @@ class Callback(Protocol):
   def __call__(
     self, step: int, metrics: Mapping[str, float], state: step_lib.TrainState
   ) -> bool | None:
-    """Takes a report.
+    """Takes the report of a step; returns True, in all processes, to end the training here.
 
-    Args:
-      step: the step of the report.
-      metrics: as in metrics.jsonl, with the split before the name: "train/loss",
-        "valid/nats_per_token".
-      state: the newest state, of this step or the next one. The next update donates it.
-
-    Returns:
-      True, in all processes, to end the training here: it is scored and saved, and the same
-      call trains no further (a call with more steps, or without callbacks, does).
+    `metrics` are as in metrics.jsonl, with the split before the name: "valid/nats_per_token".
+    `state` is the newest, of this step or the next one; the next update donates it. An ended run
+    is scored and saved, and trains no further unless with more steps or without callbacks.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The model, optimizer and settings of an update.
+  """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
 
   Attributes:
-    model: takes [B, T] tokens.
-    optimizer: from `dpjax.training.optimizer`.
-    objective: the loss to minimise.
     accumulate_steps: the number of parts of a batch.
     parameters: "replicated" or "sharded".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
-    learning_rate: maps an update to the optimizer's learning rate, for reports.
   """
 
   model: nn.Module
@@ -87,14 +76,10 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-  """The number of updates in total, and between reports, evaluations and checkpoints.
+  """The number of updates in total, and between evaluations, reports and checkpoints.
 
-  Attributes:
-    num_steps: the total number of updates.
-    eval_every_steps: between evaluations; the last update is followed by one, too.
-    log_every_steps: between reports, each of the mean loss since the last.
-    median_every_steps: between reports of their median loss.
-    checkpoint_every_steps: between checkpoints; the best and the end are saved, too.
+  Reports are of the mean or median loss since the last. The last update is also followed by an
+  evaluation; the best and the end are also saved.
   """
 
   num_steps: int
@@ -123,17 +108,15 @@ def fit(
 ) -> None:
   """Trains to the last step, from the newest checkpoint in `workdir` if there is one.
 
-  The state after step n depends only on the seed and the batches before it. So a run that
-  was stopped or killed ends like one that never stopped (on the same machine, bit for bit).
-  The metrics of a step are read while the next one runs. Except for batches and metrics, a
-  step that transfers data to the device, or from an accelerator, raises an error
-  (`jax.transfer_guard`). SIGTERM and SIGINT finish the step, save, and raise `Interrupted`.
+  The state after step n depends only on the seed and the batches before it: a run that was
+  stopped or killed ends like one that never stopped (on the same machine, bit for bit). The
+  metrics of a step are read while the next one runs. Except for batches and metrics, a step that
+  transfers data to the device, or from an accelerator, raises an error (`jax.transfer_guard`).
 
   Args:
     trainer: the model and the settings of an update.
     batches: the training batches.
-    evaluate: maps parameters to scores of the validation split, including "nats_per_token"
-      and "perplexity".
+    evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
     durations: the durations in updates.
     workdir: the run's folder, which exists.
     keep_checkpoints: the number of last checkpoints to keep.
@@ -149,7 +132,7 @@ def fit(
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
-    Interrupted: a signal or `should_stop` stopped training.
+    Interrupted: SIGTERM, SIGINT or `should_stop` stopped training; the step is finished and saved.
     ValueError: the batch does not divide over the devices, updates of `profile` lie outside of
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
@@ -159,16 +142,9 @@ def fit(
   of_state, has_average = (trainer.model, trainer.optimizer, trainer.seed), trainer.ema_decay > 0
   abstract = step_lib.abstract_state(*of_state, mesh, trainer.parameters, has_average)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  train_step = step_lib.jit_train_step(
-    trainer.model,
-    trainer.optimizer,
-    shardings,
-    mesh,
-    accumulate_steps=trainer.accumulate_steps,
-    objective=trainer.objective,
-    ema_decay=trainer.ema_decay,
-    learning_rate=trainer.learning_rate,
-  )
+  settings: dict[str, Any] = dict(objective=trainer.objective, learning_rate=trainer.learning_rate)
+  settings |= dict(accumulate_steps=trainer.accumulate_steps, ema_decay=trainer.ema_decay)
+  train_step = step_lib.jit_train_step(*of_state[:2], shardings, mesh, **settings)
   num_steps, rows = durations.num_steps, sharding.process_rows(batches.batch_size)
   best, tokens_seen = {"step": 0, BEST_BY: math.inf, "since": 0}, 0
 
@@ -176,14 +152,14 @@ def fit(
     return 0 < patience <= best["since"]
 
   with contextlib.ExitStack() as stack:
-    saved = stack.enter_context(
-      checkpoints.Checkpoints(Path(workdir) / "checkpoints", keep_checkpoints)
-    )
+    folder = Path(workdir)
     find_signal = stack.enter_context(_stop_signal())
+    saved = checkpoints.Checkpoints(folder / "checkpoints", keep_checkpoints)
+    stack.enter_context(saved)
     found, is_over = saved.restore(abstract, origin), False
     if found is None:
       state = step_lib.jit_init(*of_state, abstract)
-      if initial is not None:
+      if initial:
         params = jax.device_put(initial(state.params), shardings.params)
         average = jax.tree.map(jnp.copy, params) if has_average else None
         state = dataclasses.replace(state, params=params, average=average)
@@ -192,18 +168,17 @@ def fit(
       tokens_seen = known["tokens_seen"]
       if known.get("validation") == meta.get("validation"):
         best = known["best"]
-      if known.get("ended") == num_steps:
-        is_over = bool(callbacks) or is_exhausted()
+      is_over = known.get("ended") == num_steps and (bool(callbacks) or is_exhausted())
     start = int(state.step)
     reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
-    trace, folder = stack.enter_context(contextlib.ExitStack()), Path(workdir) / "profile"
+    trace, folder = stack.enter_context(contextlib.ExitStack()), folder / "profile"
     trace_from, trace_to = profile or (None, None)
     if profile and not start <= profile[0] < profile[1] <= num_steps:
       raise UserError(
         f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the updates "
         f"that are to come, got {trace_from}:{trace_to}"
       )
-    if found is not None:
+    if found:
       reporter.print(f"Going on from the checkpoint of step {start}.")
     utilisation = None
     if measure_products:
@@ -259,11 +234,9 @@ def fit(
         meter.read()
         scores = evaluate(state.scored)
         reporter.report(done, "valid", scores)
-        is_best = scores[BEST_BY] < best[BEST_BY]
-        if is_best:
+        best = {**best, "since": best["since"] + 1}
+        if is_best := scores[BEST_BY] < best[BEST_BY]:
           best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
-        else:
-          best = {**best, "since": best["since"] + 1}
         bits = scores.get("bits_per_character")
         reporter.print(
           f"step {done}: nats per token {meter.mean:.4f} in training, "
@@ -280,21 +253,19 @@ def fit(
           )
         at_end |= is_enough
       if is_best or at_end or is_due:
-        ended = {"ended": num_steps} if is_enough else {}
-        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen, **ended}
+        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen}
+        kept |= {"ended": num_steps} if is_enough else {}
         saved.save(state, kept, origin=origin)
       if at_end:
         break
       if stopping:
-        saved.wait()
         raise Interrupted(done, num_steps, number)
 
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[int], int | None]]:
   """Yields a function of the step that returns the signal to stop, or None."""
-  if jax.process_count() > 1:
-    # All processes have to stop at one step; JAX agrees on it for them. It takes SIGTERM.
+  if jax.process_count() > 1:  # JAX agrees on one step for all. It takes SIGTERM.
     sync = multihost_utils.reached_preemption_sync_point
     yield lambda step: signal.SIGTERM if sync(step) else None
     return

@@ -20,16 +20,12 @@ def cross_entropy(
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  These are sums, so that parts of a batch add up to the whole. Only reverse-mode derivatives,
-  which store the logits in their dtype.
+  Parts of a batch add up to the whole. Only reverse-mode derivatives, which store the logits.
 
   Args:
     logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
     targets: [B, T], integers in [0, V).
     weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
-
-  Returns:
-    nats and count, scalars.
 
   Raises:
     ValueError: the shapes do not match.
@@ -86,8 +82,7 @@ def _wide(x) -> jax.Array:
 
 _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
-# The logits of one piece, on each device.
-_PIECE_BYTES = 2**26
+_PIECE_BYTES = 2**26  # of the logits of one piece, on each device
 
 
 def output_nats(
@@ -97,11 +92,10 @@ def output_nats(
   targets: jax.Array,
   weights: jax.Array,
 ) -> jax.Array:
-  """`cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
+  """The nats of `cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
 
-  The logits are computed in pieces of positions, once each, and with derivatives also the
-  gradients of each piece, which the backward pass only scales. Reverse-mode derivatives with
-  respect to hidden, kernel and bias only.
+  These are computed in pieces of positions, once each, and with derivatives also the gradients of
+  each piece, which the backward pass only scales: reverse mode, by hidden, kernel and bias alone.
 
   Args:
     hidden: [B, T, D], floats; products are in this dtype, sums in float32 or float64.
@@ -128,12 +122,9 @@ def _output_forward(hidden, kernel, bias, targets, weights):
   dtype = sum_dtype(hidden)
 
   def add_piece(sums, piece):
-    h_btd, targets_bt, weights_bt = piece
-
-    def nats_of(logits_btv):
-      return cross_entropy(logits_btv, targets_bt, weights_bt)[0]
-
-    nats, g_btv = jax.value_and_grad(nats_of)(_logits(h_btd, kernel, bias))
+    h_btd, *others = piece
+    nats_of = jax.value_and_grad(lambda logits_btv: cross_entropy(logits_btv, *others)[0])
+    nats, g_btv = nats_of(_logits(h_btd, kernel, bias))
     g_rv = g_btv.reshape(-1, g_btv.shape[-1])
     h_rd = h_btd.reshape(-1, h_btd.shape[-1])
     of_hidden = lax.dot_general(g_rv, kernel.astype(h_btd.dtype), (((1,), (1,)), ((), ())))
@@ -164,10 +155,8 @@ def _logits(h_btd, kernel, bias):
 
 
 def _cut(hidden, kernel, targets, weights):
-  """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0.
-
-  Pieces of positions, unlike rows, are distributed over the devices like the batch.
-  """
+  """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0."""
+  # Pieces of positions, unlike rows, are distributed over the devices like the batch.
   batch, length = targets.shape
   logits_bytes = batch * length * kernel.shape[1] * hidden.dtype.itemsize
   number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * jax.device_count()))))
@@ -186,9 +175,8 @@ class Objective:
 
     loss = nats / count + boundary_nats / count
 
-  Attributes:
-    boundaries: the kinds of boundaries, the outermost first; () without pooling. Inner ones
-      add the mean of their loss over segments instead of tokens.
+  `boundaries` are the kinds, the outermost first; () without pooling. Inner ones add the mean of
+  their loss over segments instead of tokens.
   """
 
   boundaries: Sequence[Boundaries] = ()
@@ -214,8 +202,8 @@ class Objective:
     Args:
       output: `dpjax.models.language_model.LanguageModelOutput`.
       batch: see `dpjax.training.train_step`.
-      output_layer: the kernel and bias that make logits from `output.hidden`, for
-        `output_nats`; ignored if the boundaries read the logits anyway.
+      output_layer: the kernel and bias for `output_nats` of `output.hidden`; ignored if the
+        boundaries read the logits anyway.
       counts: for a part of a batch, the sums `Objective.counts` of the whole.
 
     Returns:
@@ -227,17 +215,16 @@ class Objective:
       nats, _ = cross_entropy(output.logits, batch["targets"], weights)
     else:
       nats = output_nats(output.hidden, *output_layer, batch["targets"], weights)
-    count = jnp.sum(weights)
-    sums = {"nats": nats, "count": count}
+    sums = {"nats": nats, "count": jnp.sum(weights)}
     if not self.boundaries:
       return sums
     kind, *within = self.boundaries
     boundaries, is_start = output.boundaries.astype(jnp.float32), batch.get("is_start")
-    of_segments = _count_segments(boundaries, weights, is_start, kind.has_null_group)
-    whole = counts or sums | of_segments
+    sums |= _count_segments(boundaries, weights, is_start, kind.has_null_group)
+    whole = counts or sums
     share = _share(whole["boundaries"], whole["count"])
     sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
-    sums |= of_segments | _count_drawn(kind, output, weights)
+    sums |= _count_drawn(kind, output, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
@@ -249,17 +236,16 @@ class Objective:
       if kind.has_null_group:
         segments_b += _null_groups(is_start, is_real)
       kind, stage = inner, stage.inner
-      is_start = stage.is_start
-      boundaries = stage.boundaries.astype(jnp.float32)
+      is_start, boundaries = stage.is_start, stage.boundaries.astype(jnp.float32)
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)
-      of_documents = {} if is_start is None else {"is_start": is_start}
       sums[f"segments_in_{number}"] = jnp.sum(is_real)
       sums[f"boundaries_{number}"] = jnp.sum(boundaries * is_real)
-      whole = counts or sums
       num_segments = whole[f"segments_in_{number}"]
-      of_documents["boundary_share"] = _share(whole[f"boundaries_{number}"], num_segments)
-      inner_nats, _ = kind.loss(stage, {"weights": is_real, **of_documents})
+      share = _share(whole[f"boundaries_{number}"], num_segments)
+      segments = {"weights": is_real, "boundary_share": share}
+      segments |= {} if is_start is None else {"is_start": is_start}
+      inner_nats, _ = kind.loss(stage, segments)
       sums |= _count_drawn(kind, stage, is_real, f"_{number}")
       sums["boundary_nats"] += inner_nats * whole["count"] / jnp.maximum(num_segments, 1)
     return sums
@@ -268,7 +254,7 @@ class Objective:
 def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Adds the sums of two batches; for names that end in "_max", takes the larger value."""
   return {
-    name: jnp.maximum(value, right[name]) if name.endswith("_max") else value + right[name]
+    name: (jnp.maximum if name.endswith("_max") else jnp.add)(value, right[name])
     for name, value in left.items()
   }
 

@@ -18,13 +18,11 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
   Args:
     nats: -ln P(tokens), the sum over all tokens.
-    counts: the number of "tokens" and "words" in the text and, unless tokenization loses some
-      of it, of "characters" and "bytes". Each line end counts as a word, as in word-level
-      benchmarks.
+    counts: the number of "tokens" and "words" (each line end is one, as in word-level benchmarks)
+      and, unless tokenization loses some of the text, of "characters" and "bytes".
 
   Returns:
-    "nats_per_token" and the scores above, bits only with "characters" and "bytes"; an
-    overflowing perplexity is infinite.
+    "nats_per_token" and the scores above; an overflowing perplexity is infinite.
   """
   scores = {
     "nats_per_token": nats / counts["tokens"],
@@ -39,7 +37,7 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
-  """Adds the sums of one more batch, in float64; of names that end in "_max", the larger value."""
+  """Adds the sums of a batch, exactly, in float64; of names in "_max", takes the larger value."""
   added = dict(sums)
   for name, value in (measured or {}).items():
     value = float(value)
@@ -69,9 +67,9 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     sums: from `dpjax.training.losses.Objective.sums`, added up over batches.
 
   Returns:
-    The above and "segments_max"; precision to accuracy only for boundaries with targets, and
-    the drawn and rounded shares only if training draws and evaluation rounds. A quotient by 0
-    is infinite, 0 / 0 is nan. {} without token pooling.
+    The above and "segments_max"; precision to accuracy only for boundaries with targets, drawn
+    and rounded only if training draws and evaluation rounds. x / 0 is infinite, 0 / 0 is nan.
+    {} without token pooling.
   """
   if "boundaries" not in sums:
     return {}
@@ -86,8 +84,7 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
   }
   if "targets" in sums:
     hits, targets = sums["hits"], sums["targets"]
-    scores["precision"] = _ratio(hits, found)
-    scores["recall"] = _ratio(hits, targets)
+    scores["precision"], scores["recall"] = _ratio(hits, found), _ratio(hits, targets)
     scores["f1"] = _ratio(2 * hits, found + targets)
     scores["accuracy"] = _ratio(sums["agreements"], count)
   for name, found in sums.items():

@@ -17,25 +17,14 @@ from dpjax.models.build import frozen_path
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
-  """The learning rate of each update, counted from 0, as `config.train` describes it.
-
-  Args:
-    train: has "schedule" and "learning_rate".
-    num_steps: the total number of updates.
-  """
+  """The learning rate of each update, counted from 0: `train`'s "schedule" and "learning_rate"."""
   return registry.schedules.build(
     train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
   )
 
 
 def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
-  """The update rule that `config.train` describes.
-
-  Args:
-    train: has "optimizer", "schedule", "learning_rate" and "clip_norm", and may have
-      "decay_mask".
-    num_steps: the total number of updates.
-  """
+  """The update rule that `config.train` describes, for `num_steps` updates in total."""
   given: dict[str, Any] = dict(learning_rate=build_schedule(train, num_steps))
   if train.get("decay_mask", "all") == "matrices":
     given["mask"] = decays
@@ -45,14 +34,13 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
 def decays(params: Any) -> Any:
   """The mask for weight decay of matrices: a tree of bools.
 
-  False for norms and biases (any name that ends with "scale" or "bias"), for the tables of
-  tokens and positions, tied or not, and for the null group of token pooling. True for all
-  others, including convolution taps.
+  False for norms and biases (names that end with "scale" or "bias"), for the tables of tokens and
+  positions, tied or not, and for the null group. True for all others, also convolution taps.
   """
 
   def is_decayed(path, leaf):
     names = _names(path)
-    is_table = names[0] == "embedding" or names[-1] == "embedding"
+    is_table = "embedding" in (names[0], names[-1])
     return not (is_table or names[-1].endswith(("scale", "bias", "null_group")))
 
   return jax.tree.map_with_path(is_decayed, params)
@@ -65,16 +53,10 @@ def _names(path) -> list[str]:
 def make_optimizer(
   name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
-  """An update rule by name, preceded by clipping.
+  """An update rule by its name in `dpjax.registry.optimizers`, with settings such as `b1`.
 
-  Args:
-    name: a name in `dpjax.registry.optimizers`.
-    rate: the learning rate, or a function of the update's number.
-    clip_norm: the maximum global norm of the gradient; 0 for no limit.
-    **settings: settings of the optimizer, such as `b1`.
-
-  Raises:
-    UserError: the name or a setting is unknown.
+  Gradients are first clipped to the global norm `clip_norm`, unless it is 0. `rate` may be a
+  function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
   return _build(section, "optimizer", clip_norm, learning_rate=rate)
@@ -88,8 +70,7 @@ def _build(section: Mapping, key: str, clip_norm: float, **given: Any):
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
   """Any update rule of Optax, which then takes the loss as `value` if it did not.
 
-  The parameters at `dpjax.models.build.frozen_path` have no part in updates, norms and
-  moments. Without such parameters, states and updates are those of `update` itself.
+  The parameters at `dpjax.models.build.frozen_path` have no part in updates, norms and moments.
   """
   path = frozen_path(model)
 
@@ -120,19 +101,15 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
 
 
 def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
-  """Checks by the shapes of the parameters that an update rule can train a model and be saved.
-
-  Returns:
-    The shapes of its state.
+  """Checks by the shapes of `params` that `update` can train a model; its state's shapes.
 
   Raises:
-    UserError: it needs more than the gradients, the parameters and the value of the loss, such
-      as the loss as a function; its state changes its form; or a checkpoint cannot hold it.
+    UserError: it needs more than gradients, parameters and the value of the loss (such as the
+      loss as a function); its state changes its form; or a checkpoint cannot hold it.
   """
 
   def step(params, state):
-    grads, value = params, jnp.float32(0)
-    updates, state = update.update(grads, state, params, value=value)
+    updates, state = update.update(params, state, params, value=jnp.float32(0))
     return optax.apply_updates(params, updates), state
 
   try:
@@ -174,10 +151,7 @@ def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:
 
   Args:
     peak: the highest rate.
-    warmup_steps: the number of updates until the peak.
-
-  Raises:
-    ValueError: `warmup_steps` is negative.
+    warmup_steps: the number of updates until the peak. A negative one raises a `ValueError`.
   """
   return _warm_up(optax.constant_schedule(peak), peak, warmup_steps)
 
@@ -199,7 +173,7 @@ def cosine(
     min_ratio: the lowest rate divided by the peak.
 
   Raises:
-    ValueError: the warm-up leaves no steps for the cosine, or a ratio is outside of 0 .. 1.
+    ValueError: the warm-up leaves no steps for the decay, or a ratio is outside of [0, 1].
   """
   _check_decay(num_steps, warmup_steps, min_ratio)
   decay = optax.cosine_decay_schedule(peak, num_steps - warmup_steps, min_ratio)
@@ -232,9 +206,9 @@ def warmup_stable_decay(
   decay_fraction: float = 0.2,
   min_ratio: float = 0.0,
 ) -> optax.Schedule:
-  """The warm-up and peak of `constant`, then a straight line at the end.
+  """The warm-up and peak of `constant`; the last updates decrease as in `linear`.
 
-  The last round(decay_fraction num_steps) updates, at least one, decrease as in `linear`.
+  These are max(1, round(decay_fraction num_steps)).
 
   Args:
     peak: see `cosine`.
@@ -244,23 +218,21 @@ def warmup_stable_decay(
     min_ratio: see `cosine`.
 
   Raises:
-    ValueError: see `cosine`; or the fraction is outside of 0 .. 1, or the warm-up overlaps the
-      final decrease.
+    ValueError: see `cosine`; the fraction is outside of (0, 1]; or the warm-up overlaps the end.
 
-  Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the straight line is that of Haegele et al.
-  2024, arXiv:2405.18392.
+  Source: Hu et al. 2024, arXiv:2404.06395, Sec. 4; the line: Haegele et al. 2024, arXiv:2405.18392.
   """
   if not 0 < decay_fraction <= 1:
     raise ValueError(f"decay_fraction: expected a number in (0, 1], got {decay_fraction}")
   decay_steps = max(1, round(decay_fraction * num_steps))
-  if warmup_steps > num_steps - decay_steps:
+  before = num_steps - decay_steps
+  if warmup_steps > before:
     raise ValueError(
-      f"warmup_steps: expected at most the {num_steps - decay_steps} steps before the decay, "
-      f"got {warmup_steps}"
+      f"warmup_steps: expected at most the {before} steps before the decay, got {warmup_steps}"
     )
   _check_decay(num_steps, warmup_steps, min_ratio)
-  begin = num_steps - decay_steps - warmup_steps  # `_warm_up` counts from its end.
-  decay = optax.linear_schedule(peak, peak * min_ratio, decay_steps, begin)
+  # `_warm_up` counts from its end.
+  decay = optax.linear_schedule(peak, peak * min_ratio, decay_steps, before - warmup_steps)
   return _warm_up(decay, peak, warmup_steps)
 
 
@@ -314,19 +286,7 @@ def muon(
 
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
-  return contrib.muon(
-    learning_rate,
-    ns_steps=ns_steps,
-    beta=beta,
-    eps=eps,
-    weight_decay=weight_decay,
-    nesterov=nesterov,
-    adaptive=adaptive,
-    adam_b1=adam_b1,
-    adam_b2=adam_b2,
-    adam_weight_decay=adam_weight_decay,
-    muon_weight_dimension_numbers=_matrices,
-  )
+  return contrib.muon(**locals(), muon_weight_dimension_numbers=_matrices)
 
 
 def _matrices(params: Any) -> Any:
@@ -334,12 +294,10 @@ def _matrices(params: Any) -> Any:
 
   def find_axes(path, leaf):
     names = _names(path)
-    if names[-1] != "kernel" or names[0] in ("embedding", "logits") or leaf.ndim < 2:
-      return None
     # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
-    is_stacked = "layers" in names or {"first", "middle", "last"} & {*names}
-    first = 1 if is_stacked else 0
-    if leaf.ndim - first < 2:
+    first = 1 if {"layers", "first", "middle", "last"} & {*names} else 0
+    is_kernel = names[-1] == "kernel" and names[0] not in ("embedding", "logits")
+    if not is_kernel or leaf.ndim - first < 2:
       return None
     return contrib.MuonDimensionNumbers(
       reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))

@@ -39,11 +39,10 @@ def _count(jaxpr) -> int:
 class Utilisation:
   """The speed of training as a share of the speed of the machine's matrix products.
 
-  A step counts as three forward passes, including parts hidden by a causal mask, but without
-  recomputation and without operations other than matrix products. A model with token pooling
-  (`has_pooling`) counts at its number of segments, interpolated from three lengths (a second
-  pooling counts like the first). `rate` is the operations per second of the largest product,
-  on all devices.
+  A step counts as three forward passes, with parts hidden by a causal mask, without recomputation,
+  and of matrix products alone. With token pooling (`has_pooling`), it counts at its number of
+  segments, interpolated from three lengths (a second pooling counts like the first). `rate` is the
+  operations per second of the largest product, on all devices.
   """
 
   def __init__(self, model: nn.Module, params: Any, window: int, has_pooling: bool, rate: float):

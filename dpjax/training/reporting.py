@@ -32,12 +32,10 @@ class NonFiniteError(RuntimeError):
 class Reporter(contextlib.AbstractContextManager):
   """Writes scores into the run's folder, on the first process only.
 
-  `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": ...,
-  "loss": ...}; the time is in seconds since 1970. `losses.f32` has the loss of every
-  update in order, as little-endian float32 (NaN if unknown). A run that resumes at an earlier
-  `step` first drops later ones from the files, and moves lines that cannot be read to
-  `metrics.jsonl.damaged`. If standard error is not a terminal, each report of training prints a
-  line instead of updating a progress bar.
+  `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
+  1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
+  unknown). A run that resumes at `step` first drops later ones, and moves lines that cannot be read
+  to `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -52,8 +50,11 @@ class Reporter(contextlib.AbstractContextManager):
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._file = path.open("a", encoding="utf-8")
-      folder = str(Path(workdir) / "tensorboard")
-      self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
+      folder = Path(workdir) / "tensorboard"
+      try:
+        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
+      except OSError as error:  # metrics.jsonl has the same numbers.
+        _log.warning("%s: %s; training goes on without it", folder, error.strerror)
 
   def __exit__(self, *_) -> None:
     self._bar.close()
@@ -85,15 +86,14 @@ class Reporter(contextlib.AbstractContextManager):
     self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
     if not self._is_first:
       return
-    line = {"step": step, "split": split, "time": round(time.time(), 3)}
-    line |= metrics.for_json(scores)
+    line = {"step": step, "split": split, "time": round(time.time(), 3), **metrics.for_json(scores)}
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
     if self._bar.disable and "loss" in scores:
       speed = scores.get("tokens_per_second", math.nan)
       shown = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
-      line = f"step {step:,} of {self._num_steps:,}: loss {scores['loss']:.4f}{shown}"
-      print(line, file=sys.stderr, flush=True)
+      loss = f"loss {scores['loss']:.4f}{shown}"
+      print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
     for name, value in curves.items():
       if self._tensorboard is not None and math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
@@ -110,8 +110,7 @@ class Reporter(contextlib.AbstractContextManager):
 
 
 def _open_losses(path: Path, step: int):
-  """Opens the file with the losses of `step` updates, to read and append."""
-  # Unbuffered: what a step reported outlives a kill.
+  """The file with the losses of `step` updates, unbuffered: they outlive a kill."""
   file = path.open("r+b" if path.exists() else "w+b", buffering=0)
   known = file.seek(0, os.SEEK_END) // 4
   file.truncate(4 * min(known, step))
@@ -148,8 +147,8 @@ def _step_of(line: bytes) -> int | None:
 class Meter:
   """Reads the metrics of a step while the next one runs; reports means and medians.
 
-  The time of a step is measured between the reading of the previous step and its own. After
-  an evaluation or a checkpoint, with no step running, it is measured from `start`.
+  The time of a step is that between the readings of the previous step and its own, or, after an
+  evaluation or a checkpoint, with no step running, that since `start`.
   """
 
   reporter: Reporter
@@ -167,20 +166,20 @@ class Meter:
     self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
 
   def start(self) -> None:
-    """Marks the beginning of a step, which excludes earlier work."""
+    """Marks the beginning of a step."""
     if self._pending is None:
       self._since = time.perf_counter()
 
   def read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None = None) -> None:
-    """Reads the step taken before, which verifies that its state is finite, and takes another.
+    """Reads the step taken before, and takes another: number, metrics, whether it is timed.
 
-    `pending` has its number, its metrics, and whether it is timed: not with a compilation.
+    Raises:
+      NonFiniteError: the loss or the gradient of the step before is not finite.
     """
     previous, self._pending = self._pending, pending
-    if previous is not None:
-      self._read(*previous)
-
-  def _read(self, step: int, measured: Mapping[str, jax.Array], is_timed: bool) -> None:
+    if previous is None:
+      return
+    step, measured, is_timed = previous
     values = {name: float(value) for name, value in jax.device_get(measured).items()}
     now, tokens = time.perf_counter(), round(values["count"])
     if is_timed:
@@ -189,14 +188,14 @@ class Meter:
       self._tokens_timed += tokens
     self._since = now
     self.tokens_seen += tokens
-    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
-    for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-      if not math.isfinite(value):
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
         raise NonFiniteError(
-          f"Step {step}: expected a finite {name}, got {value}. The checkpoints are from "
+          f"Step {step}: expected a finite {name}, got {values[name]}. The checkpoints are from "
           "before it. A lower train.learning_rate, a warm-up or a tighter "
           "train.clip_norm may help, in a new workdir."
         )
+    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
     rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
     self._losses.append(loss)
     self._sums = metrics.add(self._sums, values)
@@ -219,5 +218,4 @@ class Meter:
       self.__post_init__()
     if step % self.median_every == 0:
       median, known = self.reporter.median(self.median_every)
-      scores = {"median_loss": median, "median_over_steps": known}
-      self.reporter.report(step, "train", scores)
+      self.reporter.report(step, "train", {"median_loss": median, "median_over_steps": known})

@@ -25,13 +25,11 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   """
 
   def place(leaf) -> NamedSharding:
-    spec = PartitionSpec()
-    if parameters == "sharded":
-      divisible = [size for size in leaf.shape if size >= mesh.size and size % mesh.size == 0]
-      if divisible:
-        axis = leaf.shape.index(max(divisible))
-        spec = PartitionSpec(*[None] * axis, AXIS)
-    return NamedSharding(mesh, spec)
+    divisible = [size for size in leaf.shape if size and size % mesh.size == 0]
+    if parameters != "sharded" or not divisible:
+      return NamedSharding(mesh, PartitionSpec())
+    axis = leaf.shape.index(max(divisible))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
   return jax.tree.map(place, state)
 

@@ -51,15 +51,10 @@ def init_state(
 ) -> TrainState:
   """A state before the first update; the same for every number of devices.
 
-  Args:
-    model: takes [B, T] tokens.
-    optimizer: from `dpjax.training.optimizer`.
-    seed: the seed of parameters and dropout.
-    has_average: whether the state has an average of the parameters.
+  `seed` is that of parameters and dropout; `has_average` adds an average of the parameters.
   """
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  params = model.init(init_key, tokens, deterministic=True)["params"]
+  params = model.init(init_key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
   average = jax.tree.map(jnp.copy, params) if has_average else None
   opt_state = optimizers.for_model(optimizer, model).init(params)
   return TrainState(jnp.zeros((), jnp.int32), params, opt_state, dropout_key, average)
@@ -79,15 +74,14 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Makes one update with the mean loss of the batch's tokens.
 
-  With `accumulate_steps` A, the batch is processed in A sequential parts, and the summed
-  gradients are divided by the summed weights. If the loss of the boundaries is not a sum over
-  rows (`losses.Objective.counts`), a pass without gradients first counts the boundaries of all
-  parts. Except for rounding, and for the draws of dropout and of boundaries, the result
-  equals that of A = 1.
+  The batch is processed in A = `accumulate_steps` sequential parts, and the summed gradients are
+  divided by the summed weights. If the loss of the boundaries is not a sum over rows
+  (`losses.Objective.counts`), a pass without gradients first counts the boundaries of all parts.
+  Except for rounding, dropout and drawn boundaries, the result equals that of A = 1.
 
   Args:
-    model: called with `deterministic=False` and the random stream "dropout".
-    optimizer: the optimizer of the state.
+    model: takes [B, T] tokens, `deterministic` and the random stream "dropout".
+    optimizer: from `dpjax.training.optimizer`.
     accumulate_steps: A, a divisor of B.
     state: the state before the update.
     batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
@@ -153,9 +147,8 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
 
     average + (params - average) (1 - decay) / (1 - decay**(step + 1))
 
-  The weight of each earlier update falls by `decay`, and the weights sum to 1. This equals
-  `optax.ema` with `debias`, in a form without a correction at the end. Constant parameters,
-  such as frozen ones, keep every bit.
+  The weight of each earlier update falls by `decay`, and the weights sum to 1: `optax.ema` with
+  `debias`, without a correction at the end. Constant (frozen) parameters keep every bit.
   """
   log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
@@ -166,12 +159,10 @@ def _apply(
   model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
 ) -> Any:
   """The model's output for a batch; other models need not know capacities and documents."""
-  known: dict[str, Any] = {} if capacity is None else {"capacity": capacity}
+  known: dict[str, Any] = dict(deterministic=deterministic, rngs={"dropout": key})
+  known |= {} if capacity is None else {"capacity": capacity}
   known |= {"is_start": batch["is_start"]} if "is_start" in batch else {}
-  rngs = {"dropout": key}
-  return model.apply(
-    {"params": params}, batch["tokens"], deterministic=deterministic, rngs=rngs, **known
-  )
+  return model.apply({"params": params}, batch["tokens"], **known)
 
 
 def _output_layer(model: nn.Module, params: Any) -> Any:
@@ -188,7 +179,7 @@ def jit_train_step(
   accumulate_steps: int = 1,
   **settings: Any,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-  """`train_step` with its settings, compiled for a mesh: (state, batch, capacity=None).
+  """`train_step`, compiled for a mesh: (state, batch, capacity=None).
 
   The input state is donated. Each capacity is compiled separately.
   """
@@ -227,10 +218,9 @@ def abstract_state(
 ) -> TrainState:
   """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
   shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
+  places = sharding.state_sharding(shapes, mesh, parameters)
   return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    shapes,
-    sharding.state_sharding(shapes, mesh, parameters),
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
   )
 
 

@@ -18,6 +18,7 @@ import tensorflow_datasets as tfds
 
 from dpjax.data import catalog
 from dpjax.data.sources import (
+  Source,
   cc100,
   childrens_books,
   lm1b,
@@ -27,7 +28,6 @@ from dpjax.data.sources import (
   wiki40b,
   wikitext,
 )
-from dpjax.data.sources.source import Source
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.subwords import BytePairs

@@ -14,8 +14,7 @@ from dpjax.commands import data as command
 from dpjax.data import catalog
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import text as text_lib
-from dpjax.data.sources import reading, text8
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading, text8
 from dpjax.data.text import load_corpus
 from dpjax.errors import UserError
 from dpjax.text.cleaning import clean
@@ -89,7 +88,7 @@ def test_packed_texts_and_marks_are_read_everywhere_as_data_path_reads_them(tmp_
     corpus = load_corpus(path=tmp_path / name, data_dir=tmp_path)
     assert corpus.name == "text"
     expected = "".join(joined(corpus).values())
-    assert reading.read_text(tmp_path / name, "text") == expected == content[3:].decode()
+    assert reading.read_text(tmp_path / name) == expected == content[3:].decode()
   os.mkfifo(tmp_path / "pipe")
   with pytest.raises(UserError, match="^text: expected .*no regular file"):
     reading.read_text(tmp_path / "pipe", "text")

@@ -218,9 +218,9 @@ def test_a_changed_file_is_found_when_it_is_checked(made, name):
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
   monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
   tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
-  unigram = UnigramBoundaries(train_unigram(corpus.splits["train"], 18))
-  again = open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
-  assert again.learned == tokens.learned == unigram.model
+  model = train_unigram(corpus.splits["train"], 18)
+  unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
+  assert again.learned == tokens.learned == model
   for split, text in TEXTS.items():
     found = tokens.boundaries[split]
     assert isinstance(found, np.memmap) and found.dtype == np.uint8

@@ -1,14 +1,10 @@
-import io
-
 import numpy as np
 import pytest
-import sentencepiece
-import tokenizers as library
-from tokenizers import decoders, pre_tokenizers
 
 from dpjax.text import tokenizer
 from dpjax.text.tokens import train_tokenizer
 from tests import helpers
+from tests.text.test_subwords import train_sentencepiece
 
 
 def test_cut_lines_keeps_every_character():
@@ -47,36 +43,15 @@ def test_clean_cuts_are_those_that_change_no_subword():
     assert not tokenizer.is_clean_cut(before, after)
 
 
-def spanning(kind: str, lines: list[str], folder) -> str:
-  """A vocabulary with pieces of several words, as a file."""
-  file = folder / ("tokenizer.json" if kind == "bpe" else "spanning.model")
-  if kind == "bpe":
-    raw = library.Tokenizer(library.models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = library.trainers.BpeTrainer(
-      vocab_size=320, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator(lines, trainer)
-    raw.save(str(file))
-  else:
-    model = io.BytesIO()
-    settings = dict(split_by_whitespace=False, vocab_size=97, minloglevel=2)
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(lines), model_writer=model, **settings
-    )
-    file.write_bytes(model.getvalue())
-  return str(file)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "bpe", "wordpiece", "characters"])
+@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "wordpiece", "characters"])
 def test_a_pair_has_the_ids_of_the_whole_text(kind, tmp_path):
   """The context is the longest common prefix of the whole's ids and of its own."""
   draw = np.random.default_rng(11)
   lines = [" ".join(draw.choice(helpers.WORDS[:5], size=9)) for _ in range(90)]
-  spans = kind in ("sentencepiece_unigram", "bpe")
-  file = spanning(kind, lines, tmp_path) if spans else ""
+  spans, file = kind == "sentencepiece_unigram", ""
+  if spans:  # Pieces may have several words.
+    settings = dict(split_by_whitespace=False, vocab_size=97)
+    file = train_sentencepiece(tmp_path / "spanning.model", lines, **settings)
   known = train_tokenizer(kind, lines, vocab_size=31, file=file)
   others = 0
   for line in lines:

@@ -39,15 +39,6 @@ def test_restricted_vocabulary_is_in_the_authors_order(file):
   assert tokenizer.start_id == ids["<eos>"] and not tokenizer.lossless
 
 
-def test_eos_for_line_ends_alone(file):
-  tokenizer = train_tokenizer("wordpiece", LINES, file=file, restrict=True)
-  eos = tokenizer.start_id
-  assert tokenizer.encode("\n\n").tolist() == [eos, eos]
-  assert eos not in tokenizer.encode("the cat")
-  parts = [tokenizer.encode(line) for line in LINES]
-  np.testing.assert_array_equal(tokenizer.encode("".join(LINES)), np.concatenate(parts))
-
-
 def test_full_vocabulary_has_the_files_ids(file):
   tokenizer = train_tokenizer("wordpiece", [], file=file, lower_text=True)
   assert tokenizer.vocab_size == 17

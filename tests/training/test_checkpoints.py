@@ -263,13 +263,11 @@ def test_fingerprints_notice_a_bit_and_a_swap():
 
 
 def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, capfd, caplog):
-  saved, limits = Checkpoints(folder, keep=3), resource.getrlimit(resource.RLIMIT_FSIZE)
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   try:
     resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))  # less than one of its files
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError) as error, Checkpoints(folder, keep=3) as saved:
       saved.save(make_state(11), {})
-      saved.wait()
-    saved.close()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert str(error.value) == (

@@ -1,13 +1,10 @@
-"""CC-100: web text in a hundred languages; we take the beginning of one.
+"""CC-100: web pages of Common Crawl of 2018 in a hundred languages; the beginning of one.
 
-Web pages of Common Crawl of 2018, chosen as for XLM-R (Conneau et al., ACL 2020). Source:
-https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi in the same way). Licence:
-the preparers claim no rights; Common Crawl's terms of use hold for the pages.
+Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi alike); Conneau et al.,
+ACL 2020. By hand: put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
 
-One split, "train": the first documents, unchanged, until they reach 520M characters, enough for
-the pooling paper's 404M after cleaning. Only the first 256 MiB of the file are downloaded, about
-a billion bytes of text. A blank line ends a document; one that is cut off is dropped. By hand:
-put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
+One split, "train": the first documents of the file's first 256 MiB, unchanged, until they reach
+520M characters, enough for the pooling paper's 404M after cleaning. A blank line ends a document.
 """
 
 import lzma
@@ -15,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpjax.data.download import File, Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 
 BASE_URL = "https://data.statmt.org/cc-100"
 HEAD_BYTES = 2**28
@@ -31,7 +27,7 @@ def read(files: Files, language: str) -> Iterator[tuple[str, str]]:
 
 
 def read_documents(path: Path) -> Iterator[str]:
-  """The documents of an .xz file, or of the beginning of one, blank lines included.
+  """The documents of an .xz file, or the whole ones of its beginning, blank lines included.
 
   Raises:
     UserError: the file is not .xz, damaged, or not UTF-8.
@@ -51,14 +47,12 @@ def read_documents(path: Path) -> Iterator[str]:
     raise reading.damage(path, expected, error) from error
 
 
-SOURCES = {
-  "cc100": Source(
-    "CC-100, the beginning of the web pages of one language",
-    read,
-    "none claimed; Common Crawl's terms of use",
-    "0.5 GB; download 0.3 GB",
-    "Conneau et al. 2020, arXiv:1911.02116",
-    ("en", "fi", "he", "vi"),
-    documents=r"\n\n",
-  )
-}
+SOURCE = Source(
+  "CC-100, the beginning of the web pages of one language",
+  read,
+  "none claimed; Common Crawl's terms of use",
+  "0.5 GB; download 0.3 GB",
+  "Conneau et al. 2020, arXiv:1911.02116",
+  ("en", "fi", "he", "vi"),
+  documents=r"\n\n",
+)

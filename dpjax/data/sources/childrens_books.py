@@ -1,16 +1,9 @@
-"""106 English children's books of Project Gutenberg, 35 MB.
+"""106 English children's books of Project Gutenberg, 35 MB, 100/3/3 whole books a split.
 
-The list is childrens_books.tsv beside this module (id, split, title, author). The choice is
-ours, as are the splits of whole books: 100 train, 3 validation, 3 test. Source:
-https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from the mirror of Project
-Gutenberg's foundation. Public domain in the USA; elsewhere some of the later authors are
-still protected.
-
-The books follow the order of the list, with a line <|endofbook|> between two. We remove header,
-licence, footer and the credits at the beginning, and make line ends LF; nothing else changes. The
-prepared text of older copies (GITenberg) has no [Illustration], page marks, notes and
-italics; to use it, put its train.txt, valid.txt and test.txt into childrens_books in the manual
-folder.
+The list, our choice, is childrens_books.tsv beside this module (id, split, title, author). Source:
+https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from Project Gutenberg's mirror. Header,
+licence, footer and the credits at the beginning go, line ends are LF, and a line <|endofbook|>
+stands between two books.
 """
 
 import csv
@@ -20,7 +13,7 @@ from pathlib import Path
 
 from dpjax.data.corpus import line_pattern
 from dpjax.data.download import File, Files
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source
 from dpjax.errors import UserError
 
 # Project Gutenberg asks programs to use its mirrors; the site itself blocks them.
@@ -51,10 +44,9 @@ def read(files: Files) -> Iterator[tuple[str, str]]:
   with BOOKS.open(encoding="utf-8") as table:
     rows = [*csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)]
   for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
-    numbers = [row["id"] for row in rows if row["split"] == name]
-    for i, number in enumerate(numbers):
-      separator = SEPARATOR if i else ""
-      yield split, separator + read_book(files.get(File(f"{BASE_URL}/{number}/pg{number}.txt")))
+    for i, number in enumerate(row["id"] for row in rows if row["split"] == name):
+      book = read_book(files.get(File(f"{BASE_URL}/{number}/pg{number}.txt")))
+      yield split, SEPARATOR * (i > 0) + book
 
 
 def read_book(path: Path) -> str:
@@ -71,9 +63,8 @@ def read_book(path: Path) -> str:
   end = _END.search(text, starts[-1].end()) if starts else None
   if end is None:
     raise UserError(
-      f"{path}: expected a book between the lines *** START OF THE PROJECT GUTENBERG "
-      f"EBOOK ... *** and *** END OF ..., got none of the "
-      f"{'second' if starts else 'first'}"
+      f"{path}: expected a book between the lines *** START OF THE PROJECT GUTENBERG EBOOK ... *** "
+      f"and *** END OF ..., got none of the {'second' if starts else 'first'}"
     )
   text = _drop_blank(text[starts[-1].end() : end.start()])
   while _CREDIT.match(text):
@@ -85,13 +76,11 @@ def _drop_blank(text: str) -> str:
   return re.sub(r"\A(?:[^\S\n]*\n)+", "", text)
 
 
-SOURCES = {
-  "childrens_books": Source(
-    "106 children's books of Project Gutenberg",
-    read,
-    "public domain in the USA",
-    "35 MB",
-    "Project Gutenberg, gutenberg.org; the list is ours",
-    documents=line_pattern(SEPARATOR.rstrip()),
-  )
-}
+SOURCE = Source(
+  "106 children's books of Project Gutenberg",
+  read,
+  "public domain in the USA",
+  "35 MB",
+  "Project Gutenberg, gutenberg.org; the list is ours",
+  documents=line_pattern(SEPARATOR.rstrip()),
+)

@@ -1,20 +1,14 @@
-"""The One Billion Word benchmark: sentences of news, in English, tokenised and shuffled.
+"""The One Billion Word benchmark: English sentences of news, tokenised and shuffled, one a line.
 
-One sentence on each line, 0.8 billion words. Train is the 99 training shards in the archive's
-order, which is always the same. The first of the 50 held-out shards (heldout-00000) is the
-test split, as in the literature (Jozefowicz et al. 2016, "Exploring the Limits of Language
-Modeling"). The second (heldout-00001) is validation: the papers name none, and models must
-not be chosen on the test split. The other shards are not used.
-
-Source: Chelba et al. 2013, arxiv.org/abs/1312.3005; statmt.org/lm-benchmark. Licence: none
-is stated; the sentences come from the news crawl of WMT 2011, released for research.
+Train is the 99 training shards; test is the first of the 50 held-out shards, as in the literature
+(Jozefowicz et al. 2016, "Exploring the Limits of Language Modeling"); validation is the second, as
+the papers name none. Source: Chelba et al. 2013, arxiv.org/abs/1312.3005; statmt.org/lm-benchmark.
 """
 
 from collections.abc import Iterator
 
 from dpjax.data.download import File, Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 
 ARCHIVE = File(
   "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz",
@@ -34,13 +28,11 @@ def read(files: Files) -> Iterator[tuple[str, str]]:
   yield from reading.tar_members(files.get(ARCHIVE), MEMBERS)
 
 
-SOURCES = {
-  "lm1b": Source(
-    "One Billion Word Benchmark, sentences in a random order",
-    read,
-    "none stated",
-    "4.2 GB; download 1.8 GB",
-    "Chelba et al. 2013, arXiv:1312.3005",
-    documents=r"\n",
-  )
-}
+SOURCE = Source(
+  "One Billion Word Benchmark, sentences in a random order",
+  read,
+  "none stated",
+  "4.2 GB; download 1.8 GB",
+  "Chelba et al. 2013, arXiv:1312.3005",
+  documents=r"\n",
+)

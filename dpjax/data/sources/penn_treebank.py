@@ -1,14 +1,9 @@
 """Penn Treebank in Mikolov's preparation: the Wall Street Journal, from the manual folder.
 
-One sentence on each line, in lower case, with a space at either end; 10,000 words, with N for
-numbers and `<unk>` for all other words. Sections 0-20, 21-22 and 23-24 are train, validation
-and test: 929,589, 73,760 and 82,430 tokens with an `<eos>` for each line.
-
-The licence (LDC99T42, catalog.ldc.upenn.edu/LDC99T42) forbids redistribution, so nothing is
-downloaded. The manual folder must have `simple-examples.tgz`, or its files ptb.train.txt,
-ptb.valid.txt and ptb.test.txt.
-
-Source: Mikolov et al. 2010, "Recurrent neural network based language model",
+One sentence on each line, in lower case; 10,000 words, with N for numbers and `<unk>` for all other
+words. Sections 0-20, 21-22 and 23-24 are train, validation and test: 929,589, 73,760 and 82,430
+tokens with an `<eos>` for each line. The licence (LDC99T42) forbids redistribution, so nothing is
+downloaded. Source: Mikolov et al. 2010, "Recurrent neural network based language model",
 fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993.
 """
 
@@ -16,8 +11,7 @@ import re
 from collections.abc import Iterator
 
 from dpjax.data.download import Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 from dpjax.errors import UserError
 
 ARCHIVE = "simple-examples.tgz"
@@ -25,7 +19,7 @@ NAMES = {split: f"ptb.{split}.txt" for split in ("train", "valid", "test")}
 
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
-  """The three files, from the archive or the folder."""
+  """The three files, from the archive or the manual folder."""
   archive = files.manual_dir / ARCHIVE
   paths = {split: files.manual_dir / name for split, name in NAMES.items()}
   if archive.exists():
@@ -44,12 +38,10 @@ def read(files: Files) -> Iterator[tuple[str, str]]:
     )
 
 
-SOURCES = {
-  "penn_treebank": Source(
-    "Penn Treebank, words, as Mikolov prepared it",
-    read,
-    "LDC; research only, not to be had without a licence",
-    "6 MB; by hand",
-    "Mikolov et al. 2010",
-  )
-}
+SOURCE = Source(
+  "Penn Treebank, words, as Mikolov prepared it",
+  read,
+  "LDC; research only, not to be had without a licence",
+  "6 MB; by hand",
+  "Mikolov et al. 2010",
+)

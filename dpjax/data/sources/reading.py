@@ -46,11 +46,7 @@ def damage(path: Path, expected: str, error: Exception) -> UserError:
 
 
 def text_file(path: Path) -> Iterator[str]:
-  """The exact text of a UTF-8 file, plain or compressed (.xz, .gz, .bz2).
-
-  Raises:
-    UserError: the text is not UTF-8, or the file is damaged.
-  """
+  """The exact text of a UTF-8 file, plain or compressed; a `UserError` for a damaged one."""
   try:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
       yield from _pieces(file)
@@ -74,7 +70,7 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
   """A text as `data.path` reads it: UTF-8 without a byte-order mark, line ends as they are.
 
   Raises:
-    UserError: `setting: ...`, it is no regular file, is not UTF-8, or is damaged.
+    UserError: `setting: ...`, it is no regular file, not UTF-8, or damaged.
     OSError: it cannot be found.
   """
   path = Path(path)
@@ -88,10 +84,10 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
 
 
 def zip_member(path: Path, member: str) -> Iterator[str]:
-  """The text of a member of a zip archive; its checksum is compared at the end.
+  """The text of a member of a zip archive, which is checked at the end.
 
   Raises:
-    UserError: the archive is damaged, lacks the member, or has paths that lead out of it, or
+    UserError: the archive is damaged, lacks the member or has one whose name leads out of it, or
       the text is not UTF-8.
   """
   try:
@@ -102,19 +98,20 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
     raise damage(path, f"a zip archive with {member} in UTF-8", error) from error
 
 
+def _check_names(names: list[str]) -> None:
+  for name in names:
+    if name.startswith("/") or ".." in name.split("/"):
+      raise KeyError(f"the name {name}, which leads out of it")
+
+
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
-  """The text of some members of a tar.gz archive, which is read once, in its order.
+  """The text of members of a tar.gz archive, in its order, with errors as in `zip_member`.
 
-  `wanted` has for each split a regular expression for the end of the members' paths (whole names
-  of a file and of the folders before it), and the number of members.
-
-  Raises:
-    UserError: the archive is cut off or damaged, has fewer such members or paths that lead
-      out of it, or the text is not UTF-8.
+  `wanted` has for each split a regular expression for the end of their paths, and their number.
   """
   left = {split: count for split, (_, count) in wanted.items()}
   try:
-    # The module gzip notices where an archive is cut off, tarfile by itself does not.
+    # The module gzip notices a cut archive, tarfile by itself does not.
     with gzip.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
       for member in archive:
         _check_names([member.name])
@@ -134,18 +131,8 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
       raise UserError(f"{path}: expected {expected} members {pattern}, got {expected - count}")
 
 
-def _check_names(names: list[str]) -> None:
-  for name in names:
-    if name.startswith("/") or ".." in name.split("/"):
-      raise KeyError(f"the name {name}, which leads out of it")
-
-
 def parquet_texts(path: Path) -> Iterator[str]:
-  """The column `text` of a Parquet file, row by row; null gives "".
-
-  Raises:
-    UserError: the file is damaged, or has no such column.
-  """
+  """The column `text` of a Parquet file, row by row; a `UserError` for a file without it."""
   import pyarrow as pa
   import pyarrow.parquet as pq
 
@@ -158,41 +145,35 @@ def parquet_texts(path: Path) -> Iterator[str]:
         for batch in file.iter_batches(64, row_groups=[i], columns=["text"]):
           yield from (text or "" for text in batch.column(0).to_pylist())
   except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
-    expected = "a Parquet file with a column of strings named text"
-    raise damage(path, expected, error) from error
+    raise damage(path, "a Parquet file with a column of strings named text", error) from error
 
 
 def hub_parquet(
   files: Files, corpus: str, repository: str, folder: str, split: str
 ) -> Iterator[Path]:
-  """Yields the Parquet files of a split of a dataset at huggingface.co, one at a time.
+  """Yields the files FOLDER/SPLIT-00000-of-00019.parquet ... of a dataset at huggingface.co.
 
-  They are FOLDER/SPLIT-00000-of-00019.parquet and so on. The manual folder may hold a copy of
-  the repository OWNER/NAME under the corpus's name (wiki40b/fi/train-00000-of-00002.parquet ...).
-
-  Raises:
-    UserError: the list of files is missing or incomplete, or a file cannot be downloaded.
+  The manual folder may hold them under the corpus's name (wiki40b/fi/train-00000-of-...).
   """
   pattern = f"{split}-?????-of-?????.parquet"
   names = sorted(path.name for path in (files.manual_dir / corpus / folder).glob(pattern))
   if not _is_complete(names):
     import huggingface_hub
 
-    place = f"hf://datasets/{repository}/{folder}"
+    address = f"hf://datasets/{repository}/{folder}"
     try:
       listed = huggingface_hub.HfApi().list_repo_files(repository, repo_type="dataset")
     except Exception as error:  # Of several libraries.
-      raise UserError(f"{place}: expected a list of files, got {error!r}") from error
-    listed = fnmatch.filter(listed, f"{folder}/{pattern}")
-    names = sorted(name.removeprefix(f"{folder}/") for name in listed)
+      raise UserError(f"{address}: expected a list of files, got {error!r}") from error
+    names = sorted(Path(x).name for x in fnmatch.filter(listed, f"{folder}/{pattern}"))
     if not _is_complete(names):
       raise UserError(
-        f"{place}: expected all of {split}-00000-of-NNNNN.parquet and so on, got "
+        f"{address}: expected all of {split}-00000-of-NNNNN.parquet and so on, got "
         f"{', '.join(names) or 'none'}"
       )
   for name in names:
-    url = f"hf://datasets/{repository}/{folder}/{name}"
-    yield files.get(File(url, f"{corpus}/{folder}/{name}"))
+    place = f"{folder}/{name}"
+    yield files.get(File(f"hf://datasets/{repository}/{place}", f"{corpus}/{place}"))
 
 
 def _is_complete(names: Sequence[str]) -> bool:

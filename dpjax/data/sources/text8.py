@@ -1,16 +1,13 @@
 """text8: the first 10^8 cleaned characters of the English Wikipedia of March 2006.
 
-Letters a to z and single spaces, digits spelt out, one line without an end. Train is the first
-90%, validation and test are the next 5% each (Mikolov et al. 2012, "Subword language modeling
-with neural networks"): 90M, 5M and 5M characters. (Of n characters, n // 20 each; train takes
-the remainder.)
+Letters a to z and single spaces, digits spelt out, one line without an end. Splits: 90M, 5M and
+5M characters, in order (Mikolov et al. 2012, "Subword language modeling with neural networks").
 """
 
 from collections.abc import Iterator
 
 from dpjax.data.download import File, Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 
 ARCHIVE = File(
   "http://mattmahoney.net/dc/text8.zip",
@@ -20,19 +17,17 @@ ARCHIVE = File(
 
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
-  """The three parts of the one text in the archive."""
+  """The text in the archive, cut in three."""
   text = "".join(reading.zip_member(files.get(ARCHIVE), "text8"))
   second = len(text) - len(text) // 20
   first = second - len(text) // 20
   yield from (("train", text[:first]), ("valid", text[first:second]), ("test", text[second:]))
 
 
-SOURCES = {
-  "text8": Source(
-    "text8, the first 100M cleaned characters of Wikipedia",
-    read,
-    "GFDL, CC BY-SA 3.0",
-    "100 MB; download 31 MB",
-    "Mahoney 2006, mattmahoney.net/dc/textdata.html",
-  )
-}
+SOURCE = Source(
+  "text8, the first 100M cleaned characters of Wikipedia",
+  read,
+  "GFDL, CC BY-SA 3.0",
+  "100 MB; download 31 MB",
+  "Mahoney 2006, mattmahoney.net/dc/textdata.html",
+)

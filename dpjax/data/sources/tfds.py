@@ -1,15 +1,14 @@
 """Any text corpus of TensorFlow Datasets, as the name tfds:NAME or tfds:NAME/CONFIG.
 
-Takes the feature "text" of each example, and adds a line end to those without one; the
-splits are the dataset's train, validation and test. Many builders need no TensorFlow
-(https://www.tensorflow.org/datasets/tfless_tfds); the others say that they do.
+Takes the feature "text" of each example of the dataset's train, validation and test, with a line
+end. Many builders need no TensorFlow (https://www.tensorflow.org/datasets/tfless_tfds).
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from dpjax.data.download import Files
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source
 from dpjax.errors import UserError
 
 PREFIX = "tfds:"
@@ -40,8 +39,7 @@ def source(name: str) -> Source:
       for split in (x for x in SPLITS if x in builder.info.splits):
         examples = builder.as_data_source(split)
         for begin in range(0, len(examples), BATCH):
-          places = range(begin, min(begin + BATCH, len(examples)))
-          for example in examples.__getitems__(places):
+          for example in examples.__getitems__(range(begin, min(begin + BATCH, len(examples)))):
             text = example["text"].decode()
             yield SPLITS[split], text if text.endswith("\n") else text + "\n"
     # Builders raise anything; errors of the disk are reported elsewhere.

@@ -1,18 +1,12 @@
-r"""Wiki-40B: articles of 41 Wikipedias (Guo et al., LREC 2020), split by their authors.
+r"""Wiki-40B: articles of 41 Wikipedias (Guo et al., LREC 2020), about 90/5/5 % of them a split.
 
-Source: https://huggingface.co/datasets/google/wiki40b, the Parquet files of what TFDS
-(wiki40b 1.3) keeps in a bucket; en: 19 + 1 or 2 + 2 files, 6.2 GB. Licence: CC BY-SA 3.0.
-Splits: train, validation, test, about 90/5/5 % of the articles.
-
-Articles are as published, with their structure in marker lines, one directly after another:
+Source: https://huggingface.co/datasets/google/wiki40b, Parquet files of the text of TFDS's
+wiki40b 1.3. Articles are as published, with marker lines, one directly after another:
 
   "\n_START_ARTICLE_\nAhti\n_START_PARAGRAPH_\nAhti on ..._NEWLINE_Se ..."
 
-Some languages of the repository have that text (en, de ...); others (he, sk ...) have Python's
-representation of its bytes, b'\n_START_ARTICLE_\n\xd7\x90...', which we decode.
-
-The head is 520M characters of train and 4M each of validation and test: the pooling paper's
-400M and 2M after cleaning, which removes less than a fifth. For "en", it needs two of 19 files.
+Some languages (he, sk ...) have Python's representation of its bytes, which we decode. The head is
+the pooling paper's 400M and 2M characters after cleaning, which removes less than a fifth.
 """
 
 import ast
@@ -21,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpjax.data.download import Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 from dpjax.errors import UserError
 
 REPOSITORY = "google/wiki40b"
@@ -51,15 +44,13 @@ def _plain(text: str, path: Path) -> str:
     ) from error
 
 
-SOURCES = {
-  "wiki40b": Source(
-    "Wiki40B, Wikipedia in one language",
-    read,
-    "CC BY-SA 3.0",
-    "en 9.4 GB, download 6.2 GB (its head 0.6 GB); he, download 0.8 GB; fi, vi: not known",
-    "Guo et al. 2020, aclanthology.org/2020.lrec-1.297",
-    ("en", "fi", "he", "vi"),
-    head=(400_000_000, 3_000_000, 3_000_000),
-    documents=r"(?=\n_START_ARTICLE_\n)",
-  )
-}
+SOURCE = Source(
+  "Wiki40B, Wikipedia in one language",
+  read,
+  "CC BY-SA 3.0",
+  "en 9.4 GB, download 6.2 GB (its head 0.6 GB); he, download 0.8 GB; fi, vi: not known",
+  "Guo et al. 2020, aclanthology.org/2020.lrec-1.297",
+  ("en", "fi", "he", "vi"),
+  head=(400_000_000, 3_000_000, 3_000_000),
+  documents=r"(?=\n_START_ARTICLE_\n)",
+)

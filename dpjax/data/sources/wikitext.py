@@ -1,26 +1,19 @@
-"""WikiText-2 and WikiText-103: good and featured articles of Wikipedia.
+"""WikiText-2 and WikiText-103: good and featured articles of Wikipedia, as in the archives.
 
-As in the archives: each line is a paragraph, a heading or empty, with a space at either end;
-rare words are `<unk>`, and numbers look like `1 @,@ 000`. With an `<eos>` for each line,
-WikiText-2 has 2,088,628, 217,646 and 245,569 tokens for training, validation and test (720
-articles), and a vocabulary of 33,278. WikiText-103 has 103,227,021 tokens for training (28,595
-articles), a vocabulary of 267,735, and the same validation and test. The "raw" versions keep
-rare words.
-
-Source: Merity et al. 2016, "Pointer Sentinel Mixture Models", arxiv.org/abs/1609.07843,
-Table 1. Licence: CC BY-SA (3.0 by the paper's page, 4.0 by its later copies).
+Each line is a paragraph, a heading or empty; rare words are `<unk>` except in the "raw" versions,
+and numbers look like `1 @,@ 000`. With an `<eos>` for each line, WikiText-2 has 2,088,628 tokens
+for training and a vocabulary of 33,278, WikiText-103 has 103,227,021 and 267,735; validation and
+test have 217,646 and 245,569 tokens in both. Source: Merity et al. 2016, "Pointer Sentinel Mixture
+Models", arxiv.org/abs/1609.07843, Table 1.
 """
 
 import functools
 from collections.abc import Iterator
 
 from dpjax.data.download import File, Files
-from dpjax.data.sources import reading
-from dpjax.data.sources.source import Source
+from dpjax.data.sources import Source, reading
 
-# The first author's own address: the one on Amazon S3 is gone, and this one has the same
-# files (issue 1284 of github.com/ooples/AiDotNet, pull request 11 of
-# github.com/IST-DASLab/Quartet). Checksums are those of the files on S3:
+# The first author's own address has the same files as Amazon S3 had. Their checksums are from
 # datasets/wikitext/dataset_infos.json of github.com/huggingface/datasets.
 ADDRESS = "https://wikitext.smerity.com"
 _VERSIONS = {
