@@ -120,8 +120,10 @@ def _check_stage(key: str, stage: Mapping) -> None:
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled(stage)}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
+  # Within M tokens a level that reads 2**k back reads none from 2**k = M on.
+  most = stage["max_length"] - (key == "model" and not is_pooled(stage))
   for name, section in mixers.items():
-    _check_heads(name, section, f"{key}.width", stage["width"])
+    _check_mixer(name, section, f"{key}.width", stage["width"], most.bit_length() or 1)
   if is_pooled(stage):
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
@@ -133,12 +135,13 @@ def _check_stage(key: str, stage: Mapping) -> None:
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
 
 
-def _check_heads(key: str, mixer: Mapping | None, width_key: str, width: int) -> None:
-  """Checks that the heads of a mixer of dpjax divide the features."""
+def _check_mixer(key: str, mixer: Mapping | None, width_key: str, width: int, levels: int) -> None:
   if mixer is None or not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
     return  # Of another's, these names may mean anything.
-  heads = mixer.get("num_heads") or 1
+  heads, found = mixer.get("num_heads") or 1, mixer.get("num_levels") or 1
   _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
+  expected = f"at most {levels}, which reach over model.max_length"
+  _expect(found <= levels, f"{key}.num_levels", expected, found)
   _expect(
     mixer.get("rotary_base") is None or width // heads % 2 == 0,
     f"{key}.rotary_base",
@@ -210,7 +213,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
   names = ("length", "temperature", "top_k", "top_p")
   length, temperature, top_k, top_p = (sample[name] for name in names)
   for key, is_valid, expected in (
-    ("length", type(length) is int and 1 <= length < 2**31, "an integer of at least 1"),
+    ("length", type(length) is int and 1 <= length < 2**31, "an integer of at least 1 below 2**31"),
     (
       "temperature",
       _is_number(temperature) and 0 <= temperature <= registry.LARGEST_FLOAT,

@@ -181,25 +181,19 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
   prompt = config.sample.prompt
   generator.check_prompt(config.model, run.tokenizer, prompt, "sample.prompt", config.sample)
   ids = jnp.zeros((1, 1), jnp.int32)
-  is_isolated = config.data.documents == "isolated"
-  known: dict[str, Any] = {"is_start": ids + 1} if is_isolated else {}
 
-  def init():
+  def init(**known):
     return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
 
-  try:
-    if is_isolated:
+  shapes = jax.eval_shape(init)
+  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
+  _check_memory((shapes, opt_state, shapes if trainer.ema_decay else ()), trainer.parameters)
+  if config.data.documents == "isolated":
+    try:
       mixer.check_takes_starts(run.model)
-    shapes = jax.eval_shape(init)
-  except UserError as error:
-    if not is_isolated:
-      raise
-    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
-  state = {
-    "params": shapes,
-    "opt_state": optimizers.check(trainer.optimizer, run.model, shapes, key),
-  }
-  _check_memory((state, shapes if trainer.ema_decay else ()), trainer.parameters)
+      jax.eval_shape(init, is_start=ids + 1)
+    except UserError as error:
+      raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
   return shapes
 
 
