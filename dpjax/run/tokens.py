@@ -18,13 +18,12 @@ from dpjax.text.tokens import Tokenizer, load_tokenizer
 def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
-  The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
-  to them. Unless `config.data.tokenizer_file` names a vocabulary, training from another run
-  (`config.train.initial_run`) takes over its tokenizer. `fresh` replaces an existing corpus.
+  The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
+  Without `config.data.tokenizer_file`, `config.train.initial_run` gives the tokenizer. `fresh`
+  replaces an existing corpus.
 
   Raises:
-    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
-      cannot be written.
+    ValueError: `data.<setting>: ...`, or the folder is damaged or cannot be written.
   """
 
   def make() -> None:
@@ -88,14 +87,12 @@ def _make_again(config: ConfigDict, folder: Path) -> Tokens:
     ) from error
   now, then = ((x.counts, x.tokenizer.to_json(), x.learned) for x in (made, before))
   if now != then:
-    raise UserError(
-      f"{gone}, got another text, vocabulary or Unigram model with the run's settings"
-    )
+    raise UserError(f"{gone}, got another text, vocabulary or Unigram model with its settings")
   return made
 
 
 def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
-  """The tokens in data_dir, made if missing; `own` is the tokenizer of a run that has one."""
+  """The tokens in data_dir, made if missing; `own` is the run's tokenizer."""
   data = config.data
   arguments = inspect.signature(load_corpus).parameters  # settings of the same names
   corpus = load_corpus(**{name: data[name] for name in arguments})
@@ -114,7 +111,7 @@ def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
 
 
 def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:
-  """The tokenizer of the run that the settings name, if any; of a begun run, its own copy."""
+  """The tokenizer of the run that the settings name, if any, or its copy, `own`."""
   data, initial = config.data, config.train.initial_run
   key = "data.tokenizer_file" if data.tokenizer_file else "train.initial_run"
   source = data.tokenizer_file or initial

@@ -46,17 +46,16 @@ def train(
   Args:
     config: from `dpjax.config`.
     workdir: the run's folder, created if missing.
-    model: replaces the model of `config.model`: a module, or a function that makes one from
-      `config.model` with its `vocab_size`. `apply({"params": params}, tokens,
-      deterministic=..., rngs=...)` must return an object with `logits`, [B, T, V]. Pass the
-      same model to resume or load the run.
+    model: replaces that of `config.model`: a module, or a function of `config.model` that makes
+      one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
+      with `logits`, [B, T, V]. Pass the same model to resume or load the run.
     optimizer: replaces the optimizer of `config.train`, with its schedule and clipping: any of
       Optax that needs the gradients, the parameters and the `value` of the loss alone.
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure the speed of matrix products, for about a second, and
-      to report training's share of it as `model_flops_utilisation`.
+    measure_products: measures the speed of matrix products for about a second, to report
+      training's share of it as `model_flops_utilisation`.
 
   Returns:
     The run with the best parameters by validation, and their test scores.
@@ -95,8 +94,7 @@ def train(
       **_kept(run, data),
     )
     best = load(workdir, model=model)
-    # What validation was compiled for: the same model, with other parameters.
-    best.__dict__["_scorer"] = run._scorer
+    best.__dict__["_scorer"] = run._scorer  # compiled for the same model
     scores = best.score_split("test", progress=True)
     best.write_scores("test", scores)
     return best, scores
@@ -148,12 +146,12 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
-  num_steps, eval_every_steps = (
+  steps = [
     config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
     for name in ("num", "eval_every")
-  )
+  ]
   every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
-  return loop.Durations(num_steps, eval_every_steps, *every)
+  return loop.Durations(*steps, *every)
 
 
 def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
@@ -175,7 +173,7 @@ def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
 
 
 def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
-  """Checks, before anything is compiled, that the run can train; its parameters' shapes."""
+  """The shapes of the parameters; a `UserError` if the run cannot train."""
   config = run.config
   sharding.check_rows(config.train.batch_size, trainer.accumulate_steps)
   prompt = config.sample.prompt
@@ -198,7 +196,7 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
 
 
 def _check_memory(state: Any, parameters: str) -> None:
-  """Checks that a state fits into the memory of a CPU, where XLA may else wait for ever."""
+  """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
   if jax.default_backend() != "cpu":
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
@@ -292,7 +290,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
 
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
-  """The run whose model the boundaries use; None without one, or if the folder has it."""
+  """The run whose model the boundaries use, unless the folder has it."""
   if not workdir_lib.needs_run(config) or workdir_lib.has_saved(workdir):
     return None
   key = "model.boundaries.run"
@@ -302,11 +300,7 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 
 def check_frozen(run: Run, key: str = "run") -> None:
-  """Checks that the boundaries of another run can use a run's model.
-
-  Raises:
-    ValueError: its boundaries are drawn at random, or use a model themselves.
-  """
+  """A `UserError` if a run's own boundaries are drawn in evaluation, or use another model."""
   kinds = build.build_boundaries(run.config.model)
   if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
     raise UserError(

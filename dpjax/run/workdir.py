@@ -42,12 +42,8 @@ _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
-  The operating system releases the lock when the process ends. Of several processes of one run,
-  the first one locks for all.
-
-  Raises:
-    UserError: another process trains in the folder, it is an exported run, it cannot be
-      written, a link in it leads out of it, or its disk becomes full.
+  A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
+  link leads out of it, or its disk becomes full.
   """
   if is_exported(workdir):
     raise UserError(
@@ -58,8 +54,7 @@ def lock(workdir: Path) -> Iterator[None]:
     on_first_process(lambda: _lock(workdir, stack))
     try:
       yield
-    except OSError as error:
-      # Writing to an open file names none.
+    except OSError as error:  # Writing to an open file names none.
       if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise not_writable(workdir, error) from error
       raise
@@ -78,10 +73,8 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     if error.errno in (errno.EAGAIN, errno.EACCES):
       file.seek(0)
       owner = file.read().strip() or "another process"
-      raise UserError(
-        f"workdir: expected a folder in which no other process trains, got {workdir}, in "
-        f"which {owner} does"
-      ) from error
+      expected = "expected a folder in which no other process trains"
+      raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does") from error
     message = "%s: this file system has no locks (%s); make sure that no other process trains here"
     _log.warning(message, workdir, error.strerror)
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
@@ -91,7 +84,7 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _check_links(workdir: Path) -> None:
-  """Checks that training writes over no file outside of the folder."""
+  """A `UserError` if training could write over a file outside of the folder."""
   if not workdir.is_dir():
     return
   own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
@@ -116,14 +109,12 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
   if differences and has_saved(workdir):
-    is_longer = all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
-    hint = (
-      " (the schedule ends with the length: to train on, take a new workdir and "
-      f"train.initial_run = {workdir})"
-    )
+    hint = " (the schedule ends with the length: to train on, take a new workdir and "
+    hint += f"train.initial_run = {workdir})"
+    hint *= all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
-      f"whose run has another: {'; '.join(differences)}{hint * is_longer}"
+      f"whose run has another: {'; '.join(differences)}{hint}"
     )
   return not differences
 
@@ -144,7 +135,7 @@ def has_saved(workdir: Path) -> bool:
 
 
 def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Writes the settings into the folder, as given, and those of the model of its boundaries."""
+  """Writes the settings, as given, and those of the model of its boundaries."""
 
   def write() -> None:
     try:
@@ -167,7 +158,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
-  """The settings of the model that the boundaries of a run use, if they use one."""
+  """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
   return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
