@@ -146,12 +146,12 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
-  steps = [
+  num, every_eval = (
     config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
     for name in ("num", "eval_every")
-  ]
+  )
   every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
-  return loop.Durations(*steps, *every)
+  return loop.Durations(num, every_eval, *every)
 
 
 def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
