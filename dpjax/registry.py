@@ -76,10 +76,8 @@ class Registry:
       ValueError: the name is taken or no identifier, or the component lacks a field.
     """
     if not name.isidentifier() or not callable(component):
-      raise ValueError(
-        f"{self._kind}: expected a name of letters, digits and underscores "
-        f"and a class or function, got {name!r}, {component!r}"
-      )
+      expected = "expected a name of letters, digits and underscores and a class or function"
+      raise ValueError(f"{self._kind}: {expected}, got {name!r}, {component!r}")
     known = self._components.get(name)
     # A module that is imported again registers another object of the same name.
     if known not in (None, component) and _full_name(component) != _full_name(known):
@@ -87,10 +85,9 @@ class Registry:
     fields = inspect.signature(component).parameters
     takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
     if self._needs and self._needs not in fields and not takes_any:
-      raise ValueError(
-        f"{self._kind}: expected a class or function that takes {self._needs}, got "
-        f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
-      )
+      got = f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
+      expected = f"expected a class or function that takes {self._needs}"
+      raise ValueError(f"{self._kind}: {expected}, got {got}")
     self._components[name] = component
     # The module that calls, which may be another than the component's.
     self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
@@ -202,10 +199,9 @@ def import_plugin(module: str) -> None:
   except Exception as error:  # A program of the user's, with errors of any type.
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    raise UserError(
-      f"--plugin: expected a module that can be imported, got {module} "
-      f"({type(error).__name__}: {' '.join(str(error).split())})"
-    ) from error
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    expected = "expected a module that can be imported"
+    raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error
 
 
 def as_tuple(value: Any) -> Any:
@@ -283,9 +279,7 @@ optimizers = Registry(
 schedules = Registry(
   "schedule",
   given=("peak", "num_steps"),
-  known={
-    name: f"{_OPTIMIZER}:{name}" for name in ("constant", "cosine", "linear", "warmup_stable_decay")
-  },
+  known={x: f"{_OPTIMIZER}:{x}" for x in "constant cosine linear warmup_stable_decay".split()},
 )
 register_mixer, register_boundaries = mixers.register, boundaries.register
 register_optimizer, register_schedule = optimizers.register, schedules.register

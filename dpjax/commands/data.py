@@ -70,10 +70,8 @@ def _list(given) -> None:
 
 
 def _prepare(given) -> None:
-  corpus = catalog.open_named(
-    given.name, given.language, given.data_dir, given.manual_dir, is_head=given.head
-  )
-  for split, text in corpus.splits.items():
+  where = given.language, given.data_dir, given.manual_dir
+  for split, text in catalog.open_named(given.name, *where, is_head=given.head).splits.items():
     print(f"{split:6}{len(text) / 1e6:12,.1f} MB")
 
 

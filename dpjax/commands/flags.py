@@ -134,10 +134,8 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
   """Puts named components into the configuration; returns the other arguments."""
   others, values = _take(argv, "config.model.middle")
   if values:
-    raise UserError(
-      "--config.model.middle: expected it in a configuration file, by "
-      f"dpjax.config.middle, got {values[-1]}"
-    )
+    expected = "expected it in a configuration file, by dpjax.config.middle"
+    raise UserError(f"--config.model.middle: {expected}, got {values[-1]}")
   for key in config_lib.component_keys(config):
     others, names = _take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
@@ -187,18 +185,15 @@ def _join_processes() -> None:
   if missing and not flags.FLAGS.distributed:
     if len(missing) == 3:
       return
-    raise UserError(
-      "--coordinator, --num_processes, --process_id: expected all three, or "
-      f"--distributed, got no {', no '.join(missing)}"
-    )
+    expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
+    raise UserError(f"{expected}, got no {', no '.join(missing)}")
   address, number, index = given.values()
   host, _, port = (address or "host:1").rpartition(":")
   if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
     raise UserError(f"--coordinator: expected host:port, got {address}")
   if not missing and index >= number:
-    raise UserError(
-      f"--process_id: expected 0 to {number - 1} of --num_processes={number}, got {index}"
-    )
+    expected = f"expected 0 to {number - 1} of --num_processes={number}"
+    raise UserError(f"--process_id: {expected}, got {index}")
   import jax
 
   seconds = flags.FLAGS.join_seconds
@@ -249,11 +244,9 @@ def _set_compilation_cache() -> None:
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
-    print(
-      f"compilation_cache: expected a folder that can be written, got {folder} "
-      f"({getattr(error, 'strerror', None) or error}); what is compiled is not kept",
-      file=sys.stderr,
-    )
+    got = f"{folder} ({getattr(error, 'strerror', None) or error}); what is compiled is not kept"
+    expected = "expected a folder that can be written"
+    print(f"compilation_cache: {expected}, got {got}", file=sys.stderr)
     folder = ""
   if not folder:
     jax.config.update("jax_enable_compilation_cache", False)

@@ -277,7 +277,7 @@ def plugins_in(config: Mapping) -> tuple[str, ...]:
 
 
 def expand_paths(config: ConfigDict) -> ConfigDict:
-  """The configuration with the user's folder for a ~ that a path begins with."""
+  """The configuration with the user's folder for a path's ~."""
   flat, config = flatten(config), config.copy_and_resolve_references()
   for key in _PATHS:
     if isinstance(flat.get(key), str):

@@ -15,8 +15,9 @@ from dpjax.run import numpy_model
 
 _CARD = """# {name}
 
-A language model of {size:,} parameters, trained with dpjax {version} for {step:,} updates
-on {data} ({tokens:,} training tokens; {kind} of {vocab_size:,} entries).
+A language model of {size:,} parameters, trained with dpjax {version} for {run.step:,} updates
+on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tokenizer.kind} of \
+{run.tokenizer.vocab_size:,} entries).
 
 | split | score | |
 |---|---|---|
@@ -156,11 +157,7 @@ def describe(
   start_id: int = 0,
   dtype: str = "float32",
 ) -> str:
-  """The part of a card that describes a model: its code, and its arrays by their shapes.
-
-  `model` is None for one that was made in Python; `frozen` has the settings of the model that its
-  boundaries use, and `start_id` is the token before a text.
-  """
+  """A model's code and arrays; None: made in Python; `frozen`: the model of its boundaries."""
   rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
   names = ["its class"] if model is None else sorted(_components(model) - {*numpy_model.FUNCTIONS})
   if names or model is None:
@@ -179,13 +176,9 @@ def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **desc
   """The card of a run, in Markdown; `is_built`: its model is that of the settings."""
   head = _CARD.format(
     name=name,
+    run=run,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
-    step=run.step,
-    data=run.data.name,
-    tokens=run.data.counts["train"]["tokens"],
-    kind=run.tokenizer.kind,
-    vocab_size=run.tokenizer.vocab_size,
     scores="\n".join(_scores(run)) or "| - | not scored | |",
     dtype=description["dtype"],
   )
@@ -205,7 +198,6 @@ def _scores(run: Any) -> list[str]:
         if value is not None
       ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      raise UserError(
-        f"{path}: expected scores of the run, got damaged JSON ({error!r})"
-      ) from error
+      expected = "expected scores of the run"
+      raise UserError(f"{path}: {expected}, got damaged JSON ({error!r})") from error
   return rows

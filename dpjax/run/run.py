@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import files, ops
@@ -308,21 +307,6 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   return None if settings is None else build.assemble(settings)
 
 
-def make_scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
-  """The scorer of `config.eval`."""
-  return evaluation.Scorer(
-    model,
-    losses.Objective(build.build_boundaries(config.model)),
-    tokenizer,
-    config.model.max_length,
-    config.eval.window,
-    config.eval.stride,
-    config.eval.batch_size,
-    build.pad_id(config.model),
-    build.batch_capacity(config.model),
-  )
-
-
 @overload
 def generate(run: Run | str | Path, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
 
@@ -337,6 +321,14 @@ def generate(run, prompt, **settings):
   """`Run.generate` of a run, or of the run in a folder."""
   run = run if isinstance(run, Run) else load(run)
   return run.generate(prompt, **settings)
+
+
+def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:
+  """The scorer of `config.eval`."""
+  objective = losses.Objective(build.build_boundaries(config.model))
+  rows = config.eval.window, config.eval.stride, config.eval.batch_size
+  padding = build.pad_id(config.model), build.batch_capacity(config.model)
+  return evaluation.Scorer(model, objective, tokenizer, config.model.max_length, *rows, *padding)
 
 
 def table(scores: Mapping[str, float]) -> str:

@@ -57,10 +57,8 @@ def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   made = _tokenize(config, data.tokenizer)
   texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (made, data))
   if made.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
-    raise UserError(
-      f"data.documents: expected {data.name} to have the run's text and vocabulary also when "
-      "isolated, got another text or vocabulary"
-    )
+    expected = f"expected {data.name} to have the run's text and vocabulary also when isolated"
+    raise UserError(f"data.documents: {expected}, got another text or vocabulary")
   return made
 
 
@@ -112,26 +110,22 @@ def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
 
 def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:
   """The tokenizer of the run that the settings name, if any, or its copy, `own`."""
-  data, initial = config.data, config.train.initial_run
+  data = config.data
   key = "data.tokenizer_file" if data.tokenizer_file else "train.initial_run"
-  source = data.tokenizer_file or initial
+  source = data.tokenizer_file or config.train.initial_run
   known = (own or load_tokenizer(source, key)) if source else None
   if known is None:
     if source and not data.tokenizer_file:
-      raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {initial}")
+      raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")
     return None
   # Of an unassigned character, which no vocabulary has.
   if own is None and known.unknown_id is None and not len(known.encode("\u0378")):
-    raise UserError(
-      f"{key}: expected a tokenizer with bytes or an unknown token, got {source}, whose drops "
-      "what it does not know"
-    )
+    expected = "expected a tokenizer with bytes or an unknown token"
+    raise UserError(f"{key}: {expected}, got {source}, whose drops what it does not know")
   has = {**known.fields(), "tokenizer": known.kind}
   for name in ("tokenizer", "lower_text", "lower_pieces"):
     # What is the default may not have been asked for.
     if data[name] not in ("characters", False, has.get(name)):
-      raise UserError(
-        f"data.{name}: expected {has.get(name, False)}, as in the tokenizer of {source}, got "
-        f"{data[name]}"
-      )
+      expected = f"expected {has.get(name, False)}, as in the tokenizer of {source}"
+      raise UserError(f"data.{name}: {expected}, got {data[name]}")
   return known

@@ -30,17 +30,15 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   try:
     import torch  # pyright: ignore[reportMissingImports]  (optional)
   except ImportError as error:
-    raise UserError(
-      "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
-    ) from error
+    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    raise UserError(message) from error
   try:
     content = torch.load(file, map_location="cpu", weights_only=True)
   except (MemoryError, OSError):
     raise
   except Exception as error:  # A damaged file shows as any of several types.
-    raise UserError(
-      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
-    ) from error
+    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    raise UserError(message) from error
   config = sections.expand_paths(config)
   config_lib.check(config)
   settings = config.model

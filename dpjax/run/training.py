@@ -120,7 +120,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
     if folder and not resumes and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
-  if own == shared or own in shared.parents:
+  if shared.is_relative_to(own):
     raise UserError(
       f"data.data_dir: expected a folder that is not the run's own {own}, got {shared}"
     )
@@ -155,21 +155,14 @@ def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
 
 
 def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
-  settings, rate = run.config.train, None
+  settings, model, rate = run.config.train, run.config.model, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
-  return loop.Trainer(
-    run.model,
-    optimizer,
-    losses.Objective(build.build_boundaries(run.config.model)),
-    settings.accumulate_steps,
-    settings.parameters,
-    build.batch_capacity(run.config.model),
-    run.config.seed,
-    settings.ema_decay,
-    rate,
-  )
+  objective = losses.Objective(build.build_boundaries(model))
+  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(model)
+  rates = run.config.seed, settings.ema_decay, rate
+  return loop.Trainer(run.model, optimizer, objective, *parts, *rates)
 
 
 def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
@@ -231,17 +224,14 @@ def _kept(run: Run, data: Tokens) -> dict[str, Any]:
 def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
   if jax.process_index() != 0:
     return
-  config = run.config
-  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  config, size = run.config, sum(leaf.size for leaf in jax.tree.leaves(shapes))
   print(
-    f"{run.name}, {size:,} parameters; {data.name}, "
-    f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
-    f"{config.model.vocab_size:,}; {num_steps:,} steps on "
+    f"{run.name}, {size:,} parameters; {data.name}, {data.counts['train']['tokens']:,} training "
+    f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
   if not (config.data.tokenizer_file or config.train.initial_run):
-    return
-  # A vocabulary that was not learned from a text may not know all of it.
+    return  # A vocabulary that was learned from this text knows all of it.
   counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
   if any(counts.values()):
     shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
@@ -249,13 +239,13 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
 
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
-  """Reads the initial parameters, if they are not drawn at random."""
+  """A function that reads the initial parameters, if they are not drawn."""
   key, folder = "train.initial_run", run.config.train.initial_run
   if frozen is None and not folder:
     return None
 
   def shapes_by_name(params) -> dict[str, tuple]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree.leaves_with_path(params)
     return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
   def read(drawn: dict) -> dict:

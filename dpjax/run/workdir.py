@@ -98,7 +98,7 @@ def _check_links(workdir: Path) -> None:
 
 
 def resumes(workdir: Path, config: ConfigDict) -> bool:
-  """Whether training resumes a run in the folder; a `UserError` if that has other settings."""
+  """Whether training resumes a run; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
     if (workdir / "checkpoints").exists():
@@ -171,8 +171,7 @@ def needs_run(config: ConfigDict) -> bool:
 
 def _read_json(path: Path) -> dict:
   try:
-    content = load_json(path)
-    if not isinstance(content, dict):
+    if not isinstance(content := load_json(path), dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
     return content
   except (OSError, ValueError) as error:
@@ -204,6 +203,5 @@ def on_first_process(work: Callable[[], None]) -> None:
 
 def not_writable(folder: Path, error: OSError) -> UserError:
   """The error for a run's folder that cannot be written."""
-  return UserError(
-    f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
-  )
+  reason = error.strerror
+  return UserError(f"workdir: expected a folder that can be written, got {folder} ({reason})")
