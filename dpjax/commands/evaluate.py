@@ -1,9 +1,8 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
-The scores also go into the run's folder, or into that of --out, as JSON. An exported model's
-folder is left as it is.
+The scores also go into the run's folder, unless it is exported, or that of --out, as JSON.
 
-To score a checkpoint of the authors' PyTorch code on a configuration's data and tokenizer:
+A checkpoint of the authors' PyTorch code, on a configuration's data and tokenizer:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 

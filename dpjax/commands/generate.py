@@ -1,7 +1,7 @@
 """Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
 
-Prints the text as it is generated: the first sample at once, further samples after it.
-Options that are not given come from the run's configuration (`config.sample`).
+Prints the first sample as it is generated, and further ones after it. Options that are not given
+come from the run's `config.sample`.
 """
 
 import io

@@ -310,7 +310,7 @@ def place(key: str) -> str:
 
 
 def component_keys(config: ConfigDict) -> list[str]:
-  """The names of all sections that may hold a component, those of middles included."""
+  """The names of all sections that may hold a component, with those of middles."""
   keys = list(COMPONENTS)
   is_known = "middle" in config.get("model", {})  # A file may give any settings.
   for stage in stages_in(config.model) if is_known else ():

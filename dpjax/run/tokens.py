@@ -28,7 +28,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tok
 
   def make() -> None:
     is_there = folder.exists() and not fresh
-    if not is_there or not read_data(config, folder).has_tokens:
+    if not (is_there and read_data(config, folder).has_tokens):
       made = _make_again(config, folder) if is_there else _tokenize(config)
       try:
         write_reference(made, folder)
@@ -79,10 +79,8 @@ def _make_again(config: ConfigDict, folder: Path) -> Tokens:
   try:
     made = _tokenize(config, before.tokenizer)
   except UserError as error:
-    raise UserError(
-      f"{gone}; `dpjax train --workdir={folder.parent} --tokenize_only` makes them "
-      f"again from the text, but: {error}"
-    ) from error
+    command = f"`dpjax train --workdir={folder.parent} --tokenize_only`"
+    raise UserError(f"{gone}; {command} makes them again from the text, but: {error}") from error
   now, then = ((x.counts, x.tokenizer.to_json(), x.learned) for x in (made, before))
   if now != then:
     raise UserError(f"{gone}, got another text, vocabulary or Unigram model with its settings")

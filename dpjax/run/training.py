@@ -101,7 +101,7 @@ def train(
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
-  """Makes the tokens of a run and its folder, the first step of `train`."""
+  """Makes the folder of a run and its tokens, as `train` begins."""
   config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
@@ -204,7 +204,7 @@ def _check_memory(state: Any, parameters: str) -> None:
 
 
 def _kept(run: Run, data: Tokens) -> dict[str, Any]:
-  """What the checkpoints of a run are, and which are kept."""
+  """What checkpoints hold, and which are kept."""
   config = run.config
   validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
   if config.eval.max_tokens:
@@ -271,9 +271,9 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   except UserError as error:
     raise UserError(f"{key}: expected a run that can be read, got {folder} ({error})") from error
   if other.tokenizer.to_json() != tokenizer.to_json():
+    got = f"another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
     raise UserError(
-      f"{key}: expected a run with the vocabulary of this one, got {folder} "
-      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries); "
+      f"{key}: expected a run with the vocabulary of this one, got {folder} with {got}; "
       f"data.tokenizer_file = {folder} takes that one"
     )
   return other

@@ -46,10 +46,9 @@ def lock(workdir: Path) -> Iterator[None]:
   link leads out of it, or its disk becomes full.
   """
   if is_exported(workdir):
-    raise UserError(
-      f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
-      "train on, take a new workdir and it as train.initial_run"
-    )
+    hint = "to train on, take a new workdir and it as train.initial_run"
+    expected = "expected an empty folder or a run"
+    raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
     on_first_process(lambda: _lock(workdir, stack))
     try:
