@@ -101,15 +101,14 @@ def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "floa
     wanted += called - {*sources, *wanted}
   shown = ", ".join(f'"{name}": {function}' for name, function in table.items())
   is_looked_up = any("FUNCTIONS[" in source for source in sources.values())
-  settings = f"FUNCTIONS = {{{shown}}}\n" if is_looked_up else ""
-  settings += _LOGITS
+  settings = f"FUNCTIONS = {{{shown}}}\n" * is_looked_up + _LOGITS
   if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
     settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
   if frozen:
     settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
   parts = [sources[name] for name in known if name in sources]
-  imports = ["import json", "import math"] if any("math." in x for x in parts) else ["import json"]
-  imports += ["", *["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")]
+  imports = ["import json", *["import math"] * any("math." in part for part in parts), ""]
+  imports += ["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")
   imports += ["import numpy as np", "from safetensors.numpy import load_file"]
   return "\n\n\n".join(["\n".join(imports), *parts, f"{settings}{_COMPUTE}"])
 
@@ -166,9 +165,8 @@ def describe(
     computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
     if model["boundaries"].get("sample"):
       computes += ", with rounded boundaries where dpjax draws them"
-    code = numpy_code(model, frozen, dtype)
-    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes, code=code)
-    about = _MODEL.format(**given)
+    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes)
+    about = _MODEL.format(code=numpy_code(model, frozen, dtype), **given)
   return _DESCRIPTION.format(model=about, rows=rows)
 
 
