@@ -99,6 +99,7 @@ COMMANDS = helpers.cases(r"""
   generate | --workdir
   {generate} --seed=-1 | seed: expected an integer in
   {generate} --length=0 | ^length: expected
+  {generate} --length=2147483648 | ^length: expected
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
   {generate} --temperature=-1 | ^temperature: expected
   {generate} --beyond_window=stop | beyond_window: expected one of

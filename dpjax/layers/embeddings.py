@@ -96,7 +96,8 @@ class TokenAndPosition(nn.Module):
     if is_learned:
       table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
     else:
-      table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
+      rows = length if place_bt is None else self.max_length
+      table = jnp.asarray(sinusoidal_positions(rows, self.width))
     if place_bt is None:
       rows_btd = table[None, :length]
     elif is_learned:
