@@ -246,7 +246,8 @@ def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list
     dot_general=ops.dot_general,
     name="queries_keys_values",
   )(inputs)
-  qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, module.num_heads, -1)
+  per_head = module.num_heads, inputs.shape[-1] // module.num_heads
+  qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head)
   return [qkv_btphe[:, :, i] for i in range(3)]
 
 

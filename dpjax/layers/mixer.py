@@ -82,7 +82,7 @@ def check_input(
     ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`,
       `is_start` is not [B, T], or there are both `is_start` and a cache.
   """
-  inputs = checks.array("inputs", inputs, "B>=1 T>=1 D>=1")
+  inputs = checks.array("inputs", inputs, "B T>=1 D>=1")
   length, width = inputs.shape[1:]
   if is_start is not None:
     ops.check_starts(is_start, inputs.shape[:2])

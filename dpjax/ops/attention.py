@@ -70,7 +70,8 @@ def causal_attention(
   queries, keys, values = checks.arrays(**_axes(queries, keys, values))
   place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
   if size:
-    return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
+    with checks.reverse_mode(f"block_size: expected {queries.shape[1]} or more"):
+      return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
     if place_bt is None:
@@ -120,7 +121,8 @@ def relative_attention(
   positions = positions[: queries.shape[1]]
   if size:
     relative = positions, content_bias, position_bias
-    return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
+    with checks.reverse_mode(f"block_size: expected {queries.shape[1]} or more"):
+      return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
   scores_bhts = jnp.einsum(
     "bthe,bshe->bhts",
     queries + content_bias[None, None],

@@ -103,7 +103,8 @@ def shift_and_sum(
   if level_keep is not None:
     level_keep = level_keep[:levels]
   run = IMPLEMENTATIONS[implementation or DEFAULT_IMPLEMENTATION]
-  return run(values, gates, level_keep)
+  with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
+    return run(values, gates, level_keep)
 
 
 @automatic_axes
