@@ -1,4 +1,7 @@
-"""Attention in tiles, with O(T) memory, also for the gradient; used by `dpjax.ops.attention`."""
+"""Attention in tiles, with O(T) memory, also for the gradient; used by `dpjax.ops.attention`.
+
+H head, B batch, T position, E feature of a head; Q query, S key and R distance of a tile.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
 from dpjax.ops.products import sum_dtype
 
@@ -15,9 +19,8 @@ from dpjax.ops.products import sum_dtype
 class _Inputs(NamedTuple):
   """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
-  With heads first, each head takes one product with the positions, which all rows share.
-  `relative` is None, or positions [H, T + S, E], the farthest first, then S future ones, and the
-  two biases [H, E].
+  With heads first, each head takes one product with the positions, which all rows share:
+  [H, T + S, E], the farthest first, then S future ones. Beside them are the biases [H, E].
   """
 
   queries: jax.Array
@@ -36,14 +39,15 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
   if relative is not None:
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = positions_hre, relative[1], relative[2]
+    relative = positions_hre, *relative[1:]
   # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
   zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
   zero = sum(zeros, jnp.float32(0))
   inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
   if place_bt is not None:
     place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
-  y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
+  with checks.reverse_mode(f"block_size: expected {length} or more"):
+    y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
@@ -208,10 +212,7 @@ def _first_distance(positions_hre, i, j, size: int):
 
 
 def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
-  """Like `_align` for a tile: row q of [Q, 2 Q] moves to the left by Q - 1 - q.
-
-  Rows [a b c d], [e f g h]  ->  [b c], [e f].
-  """
+  """Row q of [Q, 2 Q] moves left by Q - 1 - q: [a b c d], [e f g h]  ->  [b c], [e f]."""
   *lead, size, width = by_distance_hbqr.shape
   # With one column less, a row of the flat array begins one place later each time.
   flat = by_distance_hbqr.reshape(*lead, -1)[..., size - 1 : -1]
@@ -219,10 +220,7 @@ def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
 
 
 def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
-  """Undoes `_align_tile`; places without a source get 0.
-
-  Rows [b c], [e f]  ->  [. b c .], [e f . .].
-  """
+  """Undoes `_align_tile`, with 0 elsewhere: [b c], [e f]  ->  [. b c .], [e f . .]."""
   *lead, size, _ = by_scores_hbqs.shape
   padding = [(0, 0)] * len(lead) + [(1, 1), (0, size - 1)]
   # Once for the two products that read it, or XLA:CPU may compute it in each.

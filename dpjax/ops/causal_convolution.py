@@ -80,7 +80,7 @@ def causal_convolution(
     raise ValueError(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
-  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
+  checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
   if implementation is None:
     platform, devices = jax.default_backend(), jax.device_count()
     implementation = choose_implementation(filters.ndim, batch, length, platform, devices)
@@ -93,11 +93,11 @@ def causal_convolution(
   arrays = inputs.astype(dtype), filters[:length].astype(dtype)
   low_dtype = inputs.dtype if is_low else dtype
   if place_bt is None:
-    y_bte = IMPLEMENTATIONS[implementation](*arrays, low_dtype)
+    y_bte = CAUSAL_CONVOLUTION[implementation](*arrays, low_dtype)
   elif implementation == "scan":
     y_bte = _scan(*arrays, low_dtype, place_bt)
   else:
-    y_bte = _of_documents(IMPLEMENTATIONS[implementation], *arrays, low_dtype, place_bt)
+    y_bte = _of_documents(CAUSAL_CONVOLUTION[implementation], *arrays, low_dtype, place_bt)
   return y_bte.astype(inputs.dtype)
 
 
@@ -364,4 +364,4 @@ def _dft(x_btd, w, _):
   return jnp.moveaxis(y_tbe, 0, 1)
 
 
-IMPLEMENTATIONS = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}
+CAUSAL_CONVOLUTION = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}

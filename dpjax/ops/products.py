@@ -19,9 +19,8 @@ def dot_general(
 ) -> jax.Array:
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a product of two matrices.
 
-  The numbers are the same, but the gradients then sum over one axis. For a sum over two,
-  XLA:CPU would first make a transposed copy of a factor. Any other product goes to
-  `jax.lax.dot_general` unchanged, whose place this function takes in `flax.linen.Dense`.
+  The numbers are the same, but the gradients then sum over one axis: for a sum over two, XLA:CPU
+  would first transpose a factor. Other products go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:

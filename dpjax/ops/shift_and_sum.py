@@ -59,10 +59,10 @@ def shift_and_sum(
 
   - "loop", Alg. 1 to the letter: the reference.
   - "unrolled", with static shifts.
-  - "recompute", whose backward pass stores only `values` and `gates` and recomputes the levels,
-    one block of features at a time: O(B T H E) memory instead of O(B T H E K).
-  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), two products with banded matrices,
-    O(T**1.5) work. It rounds bfloat16 between the two, and a later inf or nan affects the past.
+  - "recompute", whose backward pass recomputes the levels, one block of features at a time:
+    O(B T H E) memory instead of O(B T H E K).
+  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), O(T**1.5) work. It rounds bfloat16
+    between two products, and a later inf or nan affects the past.
   - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU. If
     `jax.jit` distributes a batch, every device computes all of it.
 
@@ -71,9 +71,8 @@ def shift_and_sum(
   Args:
     values: [B, T, H, E], floats.
     gates: [B, T, H, K], floats without unit; the paper's are in (0, 1).
-    level_keep: [K] booleans: a level with False is skipped, including its work (except
-      by "matrix" and "pallas"), without rescaling (Dispatcher dropout, Sec. 2.1). None
-      keeps all.
+    level_keep: [K] booleans: a level with False is skipped, without rescaling (Dispatcher
+      dropout, Sec. 2.1). None keeps all.
     is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
       t - 2**k lies before the document. None means that each row is one document.
     implementation: one of the names above; None takes the fastest as measured.
@@ -89,7 +88,7 @@ def shift_and_sum(
     gates=(gates, "B T H K"),
     level_keep=(level_keep, "K | None", checks.BOOLEANS),
   )
-  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
+  checks.choice("implementation", implementation, SHIFT_AND_SUM, or_none=True)
   if is_start is not None:
     is_start = check_starts(is_start, values.shape[:2])
   if 0 in (values.size, gates.shape[3]) or values.shape[1] == 1:
@@ -102,7 +101,7 @@ def shift_and_sum(
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  run = IMPLEMENTATIONS[implementation or DEFAULT_IMPLEMENTATION]
+  run = SHIFT_AND_SUM[implementation or DEFAULT_IMPLEMENTATION]
   with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
     return run(values, gates, level_keep)
 
@@ -114,13 +113,12 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
   where D_k is the diagonal matrix of gates[:, k] and S shifts by one position, so that
-  shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. M corresponds to an attention
-  map. For T = 3 and two levels with the gates a and b,
+  shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s], like an attention map. For
+  T = 3 and two levels with the gates a and b,
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
-  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. For `level_keep` and
-  errors see `shift_and_sum`.
+  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. See `shift_and_sum`.
   """
   gates = checks.array("gates", gates, "B T H K")
   shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
@@ -258,7 +256,7 @@ def _pallas(values, gates, level_keep):
   return kernels.shift_and_sum(values, gates, level_keep)
 
 
-IMPLEMENTATIONS = {
+SHIFT_AND_SUM = {
   "loop": _loop,
   "unrolled": _unrolled,
   "recompute": _recompute,
@@ -285,10 +283,9 @@ class ShiftAndSumCache(NamedTuple):
 def init_shift_and_sum_cache(
   batch: int, num_heads: int, features: int, num_levels: int, dtype: DTypeLike = jnp.float32
 ) -> ShiftAndSumCache:
-  """The cache before the first token: zeros, for B rows, H heads of E features and K levels.
+  """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, never more.
 
-  It takes 4 * B * (2**K - 1) * H * E bytes and does not grow: 1 MB for K = 9 levels
-  (512 positions) of one head of 512 features. `dtype` is that of values and gates.
+  B rows, H heads of E features, K levels; `dtype` is that of values and gates.
 
   Raises:
     ValueError: a size is below 1, `num_levels` not in 0 .. 30, or the dtype not a float.
@@ -308,10 +305,9 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  with t the position in the whole row, of any length; v_k of positions before the chunk comes
-  from the cache. The outputs are those of the whole row, for any division into chunks. For one head
-  of one feature and two levels whose gates are 1, the row 1, 10, 100, 1000 in chunks of three
-  tokens and one:
+  with t the position in the whole row, of any length, for any division into chunks; v_k of
+  positions before the chunk comes from the cache. For one head of one feature and two levels whose
+  gates are 1, the row 1, 10, 100, 1000 in chunks of three tokens and one:
 
     [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
     [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
@@ -322,8 +318,7 @@ def shift_and_sum_cached(
     values: [B, C, H, E], floats, C >= 1.
     gates: [B, C, H, K], floats.
     cache: from `init_shift_and_sum_cache` or the previous call.
-    lengths: [B], integers in 0 .. C: the number of real tokens in each row. The rest is padding,
-      of any value. None means all.
+    lengths: [B], see `causal_attention_cached`.
 
   Returns:
     [B, C, H, E], in the dtype of `values`, 0 at the padding, and the cache after the chunk.

@@ -1,21 +1,17 @@
 """Shift-and-sum as Pallas kernels for GPUs (by Triton) and TPUs.
 
-Letters: B batch, T position, H head, E feature of a head, K level; in a pass, N row, G
-sequence, J level, and C block of features.
+B batch, T position, H head, E feature of a head, K level; in a pass, N row, G sequence, J level,
+C block of features.
 
-A program holds the rows of a tile, vectors over a block of features, as the elements of
-a Python list, so that a shift only changes an index: between two levels, no row leaves the
-registers. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1 rows before the tile, and
-backward also after it: the halo, whose levels are computed twice.
-
-Higher levels shift by multiples of some s = 2**k. They are the levels 1, 2, .. of the
-sequences of the rows p, p + s, p + 2 * s, .., and the reshape
+A program holds the rows of a tile, vectors over a block of features, in Python variables, so that
+a shift only changes an index: between two levels, no row leaves the registers. The J levels of a
+pass need 2**J - 1 rows before the tile, and backward also after it: the halo, whose levels are
+computed twice. Higher levels shift by multiples of some s = 2**k, so they are the first levels of
+the sequences p, p + s, p + 2 * s, .., which the reshape
 
   [B, T, H, E] -> [B, T / s, s * H, E]
 
-makes each of them a head. So one kernel computes every pass, of log2(tile) levels or fewer: by
-default one up to T = 64 and two up to 4,096, backward one up to 16, two up to 256 and three up
-to 4,096. A pass reads and writes its rows once.
+makes heads. So one kernel computes every pass, of log2(tile) levels or fewer.
 
 JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
@@ -47,9 +43,9 @@ def shift_and_sum(
 ) -> jax.Array:
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
-  Sums, also between two passes, are in float32. A dropped level costs as much as a kept one.
-  Only reverse-mode derivatives, which store only `values` and `gates`. XLA gathers a batch that is
-  distributed over devices: use `jax.shard_map` (with check_vma=False).
+  Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
+  which store only `values` and `gates`. XLA gathers a batch that is distributed over devices: use
+  `jax.shard_map` (with check_vma=False).
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
