@@ -21,15 +21,13 @@ from dpjax.ops import checks
 class SelfAttention(nn.Module):
   """Multi-head masked self-attention, like torch.nn.MultiheadAttention.
 
-  Queries, keys and values come from one [D, 3D] matrix; biases are initialised to 0.
-
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T; required.
     dropout: probability with which an attention weight is dropped in training.
-    use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
+    use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17; biases begin as 0.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, with
-      the [D, 3D] matrix drawn as one Xavier-uniform matrix.
+      queries, keys and values from one Xavier-uniform matrix [D, 3D].
     dtype: the dtype of the computation; parameters are float32.
     rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper;
       None for no rotation.
@@ -135,10 +133,7 @@ class RelativeAttentionCache(NamedTuple):
 
 
 class RelativeAttention(nn.Module):
-  """Multi-head attention with relative positions (`dpjax.ops.relative_attention`).
-
-  Queries, keys and values come from one [D, 3D] matrix, positions from a [D, D] one; all
-  have biases, initialised to 0.
+  """Multi-head attention with relative positions (`dpjax.ops.relative_attention`), with biases.
 
   Attributes:
     num_heads: H, a divisor of D.
@@ -182,10 +177,7 @@ class RelativeAttention(nn.Module):
     lengths: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> Any:
-    """Mixes [B, T, D]; layers may share `positions`.
-
-    They need at least T distances, or `max_length` with a cache.
-    """
+    """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
     _check(self, inputs, is_start, cache)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length

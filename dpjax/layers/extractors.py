@@ -93,13 +93,9 @@ class ME(nn.Module):
 
 
 class WE(ME):
-  """The worthwhile Extractor: l D + 2 D**2 parameters.
+  """The worthwhile Extractor: l D + 2 D**2 parameters; other attributes are those of `ME`.
 
   Attributes:
-    max_length: see `ME`.
-    implementation: see `ME`.
-    init_std: see `ME`.
-    dtype: see `ME`.
     adjustment: whether to apply Eq. 24; otherwise a = e.
     output_projection: whether to apply Eq. 25; otherwise y = a.
   """
@@ -117,10 +113,9 @@ class WE(ME):
 
 
 class HE(WE):
-  """The higher-performance Extractor: l D + 3 D**2 parameters.
+  """The higher-performance Extractor: l D + 3 D**2 parameters, with the attributes of `WE`.
 
-  For the attributes see `WE`. Without adjustment and output projection, the layer is HE's
-  extraction alone, the variant at the end of Sec. 5.
+  Without adjustment and output projection, it is the variant at the end of Sec. 5.
   """
 
   def _prepare(self, inputs: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
@@ -128,10 +123,7 @@ class HE(WE):
 
 
 class SHE(WE):
-  """The super high-performance Extractor: l D**2 + 2 D**2 parameters.
-
-  For the attributes see `WE`.
-  """
+  """The super high-performance Extractor: (l + 2) D**2 parameters, with the attributes of `WE`."""
 
   def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
     """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""

@@ -3,14 +3,13 @@
 B batch, C positions of a chunk, T position, L tap, D feature read, E feature written, K inputs
 of the smallest block, J doublings of it, U inputs of a block.
 
-Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
-on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
-too lazy", JSC 34, 2002, for the blocks of `OnlineConvolutionCache`; Oncescu et al. 2024,
-arXiv:2410.12982, and Agarwal et al. 2024, arXiv:2410.03766, for their use in decoding.
+Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums; Fischer and Stockmeyer, "Fast on-line
+integer multiplication", JCSS 9, 1974, for the blocks of `OnlineConvolutionCache`; Oncescu et al.
+2024, arXiv:2410.12982, for their use in decoding.
 """
 
 import functools
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +38,17 @@ class ConvolutionCache(NamedTuple):
 class OnlineConvolutionCache(NamedTuple):
   """The last L inputs, and their contributions to future outputs.
 
-  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L).
-  Whenever a power-of-two number of steps is complete, an FFT computes the contribution of their
-  inputs to as many future outputs. The block that ends with a step is the largest power of two
-  that divides the number of the step,
+  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L): at the
+  end of a block of 2**j steps, an FFT computes the contribution of their inputs to as many future
+  outputs. The block is the largest power of two that divides the number of the step,
 
     step     1  2  3  4  5  6  7  8
     block    1  2  1  4  1  2  1  8
 
   and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
-  after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A power
-  of two that is at least L, or a chunk of more than one position, covers all inputs so far, and
-  the count of steps, which all rows share, restarts.
+  after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A block of
+  L or more, or a chunk of more than one position, covers all inputs so far, and the count of steps,
+  which all rows share, restarts.
 
   Attributes:
     inputs: [B, L, D]; see `ConvolutionCache`.
@@ -90,8 +88,8 @@ def init_online_convolution_cache(
 ) -> OnlineConvolutionCache:
   """An empty `OnlineConvolutionCache`; see `init_convolution_cache`.
 
-  `block` is K, a power of two; a step sums up to as many inputs. For K = 32 and 300 taps there
-  are blocks of 32, 64, 128 and 256 inputs, and every 512 steps a block of all inputs: J = 4.
+  `block` is K, a power of two. For K = 32 and 300 taps there are blocks of 32, 64, 128 and 256
+  inputs, and every 512 steps a block of all inputs: J = 4.
 
   Raises:
     ValueError: an argument is not as above.
@@ -119,29 +117,24 @@ def causal_convolution_cached(
     y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
 
   Up to L positions, this equals `causal_convolution` of all inputs so far, for any division
-  into chunks. An input leaves the sum L positions later. For the taps 2, 3 the chunks [1],
-  [10, 100] become [2], [23, 230].
+  into chunks. For the taps 2, 3 the chunks [1], [10, 100] become [2], [23, 230].
 
-  Sums are in float32, or in float64 if an argument is. A chunk of more than one position costs
-  about `causal_convolution` of L + C positions and has its rounding errors: an input of inf or
-  nan may also affect earlier outputs of its chunk, and with an `OnlineConvolutionCache` some
-  outputs after it has left the sum.
+  A chunk of more than one position costs about `causal_convolution` of L + C positions, and an
+  input of inf or nan may affect earlier outputs of its chunk, and with an `OnlineConvolutionCache`
+  some outputs after it has left the sum.
 
   Args:
     inputs: [B, C, D], floats, C at least 1.
-    taps: [L], [L, D] or [L, D, E], floats; [L, D, E] not with an `OnlineConvolutionCache`.
-      The same in every call.
+    taps: [L], [L, D] or [L, D, E], floats, the same in every call; [L, D, E] not with an
+      `OnlineConvolutionCache`.
     cache: the cache of the inputs so far.
-    lengths: [B] integers in 0..C: the number of real inputs in each row. The rest, of any
-      value, has no effect, and its outputs are meaningless. None means all.
+    lengths: [B], see `causal_attention_cached`; outputs of the padding are meaningless.
 
   Returns:
-    [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
-    this chunk in it.
+    [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
-    ValueError: shapes or dtypes do not match, the cache does not work with these taps, or, unless
-      traced, lengths are outside of 0..C.
+    ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
   inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape
@@ -151,10 +144,9 @@ def causal_convolution_cached(
     lengths_b = check_lengths(lengths, batch, chunk)
     real_bc = is_real(lengths_b, chunk)
     inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
-  if chunk == 1 and isinstance(cache, ConvolutionCache):
-    return _step(inputs, taps, cache, lengths_b)
-  if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
-    return _online_step(inputs, taps, cache, lengths_b)
+  if chunk == 1:
+    step: Any = _step if isinstance(cache, ConvolutionCache) else _online_step
+    return step(inputs, taps, cache, lengths_b)
   num_taps = taps.shape[0]
   past_bld = _read(cache.inputs, cache.length[:, None] + _range(1 - num_taps, 0)[None])
   y_bte = causal_convolution(
