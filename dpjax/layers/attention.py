@@ -62,7 +62,8 @@ class SelfAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    _check(self, inputs, is_start, cache)
+    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if self.rotary_base is not None:
       angles = self._angles(self.rotary_base, q.shape, cache, is_start)
@@ -178,7 +179,8 @@ class RelativeAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
-    _check(self, inputs, is_start, cache)
+    limits = dict(max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length
     per_head = self.num_heads, width // self.num_heads
@@ -199,11 +201,11 @@ class RelativeAttention(nn.Module):
       checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
       kept = dict(length=("B", jnp.int32))
       checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, **kept)
-      table, parameters = positions.table[:length], project.variables["params"]
+      table, variables = positions.table[:length], dict(project.variables)
       free = project.clone(parent=None)
 
       def fill(_):
-        rows: Any = free.apply({"params": parameters}, table)
+        rows: Any = free.apply(variables, table)
         return rows.reshape(-1, *per_head).swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
 
       # Computed where a row begins: at every token it would be most of the cost. A loop of no or
@@ -221,11 +223,6 @@ class RelativeAttention(nn.Module):
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     kept = _init_cache(self, batch, width)
     return RelativeAttentionCache(kept, jnp.zeros(kept.keys.shape[1:], self.dtype))
-
-
-def _check(module, inputs, is_start, cache) -> None:
-  sizes = dict(max_length=module.max_length, num_heads=module.num_heads)
-  mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
 
 
 def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list[jax.Array]:

@@ -37,12 +37,7 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """`dropout` of relu(inputs); stores only its output for the gradient.
-
-    d output / d input = 1 / (1 - rate)   where output > 0, else 0
-
-  Reverse-mode derivatives only. For arguments and errors see `dropout`.
-  """
+  """`dropout` of relu(inputs); stores only its output for the gradient, in reverse mode alone."""
   return _relu_dropout(rate, _check(inputs, rate, key), key)
 
 

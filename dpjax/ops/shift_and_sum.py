@@ -1,13 +1,13 @@
 """Shift-and-sum, the token mixer of the Dispatcher, in parallel and with a cache.
 
-B batch, T position, C position in a chunk, H head, E feature of a head, K level, S place of the
-rings, M place that a chunk touches.
+B batch, T position, C position in a chunk, H head, E feature of a head, K level, M place of the
+rings that a chunk touches.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
-fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions (its
-reshape; here they are an axis of their own), and which has no cache.
+fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,12 +25,9 @@ from dpjax.ops.products import sum_dtype
 
 
 def num_levels(max_length: int) -> int:
-  """The number of levels with shifts 1, 2, 4, ... that reach across `max_length` positions.
+  """The number of levels that reach across `max_length` >= 1 positions: 5 -> 3, 512 -> 9.
 
-  The smallest K with 2**K >= max_length: 1 -> 0, 2 -> 1, 5 -> 3, 512 -> 9.
-
-  Raises:
-    ValueError: `max_length` is below 1.
+  It is the smallest K with 2**K >= max_length.
   """
   return (checks.integer("max_length", max_length) - 1).bit_length()
 
@@ -50,8 +47,8 @@ def shift_and_sum(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  The result at position t depends on positions t - 2**K + 1 .. t. The work is O(T * K);
-  levels with 2**k >= T are skipped. For one head of one feature and two levels with gates of 1,
+  Position t of the result depends on positions t - 2**K + 1 .. t, for O(T * K) work. For one head
+  of one feature and two levels with gates of 1,
 
     [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
 
@@ -237,12 +234,10 @@ def _recompute_backward(residuals, grad):
     dv_bthe = lax.dynamic_update_slice_in_dim(dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
     return dv_bthe, dc_bth
 
-  def all_blocks(dv_dc):
-    return lax.fori_loop(0, -(-features // size), block, dv_dc)
-
   any_keep = None if level_keep is None else level_keep.any()
   init = grad, [jnp.zeros_like(c) for c in c_bth]
-  dv_bthe, dc_bth = _run_if(any_keep, all_blocks, init)
+  blocks = partial(lax.fori_loop, 0, -(-features // size), block)
+  dv_bthe, dc_bth = _run_if(any_keep, blocks, init)
   return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
 
 
@@ -271,8 +266,8 @@ class ShiftAndSumCache(NamedTuple):
   """The cache of `shift_and_sum_cached`: the inputs v_k of each level at the last tokens.
 
   Attributes:
-    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k values v_k of level k
-      begin at place 2**k - 1; among them, position t has place t mod 2**k. At first zeros.
+    ring: [B, 2**K - 1, H, E], float32 or float64: the last 2**k values v_k of level k begin at
+      place 2**k - 1; among them, position t has place t mod 2**k. At first zeros.
     length: [B], int32: the number of tokens so far in each row.
   """
 

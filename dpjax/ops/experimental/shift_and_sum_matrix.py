@@ -101,14 +101,10 @@ def _matrices(a_smhiw):
   return flat.reshape(*a_smhiw.shape[:-1], 2 * width)
 
 
-def _forward(values, gates, level_keep):
-  return _both_passes(values, gates, level_keep), (values, gates, level_keep)
-
-
 def _backward(residuals, cotangent):
   values, gates, level_keep = residuals
   _, pull = jax.vjp(partial(_both_passes, level_keep=level_keep), values, gates)
   return *pull(cotangent), None
 
 
-matrix_form.defvjp(_forward, _backward)
+matrix_form.defvjp(lambda *x: (_both_passes(*x), x), _backward)

@@ -16,13 +16,15 @@ makes heads. So one kernel computes every pass, of log2(tile) levels or fewer.
 JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
-import functools
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from dpjax.ops import checks
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
@@ -52,25 +54,20 @@ def shift_and_sum(
     gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
     interpret: whether to run the kernels as JAX operations; None does so on a CPU.
-    platform: "gpu" or "tpu", or "cpu" to interpret the kernels of a GPU; None takes JAX's
-      default backend.
+    platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is JAX's default backend.
     tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the rows of a tile in the backward pass.
 
   Raises:
     ValueError: there is no kernel for the platform or a dtype.
   """
-  if platform is None:
-    platform = jax.default_backend()
-  if platform not in ("cpu", "gpu", "tpu"):
-    raise ValueError(f"platform: expected 'cpu', 'gpu' or 'tpu', got {platform!r}")
+  platform = platform or jax.default_backend()
+  checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
   if interpret is None:
     interpret = platform == "cpu"
-  for name, dtype in (("values", values.dtype), ("gates", gates.dtype)):
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-      raise ValueError(
-        f"{name}: expected floats of at most 32 bits for the Pallas kernels, got {dtype}"
-      )
+  for name, x in (("values", values), ("gates", gates)):
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+      raise ValueError(f"{name}: expected floats of at most 32 bits, got {x.dtype}")
   gates = gates.astype(jnp.float32)
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
@@ -85,7 +82,7 @@ class _Options(NamedTuple):
   backward_tile: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _shift_and_sum(values, gates, options):
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
@@ -189,7 +186,7 @@ class _Plan:
 
       compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)
     return pl.pallas_call(
-      functools.partial(kernel, self),
+      partial(kernel, self),
       out_shape=out_shape,
       grid=self.grid,
       in_specs=in_specs,
@@ -200,15 +197,12 @@ class _Plan:
 
   def rows(self, x, sides):
     """The arguments of `call` for rows of x."""
-    x = x.reshape(self.shape)
-    return [(x, self.rows_spec(side)) for side in sides]
+    return [(x.reshape(self.shape), self.rows_spec(side)) for side in sides]
 
   def rows_spec(self, side):
     size, index = self._place(side)
-    return pl.BlockSpec(
-      (None, size, None, self.group, self.shape[4]),
-      lambda e, g, i, b: (b, index(i), g, e, 0),
-    )
+    block = None, size, None, self.group, self.shape[4]
+    return pl.BlockSpec(block, lambda e, g, i, b: (b, index(i), g, e, 0))
 
   def gates(self, gates, sides):
     """The arguments of `call` for gates; a halo's are in a line: [B, G, N / halo, 1, halo * J]."""
@@ -286,13 +280,9 @@ def _forward(x, gates, one, dtype, options):
   """The levels of one pass on [B, T, H, C, E / C]."""
   plan = _Plan(x.shape, one, options)
   sides = ("own", "past") if plan.tiles > 1 else ("own",)
-  out = plan.call(
-    functools.partial(_forward_kernel, sides=sides),
-    plan.rows(x, sides) + plan.gates(gates, sides),
-    jax.ShapeDtypeStruct(plan.shape, dtype),
-    plan.rows_spec("own"),
-  )
-  return out.reshape(x.shape)
+  kernel, inputs = partial(_forward_kernel, sides=sides), plan.rows(x, sides)
+  out = jax.ShapeDtypeStruct(plan.shape, dtype), plan.rows_spec("own")
+  return plan.call(kernel, inputs + plan.gates(gates, sides), *out).reshape(x.shape)
 
 
 def _forward_kernel(plan, *refs, sides):
@@ -327,7 +317,7 @@ def _backward(x, g, gates, one, dtype, options):
     lambda e, g, i, b: (e, b, i, g, 0, *([0] * len(lanes))),
   )
   dx, dc = plan.call(
-    functools.partial(_backward_kernel, sides=sides),
+    partial(_backward_kernel, sides=sides),
     plan.rows(x, sides[0]) + plan.rows(g, sides[1]) + plan.gates(gates, sides[2]),
     [jax.ShapeDtypeStruct(plan.shape, dtype), jax.ShapeDtypeStruct(dc_shape, jnp.float32)],
     [plan.rows_spec("own"), dc_spec],
