@@ -26,8 +26,6 @@ class Norm(nn.Module):
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias
     rms_norm    gain x / sqrt(mean(x**2) + epsilon), without a bias
 
-  Mean and variance are taken in float32; `dtype` is that of the result.
-
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
 

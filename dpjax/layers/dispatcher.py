@@ -104,7 +104,7 @@ class Dispatcher(nn.Module):
 class MultiHeadDispatcher(Dispatcher):
   """The authors' later layer: matrices of full width, and gates without the sigmoid.
 
-  W_in and W_out are [D, D], W_c is [D, H * K]; head h of level k reads column h * K + k.
+  W_in and W_out are [D, D], W_c is [D, H * K]; level k of head h reads column h * K + k.
   Level 0 is never skipped. For the attributes see `Dispatcher`.
   """
 

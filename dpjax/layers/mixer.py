@@ -99,7 +99,7 @@ def takes_starts(module: Any) -> bool:
 
 
 def check_takes_starts(module: Any) -> None:
-  """Raises a `ValueError` if a mixer, or a kind of boundaries, does not take `is_start`."""
+  """Raises a `ValueError` if `takes_starts` does not hold."""
   if not takes_starts(module):
     raise UserError(
       f"is_start: expected none for a model with {type(module).__name__}, which does not keep "

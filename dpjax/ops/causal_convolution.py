@@ -277,7 +277,7 @@ def _fft(x_btd, w, _):
 
   y_bef = _of_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
   y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
-  return jnp.moveaxis(y_bet[..., :length], 2, 1)
+  return y_bet[..., :length].swapaxes(1, 2)
 
 
 def _of_rows(transform, x):
@@ -300,12 +300,10 @@ def _multiply(x_bdf, w):
 
 
 def _dft_matrices(length, dtype):
-  """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r].
-
-  The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'), of which
-  no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r, k and u < S, j and r < R;
-  c and c' are the real and the imaginary part.
-  """
+  """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r]."""
+  # Of T' = R * S >= `length` positions R u + r at the T' frequencies (f + 1/2) / (2 T'), of which
+  # no two are conjugates, f = k + 2 S j, with k and u < S, j and r < R; c and c' are the real and
+  # the imaginary part.
   # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2).
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
   while 2 * r_size**2 < length // 4:

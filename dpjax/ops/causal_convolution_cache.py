@@ -142,8 +142,7 @@ def causal_convolution_cached(
     lengths_b = jnp.full(batch, chunk, jnp.int32)
   else:
     lengths_b = check_lengths(lengths, batch, chunk)
-    real_bc = is_real(lengths_b, chunk)
-    inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
+    inputs = jnp.where(is_real(lengths_b, chunk)[:, :, None], inputs, 0)
   if chunk == 1:
     step: Any = _step if isinstance(cache, ConvolutionCache) else _online_step
     return step(inputs, taps, cache, lengths_b)
@@ -225,10 +224,9 @@ def _sum_of(x_bld, taps):
 def _step(x_b1d, taps, cache, lengths_b):
   # The ring is written before it is read, as XLA would copy it otherwise.
   dtype = sum_dtype(x_b1d, taps)
-  w = taps.astype(dtype)
   ring_bld = _write(cache, x_b1d, lengths_b)
   newest_bl = cache.length[:, None] - _range(taps.shape[0])[None]
-  y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), w)
+  y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), taps.astype(dtype))
   return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(ring_bld, cache.length + lengths_b)
 
 
@@ -255,8 +253,8 @@ def _online_step(x_b1d, taps, cache, lengths_b):
         x_bud = jnp.pad(x_bud, ((0, 0), (1, 0), (0, 0)))
       else:
         since_b = cache.length - begun_bj[:, j]
-        inside_bu = (size - _range(size))[None] <= since_b[:, None]
-        x_bud = jnp.where(inside_bu[:, :, None], x_bud, jnp.zeros((), dtype))
+        is_inside_bu = (size - _range(size))[None] <= since_b[:, None]
+        x_bud = jnp.where(is_inside_bu[:, :, None], x_bud, 0)
       return _given(x_bud, w).astype(pending[j].dtype)
 
     pending = tuple(
@@ -276,8 +274,8 @@ def _online_step(x_b1d, taps, cache, lengths_b):
   # The newest inputs, which are in no block.
   count = min(block, w.shape[0]) - 1
   past_bud = _read(ring_bld, cache.length[:, None] - 1 - _range(count)[None]).astype(dtype)
-  new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
-  past_bud = jnp.where(new_bu[:, :, None], past_bud, jnp.zeros((), dtype))
+  is_new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
+  past_bud = jnp.where(is_new_bu[:, :, None], past_bud, 0)
   y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1 : count + 1])
   for j, given_bud in enumerate(pending):
     since_b = cache.length - begun_bj[:, j]
@@ -285,7 +283,7 @@ def _online_step(x_b1d, taps, cache, lengths_b):
     if j < last:
       counts_b &= jnp.full_like(counts_b, cache.step & (block << j) > 0)
     given_bd = _read(given_bud, since_b[:, None])[:, 0].astype(dtype)
-    y_bd += jnp.where(counts_b[:, None], given_bd, jnp.zeros((), dtype))
+    y_bd += jnp.where(counts_b[:, None], given_bd, 0)
   return y_bd[:, None].astype(x_b1d.dtype), OnlineConvolutionCache(
     inputs=ring_bld,
     begun=begun_bj,

@@ -93,10 +93,6 @@ def _shift_and_sum(values, gates, options):
   return _join(x, values.shape)
 
 
-def _shift_and_sum_fwd(values, gates, options):
-  return _shift_and_sum(values, gates, options), (values, gates)
-
-
 def _shift_and_sum_bwd(options, residuals, grad):
   values, gates = residuals
   length, levels = gates.shape[1], gates.shape[3]
@@ -114,7 +110,7 @@ def _shift_and_sum_bwd(options, residuals, grad):
   return _join(g, values.shape), dc_bthk
 
 
-_shift_and_sum.defvjp(_shift_and_sum_fwd, _shift_and_sum_bwd)
+_shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd)
 
 
 class _Pass(NamedTuple):
@@ -176,6 +172,14 @@ class _Plan:
     # Eight rows of lanes make a TPU's vector; None: one block, without an axis.
     self.group = (8 if blocks % 8 == 0 else blocks) if options.is_tpu else None
     self.grid = (blocks // (self.group or 1), self.shape[2], self.tiles, batch)
+    halos = one.rows // self.halo
+    last = self.tiles * halos - 1
+    # Of each side the first row from the tile's start, the rows, and the index of the block.
+    self.sides = {
+      "past": (-self.halo, self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
+      "own": (0, one.rows, lambda i: i),
+      "future": (one.rows, self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
+    }
 
   def call(self, kernel, inputs, out_shape, out_specs):
     """Runs `kernel` on (array, BlockSpec)s."""
@@ -200,7 +204,7 @@ class _Plan:
     return [(x.reshape(self.shape), self.rows_spec(side)) for side in sides]
 
   def rows_spec(self, side):
-    size, index = self._place(side)
+    _, size, index = self.sides[side]
     block = None, size, None, self.group, self.shape[4]
     return pl.BlockSpec(block, lambda e, g, i, b: (b, index(i), g, e, 0))
 
@@ -212,7 +216,7 @@ class _Plan:
     gates = gates.reshape(*gates.shape[:2], -1, 1, line)
 
     def spec(side):
-      size, index = self._place(side)
+      _, size, index = self.sides[side]
       return pl.BlockSpec(
         (None, None, size // self.halo, 1, line),
         lambda e, g, i, b: (b, g, index(i), 0, 0),
@@ -220,16 +224,6 @@ class _Plan:
       )
 
     return [(gates, spec(side)) for side in sides]
-
-  def _place(self, side):
-    """The number of rows in a block, and its index as a function of the tile."""
-    halos = self.one.rows // self.halo
-    last = self.tiles * halos - 1
-    return {
-      "past": (self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
-      "own": (self.one.rows, lambda i: i),
-      "future": (self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
-    }[side]
 
   def _are_there(self, sides):
     """Whether the sequence has rows on each side of this program's tile."""
@@ -241,9 +235,9 @@ class _Plan:
     """{position from the tile's start: its features}, zeros beyond the sequence."""
     rows, are_there = {}, self._are_there(refs)
     for side, ref in refs.items():
-      for i in range(self._place(side)[0]):
-        row = ref[i].astype(jnp.float32)
-        rows[self._start(side) + i] = _zero_unless(are_there[side], row)
+      start, size, _ = self.sides[side]
+      for i in range(size):
+        rows[start + i] = _zero_unless(are_there[side], ref[i].astype(jnp.float32))
     return rows
 
   def reader(self, refs):
@@ -252,14 +246,11 @@ class _Plan:
 
     def gate(t, k):
       side = "past" if t < 0 else "own" if t < self.one.rows else "future"
-      i = t - self._start(side)
+      i = t - self.sides[side][0]
       c = refs[side][i // self.halo, 0, i % self.halo * self.one.levels + k]
       return _zero_unless(are_there[side], c)
 
     return gate
-
-  def _start(self, side):
-    return {"past": -self.halo, "own": 0, "future": self.one.rows}[side]
 
 
 def _zero_unless(is_there, x):
