@@ -12,7 +12,7 @@ from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product, sum_dtype
 
 # By results/attention.json, on a CPU. An accelerator launches several kernels for each
 # tile, so it gets fewer and larger ones; how large is a guess.
@@ -67,9 +67,7 @@ def causal_attention(
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
     mask = None if place_bt is None else _sees(place_bt)
     return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)
-  scores_bhts = jnp.einsum(
-    "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
-  )
+  scores_bhts = product("bthe,bshe->bhts", queries, keys)
   return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 
@@ -112,19 +110,10 @@ def relative_attention(
   if size:
     relative = positions, content_bias, position_bias
     return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
-  scores_bhts = jnp.einsum(
-    "bthe,bshe->bhts",
-    queries + content_bias[None, None],
-    keys,
-    preferred_element_type=sum_dtype(queries, keys),
-  )
-  by_distance_bhtr = jnp.einsum(
-    "bthe,rhe->bhtr",
-    queries + position_bias[None, None],
-    positions[::-1],  # The farthest first, so that column s of row t is s + T - 1 - t.
-    preferred_element_type=sum_dtype(queries, positions),
-  )
-  scores_bhts += _align(by_distance_bhtr)
+  scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
+  # The farthest first, so that column s of row t is s + T - 1 - t.
+  farthest_first_rhe, queries = positions[::-1], queries + position_bias[None, None]
+  scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
   return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product
 
 
 class AttentionCache(NamedTuple):
@@ -42,10 +42,8 @@ def init_attention_cache(
 ) -> AttentionCache:
   """An empty cache, 2 B M H E zeros.
 
-  `batch` is B, `max_length` M, `num_heads` H and `features` E; `dtype` is that of keys and values.
-
-  Raises:
-    ValueError: a size is below 1, or the dtype is not a float.
+  `batch` is B, `max_length` M, `num_heads` H and `features` E, all at least 1; `dtype`, a float, is
+  that of keys and values.
   """
   checks.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
   checks.float_dtype(dtype)
@@ -175,25 +173,15 @@ def relative_attention_cached(
     all_keys, all_values = [cache.keys, own_keys], [cache.values, own_values]
     age_bm = (cache.length[:, None] - 1 - place_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
-    to_own_cc = index_c[:, None] - index_c[None]
-    to_own_bcc = jnp.broadcast_to(to_own_cc, (len(token_bc), chunk, chunk))
+    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], (len(token_bc), chunk, chunk))
     distance_bcn = jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
     cache = _append(keys, values, cache, token_bc % max_length, lengths)
-  scores_bhcn = jnp.concatenate(
-    [_scores(queries + content_bias[None, None], x) for x in all_keys], axis=3
-  )
-  by_distance_bhcr = jnp.einsum(
-    "bche,rhe->bhcr",
-    queries + position_bias[None, None],
-    positions[:max_length],
-    preferred_element_type=sum_dtype(queries),
-  )
-  scores_bhcn += jnp.take_along_axis(
-    by_distance_bhcr,
-    jnp.clip(distance_bcn, 0, max_length - 1)[:, None],
-    axis=3,
-    mode="promise_in_bounds",
-  )
+  q_bche = queries + content_bias[None, None]
+  scores_bhcn = jnp.concatenate([_scores(q_bche, x) for x in all_keys], axis=3)
+  q_bche = queries + position_bias[None, None]
+  by_distance_bhcr = product("bche,rhe->bhcr", q_bche, positions[:max_length])
+  place_bcn = jnp.clip(distance_bcn, 0, max_length - 1)[:, None]
+  scores_bhcn += jnp.take_along_axis(by_distance_bhcr, place_bcn, 3, mode="promise_in_bounds")
   # Neither later tokens, nor lost ones, nor places without a token yet.
   farthest_bc = jnp.minimum(token_bc, max_length - 1)
   sees_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
@@ -242,12 +230,10 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
 
 def _scores(queries_bche, keys_bhme) -> jax.Array:
   keys_bhme = keys_bhme.astype(queries_bche.dtype)
-  dtype = sum_dtype(queries_bche)
   if queries_bche.shape[1] == 1:
     # With an axis of one XLA would lay the cache out anew.
-    q_bhe = queries_bche[:, 0]
-    return jnp.einsum("bhe,bhme->bhm", q_bhe, keys_bhme, preferred_element_type=dtype)[:, :, None]
-  return jnp.einsum("bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=dtype)
+    return product("bhe,bhme->bhm", queries_bche[:, 0], keys_bhme)[:, :, None]
+  return product("bche,bhme->bhcm", queries_bche, keys_bhme)
 
 
 def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
@@ -258,9 +244,7 @@ def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
   ends = np.cumsum([x.shape[2] for x in values])
   outputs = [
     jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme.astype(dtype))
-    for weights_bhcm, values_bhme in zip(
-      jnp.split(weights_bhcn, ends[:-1], axis=3), values, strict=True
-    )
+    for weights_bhcm, values_bhme in zip(jnp.split(weights_bhcn, ends[:-1], 3), values, strict=True)
   ]
   return sum(outputs[1:], outputs[0])
 

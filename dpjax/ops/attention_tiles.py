@@ -13,7 +13,7 @@ from jax import lax
 
 from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product, sum_dtype
 
 
 class _Inputs(NamedTuple):
@@ -69,7 +69,7 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
     if dropout_rate:
       weights_hbqs = dropout(weights_hbqs, dropout_rate, _tile_key(key, i, j))
     weights_hbqs = weights_hbqs.astype(values_hbte.dtype)
-    more_hbqe = _product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
+    more_hbqe = product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
     y_hbqe = y_hbqe * shrink_hbq[..., None] + more_hbqe
     new = top_hbq, sum_hbq, y_hbqe
     return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True))
@@ -93,21 +93,21 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     scores_hbqs, parts = _tile_scores(inputs, place_bt, i, j, size)
     g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
     weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
-    by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
+    by_weights_hbqs = product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
     kept_hbqs = weights_hbqs
     if dropout_rate:
       factors_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
       kept_hbqs, by_weights_hbqs = (x * factors_hbqs for x in (kept_hbqs, by_weights_hbqs))
-    by_values_hbse = _product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
+    by_values_hbse = product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
     by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
     by_scores_hbqs = by_scores_hbqs.astype(inputs.queries.dtype)
-    by_queries_hbqe = _product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
-    by_keys_hbse = _product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
+    by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
+    by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
     by_relative = grads.relative
     if inputs.relative is not None:
       by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = _product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
-      more_hbre = _product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
+      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
+      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
       by_positions, by_content, by_position = grads.relative
       start = _first_distance(inputs.relative[0], i, j, size)
       more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
@@ -161,9 +161,9 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
     )
     positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
     parts = _Parts(content, keys_hbse, position, positions_hre)
-  scores_hbqs = _product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
+  scores_hbqs = product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
   if inputs.relative is not None:
-    by_distance_hbqr = _product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
+    by_distance_hbqr = product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
     scores_hbqs += _align_tile(by_distance_hbqr)
   place = jnp.arange(size, dtype=jnp.int32)
   lag_qs = place[:, None] + (i - j) * size - place[None]
@@ -173,10 +173,6 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
     sees_bqs &= lag_qs[None] <= place_bq[..., None]
   scores_hbqs *= queries_hbqe.shape[3] ** -0.5
   return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), parts
-
-
-def _product(spec: str, x, y) -> jax.Array:
-  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
 
 
 def _for_tiles(tile, state, blocks: int, place_bt):

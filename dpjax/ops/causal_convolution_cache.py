@@ -73,11 +73,7 @@ _Cache = TypeVar("_Cache", ConvolutionCache, OnlineConvolutionCache)
 def init_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32
 ) -> ConvolutionCache:
-  """An empty `ConvolutionCache` for B rows, L taps and the width D; inputs have the dtype.
-
-  Raises:
-    ValueError: a size is below 1, or the dtype is not one of floats.
-  """
+  """An empty `ConvolutionCache` for B rows, L taps, the width D and inputs of a float dtype."""
   checks.integers(batch=batch, num_taps=num_taps, width=width)
   checks.float_dtype(dtype)
   return ConvolutionCache(jnp.zeros((batch, num_taps, width), dtype), jnp.zeros(batch, jnp.int32))
@@ -90,22 +86,15 @@ def init_online_convolution_cache(
 
   `block` is K, a power of two. For K = 32 and 300 taps there are blocks of 32, 64, 128 and 256
   inputs, and every 512 steps a block of all inputs: J = 4.
-
-  Raises:
-    ValueError: an argument is not as above.
   """
   inputs, length = init_convolution_cache(batch, num_taps, width, dtype)
   if checks.integer("block", block) & (block - 1):
     raise ValueError(f"block: expected a power of two, got {block}")
   doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
   sizes = [*(block << j for j in range(doublings)), num_taps]
-  return OnlineConvolutionCache(
-    inputs=inputs,
-    length=length,
-    begun=jnp.zeros((batch, len(sizes)), jnp.int32),
-    pending=tuple(jnp.zeros((batch, size, width), sum_dtype(inputs)) for size in sizes),
-    step=jnp.zeros((), jnp.int32),
-  )
+  begun = jnp.zeros((batch, len(sizes)), jnp.int32)
+  pending = tuple(jnp.zeros((batch, size, width), sum_dtype(inputs)) for size in sizes)
+  return OnlineConvolutionCache(inputs, length, begun, pending, jnp.zeros((), jnp.int32))
 
 
 @automatic_axes
@@ -170,10 +159,8 @@ def _check(inputs, taps, cache):
     checks.record("cache", cache, ConvolutionCache, sizes, **fields)
     return inputs, taps
   if taps.ndim == 3:
-    raise ValueError(
-      "taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
-      f"shape {taps.shape}; matrices need a ConvolutionCache"
-    )
+    expected = "[L] or [L, D] with an OnlineConvolutionCache"
+    raise ValueError(f"taps: expected {expected}, got shape {taps.shape}")
   fields |= dict(begun=("B J", jnp.int32), step=("", jnp.int32))
   checks.record("cache", cache, OnlineConvolutionCache, sizes, **fields)
   if not isinstance(cache.pending, tuple) or len(cache.pending) != sizes["J"]:
@@ -284,13 +271,9 @@ def _online_step(x_b1d, taps, cache, lengths_b):
       counts_b &= jnp.full_like(counts_b, cache.step & (block << j) > 0)
     given_bd = _read(given_bud, since_b[:, None])[:, 0].astype(dtype)
     y_bd += jnp.where(counts_b[:, None], given_bd, 0)
-  return y_bd[:, None].astype(x_b1d.dtype), OnlineConvolutionCache(
-    inputs=ring_bld,
-    begun=begun_bj,
-    pending=pending,
-    length=cache.length + lengths_b,
-    step=(cache.step + 1) % (block << last),
-  )
+  length_b, step = cache.length + lengths_b, (cache.step + 1) % (block << last)
+  cache = OnlineConvolutionCache(ring_bld, length_b, begun_bj, pending, step)
+  return y_bd[:, None].astype(x_b1d.dtype), cache
 
 
 def _given(x_bud, w):

@@ -1,4 +1,4 @@
-"""Products of layers. [..., D] are vectors of any number of leading axes."""
+"""Products and the dtype of their sums."""
 
 import math
 from typing import Any
@@ -12,6 +12,11 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   """The dtype for sums of the arrays: float64 if one of them is, else float32."""
   is_wide = any(x.dtype == jnp.float64 for x in arrays)
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
+
+
+def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """`jnp.einsum` with the `sum_dtype` of the arrays."""
+  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
 
 
 def dot_general(

@@ -280,10 +280,7 @@ def init_shift_and_sum_cache(
 ) -> ShiftAndSumCache:
   """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, never more.
 
-  B rows, H heads of E features, K levels; `dtype` is that of values and gates.
-
-  Raises:
-    ValueError: a size is below 1, `num_levels` not in 0 .. 30, or the dtype not a float.
+  B rows, H heads of E features, K <= 30 levels; `dtype`, a float, is that of values and gates.
   """
   checks.integers(batch=batch, num_heads=num_heads, features=features)
   checks.integer("num_levels", num_levels, 0, 30)
