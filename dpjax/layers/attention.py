@@ -159,13 +159,8 @@ class RelativeAttention(nn.Module):
 
   def make_positions(self) -> partial[SharedPositions]:
     """Makes the positions and biases that all layers of a model share."""
-    return partial(
-      SharedPositions,
-      num_heads=self.num_heads,
-      dropout=self.position_dropout,
-      init_std=self.init_std,
-      dtype=self.dtype,
-    )
+    settings: Any = dict(num_heads=self.num_heads, dropout=self.position_dropout)
+    return partial(SharedPositions, init_std=self.init_std, dtype=self.dtype, **settings)
 
   @nn.compact
   def __call__(
@@ -186,8 +181,8 @@ class RelativeAttention(nn.Module):
     per_head = self.num_heads, width // self.num_heads
     sizes = dict(B=batch, T=length, D=width, H=per_head[0], E=per_head[1])
     if positions is None:
-      make = self.make_positions()
-      positions = make(name="positions")(length, width, deterministic=deterministic)
+      shared = self.make_positions()(name="positions")
+      positions = shared(length, width, deterministic=deterministic)
     shapes = dict(table="R>=T D", content_bias="H E", position_bias="H E")
     checks.record("positions", positions, RelativePositions, dict(sizes), **shapes)
     q, k, v = _queries_keys_values(self, inputs, linear_kernel)
@@ -199,8 +194,8 @@ class RelativeAttention(nn.Module):
       y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
     else:
       checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
-      kept = dict(length=("B", jnp.int32))
-      checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, **kept)
+      kept = cache.attention
+      checks.record("cache.attention", kept, ops.AttentionCache, sizes, length=("B", jnp.int32))
       table, variables = positions.table[:length], dict(project.variables)
       free = project.clone(parent=None)
 
@@ -210,11 +205,10 @@ class RelativeAttention(nn.Module):
 
       # Computed where a row begins: at every token it would be most of the cost. A loop of no or
       # one round, as `lax.cond` would copy the cache, and flat, which has only one layout.
-      state = cache.distances.reshape(-1), jnp.any(cache.attention.length == 0)
+      state = cache.distances.reshape(-1), jnp.any(kept.length == 0)
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0].reshape(cache.distances.shape)
-      y_bthe, kept = ops.relative_attention_cached(
-        q, k, v, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
-      )
+      r_rhe = r_hre.swapaxes(0, 1)
+      y_bthe, kept = ops.relative_attention_cached(q, k, v, r_rhe, *biases, kept, lengths=lengths)
       cache = RelativeAttentionCache(kept, r_hre)
     y_btd = linear(self, width, "out", use_bias=True)(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)

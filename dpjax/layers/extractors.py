@@ -37,8 +37,7 @@ class ME(nn.Module):
   Attributes:
     max_length: l, the window: the longest T, and the number of taps.
     implementation: see `dpjax.ops.causal_convolution`.
-    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, for
-      the taps those of a convolution.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
   """
 
@@ -73,10 +72,8 @@ class ME(nn.Module):
     if cache is not None:
       y_btd, cache = ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths)
       return self._finish(inputs, y_btd), cache
-    y_btd = ops.causal_convolution(
-      x_btd, taps, is_start=is_start, implementation=self.implementation
-    )
-    return self._finish(inputs, y_btd)
+    options: Any = dict(is_start=is_start, implementation=self.implementation)
+    return self._finish(inputs, ops.causal_convolution(x_btd, taps, **options))
 
   def init_cache(self, batch: int, width: int) -> _Cache:
     """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D], or more."""

@@ -80,7 +80,8 @@ def check_input(
     ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`,
       or `is_start` is not [B, T] or with a cache.
   """
-  inputs = checks.array("inputs", inputs, "B T>=1 D>=1")
+  batch = "B" if cache is None else "B>=1"
+  inputs = checks.array("inputs", inputs, f"{batch} T>=1 D>=1")
   length, width = inputs.shape[1:]
   if is_start is not None:
     ops.check_starts(is_start, inputs.shape[:2])
