@@ -93,6 +93,13 @@ def test_biases_of_all_keys_and_distances_have_no_effect(layer):
     np.testing.assert_allclose(grads["distances"]["bias"], 0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_batch_may_be_empty(name):
+  module = MIXERS[name][0](max_length=MAX_LENGTH)
+  params = jax.eval_shape(module.init, jax.random.key(0), draw())
+  assert jax.eval_shape(module.apply, params, draw()[:0]).shape == (0, LENGTH, WIDTH)
+
+
 def test_refusals():
   make, inputs = MIXERS["dispatcher"][0], draw()
   module, is_start = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]

@@ -74,10 +74,8 @@ class TokenAndPosition(nn.Module):
     )
     length = tokens.shape[1]
     if length > self.max_length and is_start is None:
-      raise ValueError(
-        f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
-        f"the shape {tokens.shape}"
-      )
+      longest = f"T <= max_length = {self.max_length}"
+      raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
     init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
     embed = nn.Embed(
       self.vocab_size, self.width, dtype=self.dtype, embedding_init=init, name="tokens"
