@@ -1,6 +1,6 @@
 """Scores a run: the same as `dpjax evaluate`; `--help` lists the flags."""
 
-from dpjax.__main__ import main
+from dpjax.commands.evaluate import main
 
 if __name__ == "__main__":
-  main("evaluate")
+  main()

@@ -1,6 +1,6 @@
 """Continues a prompt: the same as `dpjax generate`; `--help` lists the flags."""
 
-from dpjax.__main__ import main
+from dpjax.commands.generate import main
 
 if __name__ == "__main__":
-  main("generate")
+  main()

@@ -22,20 +22,16 @@ COMMANDS = {
 }
 
 
-def main(command: str | None = None) -> None:
-  """Runs a command with the given arguments; without `command`, the first argument names it."""
-  if command is None:
-    command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+def main() -> None:
+  """Runs the command that the first argument names."""
+  command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
   if command in COMMANDS:
-    importlib.import_module(COMMANDS[command][0]).main()
-    return
+    return importlib.import_module(COMMANDS[command][0]).main()
   lines = [f"  {name:14}{about}" for name, (_, about) in COMMANDS.items()]
   usage = "\n".join(["usage: dpjax COMMAND ...", "", *lines, "", "dpjax COMMAND --help tells more"])
   if command in ("-h", "--help"):
-    print(usage)
-    return
-  got = command or "none"
-  sys.exit(f"{usage}\n\ncommand: expected one of {', '.join(COMMANDS)}, got {got}")
+    return print(usage)
+  sys.exit(f"{usage}\n\ncommand: expected one of {', '.join(COMMANDS)}, got {command or 'none'}")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ from typing import Any
 
 
 class UserError(ValueError):
-  """A wrong setting, file or flag, which the user can correct.
+  """A wrong setting, file or flag, which the user can correct: `setting: expected ..., got ...`.
 
-  The message reads `setting: expected ..., got ...`. The scripts print it without a
-  traceback and exit with status 1, and so they do for an `OSError` that names a file. Every
-  other exception, such as a plain `ValueError` from JAX, keeps its traceback, as it may be a
-  defect of dpjax.
+  The scripts print it without a traceback; other exceptions may be defects of dpjax and keep it.
   """
 
 
@@ -36,13 +33,7 @@ def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserErro
 
 
 class Interrupted(Exception):  # noqa: N818
-  """The run was asked to stop, and has saved a checkpoint.
-
-  Args:
-    step: updates made so far.
-    num_steps: updates of the whole run.
-    signal: the number of the signal; None if `should_stop` asked.
-  """
+  """The run was asked to stop, by a signal or `should_stop` (None), and has saved a checkpoint."""
 
   def __init__(self, step: int, num_steps: int, signal: int | None = None):
     super().__init__(f"Stopped at step {step} of {num_steps}, which is saved.")
@@ -54,11 +45,8 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   """Turns errors that users can correct into one message and exit status 1.
 
   These are a `UserError`, an `OSError` that names a file, and too little memory. The environment
-  variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` ends the program as its signal would
-  have, with status 128 + its number, so that a scheduler does not take the run for complete.
-
-  Args:
-    flags: names that get two dashes if the message of a `UserError` begins with them.
+  variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its signal, so that
+  a scheduler does not take the run for complete. `flags` get two dashes at a message's beginning.
   """
   try:
     yield
@@ -76,7 +64,7 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-  """What a user is told of an error; None of an error that may be a defect."""
+  """The text for a user; None for an error that may be a defect."""
   if isinstance(error, UserError):
     return str(error)
   if isinstance(error, OSError) and error.filename is not None:

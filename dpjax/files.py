@@ -21,7 +21,7 @@ def read_file(path: str | Path) -> bytes:
   size = path.stat().st_size
   # Opening a pipe would wait, and some devices never end.
   if not path.is_file():
-    raise ValueError("no regular file")
+    raise ValueError("a folder, a device or a pipe")
   if size > MOST_BYTES:
     raise ValueError(f"more than {MOST_BYTES:,} bytes")
   return path.read_bytes()

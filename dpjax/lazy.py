@@ -10,8 +10,7 @@ from typing import Any, cast
 def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
   """`__getattr__`, `__dir__` and `__all__` of a package, read from its own source.
 
-  A package lists its public names once, as imports for type checkers, which take the form
-  `X as X` for a public name:
+  A package lists its public names once, as imports for type checkers:
 
     if TYPE_CHECKING:
       from dpjax.layers.dispatcher import Dispatcher as Dispatcher
@@ -19,9 +18,6 @@ def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
       from dpjax import lazy
 
       __getattr__, __dir__, __all__ = lazy.public_names(__name__)
-
-  Args:
-    package: the full name of the package, which is being imported.
   """
   module: Any = sys.modules[package]
   tree = ast.parse(module.__spec__.loader.get_source(package))

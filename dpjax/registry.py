@@ -1,9 +1,8 @@
 """Components by name, with their settings.
 
 A component is a class or a function: a Linen module, a kind of boundaries, an `optax`
-optimizer. Its settings are its fields (or arguments) with simple values, so there is no second
-list of them. Values that a model or a run supplies, such as `max_length`, are not settings; a
-component that declares such a field receives it when it is built.
+optimizer. Its settings are its fields (or arguments) with simple values. Fields that a model or
+a run supplies, such as `max_length`, are no settings, and filled in when it is built.
 """
 
 import functools
@@ -43,7 +42,7 @@ _REQUIRED = inspect.Parameter.empty
 
 
 class Setting(NamedTuple):
-  """One setting of a component: float, int, str, bool or tuple; `is_optional`: it may be None."""
+  """One setting: float, int, str, bool or tuple; `is_optional`: it may be None."""
 
   kind: type
   default: Any
@@ -54,10 +53,10 @@ class Registry:
   """The components of one kind, by name.
 
   Args:
-    kind: the kind of component for messages, such as "mixer".
-    given: the names of fields that are not settings, but supplied by the builder.
-    known: components by name, each as "module:attribute", imported at first use.
-    needs: a field that every component has; "" for none.
+    kind: "mixer" and the like, for messages.
+    given: fields that the builder supplies.
+    known: components by name, as "module:attribute", imported at first use.
+    needs: a field that every component has, or "".
   """
 
   def __init__(self, kind: str, given: Collection[str], known: Mapping[str, str], needs: str = ""):
@@ -73,17 +72,12 @@ class Registry:
   def register(self, name: str, component: Callable) -> None:
     """Registers a class or a function under a name for configurations.
 
-    It is called with its settings and the given fields that it declares.
-
     Raises:
-      ValueError: another component has the name, the name is no identifier, or the component
-        lacks a field.
+      ValueError: the name is taken or no identifier, or the component lacks a field.
     """
     if not name.isidentifier() or not callable(component):
-      raise ValueError(
-        f"{self._kind}: expected a name of letters, digits and underscores "
-        f"and a class or function, got {name!r}, {component!r}"
-      )
+      expected = "expected a name of letters, digits and underscores and a class or function"
+      raise ValueError(f"{self._kind}: {expected}, got {name!r}, {component!r}")
     known = self._components.get(name)
     # A module that is imported again registers another object of the same name.
     if known not in (None, component) and _full_name(component) != _full_name(known):
@@ -91,10 +85,9 @@ class Registry:
     fields = inspect.signature(component).parameters
     takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
     if self._needs and self._needs not in fields and not takes_any:
-      raise ValueError(
-        f"{self._kind}: expected a class or function that takes {self._needs}, got "
-        f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
-      )
+      got = f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
+      expected = f"expected a class or function that takes {self._needs}"
+      raise ValueError(f"{self._kind}: {expected}, got {got}")
     self._components[name] = component
     # The module that calls, which may be another than the component's.
     self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
@@ -106,10 +99,10 @@ class Registry:
 
   def component(self, name: Any, key: str = "") -> Callable:
     """The component of a name; a `UserError` that lists the known names if there is none."""
-    is_known = isinstance(name, str) and name in self._components
-    if not is_known:
+    name = name if isinstance(name, str) else repr(name)
+    if name not in self._components:
       load_plugins()
-    if not isinstance(name, str) or name not in self._components:
+    if name not in self._components:
       note = f" (dpjax.register_{self._kind} adds another, in a module that --plugin names)"
       raise errors.unknown(key or self._kind, self._components, name, note)
     found = self._components[name]
@@ -120,12 +113,11 @@ class Registry:
 
   def settings(self, name: str) -> dict[str, Setting]:
     """The settings of a component, in the order of its fields."""
-    component = self.component(name)
+    component, found = self.component(name), {}
     try:
       hints = typing.get_type_hints(component)
     except Exception:  # Annotations that only a type checker can read.
       hints = {}
-    found = {}
     for field, parameter in inspect.signature(component).parameters.items():
       is_open = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
       setting = _setting(parameter.default, hints.get(field))
@@ -134,7 +126,7 @@ class Registry:
     return found
 
   def defaults(self, name: str, key: str = "") -> ConfigDict:
-    """The unchecked section of a component; settings without a default are None."""
+    """The section of a component by default, unchecked: what has no default is None."""
     self.component(name, key)
     section = ConfigDict({"name": name})
     for field, setting in self.settings(name).items():
@@ -143,7 +135,7 @@ class Registry:
     return section
 
   def section(self, name: str, **values) -> ConfigDict:
-    """A section of a configuration: the name, and all settings, by default or by `values`."""
+    """The checked section of a component: its name, and all settings."""
     return self._filled(self.defaults(name), values, self._kind)
 
   def from_dict(self, values: Mapping, key: str) -> ConfigDict:
@@ -158,11 +150,7 @@ class Registry:
     return section
 
   def check(self, section: Mapping, key: str) -> None:
-    """Checks that a section, whose key is `key`, names a component and has its settings alone.
-
-    Raises:
-      UserError: the name is unknown, or a setting is unknown, missing or of the wrong type.
-    """
+    """A `UserError` unless a section, whose key is `key`, has a component's settings alone."""
     values = dict(section)
     name = values.pop("name", None)
     self.component(name, f"{key}.name")
@@ -172,9 +160,9 @@ class Registry:
         keys = [f"{key}.{each}" for each in known]
         raise errors.unknown_setting(f"{key}.{field}", keys, name)
       check_value(f"{key}.{field}", value, known[field])
-    missing = [field for field in known if field not in values]
-    if missing:
-      raise UserError(f"{key}.{missing[0]}: expected a value, got none")
+    for field in known:
+      if field not in values:
+        raise UserError(f"{key}.{field}: expected a value, got none")
 
   def maker(self, section: Mapping, **given) -> partial:
     """A function that makes the component of a section, with those of `given` that it takes."""
@@ -184,7 +172,7 @@ class Registry:
     return partial(component, **values, **{key: given[key] for key in given if key in declared})
 
   def build(self, section: Mapping, key: str, **given) -> Any:
-    """Makes the component of a section; see `maker`. A `UserError` where it rejects a setting."""
+    """Makes the component of a section, as `maker`; a `UserError` where it rejects a setting."""
     try:
       return self.maker(section, **given)()
     except ValueError as error:
@@ -211,17 +199,14 @@ def import_plugin(module: str) -> None:
   except Exception as error:  # A program of the user's, with errors of any type.
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
-    raise UserError(
-      f"--plugin: expected a module that can be imported, got {module} "
-      f"({type(error).__name__}: {' '.join(str(error).split())})"
-    ) from error
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    expected = "expected a module that can be imported"
+    raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error
 
 
 def as_tuple(value: Any) -> Any:
-  """Converts lists, as JSON stores tuples, back to tuples, also nested ones."""
-  if not isinstance(value, (list, tuple)):
-    return value
-  return tuple(as_tuple(part) for part in value)
+  """Lists, as JSON stores tuples, as tuples, also nested ones."""
+  return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _full_name(component: Any) -> Any:
@@ -229,7 +214,7 @@ def _full_name(component: Any) -> Any:
 
 
 def _setting(default: Any, hint: Any) -> Setting | None:
-  """The setting for a field, or None if a configuration cannot express its value."""
+  """The setting of a field, or None if a configuration cannot express its value."""
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
   members = typing.get_args(hint) if is_union else (hint,)
   is_optional = types.NoneType in members or default is None
@@ -294,9 +279,7 @@ optimizers = Registry(
 schedules = Registry(
   "schedule",
   given=("peak", "num_steps"),
-  known={
-    name: f"{_OPTIMIZER}:{name}" for name in ("constant", "cosine", "linear", "warmup_stable_decay")
-  },
+  known={x: f"{_OPTIMIZER}:{x}" for x in "constant cosine linear warmup_stable_decay".split()},
 )
 register_mixer, register_boundaries = mixers.register, boundaries.register
 register_optimizer, register_schedule = optimizers.register, schedules.register

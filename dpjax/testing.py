@@ -34,8 +34,6 @@ def check_mixer(
 ) -> None:
   """Checks a mixer with small random inputs and parameters, in float32 and bfloat16.
 
-  Parameters are drawn from N(0, 1/4), so that none is zero. Dropout must be off by default.
-
   Args:
     make: the mixer's class, or a function; called with `max_length=` and, if the mixer
       has that field, with `dtype=`. `functools.partial` sets other fields.
@@ -44,25 +42,24 @@ def check_mixer(
     reach: the number of positions that an output depends on, itself included; None for all.
     has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
     takes_is_start: whether it takes `is_start`, and so keeps documents of a row apart.
-    dropout: the field with a dropout rate; "" without one.
+    dropout: the field with a dropout rate, off by default; "" without one.
     gradients: selects, from a tree like the parameters, those with a nonzero gradient.
     relations: names of `RELATIONS`; None checks all.
 
   Raises:
-    AssertionError: the mixer breaks a relation. The message has the relation's name, its
-      statement and where to look.
+    AssertionError: names the relation that the mixer breaks, and says where to look.
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
   case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in RELATIONS if relations is None else relations:
-    relation = RELATIONS[name]
     try:
-      relation(case)
+      RELATIONS[name](case)
     except Exception as error:
       kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-      raise AssertionError(f"{name}: {inspect.getdoc(relation)}\n{kind}{error}") from error
+      statement = inspect.getdoc(RELATIONS[name])
+      raise AssertionError(f"{name}: {statement}\n{kind}{error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +104,7 @@ def _close(found: Any, expected: Any, message: str) -> None:
 def _causality(case: _Case) -> None:
   """An output depends only on inputs up to its position, as far back as `reach` says.
 
-  Look at shifts and masks, at sums and normalisation over positions or rows, and at `reach`, an
-  argument of `check_mixer`: a field of that name has no effect.
+  Look at shifts, masks, sums and norms over positions or rows, and at `reach` of `check_mixer`.
   """
   mix = case.with_params(case())
   distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)
@@ -174,13 +170,12 @@ def _single_position(case: _Case) -> None:
 def _refusals(case: _Case) -> None:
   """Inputs that are not [B, T, D] or longer than `max_length` raise a `ValueError`.
 
-  Its message has the shape, or max_length and T. Call `dpjax.layers.mixer.check_input`
-  first.
+  Its message has the shape, or max_length and T. Call `dpjax.layers.mixer.check_input` first.
   """
   longer = case.max_length + 1
   long, row = case.draw(longer), case.draw()[0]
-  told = ("max_length", str(case.max_length), str(longer)), (str(row.shape),)
-  for inputs, words in zip((long, row), told, strict=True):
+  told = (long, ("max_length", str(case.max_length), str(longer))), (row, (str(row.shape),))
+  for inputs, words in told:
     try:
       jax.eval_shape(case().init, jax.random.key(0), inputs)
     except ValueError as error:
@@ -279,8 +274,8 @@ def _gradients(case: _Case) -> None:
 def _chunks(case: _Case) -> None:
   """With a cache, chunks of any size, with padding, give the same outputs as whole rows.
 
-  Look at whether padding enters the cache (`lengths`; 0 is a length, too), and at the cache from
-  one chunk to the next: its arrays must keep their shapes and dtypes.
+  Look at whether padding enters the cache (`lengths`; 0 is a length, too), and at the shapes and
+  dtypes of the cache, which must stay.
   """
   if not _has(case, "has_cache"):
     return
@@ -327,11 +322,10 @@ def _tokens(case: _Case) -> None:
 
 
 def _documents(case: _Case) -> None:
-  """Each document of a row gives the same outputs as alone, and changes no other document.
+  """Each document of a row gives the same outputs and gradients as alone, and changes no other.
 
-  This holds for outputs, and for gradients with respect to inputs and parameters. The row is
-  longer than its documents, which may be as long as `max_length`. Look at whether a position
-  reads before the start of its document (`is_start`), and at positions, which count from there.
+  Look at whether a position reads before the start of its document (`is_start`), at positions,
+  which count from there, and at rows that are longer than `max_length`.
   """
   if not _has(case, "takes_is_start"):
     return
@@ -351,39 +345,34 @@ def _documents(case: _Case) -> None:
     found = [y_td[: part.stop - part.start] for (_, part), y_td in zip(parts, y, strict=True)]
     return jnp.concatenate(found).reshape(x.shape)
 
-  def with_gradients(mix):
+  @partial(jax.jit, static_argnums=0)
+  def run(mix, x):
     def loss(params, x):
       output = mix(params, x)
       return jnp.sum(output * case.draw(length, seed=5)), output
 
-    @jax.jit
-    def run(params, x):
-      (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
-      return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
+    (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+    return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
 
-    return run
-
-  run = with_gradients(packed)
-  found, expected = run(params, inputs), with_gradients(alone)(params, inputs)
+  found, expected = run(packed, inputs), run(alone, inputs)
   names, expected = jax.tree.leaves_with_path(found), jax.tree.leaves(expected)
   for (path, got), want in zip(names, expected, strict=True):
     scale = max(1.0, np.abs(want).max())
     _close(got / scale, want / scale, f"{jax.tree_util.keystr(path)} of packed documents")
   for row, part in parts:
-    changed = run(params, inputs.at[row, part].add(1.0))
+    changed = run(packed, inputs.at[row, part].add(1.0))
     difference = np.array(abs(changed["output"] - found["output"]))
     _expect(difference[row, part].max() > 0, "a document has no effect on itself")
     difference[row, part] = 0
-    _expect(
-      not difference.any(), f"an output changes by {difference.max():.1g} with another document"
-    )
+    most = f"{difference.max():.1g}"
+    _expect(not difference.any(), f"an output changes by {most} with another document")
 
 
 def _has(case: _Case, name: str) -> bool:
   """Whether the mixer has a cache or takes `is_start`, which `check_mixer` must be told."""
-  is_cache = name == "has_cache"
-  found = hasattr(case(), "init_cache") if is_cache else takes_starts(case())
-  given, method = getattr(case, name), "init_cache" if is_cache else "__call__"
+  method = "init_cache" if name == "has_cache" else "__call__"
+  found = takes_starts(case()) if method == "__call__" else hasattr(case(), method)
+  given = getattr(case, name)
   _expect(found == given, f"{name}: expected {found}, as the mixer's `{method}`, got {given}")
   return found
 

@@ -253,9 +253,9 @@ def arguments(*argv):
 
 def command(name: str, *words):
   """Runs `dpjax NAME WORDS` here; gives what it exits with."""
-  with arguments(name, *words):
+  with arguments("dpjax", name, *words):
     try:
-      dpjax_main(name)
+      dpjax_main()
       return None
     except SystemExit as end:
       return end.code

@@ -114,6 +114,7 @@ REFUSED = [
   ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
+  ("model.mixer.num_levels", 10, "expected at most 9, which reach over .*, got 10"),
   ("model.mixer.num_levels", 40, "expected at most 24, got 40"),
   ("model.mixer.level_dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
   ("model.dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),

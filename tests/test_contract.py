@@ -80,6 +80,13 @@ def draw_params(module):
   return jax.tree.map(lambda x: jnp.float32(generator.standard_normal(x.shape) / 2), shapes)
 
 
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_batch_may_be_empty(name):
+  module = MIXERS[name][0](max_length=MAX_LENGTH)
+  params = jax.eval_shape(module.init, jax.random.key(0), draw())
+  assert jax.eval_shape(module.apply, params, draw()[:0]).shape == (0, LENGTH, WIDTH)
+
+
 def test_refusals():
   make, inputs = MIXERS["dispatcher"][0], draw()
   module, is_start = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]

@@ -147,7 +147,7 @@ def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
 
 
 DAMAGED = [
-  ("config.json", b"[" * 100_000, "got: JSON that is nested"),
+  ("config.json", b"[" * 100_000, "got: "),
   ("data/data.json", b"[]", "expected "),
   ("data/tokenizer.json", b"{", "expected "),
   ("model.safetensors", b"x" * 500, "expected a whole file of safetensors"),

@@ -72,6 +72,7 @@ COMMANDS = helpers.cases(r"""
   # Prompts and samples.
   generate | --workdir
   {generate} --seed=-1 | seed: expected an integer in
+  {generate} --length=2147483648 | ^length: expected
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
   {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7
   {generate} --prompt=a --prompt_file={text} | prompt, prompt_file: .* got both

@@ -1,4 +1,4 @@
-"""Lists, prepares and cleans catalog.
+"""Lists, prepares and cleans texts.
 
   dpjax data list
   dpjax data prepare wikitext2
@@ -6,8 +6,8 @@
   dpjax data prepare tfds:NAME
   dpjax data clean --language=fi raw.txt clean.txt
 
-`prepare` downloads a corpus and prepares it, as training does by itself. `clean` cleans a text
-like text8, in the alphabet of the language; "-" is standard input or output.
+`prepare` downloads a corpus, as training does by itself. `clean` cleans a text like text8, in
+the alphabet of the language; "-" is standard input or output.
 """
 
 import argparse
@@ -26,11 +26,8 @@ PART = 2**20  # characters
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Runs the action that the first word of the command line names."""
-  parser = argparse.ArgumentParser(
-    prog="dpjax data",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  plain = argparse.RawDescriptionHelpFormatter
+  parser = argparse.ArgumentParser("dpjax data", description=__doc__, formatter_class=plain)
   path, commands = os.path.expanduser, parser.add_subparsers(dest="command", required=True)
   listing = commands.add_parser("list", help="list names, sizes, licences, and what is prepared")
   prepare = commands.add_parser("prepare", help="download and prepare a corpus")
@@ -73,17 +70,14 @@ def _list(given) -> None:
 
 
 def _prepare(given) -> None:
-  corpus = catalog.open_named(
-    given.name, given.language, given.data_dir, given.manual_dir, is_head=given.head
-  )
-  for split, text in corpus.splits.items():
+  where = given.language, given.data_dir, given.manual_dir
+  for split, text in catalog.open_named(given.name, *where, is_head=given.head).splits.items():
     print(f"{split:6}{len(text) / 1e6:12,.1f} MB")
 
 
 def _clean(given) -> None:
   from dpjax.text import cleaning
 
-  # Complains of the language before anything is touched.
   cleaned = cleaning.clean_chunks(_read(given.source), given.language)
   if given.target == "-":
     for part in cleaned:
@@ -102,7 +96,7 @@ def _read(name: str) -> Iterator[str]:
   """The parts of a text file, or of standard input for "-"."""
   try:
     with contextlib.ExitStack() as stack:
-      # Not the text that Python makes of it, which may pass over errors.
+      # In bytes: Python's text may pass over errors.
       source = sys.stdin.buffer if name == "-" else stack.enter_context(open(name, "rb"))
       file = io.TextIOWrapper(source, encoding="utf-8", newline="")
       while part := file.read(PART):

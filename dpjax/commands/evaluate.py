@@ -1,9 +1,8 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
-The scores also go into the run's folder, or into that of --out, as JSON. An exported model's
-folder is left as it is.
+The scores also go into the run's folder, unless it is exported, or that of --out, as JSON.
 
-To score a checkpoint of the authors' PyTorch code on a configuration's data and tokenizer:
+A checkpoint of the authors' PyTorch code, on a configuration's data and tokenizer:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
@@ -26,15 +25,12 @@ def main() -> None:
   about = "isolated: score each document as if it stood alone; '': as data.documents"
   flags.DEFINE_enum("documents", "", ("", "joined", "isolated"), about)
   flags.DEFINE(command_line.PATH, "torch_checkpoint", None, "a file of the authors' code")
-  about = (
-    "a folder for the scores as JSON; default: that of the run, and none for an exported model"
-  )
+  about = "a folder for the scores as JSON; default: the run's, and none for an exported model"
   flags.DEFINE(command_line.PATH, "out", None, about)
   command_line.start(lambda _: _evaluate(flags.FLAGS), __doc__)
 
 
 def _evaluate(given) -> None:
-  """Prints a table of scores and writes them as JSON."""
   import jax
 
   from dpjax import run as run_lib
@@ -42,10 +38,8 @@ def _evaluate(given) -> None:
 
   torch, split = given.torch_checkpoint, given.split
   if bool(torch) == bool(given.workdir):
-    raise UserError(
-      "--workdir, --torch_checkpoint: expected one of them, got "
-      f"{'both' if given.workdir else 'none'}"
-    )
+    got = "both" if torch else "none"
+    raise UserError(f"--workdir, --torch_checkpoint: expected one of them, got {got}")
   if bool(torch) != (given.config is not None):
     raise UserError(
       "--config: expected it with --torch_checkpoint, to name data and tokenizer, and "

@@ -17,9 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
   parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
   parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help="a new folder")
-  parser.add_argument(
-    "--step", type=int, help="checkpoint to export; default: the best by validation"
-  )
+  about = "checkpoint to export; default: the best by validation"
+  parser.add_argument("--step", type=int, help=about)
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
   with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib

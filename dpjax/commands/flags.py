@@ -43,24 +43,17 @@ class _Path(flags.ArgumentParser):
 PATH = _Path()
 
 
-def define_config(required: bool = False) -> flags.FlagHolder:
-  """Defines --config=NAME[:VARIANT] or --config=FILE; --config.KEY=VALUE changes a setting.
+def define_config() -> flags.FlagHolder:
+  """Defines --config=NAME[:VARIANT] or FILE; --config.KEY=VALUE changes a setting.
 
-  A component is chosen by name, and its section then has that component's settings:
-  --config.model.mixer=we --config.model.mixer.adjustment=False.
+  A component is chosen by name: --config.model.mixer=we --config.model.mixer.adjustment=False.
   """
   about = "an experiment's name or file, with :VARIANT if it has variants; or a run's folder"
-  holder = flags.DEFINE_string("config", None, about)
-  if required:
-    flags.mark_flag_as_required("config")
-  return holder
+  return flags.DEFINE_string("config", None, about)
 
 
 def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> None:
-  """Parses the flags of sys.argv, joins the other processes, and runs `main`.
-
-  User errors exit with a message and status 1; --help prints `about` and the flags.
-  """
+  """Parses sys.argv, joins the other processes, and runs `main`; user errors exit with 1."""
   if {"-h", "--help", "--helpfull"} & {*sys.argv[1:]}:
     modules = [x for x in [*flags.FLAGS.flags_by_module_dict()][::-1] if not x.startswith("absl")]
     print(about or sys.modules["__main__"].__doc__)
@@ -80,18 +73,14 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
   except KeyboardInterrupt:
     sys.stdout.flush()
     print("\nInterrupted", file=sys.stderr, flush=True)
-    # Threads of XLA that compile or compute would not outlive Python's own end unharmed.
-    os._exit(130)
+    os._exit(130)  # Threads of XLA do not outlive Python's own end unharmed.
 
 
 @contextlib.contextmanager
 def parsed(
   parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> Iterator[argparse.Namespace]:
-  """Parses the arguments of a command without flags of absl, and --plugin.
-
-  User errors in the block exit with a message and status 1.
-  """
+  """Parses arguments without flags of absl, and --plugin; user errors in the block exit with 1."""
   parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_ABOUT_PLUGIN)
   given = parser.parse_args(arguments)
   with exit_on_user_error(vars(given)):
@@ -118,7 +107,7 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _with_config(argv: list[str]) -> list[str]:
-  """Turns the configuration of --config into a flag; returns the arguments without it."""
+  """Turns --config into a flag; returns the arguments without it."""
   if "config" not in flags.FLAGS:
     return argv
   others, files = _take(argv, "config")
@@ -142,13 +131,11 @@ def _with_config(argv: list[str]) -> list[str]:
 
 
 def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
-  """Puts the components named by arguments into the configuration; returns the other arguments."""
+  """Puts named components into the configuration; returns the other arguments."""
   others, values = _take(argv, "config.model.middle")
   if values:
-    raise UserError(
-      "--config.model.middle: expected it in a configuration file, by "
-      f"dpjax.config.middle, got {values[-1]}"
-    )
+    expected = "expected it in a configuration file, by dpjax.config.middle"
+    raise UserError(f"--config.model.middle: {expected}, got {values[-1]}")
   for key in config_lib.component_keys(config):
     others, names = _take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
@@ -198,18 +185,15 @@ def _join_processes() -> None:
   if missing and not flags.FLAGS.distributed:
     if len(missing) == 3:
       return
-    raise UserError(
-      "--coordinator, --num_processes, --process_id: expected all three, or "
-      f"--distributed, got no {', no '.join(missing)}"
-    )
+    expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
+    raise UserError(f"{expected}, got no {', no '.join(missing)}")
   address, number, index = given.values()
   host, _, port = (address or "host:1").rpartition(":")
   if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
     raise UserError(f"--coordinator: expected host:port, got {address}")
   if not missing and index >= number:
-    raise UserError(
-      f"--process_id: expected 0 to {number - 1} of --num_processes={number}, got {index}"
-    )
+    expected = f"expected 0 to {number - 1} of --num_processes={number}"
+    raise UserError(f"--process_id: {expected}, got {index}")
   import jax
 
   seconds = flags.FLAGS.join_seconds
@@ -217,12 +201,8 @@ def _join_processes() -> None:
   shown = " ".join(known) or "--distributed"
 
   def give_up() -> None:
-    print(
-      f"{shown}: expected all processes to meet within {seconds} s (--join_seconds), got no "
-      "answer of some",
-      file=sys.stderr,
-      flush=True,
-    )
+    expected = f"all processes to meet within {seconds} s (--join_seconds)"
+    print(f"{shown}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
     os._exit(1)  # What waits in C++ hears of nothing else.
 
   timer = threading.Timer(seconds, give_up)
@@ -248,14 +228,11 @@ def _join_processes() -> None:
 
 
 def _set_compilation_cache() -> None:
-  """Has JAX keep compiled programs in a folder for later starts."""
   import jax
 
   folder = flags.FLAGS.compilation_cache
   if folder is None:
-    # Code for a CPU is not checked well when it is read: with some processors each program
-    # is called one of another machine, on standard error, and a folder that different
-    # machines share has code that not all of them can run (jax-ml/jax#38445).
+    # Code for a CPU may be another machine's, and crash (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -267,11 +244,9 @@ def _set_compilation_cache() -> None:
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
-    print(
-      f"compilation_cache: expected a folder that can be written, got {folder} "
-      f"({getattr(error, 'strerror', None) or error}); what is compiled is not kept",
-      file=sys.stderr,
-    )
+    got = f"{folder} ({getattr(error, 'strerror', None) or error}); what is compiled is not kept"
+    expected = "expected a folder that can be written"
+    print(f"compilation_cache: {expected}, got {got}", file=sys.stderr)
     folder = ""
   if not folder:
     jax.config.update("jax_enable_compilation_cache", False)

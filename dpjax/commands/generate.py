@@ -1,7 +1,7 @@
 """Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
 
-Prints the text as it is generated: the first sample at once, further samples after it.
-Options that are not given come from the run's configuration (`config.sample`).
+Prints the first sample as it is generated, and further ones after it. Options that are not given
+come from the run's `config.sample`.
 """
 
 import io
@@ -34,16 +34,13 @@ def main() -> None:
   flags.DEFINE_integer("seed", 0, "seed of the samples")
   flags.DEFINE_integer("num_samples", 1, "number of continuations")
   flags.DEFINE_multi_string("stop", [], "text of a token that ends a sample")
-  about = (
-    "slide: passes over the last window; continue: the cache goes on, where the model can; refuse"
-  )
+  about = "slide: over the last window; continue: the cache goes on, where it can; refuse"
   flags.DEFINE_string("beyond_window", None, about)
   flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
   command_line.start(lambda _: _generate(flags.FLAGS), __doc__)
 
 
 def _generate(given) -> None:
-  """Prints the prompt and its continuation for each sample, then the speed."""
   from dpjax import run as run_lib
 
   if not 1 <= given.num_samples <= _MOST_SAMPLES:
@@ -58,8 +55,7 @@ def _generate(given) -> None:
   prompt = run.config.sample.prompt if prompt is None else prompt
   try:
     _write(run, prompt, settings, is_text=not given.json)
-  except BrokenPipeError:
-    # Who read it has enough; Python would complain again at its end.
+  except BrokenPipeError:  # The reader has enough; Python would complain again at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -72,9 +68,8 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
     content = sys.stdin.buffer.read() if file == "-" else files.read_file(file)
     prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
   except (OSError, ValueError) as error:
-    raise UserError(
-      f"prompt_file: expected a file with a text, or -, got {file} ({error})"
-    ) from error
+    expected = "expected a file with a text, or -"
+    raise UserError(f"prompt_file: {expected}, got {file} ({error})") from error
   if not prompt:
     raise UserError(f"prompt_file: expected a text in {file}, got none")
   return prompt
@@ -84,8 +79,7 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
   from dpjax.generation import generator as generation
 
   is_one = settings["num_samples"] == 1
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    # A terminal may not have all that a model writes.
+  if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack what a model writes.
     sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
   if is_text:
@@ -116,8 +110,5 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
   print()
   for number, sample in enumerate(samples[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
-  print(
-    f"{sum(counts):,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text came"
-    + (f"; then {speed:,.0f} tokens a second" if speed else ""),
-    file=sys.stderr,
-  )
+  shown = f"{sum(counts):,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text"
+  print(f"{shown} came{f'; then {speed:,.0f} tokens a second' if speed else ''}", file=sys.stderr)

@@ -21,10 +21,7 @@ def main() -> None:
   tokenize_only = flags.DEFINE_bool("tokenize_only", False, about)
   about = "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
   profile = flags.DEFINE_string("profile", None, about)
-  about = (
-    "measure how fast matrix products are, a second at the beginning, to report the share of "
-    "it that training reaches"
-  )
+  about = "measure the speed of matrix products for a second, to report training's share of it"
   measure_products = flags.DEFINE_bool("measure_products", True, about)
 
   def start(_) -> None:
@@ -35,7 +32,6 @@ def main() -> None:
 
 
 def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
-  """Trains, then scores the test split and prints a sample."""
   import jax
 
   from dpjax import run as run_lib
@@ -46,10 +42,8 @@ def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
     raise UserError("--workdir: expected a folder, got none")
   if config is None:
     if not (Path(folder) / "config.json").exists():
-      raise UserError(
-        "--config: expected an experiment, or a --workdir with a run to "
-        f"go on with, got none, and {folder}"
-      )
+      expected = "expected an experiment, or a --workdir with a run to go on with"
+      raise UserError(f"--config: {expected}, got none, and {folder}")
     config = workdir_lib.read_config(Path(folder))
   if tokenize_only:
     for split, counts in run_lib.tokenize(config, folder).counts.items():
@@ -63,12 +57,10 @@ def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
   if is_first:
     print(f"\nThe test split, by step {run.step} (best by validation):")
     print(run_lib.table(scores), flush=True)
-  if prompt:
-    # In every process: each may hold a part of the parameters alone.
+  if prompt:  # In every process: each may hold a part of the parameters alone.
     try:
       text = prompt + run.generate(prompt, seed=run.config.seed)[0]
-    # Another text than the configuration's may have other characters than its prompt.
-    except UserError as error:
+    except UserError as error:  # The vocabulary may lack characters of the prompt.
       text = f"(none: sample.{error})"
     if is_first:
       print(f"\nA sample:\n{text}")
@@ -77,7 +69,6 @@ def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
 def _parse_profile(text: str | None) -> tuple[int, int] | None:
   if text is None:
     return None
-  found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
-  if not found:
-    raise UserError(f"--profile: expected START:STOP, two numbers of updates, got {text}")
-  return int(found[1]), int(found[2])
+  if found := re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text):
+    return int(found[1]), int(found[2])
+  raise UserError(f"--profile: expected START:STOP, two numbers of updates, got {text}")

@@ -40,12 +40,7 @@ _AT_LEAST_0 = """model.vocab_size model.init_std model.norm_init_std train.windo
 
 
 def check(config: ConfigDict) -> None:
-  """Checks that a configuration can run, before anything is compiled.
-
-  Raises:
-    ValueError: `key: expected ..., got ...`, for the first key that is unknown, has the
-      wrong type, or contradicts another.
-  """
+  """A `UserError` for the first key that is unknown, has a wrong type, or contradicts another."""
   check_keys(config, default(), "")
   check_model(config.model)
   for section in ("data.", "train.", "eval."):
@@ -66,7 +61,7 @@ def check(config: ConfigDict) -> None:
 
 
 def check_model(model: Mapping) -> None:
-  """Checks that a model can be built from its settings; raises as `check`."""
+  """Checks the settings of a model, as `check`."""
   config = ConfigDict({"model": dict(model)})
   check_keys(config.model, default_model(), "model.")
   _check_ranges(config, "model.")
@@ -85,7 +80,7 @@ def check_model(model: Mapping) -> None:
 
 
 def check_ids(model: Mapping) -> None:
-  """Checks that a model's boundaries know tokens that its vocabulary has; raises as `check`."""
+  """Checks that the vocabulary has the tokens that boundaries know, as `check`."""
   size = model["vocab_size"] or math.inf
   for name in ("space_ids", "end_ids"):
     ids = model["boundaries"].get(name, ())
@@ -94,34 +89,28 @@ def check_ids(model: Mapping) -> None:
 
 
 def _check_stage(key: str, stage: Mapping) -> None:
-  """Checks the widths and boundaries of one stage of pooling, or of a model without pooling."""
+  """Checks one stage of pooling, or a model without pooling."""
   for name in ("width", "feed_forward_width"):
     least = 1 if key == "model" else 0
     _expect(stage[name] >= least, f"{key}.{name}", f"at least {least}", stage[name])
   for place in ("first", "last"):
     number = stage[place]["num_layers"]
     _expect(number >= 1, f"{key}.{place}.num_layers", "at least 1", number)
-  kind = registry.boundaries.build(
-    stage["boundaries"],
-    f"{key}.boundaries",
-    width=stage["width"],
-    predictor_width=stage["feed_forward_width"],
-    init_std=stage["init_std"],
-    dtype=stage["dtype"],
-  )
   name, known = stage["boundaries"]["name"], registry.boundaries
+  given = {name: stage[name] for name in ("width", "init_std", "dtype")}
+  given["predictor_width"] = stage["feed_forward_width"]
+  kind = known.build(stage["boundaries"], f"{key}.boundaries", **given)
   suited = [x for x in known.names() if x == "none" or known.component(x).suits_segments]
-  _expect(
-    key == "model" or name in suited and not kind.draws_in_evaluation,
-    f"{key}.boundaries",
-    f"one of {', '.join(suited)} for segments, none of which draws in evaluation",
-    name,
-  )
+  expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
+  is_valid = key == "model" or name in suited and not kind.draws_in_evaluation
+  _expect(is_valid, f"{key}.boundaries", expected, name)
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled(stage)}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
+  # Within M tokens a level that reads 2**k back reads none from 2**k = M on.
+  most = stage["max_length"] - (key == "model" and not is_pooled(stage))
   for name, section in mixers.items():
-    _check_heads(name, section, f"{key}.width", stage["width"])
+    _check_mixer(name, section, f"{key}.width", stage["width"], most.bit_length() or 1)
   if is_pooled(stage):
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
@@ -133,22 +122,20 @@ def _check_stage(key: str, stage: Mapping) -> None:
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
 
 
-def _check_heads(key: str, mixer: Mapping | None, width_key: str, width: int) -> None:
-  """Checks that the heads of a mixer of dpjax divide the features."""
+def _check_mixer(key: str, mixer: Mapping | None, width_key: str, width: int, levels: int) -> None:
   if mixer is None or not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
     return  # Of another's, these names may mean anything.
-  heads = mixer.get("num_heads") or 1
+  heads, found = mixer.get("num_heads") or 1, mixer.get("num_levels") or 1
   _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
-  _expect(
-    mixer.get("rotary_base") is None or width // heads % 2 == 0,
-    f"{key}.rotary_base",
-    "None where a head has an odd number of features",
-    f"{width} // {heads} = {width // heads} of them",
-  )
+  expected = f"at most {levels}, which reach over model.max_length"
+  _expect(found <= levels, f"{key}.num_levels", expected, found)
+  expected = "None where a head has an odd number of features"
+  is_valid = mixer.get("rotary_base") is None or width // heads % 2 == 0
+  got = f"{width} // {heads} = {width // heads} of them"
+  _expect(is_valid, f"{key}.rotary_base", expected, got)
 
 
 def _check_training(train: ConfigDict) -> None:
-  """Checks the durations, and what optimizers and schedules do not check themselves."""
   for name in ("num", "eval_every"):
     steps_in(train, name, steps_per_epoch=1)
   rows, parts = train.batch_size, train.accumulate_steps
@@ -158,13 +145,10 @@ def _check_training(train: ConfigDict) -> None:
   num_steps = train.num_steps or 2**31
   registry.schedules.build(train.schedule, "train.schedule", peak=1.0, num_steps=num_steps)
   name, rate = train.optimizer.name, train.ema_decay
-  _expect(
-    train.decay_mask == "all"
-    or "mask" in inspect.signature(registry.optimizers.component(name)).parameters,
-    "train.decay_mask",
-    f"all with train.optimizer = {name}, which takes no mask",
-    train.decay_mask,
-  )
+  known = inspect.signature(registry.optimizers.component(name)).parameters
+  expected = f"all with train.optimizer = {name}, which takes no mask"
+  is_valid = train.decay_mask == "all" or "mask" in known
+  _expect(is_valid, "train.decay_mask", expected, train.decay_mask)
   _expect(0 <= rate < 1, "train.ema_decay", "a number in [0, 1)", rate)
   if name not in ("adam", "adamw", "lion", "sgd", "muon"):
     return  # Others may want other ranges.
@@ -177,20 +161,11 @@ def _check_training(train: ConfigDict) -> None:
 
 def _check_data(data: ConfigDict) -> None:
   fractions, most, language = data.split_fractions, data.max_characters, data.language
-  _expect(
-    all(type(x) in (int, float) and x > 0 for x in fractions)
-    and len(fractions) == 3
-    and abs(sum(fractions) - 1) < 1e-6,
-    "data.split_fractions",
-    "three positive numbers with the sum 1",
-    fractions,
-  )
-  _expect(
-    all(type(x) is int and x >= 0 for x in most) and len(most) == 3,
-    "data.max_characters",
-    "three integers of at least 0",
-    most,
-  )
+  is_valid = len(fractions) == 3 and all(type(x) in (int, float) and x > 0 for x in fractions)
+  is_valid = is_valid and abs(sum(fractions) - 1) < 1e-6
+  _expect(is_valid, "data.split_fractions", "three positive numbers with the sum 1", fractions)
+  is_valid = len(most) == 3 and all(type(x) is int and x >= 0 for x in most)
+  _expect(is_valid, "data.max_characters", "three integers of at least 0", most)
   is_isolated = data.documents == "isolated"
   expected = "False with data.documents = isolated"
   _expect(not (is_isolated and data.clean), "data.clean", expected, data.clean)
@@ -201,40 +176,35 @@ def _check_data(data: ConfigDict) -> None:
 
 
 def check_seed(seed: int) -> None:
-  """Checks that JAX can make a random key from a seed; raises as `check`."""
+  """Checks that JAX can make a random key from a seed, as `check`."""
   _expect(type(seed) is int and 0 <= seed < 2**32, "seed", "an integer in [0, 2**32)", repr(seed))
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
-  """Checks `config.sample`, whose names messages begin with `prefix`; raises as `check`."""
-  names = ("length", "temperature", "top_k", "top_p")
-  length, temperature, top_k, top_p = (sample[name] for name in names)
-  for key, is_valid, expected in (
-    ("length", type(length) is int and 1 <= length < 2**31, "an integer of at least 1"),
+  """Checks `config.sample`, as `check`; messages begin with `prefix`."""
+  for name, kind, is_valid, expected in (
+    ("length", int, lambda x: 1 <= x < 2**31, "an integer of at least 1 below 2**31"),
     (
       "temperature",
-      _is_number(temperature) and 0 <= temperature <= registry.LARGEST_FLOAT,
+      numbers.Real,
+      lambda x: 0 <= x <= registry.LARGEST_FLOAT,
       "a finite number of at least 0 (0 is greedy)",
     ),
-    ("top_k", type(top_k) is int and top_k >= 0, "an integer of at least 0 (0 is all)"),
-    ("top_p", _is_number(top_p) and 0 < top_p <= 1, "a number in (0, 1]"),
+    ("top_k", int, lambda x: x >= 0, "an integer of at least 0 (0 is all)"),
+    ("top_p", numbers.Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
   ):
-    _expect(is_valid, f"{prefix}{key}", expected, sample[key])
+    x = sample[name]
+    is_number = isinstance(x, kind) and not isinstance(x, bool)
+    _expect(is_number and is_valid(x), f"{prefix}{name}", expected, x)
   check_choice("sample.beyond_window", sample["beyond_window"], f"{prefix}beyond_window")
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
-  """Reads the duration `name`, given as `name_steps` or as `name_epochs`.
+  """The duration given as `name_steps` or as `name_epochs`, whichever is not 0, in steps.
 
     {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
 
-  Args:
-    settings: has both keys; 0 means "not given".
-    name: the keys without their unit.
-    steps_per_epoch: optimizer steps in one pass over the train split.
-
-  Raises:
-    ValueError: not exactly one unit is given, or the number of steps exceeds 32 bits.
+  A `UserError` unless exactly one is given, and the steps fit 32 bits.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
@@ -249,7 +219,7 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
 
 def check_choice(key: str, value, shown: str = "") -> None:
-  """Checks that a value is one of a setting's `CHOICES`; raises as `check`, of `shown`."""
+  """Checks that a value is one of a setting's `CHOICES`; messages name `shown`."""
   if value not in CHOICES[key]:
     raise unknown(shown or key, CHOICES[key], value)
 
@@ -262,10 +232,6 @@ def _check_ranges(config, section: str) -> None:
     for key in keys:
       if key.startswith(section):
         _expect(get(config, key) >= least, key, f"at least {least}", get(config, key))
-
-
-def _is_number(value) -> bool:
-  return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _expect(is_true: Any, key: str, expected: str, got: Any) -> None:

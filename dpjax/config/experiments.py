@@ -33,7 +33,10 @@ def load(experiment: str) -> ConfigDict:
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
   if path and (file := Path(path, "config.json")).is_file():
-    return _of_run(file)
+    try:
+      return saved.of_run(files.load_json(file), file.parent)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+      raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
     raise UserError(
@@ -48,26 +51,17 @@ def load(experiment: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
-  # The file is a program of the user's, with errors of any type.
-  except Exception as error:
+  except Exception as error:  # A program of the user's, with errors of any type.
     if os.environ.get("DPJAX_TRACEBACK"):
       raise
     message = " ".join(str(error).split())
     if not isinstance(error, UserError):
-      kind = type(error).__name__
       expected = "expected a Python file whose get_config() gives a ConfigDict"
-      message = f"{expected}, got {kind}: {message}"
+      message = f"{expected}, got {type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f" ({path}, line {lines[-1]})" if lines else ""
     raise UserError(f"--config: {message}{where}") from error
-
-
-def _of_run(file: Path) -> ConfigDict:
-  try:
-    return saved.of_run(files.load_json(file), file.parent)
-  except (OSError, ValueError, TypeError, AttributeError) as error:
-    raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
 
 
 def _folder() -> Path:
@@ -79,7 +73,7 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _importable(is_first: bool) -> Iterator[None]:
-  """Lets experiments import `configs`: packaged ones, before or after those of the user's."""
+  """Lets experiments import `configs`: packaged ones, and the user's."""
   found = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(found and found.submodule_search_locations or ())]
   kept = {name: sys.modules.pop(name) for name in _modules()}
@@ -95,5 +89,4 @@ def _importable(is_first: bool) -> Iterator[None]:
 
 
 def _modules() -> list[str]:
-  """What is imported of `configs`."""
   return [name for name in sys.modules if name.partition(".")[0] == "configs"]

@@ -9,10 +9,9 @@ from dpjax.config.sections import COMPONENTS, check_type, default, flatten, midd
 from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
-# Settings that may change on resume: they change the order of sums and the random numbers of
-# dropout and drawn boundaries at most (in bfloat16 an implementation also rounds in other
-# places), and which checkpoint is the best. The length may change only where the schedule
-# does not depend on it.
+# Settings that may change on resume: they change the order of sums, rounding and the random
+# numbers of dropout and drawn boundaries at most, and which checkpoint is the best. The length
+# may change only where the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = tuple(
   """plugins data.data_dir data.manual_dir model.remat model.scan_layers train.accumulate_steps
@@ -24,13 +23,13 @@ FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 def from_dict(settings: Mapping) -> ConfigDict:
   """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
-  config = _filled(settings)
+  config = _fill(default(), settings)
   check(config)
   return config
 
 
 def of_run(settings: Mapping, folder: object) -> ConfigDict:
-  """`from_dict` of a run's configuration, with a message of its own for a missing plugin."""
+  """`from_dict` of a run's settings, with a message of its own for a missing plugin."""
   try:
     return from_dict(settings)
   except UserError as error:
@@ -43,13 +42,7 @@ def of_run(settings: Mapping, folder: object) -> ConfigDict:
     ) from error
 
 
-def _filled(settings: Mapping) -> ConfigDict:
-  config = default()
-  _fill(config, settings, "")
-  return config
-
-
-def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
+def _fill(config: ConfigDict, settings: Mapping, prefix: str = "") -> ConfigDict:
   for name, value in settings.items():
     key = f"{prefix}{name}"
     if name not in config:
@@ -64,14 +57,12 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str) -> None:
       value = registry.as_tuple(value)
       check_type(key, value, config[name])
       config[name] = value
+  return config
 
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
-  """Lists the settings that prevent `new` from resuming a run of `old`.
-
-  Each line reads `key: old there, new here`. Settings that `old` lacks take their defaults.
-  """
-  there, here = flatten(_filled(old)), flatten(new)
+  """The settings that keep `new` from resuming a run of `old`: `key: old there, new here`."""
+  there, here = flatten(_fill(default(), old)), flatten(new)
   is_endless = here.get("train.schedule.name") == "constant"
   free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
   return [

@@ -1,7 +1,6 @@
 """The settings of a run: every key with its default.
 
-A file of `configs/` starts from `default()` and changes what its experiment needs.
-Durations have their unit in the key; set one unit of each duration.
+A file of `configs/` starts from `default()`. Of each duration, set one unit: steps or epochs.
 """
 
 import os
@@ -29,15 +28,11 @@ OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
 
 
 class Section(ConfigDict):
-  """A section that holds components, and takes the name of one for its section of defaults.
-
-  config.model.mixer = "we"    as    config.model.mixer = dpjax.config.mixer("we")
-  """
+  """Takes a component's name for its section: `mixer = "we"` is `mixer = mixer("we")`."""
 
   def __setitem__(self, key, value):
-    registry = _BY_NAME.get(key)
-    if registry is not None and isinstance(value, str):
-      value = registry.defaults(value)
+    if key in _BY_NAME and isinstance(value, str):
+      value = _BY_NAME[key].defaults(value)
     elif isinstance(self.get(key), Section) and type(value) is ConfigDict:
       value = Section(value)
     super().__setitem__(key, value)
@@ -62,14 +57,13 @@ def mixer(name: str, **settings) -> ConfigDict:
 
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
 
-  Raises:
-    UserError: the name or a setting is unknown, or a value has the wrong type.
+  A `UserError` if the name or a setting is unknown, or a value has the wrong type.
   """
   return registry.mixers.section(name, **settings)
 
 
 def boundaries(name: str, **settings) -> ConfigDict:
-  """The section of a kind of boundaries, like `mixer`; "none" gives a model without pooling."""
+  """The section of boundaries, like `mixer`; "none" does not pool."""
   return registry.boundaries.section(name, **settings)
 
 
@@ -94,10 +88,9 @@ def middle(kind: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict
   `model.mixer` and `model.num_layers` describe the innermost blocks.
 
   Args:
-    kind: a section of `boundaries`, or a name; "none" does not pool.
-    width: D; 0 takes the width of the stage around it.
-    **settings: `feed_forward_width`, for all its blocks (0 as for `width`), and another
-      `middle`.
+    kind: a section of `boundaries`, or a name.
+    width: D; 0 is that of the stage around it.
+    **settings: `feed_forward_width`, as `width`, and another `middle`.
   """
   section = Section({"width": 0, "feed_forward_width": 0})
   _add_pooling(section)
@@ -231,12 +224,7 @@ def default() -> ConfigDict:
 
 
 def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
-  """Applies the variant `tiny`, which trains in a minute on a CPU; "" changes nothing.
-
-  Args:
-    config: changed in place, and returned.
-    variant: the part after the colon in --config=FILE:VARIANT; others raise a ValueError.
-  """
+  """Changes a configuration to its variant, "tiny", which trains in a minute on a CPU, or ""."""
   if variant not in ("", "tiny"):
     raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:
@@ -255,7 +243,7 @@ def is_pooled(model: Mapping) -> bool:
 
 
 def stages_in(model: Mapping) -> dict[str, Mapping]:
-  """The settings of a model and of each middle in it, which inherits what it does not set."""
+  """The settings of a model and of each middle, which inherits what it does not set."""
   stages, key = {"model": model}, "model"
   while stages[key]["middle"] is not None:
     own = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
@@ -274,12 +262,12 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
 
 
 def known_keys() -> list[str]:
-  """The full names of all settings, such as `model.width`."""
+  """The full names of all settings."""
   return sorted(flatten(default()))
 
 
 def plugins_in(config: Mapping) -> tuple[str, ...]:
-  """The modules of others that registered the components of a configuration, for --plugin."""
+  """The modules that registered the components of a configuration, for --plugin."""
   found = set()
   for key, name in flatten(config).items():
     section, _, last = key.rpartition(".")
@@ -289,7 +277,7 @@ def plugins_in(config: Mapping) -> tuple[str, ...]:
 
 
 def expand_paths(config: ConfigDict) -> ConfigDict:
-  """The configuration with the user's folder for a ~ that a path begins with."""
+  """The configuration with the user's folder for a path's ~."""
   flat, config = flatten(config), config.copy_and_resolve_references()
   for key in _PATHS:
     if isinstance(flat.get(key), str):
@@ -302,8 +290,8 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
   """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
   flat = {}
   for key, value in config.items():
-    if isinstance(value, (Mapping, ConfigDict)):
-      flat.update(flatten(value, f"{prefix}{key}."))
+    if isinstance(value, Mapping | ConfigDict):
+      flat |= flatten(value, f"{prefix}{key}.")
     else:
       flat[prefix + key] = registry.as_tuple(value)
   return flat
@@ -322,7 +310,7 @@ def place(key: str) -> str:
 
 
 def component_keys(config: ConfigDict) -> list[str]:
-  """The names of all sections that may hold a component, those of middles included."""
+  """The names of all sections that may hold a component, with those of middles."""
   keys = list(COMPONENTS)
   is_known = "middle" in config.get("model", {})  # A file may give any settings.
   for stage in stages_in(config.model) if is_known else ():
@@ -335,7 +323,7 @@ def component_keys(config: ConfigDict) -> list[str]:
 
 
 def check_keys(config, known, prefix: str) -> None:
-  """Checks that a section has the known settings alone, of the types of their defaults."""
+  """A `UserError` unless a section has the known settings, of the types of their defaults."""
   for name, value in config.items():
     key = f"{prefix}{name}"
     if name not in known:
@@ -352,7 +340,7 @@ def check_keys(config, known, prefix: str) -> None:
 
 
 def check_type(key: str, value, usual) -> None:
-  """Checks that a value has the type of the default, `usual`."""
+  """A `UserError` unless a value has the type of the default, `usual`."""
   if value is None and place(key) in OPTIONAL:
     return
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):

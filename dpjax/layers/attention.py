@@ -21,15 +21,13 @@ from dpjax.ops import checks
 class SelfAttention(nn.Module):
   """Multi-head masked self-attention, like torch.nn.MultiheadAttention.
 
-  Queries, keys and values come from one [D, 3D] matrix; biases are initialised to 0.
-
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T; required.
     dropout: probability with which an attention weight is dropped in training.
-    use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17.
+    use_bias: False as in Chen 2023, arXiv:2308.07661, Eqs. 10-17; biases begin as 0.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, with
-      the [D, 3D] matrix drawn as one Xavier-uniform matrix.
+      queries, keys and values from one Xavier-uniform matrix [D, 3D].
     dtype: the dtype of the computation; parameters are float32.
     rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper;
       None for no rotation.
@@ -64,7 +62,8 @@ class SelfAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    _check(self, inputs, is_start, cache)
+    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if self.rotary_base is not None:
       angles = self._angles(self.rotary_base, q.shape, cache, is_start)
@@ -135,10 +134,7 @@ class RelativeAttentionCache(NamedTuple):
 
 
 class RelativeAttention(nn.Module):
-  """Multi-head attention with relative positions (`dpjax.ops.relative_attention`).
-
-  Queries, keys and values come from one [D, 3D] matrix, positions from a [D, D] one; all
-  have biases, initialised to 0.
+  """Multi-head attention with relative positions (`dpjax.ops.relative_attention`), with biases.
 
   Attributes:
     num_heads: H, a divisor of D.
@@ -163,13 +159,8 @@ class RelativeAttention(nn.Module):
 
   def make_positions(self) -> partial[SharedPositions]:
     """Makes the positions and biases that all layers of a model share."""
-    return partial(
-      SharedPositions,
-      num_heads=self.num_heads,
-      dropout=self.position_dropout,
-      init_std=self.init_std,
-      dtype=self.dtype,
-    )
+    settings: Any = dict(num_heads=self.num_heads, dropout=self.position_dropout)
+    return partial(SharedPositions, init_std=self.init_std, dtype=self.dtype, **settings)
 
   @nn.compact
   def __call__(
@@ -182,18 +173,16 @@ class RelativeAttention(nn.Module):
     lengths: jax.Array | None = None,
     is_start: jax.Array | None = None,
   ) -> Any:
-    """Mixes [B, T, D]; layers may share `positions`.
-
-    They need at least T distances, or `max_length` with a cache.
-    """
-    _check(self, inputs, is_start, cache)
+    """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
+    limits = dict(max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length
     per_head = self.num_heads, width // self.num_heads
     sizes = dict(B=batch, T=length, D=width, H=per_head[0], E=per_head[1])
     if positions is None:
-      make = self.make_positions()
-      positions = make(name="positions")(length, width, deterministic=deterministic)
+      shared = self.make_positions()(name="positions")
+      positions = shared(length, width, deterministic=deterministic)
     shapes = dict(table="R>=T D", content_bias="H E", position_bias="H E")
     checks.record("positions", positions, RelativePositions, dict(sizes), **shapes)
     q, k, v = _queries_keys_values(self, inputs, linear_kernel)
@@ -205,22 +194,21 @@ class RelativeAttention(nn.Module):
       y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
     else:
       checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
-      kept = dict(length=("B", jnp.int32))
-      checks.record("cache.attention", cache.attention, ops.AttentionCache, sizes, **kept)
-      table, parameters = positions.table[:length], project.variables["params"]
+      kept = cache.attention
+      checks.record("cache.attention", kept, ops.AttentionCache, sizes, length=("B", jnp.int32))
+      table, variables = positions.table[:length], dict(project.variables)
       free = project.clone(parent=None)
 
       def fill(_):
-        rows: Any = free.apply({"params": parameters}, table)
+        rows: Any = free.apply(variables, table)
         return rows.reshape(-1, *per_head).swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
 
       # Computed where a row begins: at every token it would be most of the cost. A loop of no or
       # one round, as `lax.cond` would copy the cache, and flat, which has only one layout.
-      state = cache.distances.reshape(-1), jnp.any(cache.attention.length == 0)
+      state = cache.distances.reshape(-1), jnp.any(kept.length == 0)
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0].reshape(cache.distances.shape)
-      y_bthe, kept = ops.relative_attention_cached(
-        q, k, v, r_hre.swapaxes(0, 1), *biases, cache.attention, lengths=lengths
-      )
+      r_rhe = r_hre.swapaxes(0, 1)
+      y_bthe, kept = ops.relative_attention_cached(q, k, v, r_rhe, *biases, kept, lengths=lengths)
       cache = RelativeAttentionCache(kept, r_hre)
     y_btd = linear(self, width, "out", use_bias=True)(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
@@ -229,11 +217,6 @@ class RelativeAttention(nn.Module):
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     kept = _init_cache(self, batch, width)
     return RelativeAttentionCache(kept, jnp.zeros(kept.keys.shape[1:], self.dtype))
-
-
-def _check(module, inputs, is_start, cache) -> None:
-  sizes = dict(max_length=module.max_length, num_heads=module.num_heads)
-  mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
 
 
 def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list[jax.Array]:
@@ -246,7 +229,8 @@ def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list
     dot_general=ops.dot_general,
     name="queries_keys_values",
   )(inputs)
-  qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, module.num_heads, -1)
+  per_head = module.num_heads, inputs.shape[-1] // module.num_heads
+  qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head)
   return [qkv_btphe[:, :, i] for i in range(3)]
 
 

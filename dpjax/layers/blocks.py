@@ -26,8 +26,6 @@ class Norm(nn.Module):
     layer_norm  gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias
     rms_norm    gain x / sqrt(mean(x**2) + epsilon), without a bias
 
-  Mean and variance are taken in float32; `dtype` is that of the result.
-
   Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
   """
 
@@ -70,8 +68,8 @@ class FeedForward(nn.Module):
     relu, gelu  W2 drop(activation(W1 x + b1)) + b2
     swiglu      W2 drop(silu(Wg x + bg) * (W1 x + b1)) + b2
 
-  `dropout` is the rate of the hidden layer, `out_width` that of the result, None for the width of
-  the input; weights are N(0, init_std**2) and biases 0, or, for init_std = 0, PyTorch's defaults.
+  `out_width` is None for the width of the input; weights are N(0, init_std**2) and biases 0, or,
+  for init_std = 0, PyTorch's defaults.
 
   Source: Shazeer 2020, arXiv:2002.05202, for swiglu.
   """
@@ -104,10 +102,8 @@ class FeedForward(nn.Module):
     return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
-    bias_init = initializers.symmetric_uniform(x.shape[-1] ** -0.5)
-    if self.init_std:
-      bias_init = nn.initializers.zeros
-    options: Any = dict(use_bias=self.use_bias, bias_init=bias_init)
+    zeros, uniform = nn.initializers.zeros, initializers.symmetric_uniform(x.shape[-1] ** -0.5)
+    options: Any = dict(use_bias=self.use_bias, bias_init=zeros if self.init_std else uniform)
     return initializers.linear(self, features, name, **options)(x)
 
 
@@ -122,7 +118,7 @@ class Block(nn.Module):
     dropout: dropout rate of both branches, before they are added.
     hidden_dropout: the dropout rate within the feed-forward network.
     use_bias: whether norms and the feed-forward network have biases. Mixers have their own.
-    init_std: see `FeedForward`, as for the settings not explained here; those of norms `Norm`.
+    init_std: for all others see `FeedForward` and `Norm`.
   """
 
   make_mixer: Callable[..., nn.Module]
@@ -140,17 +136,9 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    inputs: jax.Array,
-    *,
-    deterministic: bool = True,
-    cache: Any = None,
-    **mixer_inputs,
+    self, inputs: jax.Array, *, deterministic: bool = True, cache: Any = None, **mixer_inputs
   ) -> Any:
-    """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache.
-
-    The mixer also receives `mixer_inputs`.
-    """
+    """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache."""
     x = checks.array("inputs", inputs, "B T D>=1")
     checks.choice("norm", self.norm, ("post", "pre"))
     mixer = self.make_mixer(name="mixer")
@@ -164,15 +152,8 @@ class Block(nn.Module):
       y, cache = mixer(x, deterministic=deterministic, cache=cache, **mixer_inputs)
       return y
 
-    feed_forward = FeedForward(
-      self.hidden_width,
-      self.activation,
-      self.hidden_dropout,
-      self.init_std,
-      self.dtype,
-      use_bias=self.use_bias,
-      name="feed_forward",
-    )
+    hidden = self.hidden_width, self.activation, self.hidden_dropout, self.init_std, self.dtype
+    feed_forward = FeedForward(*hidden, use_bias=self.use_bias, name="feed_forward")
     norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       normed = Norm(*norm, name=norm_name)

@@ -1,10 +1,9 @@
 """The Dispatcher in place of self-attention. B batch, T position, D width, K level.
 
-Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c. Differences
-from the authors' code:
-- Heads split the D features. The authors' reshape of [B, T, D] to [B * H, T, D / H] cuts the
-  positions. With one head, as in all published results, both are the same.
-- K = ceil(log2(max_length)); the authors take the floor. Powers of two give the same.
+Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c, which differs:
+- Its reshape of [B, T, D] to [B * H, T, D / H] cuts the positions. Here heads split the D features;
+  with one head, as in all published results, both are the same.
+- It takes the floor in K = ceil(log2(max_length)). Powers of two give the same.
 """
 
 from typing import Any, ClassVar
@@ -22,16 +21,15 @@ from dpjax.ops import checks
 class Dispatcher(nn.Module):
   """The paper's layer: y = W_out shift_and_sum(W_in x, sigmoid(W_c x)).
 
-  The three matrices have the size of a head and are shared by the heads; there are no
-  biases.
+  The three matrices have the size of a head and are shared by the heads, without biases.
 
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T; required.
-    num_levels: K; None is ceil(log2(max_length)), at least 1, so that the last position
-      reaches the first. Position t reaches back to t - 2**K + 1.
-    level_dropout: probability with which a level is skipped in training, for the
-      whole batch (Dispatcher dropout, Sec. 2.1).
+    num_levels: K; None is ceil(log2(max_length)), at least 1. Position t reaches back to
+      t - 2**K + 1.
+    level_dropout: probability with which a level is skipped in training, for the whole batch
+      (Dispatcher dropout, Sec. 2.1).
     implementation: see `dpjax.ops.shift_and_sum`.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
@@ -49,12 +47,8 @@ class Dispatcher(nn.Module):
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    mixer.check_settings(
-      self,
-      sizes=("num_heads", "max_length"),
-      rates=("level_dropout",),
-      implementations=ops.SHIFT_AND_SUM,
-    )
+    sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
+    mixer.check_settings(self, sizes=sizes, rates=rates, implementations=ops.SHIFT_AND_SUM)
     if self.num_levels is not None:
       checks.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 places.
     super().__post_init__()
@@ -71,13 +65,8 @@ class Dispatcher(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    mixer.check_input(
-      inputs,
-      max_length=self.max_length,
-      num_heads=self.num_heads,
-      is_start=is_start,
-      cache=cache,
-    )
+    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
+    mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
     num_levels, shape = self._num_levels, inputs.shape
     if level_keep is None and self.level_dropout and not deterministic:
       key = self.make_rng("dropout")
@@ -104,10 +93,8 @@ class Dispatcher(nn.Module):
 
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
     """See `dpjax.layers.mixer.Mixer`; [B, 2**K - 1, H, E], whatever the length."""
-    features = width // self.num_heads
-    return ops.init_shift_and_sum_cache(
-      batch, self.num_heads, features, self._num_levels, self.dtype
-    )
+    sizes = batch, self.num_heads, width // self.num_heads, self._num_levels
+    return ops.init_shift_and_sum_cache(*sizes, self.dtype)
 
   @property
   def _num_levels(self) -> int:
@@ -117,7 +104,7 @@ class Dispatcher(nn.Module):
 class MultiHeadDispatcher(Dispatcher):
   """The authors' later layer: matrices of full width, and gates without the sigmoid.
 
-  W_in and W_out are [D, D], W_c is [D, H * K]; head h of level k reads column h * K + k.
+  W_in and W_out are [D, D], W_c is [D, H * K]; level k of head h reads column h * K + k.
   Level 0 is never skipped. For the attributes see `Dispatcher`.
   """
 

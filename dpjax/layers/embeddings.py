@@ -74,10 +74,8 @@ class TokenAndPosition(nn.Module):
     )
     length = tokens.shape[1]
     if length > self.max_length and is_start is None:
-      raise ValueError(
-        f"tokens: expected [B, T] with T <= max_length = {self.max_length}, got "
-        f"the shape {tokens.shape}"
-      )
+      longest = f"T <= max_length = {self.max_length}"
+      raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
     init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
     embed = nn.Embed(
       self.vocab_size, self.width, dtype=self.dtype, embedding_init=init, name="tokens"
@@ -96,7 +94,8 @@ class TokenAndPosition(nn.Module):
     if is_learned:
       table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
     else:
-      table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
+      rows = length if place_bt is None else self.max_length
+      table = jnp.asarray(sinusoidal_positions(rows, self.width))
     if place_bt is None:
       rows_btd = table[None, :length]
     elif is_learned:

@@ -37,8 +37,7 @@ class ME(nn.Module):
   Attributes:
     max_length: l, the window: the longest T, and the number of taps.
     implementation: see `dpjax.ops.causal_convolution`.
-    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, for
-      the taps those of a convolution.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
   """
 
@@ -73,10 +72,8 @@ class ME(nn.Module):
     if cache is not None:
       y_btd, cache = ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths)
       return self._finish(inputs, y_btd), cache
-    y_btd = ops.causal_convolution(
-      x_btd, taps, is_start=is_start, implementation=self.implementation
-    )
-    return self._finish(inputs, y_btd)
+    options: Any = dict(is_start=is_start, implementation=self.implementation)
+    return self._finish(inputs, ops.causal_convolution(x_btd, taps, **options))
 
   def init_cache(self, batch: int, width: int) -> _Cache:
     """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D], or more."""
@@ -93,13 +90,9 @@ class ME(nn.Module):
 
 
 class WE(ME):
-  """The worthwhile Extractor: l D + 2 D**2 parameters.
+  """The worthwhile Extractor: l D + 2 D**2 parameters; other attributes are those of `ME`.
 
   Attributes:
-    max_length: see `ME`.
-    implementation: see `ME`.
-    init_std: see `ME`.
-    dtype: see `ME`.
     adjustment: whether to apply Eq. 24; otherwise a = e.
     output_projection: whether to apply Eq. 25; otherwise y = a.
   """
@@ -117,10 +110,9 @@ class WE(ME):
 
 
 class HE(WE):
-  """The higher-performance Extractor: l D + 3 D**2 parameters.
+  """The higher-performance Extractor: l D + 3 D**2 parameters, with the attributes of `WE`.
 
-  For the attributes see `WE`. Without adjustment and output projection, the layer is HE's
-  extraction alone, the variant at the end of Sec. 5.
+  Without adjustment and output projection, it is the variant at the end of Sec. 5.
   """
 
   def _prepare(self, inputs: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
@@ -128,10 +120,7 @@ class HE(WE):
 
 
 class SHE(WE):
-  """The super high-performance Extractor: l D**2 + 2 D**2 parameters.
-
-  For the attributes see `WE`.
-  """
+  """The super high-performance Extractor: (l + 2) D**2 parameters, with the attributes of `WE`."""
 
   def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
     """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""

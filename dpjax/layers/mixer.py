@@ -14,20 +14,18 @@ from dpjax.ops import checks
 class Mixer(Protocol):
   """The interface of a token mixer, which replaces self-attention: [B, T, D] -> [B, T, D].
 
-  A mixer is a Linen module. It is causal (position t of the output depends on
-  positions 0 .. t of the input), treats the rows of a batch independently, and takes any
-  1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if
-  `deterministic` is False.
+  A mixer is a Linen module. It is causal, treats the rows of a batch independently, and takes any
+  1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if `deterministic`
+  is False.
 
-  With a cache, it takes rows in chunks of any size, and returns the same outputs as for whole
-  rows: `outputs, cache = mixer(chunk, cache=cache)`. A cache is a pytree of arrays, whose shapes
-  do not depend on the chunk. Chunks may extend rows beyond `max_length`, unless the class says
-  `is_endless = False`. A mixer may lack `init_cache`, `cache` and `lengths`; generation then takes
-  full passes.
+  With a cache, a pytree of arrays, it takes rows in chunks of any size, with the outputs of whole
+  rows: `outputs, cache = mixer(chunk, cache=cache)`. Chunks may extend rows beyond `max_length`,
+  unless the class says `is_endless = False`. A mixer may lack `init_cache`, `cache` and `lengths`;
+  generation then takes full passes.
 
-  With `is_start`, a row holds several documents, one after another, and each gives the same
-  outputs as alone. The row may then be longer than `max_length`; a document may not. A mixer
-  may lack `is_start`; the model then refuses documents. A row of a cache is one document.
+  With `is_start`, a row holds several documents, and each gives the same outputs as alone. The row
+  may then be longer than `max_length`; a document may not. A mixer may lack `is_start`; the model
+  then refuses documents. A row of a cache is one document.
 
   Mixers may share positions across layers: the method `make_positions` makes a module, whose
   result all such mixers of a model receive as `positions`.
@@ -55,8 +53,8 @@ class Mixer(Protocol):
       cache: None, or from `init_cache` or the previous call.
       lengths: [B], int32, with a cache: the number of real positions in each row, before
         its padding; None means all.
-      is_start: [B, T], 1 where a document begins, else 0; not with a cache. None means that each
-        row is one document.
+      is_start: [B, T], 1 where a document begins, else 0; not with a cache. None: rows are one
+        document each.
 
     Returns:
       [B, T, D], and with a cache also the new cache; outputs of padding are meaningless.
@@ -80,9 +78,10 @@ def check_input(
 
   Raises:
     ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`,
-      `is_start` is not [B, T], or there are both `is_start` and a cache.
+      or `is_start` is not [B, T] or with a cache.
   """
-  inputs = checks.array("inputs", inputs, "B>=1 T>=1 D>=1")
+  batch = "B" if cache is None else "B>=1"
+  inputs = checks.array("inputs", inputs, f"{batch} T>=1 D>=1")
   length, width = inputs.shape[1:]
   if is_start is not None:
     ops.check_starts(is_start, inputs.shape[:2])
@@ -101,7 +100,7 @@ def takes_starts(module: Any) -> bool:
 
 
 def check_takes_starts(module: Any) -> None:
-  """Raises a `ValueError` if a mixer, or a kind of boundaries, does not take `is_start`."""
+  """Raises a `ValueError` if `takes_starts` does not hold."""
   if not takes_starts(module):
     raise UserError(
       f"is_start: expected none for a model with {type(module).__name__}, which does not keep "

@@ -3,111 +3,64 @@
 Other arguments than described raise a `ValueError`; values are checked only outside of `jit`.
 """
 
-from dpjax.ops.attention import causal_attention, relative_attention, relative_positions
-from dpjax.ops.attention_cache import (
-  AttentionCache,
-  causal_attention_cached,
-  init_attention_cache,
-  relative_attention_cached,
-)
-from dpjax.ops.boundaries import (
-  binomial_prior_loss,
-  fixed_boundaries,
-  gumbel_sigmoid,
-  spacelike_boundaries,
-  whitespace_boundaries,
-)
-from dpjax.ops.capacity import capacities, run_at_capacity
-from dpjax.ops.causal_convolution import IMPLEMENTATIONS as CAUSAL_CONVOLUTION
-from dpjax.ops.causal_convolution import causal_convolution
-from dpjax.ops.causal_convolution_cache import (
-  ConvolutionCache,
-  OnlineConvolutionCache,
-  causal_convolution_cached,
-  init_convolution_cache,
-  init_online_convolution_cache,
-)
-from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.dropout import dropout, relu_dropout
-from dpjax.ops.entropies import (
-  conditional_entropy,
-  entropy_spikes,
-  entropy_theta,
-  entropy_threshold,
-)
-from dpjax.ops.products import dot_general
-from dpjax.ops.rotary import rotary_angles, rotate
-from dpjax.ops.routing import ratio_loss, route, smooth_segments, straight_through
-from dpjax.ops.segments import (
-  SegmentCache,
-  check_boundaries,
-  init_segment_cache,
-  pool_segments,
-  pool_segments_cached,
-  segment_ids,
-  segment_starts,
-  upsample_segments,
-)
-from dpjax.ops.shift_and_sum import IMPLEMENTATIONS as SHIFT_AND_SUM
-from dpjax.ops.shift_and_sum import (
-  ShiftAndSumCache,
-  dispatch_matrix,
-  init_shift_and_sum_cache,
-  num_levels,
-  shift_and_sum,
-  shift_and_sum_cached,
-)
+from inspect import ismodule as _ismodule
 
-__all__ = [
-  "CAUSAL_CONVOLUTION",
-  "SHIFT_AND_SUM",
-  "AttentionCache",
-  "ConvolutionCache",
-  "OnlineConvolutionCache",
-  "SegmentCache",
-  "ShiftAndSumCache",
-  "binomial_prior_loss",
-  "capacities",
-  "causal_attention",
-  "causal_attention_cached",
-  "causal_convolution",
-  "causal_convolution_cached",
-  "check_boundaries",
-  "check_starts",
-  "conditional_entropy",
-  "dispatch_matrix",
-  "document_places",
-  "dot_general",
-  "dropout",
-  "entropy_spikes",
-  "entropy_theta",
-  "entropy_threshold",
-  "fixed_boundaries",
-  "gumbel_sigmoid",
-  "init_attention_cache",
-  "init_convolution_cache",
-  "init_online_convolution_cache",
-  "init_segment_cache",
-  "init_shift_and_sum_cache",
-  "num_levels",
-  "pool_segments",
-  "pool_segments_cached",
-  "ratio_loss",
-  "relative_attention",
-  "relative_attention_cached",
-  "relative_positions",
-  "relu_dropout",
-  "rotary_angles",
-  "rotate",
-  "route",
-  "run_at_capacity",
-  "segment_ids",
-  "segment_starts",
-  "shift_and_sum",
-  "shift_and_sum_cached",
-  "smooth_segments",
-  "spacelike_boundaries",
-  "straight_through",
-  "upsample_segments",
-  "whitespace_boundaries",
+from dpjax.ops.attention import causal_attention as causal_attention
+from dpjax.ops.attention import relative_attention as relative_attention
+from dpjax.ops.attention import relative_positions as relative_positions
+from dpjax.ops.attention import rotary_angles as rotary_angles
+from dpjax.ops.attention import rotate as rotate
+from dpjax.ops.attention_cache import AttentionCache as AttentionCache
+from dpjax.ops.attention_cache import causal_attention_cached as causal_attention_cached
+from dpjax.ops.attention_cache import init_attention_cache as init_attention_cache
+from dpjax.ops.attention_cache import relative_attention_cached as relative_attention_cached
+from dpjax.ops.boundaries import binomial_prior_loss as binomial_prior_loss
+from dpjax.ops.boundaries import fixed_boundaries as fixed_boundaries
+from dpjax.ops.boundaries import gumbel_sigmoid as gumbel_sigmoid
+from dpjax.ops.boundaries import spacelike_boundaries as spacelike_boundaries
+from dpjax.ops.boundaries import whitespace_boundaries as whitespace_boundaries
+from dpjax.ops.capacity import capacities as capacities
+from dpjax.ops.capacity import run_at_capacity as run_at_capacity
+from dpjax.ops.causal_convolution import CAUSAL_CONVOLUTION as CAUSAL_CONVOLUTION
+from dpjax.ops.causal_convolution import causal_convolution as causal_convolution
+from dpjax.ops.causal_convolution_cache import ConvolutionCache as ConvolutionCache
+from dpjax.ops.causal_convolution_cache import OnlineConvolutionCache as OnlineConvolutionCache
+from dpjax.ops.causal_convolution_cache import (
+  causal_convolution_cached as causal_convolution_cached,
+)
+from dpjax.ops.causal_convolution_cache import init_convolution_cache as init_convolution_cache
+from dpjax.ops.causal_convolution_cache import (
+  init_online_convolution_cache as init_online_convolution_cache,
+)
+from dpjax.ops.documents import check_starts as check_starts
+from dpjax.ops.documents import document_places as document_places
+from dpjax.ops.dropout import dropout as dropout
+from dpjax.ops.dropout import relu_dropout as relu_dropout
+from dpjax.ops.entropies import conditional_entropy as conditional_entropy
+from dpjax.ops.entropies import entropy_spikes as entropy_spikes
+from dpjax.ops.entropies import entropy_theta as entropy_theta
+from dpjax.ops.entropies import entropy_threshold as entropy_threshold
+from dpjax.ops.products import dot_general as dot_general
+from dpjax.ops.routing import ratio_loss as ratio_loss
+from dpjax.ops.routing import route as route
+from dpjax.ops.routing import smooth_segments as smooth_segments
+from dpjax.ops.routing import straight_through as straight_through
+from dpjax.ops.segments import SegmentCache as SegmentCache
+from dpjax.ops.segments import check_boundaries as check_boundaries
+from dpjax.ops.segments import init_segment_cache as init_segment_cache
+from dpjax.ops.segments import pool_segments as pool_segments
+from dpjax.ops.segments import pool_segments_cached as pool_segments_cached
+from dpjax.ops.segments import segment_ids as segment_ids
+from dpjax.ops.segments import segment_starts as segment_starts
+from dpjax.ops.segments import upsample_segments as upsample_segments
+from dpjax.ops.shift_and_sum import SHIFT_AND_SUM as SHIFT_AND_SUM
+from dpjax.ops.shift_and_sum import ShiftAndSumCache as ShiftAndSumCache
+from dpjax.ops.shift_and_sum import dispatch_matrix as dispatch_matrix
+from dpjax.ops.shift_and_sum import init_shift_and_sum_cache as init_shift_and_sum_cache
+from dpjax.ops.shift_and_sum import num_levels as num_levels
+from dpjax.ops.shift_and_sum import shift_and_sum as shift_and_sum
+from dpjax.ops.shift_and_sum import shift_and_sum_cached as shift_and_sum_cached
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+  name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)
 ]

@@ -1,9 +1,6 @@
-"""Causal attention, plain and relative.
+"""Causal attention, plain and relative, and rotary positions.
 
-B batch, T position, H head, E feature of a head, D width, R distance; Q query and S key
-of a tile.
-
-Long inputs are processed in tiles, after Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
+B batch, T position, S position of a key, H head, E feature of a head, D width, R distance.
 """
 
 import jax
@@ -15,7 +12,7 @@ from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product, sum_dtype
 
 # By results/attention.json, on a CPU. An accelerator launches several kernels for each
 # tile, so it gets fewer and larger ones; how large is a guess.
@@ -39,24 +36,19 @@ def causal_attention(
     weights[b, h, t, s] = softmax over s <= t of queries[b, t, h] . keys[b, s, h] / sqrt(E)
     output[b, t, h]     = sum over s <= t of weights[b, h, t, s] values[b, s, h]
 
-  For T <= `block_size`, all weights are computed at once, without dropout by
-  `jax.nn.dot_product_attention`. Longer inputs take one tile of block_size x block_size at a time,
-  skip future tiles, and recompute the weights in the backward pass: O(B H block_size**2 + B H T E)
-  memory, and reverse-mode derivatives only. The softmax is in float32, or in float64 if an
-  argument is; its gradient is rounded to the dtype of `queries`.
+  Inputs longer than `block_size` take one tile of block_size x block_size at a time and
+  recompute the weights in the backward pass: O(B H block_size**2 + B H T E) memory, and
+  reverse-mode derivatives only. The softmax is in float32, or in float64 if an argument is.
 
   Args:
     queries: [B, T, H, E], floats.
     keys: [B, T, H, E], floats.
     values: [B, T, H, E], floats.
-    dropout_rate: the probability in [0, 1) that a weight is set to zero; the others are
-      scaled by 1 / (1 - dropout_rate).
-    dropout_key: a random key, required if `dropout_rate` > 0. The draw also depends on
-      `block_size`.
+    dropout_rate: the probability in [0, 1) of `dropout` of the weights.
+    dropout_key: its random key; the draw also depends on `block_size`.
     is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
       to its own document. None means that each row is one document.
-    block_size: the maximum number of queries and of keys in a tile. None: 128 on a CPU, else
-      1,024.
+    block_size: the most queries and keys of a tile. None: 128 on a CPU, else 1,024.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -64,8 +56,8 @@ def causal_attention(
   Raises:
     ValueError: shapes or dtypes do not match, or a key for the dropout is missing.
 
-  Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of the Dispatcher
-  paper, aclanthology.org/2022.clasp-1.3, Sec. 3.
+  Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of aclanthology.org/2022.clasp-1.3,
+  Sec. 3. Tiles: Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
   """
   queries, keys, values = checks.arrays(**_axes(queries, keys, values))
   place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
@@ -73,12 +65,9 @@ def causal_attention(
     return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
   # JAX's own always takes the softmax in float32.
   if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
-    if place_bt is None:
-      return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
-    return jax.nn.dot_product_attention(queries, keys, values, mask=_sees(place_bt))
-  scores_bhts = jnp.einsum(
-    "bthe,bshe->bhts", queries, keys, preferred_element_type=sum_dtype(queries, keys)
-  )
+    mask = None if place_bt is None else _sees(place_bt)
+    return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)
+  scores_bhts = product("bthe,bshe->bhts", queries, keys)
   return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 
@@ -104,8 +93,8 @@ def relative_attention(
     output[b, t, h]   = sum over s <= t of softmax(score[b, h, t])[s] values[b, s, h]
 
   `positions` are [R, H, E], R >= T; row r is for the distance r = t - s. The biases, [H, E], are u
-  and v of the source, `r_w_bias` and `r_r_bias` of the authors. There is no memory of earlier
-  windows. The other arguments, the result and the errors are those of `causal_attention`.
+  and v of the source. The other arguments, the result and the errors are those of
+  `causal_attention`.
 
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
@@ -121,19 +110,10 @@ def relative_attention(
   if size:
     relative = positions, content_bias, position_bias
     return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
-  scores_bhts = jnp.einsum(
-    "bthe,bshe->bhts",
-    queries + content_bias[None, None],
-    keys,
-    preferred_element_type=sum_dtype(queries, keys),
-  )
-  by_distance_bhtr = jnp.einsum(
-    "bthe,rhe->bhtr",
-    queries + position_bias[None, None],
-    positions[::-1],  # The farthest first, so that column s of row t is s + T - 1 - t.
-    preferred_element_type=sum_dtype(queries, positions),
-  )
-  scores_bhts += _align(by_distance_bhtr)
+  scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
+  # The farthest first, so that column s of row t is s + T - 1 - t.
+  farthest_first_rhe, queries = positions[::-1], queries + position_bias[None, None]
+  scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
   return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
 
 
@@ -143,13 +123,63 @@ def relative_positions(length: int, width: int) -> np.ndarray:
     table[r, i]       = sin(r / 10000 ** (2i / D))     0 <= i < ceil(D / 2)
     table[r, D/2 + i] = cos(r / 10000 ** (2i / D))
 
-  The table is [R, D], float32, `length` R and `width` D.
-
-  Source: see `relative_attention`.
+  The table is [length, width], float32. Source: see `relative_attention`.
   """
   checks.integers(length=length, width=width)
   angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
   return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
+
+
+def rotary_angles(length: int, features: int, base: float = 10_000.0) -> np.ndarray:
+  """The angles of positions 0 .. T - 1, in radians, without whole turns.
+
+    angles[t, i] = t base ** (-2 i / E)  mod 2 pi,  i = 0 .. E / 2 - 1
+
+  `length` is T, `features` E, even. The result is float32, computed in float64: distant positions
+  lose no digits.
+
+  Raises:
+    ValueError: `features` is odd, or a number is out of range.
+
+  Source: Su et al. 2021, arXiv:2104.09864, Sec. 3.2.2.
+  """
+  checks.integers(length=length, features=features)
+  checks.number("base", base, "a number above 0", lambda x: 0 < x < np.inf)
+  if features % 2:
+    raise ValueError(f"features: expected an even number for rotary positions, got {features}")
+  frequencies = float(base) ** (-np.arange(0, features, 2) / features)
+  angles = np.arange(length)[:, None] * frequencies
+  return (angles % (2 * np.pi)).astype(np.float32)
+
+
+@automatic_axes
+def rotate(inputs: jax.Array, angles: jax.Array) -> jax.Array:
+  """Rotates the pairs of features (i, i + E / 2) by their angles.
+
+    output[i]         = x[i] cos(angles[i]) - x[i + E / 2] sin(angles[i])
+    output[i + E / 2] = x[i] sin(angles[i]) + x[i + E / 2] cos(angles[i])
+
+  The product of a rotated query and a rotated key depends on their positions only through the
+  distance. The inputs are [B, T, H, E], floats, the angles [B, T, E / 2] or [1, T, E / 2].
+  Computed in float32, or in float64 for such inputs.
+
+  Raises:
+    ValueError: the shapes do not match.
+
+  Source: see `rotary_angles`, where the pairs are (2 i, 2 i + 1); pairs across halves are those
+  of GPT-NeoX and Llama.
+  """
+  inputs = checks.array("inputs", inputs, "B T H E")
+  batch, length, _, features = inputs.shape
+  if features % 2:
+    raise ValueError(f"inputs: expected an even E of [B, T, H, E], got the shape {inputs.shape}")
+  axes, sizes = "1 T F | B T F", dict(B=batch, T=length, F=features // 2)
+  angles = checks.array("angles", angles, axes, **sizes)
+  dtype = sum_dtype(inputs)
+  angles = angles.astype(dtype)[:, :, None]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  x, y = jnp.split(inputs.astype(dtype), 2, axis=-1)
+  return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)
 
 
 def _axes(queries, keys, values) -> dict:
@@ -176,15 +206,11 @@ def _check(queries, dropout_rate, dropout_key, is_start, block_size) -> tuple:
 
 
 def _align(by_distance_bhtr: jax.Array) -> jax.Array:
-  """Moves row t to the left by T - 1 - t; entries that enter from the right lie in the future.
-
-  Rows [c b a], [f e d], [i h g]  ->  [a . .], [e d .], [i h g].
-  """
+  """Moves row t left by T - 1 - t: [c b a], [f e d], [i h g]  ->  [a . .], [e d .], [i h g]."""
   batch, heads, length, _ = by_distance_bhtr.shape
   # With one column more, a row of the flat array begins one place earlier each time.
   padded = jnp.pad(by_distance_bhtr, ((0, 0), (0, 0), (0, 0), (1, 0)))
-  rows = padded.reshape(batch, heads, length + 1, length)
-  return rows[:, :, 1:]
+  return padded.reshape(batch, heads, length + 1, length)[:, :, 1:]
 
 
 def _sees(place_bt: jax.Array) -> jax.Array:
@@ -196,7 +222,7 @@ def _sees(place_bt: jax.Array) -> jax.Array:
 
 def _attend(scores_bhts, values_bshe, place_bt, dropout_rate: float, dropout_key):
   """Causal softmax of the scores over sqrt(E), dropout, and the sum of the values."""
-  length, features = values_bshe.shape[1], values_bshe.shape[3]
+  _, length, _, features = values_bshe.shape
   if place_bt is None:
     sees_bhts = jnp.tril(jnp.ones((length, length), bool))[None, None]
   else:

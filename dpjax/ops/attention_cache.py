@@ -1,7 +1,7 @@
 """Causal attention in chunks, with the keys and values of earlier tokens in a cache.
 
-A chunk, a prompt or a single token, continues each row at its end; rows may have different
-lengths. For any division into chunks the outputs are those of the whole sequence.
+A chunk continues each row at its end; rows may have different lengths. For any division into
+chunks the outputs are those of the whole sequence.
 
 B batch, C position in the chunk, M place in the cache, N key of a query, H head, E feature of a
 head, R distance.
@@ -17,15 +17,14 @@ from jax.typing import ArrayLike, DTypeLike
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product
 
 
 class AttentionCache(NamedTuple):
   """Keys and values of the tokens so far, for one layer.
 
   Token t of a row is at place t mod M. Places from `length` on are ignored, but must be
-  finite. So a smaller `length` restarts a row, or returns to an earlier token; a row longer
-  than M has lost its first tokens and can only be restarted.
+  finite. So a smaller `length` restarts a row, or, up to M tokens, returns to an earlier token.
 
   Attributes:
     keys: [B, H, M, E], floats; heads come first, so that no step transposes the cache.
@@ -43,11 +42,8 @@ def init_attention_cache(
 ) -> AttentionCache:
   """An empty cache, 2 B M H E zeros.
 
-  `batch` is B, `max_length` M, the number of last tokens that are kept, `num_heads` H and
-  `features` E; `dtype` is that of keys and values.
-
-  Raises:
-    ValueError: a size is below 1, or the dtype is not a float.
+  `batch` is B, `max_length` M, `num_heads` H and `features` E, all at least 1; `dtype`, a float, is
+  that of keys and values.
   """
   checks.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
   checks.float_dtype(dtype)
@@ -75,30 +71,27 @@ def causal_attention_cached(
     weights[b, h, c, s] = softmax over s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
     output[b, c, h]     = sum over s <= t of weights[b, h, c, s] v[b, s, h]
 
-  An example with two rows, one feature, M = 4 and keys of 0, so that all weights are equal.
-  The first row receives its third token, the second nothing:
+  Two rows of one feature, with M = 4 and equal weights; the first receives its third token, the
+  second nothing:
 
     cache:  values [[6 4 . .] [5 . . .]]  length [2 1]
     chunk:  values [[2 9] [7 7]]          lengths [1 0]
     output: [[4 0] [0 0]]
     cache:  values [[6 4 2 .] [5 . . .]]  length [3 1]
 
-  Equals `causal_attention` up to rounding; keys and values are first rounded to the dtype of the
-  cache.
+  Keys and values are first rounded to the dtype of the cache.
 
   Args:
     queries: [B, C, H, E], floats, 1 <= C <= M.
     keys: [B, C, H, E], floats.
     values: [B, C, H, E], floats.
-    cache: the cache of the tokens before the chunk. If donated under `jit`, its memory holds
-      the new one.
+    cache: that of the tokens before the chunk; if donated, updated in place.
     lengths: [B], integers in 0 .. C, the number of real tokens in each row. The rest is
       padding, of any value, even nan. None means all.
 
   Returns:
     [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    Under `jit`, where a row of more than M tokens cannot raise, outputs from token M on are
-    nan; the cache drops these tokens, but `length` counts them.
+    Traced, outputs from token M on are nan; the cache counts these tokens, but drops them.
 
   Raises:
     ValueError: shapes or dtypes do not match, or C > M. Unless traced, also if `lengths` are
@@ -136,33 +129,25 @@ def relative_attention_cached(
 ) -> tuple[jax.Array, AttentionCache]:
   """Attends from every token to itself and the last tokens, by content and by distance.
 
-  Token c of the chunk is token t = cache.length[b] + c of row b. It attends to the last M
-  tokens, itself included: t - M < s <= t. With the keys k and the values v of the whole row
-  so far, including the chunk,
+  In the letters of `causal_attention_cached`,
 
     score[b, h, c, s] = ((queries[b, c, h] + content_bias[h]) . k[b, s, h]
                        + (queries[b, c, h] + position_bias[h]) . positions[t - s, h])
                         / sqrt(E)
     output[b, c, h]   = sum over t - M < s <= t of softmax(score[b, h, c])[s] v[b, s, h]
 
-  Up to M tokens, the output equals `relative_attention` up to rounding. From then on the cache
-  is a ring, and the output equals the last output of `relative_attention` for the last M
-  tokens. An example with one row, one feature, M = 4, and keys, positions and biases of 0, so
-  that all weights are equal:
+  After M tokens the cache is a ring, and the output is that of `relative_attention` for the last M
+  tokens. One row of one feature, with M = 4 and equal weights:
 
     cache:  values [[6 4 2 9]]  length [4]
     chunk:  values [[5 8]]
     output: [[5 6]], the means of 4 2 9 5 and of 2 9 5 8
     cache:  values [[5 8 2 9]]  length [6]
 
-  The next token, t = 6, goes to place 2; the places 0 .. 3 are then at the distances
-  (t - m) mod M = [2 1 0 3] from it.
-
   `positions` are [R, H, E], R >= M, and the biases [H, E]. The other arguments, the results and
   the errors are those of `causal_attention_cached`, but a row may have any length.
 
-  Source: see `relative_attention`; the ring is the memory of Dai et al. 2019,
-  arXiv:1901.02860, Sec. 3.2, for the last M tokens, updated with every token.
+  Source: see `relative_attention`; the ring is the memory of Sec. 3.2, for the last M tokens.
   """
   queries, keys, values, lengths = _check(queries, keys, values, cache, lengths)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
@@ -188,25 +173,15 @@ def relative_attention_cached(
     all_keys, all_values = [cache.keys, own_keys], [cache.values, own_values]
     age_bm = (cache.length[:, None] - 1 - place_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
-    to_own_cc = index_c[:, None] - index_c[None]
-    to_own_bcc = jnp.broadcast_to(to_own_cc, (len(token_bc), chunk, chunk))
+    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], (len(token_bc), chunk, chunk))
     distance_bcn = jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
     cache = _append(keys, values, cache, token_bc % max_length, lengths)
-  scores_bhcn = jnp.concatenate(
-    [_scores(queries + content_bias[None, None], x) for x in all_keys], axis=3
-  )
-  by_distance_bhcr = jnp.einsum(
-    "bche,rhe->bhcr",
-    queries + position_bias[None, None],
-    positions[:max_length],
-    preferred_element_type=sum_dtype(queries),
-  )
-  scores_bhcn += jnp.take_along_axis(
-    by_distance_bhcr,
-    jnp.clip(distance_bcn, 0, max_length - 1)[:, None],
-    axis=3,
-    mode="promise_in_bounds",
-  )
+  q_bche = queries + content_bias[None, None]
+  scores_bhcn = jnp.concatenate([_scores(q_bche, x) for x in all_keys], axis=3)
+  q_bche = queries + position_bias[None, None]
+  by_distance_bhcr = product("bche,rhe->bhcr", q_bche, positions[:max_length])
+  place_bcn = jnp.clip(distance_bcn, 0, max_length - 1)[:, None]
+  scores_bhcn += jnp.take_along_axis(by_distance_bhcr, place_bcn, 3, mode="promise_in_bounds")
   # Neither later tokens, nor lost ones, nor places without a token yet.
   farthest_bc = jnp.minimum(token_bc, max_length - 1)
   sees_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
@@ -255,12 +230,10 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
 
 def _scores(queries_bche, keys_bhme) -> jax.Array:
   keys_bhme = keys_bhme.astype(queries_bche.dtype)
-  dtype = sum_dtype(queries_bche)
   if queries_bche.shape[1] == 1:
     # With an axis of one XLA would lay the cache out anew.
-    q_bhe = queries_bche[:, 0]
-    return jnp.einsum("bhe,bhme->bhm", q_bhe, keys_bhme, preferred_element_type=dtype)[:, :, None]
-  return jnp.einsum("bche,bhme->bhcm", queries_bche, keys_bhme, preferred_element_type=dtype)
+    return product("bhe,bhme->bhm", queries_bche[:, 0], keys_bhme)[:, :, None]
+  return product("bche,bhme->bhcm", queries_bche, keys_bhme)
 
 
 def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
@@ -271,9 +244,7 @@ def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
   ends = np.cumsum([x.shape[2] for x in values])
   outputs = [
     jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme.astype(dtype))
-    for weights_bhcm, values_bhme in zip(
-      jnp.split(weights_bhcn, ends[:-1], axis=3), values, strict=True
-    )
+    for weights_bhcm, values_bhme in zip(jnp.split(weights_bhcn, ends[:-1], 3), values, strict=True)
   ]
   return sum(outputs[1:], outputs[0])
 

@@ -1,4 +1,7 @@
-"""Attention in tiles, with O(T) memory, also for the gradient; used by `dpjax.ops.attention`."""
+"""Attention in tiles, with O(T) memory, also for the gradient; used by `dpjax.ops.attention`.
+
+H head, B batch, T position, E feature of a head; Q query, S key and R distance of a tile.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.products import product, sum_dtype
 
 
 class _Inputs(NamedTuple):
   """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
-  With heads first, each head takes one product with the positions, which all rows share.
-  `relative` is None, or positions [H, T + S, E], the farthest first, then S future ones, and the
-  two biases [H, E].
+  With heads first, each head takes one product with the positions, which all rows share:
+  [H, T + S, E], the farthest first, then S future ones. Beside them are the biases [H, E].
   """
 
   queries: jax.Array
@@ -36,14 +39,15 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
   if relative is not None:
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = positions_hre, relative[1], relative[2]
+    relative = positions_hre, *relative[1:]
   # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
   zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
   zero = sum(zeros, jnp.float32(0))
   inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
   if place_bt is not None:
     place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
-  y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
+  with checks.reverse_mode(f"block_size: expected {length} or more"):
+    y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
@@ -65,7 +69,7 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
     if dropout_rate:
       weights_hbqs = dropout(weights_hbqs, dropout_rate, _tile_key(key, i, j))
     weights_hbqs = weights_hbqs.astype(values_hbte.dtype)
-    more_hbqe = _product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
+    more_hbqe = product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
     y_hbqe = y_hbqe * shrink_hbq[..., None] + more_hbqe
     new = top_hbq, sum_hbq, y_hbqe
     return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True))
@@ -89,21 +93,21 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     scores_hbqs, parts = _tile_scores(inputs, place_bt, i, j, size)
     g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
     weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
-    by_weights_hbqs = _product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
+    by_weights_hbqs = product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
     kept_hbqs = weights_hbqs
     if dropout_rate:
       factors_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
       kept_hbqs, by_weights_hbqs = (x * factors_hbqs for x in (kept_hbqs, by_weights_hbqs))
-    by_values_hbse = _product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
+    by_values_hbse = product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
     by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
     by_scores_hbqs = by_scores_hbqs.astype(inputs.queries.dtype)
-    by_queries_hbqe = _product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
-    by_keys_hbse = _product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
+    by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
+    by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
     by_relative = grads.relative
     if inputs.relative is not None:
       by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = _product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
-      more_hbre = _product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
+      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
+      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
       by_positions, by_content, by_position = grads.relative
       start = _first_distance(inputs.relative[0], i, j, size)
       more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
@@ -157,9 +161,9 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
     )
     positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
     parts = _Parts(content, keys_hbse, position, positions_hre)
-  scores_hbqs = _product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
+  scores_hbqs = product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
   if inputs.relative is not None:
-    by_distance_hbqr = _product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
+    by_distance_hbqr = product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
     scores_hbqs += _align_tile(by_distance_hbqr)
   place = jnp.arange(size, dtype=jnp.int32)
   lag_qs = place[:, None] + (i - j) * size - place[None]
@@ -169,10 +173,6 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
     sees_bqs &= lag_qs[None] <= place_bq[..., None]
   scores_hbqs *= queries_hbqe.shape[3] ** -0.5
   return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), parts
-
-
-def _product(spec: str, x, y) -> jax.Array:
-  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
 
 
 def _for_tiles(tile, state, blocks: int, place_bt):
@@ -208,10 +208,7 @@ def _first_distance(positions_hre, i, j, size: int):
 
 
 def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
-  """Like `_align` for a tile: row q of [Q, 2 Q] moves to the left by Q - 1 - q.
-
-  Rows [a b c d], [e f g h]  ->  [b c], [e f].
-  """
+  """Row q of [Q, 2 Q] moves left by Q - 1 - q: [a b c d], [e f g h]  ->  [b c], [e f]."""
   *lead, size, width = by_distance_hbqr.shape
   # With one column less, a row of the flat array begins one place later each time.
   flat = by_distance_hbqr.reshape(*lead, -1)[..., size - 1 : -1]
@@ -219,10 +216,7 @@ def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
 
 
 def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
-  """Undoes `_align_tile`; places without a source get 0.
-
-  Rows [b c], [e f]  ->  [. b c .], [e f . .].
-  """
+  """Undoes `_align_tile`, with 0 elsewhere: [b c], [e f]  ->  [. b c .], [e f . .]."""
   *lead, size, _ = by_scores_hbqs.shape
   padding = [(0, 0)] * len(lead) + [(1, 1), (0, size - 1)]
   # Once for the two products that read it, or XLA:CPU may compute it in each.

@@ -1,6 +1,6 @@
 """Causal convolution over time, with which every Extractor mixes tokens.
 
-Letters: B batch, T position, L tap, D feature read, E feature written.
+B batch, T position, L tap, D feature read, E feature written.
 
 Source: Chen 2023, arXiv:2308.07661, Sec. 5, Eqs. 23, 26, 28 and 29.
 """
@@ -31,13 +31,9 @@ def causal_convolution(
 
     y[b, t] = sum over s <= t of inputs[b, s] * filters[t - s]
 
-  A tap is a number (ME, Eq. 29), a vector multiplied element by element (WE and
-  HE, Eqs. 26 and 28) or a matrix on the right of a row vector (SHE, Eq. 23). For
-  the taps 2 and 3, the inputs 1, 10 become 2, 23. Inputs shorter than the filter
-  use its first taps.
-
-  All implementations compute the same values and gradients, up to rounding, with sums in
-  float32, or in float64 if an argument is:
+  A tap is a number (ME, Eq. 29), a vector multiplied element by element (WE and HE, Eqs. 26 and
+  28) or a matrix on the right of a row vector (SHE, Eq. 23). For the taps 2 and 3, the inputs
+  1, 10 become 2, 23. Sums are in float32, or in float64 if an argument is. The implementations are
 
   - "scan", the sum over the lags as written, O(T**2): the reference, with the least memory,
     and the only one in which a later inf or nan does not affect earlier outputs.
@@ -48,16 +44,12 @@ def causal_convolution(
     batch on every device.
   - "dft", the same with each transform as two matrix products, O(T**1.5).
 
-  In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size;
-  so their products have the full precision of float32, also for bfloat16. The first three
-  multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only matrix taps; a
-  CPU multiplies in float32); "scan" and "toeplitz" then have no forward-mode derivatives.
+  In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size.
+  The first three multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
+  matrix taps; a CPU in float32); "scan" and "toeplitz" then have no forward-mode derivatives.
 
-  With `is_start`, a document sees nothing of those before it:
-
-    y[b, t] = sum over t - o_t <= s <= t of inputs[b, s] * filters[t - s]
-
-  with o_t the place of t within its document, for at most O(log T) times the work.
+  With `is_start`, a document sees nothing of those before it, s >= t - o_t with o_t the place of t
+  within its document, for at most O(log T) times the work.
 
   Args:
     inputs: [B, T, D], floats.
@@ -80,7 +72,7 @@ def causal_convolution(
     raise ValueError(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
-  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
+  checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
   if implementation is None:
     platform, devices = jax.default_backend(), jax.device_count()
     implementation = choose_implementation(filters.ndim, batch, length, platform, devices)
@@ -90,14 +82,14 @@ def causal_convolution(
     return jnp.zeros(shape, inputs.dtype)
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
-  arrays = inputs.astype(dtype), filters[:length].astype(dtype)
-  low_dtype = inputs.dtype if is_low else dtype
+  arrays = inputs.astype(dtype), filters[:length].astype(dtype), inputs.dtype if is_low else dtype
+  convolve = CAUSAL_CONVOLUTION[implementation]
   if place_bt is None:
-    y_bte = IMPLEMENTATIONS[implementation](*arrays, low_dtype)
+    y_bte = convolve(*arrays)
   elif implementation == "scan":
-    y_bte = _scan(*arrays, low_dtype, place_bt)
+    y_bte = _scan(*arrays, place_bt)
   else:
-    y_bte = _of_documents(IMPLEMENTATIONS[implementation], *arrays, low_dtype, place_bt)
+    y_bte = _of_documents(convolve, *arrays, place_bt)
   return y_bte.astype(inputs.dtype)
 
 
@@ -197,11 +189,9 @@ def _scan(x_btd, w, dtype, place_bt=None):
 
 
 def _of_documents(implementation, x_btd, w, dtype, place_bt):
-  """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks.
-
-  Only one document crosses the middle of a pair, so inputs and outputs of all others are set to
-  0, and no document sees rounding errors of another.
-  """
+  """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks."""
+  # Only one document crosses the middle of a pair, so inputs and outputs of all others are set to
+  # 0, and no document sees rounding errors of another.
   batch, length, width = x_btd.shape
   doublings = (-(-length // _BLOCK) - 1).bit_length()
   size = -(-length // 2**doublings)
@@ -240,9 +230,8 @@ def _conv(x_btd, w, dtype):
     return convolve(x_btd, w)
   if w.ndim == 2:
     return convolve(x_btd, w[:, None], feature_group_count=width)
-  x_ct1 = jnp.moveaxis(x_btd, 2, 1).reshape(batch * width, length, 1)
-  y_bdt = convolve(x_ct1, w[:, None, None]).reshape(batch, width, length)
-  return jnp.moveaxis(y_bdt, 1, 2)
+  x_ct1 = x_btd.swapaxes(1, 2).reshape(batch * width, length, 1)
+  return convolve(x_ct1, w[:, None, None]).reshape(batch, width, length).swapaxes(1, 2)
 
 
 def _toeplitz_matrix(x, axis):
@@ -253,8 +242,7 @@ def _toeplitz_matrix(x, axis):
   period = jnp.concatenate(
     [x[..., :1], jnp.zeros(x.shape[:-1] + (length,), x.dtype), x[..., :0:-1]], axis=-1
   )
-  run = jnp.tile(period, (1,) * (x.ndim - 1) + (length,))
-  run = run[..., : length * (2 * length - 1)]
+  run = jnp.tile(period, (1,) * (x.ndim - 1) + (length,))[..., : length * (2 * length - 1)]
   matrix = run.reshape(*x.shape, 2 * length - 1)[..., :length]
   return jnp.moveaxis(matrix, (-2, -1), (axis, axis + 1))
 
@@ -289,7 +277,7 @@ def _fft(x_btd, w, _):
 
   y_bef = _of_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
   y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
-  return jnp.moveaxis(y_bet[..., :length], 2, 1)
+  return y_bet[..., :length].swapaxes(1, 2)
 
 
 def _of_rows(transform, x):
@@ -312,12 +300,10 @@ def _multiply(x_bdf, w):
 
 
 def _dft_matrices(length, dtype):
-  """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r].
-
-  The transform of T' >= `length` positions at the T' frequencies (f + 1/2) / (2 T'), of which
-  no two are conjugates, f = k + 2 S j: T' = R * S, position R u + r, k and u < S, j and r < R;
-  c and c' are the real and the imaginary part.
-  """
+  """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r]."""
+  # Of T' = R * S >= `length` positions R u + r at the T' frequencies (f + 1/2) / (2 T'), of which
+  # no two are conjugates, f = k + 2 S j, with k and u < S, j and r < R; c and c' are the real and
+  # the imaginary part.
   # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2).
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
   while 2 * r_size**2 < length // 4:
@@ -364,4 +350,4 @@ def _dft(x_btd, w, _):
   return jnp.moveaxis(y_tbe, 0, 1)
 
 
-IMPLEMENTATIONS = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}
+CAUSAL_CONVOLUTION = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}

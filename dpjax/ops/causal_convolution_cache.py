@@ -3,14 +3,13 @@
 B batch, C positions of a chunk, T position, L tap, D feature read, E feature written, K inputs
 of the smallest block, J doublings of it, U inputs of a block.
 
-Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums. Fischer and Stockmeyer, "Fast
-on-line integer multiplication", JCSS 9, 1974, and van der Hoeven, "Relax, but don't be
-too lazy", JSC 34, 2002, for the blocks of `OnlineConvolutionCache`; Oncescu et al. 2024,
-arXiv:2410.12982, and Agarwal et al. 2024, arXiv:2410.03766, for their use in decoding.
+Sources: Chen 2023, arXiv:2308.07661, Sec. 5, for the sums; Fischer and Stockmeyer, "Fast on-line
+integer multiplication", JCSS 9, 1974, for the blocks of `OnlineConvolutionCache`; Oncescu et al.
+2024, arXiv:2410.12982, for their use in decoding.
 """
 
 import functools
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +38,17 @@ class ConvolutionCache(NamedTuple):
 class OnlineConvolutionCache(NamedTuple):
   """The last L inputs, and their contributions to future outputs.
 
-  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L).
-  Whenever a power-of-two number of steps is complete, an FFT computes the contribution of their
-  inputs to as many future outputs. The block that ends with a step is the largest power of two
-  that divides the number of the step,
+  For taps that are numbers or vectors. T steps cost O(D T log(T)**2) instead of O(D T L): at the
+  end of a block of 2**j steps, an FFT computes the contribution of their inputs to as many future
+  outputs. The block is the largest power of two that divides the number of the step,
 
     step     1  2  3  4  5  6  7  8
     block    1  2  1  4  1  2  1  8
 
   and replaces the smaller ones before it: after step 7 there are blocks of 4, 2 and 1, and
-  after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A power
-  of two that is at least L, or a chunk of more than one position, covers all inputs so far, and
-  the count of steps, which all rows share, restarts.
+  after step 8 one of 8. Inputs in blocks of fewer than K take no FFT: a step sums them. A block of
+  L or more, or a chunk of more than one position, covers all inputs so far, and the count of steps,
+  which all rows share, restarts.
 
   Attributes:
     inputs: [B, L, D]; see `ConvolutionCache`.
@@ -75,11 +73,7 @@ _Cache = TypeVar("_Cache", ConvolutionCache, OnlineConvolutionCache)
 def init_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: jnp.dtype = jnp.float32
 ) -> ConvolutionCache:
-  """An empty `ConvolutionCache` for B rows, L taps and the width D; inputs have the dtype.
-
-  Raises:
-    ValueError: a size is below 1, or the dtype is not one of floats.
-  """
+  """An empty `ConvolutionCache` for B rows, L taps, the width D and inputs of a float dtype."""
   checks.integers(batch=batch, num_taps=num_taps, width=width)
   checks.float_dtype(dtype)
   return ConvolutionCache(jnp.zeros((batch, num_taps, width), dtype), jnp.zeros(batch, jnp.int32))
@@ -90,24 +84,17 @@ def init_online_convolution_cache(
 ) -> OnlineConvolutionCache:
   """An empty `OnlineConvolutionCache`; see `init_convolution_cache`.
 
-  `block` is K, a power of two; a step sums up to as many inputs. For K = 32 and 300 taps there
-  are blocks of 32, 64, 128 and 256 inputs, and every 512 steps a block of all inputs: J = 4.
-
-  Raises:
-    ValueError: an argument is not as above.
+  `block` is K, a power of two. For K = 32 and 300 taps there are blocks of 32, 64, 128 and 256
+  inputs, and every 512 steps a block of all inputs: J = 4.
   """
   inputs, length = init_convolution_cache(batch, num_taps, width, dtype)
   if checks.integer("block", block) & (block - 1):
     raise ValueError(f"block: expected a power of two, got {block}")
   doublings = (max(_power_of_two(num_taps) // block, 1) - 1).bit_length()
   sizes = [*(block << j for j in range(doublings)), num_taps]
-  return OnlineConvolutionCache(
-    inputs=inputs,
-    length=length,
-    begun=jnp.zeros((batch, len(sizes)), jnp.int32),
-    pending=tuple(jnp.zeros((batch, size, width), sum_dtype(inputs)) for size in sizes),
-    step=jnp.zeros((), jnp.int32),
-  )
+  begun = jnp.zeros((batch, len(sizes)), jnp.int32)
+  pending = tuple(jnp.zeros((batch, size, width), sum_dtype(inputs)) for size in sizes)
+  return OnlineConvolutionCache(inputs, length, begun, pending, jnp.zeros((), jnp.int32))
 
 
 @automatic_axes
@@ -119,29 +106,24 @@ def causal_convolution_cached(
     y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
 
   Up to L positions, this equals `causal_convolution` of all inputs so far, for any division
-  into chunks. An input leaves the sum L positions later. For the taps 2, 3 the chunks [1],
-  [10, 100] become [2], [23, 230].
+  into chunks. For the taps 2, 3 the chunks [1], [10, 100] become [2], [23, 230].
 
-  Sums are in float32, or in float64 if an argument is. A chunk of more than one position costs
-  about `causal_convolution` of L + C positions and has its rounding errors: an input of inf or
-  nan may also affect earlier outputs of its chunk, and with an `OnlineConvolutionCache` some
-  outputs after it has left the sum.
+  A chunk of more than one position costs about `causal_convolution` of L + C positions, and an
+  input of inf or nan may affect earlier outputs of its chunk, and with an `OnlineConvolutionCache`
+  some outputs after it has left the sum.
 
   Args:
     inputs: [B, C, D], floats, C at least 1.
-    taps: [L], [L, D] or [L, D, E], floats; [L, D, E] not with an `OnlineConvolutionCache`.
-      The same in every call.
+    taps: [L], [L, D] or [L, D, E], floats, the same in every call; [L, D, E] not with an
+      `OnlineConvolutionCache`.
     cache: the cache of the inputs so far.
-    lengths: [B] integers in 0..C: the number of real inputs in each row. The rest, of any
-      value, has no effect, and its outputs are meaningless. None means all.
+    lengths: [B], see `causal_attention_cached`; outputs of the padding are meaningless.
 
   Returns:
-    [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache with
-    this chunk in it.
+    [B, C, D], with matrix taps [B, C, E], in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
-    ValueError: shapes or dtypes do not match, the cache does not work with these taps, or, unless
-      traced, lengths are outside of 0..C.
+    ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
   inputs, taps = _check(inputs, taps, cache)
   batch, chunk, _ = inputs.shape
@@ -149,12 +131,10 @@ def causal_convolution_cached(
     lengths_b = jnp.full(batch, chunk, jnp.int32)
   else:
     lengths_b = check_lengths(lengths, batch, chunk)
-    real_bc = is_real(lengths_b, chunk)
-    inputs = jnp.where(real_bc[:, :, None], inputs, jnp.zeros((), inputs.dtype))
-  if chunk == 1 and isinstance(cache, ConvolutionCache):
-    return _step(inputs, taps, cache, lengths_b)
-  if chunk == 1 and isinstance(cache, OnlineConvolutionCache):
-    return _online_step(inputs, taps, cache, lengths_b)
+    inputs = jnp.where(is_real(lengths_b, chunk)[:, :, None], inputs, 0)
+  if chunk == 1:
+    step: Any = _step if isinstance(cache, ConvolutionCache) else _online_step
+    return step(inputs, taps, cache, lengths_b)
   num_taps = taps.shape[0]
   past_bld = _read(cache.inputs, cache.length[:, None] + _range(1 - num_taps, 0)[None])
   y_bte = causal_convolution(
@@ -179,10 +159,8 @@ def _check(inputs, taps, cache):
     checks.record("cache", cache, ConvolutionCache, sizes, **fields)
     return inputs, taps
   if taps.ndim == 3:
-    raise ValueError(
-      "taps: expected [L] or [L, D] with an OnlineConvolutionCache, got "
-      f"shape {taps.shape}; matrices need a ConvolutionCache"
-    )
+    expected = "[L] or [L, D] with an OnlineConvolutionCache"
+    raise ValueError(f"taps: expected {expected}, got shape {taps.shape}")
   fields |= dict(begun=("B J", jnp.int32), step=("", jnp.int32))
   checks.record("cache", cache, OnlineConvolutionCache, sizes, **fields)
   if not isinstance(cache.pending, tuple) or len(cache.pending) != sizes["J"]:
@@ -233,10 +211,9 @@ def _sum_of(x_bld, taps):
 def _step(x_b1d, taps, cache, lengths_b):
   # The ring is written before it is read, as XLA would copy it otherwise.
   dtype = sum_dtype(x_b1d, taps)
-  w = taps.astype(dtype)
   ring_bld = _write(cache, x_b1d, lengths_b)
   newest_bl = cache.length[:, None] - _range(taps.shape[0])[None]
-  y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), w)
+  y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), taps.astype(dtype))
   return y_be[:, None].astype(x_b1d.dtype), ConvolutionCache(ring_bld, cache.length + lengths_b)
 
 
@@ -263,8 +240,8 @@ def _online_step(x_b1d, taps, cache, lengths_b):
         x_bud = jnp.pad(x_bud, ((0, 0), (1, 0), (0, 0)))
       else:
         since_b = cache.length - begun_bj[:, j]
-        inside_bu = (size - _range(size))[None] <= since_b[:, None]
-        x_bud = jnp.where(inside_bu[:, :, None], x_bud, jnp.zeros((), dtype))
+        is_inside_bu = (size - _range(size))[None] <= since_b[:, None]
+        x_bud = jnp.where(is_inside_bu[:, :, None], x_bud, 0)
       return _given(x_bud, w).astype(pending[j].dtype)
 
     pending = tuple(
@@ -284,8 +261,8 @@ def _online_step(x_b1d, taps, cache, lengths_b):
   # The newest inputs, which are in no block.
   count = min(block, w.shape[0]) - 1
   past_bud = _read(ring_bld, cache.length[:, None] - 1 - _range(count)[None]).astype(dtype)
-  new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
-  past_bud = jnp.where(new_bu[:, :, None], past_bud, jnp.zeros((), dtype))
+  is_new_bu = _range(count)[None] < (cache.length - begun_bj[:, 0])[:, None]
+  past_bud = jnp.where(is_new_bu[:, :, None], past_bud, 0)
   y_bd = _sum_of(x_b1d.astype(dtype), w[:1]) + _sum_of(past_bud, w[1 : count + 1])
   for j, given_bud in enumerate(pending):
     since_b = cache.length - begun_bj[:, j]
@@ -293,14 +270,10 @@ def _online_step(x_b1d, taps, cache, lengths_b):
     if j < last:
       counts_b &= jnp.full_like(counts_b, cache.step & (block << j) > 0)
     given_bd = _read(given_bud, since_b[:, None])[:, 0].astype(dtype)
-    y_bd += jnp.where(counts_b[:, None], given_bd, jnp.zeros((), dtype))
-  return y_bd[:, None].astype(x_b1d.dtype), OnlineConvolutionCache(
-    inputs=ring_bld,
-    begun=begun_bj,
-    pending=pending,
-    length=cache.length + lengths_b,
-    step=(cache.step + 1) % (block << last),
-  )
+    y_bd += jnp.where(counts_b[:, None], given_bd, 0)
+  length_b, step = cache.length + lengths_b, (cache.step + 1) % (block << last)
+  cache = OnlineConvolutionCache(ring_bld, length_b, begun_bj, pending, step)
+  return y_bd[:, None].astype(x_b1d.dtype), cache
 
 
 def _given(x_bud, w):

@@ -4,8 +4,9 @@ They read types, shapes and dtypes, and values only of arrays that are not trace
 nothing to a traced function. Messages read `name: expected ..., got ...`.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -223,3 +224,14 @@ def shape(value: Any) -> tuple[int, int]:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
   batch, length = (integer("shape", size, 0) for size in value)
   return batch, length
+
+
+@contextlib.contextmanager
+def reverse_mode(advice: str) -> Iterator[None]:
+  """Adds to JAX's error about forward-mode derivatives what else can be done."""
+  try:
+    yield
+  except TypeError as error:
+    if "forward-mode" not in str(error):
+      raise
+    raise TypeError(f"{advice} for forward-mode derivatives: {error}") from error

@@ -16,9 +16,8 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
 
-  An element takes 16 random bits, half of a draw of `jax.random`, whose time and
-  memory are a large part of a training step on CPU. So the probability is the nearest
-  multiple of 2**-16 to `rate`, in [0, 1); 0 draws no random numbers.
+  An element takes 16 random bits, half of a draw of `jax.random`, which is a large part of a
+  training step on CPU. So the probability is the multiple of 2**-16 nearest to `rate`, in [0, 1).
 
   Raises:
     ValueError: `rate` is outside of [0, 1), the inputs are no floats, or a key is missing.
@@ -38,12 +37,7 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """`dropout` of relu(inputs); stores only its output for the gradient.
-
-    d output / d input = 1 / (1 - rate)   where output > 0, else 0
-
-  Reverse-mode derivatives only. For arguments and errors see `dropout`.
-  """
+  """`dropout` of relu(inputs); stores only its output for the gradient, in reverse mode alone."""
   return _relu_dropout(rate, _check(inputs, rate, key), key)
 
 

@@ -13,10 +13,9 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def automatic_axes(function: _Function) -> _Function:
-  """Lets a function take arrays on a mesh with explicit axes.
+  """Lets a function take arrays on a mesh with explicit axes, where JAX refuses many reshapes.
 
-  JAX refuses many reshapes, gathers and loops over explicit axes. Within the function all axes
-  are automatic: the compiler places the arrays. An axis of a result is sharded like the same
+  Within the function the compiler places the arrays. An axis of a result is sharded like the same
   axis of the first argument if both have the same size, and otherwise not at all
   (`jax.sharding.auto_axes` needs the shardings of results before the call):
 

@@ -9,11 +9,7 @@ from dpjax.ops import checks
 
 
 def check_lengths(lengths: ArrayLike, batch: int, chunk: int) -> jax.Array:
-  """Checks that lengths are integers [B] in 0 .. C; if traced, only their shape and dtype.
-
-  Raises:
-    ValueError: they are not.
-  """
+  """Checks that lengths are integers [B], in 0 .. C unless traced, and makes them int32."""
   array = checks.array("lengths", lengths, "B", checks.INTEGERS, B=batch)
   if checks.is_known(array):
     found = np.asarray(array)

@@ -17,9 +17,9 @@ def layer_norm(
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The inputs are [..., D], floats, scale and bias [D]. The variance is computed from the
-  deviations, so that a large mean costs no digits, in float32, or in float64 for such inputs. Only
-  reverse-mode derivatives, which store the inputs and two numbers for each vector.
+  The inputs are [..., D], floats, scale and bias [D]. The variance is that of the deviations, so
+  that a large mean costs no digits, in float32, or in float64 for such inputs. Only reverse-mode
+  derivatives, which store the inputs and two numbers for each vector.
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """
@@ -27,9 +27,7 @@ def layer_norm(
 
 
 def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> jax.Array:
-  """Does as `layer_norm`, without mean and bias.
-
-    scale x / sqrt(mean(x**2) + epsilon)
+  """`layer_norm` without mean and bias: scale x / sqrt(mean(x**2) + epsilon).
 
   Source: Zhang and Sennrich 2019, arXiv:1910.07467.
   """

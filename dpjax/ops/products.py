@@ -1,4 +1,4 @@
-"""Products of layers. [..., D] are vectors of any number of leading axes."""
+"""Products and the dtype of their sums."""
 
 import math
 from typing import Any
@@ -14,14 +14,18 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
+def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """`jnp.einsum` with the `sum_dtype` of the arrays."""
+  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
+
+
 def dot_general(
   lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
 ) -> jax.Array:
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a product of two matrices.
 
-  The numbers are the same, but the gradients then sum over one axis. For a sum over two,
-  XLA:CPU would first make a transposed copy of a factor. Any other product goes to
-  `jax.lax.dot_general` unchanged, whose place this function takes in `flax.linen.Dense`.
+  The numbers are the same, but the gradients then sum over one axis: for a sum over two, XLA:CPU
+  would first transpose a factor. Other products go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:

@@ -1,13 +1,13 @@
 """Shift-and-sum, the token mixer of the Dispatcher, in parallel and with a cache.
 
-B batch, T position, C position in a chunk, H head, E feature of a head, K level, S place of the
-rings, M place that a chunk touches.
+B batch, T position, C position in a chunk, H head, E feature of a head, K level, M place of the
+rings that a chunk touches.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
-fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions (its
-reshape; here they are an axis of their own), and which has no cache.
+fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,12 +25,9 @@ from dpjax.ops.products import sum_dtype
 
 
 def num_levels(max_length: int) -> int:
-  """The number of levels with shifts 1, 2, 4, ... that reach across `max_length` positions.
+  """The number of levels that reach across `max_length` >= 1 positions: 5 -> 3, 512 -> 9.
 
-  The smallest K with 2**K >= max_length: 1 -> 0, 2 -> 1, 5 -> 3, 512 -> 9.
-
-  Raises:
-    ValueError: `max_length` is below 1.
+  It is the smallest K with 2**K >= max_length.
   """
   return (checks.integer("max_length", max_length) - 1).bit_length()
 
@@ -50,8 +47,8 @@ def shift_and_sum(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  The result at position t depends on positions t - 2**K + 1 .. t. The work is O(T * K);
-  levels with 2**k >= T are skipped. For one head of one feature and two levels with gates of 1,
+  Position t of the result depends on positions t - 2**K + 1 .. t, for O(T * K) work. For one head
+  of one feature and two levels with gates of 1,
 
     [1, 10, 100, 1000] -> [1, 11, 110, 1100] -> [1, 11, 111, 1111].
 
@@ -59,10 +56,10 @@ def shift_and_sum(
 
   - "loop", Alg. 1 to the letter: the reference.
   - "unrolled", with static shifts.
-  - "recompute", whose backward pass stores only `values` and `gates` and recomputes the levels,
-    one block of features at a time: O(B T H E) memory instead of O(B T H E K).
-  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), two products with banded matrices,
-    O(T**1.5) work. It rounds bfloat16 between the two, and a later inf or nan affects the past.
+  - "recompute", whose backward pass recomputes the levels, one block of features at a time:
+    O(B T H E) memory instead of O(B T H E K).
+  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), O(T**1.5) work. It rounds bfloat16
+    between two products, and a later inf or nan affects the past.
   - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU. If
     `jax.jit` distributes a batch, every device computes all of it.
 
@@ -71,9 +68,8 @@ def shift_and_sum(
   Args:
     values: [B, T, H, E], floats.
     gates: [B, T, H, K], floats without unit; the paper's are in (0, 1).
-    level_keep: [K] booleans: a level with False is skipped, including its work (except
-      by "matrix" and "pallas"), without rescaling (Dispatcher dropout, Sec. 2.1). None
-      keeps all.
+    level_keep: [K] booleans: a level with False is skipped, without rescaling (Dispatcher
+      dropout, Sec. 2.1). None keeps all.
     is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
       t - 2**k lies before the document. None means that each row is one document.
     implementation: one of the names above; None takes the fastest as measured.
@@ -89,7 +85,7 @@ def shift_and_sum(
     gates=(gates, "B T H K"),
     level_keep=(level_keep, "K | None", checks.BOOLEANS),
   )
-  checks.choice("implementation", implementation, IMPLEMENTATIONS, or_none=True)
+  checks.choice("implementation", implementation, SHIFT_AND_SUM, or_none=True)
   if is_start is not None:
     is_start = check_starts(is_start, values.shape[:2])
   if 0 in (values.size, gates.shape[3]) or values.shape[1] == 1:
@@ -102,8 +98,9 @@ def shift_and_sum(
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  run = IMPLEMENTATIONS[implementation or DEFAULT_IMPLEMENTATION]
-  return run(values, gates, level_keep)
+  run = SHIFT_AND_SUM[implementation or DEFAULT_IMPLEMENTATION]
+  with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
+    return run(values, gates, level_keep)
 
 
 @automatic_axes
@@ -113,13 +110,12 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
   where D_k is the diagonal matrix of gates[:, k] and S shifts by one position, so that
-  shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s]. M corresponds to an attention
-  map. For T = 3 and two levels with the gates a and b,
+  shift_and_sum(values, gates)[t] = sum over s of M[t, s] values[s], like an attention map. For
+  T = 3 and two levels with the gates a and b,
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
-  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. For `level_keep` and
-  errors see `shift_and_sum`.
+  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. See `shift_and_sum`.
   """
   gates = checks.array("gates", gates, "B T H K")
   shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
@@ -238,12 +234,10 @@ def _recompute_backward(residuals, grad):
     dv_bthe = lax.dynamic_update_slice_in_dim(dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
     return dv_bthe, dc_bth
 
-  def all_blocks(dv_dc):
-    return lax.fori_loop(0, -(-features // size), block, dv_dc)
-
   any_keep = None if level_keep is None else level_keep.any()
   init = grad, [jnp.zeros_like(c) for c in c_bth]
-  dv_bthe, dc_bth = _run_if(any_keep, all_blocks, init)
+  blocks = partial(lax.fori_loop, 0, -(-features // size), block)
+  dv_bthe, dc_bth = _run_if(any_keep, blocks, init)
   return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
 
 
@@ -257,7 +251,7 @@ def _pallas(values, gates, level_keep):
   return kernels.shift_and_sum(values, gates, level_keep)
 
 
-IMPLEMENTATIONS = {
+SHIFT_AND_SUM = {
   "loop": _loop,
   "unrolled": _unrolled,
   "recompute": _recompute,
@@ -272,8 +266,8 @@ class ShiftAndSumCache(NamedTuple):
   """The cache of `shift_and_sum_cached`: the inputs v_k of each level at the last tokens.
 
   Attributes:
-    ring: [B, S, H, E], S = 2**K - 1, float32 or float64: the last 2**k values v_k of level k
-      begin at place 2**k - 1; among them, position t has place t mod 2**k. At first zeros.
+    ring: [B, 2**K - 1, H, E], float32 or float64: the last 2**k values v_k of level k begin at
+      place 2**k - 1; among them, position t has place t mod 2**k. At first zeros.
     length: [B], int32: the number of tokens so far in each row.
   """
 
@@ -284,13 +278,9 @@ class ShiftAndSumCache(NamedTuple):
 def init_shift_and_sum_cache(
   batch: int, num_heads: int, features: int, num_levels: int, dtype: DTypeLike = jnp.float32
 ) -> ShiftAndSumCache:
-  """The cache before the first token: zeros, for B rows, H heads of E features and K levels.
+  """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, never more.
 
-  It takes 4 * B * (2**K - 1) * H * E bytes and does not grow: 1 MB for K = 9 levels
-  (512 positions) of one head of 512 features. `dtype` is that of values and gates.
-
-  Raises:
-    ValueError: a size is below 1, `num_levels` not in 0 .. 30, or the dtype not a float.
+  B rows, H heads of E features, K <= 30 levels; `dtype`, a float, is that of values and gates.
   """
   checks.integers(batch=batch, num_heads=num_heads, features=features)
   checks.integer("num_levels", num_levels, 0, 30)
@@ -307,10 +297,9 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  with t the position in the whole row, of any length; v_k of positions before the chunk comes
-  from the cache. The outputs are those of the whole row, for any division into chunks. For one head
-  of one feature and two levels whose gates are 1, the row 1, 10, 100, 1000 in chunks of three
-  tokens and one:
+  with t the position in the whole row, of any length, for any division into chunks; v_k of
+  positions before the chunk comes from the cache. For one head of one feature and two levels whose
+  gates are 1, the row 1, 10, 100, 1000 in chunks of three tokens and one:
 
     [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
     [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
@@ -321,8 +310,7 @@ def shift_and_sum_cached(
     values: [B, C, H, E], floats, C >= 1.
     gates: [B, C, H, K], floats.
     cache: from `init_shift_and_sum_cache` or the previous call.
-    lengths: [B], integers in 0 .. C: the number of real tokens in each row. The rest is padding,
-      of any value. None means all.
+    lengths: [B], see `causal_attention_cached`.
 
   Returns:
     [B, C, H, E], in the dtype of `values`, 0 at the padding, and the cache after the chunk.

@@ -1,5 +1,6 @@
 """The card of an exported model: scores, how to load it, and its equations as NumPy code."""
 
+import ast
 import inspect
 import math
 import re
@@ -14,8 +15,9 @@ from dpjax.run import numpy_model
 
 _CARD = """# {name}
 
-A language model of {size:,} parameters, trained with dpjax {version} for {step:,} updates
-on {data} ({tokens:,} training tokens; {kind} of {vocab_size:,} entries).
+A language model of {size:,} parameters, trained with dpjax {version} for {run.step:,} updates
+on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tokenizer.kind} of \
+{run.tokenizer.vocab_size:,} entries).
 
 | split | score | |
 |---|---|---|
@@ -50,16 +52,11 @@ in NumPy, without dropout{computes}:
 
 In PyTorch, `safetensors.torch.load_file` reads the arrays.
 """
-_IMPORTS = """import json
-import math
-
-{ml_dtypes}import numpy as np
-from safetensors.numpy import load_file"""
-_LOGITS = """FUNCTIONS = {{{table}}}
-arrays = load_file("model.safetensors")
-arrays = {{name: x.astype(np.float32) for name, x in arrays.items()}}
+_LOGITS = """arrays = load_file("model.safetensors")
+arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
 model = json.load(open("config.json"))["model"]
-{settings}
+"""
+_COMPUTE = """
 
 def logits(tokens):  # [T] -> [T, V]
   return forward(tokens, arrays, model)"""
@@ -72,33 +69,83 @@ def _components(model: Mapping) -> set[str]:
 
 
 def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
-  """A program with a function `logits`, [T] -> [T, V], that computes a model with NumPy.
-
-  It reads the files of the export.
-  """
+  """A program with a function `logits`, [T] -> [T, V], that computes an exported model."""
   models = [model, frozen] if frozen else [model]
-  functions = {
-    name: numpy_model.FUNCTIONS[name].__name__ for each in models for name in _components(each)
-  }
-  is_pooled = any(map(config_lib.is_pooled, models))
-  needed, wanted = set(), ["forward", *functions.values(), *["hourglass"] * is_pooled]
-  known = {x: y for x, y in vars(numpy_model).items() if inspect.isfunction(y)}
+  stages = [stage for each in models for stage in config_lib.stages_in(each).values()]
+  pooled = [stage for stage in stages if config_lib.is_pooled(stage)]
+  mixers = [section for each in models for section in config_lib.mixers_in(each).values()]
+  names = sorted({name for each in models for name in _components(each)})
+  table = {name: numpy_model.FUNCTIONS[name].__name__ for name in names}
+  known = {name: x for name, x in vars(numpy_model).items() if inspect.isfunction(x)}
+
+  def settings_of(name: str) -> list[dict]:
+    """What `model`, `mixer` and `kind` may be in a function."""
+    if name == "hourglass":
+      return [{"model": stage, "kind": stage["boundaries"]} for stage in pooled]
+    if name in table.values():
+      sections = [*mixers, *(stage["boundaries"] for stage in pooled)]
+      mine = [section for section in sections if table[section["name"]] == name]
+      return [{"mixer": section, "kind": section} for section in mine]
+    activations = {each["activation"] for each in models}
+    activations |= {"gelu"} if "predicted" in table.values() else set()
+    if name == "feed_forward":
+      return [{"activation": each} for each in activations]
+    return [{"model": each, "mixer": mixer} for each in models for mixer in mixers]
+
+  sources, wanted = {}, ["forward"]
   while wanted:
     name = wanted.pop()
-    needed.add(name)
-    called = {*re.findall(r"(\w+)\(", inspect.getsource(known[name]))} & {*known}
-    wanted += called - needed - {"hourglass"}  # which not every model has
-  parts = [inspect.getsource(x).strip() for name, x in known.items() if name in needed]
-  table = ", ".join(f'"{name}": {x}' for name, x in sorted(functions.items()))
-  settings = ""
+    sources[name] = _decide(inspect.getsource(known[name]).strip(), settings_of(name))
+    called = {*re.findall(r"(\w+)\(", sources[name])} & {*known}
+    called |= {*table.values()} if "FUNCTIONS[" in sources[name] else set()
+    wanted += called - {*sources, *wanted}
+  shown = ", ".join(f'"{name}": {function}' for name, function in table.items())
+  is_looked_up = any("FUNCTIONS[" in source for source in sources.values())
+  settings = f"FUNCTIONS = {{{shown}}}\n" * is_looked_up + _LOGITS
   if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
     settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
   if frozen:
     settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
-  ml_dtypes = "import ml_dtypes  # lets NumPy read bfloat16\n" if dtype == "bfloat16" else ""
-  return "\n\n\n".join(
-    [_IMPORTS.format(ml_dtypes=ml_dtypes), *parts, _LOGITS.format(table=table, settings=settings)]
-  )
+  parts = [sources[name] for name in known if name in sources]
+  imports = ["import json", *["import math"] * any("math." in part for part in parts), ""]
+  imports += ["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")
+  imports += ["import numpy as np", "from safetensors.numpy import load_file"]
+  return "\n\n\n".join(["\n".join(imports), *parts, f"{settings}{_COMPUTE}"])
+
+
+def _decide(source: str, settings: list[dict]) -> str:
+  """The source of a function with only the branches that any of the settings takes."""
+
+  def evaluate(node: ast.expr) -> set:
+    code = compile(ast.Expression(node), "card", "eval")
+    try:
+      return {eval(code, {**vars(numpy_model), **each}) for each in settings}
+    except (NameError, KeyError, TypeError):  # It depends on arrays, or on the component.
+      return set()
+
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.If | ast.IfExp):
+      found = evaluate(node.test)
+    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "FUNCTIONS":
+      found = evaluate(node)
+    else:
+      continue
+    lines, line = source.split("\n"), source.split("\n")[node.lineno - 1]
+    if len(found) != 1 or line.lstrip().startswith("elif"):
+      continue
+    (value,) = found
+    if isinstance(node, ast.If):
+      kept = node.body if value else node.orelse
+      new = lines[kept[0].lineno - 1 : kept[-1].end_lineno] if kept else []
+      is_chain = new and new[0].lstrip().startswith("elif")
+      new = [new[0].replace("elif", "if", 1), *new[1:]] if is_chain else [x[2:] for x in new]
+      lines[node.lineno - 1 : node.end_lineno] = new
+    else:
+      is_table = isinstance(node, ast.Subscript)
+      chosen = value.__name__ if is_table else ast.unparse(node.body if value else node.orelse)
+      lines[node.lineno - 1] = line[: node.col_offset] + chosen + line[node.end_col_offset :]
+    return _decide("\n".join(lines), settings)
+  return re.sub(r"^ *(\w+) = \1\n", "", source, flags=re.MULTILINE)
 
 
 def describe(
@@ -109,11 +156,7 @@ def describe(
   start_id: int = 0,
   dtype: str = "float32",
 ) -> str:
-  """The part of a card that describes a model: its code, and its arrays by their shapes.
-
-  `model` is None for one that was made in Python; `frozen` has the settings of the model that its
-  boundaries use, and `start_id` is the token before a text.
-  """
+  """A model's code and arrays; None: made in Python; `frozen`: the model of its boundaries."""
   rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
   names = ["its class"] if model is None else sorted(_components(model) - {*numpy_model.FUNCTIONS})
   if names or model is None:
@@ -122,9 +165,8 @@ def describe(
     computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
     if model["boundaries"].get("sample"):
       computes += ", with rounded boundaries where dpjax draws them"
-    code = numpy_code(model, frozen, dtype)
-    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes, code=code)
-    about = _MODEL.format(**given)
+    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes)
+    about = _MODEL.format(code=numpy_code(model, frozen, dtype), **given)
   return _DESCRIPTION.format(model=about, rows=rows)
 
 
@@ -132,13 +174,9 @@ def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **desc
   """The card of a run, in Markdown; `is_built`: its model is that of the settings."""
   head = _CARD.format(
     name=name,
+    run=run,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
-    step=run.step,
-    data=run.data.name,
-    tokens=run.data.counts["train"]["tokens"],
-    kind=run.tokenizer.kind,
-    vocab_size=run.tokenizer.vocab_size,
     scores="\n".join(_scores(run)) or "| - | not scored | |",
     dtype=description["dtype"],
   )
@@ -158,7 +196,6 @@ def _scores(run: Any) -> list[str]:
         if value is not None
       ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      raise UserError(
-        f"{path}: expected scores of the run, got damaged JSON ({error!r})"
-      ) from error
+      expected = "expected scores of the run"
+      raise UserError(f"{path}: {expected}, got damaged JSON ({error!r})") from error
   return rows

@@ -35,13 +35,12 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   """Writes a run into a new or empty folder, completely or not at all.
 
   Args:
-    run: from `dpjax.load` or `dpjax.train`.
+    run: a `Run`.
     folder: the folder.
-    dtype: of the stored parameters: "float32" keeps every bit, "bfloat16" halves the size.
+    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
 
   Raises:
-    ValueError: the folder is not empty or cannot be written, the run has no folder, or the
-      dtype is unknown.
+    ValueError: the folder is not empty or cannot be written, the run has none, or no such dtype.
   """
   if dtype not in DTYPES:
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
@@ -93,8 +92,7 @@ def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
   """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
-  Raises:
-    ValueError: the file is damaged, or belongs to another model, or to another step than `step`.
+  A `UserError` if the file is damaged, or of another model, or of another step than `step`.
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
@@ -107,15 +105,13 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
       if step not in (None, at):
         raise UserError(f"step: expected None or {at} of an exported run, got {step}")
       ours = {name: x.shape for name, x in expected.items()}
-      wrong = [x for x in sorted(ours | found) if ours.get(x) != found.get(x)]
-      if wrong:
+      if wrong := [x for x in sorted(ours | found) if ours.get(x) != found.get(x)]:
         raise UserError(
           f"{path}: expected parameters of this model, {wrong[0]} of the "
           f"shape {ours.get(wrong[0], 'none')}, got {found.get(wrong[0], 'none')}"
         )
       params = {}
-      for name, x in expected.items():
-        # Through the host, which holds one array at a time.
+      for name, x in expected.items():  # Through the host, which holds one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
         params[name] = jax.device_put(array, x.sharding)
   except UserError:

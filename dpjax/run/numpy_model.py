@@ -1,4 +1,4 @@
-"""An exported model in NumPy. Its card shows those of these functions that its settings need.
+"""An exported model in NumPy. Its card shows the functions and branches that its settings need.
 
 `p` holds arrays by their names in model.safetensors, `model` the settings `config.model`.
 """
@@ -33,30 +33,35 @@ def feed_forward(p, x, activation):
     y = np.maximum(y, 0)
   elif activation == "gelu":
     y = y * (1 + np.vectorize(math.erf, otypes=[np.float32])(y / 2**0.5)) / 2
-  else:  # swiglu
+  else:
     gate = linear(part(p, "gate"), x)
-    y = gate / (1 + np.exp(-gate)) * y
+    y = gate / (1 + np.exp(-gate)) * y  # swiglu
   return linear(part(p, "out"), y)
 
 
 def dispatcher(p, x, mixer):
-  shape, is_shared = (len(x), mixer["num_heads"], -1), mixer["name"] == "dispatcher"
-  x = x.reshape(shape) if is_shared else x  # each head has the same three matrices
+  shape = (len(x), mixer["num_heads"], -1)
+  if mixer["name"] == "dispatcher":
+    x = x.reshape(shape)  # each head has the same three matrices
   v, g = (linear(part(p, name), x).reshape(shape) for name in ("values", "gates"))
-  g = 1 / (1 + np.exp(-g)) if is_shared else g  # [T, H, K]
+  if mixer["name"] == "dispatcher":
+    g = 1 / (1 + np.exp(-g))  # [T, H, K]
   for k in range(g.shape[-1]):
     v = v + g[..., k, None] * shift(v, 2**k)
-  v = v if is_shared else v.reshape(x.shape)
+  if mixer["name"] != "dispatcher":
+    v = v.reshape(x.shape)
   return linear(part(p, "out"), v).reshape(len(x), -1)
 
 
-def extractor(p, x, mixer):  # taps[j] is for x[t - j]: vectors [D], or matrices [D, D] of SHE
-  y = linear(part(p, "values"), x) if "values.kernel" in p else x
-  product = np.matmul if mixer["name"] == "she" else np.multiply
-  y = sum(product(shift(y, j), p["taps"][j]) for j in range(len(x)))
-  if "adjustment.kernel" in p:
+def extractor(p, x, mixer):
+  y = linear(part(p, "values"), x) if mixer["name"] == "he" else x
+  if mixer["name"] == "she":
+    y = sum(shift(y, j) @ p["taps"][j] for j in range(len(x)))  # matrices [D, D] for x[t - j]
+  else:
+    y = sum(shift(y, j) * p["taps"][j] for j in range(len(x)))  # vectors [D] for x[t - j]
+  if mixer.get("adjustment"):
     y = linear(part(p, "adjustment"), x) * y
-  return linear(part(p, "out"), y) if "out.kernel" in p else y
+  return linear(part(p, "out"), y) if mixer.get("output_projection") else y
 
 
 def rotate(x, base):  # [T, H, E]; the pairs are (i, i + E / 2)
@@ -69,19 +74,20 @@ def rotate(x, base):  # [T, H, E]; the pairs are (i, i + E / 2)
 def attention(p, x, mixer):
   t, width = np.arange(len(x)), x.shape[1]
   qkv = np.einsum("td,dpe->pte", x, p["queries_keys_values.kernel"])  # [D, 3, D]
-  if "queries_keys_values.bias" in p:
+  if mixer.get("use_bias", True):
     qkv = qkv + p["queries_keys_values.bias"][:, None]
   q, k, v = qkv.reshape(3, len(x), mixer["num_heads"], -1)  # [T, H, E] each
   if mixer.get("rotary_base") is not None:
     q, k = rotate(q, mixer["rotary_base"]), rotate(k, mixer["rotary_base"])
-  is_relative = mixer["name"] == "relative_attention"  # content_bias and position_bias [H, E]
-  scores = np.einsum("the,she->hts", q + p["content_bias"] if is_relative else q, k)
-  if is_relative:
+  if mixer["name"] == "relative_attention":  # content_bias and position_bias [H, E]
     angles = t[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
     distances = linear(part(p, "distances"), table).reshape(q.shape)
-    of_distance = np.einsum("the,rhe->htr", q + p["position_bias"], distances)
-    scores = scores + of_distance[:, t[:, None], t[:, None] - t]  # the distance t - s
+    scores = np.einsum("the,rhe->htr", q + p["position_bias"], distances)
+    scores = scores[:, t[:, None], t[:, None] - t]  # the distance t - s
+    scores = scores + np.einsum("the,she->hts", q + p["content_bias"], k)
+  else:
+    scores = np.einsum("the,she->hts", q, k)
   scores = np.where(t[:, None] >= t, scores / q.shape[-1] ** 0.5, -np.inf)
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   mixed = np.einsum("hts,she->the", weights / weights.sum(-1, keepdims=True), v)
@@ -106,13 +112,15 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
 
 
 def fixed(p, x, tokens, kind):  # [T] where segments end
-  factor, offset = kind["shortening_factor"], kind["offset"]
-  return np.arange(len(x)) % factor == (factor - 1 if offset is None else offset)
+  last = kind["shortening_factor"] - 1 if kind["offset"] is None else kind["offset"]
+  return np.arange(len(x)) % kind["shortening_factor"] == last
 
 
 def by_token(p, x, tokens, kind):  # [T] where segments end
   ends = np.isin(tokens, kind["space_ids"])
-  return ends & ~shift(np.isin(tokens, kind.get("end_ids", ())), 1)
+  if kind["name"] == "spacebyte":
+    ends = ends & ~shift(np.isin(tokens, kind["end_ids"]), 1)
+  return ends
 
 
 def predicted(p, x, tokens, kind):  # [T] where segments end, by a network of its own
@@ -125,12 +133,12 @@ def by_entropy(p, x, tokens, kind):  # [T] where segments end, by a small model'
   z = z - np.log(np.exp(z).sum(-1, keepdims=True))
   entropy = -(np.exp(z) * z).sum(-1)  # nats
   rise = np.diff(entropy, prepend=-np.inf)
-  if kind["rule"] != "combined":
-    return (entropy if kind["rule"] == "global" else rise) > kind["theta"]
-  ends = (entropy > kind["theta"]) & (rise > kind["theta_add"])
-  for t in range(1, len(ends)):
-    ends[t] &= not ends[t - 1]
-  return ends
+  if kind["rule"] == "combined":
+    ends = (entropy > kind["theta"]) & (rise > kind["theta_add"])
+    for t in range(1, len(ends)):
+      ends[t] &= not ends[t - 1]
+    return ends
+  return entropy > kind["theta"] if kind["rule"] == "global" else rise > kind["theta"]
 
 
 def routing(p, x, tokens, kind):  # [T] the probabilities that segments end: query and key [D, D]
@@ -141,25 +149,28 @@ def routing(p, x, tokens, kind):  # [T] the probabilities that segments end: que
 
 def hourglass(p, x, tokens, model):
   kind, shared = model["boundaries"], part(p, "relative_positions")
-  own = model["middle"] or {"boundaries": {"name": "none"}}
-  inner = {**model, **{key: value for key, value in own.items() if value or value is None}}
   x = layers(part(p, "first"), x, model, model["first"]["mixer"], shared)
   chance = FUNCTIONS[kind["name"]](part(p, "boundary_predictor"), x, tokens, kind)
-  ends, is_routed = chance > 0.5, kind["name"] == "routing"
+  ends = chance > 0.5
   s = x[ends]  # segments
-  if not is_routed and kind.get("pooling", "mean") == "mean":
+  if kind["name"] != "routing" and kind.get("pooling", "mean") == "mean":
     s = [x[np.cumsum(ends) - ends == m].mean(0) for m in range(ends.sum())]
     s = np.reshape(s, (-1, x.shape[1]))
-  s = s @ p["middle_in"] if "middle_in" in p else s
-  if not is_routed:
+  if model["middle"] is not None:
+    s = s @ p["middle_in"] if "middle_in" in p else s
+  if kind["name"] != "routing":
     s = norm(part(p, "middle_norm"), np.concatenate([p["null_group"][None], s]), model)
-  if inner["boundaries"]["name"] == "none":
-    shared_within = part(p, "middle_positions") if "middle_in" in p else shared
-    s = layers(part(p, "middle"), s, inner, None, shared_within)
+  if model["middle"] is None:
+    s = layers(part(p, "middle"), s, model, None, shared)
   else:
-    s = hourglass(part(p, "middle"), s, None, inner)
-  s = s @ p["middle_out"] if "middle_out" in p else s
-  if is_routed:
+    if model["middle"]["boundaries"]["name"] == "none":
+      shared_within = part(p, "middle_positions") if "middle_in" in p else shared
+      s = layers(part(p, "middle"), s, model, None, shared_within)
+    else:
+      own = {key: x for key, x in model["middle"].items() if x or x is None}
+      s = hourglass(part(p, "middle"), s, None, {**model, **own})
+    s = s @ p["middle_out"] if "middle_out" in p else s
+  if kind["name"] == "routing":
     q = np.clip(chance[ends], 1e-4, 1 - 1e-4)[:, None]
     s[0] = q[0] * s[0]
     for m in range(1, len(s)):
@@ -176,28 +187,27 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(x), -1)[:, :width]
     x = x * width**0.5 + table.astype(np.float32)
-  elif model["positions"] == "learned":
+  if model["positions"] == "learned":
     x = (x + p["embedding.positions"][: len(x)]) * width**0.5
   if model["boundaries"]["name"] == "none":
     x = layers(part(p, "layers"), x, model, None, part(p, "relative_positions"))
   else:
     x = hourglass(part(p, "hourglass"), x, tokens, model)
-  x = norm(part(p, "final_norm"), x, model) if model["norm"] == "pre" else x
+  if model["norm"] == "pre":
+    x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T
-  return linear(part(p, "logits"), x)
+  else:
+    return linear(part(p, "logits"), x)
 
 
 FUNCTIONS = {
-  "dispatcher": dispatcher,
-  "dispatcher_multihead": dispatcher,
-  "attention": attention,
-  "relative_attention": attention,
+  **dict.fromkeys(("dispatcher", "dispatcher_multihead"), dispatcher),
+  **dict.fromkeys(("attention", "relative_attention"), attention),
   **dict.fromkeys(("she", "he", "we", "me"), extractor),
-  "fixed": fixed,
-  "whitespace": by_token,
-  "spacebyte": by_token,
+  **dict.fromkeys(("whitespace", "spacebyte"), by_token),
   **dict.fromkeys(("unigram", "entropy", "gumbel"), predicted),
+  "fixed": fixed,
   "entropy_threshold": by_entropy,
   "routing": routing,
 }

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax import files, ops
@@ -37,9 +36,8 @@ class Run:
 
   Attributes:
     config: the settings, with those that follow from the tokenizer.
-    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; a model
-      made in Python may have another class.
-    params: the parameters.
+    model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; one made in
+      Python may have another class.
     tokenizer: has `encode` and `decode`.
     step: the number of updates made.
     data: the prepared corpus, or None.
@@ -69,21 +67,19 @@ class Run:
 
   @property
   def window(self) -> int:
-    """The maximum number of tokens that the model sees at once, `config.model.max_length`."""
+    """The most tokens that the model sees at once, `config.model.max_length`."""
     return self.config.model.max_length
 
   def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
     """Scores a text, including its first token.
 
     Args:
-      text: a text, not empty.
-      window: the number of tokens that the model sees at once; 0: `config.eval.window`.
-      stride: the number of these that are scored, with the others as context; 0:
-        `config.eval.stride`.
+      text: a text.
+      window: tokens that the model sees at once; 0: `config.eval.window`.
+      stride: how many of these are scored, with the others as context; 0: `config.eval.stride`.
 
     Returns:
-      The scores of `dpjax.training.metrics.text_scores`, such as "bits_per_character", and with
-      token pooling of `dpjax.training.metrics.boundary_scores`.
+      See `dpjax.training.metrics.text_scores`, and with token pooling `boundary_scores`.
 
     Raises:
       ValueError: the text is empty, or the window is longer than the model's.
@@ -114,13 +110,12 @@ class Run:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated" scores each document as if it stood alone, after a start token;
-        "joined" scores one text; "": `config.data.documents`.
+      documents: "isolated" scores each document alone, after a start token; "joined" one text;
+        "": `config.data.documents`.
       progress: whether to show a progress bar.
 
     Raises:
-      ValueError: there is no such split, its tokens have changed, the window is longer than the
-        model's, or the documents are unknown.
+      ValueError: there is no such split, its tokens have changed, or see `score`.
     """
     data = self._data_with(split, self._documents(documents))
     data.check(split)
@@ -186,15 +181,12 @@ class Run:
     """Continues a prompt, or several at once.
 
     Args:
-      prompt: a text, or texts of any lengths; "" starts a text.
-      **settings: see `dpjax.generation.Generator.stream`; by default `config.sample`.
+      prompt: a text, or several; "" starts a text.
+      **settings: see `dpjax.generation.Generator.stream`, also for what is raised; by default
+        `config.sample`.
 
     Returns:
-      The continuations, without the prompt, one for each sample; for several prompts, a list
-      for each.
-
-    Raises:
-      ValueError: see `dpjax.generation.Generator.stream`.
+      The continuations, one for each sample; for several prompts, a list for each.
     """
     rows = zip(*self.stream(prompt, **settings), strict=True)
     texts = ["".join(piece.text for piece in row) for row in rows]
@@ -206,29 +198,19 @@ class Run:
   def stream(
     self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
   ) -> Iterator[list[generator.Piece]]:
-    """Like `generate`, but yields text as it comes; see `dpjax.generation.Generator.stream`."""
+    """`generate`, as text comes; see `dpjax.generation.Generator.stream`."""
     if not isinstance(prompt, Sequence):
       raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     return self._generator.stream(self.params, prompts, **settings)
 
   def dispatch_matrices(self, text: str) -> list[np.ndarray]:
-    """The dispatch matrices of a text in the layers of a Dispatcher.
+    """`dpjax.ops.dispatch_matrix` of a text of 1 to `window` tokens, for each layer [H, T, T].
 
       matrices[layer][h, t, s]: the weight of the value at position s for position t
 
-    They correspond to attention maps: lower triangular, with ones on the diagonal
-    (`dpjax.ops.dispatch_matrix`).
-
-    Args:
-      text: a text of 1 to `window` tokens.
-
-    Returns:
-      For each layer [H, T, T], float32.
-
     Raises:
-      ValueError: the text is empty or too long, or the model has other mixers or pools
-        tokens.
+      ValueError: the text is empty or too long, or the model has other mixers or pools tokens.
     """
     tokens = self.tokenizer.encode(text)
     if not 1 <= len(tokens) <= self.window:
@@ -281,17 +263,14 @@ class Run:
 def load(workdir: str | Path, step: int | None = None, *, model: build.Given = None) -> Run:
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
-  If a checkpoint is damaged, a warning names it, and the one before it is read, unless `step` was
-  given.
-
   Args:
     workdir: a folder that `train` or `Run.save` wrote.
-    step: the step of the checkpoint; None is the best by validation.
+    step: the step of the checkpoint; None is the best by validation, or with a warning the one
+      before a damaged one.
     model: the `model` given to `train`, if any.
 
   Raises:
-    ValueError: there is no run, no such step, or no intact checkpoint; or a parameter is not
-      finite.
+    ValueError: there is no run, no such step, or no intact checkpoint of finite numbers.
     OSError: a file cannot be read.
   """
   workdir = Path(os.path.expanduser(workdir))
@@ -310,41 +289,22 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
       origin = {"tokenizer": data.tokenizer.to_json()}
       part = "average" if config.train.ema_decay else "params"
       at, params = saved.restore_step(abstract.params, step, origin, part)
-  _check_finite(workdir, params)
-  return Run(config, built, params, data.tokenizer, at, data, workdir)
-
-
-_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
-
-
-def _check_finite(workdir: Path, params: dict) -> None:
   for path, array in jax.tree.leaves_with_path(params):
     # All processes of a sharded run find the same.
     is_whole = array.is_fully_addressable or array.is_fully_replicated
     if not (np.isfinite(array).all() if is_whole else _is_finite(array)):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
+  return Run(config, built, params, data.tokenizer, at, data, workdir)
+
+
+_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
-  """The frozen model of a saved run's boundaries, if they use one."""
+  """The frozen model of a saved run's boundaries, if any."""
   settings = workdir_lib.saved_frozen(config, workdir)
   return None if settings is None else build.assemble(settings)
-
-
-def make_scorer(config: ConfigDict, model: nn.Module, tokenizer: Tokenizer) -> evaluation.Scorer:
-  """The scorer of `config.eval`."""
-  return evaluation.Scorer(
-    model,
-    losses.Objective(build.build_boundaries(config.model)),
-    tokenizer,
-    config.model.max_length,
-    config.eval.window,
-    config.eval.stride,
-    config.eval.batch_size,
-    build.pad_id(config.model),
-    build.batch_capacity(config.model),
-  )
 
 
 @overload
@@ -363,8 +323,16 @@ def generate(run, prompt, **settings):
   return run.generate(prompt, **settings)
 
 
+def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:
+  """The scorer of `config.eval`."""
+  objective = losses.Objective(build.build_boundaries(config.model))
+  rows = config.eval.window, config.eval.stride, config.eval.batch_size
+  padding = build.pad_id(config.model), build.batch_capacity(config.model)
+  return evaluation.Scorer(model, objective, tokenizer, config.model.max_length, *rows, *padding)
+
+
 def table(scores: Mapping[str, float]) -> str:
-  """Formats scores as a table, one on each line."""
+  """Scores as a table, one on each line."""
   lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
   if "bits_per_character" not in scores:
     lines.append("  (no bits per character: the tokens do not hold the whole text)")

@@ -18,18 +18,17 @@ from dpjax.text.tokens import Tokenizer, load_tokenizer
 def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
-  The tokens are made in data_dir/tokens, for all runs with the same data, and `folder` refers
-  to them. Unless `config.data.tokenizer_file` names a vocabulary, training from another run
-  (`config.train.initial_run`) takes over its tokenizer. `fresh` replaces an existing corpus.
+  The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
+  Without `config.data.tokenizer_file`, `config.train.initial_run` gives the tokenizer. `fresh`
+  replaces an existing corpus.
 
   Raises:
-    ValueError: `data.<setting>: expected ..., got ...`, or the folder is damaged or
-      cannot be written.
+    ValueError: `data.<setting>: ...`, or the folder is damaged or cannot be written.
   """
 
   def make() -> None:
     is_there = folder.exists() and not fresh
-    if not is_there or not read_data(config, folder).has_tokens:
+    if not (is_there and read_data(config, folder).has_tokens):
       made = _make_again(config, folder) if is_there else _tokenize(config)
       try:
         write_reference(made, folder)
@@ -58,10 +57,8 @@ def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   made = _tokenize(config, data.tokenizer)
   texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (made, data))
   if made.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
-    raise UserError(
-      f"data.documents: expected {data.name} to have the run's text and vocabulary also when "
-      "isolated, got another text or vocabulary"
-    )
+    expected = f"expected {data.name} to have the run's text and vocabulary also when isolated"
+    raise UserError(f"data.documents: {expected}, got another text or vocabulary")
   return made
 
 
@@ -82,20 +79,16 @@ def _make_again(config: ConfigDict, folder: Path) -> Tokens:
   try:
     made = _tokenize(config, before.tokenizer)
   except UserError as error:
-    raise UserError(
-      f"{gone}; `dpjax train --workdir={folder.parent} --tokenize_only` makes them "
-      f"again from the text, but: {error}"
-    ) from error
+    command = f"`dpjax train --workdir={folder.parent} --tokenize_only`"
+    raise UserError(f"{gone}; {command} makes them again from the text, but: {error}") from error
   now, then = ((x.counts, x.tokenizer.to_json(), x.learned) for x in (made, before))
   if now != then:
-    raise UserError(
-      f"{gone}, got another text, vocabulary or Unigram model with the run's settings"
-    )
+    raise UserError(f"{gone}, got another text, vocabulary or Unigram model with its settings")
   return made
 
 
 def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
-  """The tokens in data_dir, made if missing; `own` is the tokenizer of a run that has one."""
+  """The tokens in data_dir, made if missing; `own` is the run's tokenizer."""
   data = config.data
   arguments = inspect.signature(load_corpus).parameters  # settings of the same names
   corpus = load_corpus(**{name: data[name] for name in arguments})
@@ -114,27 +107,23 @@ def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
 
 
 def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:
-  """The tokenizer of the run that the settings name, if any; of a begun run, its own copy."""
-  data, initial = config.data, config.train.initial_run
+  """The tokenizer of the run that the settings name, if any, or its copy, `own`."""
+  data = config.data
   key = "data.tokenizer_file" if data.tokenizer_file else "train.initial_run"
-  source = data.tokenizer_file or initial
+  source = data.tokenizer_file or config.train.initial_run
   known = (own or load_tokenizer(source, key)) if source else None
   if known is None:
     if source and not data.tokenizer_file:
-      raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {initial}")
+      raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")
     return None
   # Of an unassigned character, which no vocabulary has.
   if own is None and known.unknown_id is None and not len(known.encode("\u0378")):
-    raise UserError(
-      f"{key}: expected a tokenizer with bytes or an unknown token, got {source}, whose drops "
-      "what it does not know"
-    )
+    expected = "expected a tokenizer with bytes or an unknown token"
+    raise UserError(f"{key}: {expected}, got {source}, whose drops what it does not know")
   has = {**known.fields(), "tokenizer": known.kind}
   for name in ("tokenizer", "lower_text", "lower_pieces"):
     # What is the default may not have been asked for.
     if data[name] not in ("characters", False, has.get(name)):
-      raise UserError(
-        f"data.{name}: expected {has.get(name, False)}, as in the tokenizer of {source}, got "
-        f"{data[name]}"
-      )
+      expected = f"expected {has.get(name, False)}, as in the tokenizer of {source}"
+      raise UserError(f"data.{name}: {expected}, got {data[name]}")
   return known

@@ -15,10 +15,9 @@ from dpjax.run.run import Run
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
 
-  These files hold no vocabulary: `config.data` must make the authors' vocabulary, as
-  configs/dispatcher_wikitext2.py does. The authors of the pooling paper number characters by
-  frequency, unlike dpjax: read their files with `dpjax.interop.from_torch`, and number tokens
-  by frequency.
+  These files hold no vocabulary: `config.data` must make the authors', as
+  configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
+  frequency: read their files with `dpjax.interop.from_torch`.
 
   Args:
     file: a file that the authors' scripts saved.
@@ -31,18 +30,15 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   try:
     import torch  # pyright: ignore[reportMissingImports]  (optional)
   except ImportError as error:
-    raise UserError(
-      "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
-    ) from error
+    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    raise UserError(message) from error
   try:
     content = torch.load(file, map_location="cpu", weights_only=True)
   except (MemoryError, OSError):
     raise
-  # A damaged file shows as any of several types.
-  except Exception as error:
-    raise UserError(
-      f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
-    ) from error
+  except Exception as error:  # A damaged file shows as any of several types.
+    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    raise UserError(message) from error
   config = sections.expand_paths(config)
   config_lib.check(config)
   settings = config.model

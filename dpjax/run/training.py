@@ -46,17 +46,16 @@ def train(
   Args:
     config: from `dpjax.config`.
     workdir: the run's folder, created if missing.
-    model: replaces the model of `config.model`: a module, or a function that makes one from
-      `config.model` with its `vocab_size`. `apply({"params": params}, tokens,
-      deterministic=..., rngs=...)` must return an object with `logits`, [B, T, V]. Pass the
-      same model to resume or load the run.
+    model: replaces that of `config.model`: a module, or a function of `config.model` that makes
+      one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
+      with `logits`, [B, T, V]. Pass the same model to resume or load the run.
     optimizer: replaces the optimizer of `config.train`, with its schedule and clipping: any of
       Optax that needs the gradients, the parameters and the `value` of the loss alone.
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to measure the speed of matrix products, for about a second, and
-      to report training's share of it as `model_flops_utilisation`.
+    measure_products: measures the speed of matrix products for about a second, to report
+      training's share of it as `model_flops_utilisation`.
 
   Returns:
     The run with the best parameters by validation, and their test scores.
@@ -95,15 +94,14 @@ def train(
       **_kept(run, data),
     )
     best = load(workdir, model=model)
-    # What validation was compiled for: the same model, with other parameters.
-    best.__dict__["_scorer"] = run._scorer
+    best.__dict__["_scorer"] = run._scorer  # compiled for the same model
     scores = best.score_split("test", progress=True)
     best.write_scores("test", scores)
     return best, scores
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
-  """Makes the tokens of a run and its folder, the first step of `train`."""
+  """Makes the folder of a run and its tokens, as `train` begins."""
   config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
@@ -122,7 +120,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
     if folder and not resumes and not workdir_lib.is_run(Path(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
-  if own == shared or own in shared.parents:
+  if shared.is_relative_to(own):
     raise UserError(
       f"data.data_dir: expected a folder that is not the run's own {own}, got {shared}"
     )
@@ -148,63 +146,50 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
-  num_steps, eval_every_steps = (
+  num, every_eval = (
     config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
     for name in ("num", "eval_every")
   )
   every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
-  return loop.Durations(num_steps, eval_every_steps, *every)
+  return loop.Durations(num, every_eval, *every)
 
 
 def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
-  settings, rate = run.config.train, None
+  settings, model, rate = run.config.train, run.config.model, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
-  return loop.Trainer(
-    run.model,
-    optimizer,
-    losses.Objective(build.build_boundaries(run.config.model)),
-    settings.accumulate_steps,
-    settings.parameters,
-    build.batch_capacity(run.config.model),
-    run.config.seed,
-    settings.ema_decay,
-    rate,
-  )
+  objective = losses.Objective(build.build_boundaries(model))
+  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(model)
+  rates = run.config.seed, settings.ema_decay, rate
+  return loop.Trainer(run.model, optimizer, objective, *parts, *rates)
 
 
 def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
-  """Checks, before anything is compiled, that the run can train; its parameters' shapes."""
+  """The shapes of the parameters; a `UserError` if the run cannot train."""
   config = run.config
   sharding.check_rows(config.train.batch_size, trainer.accumulate_steps)
   prompt = config.sample.prompt
   generator.check_prompt(config.model, run.tokenizer, prompt, "sample.prompt", config.sample)
   ids = jnp.zeros((1, 1), jnp.int32)
-  is_isolated = config.data.documents == "isolated"
-  known: dict[str, Any] = {"is_start": ids + 1} if is_isolated else {}
 
-  def init():
+  def init(**known):
     return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
 
-  try:
-    if is_isolated:
+  shapes = jax.eval_shape(init)
+  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
+  _check_memory((shapes, opt_state, shapes if trainer.ema_decay else ()), trainer.parameters)
+  if config.data.documents == "isolated":
+    try:
       mixer.check_takes_starts(run.model)
-    shapes = jax.eval_shape(init)
-  except UserError as error:
-    if not is_isolated:
-      raise
-    raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
-  state = {
-    "params": shapes,
-    "opt_state": optimizers.check(trainer.optimizer, run.model, shapes, key),
-  }
-  _check_memory((state, shapes if trainer.ema_decay else ()), trainer.parameters)
+      jax.eval_shape(init, is_start=ids + 1)
+    except UserError as error:
+      raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
   return shapes
 
 
 def _check_memory(state: Any, parameters: str) -> None:
-  """Checks that a state fits into the memory of a CPU, where XLA may else wait for ever."""
+  """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
   if jax.default_backend() != "cpu":
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
@@ -219,7 +204,7 @@ def _check_memory(state: Any, parameters: str) -> None:
 
 
 def _kept(run: Run, data: Tokens) -> dict[str, Any]:
-  """What the checkpoints of a run are, and which are kept."""
+  """What checkpoints hold, and which are kept."""
   config = run.config
   validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
   if config.eval.max_tokens:
@@ -239,17 +224,14 @@ def _kept(run: Run, data: Tokens) -> dict[str, Any]:
 def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
   if jax.process_index() != 0:
     return
-  config = run.config
-  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  config, size = run.config, sum(leaf.size for leaf in jax.tree.leaves(shapes))
   print(
-    f"{run.name}, {size:,} parameters; {data.name}, "
-    f"{data.counts['train']['tokens']:,} training tokens, vocabulary of "
-    f"{config.model.vocab_size:,}; {num_steps:,} steps on "
+    f"{run.name}, {size:,} parameters; {data.name}, {data.counts['train']['tokens']:,} training "
+    f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
   if not (config.data.tokenizer_file or config.train.initial_run):
-    return
-  # A vocabulary that was not learned from a text may not know all of it.
+    return  # A vocabulary that was learned from this text knows all of it.
   counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
   if any(counts.values()):
     shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
@@ -257,13 +239,13 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
 
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
-  """Reads the initial parameters, if they are not drawn at random."""
+  """A function that reads the initial parameters, if they are not drawn."""
   key, folder = "train.initial_run", run.config.train.initial_run
   if frozen is None and not folder:
     return None
 
   def shapes_by_name(params) -> dict[str, tuple]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree.leaves_with_path(params)
     return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
   def read(drawn: dict) -> dict:
@@ -289,16 +271,16 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   except UserError as error:
     raise UserError(f"{key}: expected a run that can be read, got {folder} ({error})") from error
   if other.tokenizer.to_json() != tokenizer.to_json():
+    got = f"another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
     raise UserError(
-      f"{key}: expected a run with the vocabulary of this one, got {folder} "
-      f"with another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries); "
+      f"{key}: expected a run with the vocabulary of this one, got {folder} with {got}; "
       f"data.tokenizer_file = {folder} takes that one"
     )
   return other
 
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
-  """The run whose model the boundaries use; None without one, or if the folder has it."""
+  """The run whose model the boundaries use, unless the folder has it."""
   if not workdir_lib.needs_run(config) or workdir_lib.has_saved(workdir):
     return None
   key = "model.boundaries.run"
@@ -308,11 +290,7 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 
 def check_frozen(run: Run, key: str = "run") -> None:
-  """Checks that the boundaries of another run can use a run's model.
-
-  Raises:
-    ValueError: its boundaries are drawn at random, or use a model themselves.
-  """
+  """A `UserError` if a run's own boundaries are drawn in evaluation, or use another model."""
   kinds = build.build_boundaries(run.config.model)
   if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
     raise UserError(

@@ -42,24 +42,18 @@ _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
-  The operating system releases the lock when the process ends. Of several processes of one run,
-  the first one locks for all.
-
-  Raises:
-    UserError: another process trains in the folder, it is an exported run, it cannot be
-      written, a link in it leads out of it, or its disk becomes full.
+  A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
+  link leads out of it, or its disk becomes full.
   """
   if is_exported(workdir):
-    raise UserError(
-      f"workdir: expected an empty folder or a run, got {workdir}, an exported one; to "
-      "train on, take a new workdir and it as train.initial_run"
-    )
+    hint = "to train on, take a new workdir and it as train.initial_run"
+    expected = "expected an empty folder or a run"
+    raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
     on_first_process(lambda: _lock(workdir, stack))
     try:
       yield
-    except OSError as error:
-      # Writing to an open file names none.
+    except OSError as error:  # Writing to an open file names none.
       if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise not_writable(workdir, error) from error
       raise
@@ -78,10 +72,8 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     if error.errno in (errno.EAGAIN, errno.EACCES):
       file.seek(0)
       owner = file.read().strip() or "another process"
-      raise UserError(
-        f"workdir: expected a folder in which no other process trains, got {workdir}, in "
-        f"which {owner} does"
-      ) from error
+      expected = "expected a folder in which no other process trains"
+      raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does") from error
     message = "%s: this file system has no locks (%s); make sure that no other process trains here"
     _log.warning(message, workdir, error.strerror)
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
@@ -91,7 +83,7 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _check_links(workdir: Path) -> None:
-  """Checks that training writes over no file outside of the folder."""
+  """A `UserError` if training could write over a file outside of the folder."""
   if not workdir.is_dir():
     return
   own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
@@ -105,7 +97,7 @@ def _check_links(workdir: Path) -> None:
 
 
 def resumes(workdir: Path, config: ConfigDict) -> bool:
-  """Whether training resumes a run in the folder; a `UserError` if that has other settings."""
+  """Whether training resumes a run; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
     if (workdir / "checkpoints").exists():
@@ -116,14 +108,12 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
     return False
   differences = config_lib.differences(_read_json(path), config.to_dict())
   if differences and has_saved(workdir):
-    is_longer = all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
-    hint = (
-      " (the schedule ends with the length: to train on, take a new workdir and "
-      f"train.initial_run = {workdir})"
-    )
+    hint = " (the schedule ends with the length: to train on, take a new workdir and "
+    hint += f"train.initial_run = {workdir})"
+    hint *= all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
-      f"whose run has another: {'; '.join(differences)}{hint * is_longer}"
+      f"whose run has another: {'; '.join(differences)}{hint}"
     )
   return not differences
 
@@ -144,7 +134,7 @@ def has_saved(workdir: Path) -> bool:
 
 
 def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Writes the settings into the folder, as given, and those of the model of its boundaries."""
+  """Writes the settings, as given, and those of the model of its boundaries."""
 
   def write() -> None:
     try:
@@ -167,7 +157,7 @@ def read_config(workdir: Path) -> ConfigDict:
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
-  """The settings of the model that the boundaries of a run use, if they use one."""
+  """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
   return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
@@ -180,8 +170,7 @@ def needs_run(config: ConfigDict) -> bool:
 
 def _read_json(path: Path) -> dict:
   try:
-    content = load_json(path)
-    if not isinstance(content, dict):
+    if not isinstance(content := load_json(path), dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
     return content
   except (OSError, ValueError) as error:
@@ -213,6 +202,5 @@ def on_first_process(work: Callable[[], None]) -> None:
 
 def not_writable(folder: Path, error: OSError) -> UserError:
   """The error for a run's folder that cannot be written."""
-  return UserError(
-    f"workdir: expected a folder that can be written, got {folder} ({error.strerror})"
-  )
+  reason = error.strerror
+  return UserError(f"workdir: expected a folder that can be written, got {folder} ({reason})")

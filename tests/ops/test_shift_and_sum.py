@@ -129,3 +129,10 @@ def test_recompute_needs_memory_for_one_level():
   assert short <= 0.4 * temporary_bytes(1024, "unrolled")
   # Of all levels it would grow by 8 * 13 / 10.
   assert long <= 8 * 1.1 * short
+
+
+@pytest.mark.parametrize("implementation", [None, "matrix"])
+def test_forward_mode_names_the_implementations_that_have_it(implementation):
+  values, gates, _ = draw(2, 5, 3, 2, 3)
+  with pytest.raises(TypeError, match='^implementation: expected "unrolled" or "loop" for forward'):
+    jax.jvp(lambda x: shift_and_sum(x, gates, implementation=implementation), (values,), (values,))

@@ -1,6 +1,6 @@
 """Shift-and-sum as two products with banded matrices, for hardware with fast matrix products.
 
-Letters: S sequence, N position, H head, E feature of a head, K level, W band, M block.
+S sequence, N position, H head, E feature of a head, K level, W band, M block.
 
 The first levels reach W - 1 positions back and form one lower triangular matrix with a band of
 width W. The others shift by multiples of W. In the sequence p, p + W, p + 2 W, ... they shift by
@@ -20,9 +20,8 @@ def matrix_form(values: jax.Array, gates: jax.Array, level_keep: jax.Array | Non
   """An implementation of `dpjax.ops.shift_and_sum`.
 
   The gradient stores only `values` and `gates`; the matrices take O(B H T**1.5) numbers. A
-  dropped level has gates of 0 and costs as much as others. If `values` are bfloat16 or float16,
-  so are the matrices and the result of the first product, while each product sums in float32. An
-  inf or nan affects up to 2 sqrt(T) earlier positions, through products with 0.
+  dropped level costs as much as others. If `values` are bfloat16 or float16, so are the matrices
+  and the result of the first product. An inf or nan affects up to 2 sqrt(T) earlier positions.
   """
   return _both_passes(values, gates, level_keep)
 
@@ -102,14 +101,10 @@ def _matrices(a_smhiw):
   return flat.reshape(*a_smhiw.shape[:-1], 2 * width)
 
 
-def _forward(values, gates, level_keep):
-  return _both_passes(values, gates, level_keep), (values, gates, level_keep)
-
-
 def _backward(residuals, cotangent):
   values, gates, level_keep = residuals
   _, pull = jax.vjp(partial(_both_passes, level_keep=level_keep), values, gates)
   return *pull(cotangent), None
 
 
-matrix_form.defvjp(_forward, _backward)
+matrix_form.defvjp(lambda *x: (_both_passes(*x), x), _backward)

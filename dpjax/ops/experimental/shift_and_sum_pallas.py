@@ -1,32 +1,30 @@
 """Shift-and-sum as Pallas kernels for GPUs (by Triton) and TPUs.
 
-Letters: B batch, T position, H head, E feature of a head, K level; in a pass, N row, G
-sequence, J level, and C block of features.
+B batch, T position, H head, E feature of a head, K level; in a pass, N row, G sequence, J level,
+C block of features.
 
-A program holds the rows of a tile, vectors over a block of features, as the elements of
-a Python list, so that a shift only changes an index: between two levels, no row leaves the
-registers. The levels 1, 2, .., 2**(J-1) of a pass need 2**J - 1 rows before the tile, and
-backward also after it: the halo, whose levels are computed twice.
-
-Higher levels shift by multiples of some s = 2**k. They are the levels 1, 2, .. of the
-sequences of the rows p, p + s, p + 2 * s, .., and the reshape
+A program holds the rows of a tile, vectors over a block of features, in Python variables, so that
+a shift only changes an index: between two levels, no row leaves the registers. The J levels of a
+pass need 2**J - 1 rows before the tile, and backward also after it: the halo, whose levels are
+computed twice. Higher levels shift by multiples of some s = 2**k, so they are the first levels of
+the sequences p, p + s, p + 2 * s, .., which the reshape
 
   [B, T, H, E] -> [B, T / s, s * H, E]
 
-makes each of them a head. So one kernel computes every pass, of log2(tile) levels or fewer: by
-default one up to T = 64 and two up to 4,096, backward one up to 16, two up to 256 and three up
-to 4,096. A pass reads and writes its rows once.
+makes heads. So one kernel computes every pass, of log2(tile) levels or fewer.
 
 JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
-import functools
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from dpjax.ops import checks
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
@@ -47,34 +45,29 @@ def shift_and_sum(
 ) -> jax.Array:
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
-  Sums, also between two passes, are in float32. A dropped level costs as much as a kept one.
-  Only reverse-mode derivatives, which store only `values` and `gates`. XLA gathers a batch that is
-  distributed over devices: use `jax.shard_map` (with check_vma=False).
+  Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
+  which store only `values` and `gates`. XLA gathers a batch that is distributed over devices: use
+  `jax.shard_map` (with check_vma=False).
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
     gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
     interpret: whether to run the kernels as JAX operations; None does so on a CPU.
-    platform: "gpu" or "tpu", or "cpu" to interpret the kernels of a GPU; None takes JAX's
-      default backend.
+    platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is JAX's default backend.
     tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the rows of a tile in the backward pass.
 
   Raises:
     ValueError: there is no kernel for the platform or a dtype.
   """
-  if platform is None:
-    platform = jax.default_backend()
-  if platform not in ("cpu", "gpu", "tpu"):
-    raise ValueError(f"platform: expected 'cpu', 'gpu' or 'tpu', got {platform!r}")
+  platform = platform or jax.default_backend()
+  checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
   if interpret is None:
     interpret = platform == "cpu"
-  for name, dtype in (("values", values.dtype), ("gates", gates.dtype)):
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-      raise ValueError(
-        f"{name}: expected floats of at most 32 bits for the Pallas kernels, got {dtype}"
-      )
+  for name, x in (("values", values), ("gates", gates)):
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+      raise ValueError(f"{name}: expected floats of at most 32 bits, got {x.dtype}")
   gates = gates.astype(jnp.float32)
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
@@ -89,7 +82,7 @@ class _Options(NamedTuple):
   backward_tile: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _shift_and_sum(values, gates, options):
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
@@ -98,10 +91,6 @@ def _shift_and_sum(values, gates, options):
     dtype = values.dtype if i == len(passes) - 1 else jnp.float32
     x = _forward(x, _pad(gates, 1, padded), one, dtype, options)
   return _join(x, values.shape)
-
-
-def _shift_and_sum_fwd(values, gates, options):
-  return _shift_and_sum(values, gates, options), (values, gates)
 
 
 def _shift_and_sum_bwd(options, residuals, grad):
@@ -121,7 +110,7 @@ def _shift_and_sum_bwd(options, residuals, grad):
   return _join(g, values.shape), dc_bthk
 
 
-_shift_and_sum.defvjp(_shift_and_sum_fwd, _shift_and_sum_bwd)
+_shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd)
 
 
 class _Pass(NamedTuple):
@@ -183,6 +172,14 @@ class _Plan:
     # Eight rows of lanes make a TPU's vector; None: one block, without an axis.
     self.group = (8 if blocks % 8 == 0 else blocks) if options.is_tpu else None
     self.grid = (blocks // (self.group or 1), self.shape[2], self.tiles, batch)
+    halos = one.rows // self.halo
+    last = self.tiles * halos - 1
+    # Of each side the first row from the tile's start, the rows, and the index of the block.
+    self.sides = {
+      "past": (-self.halo, self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
+      "own": (0, one.rows, lambda i: i),
+      "future": (one.rows, self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
+    }
 
   def call(self, kernel, inputs, out_shape, out_specs):
     """Runs `kernel` on (array, BlockSpec)s."""
@@ -193,7 +190,7 @@ class _Plan:
 
       compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)
     return pl.pallas_call(
-      functools.partial(kernel, self),
+      partial(kernel, self),
       out_shape=out_shape,
       grid=self.grid,
       in_specs=in_specs,
@@ -204,15 +201,12 @@ class _Plan:
 
   def rows(self, x, sides):
     """The arguments of `call` for rows of x."""
-    x = x.reshape(self.shape)
-    return [(x, self.rows_spec(side)) for side in sides]
+    return [(x.reshape(self.shape), self.rows_spec(side)) for side in sides]
 
   def rows_spec(self, side):
-    size, index = self._place(side)
-    return pl.BlockSpec(
-      (None, size, None, self.group, self.shape[4]),
-      lambda e, g, i, b: (b, index(i), g, e, 0),
-    )
+    _, size, index = self.sides[side]
+    block = None, size, None, self.group, self.shape[4]
+    return pl.BlockSpec(block, lambda e, g, i, b: (b, index(i), g, e, 0))
 
   def gates(self, gates, sides):
     """The arguments of `call` for gates; a halo's are in a line: [B, G, N / halo, 1, halo * J]."""
@@ -222,7 +216,7 @@ class _Plan:
     gates = gates.reshape(*gates.shape[:2], -1, 1, line)
 
     def spec(side):
-      size, index = self._place(side)
+      _, size, index = self.sides[side]
       return pl.BlockSpec(
         (None, None, size // self.halo, 1, line),
         lambda e, g, i, b: (b, g, index(i), 0, 0),
@@ -230,16 +224,6 @@ class _Plan:
       )
 
     return [(gates, spec(side)) for side in sides]
-
-  def _place(self, side):
-    """The number of rows in a block, and its index as a function of the tile."""
-    halos = self.one.rows // self.halo
-    last = self.tiles * halos - 1
-    return {
-      "past": (self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
-      "own": (self.one.rows, lambda i: i),
-      "future": (self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
-    }[side]
 
   def _are_there(self, sides):
     """Whether the sequence has rows on each side of this program's tile."""
@@ -251,9 +235,9 @@ class _Plan:
     """{position from the tile's start: its features}, zeros beyond the sequence."""
     rows, are_there = {}, self._are_there(refs)
     for side, ref in refs.items():
-      for i in range(self._place(side)[0]):
-        row = ref[i].astype(jnp.float32)
-        rows[self._start(side) + i] = _zero_unless(are_there[side], row)
+      start, size, _ = self.sides[side]
+      for i in range(size):
+        rows[start + i] = _zero_unless(are_there[side], ref[i].astype(jnp.float32))
     return rows
 
   def reader(self, refs):
@@ -262,14 +246,11 @@ class _Plan:
 
     def gate(t, k):
       side = "past" if t < 0 else "own" if t < self.one.rows else "future"
-      i = t - self._start(side)
+      i = t - self.sides[side][0]
       c = refs[side][i // self.halo, 0, i % self.halo * self.one.levels + k]
       return _zero_unless(are_there[side], c)
 
     return gate
-
-  def _start(self, side):
-    return {"past": -self.halo, "own": 0, "future": self.one.rows}[side]
 
 
 def _zero_unless(is_there, x):
@@ -290,13 +271,9 @@ def _forward(x, gates, one, dtype, options):
   """The levels of one pass on [B, T, H, C, E / C]."""
   plan = _Plan(x.shape, one, options)
   sides = ("own", "past") if plan.tiles > 1 else ("own",)
-  out = plan.call(
-    functools.partial(_forward_kernel, sides=sides),
-    plan.rows(x, sides) + plan.gates(gates, sides),
-    jax.ShapeDtypeStruct(plan.shape, dtype),
-    plan.rows_spec("own"),
-  )
-  return out.reshape(x.shape)
+  kernel, inputs = partial(_forward_kernel, sides=sides), plan.rows(x, sides)
+  out = jax.ShapeDtypeStruct(plan.shape, dtype), plan.rows_spec("own")
+  return plan.call(kernel, inputs + plan.gates(gates, sides), *out).reshape(x.shape)
 
 
 def _forward_kernel(plan, *refs, sides):
@@ -331,7 +308,7 @@ def _backward(x, g, gates, one, dtype, options):
     lambda e, g, i, b: (e, b, i, g, 0, *([0] * len(lanes))),
   )
   dx, dc = plan.call(
-    functools.partial(_backward_kernel, sides=sides),
+    partial(_backward_kernel, sides=sides),
     plan.rows(x, sides[0]) + plan.rows(g, sides[1]) + plan.gates(gates, sides[2]),
     [jax.ShapeDtypeStruct(plan.shape, dtype), jax.ShapeDtypeStruct(dc_shape, jnp.float32)],
     [plan.rows_spec("own"), dc_spec],
