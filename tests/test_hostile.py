@@ -65,7 +65,6 @@ COMMANDS = helpers.cases(r"""
   evaluate --workdir={damaged} | workdir: expected a readable .*config.json
   evaluate --workdir={of_text} | train.batch_size: expected a value of type int
   {evaluate} --step=5 | step: expected one of
-  {evaluate} --config={quickstart} | --config: expected
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
   evaluate --torch_checkpoint={text} | --config: expected it with --torch
   evaluate | --workdir, --torch_checkpoint: expected one of them, got none
@@ -103,12 +102,10 @@ MODULES = helpers.cases(r"""
   plots {folder} --out={new}.png | workdir: expected to read .*config.json, got: No
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
-  complexity --inference=129 | --inference: expected .* 1 to the length 128, got 129
   segmentation | run_folder
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
   significance {seeds} | --baseline
   significance {run} --baseline={run} | expected runs seed_<n>
-  significance {seeds} --baseline={nothing} | expected runs .* got none
   {compare} --split=valid | --split: expected scores_valid.* 0 of them
   {compare} --score=beauty | --score: expected one of .* got beauty
   {compare} --score=endless | --score: .*got endless
