@@ -104,7 +104,8 @@ def _close(found: Any, expected: Any, message: str) -> None:
 def _causality(case: _Case) -> None:
   """An output depends only on inputs up to its position, as far back as `reach` says.
 
-  Look at shifts, masks, sums and norms over positions or rows, and at `reach` of `check_mixer`.
+  Look at shifts, masks, sums and norms over positions or rows, and at `reach`, an
+  argument of `check_mixer`: a field of that name has no effect.
   """
   mix = case.with_params(case())
   distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)

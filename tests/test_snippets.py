@@ -6,7 +6,6 @@ alone; text and toml are only shown.
 """
 
 import doctest
-import importlib
 import re
 import shlex
 import shutil
@@ -70,12 +69,8 @@ def run_command(words: list[str]) -> None:
   if words[0] in {*NOT_RUN, "cp"}:
     return
   assert words[0] == "dpjax", words
-  name = words[1]
-  if name not in ("train", "evaluate", "generate"):
-    importlib.import_module(dpjax_command.COMMANDS[name][0]).main(words[2:])
-    return
-  with helpers.arguments(*words[1:]):
-    dpjax_command.main(name)
+  with helpers.arguments(*words):
+    dpjax_command.main()
 
 
 def check_flags(words: list[str]) -> None:

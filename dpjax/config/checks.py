@@ -48,6 +48,12 @@ def check(config: ConfigDict) -> None:
   check_seed(config.seed)
   _check_training(config.train)
   longest = config.model.max_length
+  # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
+  levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
+  for key, section in mixers_in(config.model).items():
+    found, expected = section.get("num_levels"), f"at most {levels}, which reach over the window"
+    is_ours = registry.mixers.component(section.name).__module__.startswith("dpjax.")
+    _expect(not is_ours or (found or 1) <= levels, f"{key}.num_levels", expected, found)
   for key in ("train.window", "eval.window"):
     window = get(config, key)
     _expect(window <= longest, key, f"at most model.max_length = {longest}", window)
@@ -107,10 +113,8 @@ def _check_stage(key: str, stage: Mapping) -> None:
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled(stage)}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
-  # Within M tokens a level that reads 2**k back reads none from 2**k = M on.
-  most = stage["max_length"] - (key == "model" and not is_pooled(stage))
   for name, section in mixers.items():
-    _check_mixer(name, section, f"{key}.width", stage["width"], most.bit_length() or 1)
+    _check_mixer(name, section, f"{key}.width", stage["width"])
   if is_pooled(stage):
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
@@ -122,13 +126,11 @@ def _check_stage(key: str, stage: Mapping) -> None:
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
 
 
-def _check_mixer(key: str, mixer: Mapping | None, width_key: str, width: int, levels: int) -> None:
+def _check_mixer(key: str, mixer: Mapping | None, width_key: str, width: int) -> None:
   if mixer is None or not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
     return  # Of another's, these names may mean anything.
-  heads, found = mixer.get("num_heads") or 1, mixer.get("num_levels") or 1
+  heads = mixer.get("num_heads") or 1
   _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
-  expected = f"at most {levels}, which reach over model.max_length"
-  _expect(found <= levels, f"{key}.num_levels", expected, found)
   expected = "None where a head has an odd number of features"
   is_valid = mixer.get("rotary_base") is None or width // heads % 2 == 0
   got = f"{width} // {heads} = {width // heads} of them"
