@@ -177,7 +177,9 @@ class Run:
   @overload
   def generate(self, prompt: Sequence[str], **settings: Unpack[Sampling]) -> list[list[str]]: ...
 
-  def generate(self, prompt, **settings):
+  def generate(
+    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
+  ) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:

@@ -80,7 +80,7 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> None:
     """Writes a checkpoint in the background; the state may be donated at once.
 
-    `meta` are JSON values; the checkpoint of meta["best"]["step"] is kept. `origin` are inputs of
+    `meta` are JSON values; the checkpoint of `meta["best"]["step"]` is kept. `origin` are inputs of
     the run by name: its vocabulary, a hash of its text.
 
     Raises:
