@@ -40,6 +40,15 @@ def load_json(path: str | Path) -> Any:
     raise ValueError("JSON that is nested too deeply") from error
 
 
+def read_json(path: Path) -> dict[str, Any]:
+  """The JSON object in a file; {} without a readable one."""
+  try:
+    content = load_json(path)
+  except (OSError, ValueError):
+    return {}
+  return content if isinstance(content, dict) else {}
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)

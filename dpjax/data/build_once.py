@@ -51,7 +51,7 @@ def build_once(
         return record
       check_replaceable(folder)
       note = partial / "made_of.json"
-      if partial.exists() and read_json(note) != inputs:
+      if partial.exists() and files.read_json(note) != inputs:
         shutil.rmtree(partial)
       partial.mkdir(exist_ok=True)
       files.write_json(note, inputs)
@@ -73,21 +73,12 @@ def build_once(
 
 def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
   """The record of a folder; {} if it is missing, incomplete or built from other inputs."""
-  record = read_json(folder / RECORD)
+  record = files.read_json(folder / RECORD)
   if any(record.get(key) != value for key, value in inputs.items()):
     return {}
   sizes = {folder / name: size for name, size in record.get("files", {}).items()}
   is_whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
   return record if is_whole else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-  """The JSON object in a file; {} without a readable one."""
-  try:
-    content = files.load_json(path)
-  except (OSError, ValueError):
-    return {}
-  return content if isinstance(content, dict) else {}
 
 
 def check_replaceable(folder: Path) -> None:

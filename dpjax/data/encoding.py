@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from dpjax import files
 from dpjax.data import corpus
-from dpjax.data.build_once import read_json
 from dpjax.data.corpus import Documents, Text
 from dpjax.errors import UserError
 from dpjax.text.tokens import Tokenizer
@@ -119,7 +118,7 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
   count those without tokens. All of it is in <split>.json once the files are complete.
   """
   note = folder / f"{split}.json"
-  if done := read_json(note):
+  if done := files.read_json(note):
     return done
   counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
   has_documents = isinstance(text, Documents)

@@ -89,7 +89,7 @@ def causal_convolution(
   elif implementation == "scan":
     y_bte = _scan(*arrays, place_bt)
   else:
-    y_bte = _of_documents(convolve, *arrays, place_bt)
+    y_bte = _convolve_documents(convolve, *arrays, place_bt)
   return y_bte.astype(inputs.dtype)
 
 
@@ -188,7 +188,7 @@ def _scan(x_btd, w, dtype, place_bt=None):
   return y_bte
 
 
-def _of_documents(implementation, x_btd, w, dtype, place_bt):
+def _convolve_documents(implementation, x_btd, w, dtype, place_bt):
   """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks."""
   # Only one document crosses the middle of a pair, so inputs and outputs of all others are set to
   # 0, and no document sees rounding errors of another.
@@ -273,14 +273,14 @@ def _fft(x_btd, w, _):
     x = jnp.moveaxis(x, axis, -1)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - length)])
     x = lax.complex(x * _lead(cos, x.ndim), x * _lead(sin, x.ndim))
-    return _of_rows(jnp.fft.fft, x)
+    return _map_rows(jnp.fft.fft, x)
 
-  y_bef = _of_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
+  y_bef = _map_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
   y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
   return y_bet[..., :length].swapaxes(1, 2)
 
 
-def _of_rows(transform, x):
+def _map_rows(transform, x):
   # For a distributed batch, XLA:CPU rejects layouts that it chooses itself for more axes.
   return transform(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 

@@ -27,7 +27,6 @@ from dpjax import files, registry
 from dpjax import run as run_lib
 from dpjax.analysis import plots, style
 from dpjax.commands import flags as command_line
-from dpjax.data.build_once import read_json
 from dpjax.errors import UserError, unknown
 from dpjax.probes import tasks, training
 from dpjax.training import losses
@@ -93,13 +92,13 @@ def _names(flag: str, given: str | None, known: Sequence[str]) -> Sequence[str]:
 def _train(settings: training.Settings, work: Path, jobs: Sequence) -> list[dict[str, Any]]:
   """The results of all models, from files where there are any."""
   file = work / "settings.json"
-  if read_json(file) not in ({}, dataclasses.asdict(settings)):
+  if files.read_json(file) not in ({}, dataclasses.asdict(settings)):
     raise UserError(f"work: expected a folder with results of these settings, got {work}")
   files.write_json(file, dataclasses.asdict(settings))
   trainer, results = functools.cache(functools.partial(training.trainer, settings)), []
   for seed, task, mixer in jobs:
     file = work / f"{task}_{mixer}_{seed}.json"
-    result = read_json(file)
+    result = files.read_json(file)
     if not result:
       result = dict(task=task, mixer=mixer, seed=seed, **trainer(mixer)(task, seed))
       files.write_json(file, result)

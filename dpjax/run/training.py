@@ -91,7 +91,7 @@ def train(
       should_stop=should_stop,
       profile=profile,
       measure_products=measure_products,
-      **_kept(run, data),
+      **_checkpoint_options(run, data),
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
@@ -190,7 +190,8 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
 
 def _check_memory(state: Any, parameters: str) -> None:
   """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
-  if jax.default_backend() != "cpu":
+  platform = sharding.make_mesh().devices.flat[0].platform
+  if platform != "cpu" or not hasattr(os, "sysconf"):
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
   needed = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -203,7 +204,7 @@ def _check_memory(state: Any, parameters: str) -> None:
     )
 
 
-def _kept(run: Run, data: Tokens) -> dict[str, Any]:
+def _checkpoint_options(run: Run, data: Tokens) -> dict[str, Any]:
   """What checkpoints hold, and which are kept."""
   config = run.config
   validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
