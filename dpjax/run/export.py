@@ -68,7 +68,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
 
 
 def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
-  frozen = workdir_lib.saved_frozen(run.config, run.workdir)
+  frozen = workdir_lib.read_frozen(run.config, run.workdir)
   files.write_json(folder / "config.json", workdir_lib.read_config(run.workdir).to_dict())
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())

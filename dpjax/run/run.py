@@ -305,7 +305,7 @@ _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   """The frozen model of a saved run's boundaries, if any."""
-  settings = workdir_lib.saved_frozen(config, workdir)
+  settings = workdir_lib.read_frozen(config, workdir)
   return None if settings is None else build.assemble(settings)
 
 

@@ -156,7 +156,7 @@ def read_config(workdir: Path) -> ConfigDict:
   return saved.of_run(_read_json(path), workdir)
 
 
-def saved_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
+def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
