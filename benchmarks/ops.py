@@ -3,7 +3,8 @@
   python benchmarks/ops.py --parts=attention --out results/ops
 
 "forward" is the result, "gradient" the result and all gradients, in float32 unless the case says
-otherwise. The parts:
+otherwise. An accelerator gets larger batches, and the gradients alone. "default" is what the
+operator chooses. The parts:
 
   shift_and_sum  each implementation, base "unrolled" (static shifts with JAX's own gradient);
                  "copy" is one read and one write of the values, a kernel's physical limit. Beside
@@ -37,6 +38,7 @@ from dpjax.models import language_model
 
 DROP_RATES, DRAWS = (0.0, 0.2, 0.9), 16
 TOKENS_A_BOUNDARY = 5
+ON_CPU = jax.default_backend() == "cpu"
 
 
 def draw(*shape: int, dtype: str = "float32") -> jax.Array:
@@ -53,14 +55,12 @@ def both(
   name: str, base: str, functions: dict[str, Callable], *arguments: Any
 ) -> Iterator[harness.Case]:
   """A case for the result and one for the gradients."""
-  for kind in ("forward", "gradient"):
-    programs = {
-      key: harness.compiled(
-        function if kind == "forward" else functools.partial(gradient, function), *arguments
-      )
+  for kind in ("forward", "gradient") if ON_CPU else ("gradient",):
+    given = {
+      key: function if kind == "forward" else functools.partial(gradient, function)
       for key, function in functions.items()
     }
-    yield harness.Case(f"{name}, {kind}", base, programs)
+    yield harness.Case(f"{name}, {kind}", base, harness.compile_all(given, *arguments))
 
 
 def attend(x_btd: jax.Array, *_: Any, heads: int = 1) -> jax.Array:
@@ -70,15 +70,17 @@ def attend(x_btd: jax.Array, *_: Any, heads: int = 1) -> jax.Array:
 
 
 def shift_and_sum(quick: bool) -> Iterator[harness.Case]:
-  for batch, length, width in (
-    [(2, 96, 24)] if quick else [(4, 512, 512), (1, 4096, 512), (1, 16384, 256)]
-  ):
+  shapes = [(4, 512, 512), (1, 4096, 512), (1, 16384, 256)]
+  if not ON_CPU:
+    shapes = [(20, 512, 512), (20, 4096, 512), (4, 16384, 512)]
+  for batch, length, width in [(2, 96, 24)] if quick else shapes:
     gates = 0.3 * jax.nn.sigmoid(draw(batch, length, 1, ops.num_levels(length)))
     for dtype in ("float32", "bfloat16"):
       functions = {
         name: functools.partial(ops.shift_and_sum, implementation=name)
-        for name in ("unrolled", "loop", "recompute", "matrix")
+        for name in ("unrolled", "loop", "recompute", "matrix", *([] if ON_CPU else ["pallas"]))
       }
+      functions["default"] = ops.shift_and_sum
       functions["copy"] = lambda values, gates: values + 1
       functions["attention"] = lambda values, gates: ops.causal_attention(values, values, values)
       name = f"shift_and_sum, B {batch} T {length} D {width}, {dtype}"
@@ -126,7 +128,9 @@ def convolutions(rank: int, batch: int, length: int, width: int) -> Iterator[har
     name: functools.partial(ops.causal_convolution, implementation=name)
     for name in ("toeplitz", "scan", "conv", "fft", "dft")
   }
-  functions["plain"] = plain_convolution
+  functions["default"] = ops.causal_convolution
+  if ON_CPU:
+    functions["plain"] = plain_convolution
   for heads in (1, 32):
     functions[f"attention, {heads} heads"] = functools.partial(attend, heads=heads)
   filters = draw(*(length, width, width)[:rank])
@@ -135,7 +139,7 @@ def convolutions(rank: int, batch: int, length: int, width: int) -> Iterator[har
 
 
 def convolution(quick: bool) -> Iterator[harness.Case]:
-  shapes = [(16, 128), (64, 128), (2, 1024), (1, 4096)]
+  shapes = [(16, 128), (64, 128), (2, 1024), (1, 4096)] if ON_CPU else [(64, 128), (16, 512)]
   for rank in (1, 2, 3):
     for batch, length in [(3, 24)] if quick else shapes:
       yield from convolutions(rank, batch, length, 32 if quick else 128)
@@ -154,24 +158,33 @@ def attention(quick: bool) -> Iterator[harness.Case]:
     "causal": [(4, 512, 1, 512), (2, 1024, 8, 64), (2, 2048, 8, 64)],
     "relative": [(4, 512, 8, 64), (1, 2048, 8, 64), (1, 4096, 8, 64)],
   }
-  for kind, cases in shapes.items():
-    for batch, length, heads, features in [(2, 48, 3, 8)] if quick else cases:
-      arguments = [draw(batch, length, heads, features) + i for i in range(3)]
-      if kind == "relative":
-        shape = heads, features
-        arguments += [draw(length, *shape), draw(*shape), draw(*shape)]
-      for rate in (0.0, 0.1):
-        functions = {
-          name: functools.partial(
-            getattr(ops, f"{kind}_attention"),
-            dropout_rate=rate,
-            dropout_key=jax.random.key(0) if rate else None,
-            block_size=size,
-          )
-          for name, size in {"whole": length, "tiles of 64": 64, "128": 128, "256": 256}.items()
-        }
-        name = f"{kind} attention, B {batch} T {length} H {heads} E {features}, dropout {rate}"
-        yield from both(name, "whole", functions, *arguments)
+  sizes, dtypes = {"tiles of 64": 64, "128": 128, "256": 256}, ("float32",)
+  if not ON_CPU:
+    shapes = {
+      "causal": [(20, 512, 8, 64), (4, 2048, 8, 64), (1, 8192, 8, 64)],
+      "relative": [(4, 512, 8, 64), (4, 2048, 8, 64), (1, 8192, 8, 64)],
+    }
+    sizes, dtypes = {"tiles of 512": 512, "1024": 1024, "2048": 2048}, ("float32", "bfloat16")
+  cases = [
+    (kind, shape, dtype, rate)
+    for kind, of_kind in shapes.items()
+    for shape in ([(2, 48, 3, 8)] if quick else of_kind)
+    for dtype in dtypes
+    for rate in ((0.0, 0.1) if ON_CPU or kind == "causal" else (0.0,))
+  ]
+  for kind, (batch, length, heads, features), dtype, rate in cases:
+    arguments = [draw(batch, length, heads, features, dtype=dtype) + i for i in range(3)]
+    if kind == "relative":
+      shape = heads, features
+      arguments += [draw(*x, dtype=dtype) for x in ((length, *shape), shape, shape)]
+    known: dict[str, Any] = dict(dropout_rate=rate)
+    known |= dict(dropout_key=jax.random.key(0)) if rate else {}
+    attend = functools.partial(getattr(ops, f"{kind}_attention"), **known)
+    of_case = {"whole": length, **{name: x for name, x in sizes.items() if x <= length}}
+    functions = {name: functools.partial(attend, block_size=x) for name, x in of_case.items()}
+    name = f"{kind} attention, B {batch} T {length} H {heads} E {features}, dropout {rate}"
+    functions["default"] = attend
+    yield from both(f"{name}, {dtype}" if len(dtypes) > 1 else name, "whole", functions, *arguments)
 
 
 def dense_weights(index_bt: jax.Array, num_segments: int, axis: int) -> jax.Array:

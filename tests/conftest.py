@@ -12,7 +12,7 @@ _FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pa
 if metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:  # unknown to later ones
   _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda: on a GPU
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import jax  # noqa: E402

@@ -29,6 +29,7 @@ CHOICES = {
   "train.batches": ("contiguous", "random_windows", "shuffled_windows"),
   "train.decay_mask": ("all", "matrices"),
   "train.parameters": ("replicated", "sharded"),
+  "train.products": ("float32", "bfloat16"),
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
 _AT_LEAST_1 = """model.num_layers model.max_length data.tokenizer_size train.batch_size

@@ -68,6 +68,7 @@ class SelfAttention(nn.Module):
     if self.rotary_base is not None:
       angles = self._angles(self.rotary_base, q.shape, cache, is_start)
       q, k = ops.rotate(q, angles), ops.rotate(k, angles)
+    q, k, v = (ops.as_factor(x) for x in (q, k, v))
     if cache is None:
       drop = _dropout(self, deterministic)
       y_bthe = ops.causal_attention(q, k, v, is_start=is_start, **drop)
@@ -190,6 +191,7 @@ class RelativeAttention(nn.Module):
     biases = positions.content_bias, positions.position_bias
     if cache is None:
       r_rhe = project(positions.table[:length]).reshape(-1, *per_head)
+      q, k, v, r_rhe, *biases = (ops.as_factor(x) for x in (q, k, v, r_rhe, *biases))
       drop = _dropout(self, deterministic)
       y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
     else:
@@ -227,8 +229,9 @@ def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list
     dtype=module.dtype,
     kernel_init=weights(module.init_std, default),
     dot_general=ops.dot_general,
+    promote_dtype=ops.products.promote,
     name="queries_keys_values",
-  )(inputs)
+  )(ops.as_factor(inputs))
   per_head = module.num_heads, inputs.shape[-1] // module.num_heads
   qkv_btphe = qkv_btpd.reshape(*inputs.shape[:2], 3, *per_head)
   return [qkv_btphe[:, :, i] for i in range(3)]

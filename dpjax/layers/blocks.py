@@ -91,14 +91,14 @@ class FeedForward(nn.Module):
     width = inputs.shape[-1]
     out_width = self.out_width or width
     # One array of rows: each product would keep a reshape of its own for the gradient.
-    rows = inputs.reshape(-1, width)
+    rows = ops.as_factor(inputs.reshape(-1, width))
     x = self._linear(rows, self.hidden_width, "hidden")
     is_relu = self.activation == "relu"
     if self.activation == "swiglu":
       x *= nn.silu(self._linear(rows, self.hidden_width, "gate"))
     elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
-    x = Dropout(self.dropout, is_relu)(x, deterministic=deterministic)
+    x = ops.as_factor(Dropout(self.dropout, is_relu)(x, deterministic=deterministic))
     return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:

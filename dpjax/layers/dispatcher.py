@@ -77,8 +77,9 @@ class Dispatcher(nn.Module):
     if self.shares_matrices:
       width, num_gates = width // self.num_heads, num_levels
     # One array of rows: each product would keep a reshape of its own for the gradient.
-    rows, per_head = inputs.reshape(-1, width), (*shape[:2], self.num_heads)
-    v_bthe = linear(self, width, "values")(rows).reshape(*per_head, shape[-1] // self.num_heads)
+    rows, per_head = ops.as_factor(inputs.reshape(-1, width)), (*shape[:2], self.num_heads)
+    values = ops.as_factor(linear(self, width, "values")(rows))
+    v_bthe = values.reshape(*per_head, shape[-1] // self.num_heads)
     gates = linear(self, num_gates, "gates")(rows)
     g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(*per_head, num_levels)
     self.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`

@@ -42,6 +42,7 @@ def linear(module: Any, features: int, name: str, **options: Any) -> nn.Dense:
     dtype=module.dtype,
     kernel_init=weights(module.init_std, linear_kernel),
     dot_general=ops.dot_general,
+    promote_dtype=ops.products.promote,
     name=name,
     **{"use_bias": False, **options},
   )

@@ -3,6 +3,9 @@
 B batch, T position, S position of a key, H head, E feature of a head, D width, R distance.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +15,12 @@ from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.products import product, sum_dtype
+from dpjax.ops.platforms import by_platform, has_cuda
+from dpjax.ops.products import factor_dtype, product, sum_dtype
 
-# By results/attention.json, on a CPU. An accelerator launches several kernels for each
-# tile, so it gets fewer and larger ones; how large is a guess.
-BLOCK_SIZE = 128
-ACCELERATOR_BLOCK_SIZE = 1024
+# By results/attention.json on a CPU, by results/ops_h200.json on a GPU, which launches several
+# kernels for each tile.
+BLOCK_SIZES = {"cpu": 128, "default": 1024}
 
 
 @automatic_axes
@@ -39,6 +42,8 @@ def causal_attention(
   Inputs longer than `block_size` take one tile of block_size x block_size at a time and
   recompute the weights in the backward pass: O(B H block_size**2 + B H T E) memory, and
   reverse-mode derivatives only. The softmax is in float32, or in float64 if an argument is.
+  By default an NVIDIA GPU takes cuDNN's kernel for bfloat16 and float16, where it has one and
+  without dropout and `is_start`.
 
   Args:
     queries: [B, T, H, E], floats.
@@ -48,7 +53,7 @@ def causal_attention(
     dropout_key: its random key; the draw also depends on `block_size`.
     is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
       to its own document. None means that each row is one document.
-    block_size: the most queries and keys of a tile. None: 128 on a CPU, else 1,024.
+    block_size: the most queries and keys of a tile. None: 128 on a CPU, else 1,024 or cuDNN's.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -59,16 +64,24 @@ def causal_attention(
   Source: Vaswani et al. 2017, Sec. 3.2; the baseline (MSA) of aclanthology.org/2022.clasp-1.3,
   Sec. 3. Tiles: Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
   """
-  queries, keys, values = checks.arrays(**_axes(queries, keys, values))
-  place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
-  if size:
-    return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
-  # JAX's own always takes the softmax in float32.
-  if not dropout_rate and sum_dtype(queries, keys, values) == jnp.float32:
-    mask = None if place_bt is None else _sees(place_bt)
-    return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)
-  scores_bhts = product("bthe,bshe->bhts", queries, keys)
-  return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
+  arrays = queries, keys, values = checks.arrays(**_axes(queries, keys, values))
+  place_bt, sizes = _check(queries, dropout_rate, dropout_key, is_start, block_size)
+
+  def attend(size: int, queries, keys, values):
+    if size:
+      return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
+    # JAX's own always takes the softmax in float32.
+    is_plain = not dropout_rate and sum_dtype(*arrays) == jnp.float32
+    if is_plain and factor_dtype(queries, keys) is None:
+      mask = None if place_bt is None else _sees(place_bt)
+      return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)
+    scores_bhts = product("bthe,bshe->bhts", queries, keys)
+    return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
+
+  runs: dict[str, Any] = {name: functools.partial(attend, size) for name, size in sizes.items()}
+  if block_size is None and not dropout_rate and place_bt is None and _has_cudnn(*arrays):
+    runs["cuda"] = _attend_by_cudnn
+  return by_platform(runs, *arrays)
 
 
 @automatic_axes
@@ -105,16 +118,21 @@ def relative_attention(
     content_bias=(content_bias, "H E"),
     position_bias=(position_bias, "H E"),
   )
-  place_bt, size = _check(queries, dropout_rate, dropout_key, is_start, block_size)
+  place_bt, sizes = _check(queries, dropout_rate, dropout_key, is_start, block_size)
   positions = positions[: queries.shape[1]]
-  if size:
-    relative = positions, content_bias, position_bias
-    return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
-  scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
-  # The farthest first, so that column s of row t is s + T - 1 - t.
-  farthest_first_rhe, queries = positions[::-1], queries + position_bias[None, None]
-  scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
-  return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
+
+  def attend(size: int, queries, keys, values, *relative):
+    if size:
+      return tiled(queries, keys, values, relative, place_bt, dropout_rate, dropout_key, size)
+    positions, content_bias, position_bias = relative
+    scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
+    # The farthest first, so that column s of row t is s + T - 1 - t.
+    farthest_first_rhe, queries = positions[::-1], queries + position_bias[None, None]
+    scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
+    return _attend(scores_bhts, values, place_bt, dropout_rate, dropout_key)
+
+  runs = {name: functools.partial(attend, size) for name, size in sizes.items()}
+  return by_platform(runs, queries, keys, values, positions, content_bias, position_bias)
 
 
 def relative_positions(length: int, width: int) -> np.ndarray:
@@ -187,22 +205,36 @@ def _axes(queries, keys, values) -> dict:
   return {name: (x, "B T>=1 H E>=1") for name, x in parts.items()}
 
 
+def _has_cudnn(*arrays: jax.Array) -> bool:
+  """Whether JAX is installed with cuDNN's attention, and it takes these arrays."""
+  try:
+    return has_cuda() and bool(jax.eval_shape(_attend_by_cudnn, *arrays))
+  except (RuntimeError, NotImplementedError, ValueError):
+    return False
+
+
+def _attend_by_cudnn(queries, keys, values) -> jax.Array:
+  return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="cudnn")
+
+
 def _check(queries, dropout_rate, dropout_key, is_start, block_size) -> tuple:
-  """Places in documents [B, T] or None, and the size of even blocks, 0 for a single one."""
+  """Places in documents [B, T] or None, and for each platform the size of even blocks or 0."""
   checks.rate("dropout_rate", dropout_rate)
   if dropout_rate:
     checks.key("dropout_key", dropout_key, f" for dropout_rate = {dropout_rate}")
-  if block_size is None:
-    on_cpu = jax.default_backend() == "cpu"
-    block_size = BLOCK_SIZE if on_cpu else ACCELERATOR_BLOCK_SIZE
-  checks.integer("block_size", block_size)
+  chosen = (
+    BLOCK_SIZES if block_size is None else {"default": checks.integer("block_size", block_size)}
+  )
   place_bt, length = None, queries.shape[1]
   if is_start is not None:
     place_bt = document_places(check_starts(is_start, queries.shape[:2]))
-  if length <= block_size:
-    return place_bt, 0
-  # Blocks of a multiple of 8 fill the processor's vectors.
-  return place_bt, min(block_size, -(-length // (8 * -(-length // block_size))) * 8)
+
+  def even(size: int) -> int:
+    # Blocks of a multiple of 8 fill the processor's vectors.
+    return 0 if length <= size else min(size, -(-length // (8 * -(-length // size))) * 8)
+
+  sizes = {name: even(size) for name, size in chosen.items()}
+  return place_bt, sizes if len(set(sizes.values())) > 1 else {"default": sizes["default"]}
 
 
 def _align(by_distance_bhtr: jax.Array) -> jax.Array:
@@ -231,4 +263,5 @@ def _attend(scores_bhts, values_bshe, place_bt, dropout_rate: float, dropout_key
   weights_bhts = jax.nn.softmax(scores_bhts, axis=-1)
   if dropout_rate:
     weights_bhts = dropout(weights_bhts, dropout_rate, dropout_key)
-  return jnp.einsum("bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe)
+  y_bthe = product("bhts,bshe->bthe", weights_bhts.astype(values_bshe.dtype), values_bshe)
+  return y_bthe.astype(values_bshe.dtype)

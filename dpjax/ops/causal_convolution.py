@@ -16,7 +16,8 @@ from jax import lax
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.products import sum_dtype
+from dpjax.ops.platforms import by_platform
+from dpjax.ops.products import low_product, product, sum_dtype
 
 
 @automatic_axes
@@ -73,9 +74,11 @@ def causal_convolution(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
   checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
+  names = {"default": implementation}
   if implementation is None:
-    platform, devices = jax.default_backend(), jax.device_count()
-    implementation = choose_implementation(filters.ndim, batch, length, platform, devices)
+    sizes, devices = (filters.ndim, batch, length), jax.device_count()
+    chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]
+    names = {"default": chosen[1]} | ({} if chosen[0] == chosen[1] else {"cpu": chosen[0]})
   place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
@@ -83,50 +86,57 @@ def causal_convolution(
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
   arrays = inputs.astype(dtype), filters[:length].astype(dtype), inputs.dtype if is_low else dtype
-  convolve = CAUSAL_CONVOLUTION[implementation]
-  if place_bt is None:
-    y_bte = convolve(*arrays)
-  elif implementation == "scan":
-    y_bte = _scan(*arrays, place_bt)
-  else:
-    y_bte = _convolve_documents(convolve, *arrays, place_bt)
-  return y_bte.astype(inputs.dtype)
+
+  def run(name: str, x_btd, w):
+    if place_bt is None:
+      return CAUSAL_CONVOLUTION[name](x_btd, w, arrays[2])
+    if name == "scan":
+      return _scan(x_btd, w, arrays[2], place_bt)
+    return _convolve_documents(CAUSAL_CONVOLUTION[name], x_btd, w, arrays[2], place_bt)
+
+  runs = {platform: functools.partial(run, name) for platform, name in names.items()}
+  return by_platform(runs, *arrays[:2]).astype(inputs.dtype)
 
 
 # Positions of a block that goes lag by lag where a row has several documents.
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
-# By results/causal_convolution.json, the fastest in training on a CPU, except "conv", which is
-# measured outside of a loop. The first row that fits counts: rank of the filters, most B, most
-# T, implementation.
-_FASTEST = (
-  (1, math.inf, 256, "toeplitz"),
-  (1, math.inf, math.inf, "fft"),
-  (2, 4, 16, "scan"),
-  (2, 4, math.inf, "fft"),
-  (2, math.inf, 32, "toeplitz"),
-  (2, math.inf, math.inf, "fft"),
-  (3, 4, 16, "scan"),
-  (3, 1, 64, "scan"),
-  (3, 1, 256, "dft"),
-  (3, 1, math.inf, "fft"),
-  (3, math.inf, 2048, "dft"),
-  (3, math.inf, math.inf, "fft"),
-)
+# The fastest in training, on a CPU by results/causal_convolution.json, except "conv", which is
+# measured outside of a loop, on others by results/ops_h200.json. The first row that fits counts:
+# rank of the filters, most B, most T, implementation.
+_FASTEST = {
+  "cpu": (
+    (1, math.inf, 256, "toeplitz"),
+    (1, math.inf, math.inf, "fft"),
+    (2, 4, 16, "scan"),
+    (2, 4, math.inf, "fft"),
+    (2, math.inf, 32, "toeplitz"),
+    (2, math.inf, math.inf, "fft"),
+    (3, 4, 16, "scan"),
+    (3, 1, 64, "scan"),
+    (3, 1, 256, "dft"),
+    (3, 1, math.inf, "fft"),
+    (3, math.inf, 2048, "dft"),
+    (3, math.inf, math.inf, "fft"),
+  ),
+  "default": (
+    (1, math.inf, 2048, "toeplitz"),
+    (2, math.inf, 128, "toeplitz"),
+    (3, math.inf, 2048, "dft"),
+    *((rank, math.inf, math.inf, "fft") for rank in (1, 2, 3)),
+  ),
+}
 
 
 def choose_implementation(rank: int, batch: int, length: int, platform: str, devices: int) -> str:
   """The default implementation of `causal_convolution` for filters of a rank, B and T."""
   name = next(
     name
-    for of_rank, max_batch, max_length, name in _FASTEST
+    for of_rank, max_batch, max_length, name in _FASTEST["cpu" if platform == "cpu" else "default"]
     if rank == of_rank and batch <= max_batch and length <= max_length
   )
-  # Only one CPU device has been measured. An accelerator would wait at each small step of a
-  # loop, and several devices would each compute the FFTs of the whole batch.
-  if (name == "scan" and platform != "cpu") or (name == "fft" and devices > 1):
-    return "dft"
-  return name
+  # Several devices would each compute the FFTs of the whole batch.
+  return "dft" if name == "fft" and devices > 1 else name
 
 
 def _lead(x, ndim):
@@ -136,34 +146,7 @@ def _lead(x, ndim):
 
 def _product(formula, dtype, a, b):
   """An einsum of float32 or float64 arrays whose values are those of `dtype`."""
-  if dtype == a.dtype:
-    return jnp.einsum(formula, a, b)
-  return _low_product(formula, dtype, a, b)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _low_product(formula, dtype, a, b):
-  """[float32, float32] -> float32, multiplied in `dtype`, also in the gradients."""
-
-  def low(a, b):
-    return jnp.einsum(formula, a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
-
-  # XLA's CPU has no such product for some orders of the axes.
-  return lax.platform_dependent(a, b, cpu=functools.partial(jnp.einsum, formula), default=low)
-
-
-def _low_backward(formula, dtype, arrays, by_result):
-  # JAX's own rule would multiply float32 by `dtype`.
-  a, b = arrays
-  terms, result = formula.split("->")
-  of_a, of_b = terms.split(",")
-  return (
-    _low_product(f"{result},{of_b}->{of_a}", dtype, by_result, b),
-    _low_product(f"{result},{of_a}->{of_b}", dtype, by_result, a),
-  )
-
-
-_low_product.defvjp(lambda *x: (_low_product(*x), x[2:]), _low_backward)
+  return product(formula, a, b) if dtype == a.dtype else low_product(formula, dtype, a, b)
 
 
 def _scan(x_btd, w, dtype, place_bt=None):
@@ -291,11 +274,11 @@ def _multiply(x_bdf, w):
     return x_bdf * _lead(w, 3)
   if x_bdf.shape[0] == 1:
     return (x_bdf[:, :, None] * w[None]).sum(axis=1)
-  product = functools.partial(_einsum, "bdf,def->bef")
+  multiply = functools.partial(_einsum, "bdf,def->bef")
   # By real products, as complex ones are slow on CPU.
   return lax.complex(
-    product(x_bdf.real, w.real) - product(x_bdf.imag, w.imag),
-    product(x_bdf.real, w.imag) + product(x_bdf.imag, w.real),
+    multiply(x_bdf.real, w.real) - multiply(x_bdf.imag, w.imag),
+    multiply(x_bdf.real, w.imag) + multiply(x_bdf.imag, w.real),
   )
 
 

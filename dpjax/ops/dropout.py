@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.ops import checks
+from dpjax.ops.products import as_factor
 
 _STEPS = 2**16
 
@@ -37,8 +38,12 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-  """`dropout` of relu(inputs); stores only its output for the gradient, in reverse mode alone."""
-  return _relu_dropout(rate, _check(inputs, rate, key), key)
+  """`dropout` of relu(inputs), as a factor (`as_factor`); stores only this for the gradient.
+
+  Derivatives are in reverse mode alone.
+  """
+  inputs = _check(inputs, rate, key)
+  return _relu_dropout(rate, inputs.dtype, inputs, key)
 
 
 def _check(inputs, rate, key):
@@ -48,18 +53,19 @@ def _check(inputs, rate, key):
   return checks.array("inputs", inputs, "...")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _relu_dropout(rate, inputs, key):
-  return dropout(jax.nn.relu(inputs), rate, key)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _relu_dropout(rate, dtype, inputs, key):
+  return as_factor(dropout(jax.nn.relu(inputs), rate, key))
 
 
-def _forward(rate, inputs, key):
-  output = _relu_dropout(rate, inputs, key)
+def _forward(rate, dtype, inputs, key):
+  output = _relu_dropout(rate, dtype, inputs, key)
   return output, output
 
 
-def _backward(rate, output, grad):
-  return jnp.where(output > 0, grad / (1 - rate), jnp.zeros((), grad.dtype)), None
+def _backward(rate, dtype, output, grad):
+  by_inputs = jnp.where(output > 0, grad / (1 - rate), jnp.zeros((), grad.dtype))
+  return by_inputs.astype(dtype), None
 
 
 _relu_dropout.defvjp(_forward, _backward)

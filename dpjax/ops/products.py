@@ -1,11 +1,19 @@
-"""Products and the dtype of their sums."""
+"""Products, the dtype of their factors and that of their sums."""
 
+import contextlib
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from dpjax.ops.platforms import by_platform
+
+_LOW = (jnp.bfloat16, jnp.float16)
+_BFLOAT16 = "BF16_BF16_F32"  # JAX's name of bfloat16 factors with float32 sums
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
@@ -14,18 +22,113 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
+def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
+  """A context whose products of float32 arrays round their factors to a dtype.
+
+  "bfloat16" is JAX's `jax.default_matmul_precision("BF16_BF16_F32")`, which its compiler for CPUs
+  takes as float32, unlike `dot_general` and `product`; "float32" leaves JAX's settings.
+  """
+  if dtype == "bfloat16":
+    return jax.default_matmul_precision(_BFLOAT16)
+  return contextlib.nullcontext()
+
+
 def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """`jnp.einsum` with the `sum_dtype` of the arrays."""
-  return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
+  """`jnp.einsum` of two arrays with the `sum_dtype` of both.
+
+  Factors of bfloat16 or float16, and those of float32 within `product_dtype("bfloat16")`, are
+  multiplied in that dtype; so are those of the gradients, in reverse mode alone.
+  """
+  dtype = factor_dtype(x, y)
+  if dtype is None:
+    return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
+  return low_product(spec, dtype, x, y)
+
+
+def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
+  """The dtype of 16 bits in which `product` multiplies; None for that of the arrays."""
+  if jax.config.jax_default_matmul_precision == _BFLOAT16:
+    is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
+    return jnp.dtype(jnp.bfloat16) if is_low else None
+  return x.dtype if x.dtype == y.dtype and x.dtype in _LOW else None
+
+
+def as_factor(x: jax.Array) -> jax.Array:
+  """`x` in the dtype in which `product` multiplies it: for arrays that only products read."""
+  return x.astype(factor_dtype(x, x) or x.dtype)
+
+
+def low_product(spec: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+  """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
+  return _low_product(spec, dtype, x.dtype, x, y)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _low_product(spec, dtype, _, x, y):
+  multiply = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+  in_rows = functools.partial(_multiply_in_rows, spec)
+  runs = {"cpu": in_rows, "default": multiply}
+  return by_platform(runs, x.astype(dtype), y.astype(dtype))
+
+
+def _forward(spec, dtype, of_x, x, y):
+  stored = x.astype(dtype)
+  if jax.__version_info__ < (0, 11):
+    # XLA:CPU would convert all that a scan has stored so far at every layer, but not bits.
+    stored = lax.bitcast_convert_type(stored, jnp.uint16)
+  return _low_product(spec, dtype, of_x, x, y), (stored, y)
+
+
+def _backward(spec, dtype, of_x, factors, grad):
+  # JAX's own rule would multiply float32 by `dtype`.
+  x, y = factors
+  x = lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+  terms, z = spec.split("->")
+  a, b = terms.split(",")
+  by_x = low_product(f"{z},{b}->{a}", dtype, grad, y)
+  by_y = low_product(f"{a},{z}->{b}", dtype, x, grad)
+  return by_x.astype(of_x), by_y.astype(y.dtype)
+
+
+_low_product.defvjp(_forward, _backward)
+
+
+def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """The einsum, with the summed axes of `x` last in memory.
+
+  XLA:CPU multiplies other orders in float32; without the constraint it would take a transposition
+  as another order. (bfloat16 products: results/products.json.)
+  """
+  terms, result = spec.split("->")
+  a, b = terms.split(",")
+  shared, summed = (
+    "".join(c for c in a if c in b and (c in result) is is_) for is_ in (True, False)
+  )
+  rows, columns = "".join(c for c in a if c not in b), "".join(c for c in b if c not in a)
+  if (order := shared + rows + summed) != a:
+    x = jnp.transpose(x, [a.index(c) for c in order])
+    x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+  axes = [order.index(c) for c in summed], [b.index(c) for c in summed]
+  batch = [order.index(c) for c in shared], [b.index(c) for c in shared]
+  z = lax.dot_general(x, y, (axes, batch), preferred_element_type=jnp.float32)
+  return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
+
+
+def promote(*arrays: Any, dtype: Any, inexact: bool = True) -> list[Any]:
+  """Flax's `promote_dtype`, but for inputs that `as_factor` has rounded already."""
+  inputs, *params = arrays
+  is_factor = factor_dtype(inputs, params[0]) == inputs.dtype
+  inputs = inputs if is_factor else inputs.astype(dtype)
+  return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
 
 
 def dot_general(
   lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
 ) -> jax.Array:
-  """`jax.lax.dot_general`, of [..., D] times [D, ...] as a product of two matrices.
+  """`jax.lax.dot_general`, of [..., D] times [D, ...] as a `product` of two matrices.
 
-  The numbers are the same, but the gradients then sum over one axis: for a sum over two, XLA:CPU
-  would first transpose a factor. Other products go to `jax.lax.dot_general` unchanged.
+  The gradients then sum over one axis: for a sum over two, XLA:CPU would first transpose a factor.
+  Other products, or with options, go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:
@@ -33,5 +136,8 @@ def dot_general(
   lead, rest = lhs.shape[:-1], rhs.shape[1:]
   rows = lhs.reshape(math.prod(lead), lhs.shape[-1])
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
-  flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
+  if factor_dtype(rows, columns) is None or any(options.values()):
+    flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
+  else:
+    flat = product("rk,kn->rn", rows, columns).astype(rhs.dtype)
   return flat.reshape(*lead, *rest)

@@ -21,6 +21,7 @@ from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.platforms import by_platform, has_cuda
 from dpjax.ops.products import sum_dtype
 
 
@@ -56,12 +57,11 @@ def shift_and_sum(
 
   - "loop", Alg. 1 to the letter: the reference.
   - "unrolled", with static shifts.
-  - "recompute", whose backward pass recomputes the levels, one block of features at a time:
-    O(B T H E) memory instead of O(B T H E K).
+  - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
+    instead of O(B T H E K). On a CPU it does so one block of features at a time.
   - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), O(T**1.5) work. It rounds bfloat16
     between two products, and a later inf or nan affects the past.
-  - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU. If
-    `jax.jit` distributes a batch, every device computes all of it.
+  - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU.
 
   The last three have only reverse-mode derivatives.
 
@@ -72,7 +72,8 @@ def shift_and_sum(
       dropout, Sec. 2.1). None keeps all.
     is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
       t - 2**k lies before the document. None means that each row is one document.
-    implementation: one of the names above; None takes the fastest as measured.
+    implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, except within
+      `jax.shard_map`, and "recompute" elsewhere: the fastest as measured.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -98,7 +99,7 @@ def shift_and_sum(
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  run = SHIFT_AND_SUM[implementation or DEFAULT_IMPLEMENTATION]
+  run = _run_default if implementation is None else SHIFT_AND_SUM[implementation]
   with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
     return run(values, gates, level_keep)
 
@@ -179,11 +180,28 @@ def _scan(values, gates, level_keep):
 
 
 def _recompute_forward(values, gates, level_keep):
-  return _scan(values, gates, level_keep), (values, gates, level_keep)
+  return _recompute(values, gates, level_keep), (values, gates, level_keep)
 
 
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
+  cpu, default = (partial(f, level_keep=level_keep) for f in (_pull_blocks, _pull))
+  return *by_platform({"cpu": cpu, "default": default}, values, gates, grad), None
+
+
+def _unrolled_without_branches(values, gates, level_keep):
+  # Before each branch, a GPU would wait for its processor.
+  if level_keep is not None:
+    gates = jnp.where(level_keep, gates, 0)
+  return _unrolled(values, gates, None)
+
+
+def _pull(values, gates, grad, level_keep):
+  run = partial(_unrolled_without_branches, level_keep=level_keep)
+  return jax.vjp(run, values, gates)[1](grad)
+
+
+def _pull_blocks(values, gates, grad, level_keep):
   features, levels = values.shape[3], gates.shape[3]
   dtype = sum_dtype(values, gates)
   keep = [None] * levels if level_keep is None else list(level_keep)
@@ -238,17 +256,33 @@ def _recompute_backward(residuals, grad):
   init = grad, [jnp.zeros_like(c) for c in c_bth]
   blocks = partial(lax.fori_loop, 0, -(-features // size), block)
   dv_bthe, dc_bth = _run_if(any_keep, blocks, init)
-  return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype), None
+  return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype)
 
 
-_recompute = jax.custom_vjp(_scan)
+@jax.custom_vjp
+def _recompute(values, gates, level_keep):
+  runs = (_scan, _unrolled_without_branches)
+  cpu, default = (partial(run, level_keep=level_keep) for run in runs)
+  return by_platform({"cpu": cpu, "default": default}, values, gates)
+
+
 _recompute.defvjp(_recompute_forward, _recompute_backward)
 
 
-def _pallas(values, gates, level_keep):
+def _pallas(values, gates, level_keep, platform=None):
   from dpjax.ops.experimental import shift_and_sum_pallas as kernels
 
-  return kernels.shift_and_sum(values, gates, level_keep)
+  return kernels.shift_and_sum(values, gates, level_keep, platform=platform)
+
+
+def _run_default(values, gates, level_keep):
+  # By results/ops.json on a CPU, results/ops_h200.json on a GPU.
+  runs = {"default": lambda *x: _recompute(*x, level_keep)}
+  is_float64 = sum_dtype(values, gates) == jnp.float64
+  # The kernels do not say over which axes of `jax.shard_map` a result varies.
+  if has_cuda() and not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
+    runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
+  return by_platform(runs, values, gates)
 
 
 SHIFT_AND_SUM = {
@@ -258,8 +292,6 @@ SHIFT_AND_SUM = {
   "matrix": matrix_form,
   "pallas": _pallas,
 }
-# By results/shift_and_sum.json, the fastest in training on a CPU, with the least memory.
-DEFAULT_IMPLEMENTATION = "recompute"
 
 
 class ShiftAndSumCache(NamedTuple):

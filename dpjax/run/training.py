@@ -161,7 +161,7 @@ def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
     optimizer = optimizers.build_optimizer(settings, num_steps)
   objective = losses.Objective(build.build_boundaries(model))
   parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(model)
-  rates = run.config.seed, settings.ema_decay, rate
+  rates = run.config.seed, settings.ema_decay, rate, settings.products
   return loop.Trainer(run.model, optimizer, objective, *parts, *rates)
 
 

@@ -61,6 +61,7 @@ class Trainer:
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
+    products: the dtype in which float32 is multiplied, "float32" or "bfloat16".
   """
 
   model: nn.Module
@@ -72,6 +73,7 @@ class Trainer:
   seed: int = 0
   ema_decay: float = 0.0
   learning_rate: optax.Schedule | None = None
+  products: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,7 @@ def fit(
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   settings: dict[str, Any] = dict(objective=trainer.objective, learning_rate=trainer.learning_rate)
   settings |= dict(accumulate_steps=trainer.accumulate_steps, ema_decay=trainer.ema_decay)
+  settings["products"] = trainer.products
   train_step = step_lib.jit_train_step(*of_state[:2], shardings, mesh, **settings)
   num_steps, rows = durations.num_steps, sharding.process_rows(batches.batch_size)
   best, tokens_seen = {"step": 0, BEST_BY: math.inf, "since": 0}, 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.products import dot_general, sum_dtype
+from dpjax.ops.products import dot_general, product, sum_dtype
 
 
 def cross_entropy(
@@ -127,8 +127,8 @@ def _output_forward(hidden, kernel, bias, targets, weights):
     nats, g_btv = nats_of(_logits(h_btd, kernel, bias))
     g_rv = g_btv.reshape(-1, g_btv.shape[-1])
     h_rd = h_btd.reshape(-1, h_btd.shape[-1])
-    of_hidden = lax.dot_general(g_rv, kernel.astype(h_btd.dtype), (((1,), (1,)), ((), ())))
-    of_kernel = lax.dot_general(h_rd, g_rv, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+    of_hidden = product("rv,dv->rd", g_rv, kernel.astype(h_btd.dtype)).astype(h_btd.dtype)
+    of_kernel = product("rd,rv->dv", h_rd, g_rv)
     added = nats, of_kernel, None if bias is None else jnp.sum(g_rv, 0, dtype)
     return jax.tree.map(jnp.add, sums, added), of_hidden.reshape(h_btd.shape)
 

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpjax import ops
 from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, sharding
 from dpjax.training import optimizer as optimizers
@@ -71,6 +72,7 @@ def train_step(
   capacity: int | None = None,
   ema_decay: float = 0.0,
   learning_rate: optax.Schedule | None = None,
+  products: str = "float32",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Makes one update with the mean loss of the batch's tokens.
 
@@ -90,6 +92,8 @@ def train_step(
     capacity: see `dpjax.models.hourglass.Hourglass`; None if the data do not determine it.
     ema_decay: the decay of the state's average, if it has one; see `add_to_average`.
     learning_rate: maps an update to the optimizer's learning rate, for the report.
+    products: the dtype of the factors of float32 products, "float32" or "bfloat16"; see
+      `dpjax.ops.product_dtype`.
 
   Returns:
     The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
@@ -102,7 +106,10 @@ def train_step(
     sums = objective.sums(output, part, _output_layer(model, params), counts)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
-  gradient = jax.grad(total, has_aux=True)
+  def gradient(*arguments):
+    with ops.product_dtype(products):
+      return jax.grad(total, has_aux=True)(*arguments)
+
   if accumulate_steps == 1:
     grads, sums = gradient(state.params, batch, key)
   else:

@@ -57,7 +57,7 @@ def test_jaxlib_multiplies_many_narrow_rows_correctly():
   np.testing.assert_allclose(squares(rows, matrix), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mixer", ["dispatcher", "he"])
+@pytest.mark.parametrize("mixer", ["dispatcher", "attention"])
 def test_the_layers_of_a_model_use_it(mixer):
   model = build_model(helpers.model_settings(mixer))
   tokens = jnp.zeros((3, 5), jnp.int32)

@@ -16,21 +16,24 @@ makes heads. So one kernel computes every pass, of log2(tile) levels or fewer.
 JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import tpu as pltpu
 
 from dpjax.ops import checks
+from dpjax.ops.platforms import by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
 TILE, BACKWARD_TILE = 64, 16
 # Features of a block: the threads of a warp, which needs no barrier, or a TPU's lanes.
 _WARP, _LANES = 32, 128
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def shift_and_sum(
@@ -46,33 +49,39 @@ def shift_and_sum(
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
   Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
-  which store only `values` and `gates`. XLA gathers a batch that is distributed over devices: use
-  `jax.shard_map` (with check_vma=False).
+  which store only `values` and `gates`. Rows may be distributed over devices; `jax.shard_map` needs
+  check_vma=False.
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
     gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
     interpret: whether to run the kernels as JAX operations; None does so on a CPU.
-    platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is JAX's default backend.
+    platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is that compiled for.
     tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the rows of a tile in the backward pass.
 
   Raises:
     ValueError: there is no kernel for the platform or a dtype.
   """
-  platform = platform or jax.default_backend()
-  checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
-  if interpret is None:
-    interpret = platform == "cpu"
+  checks.choice("platform", platform, ("cpu", "gpu", "tpu"), or_none=True)
   for name, x in (("values", values), ("gates", gates)):
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if x.dtype not in _DTYPES:
       raise ValueError(f"{name}: expected floats of at most 32 bits, got {x.dtype}")
   gates = gates.astype(jnp.float32)
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
-  options = _Options(interpret, platform == "tpu", tile, backward_tile)
-  return _shift_and_sum(values, gates, options)
+
+  def run(values, gates, platform=platform):
+    is_interpreted = platform == "cpu" if interpret is None else interpret
+    options = _Options(is_interpreted, platform == "tpu", tile, backward_tile)
+    return _shift_and_sum(values, gates, options)
+
+  if platform:
+    return run(values, gates)
+  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+  runs = {name: partial(run, platform=of_run) for name, of_run in names.items()}
+  return by_platform(runs, values, gates)
 
 
 class _Options(NamedTuple):
@@ -84,6 +93,10 @@ class _Options(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _shift_and_sum(values, gates, options):
+  return _of_rows(_run, "b t h e, b t h k -> b t h e", options)(values, gates)
+
+
+def _run(options, values, gates):
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
   x = _cut(values, padded, options)
@@ -94,7 +107,11 @@ def _shift_and_sum(values, gates, options):
 
 
 def _shift_and_sum_bwd(options, residuals, grad):
-  values, gates = residuals
+  rule = "b t h e, b t h k, b t h e -> b t h e, b t h k"
+  return _of_rows(_pull, rule, options)(*residuals, grad)
+
+
+def _pull(options, values, gates, grad):
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.backward_tile)
   gates = _pad(gates, 1, padded)
@@ -111,6 +128,35 @@ def _shift_and_sum_bwd(options, residuals, grad):
 
 
 _shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd)
+
+
+@cache
+def _of_rows(run, rule, options):
+  """A function of arrays [B, ...] whose rows lie on several devices, or are mapped by `vmap`."""
+  run = partial(run, options)
+  distributed = custom_partitioning(run)
+
+  def run_local(*arrays):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+      return run(*arrays)
+
+  def partition(mesh, arrays, results):
+    rows = arrays[0].sharding  # All arrays have four axes.
+    return mesh, run_local, jax.tree.map(lambda _: rows, results), (rows,) * len(arrays)
+
+  whole = dict(need_replication_factors=("t", "h", "e", "k"))
+  distributed.def_partition(partition, sharding_rule=rule, **whole)
+  mapped = jax.custom_batching.custom_vmap(distributed)
+
+  @mapped.def_vmap
+  def map_rows(size, are_mapped, *arrays):
+    pairs = zip(arrays, are_mapped, strict=True)
+    arrays = [x if is_ else jnp.broadcast_to(x, (size, *x.shape)) for x, is_ in pairs]
+    results = mapped(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    shared = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+    return shared, jax.tree.map(lambda _: True, results)
+
+  return mapped
 
 
 class _Pass(NamedTuple):

@@ -1,0 +1,23 @@
+"""What is computed in another way on another platform."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax import lax
+
+
+def has_cuda() -> bool:
+  """Whether JAX is installed with its compiler for NVIDIA's GPUs, though perhaps without one."""
+  return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:
+  """`jax.lax.platform_dependent`: applies the function of the platform that is compiled for.
+
+  Their names are platforms, "cpu", "cuda", "rocm" or "tpu", and "default" for all others.
+  """
+  if len(functions) == 1:
+    return functions["default"](*arrays)
+  others = dict(functions)
+  return lax.platform_dependent(*arrays, default=others.pop("default"), **others)
