@@ -12,6 +12,11 @@ def has_cuda() -> bool:
   return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
+def has_triton() -> bool:
+  """Whether JAX can compile Pallas kernels for GPUs by Triton, which it will give up."""
+  return has_cuda() and bool(importlib.util.find_spec("jax.experimental.pallas.triton"))
+
+
 def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:
   """`jax.lax.platform_dependent`: applies the function of the platform that is compiled for.
 

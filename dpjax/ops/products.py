@@ -41,7 +41,9 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """
   dtype = factor_dtype(x, y)
   if dtype is None:
-    return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
+    dtype = sum_dtype(x, y)
+    precision = "highest" if dtype == jnp.float64 else None
+    return jnp.einsum(spec, x, y, preferred_element_type=dtype, precision=precision)
   return low_product(spec, dtype, x, y)
 
 
@@ -96,16 +98,15 @@ _low_product.defvjp(_forward, _backward)
 def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """The einsum, with the summed axes of `x` last in memory.
 
-  XLA:CPU multiplies other orders in float32; without the constraint it would take a transposition
-  as another order. (bfloat16 products: results/products.json.)
+  XLA:CPU multiplies other orders in float32 (results/products.json), also those of a transposition
+  without the constraint, which then moves nothing.
   """
   terms, result = spec.split("->")
   a, b = terms.split(",")
-  shared, summed = (
-    "".join(c for c in a if c in b and (c in result) is is_) for is_ in (True, False)
-  )
-  rows, columns = "".join(c for c in a if c not in b), "".join(c for c in b if c not in a)
-  if (order := shared + rows + summed) != a:
+  shared = [c for c in a if c in b and c in result]
+  summed = [c for c in a if c in b and c not in result]
+  rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
+  if (order := shared + rows + summed) != [*a]:
     x = jnp.transpose(x, [a.index(c) for c in order])
     x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
   axes = [order.index(c) for c in summed], [b.index(c) for c in summed]
@@ -117,7 +118,7 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def promote(*arrays: Any, dtype: Any, inexact: bool = True) -> list[Any]:
   """Flax's `promote_dtype`, but for inputs that `as_factor` has rounded already."""
   inputs, *params = arrays
-  is_factor = factor_dtype(inputs, params[0]) == inputs.dtype
+  is_factor = inputs.dtype in _LOW and inputs.dtype == factor_dtype(inputs, params[0])
   inputs = inputs if is_factor else inputs.astype(dtype)
   return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
 
@@ -137,6 +138,8 @@ def dot_general(
   rows = lhs.reshape(math.prod(lead), lhs.shape[-1])
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
   if factor_dtype(rows, columns) is None or any(options.values()):
+    if sum_dtype(lhs, rhs) == jnp.float64:
+      options = {**options, "precision": lax.Precision.HIGHEST}
     flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
   else:
     flat = product("rk,kn->rn", rows, columns).astype(rhs.dtype)

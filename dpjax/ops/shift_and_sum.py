@@ -21,7 +21,7 @@ from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.platforms import by_platform, has_cuda
+from dpjax.ops.platforms import by_platform, has_triton
 from dpjax.ops.products import sum_dtype
 
 
@@ -280,7 +280,7 @@ def _run_default(values, gates, level_keep):
   runs = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
-  if has_cuda() and not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
+  if has_triton() and not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
     runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
   return by_platform(runs, values, gates)
 

@@ -1,4 +1,4 @@
-"""Products with the leading axes as one: the same numbers, and a gradient of one sum."""
+"""Products with the leading axes as one, and products whose factors are of 16 bits."""
 
 import re
 from functools import partial
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpjax import ops
 from dpjax.models.build import build_model
 from dpjax.ops import dot_general
+from dpjax.training import losses
 from tests import helpers
 
 OVER_LAST = (((2,), (0,)), ((), ()))
@@ -57,9 +59,8 @@ def test_jaxlib_multiplies_many_narrow_rows_correctly():
   np.testing.assert_allclose(squares(rows, matrix), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mixer", ["dispatcher", "attention"])
-def test_the_layers_of_a_model_use_it(mixer):
-  model = build_model(helpers.model_settings(mixer))
+def test_the_layers_of_a_model_use_it():
+  model = build_model(helpers.model_settings("dispatcher"))
   tokens = jnp.zeros((3, 5), jnp.int32)
   params = helpers.draw_params(model, 1, 1.0)
   gradient = jax.grad(lambda params: model.apply({"params": params}, tokens).logits.sum())
@@ -67,3 +68,103 @@ def test_the_layers_of_a_model_use_it(mixer):
   found = re.findall(r"dimension_numbers=\(\(\[([0-9, ]*)\], \[[0-9, ]*\]\)", text)
   assert len(found) > 10
   assert {sums.count(",") for sums in found} == {0}
+
+
+def rounded(x) -> np.ndarray:
+  return np.asarray(x.astype(jnp.bfloat16), np.float64)
+
+
+def product_and_gradients(spec, x, y, multiply=ops.product):
+  def run(x, y):
+    result, pull = jax.vjp(lambda x, y: multiply(spec, x, y), x, y)
+    return result, *pull(jnp.cos(jnp.arange(result.size, dtype=x.dtype)).reshape(result.shape))
+
+  return run(x, y)
+
+
+SPECS = {
+  "rk,kn->rn": ((7, 5), (5, 3)),
+  "bthe,bshe->bhts": ((2, 3, 4, 5), (2, 6, 4, 5)),
+  "hbqr,hbqe->hre": ((2, 3, 4, 5), (2, 3, 4, 6)),
+  "btld,lde->bte": ((2, 3, 4, 5), (4, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bfloat16_factors_have_float32_sums(spec):
+  x, y = (normal(*shape) for shape in SPECS[spec])
+  with ops.product_dtype("bfloat16"):
+    found = jax.jit(partial(product_and_gradients, spec))(x, y)
+    mapped = jax.jit(jax.vmap(partial(ops.product, spec), (0, None)))(jnp.stack([x, -x]), y)
+  result = np.einsum(spec, rounded(x), rounded(y))
+  grad = rounded(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape))
+  terms, z = spec.split("->")
+  a, b = terms.split(",")
+  by_x, by_y = (
+    np.einsum(f"{z},{b}->{a}", grad, rounded(y)),
+    np.einsum(f"{a},{z}->{b}", rounded(x), grad),
+  )
+  for ours, expected in zip(found, (result, by_x, by_y), strict=True):
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(mapped, np.stack([result, -result]), rtol=1e-5, atol=1e-5)
+  plain = product_and_gradients(spec, x, y)
+  for ours, theirs in zip(
+    plain, product_and_gradients(spec, x, y, lambda spec, *xy: jnp.einsum(spec, *xy)), strict=True
+  ):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_what_bfloat16_products_leave():
+  x, w = normal(2, 3, 5), normal(5, 7)
+  with ops.product_dtype("bfloat16"):
+    exact = dot_general(x, w, OVER_LAST, precision=jax.lax.Precision.HIGHEST)
+    low = dot_general(x, w, OVER_LAST)
+    assert ops.as_factor(x).dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+      wide = ops.product("btd,de->bte", x.astype(jnp.float64), w.astype(jnp.float64))
+  np.testing.assert_allclose(exact, x @ w, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(wide, np.asarray(x, float) @ np.asarray(w, float), rtol=1e-12)
+  assert low.dtype == jnp.float32 and float(jnp.abs(low - exact).max()) > 1e-4
+  assert ops.as_factor(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_layout_is_for_a_cpu_alone(platform):
+  with ops.product_dtype("bfloat16"):
+    traced = jax.jit(partial(product_and_gradients, "rk,kn->rn")).trace(normal(7, 5), normal(5, 3))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert text.count("LayoutConstraint") == (platform == "cpu")
+  assert text.count("stablehlo.transpose") <= (1 if platform == "cpu" else 2)
+  assert len(re.findall("dot_general.*bf16.*bf16.*-> tensor<[0-9x]*f32>", text)) == 3
+
+
+@pytest.mark.parametrize("mixer", ["dispatcher", "attention", "relative_attention", "me"])
+def test_every_product_of_a_step_has_bfloat16_factors(mixer):
+  config = helpers.model_settings(mixer, max_length=11, positions="none")
+  model, tokens = build_model(config), jnp.zeros((3, 5), jnp.int32)
+  params = helpers.draw_params(model, 1, 1.0)
+  weights = jnp.ones(tokens.shape)
+
+  def loss(params):
+    output = model.apply({"params": params}, tokens)
+    return losses.output_nats(output.hidden, *model.output_layer(params), tokens, weights)
+
+  with ops.product_dtype("bfloat16"):
+    text = str(jax.make_jaxpr(jax.grad(loss))(params))
+  found = re.findall(r"f32\[[0-9,]*\] = dot_general\[.*?\] (\w+) (\w+)\n", text, re.DOTALL)
+  types = dict(re.findall(r"\b(\w+):(\w+)\[", text))
+  wide = [names for names in found if {types[name] for name in names} != {"bf16"}]
+  assert len(found) > 10
+  assert len(wide) <= (0 if mixer != "dispatcher" else len(found) // 2), wide
+
+
+def test_rows_on_several_devices():
+  x, w = normal(16, 5), normal(5, 7)
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+  with ops.product_dtype("bfloat16"):
+    run = jax.jit(partial(product_and_gradients, "rk,kn->rn"))
+    expected, found = run(x, w), run(jax.device_put(x, rows), w)
+  for ours, theirs in zip(found, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
