@@ -6,6 +6,8 @@
 otherwise. An accelerator gets larger batches, and the gradients alone. "default" is what the
 operator chooses. The parts:
 
+  products       the three products of a linear layer, base "float32": bfloat16 factors with sums
+                 in float32 as XLA takes them, and `ops.product`, which moves a factor
   shift_and_sum  each implementation, base "unrolled" (static shifts with JAX's own gradient);
                  "copy" is one read and one write of the values, a kernel's physical limit. Beside
                  attention of one head; and with levels dropped at a rate, averaged over draws
@@ -67,6 +69,22 @@ def attend(x_btd: jax.Array, *_: Any, heads: int = 1) -> jax.Array:
   """Masked self-attention of the inputs, without projections."""
   q_bthe = x_btd.reshape(*x_btd.shape[:2], heads, -1)
   return ops.causal_attention(q_bthe, q_bthe, q_bthe).reshape(x_btd.shape)
+
+
+def products(quick: bool) -> Iterator[harness.Case]:
+  specs = {"x w": "rk,kn->rn", "g w^T": "rn,kn->rk", "x^T g": "rk,rn->kn"}
+  shapes = [(10_240, 512, 512), (2_048, 512, 8_558)]
+  for rows, width, columns in [(24, 16, 8)] if quick else shapes:
+    sizes = {"r": rows, "k": width, "n": columns}
+    for name, spec in specs.items():
+      x, y = (draw(*(sizes[axis] for axis in term)) for term in spec.split("->")[0].split(","))
+      low = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+      wide = functools.partial(jnp.einsum, spec)
+      programs = harness.compile_all({"float32": wide}, x, y)
+      x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+      ours = functools.partial(ops.product, spec)
+      programs |= harness.compile_all({"bfloat16": low, "ops.product": ours}, x, y)
+      yield harness.Case(f"{name}, {rows} x {width} x {columns}", "float32", programs)
 
 
 def shift_and_sum(quick: bool) -> Iterator[harness.Case]:
@@ -283,5 +301,5 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
 
 
 if __name__ == "__main__":
-  PARTS = (shift_and_sum, convolution, lengths, attention, pooling)
+  PARTS = (products, shift_and_sum, convolution, lengths, attention, pooling)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="ops")

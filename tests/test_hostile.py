@@ -32,6 +32,7 @@ SETTINGS = helpers.cases(r"""
   model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
   # What only the data, or the run as a whole, can tell.
   train.batches=random | did you mean random_windows
+  train.products=float16 | expected one of float32, bfloat16, got float16
   data.path= data.name=texte8 | did you mean text8
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens

@@ -148,15 +148,12 @@ def _loop(values, gates, level_keep):
 
 def _unrolled(values, gates, level_keep):
   dtype = sum_dtype(values, gates)
+  if level_keep is not None:  # Without branches, before each of which a GPU waits for its host.
+    gates = jnp.where(level_keep, gates, 0)
   v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
-    c_bthe = gates[..., k, None].astype(dtype)
-
-    def level(v_bthe, shift=2**k, c_bthe=c_bthe):
-      past_bthe = jnp.pad(v_bthe, ((0, 0), (shift, 0), (0, 0), (0, 0)))
-      return v_bthe + c_bthe * past_bthe[:, : v_bthe.shape[1]]
-
-    v_bthe = _run_if(None if level_keep is None else level_keep[k], level, v_bthe)
+    past_bthe = jnp.pad(v_bthe, ((0, 0), (2**k, 0), (0, 0), (0, 0)))[:, : v_bthe.shape[1]]
+    v_bthe += gates[..., k, None].astype(dtype) * past_bthe
   return v_bthe.astype(values.dtype)
 
 
@@ -179,26 +176,14 @@ def _scan(values, gates, level_keep):
   return v_bthe.astype(values.dtype)
 
 
-def _recompute_forward(values, gates, level_keep):
-  return _recompute(values, gates, level_keep), (values, gates, level_keep)
-
-
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
   cpu, default = (partial(f, level_keep=level_keep) for f in (_pull_blocks, _pull))
   return *by_platform({"cpu": cpu, "default": default}, values, gates, grad), None
 
 
-def _unrolled_without_branches(values, gates, level_keep):
-  # Before each branch, a GPU would wait for its processor.
-  if level_keep is not None:
-    gates = jnp.where(level_keep, gates, 0)
-  return _unrolled(values, gates, None)
-
-
 def _pull(values, gates, grad, level_keep):
-  run = partial(_unrolled_without_branches, level_keep=level_keep)
-  return jax.vjp(run, values, gates)[1](grad)
+  return jax.vjp(partial(_unrolled, level_keep=level_keep), values, gates)[1](grad)
 
 
 def _pull_blocks(values, gates, grad, level_keep):
@@ -261,12 +246,11 @@ def _pull_blocks(values, gates, grad, level_keep):
 
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
-  runs = (_scan, _unrolled_without_branches)
-  cpu, default = (partial(run, level_keep=level_keep) for run in runs)
+  cpu, default = (partial(run, level_keep=level_keep) for run in (_scan, _unrolled))
   return by_platform({"cpu": cpu, "default": default}, values, gates)
 
 
-_recompute.defvjp(_recompute_forward, _recompute_backward)
+_recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
 
 
 def _pallas(values, gates, level_keep, platform=None):
@@ -276,7 +260,7 @@ def _pallas(values, gates, level_keep, platform=None):
 
 
 def _run_default(values, gates, level_keep):
-  # By results/ops.json on a CPU, results/ops_h200.json on a GPU.
+  # By results/shift_and_sum.json on a CPU, results/ops_h200.json on a GPU.
   runs = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
