@@ -1,4 +1,4 @@
-"""An exported model in NumPy. Its card shows the functions and branches that its settings need.
+"""An exported model in NumPy. Its card shows the functions that its settings need.
 
 `p` holds arrays by their names in model.safetensors, `model` the settings `config.model`.
 """
