@@ -95,7 +95,6 @@ MODULES = helpers.cases(r"""
   plots --out=x.png | run_folder
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {run} --out={text}/x.png | expected to read or write it, got
-  {plot} --json={folder} | folder: expected to read or write it, got: Is a directory
   {plot} --every=13 | --every: .* at most the 12 updates of .* got 13
   {plot} --labels=a,b | --labels: .* each of the 1 runs, got 2
   plots {folder} --out={new}.png | workdir: expected to read .*config.json, got: No

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpjax import files
 from dpjax.analysis import runs as runs_lib
 from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
@@ -218,7 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
   parser.add_argument("--width", default="9in", help="of the figure, as 3.3in, 8.4cm or 84mm")
-  parser.add_argument("--json", type=path, help="a file for the table")
   with command_line.parsed(parser, arguments) as given:
     figure = given.figure or ("metric" if given.metric else "progress")
     out = given.out or f"{figure}.png"
@@ -235,11 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    content = runs_lib.table(runs, every, figure, metric)
     picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=width)
-    print(runs_lib.format_table(content) if is_paper else runs_lib.format_scores(content))
-    if given.json:
-      files.write_json(Path(given.json), content)
+    scores = runs_lib.score_table(runs, every, metric)
+    print(runs_lib.cost_table(runs, every) if is_paper else scores)
+    if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.PLACES.get(figure, ())[:1])):
+      print("\nTo be compared with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")
 

@@ -182,15 +182,12 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
 def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
 
-  Settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are left out.
+  The seed, settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are
+  left out.
   """
   labels, sentences = names(runs), []
   columns = differences([run.config for run in runs])
-  columns = {k: v for k, v in columns.items() if not lies_in(k, (*allowed, *REPORTING))}
-  if "seed" in columns:
-    of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
-    if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
-      del columns["seed"]
+  columns = {k: v for k, v in columns.items() if not lies_in(k, ("seed", *allowed, *REPORTING))}
   counts = [len(run.losses) for run in runs]
   for key, column in (columns | {"updates": counts}).items():
     who = group(map(json.dumps, column), labels)
@@ -235,71 +232,36 @@ def last_median(losses: np.ndarray, every: int) -> float:
   return float(medians(losses[-every:], every)[-1])
 
 
-def table(
-  runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
-) -> dict[str, Any]:
-  """Collects the medians of runs, and notes on differences that make them hard to compare.
-
-  JSON values, None for unknown numbers: "every", "updates" (the last one of each window of
-  `every`), "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric,
-  such as "valid/perplexity". What the figures "by_length" and "by_layers" draw over may differ.
-  """
-  rows = [
-    {
-      "name": name,
-      "folder": run.folder,
-      "updates": len(run.losses),
-      "unknown": int(np.isnan(run.losses).sum()),
-      "max_length": setting(run.config, "model.max_length"),
-      "num_layers": setting(run.config, "model.num_layers"),
-      "medians": [*map(_number, medians(run.losses, every))],
-      "last": _number(last_median(run.losses, every)),
-      "scores": [[*pair] for pair in sorted(run.scores.get(metric or "", {}).items())],
-    }
-    for run, name in zip(runs, names(runs), strict=True)
-  ]
-  updates = [*range(every, every * max(len(row["medians"]) for row in rows) + 1, every)]
-  told = notes(runs, ("model.mixer", *PLACES.get(figure, ())[:1]))
-  return {"every": every, "updates": updates, "metric": metric, "runs": rows, "notes": told}
+def cost_table(runs: Sequence[Record], every: int) -> str:
+  """A table of medians: a line for each run, a column for each window of `every` updates."""
+  columns = [medians(run.losses, every) for run in runs]
+  count, rows = max(map(len, columns)), []
+  for name, run, column in zip(names(runs), runs, columns, strict=True):
+    missing = [""] * (count - len(column))
+    rows.append([name, *map(_cell, column), *missing, _cell(last_median(run.losses, every))])
+  heads = ["", *(every * i for i in range(1, count + 1)), "last"]
+  title = f"Median training cost of {every} batches, nats per token; up to batch"
+  return f"{title}:\n\n{style.table(heads, rows)}"
 
 
-def format_table(content: Mapping[str, Any]) -> str:
-  """Formats the result of `table`: a line for each run, a column for each window, then notes."""
-  updates, rows = content["updates"], []
-  for row in content["runs"]:
-    missing = [""] * (len(updates) - len(row["medians"]))
-    rows.append([row["name"], *map(_cell, row["medians"]), *missing, _cell(row["last"])])
-  title = f"Median training cost of {content['every']} batches, nats per token; up to batch"
-  return _format(title, ["", *updates, "last"], rows, content["notes"])
-
-
-def format_scores(content: Mapping[str, Any]) -> str:
-  """Formats the metric in the result of `table` beside the last costs: one line for each run."""
-  title = f"Median cost of the last {content['every']} batches, nats per token"
+def score_table(runs: Sequence[Record], every: int, metric: str | None) -> str:
+  """A table of a metric, such as "valid/perplexity", beside the last costs: a line for each run."""
+  title = f"Median cost of the last {every} batches, nats per token"
   heads, rows = ["", "batches", "cost"], []
-  if content["metric"]:
-    title += f"; {content['metric']}"
+  if metric:
+    title += f"; {metric}"
     heads += ["last", "lowest", "at batch"]
-  for row in content["runs"]:
-    cells = [row["name"], f"{row['updates']:,}", _cell(row["last"])]
-    if scores := row["scores"]:
-      lowest_at, lowest = min(scores, key=lambda pair: pair[1])
-      cells += [_cell(scores[-1][1]), _cell(lowest), f"{lowest_at:,}"]
+  for name, run in zip(names(runs), runs, strict=True):
+    cells = [name, f"{len(run.losses):,}", _cell(last_median(run.losses, every))]
+    if scores := run.scores.get(metric or "", {}):
+      lowest = min(scores, key=lambda step: scores[step])
+      cells += [_cell(scores[max(scores)]), _cell(scores[lowest]), f"{lowest:,}"]
     rows.append([*cells, *[""] * (len(heads) - len(cells))])
-  return _format(title, heads, rows, content["notes"])
+  return f"{title}:\n\n{style.table(heads, rows)}"
 
 
-def _format(title: str, heads: Sequence, rows: Sequence[Sequence], notes: Sequence[str]) -> str:
-  care = ["", "To be compared with care:", *(f"  {note}" for note in notes)] if notes else []
-  return "\n".join([f"{title}:", "", style.table(heads, rows), *care])
-
-
-def _number(value: float) -> float | None:
-  return float(value) if math.isfinite(value) else None
-
-
-def _cell(value: float | None) -> str:
-  return "-" if value is None else f"{value:.4f}"
+def _cell(value: float) -> str:
+  return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
