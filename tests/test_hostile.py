@@ -85,7 +85,6 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
   # Numbers and files that ended in a traceback, or for which a command waited.
-  {calibrate} --text={fifo} | --text: expected a file with a text, got .*fifo
   export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
 """)
 MODULES = helpers.cases(r"""
