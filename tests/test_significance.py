@@ -74,9 +74,10 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
   assert significance.read_scores(a, split="valid") == {2: 9.0, 11: 9.0}
   # Where checkpoints were thrown away, scores of one step are as good.
   shutil.rmtree(tmp_path / "a/seed_11/checkpoints")
-  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 2 of"):
+  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 3 of"):
     significance.read_scores(a)
-  (tmp_path / "a/seed_11/scores_test_12.json").unlink()
+  for name in ("scores_test_12", "scores_test_7_window5_stride3"):
+    (tmp_path / f"a/seed_11/{name}.json").unlink()
   assert significance.read_scores(a) == {2: 1.5, 11: 2.5}
   # Those of another step are not.
   (tmp_path / "a/seed_2/scores_test_7.json").unlink()

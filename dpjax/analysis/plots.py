@@ -174,17 +174,14 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
   return metric
 
 
-def default_every(runs: Sequence[Record], figure: str) -> int:
-  """The updates in a median: as the runs report them, or fewer for short runs."""
+def default_every(runs: Sequence[Record]) -> int:
+  """The updates in a median: as the runs report them, or a tenth of the shortest run."""
   lengths = [len(run.losses) for run in runs]
   if not all(lengths):
     folder = runs[lengths.index(0)].folder
     raise UserError(f"workdir: expected a run with updates, got {folder} with none")
-  tenth = -(-min(lengths) // 10)
   reported = [setting(run.config, "train.median_every_steps") or 2000 for run in runs]
-  every = max((x for x in reported if x <= min(lengths)), default=tenth)
-  # A curve of progress has more points than the paper's.
-  return min(every, max(tenth, max(lengths) // 200)) if figure in ("progress", "metric") else every
+  return min(max(reported), -(-min(lengths) // 10))
 
 
 def write(figure: "Figure", path: str | Path) -> None:
@@ -225,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not {*log} <= {"x", "y"}:
       raise UserError(f"log: expected x, y or x,y, got {given.log}")
     runs = runs_lib.read_runs(given.run_folder, given.labels and given.labels.split(","))
-    every = default_every(runs, figure) if given.every is None else given.every
+    every = default_every(runs) if given.every is None else given.every
     is_paper, metric = figure not in ("progress", "metric"), None
     if not is_paper:
       metric = find_metric(runs, given.metric)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpjax import files
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
@@ -50,7 +51,7 @@ class Record(NamedTuple):
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
   """Reads run folders, with a label for each if given; otherwise `names` finds them.
 
-  Raises a `ValueError` if a folder cannot be read, or the number of labels differs.
+  Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):
@@ -64,21 +65,20 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 def read_losses(workdir: str | Path) -> np.ndarray:
   """Reads the loss of every update, float32 [N], nats per token; NaN if unknown.
 
-  Raises a `ValueError` if the file is missing or damaged.
+  Raises a `ValueError` if the file is damaged.
   """
   path = Path(workdir, "losses.f32")
-  content = _read(path)
+  content = path.read_bytes()
   if len(content) % 4:
     raise UserError(f"workdir: expected 4 bytes an update in {path}, got {len(content)} bytes")
   return np.frombuffer(content, "<f4").astype(np.float32)
 
 
 def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings in a run's folder; a `ValueError` if there are none."""
+  """Reads the settings in a run's folder; a `ValueError` if the file has none."""
   path = Path(workdir, "config.json")
-  content = _read(path)
   try:
-    config = json.loads(content)
+    config = files.load_json(path)
   except (ValueError, RecursionError) as error:
     raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
   if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
@@ -106,15 +106,6 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
       if name not in ("step", "time") and type(value) in (int, float):
         scores.setdefault(f"{split}/{name}", {})[step] = value
   return scores
-
-
-def _read(path: Path) -> bytes:
-  if not path.parent.is_dir():
-    raise UserError(f"workdir: expected the folder of a run, got {path.parent}")
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error
 
 
 def mixer_name(config: Mapping[str, Any]) -> str:
@@ -151,31 +142,29 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
   """
   found = [run.label or mixer_name(run.config) for run in runs]
 
-  def tell_apart(same: list[int]) -> None:
-    columns = differences([runs[i].config for i in same])
-    column = columns.pop("seed", [])
-    # Another component has other settings; its name says it all.
-    sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
-    own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
-    chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
-    if not chosen and len({*column}) == len(same) and not seeds:
-      return
-    chosen = chosen or ({"seed": column} if column else own)
-    keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
-    for place, i in enumerate(same):
-      found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
-    if len({found[i] for i in same}) == 1:
-      for i in same:
-        found[i] += f" ({runs[i].folder})"
-    else:
-      tell_all_apart(same)
-
-  def tell_all_apart(some: Sequence[int]) -> None:
+  def tell_apart(some: Sequence[int]) -> None:
     for same in group([found[i] for i in some], some).values():
-      if len(same) > 1 and not runs[same[0]].label:
+      if len(same) == 1 or runs[same[0]].label:
+        continue
+      columns = differences([runs[i].config for i in same])
+      column = columns.pop("seed", [])
+      # Another component has other settings; its name says it all.
+      sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
+      own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
+      chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
+      if not chosen and len({*column}) == len(same) and not seeds:
+        continue
+      chosen = chosen or ({"seed": column} if column else own)
+      keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
+      for place, i in enumerate(same):
+        found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
+      if len({found[i] for i in same}) > 1:
         tell_apart(same)
+      else:
+        for i in same:
+          found[i] += f" ({runs[i].folder})"
 
-  tell_all_apart(range(len(runs)))
+  tell_apart(range(len(runs)))
   return found
 
 

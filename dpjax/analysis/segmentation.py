@@ -21,6 +21,7 @@ import numpy as np
 
 from dpjax.analysis import plots, style
 from dpjax.errors import UserError
+from dpjax.text.streaming import TextStream
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -78,14 +79,9 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
-  """The text that each token adds, or the token's own text if that is unknown."""
-  pieces, before = [], ""
-  for i in range(len(tokens)):
-    after = tokenizer.decode(tokens[: i + 1])
-    added = after[len(before) :] if after.startswith(before) else ""
-    pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
-    before = after
-  return pieces
+  """The text that each token adds, or the token's own text if it adds none."""
+  stream = TextStream(tokenizer)
+  return [stream.push([i]) or tokenizer.decode([i]) for i in tokens]
 
 
 def render(segmentation: Segmentation) -> str:

@@ -12,7 +12,6 @@ two-sided, without a correction for the number of folders.
 import argparse
 import math
 import os
-import re
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -61,8 +60,7 @@ def _read_score(run: Path, score: str, split: str) -> float:
   from dpjax.training import checkpoints  # Comparing needs no JAX otherwise.
 
   best = checkpoints.Checkpoints(run / "checkpoints").best_step()
-  pattern = rf"scores_{split}_({best or '[0-9]+'})\.json"
-  files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
+  files = [*run.glob(f"scores_{split}_{best or '*'}.json")]
   if len(files) != 1:
     raise UserError(
       f"split: expected scores_{split}_<best step>.json in {run}, got "

@@ -76,8 +76,6 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
 
 
 def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
-  from dpjax.generation import generator as generation
-
   is_one = settings["num_samples"] == 1
   if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack what a model writes.
     sys.stdout.reconfigure(errors="replace")
@@ -101,7 +99,7 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
   ]
   counts = [sum(piece.num_tokens for piece in new) for new in zip(*rows, strict=True)]
   seconds, to_first = times[-1] - begin, times[0] - begin
-  speed = generation.tokens_per_second(counts, times)
+  speed = sum(counts[1:]) / (seconds - to_first) if len(counts) > 1 else None
   if not is_text:
     content = {"prompt": prompt, **settings, "samples": samples, "seconds": seconds}
     content |= {"seconds_to_first": to_first, "tokens_per_second": speed}

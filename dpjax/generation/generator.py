@@ -223,18 +223,6 @@ class Generator:
     return loop.advance(step, state, keys, num_tokens=num_tokens, **draw)
 
 
-def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
-  """The speed of chunks as large as the one before; others' time may include compilation.
-
-    16, 16 and 9 tokens, complete at 5, 6 and 8 s  ->  16
-
-  None without such chunks.
-  """
-  same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
-  seconds = sum(times[i] - times[i - 1] for i in same)
-  return sum(counts[i] for i in same) / seconds if seconds > 0 else None
-
-
 def check_prompt(
   model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:

@@ -287,17 +287,14 @@ def _table_of(model: Mapping) -> Table | None:
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
-  if num_heads != 1:
-    got = f"num_heads = {num_heads}"
-  elif sizes["E"] != sizes["D"]:
-    got = f"matrices for {sizes['E']} of the {sizes['D']} features"
-  elif not 1 <= sizes["K"] <= 12:  # One row a level and head; their 5000 positions have 12 levels.
-    got = f"{sizes['K']} rows of gates, where 1 to 12 levels are possible"
-  else:
+  # One row of gates a level and head; their 5000 positions have 12 levels.
+  if num_heads == 1 and sizes["E"] == sizes["D"] and 1 <= sizes["K"] <= 12:
     return
+  shape = f"{sizes['K']} rows of gates, matrices for {sizes['E']} of the {sizes['D']} features"
   raise UserError(
-    f"num_heads: expected a Dispatcher of one head, got {got}; with more the authors' "
-    "code reshapes [B, T, D] to [B * H, T, D / H], which cuts positions instead of features"
+    f"num_heads: expected a Dispatcher of one head, got num_heads = {num_heads}, {shape}; with "
+    "more the authors' code reshapes [B, T, D] to [B * H, T, D / H], which cuts positions instead "
+    "of features"
   )
 
 
