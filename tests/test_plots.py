@@ -296,13 +296,13 @@ def test_progress_of_a_short_run_and_of_one_that_has_begun(folder, tmp_path, cap
   assert (tmp_path / "metric.png").exists()
 
 
-@pytest.mark.parametrize("width, inches, font_size", [("8.4cm", 3.307, 8), ("150mm", 5.906, 10)])
-def test_widths_for_papers(folder, tmp_path, width, inches, font_size):
+@pytest.mark.parametrize("width, font_size", [(3.3, 8), (5.9, 10)])
+def test_widths_for_papers(folder, tmp_path, width, font_size):
   run = folder("a", COSTS)
   plots.main([run, f"--width={width}", "--out=x.svg", "--log=y"])
   found = (tmp_path / "x.svg").read_text().partition('width="')[2].partition("pt")[0]
-  np.testing.assert_allclose(float(found) / 72, inches, rtol=1e-3)
-  drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=inches)
+  np.testing.assert_allclose(float(found) / 72, width, rtol=1e-3)
+  drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=width)
   assert drawn.axes[0].yaxis.label.get_size() == font_size
 
 

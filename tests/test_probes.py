@@ -19,10 +19,11 @@ from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 TINY = training.TINY
+CONTENTS = training.Settings(length=24).contents
 
 
 def draw(task, seed=(5, tasks.TRAINING, 3)):
-  return tasks.draw(task, (200, 40), tasks.num_contents(96), seed)
+  return tasks.draw(task, (200, 40), CONTENTS, seed)
 
 
 def read(task, tokens):
@@ -46,7 +47,7 @@ def read(task, tokens):
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_answers_and_distances_are_what_a_reader_finds(task):
-  drawn, contents = draw(task), tasks.num_contents(96)
+  drawn = draw(task)
   for tokens, targets, distances in zip(*drawn, strict=True):
     places = np.flatnonzero(distances)
     assert {i: (targets[i], distances[i]) for i in places} == read(task, tokens)
@@ -54,8 +55,8 @@ def test_answers_and_distances_are_what_a_reader_finds(task):
   most = {"recall": 39, "copying": 20, "induction": 38}[task]
   assert {*drawn.distances[is_answer]} <= {*range(1, most + 1)}
   assert drawn.distances.max() == most
-  assert len({*drawn.targets[is_answer]}) == pytest.approx(1 / tasks.chance(task, contents))
-  assert drawn.tokens.max() < tasks.FIRST_CONTENT + contents
+  assert len({*drawn.targets[is_answer]}) == pytest.approx(1 / tasks.chance(task, CONTENTS))
+  assert drawn.tokens.max() < tasks.FIRST_CONTENT + CONTENTS
   test = draw(task, (5, tasks.TEST, 3))
   if task != "copying":  # A copy may be short.
     assert not {row.tobytes() for row in drawn.tokens} & {row.tobytes() for row in test.tokens}

@@ -85,9 +85,9 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
     significance.read_scores(a)
 
 
-@pytest.mark.parametrize("text", ["{", "[3]", "{}", '{"scores": 3}', '{"scores": [3]}'])
+@pytest.mark.parametrize("text", ["{", "[3]", "{}"])
 def test_damaged_scores(folder, tmp_path, text):
   a = folder("a", {0: 1.0, 1: 2.0})
   (tmp_path / "a/seed_1/scores_test_12.json").write_text(text)
-  with pytest.raises(ValueError, match="^split: expected scores in a/seed_1/scores_test"):
+  with pytest.raises(ValueError, match="^score: expected one of none .of a/seed_1/scores_test"):
     significance.read_scores(a)

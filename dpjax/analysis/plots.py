@@ -2,7 +2,7 @@
 
   dpjax plots runs/she runs/attention                     writes progress.png here
   dpjax plots runs/she --metric=train/grad_norm --log=y
-  dpjax plots runs/* --figure=curves --every=2000 --width=3.3in --out=costs.pdf
+  dpjax plots runs/* --figure=curves --every=2000 --width=3.3 --out=costs.pdf
 
 A run folder has config.json; losses.f32, the loss of every update in nats per token, little-endian
 float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
@@ -25,7 +25,6 @@ label or mixer form a line, through the mean if several share a place. A table i
 
 import argparse
 import os
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +46,6 @@ SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 _SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
 _VALIDATION = tuple(f"valid/{name}" for name in _SCORES)
-_UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4}
 _NARROW = 5.0  # inches; of one column of a paper
 
 
@@ -213,14 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--every", type=int, help=about)
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
-  parser.add_argument("--width", default="9in", help="of the figure, as 3.3in, 8.4cm or 84mm")
+  parser.add_argument("--width", type=float, default=9.0, help="of the figure, in inches")
   with command_line.parsed(parser, arguments) as given:
     figure = given.figure or ("metric" if given.metric else "progress")
     out = given.out or f"{figure}.png"
     check_suffix(out)
-    log, width = [axis for axis in given.log.split(",") if axis], _inches(given.width)
+    log = [axis for axis in given.log.split(",") if axis]
     if not {*log} <= {"x", "y"}:
       raise UserError(f"log: expected x, y or x,y, got {given.log}")
+    if not 1.5 <= given.width <= 40:
+      raise UserError(f"width: expected 1.5 to 40 inches, got {given.width}")
     runs = runs_lib.read_runs(given.run_folder, given.labels and given.labels.split(","))
     every = default_every(runs) if given.every is None else given.every
     is_paper, metric = figure not in ("progress", "metric"), None
@@ -230,21 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=width)
+    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=given.width)
     scores = runs_lib.score_table(runs, every, metric)
     print(runs_lib.cost_table(runs, every) if is_paper else scores)
     if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.PLACES.get(figure, ())[:1])):
       print("\nTo be compared with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")
-
-
-def _inches(text: str) -> float:
-  found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(in|cm|mm)", text)
-  inches = float(found[1]) * _UNITS[found[2]] if found else 0.0
-  if not 1.5 <= inches <= 40:
-    raise UserError(f"width: expected 1.5in to 40in, or as much in cm or mm, got {text}")
-  return inches
 
 
 if __name__ == "__main__":

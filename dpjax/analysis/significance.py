@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dpjax.analysis import style
 from dpjax.errors import UserError
-from dpjax.files import load_json
+from dpjax.files import read_json
 
 
 def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, float]:
@@ -66,13 +66,11 @@ def _read_score(run: Path, score: str, split: str) -> float:
       f"split: expected scores_{split}_<best step>.json in {run}, got "
       f"{len(files)} of them; dpjax evaluate --split={split} writes one"
     )
-  try:
-    scores = load_json(files[0])["scores"].items()
-  except (ValueError, LookupError, TypeError, AttributeError) as error:
-    raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
-  known = {name: x for name, x in scores if type(x) is float and math.isfinite(x)}
+  scores = read_json(files[0]).get("scores", {})
+  known = {name: x for name, x in scores.items() if type(x) is float and math.isfinite(x)}
   if score not in known:
-    raise UserError(f"score: expected one of {', '.join(known)} (of {files[0]}), got {score}")
+    names = ", ".join(known) or "none"
+    raise UserError(f"score: expected one of {names} (of {files[0]}), got {score}")
   return known[score]
 
 

@@ -69,9 +69,10 @@ def finish(figure: "Figure") -> None:
   """
   from matplotlib import ticker
 
-  for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+  every_axis: list[Any] = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+  for axis in every_axis:
     low, high = sorted(map(abs, axis.get_view_interval()))
-    locator: Any = axis.get_major_locator()
+    locator = axis.get_major_locator()
     is_log = isinstance(locator, ticker.LogLocator)
     if is_log and low > 0 and axis.get_transform().base == 10:
       is_x = axis.axis_name == "x"  # Where labels stand beside one another.

@@ -32,11 +32,6 @@ class Examples(NamedTuple):
   distances: np.ndarray
 
 
-def num_contents(longest: int) -> int:
-  """The number of contents that suffices for all tasks with rows of up to `longest` tokens."""
-  return max(NUM_KEYS * (2 + NUM_KEYS), longest // 2)
-
-
 def chance(task: str, contents: int) -> float:
   """The accuracy of a guess among all possible answers of the task."""
   return 1 / {"recall": NUM_KEYS, "copying": contents, "induction": NUM_NOISE}[task]

@@ -64,8 +64,8 @@ class Settings:
 
   @property
   def contents(self) -> int:
-    """The number of contents in the vocabulary."""
-    return tasks.num_contents(max(self.lengths))
+    """The number of contents in the vocabulary, which suffices for all tasks."""
+    return max(tasks.NUM_KEYS * (2 + tasks.NUM_KEYS), 2 * self.length)
 
   @property
   def reach(self) -> int:
