@@ -116,8 +116,6 @@ def test_lines_over_a_size_of_the_model(folder):
   ]
   drawn = plots.draw(runs_lib.read_runs(names), figure="by_layers", every=2)
   (axes,) = drawn.axes
-  (both,) = axes.collections
-  assert both.get_offsets().tolist() == [[8, 5], [8, 8.5]]  # They share a place.
   expected = {"SHE": [[8, 6.75], [16, 2]], "attention, 32 heads": [[8, 8.5]]}
   assert lines(drawn) == expected | {"attention, 1 head": [[8, 6]]}
   assert axes.get_xlabel() == "layers"

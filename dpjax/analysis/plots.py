@@ -144,12 +144,9 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
   for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
     medians = [runs_lib.last_median(run.losses, every) for run in group]
     points = runs_lib.group([setting(run.config, key) for run in group], medians)
-    places, look = sorted(points), style.line(i)
+    places = sorted(points)
     means = [np.mean(points[place]) for place in places]
-    axes.plot(places, means, **look, label=text, marker="o")
-    shared = [(x, y) for x in places if len(points[x]) > 1 for y in points[x]]
-    if shared:
-      axes.scatter(*zip(*shared, strict=True), color=look["color"], marker="x")
+    axes.plot(places, means, **style.line(i), label=text, marker="o")
     everywhere |= {*places}
   axes.set_xscale("log", base=2)
   axes.set_xticks(sorted(everywhere), [*map(str, sorted(everywhere))])

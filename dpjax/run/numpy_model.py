@@ -197,8 +197,7 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T
-  else:
-    return linear(part(p, "logits"), x)
+  return linear(part(p, "logits"), x)
 
 
 FUNCTIONS = {
