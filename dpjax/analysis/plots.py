@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", type=path, help=about)
   parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
   parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
-  about = "batches of a median; by default as the runs report them, or fewer where runs are short"
+  about = "batches of a median; by default as the runs report them, or a tenth of the shortest run"
   parser.add_argument("--every", type=int, help=about)
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
