@@ -67,17 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
   with command_line.parsed(parser, arguments) as given:
     from dpjax import ops
     from dpjax import run as run_lib
-    from dpjax.ops.entropies import check_rule
 
-    rule = given.rule, given.theta_add
-    check_rule(*rule)  # before anything is read
     command_line.check_platform()
     run = run_lib.load(given.run)
     run_lib.check_frozen(run)
     window = run.window if given.window is None else given.window
     if not 1 <= window <= run.window:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    found = entropies(run, run.tokens(given.split), window)
+    found, rule = entropies(run, run.tokens(given.split), window), (given.rule, given.theta_add)
     theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
     ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
     kind = run.tokenizer.kind
