@@ -42,7 +42,7 @@ _DESCRIPTION = """
 _MODEL = """At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token
 {start_id} stands before a text. A matrix is [in, out], and heads lie side by side among the
 features. Arrays of a stack of layers have the layers as their first axis. This is the whole model
-in NumPy, without dropout{computes}:
+in NumPy, without dropout{computes}; branches for other settings may call what is not here:
 
 ```python
 {code}
