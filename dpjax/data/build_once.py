@@ -3,7 +3,7 @@
 For a folder text8 there are
 
   text8/            the complete folder with its record, data.json
-  text8.partial/    the unfinished folder, perhaps of a process that was killed
+  text8.partial/    the unfinished folder, perhaps of a process that was killed: built anew
   text8.lock        locked by the process that builds it; stays, and is empty
 """
 
@@ -33,8 +33,7 @@ def build_once(
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills a given folder, which may hold files of an interrupted call, and returns what
-      else to record.
+    build: fills a given empty folder, and returns what else to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
@@ -50,24 +49,21 @@ def build_once(
       if record := read_record(folder, inputs):
         return record
       check_replaceable(folder)
-      note = partial / "made_of.json"
-      if partial.exists() and files.read_json(note) != inputs:
-        shutil.rmtree(partial)
-      partial.mkdir(exist_ok=True)
-      files.write_json(note, inputs)
-      record = {**inputs, **build(partial)}
-      note.unlink()
-      record["files"] = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-      files.write_json(partial / RECORD, record)
-      replace_folder(partial, folder)
-      return record
-  except UserError:
-    shutil.rmtree(partial, ignore_errors=True)
-    raise
+      try:
+        if partial.exists():
+          shutil.rmtree(partial)
+        partial.mkdir()
+        record = {**inputs, **build(partial)}
+        record["files"] = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        files.write_json(partial / RECORD, record)
+        replace_folder(partial, folder)
+        return record
+      finally:
+        shutil.rmtree(partial, ignore_errors=True)
   except OSError as error:
     raise UserError(
       f"data.data_dir: expected a folder that can be written, got {folder.parent} "
-      f"({error.strerror or error}); the next call continues from what is done"
+      f"({error.strerror or error})"
     ) from error
 
 

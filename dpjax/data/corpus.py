@@ -240,8 +240,6 @@ def build_texts(
   """
 
   def build(partial: Path) -> dict[str, Any]:
-    for path in partial.glob("*.txt"):  # of an interrupted call
-      path.unlink()
     opened, sums, texts = {}, {}, {}
     bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
     with contextlib.ExitStack() as stack, bar:
