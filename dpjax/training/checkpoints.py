@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import zlib
@@ -29,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 def _is_news(line: logging.LogRecord) -> bool:
-  """Whether to log a line: Orbax logs each error it raises, and asyncio those of its tasks."""
-  text = f"{line.pathname} {line.exc_info[1]}" if line.exc_info else ""
-  return "orbax" not in text and "tensorstore" not in text
+  """False for the errors of Orbax: it logs each that it raises, and asyncio those of its tasks."""
+  error = line.exc_info and line.exc_info[1]
+  return not (error and re.search("orbax|tensorstore", f"{line.pathname} {error}"))
 
 
 for logger in ("absl", "asyncio"):
@@ -64,7 +65,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
-    return sorted({int(path.name) for path in find_complete(self._folder)})
+    return [int(path.name) for path in reversed(find_complete(self._folder))]
 
   def best_step(self) -> int | None:
     """The best step by validation, if it was saved."""
@@ -86,7 +87,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     Raises:
       UserError: this checkpoint or the last cannot be written.
     """
-    tree = _storable(_parts(state))
+    tree = _parts(state)
     own = {"origin": dict(origin or {}), "format": FORMAT}
     own["fingerprints"] = [int(number) for number in fingerprints(tree)]
     items = ocp.args.Composite(
@@ -157,8 +158,7 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> tuple[int, dict]:
     """Reads the step and the parameters alone of one checkpoint; raises as `restore` does.
 
-    `step` None is the best by validation, or else the newest. `origin` may be a part of that
-    saved. `part` is "params", or "average" for a run that has one.
+    `step` None is the best by validation, or else the newest. `part` is "params" or "average".
     """
     paths = self._list_alike()
     if not paths:
@@ -188,14 +188,9 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def find_complete(folder: str | Path) -> list[Path]:
-  """The complete checkpoints in a run's folder of checkpoints, the newest first.
-
-  Each is a folder with the name of its step, in older runs within "last" or "best".
-  """
-  places = [Path(folder).absolute() / part for part in ("", "last", "best")]
-  names = ocp.path.step.standard_name_format()
-  found = [Path(each.path) for place in places for each in names.find_all(place)]
-  return sorted(found, key=lambda path: -int(path.name))
+  """The complete checkpoints in a folder, the newest first; each is named after its step."""
+  steps = ocp.path.step.standard_name_format().find_all(Path(folder).absolute())
+  return [Path(each.path) for each in sorted(steps, key=lambda each: -each.step)]
 
 
 @jax.jit
@@ -228,11 +223,6 @@ def _parts(state: TrainState) -> dict:
   return {name: part for name, part in vars(state).items() if part is not None}
 
 
-def _storable(tree: Any) -> Any:
-  """The tree with None for arrays without elements, which Orbax does not save."""
-  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
-
-
 class _DamagedError(Exception):
   """The checkpoint is proven to be damaged."""
 
@@ -255,7 +245,7 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   found: Any = None
   error = None
   try:
-    found = _read_files(path, _storable(target), origin)
+    found = _read_files(path, target, origin)
   except Exception as caught:
     cause = _system_error(caught, path, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
     is_damage = cause is None and not isinstance(caught, (UserError, MemoryError, RuntimeError))
@@ -266,11 +256,7 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   if [int(number) for number in fingerprints(tree)] != expected:
     error = _DamagedError("its arrays are not those that were saved")
   _raise_together(error, path)
-
-  def refill(wanted, array):
-    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding) if array is None else array
-
-  return jax.tree.map(refill, target, tree), meta
+  return tree, meta
 
 
 def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
@@ -312,13 +298,11 @@ def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSErro
   """The error of the file system, except those in `but`, that led to an error of Orbax."""
   each: BaseException | None = error
   while each is not None:
-    if isinstance(each, OSError) and not isinstance(each, but):
-      return each if each.filename else OSError(each.errno, each.strerror, str(folder))
     # TensorStore, which is not of Python, names errors of the system in its text.
-    for number in errno.errorcode:
-      found = OSError(number, os.strerror(number), str(folder))
-      if os.strerror(number) in str(each) and not isinstance(found, but):
-        return found
+    named = (OSError(x, os.strerror(x)) for x in errno.errorcode if os.strerror(x) in str(each))
+    for found in [each] if isinstance(each, OSError) else named:
+      if not isinstance(found, but):
+        return OSError(found.errno, found.strerror, found.filename or str(folder))
     each = each.__cause__ or each.__context__
   return None
 

@@ -25,17 +25,6 @@ from dpjax.training.reporting import NonFiniteError as NonFiniteError
 BEST_BY = "nats_per_token"  # what validation is judged by; the lower the better
 
 
-class TrainBatches(Protocol):
-  """Batches of rows of `window` tokens, functions of the step alone (`dpjax.data.batches`)."""
-
-  batch_size: int
-  window: int
-
-  def batch(self, step: int, rows: slice) -> Mapping[str, np.ndarray]:
-    """The given rows of the batch of update `step`."""
-    ...
-
-
 class Callback(Protocol):
   """A function that receives each report: an experiment tracker, or early stopping."""
 
@@ -91,7 +80,7 @@ class Durations:
 
 def fit(
   trainer: Trainer,
-  batches: TrainBatches,
+  batches: Any,
   evaluate: Callable[[dict], Mapping[str, float]],
   durations: Durations,
   *,
@@ -115,7 +104,7 @@ def fit(
 
   Args:
     trainer: the model and the settings of an update.
-    batches: the training batches.
+    batches: with `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
     durations: the durations in updates.
     workdir: the run's folder, which exists.

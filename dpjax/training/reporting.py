@@ -34,8 +34,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
   1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
-  unknown). A run that resumes at `step` first drops later ones, and moves lines that cannot be read
-  to `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
+  unknown). A run that resumes at `step` first drops later ones, and lines that cannot be read.
+  Without a terminal, reports of training are lines, not a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -120,14 +120,7 @@ def _open_losses(path: Path, step: int):
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-  *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-  if _step_of(last) is not None:
-    lines.append(last)  # Else it was being written when the run was killed.
-  if damaged := [line + b"\n" for line in lines if _step_of(line) is None]:
-    aside = path.with_name(path.name + ".damaged")
-    with aside.open("ab") as file:
-      file.writelines(damaged)
-    _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
+  lines = path.read_bytes().split(b"\n") if path.exists() else []
   kept = [line + b"\n" for line in lines if (found := _step_of(line)) is not None and found <= step]
   temporary = path.with_suffix(".tmp")
   temporary.write_bytes(b"".join(kept))
