@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from dpjax.run.run import Run as Run
-  from dpjax.run.run import generate as generate
   from dpjax.run.run import load as load
   from dpjax.run.run import table as table
   from dpjax.run.torch_checkpoint import load_torch as load_torch

@@ -309,22 +309,6 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   return None if settings is None else build.assemble(settings)
 
 
-@overload
-def generate(run: Run | str | Path, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
-
-
-@overload
-def generate(
-  run: Run | str | Path, prompt: Sequence[str], **settings: Unpack[Sampling]
-) -> list[list[str]]: ...
-
-
-def generate(run, prompt, **settings):
-  """`Run.generate` of a run, or of the run in a folder."""
-  run = run if isinstance(run, Run) else load(run)
-  return run.generate(prompt, **settings)
-
-
 def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:
   """The scorer of `config.eval`."""
   objective = losses.Objective(build.build_boundaries(config.model))
