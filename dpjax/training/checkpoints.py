@@ -87,7 +87,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     Raises:
       UserError: this checkpoint or the last cannot be written.
     """
-    tree = _parts(state)
+    tree = _storable(_parts(state))
     own = {"origin": dict(origin or {}), "format": FORMAT}
     own["fingerprints"] = [int(number) for number in fingerprints(tree)]
     items = ocp.args.Composite(
@@ -223,6 +223,11 @@ def _parts(state: TrainState) -> dict:
   return {name: part for name, part in vars(state).items() if part is not None}
 
 
+def _storable(tree: Any) -> Any:
+  """The tree with None for arrays without elements, which Orbax does not save."""
+  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
+
+
 class _DamagedError(Exception):
   """The checkpoint is proven to be damaged."""
 
@@ -245,7 +250,7 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   found: Any = None
   error = None
   try:
-    found = _read_files(path, target, origin)
+    found = _read_files(path, _storable(target), origin)
   except Exception as caught:
     cause = _system_error(caught, path, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
     is_damage = cause is None and not isinstance(caught, (UserError, MemoryError, RuntimeError))
@@ -256,7 +261,11 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   if [int(number) for number in fingerprints(tree)] != expected:
     error = _DamagedError("its arrays are not those that were saved")
   _raise_together(error, path)
-  return tree, meta
+
+  def refill(wanted, array):
+    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding) if array is None else array
+
+  return jax.tree.map(refill, target, tree), meta
 
 
 def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
