@@ -1,13 +1,17 @@
 """Small files: read within a limit, and written completely or not at all."""
 
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MOST_BYTES = 2**27
+_log = logging.getLogger(__name__)
 
 
 def read_file(path: str | Path) -> bytes:
@@ -70,3 +74,14 @@ def checksum(path: Path, kind: str = "sha256") -> str:
   """The checksum of a file, as hexadecimal digits."""
   with path.open("rb") as file:
     return hashlib.file_digest(file, kind).hexdigest()
+
+
+def try_lock(file: IO) -> bool:
+  """Locks an open file until it is closed; False if another process holds its lock."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+      return False
+    _log.warning("%s: this file system has no locks (%s)", file.name, error.strerror)
+  return True

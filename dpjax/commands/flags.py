@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import logging as std_logging
 import os
 import re
@@ -59,13 +58,13 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
     print(about or sys.modules["__main__"].__doc__)
     print(*map(flags.FLAGS.module_help, modules), sep="\n")
     return
-  argv = _parse(sys.argv)
-  logging.use_absl_handler()
-  # Orbax tells its every move at INFO.
-  logging.set_verbosity(logging.WARNING)
-  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
   try:
     with exit_on_user_error():
+      argv = _parse(sys.argv)
+      logging.use_absl_handler()
+      # Orbax tells its every move at INFO.
+      logging.set_verbosity(logging.WARNING)
+      std_logging.getLogger("jax").setLevel(std_logging.WARNING)
       _join_processes()
       check_platform()
       _set_compilation_cache()
@@ -97,13 +96,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     for module in plugins:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
-    if len(rest) > 1:
-      raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-    return rest
   except (UserError, flags.Error) as error:
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    sys.exit(" ".join(str(error).split()))
+    raise UserError(" ".join(str(error).split())) from error
+  if len(rest) > 1:
+    raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
+  return rest
 
 
 def _with_config(argv: list[str]) -> list[str]:
@@ -210,9 +207,7 @@ def _join_processes() -> None:
   timer.start()
   try:
     if index == 0 and not missing:  # Where JAX cannot listen, it may crash (signal 11).
-      six = socket.has_dualstack_ipv6()
-      family = socket.AF_INET6 if six else socket.AF_INET
-      socket.create_server(("", int(port)), family=family, dualstack_ipv6=six).close()
+      socket.create_server(("", int(port))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
   except (KeyError, OSError, RuntimeError, ValueError) as error:
@@ -235,8 +230,7 @@ def _set_compilation_cache() -> None:
     # Code for a CPU may be another machine's, and crash (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = (home if home.is_absolute() else Path("~/.cache")) / "dpjax" / "compiled"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dpjax", "compiled")
   try:
     if folder:
       folder = Path(folder).expanduser().absolute()
@@ -252,7 +246,5 @@ def _set_compilation_cache() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     return
   jax.config.update("jax_compilation_cache_dir", str(folder))
-  is_unlimited = jax.config.values["jax_compilation_cache_max_size"] == -1
-  # JAX locks a limited folder by a package that it does not itself bring.
-  if is_unlimited and importlib.util.find_spec("filelock"):
+  if jax.config.values["jax_compilation_cache_max_size"] == -1:
     jax.config.update("jax_compilation_cache_max_size", 2**31)

@@ -52,8 +52,6 @@ def load(experiment: str) -> ConfigDict:
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
   except Exception as error:  # A program of the user's, with errors of any type.
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
     message = " ".join(str(error).split())
     if not isinstance(error, UserError):
       expected = "expected a Python file whose get_config() gives a ConfigDict"

@@ -98,11 +98,7 @@ def lock(path: Path) -> Iterator[None]:
   """Waits until no other process holds the lock, an empty file that stays, and takes it."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not files.try_lock(file):
       _log.warning("%s: waiting for another process that builds this", path)
       fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-      _log.warning("%s: this file system has no locks (%s)", path, error.strerror)
     yield  # The lock ends with the file.

@@ -13,8 +13,6 @@ lock             locked by the training process; names its host and number
 
 import contextlib
 import errno
-import fcntl
-import logging
 import os
 import re
 import socket
@@ -29,10 +27,9 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import ConfigDict, saved, sections
 from dpjax.errors import UserError
-from dpjax.files import load_json, write_json
+from dpjax.files import load_json, try_lock, write_json
 from dpjax.training import checkpoints
 
-_log = logging.getLogger(__name__)
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
@@ -66,16 +63,11 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
     raise not_writable(workdir, error) from error
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError as error:
-    if error.errno in (errno.EAGAIN, errno.EACCES):
-      file.seek(0)
-      owner = file.read().strip() or "another process"
-      expected = "expected a folder in which no other process trains"
-      raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does") from error
-    message = "%s: this file system has no locks (%s); make sure that no other process trains here"
-    _log.warning(message, workdir, error.strerror)
+  if not try_lock(file):
+    file.seek(0)
+    owner = file.read().strip() or "another process"
+    expected = "expected a folder in which no other process trains"
+    raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does")
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
