@@ -21,17 +21,14 @@ def main() -> None:
   tokenize_only = flags.DEFINE_bool("tokenize_only", False, about)
   about = "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
   profile = flags.DEFINE_string("profile", None, about)
-  about = "measure the speed of matrix products for a second, to report training's share of it"
-  measure_products = flags.DEFINE_bool("measure_products", True, about)
 
   def start(_) -> None:
-    options = dict(profile=_parse_profile(profile.value), measure_products=measure_products.value)
-    _train(config.value, folder.value, tokenize_only.value, options)
+    _train(config.value, folder.value, tokenize_only.value, _parse_profile(profile.value))
 
   command_line.start(start, __doc__)
 
 
-def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
+def _train(config, folder: str, tokenize_only: bool, profile: tuple[int, int] | None) -> None:
   import jax
 
   from dpjax import run as run_lib
@@ -50,7 +47,7 @@ def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     return
   try:
-    run, scores = run_lib.train(config, folder, **options)
+    run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first, prompt = jax.process_index() == 0, run.config.sample.prompt
