@@ -1,6 +1,5 @@
 """Corpora and vocabularies by name."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from dpjax.data.sources import (
   penn_treebank,
   reading,
   text8,
-  tfds,
   wiki40b,
   wikitext,
 )
@@ -63,14 +61,11 @@ def register_corpus(name: str, source: Source) -> None:
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
+  """The corpus of a registered name; a `UserError` for an unknown language too."""
   if name == PYTHON_MANUAL:
     raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
-  if name.startswith(tfds.PREFIX):
-    return tfds.source(name)
   if name not in ENTRIES:
-    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
-    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES), name, " (or give a data.path)")
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
@@ -126,8 +121,8 @@ def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool =
   return bool(read_record(folder, {"version": find(name, language).version}))
 
 
-def _join(name: str, *parts: str) -> str:
-  return "_".join(filter(None, (re.sub(r"[^\w.-]", "_", name), *parts)))
+def _join(*parts: str) -> str:
+  return "_".join(filter(None, parts))
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:
