@@ -132,13 +132,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     paths = self._list_alike()
     if not paths:
       return None
-    found, damaged = _read_first(paths, _parts(abstract), origin or {})
-    if found is None:
-      raise UserError(
-        f"workdir: expected a whole checkpoint in {self._folder}, got damaged ones of the "
-        f"steps {[int(path.name) for path in damaged]}. Restore that folder from a backup, or "
-        "begin anew in another workdir (train.initial_run can name a run to begin with)"
-      )
+    (_, tree, meta), damaged = _read_first(paths, _parts(abstract), origin or {})
     if damaged and self._manager:
       if jax.process_index() == 0:
         (self._folder / "damaged").mkdir(exist_ok=True)
@@ -146,7 +140,6 @@ class Checkpoints(contextlib.AbstractContextManager):
           path.rename(self._folder / "damaged" / f"{path.name}_{time.time_ns()}")
       multihost_utils.sync_global_devices("damaged")
       self._manager.reload()
-    _, tree, meta = found
     return TrainState(**tree), meta
 
   def restore_step(
@@ -168,13 +161,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       paths.sort(key=lambda path: path.name != best)
     elif not (paths := [path for path in paths if path.name == str(step)]):
       raise UserError(f"step: expected one of {self.steps()}, got {step}")
-    found, damaged = _read_first(paths, {part: abstract}, origin or {})
-    if found is None:
-      raise UserError(
-        f"step: expected a whole checkpoint in {self._folder}, got a damaged one of step "
-        f"{damaged[0].name}"
-      )
-    return found[0], found[1][part]
+    (found, tree, _), _ = _read_first(paths, {part: abstract}, origin or {})
+    return found, tree[part]
 
   def _list_alike(self) -> list[Path]:
     """The complete checkpoints, which all processes must see alike."""
@@ -233,8 +221,8 @@ class _DamagedError(Exception):
 
 
 def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
-  """The step, tree and meta of the first checkpoint that is intact, and the damaged ones."""
-  damaged = []
+  """The step, tree and meta of the first intact checkpoint, and the damaged ones before it."""
+  damaged: list[Path] = []
   for path in paths:
     try:
       return (int(path.name), *_read(path, target, origin)), damaged
@@ -242,7 +230,11 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
       damaged.append(path)
       text = "The checkpoint of step %s is damaged (%s); trying the one before."
       _log.warning(text, path.name, error)
-  return None, damaged
+  raise UserError(
+    f"workdir: expected a whole checkpoint in {paths[0].parent}, got damaged ones of the steps "
+    f"{[int(path.name) for path in damaged]}. Restore that folder from a backup, or begin anew in "
+    "another workdir (train.initial_run can name a run to begin with)"
+  )
 
 
 def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:

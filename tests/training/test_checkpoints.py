@@ -151,7 +151,7 @@ DAMAGE = [
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(folder, damage, name, caplog):
   damage(max((folder / "7").glob(name), key=lambda path: path.stat().st_size))
   with Checkpoints(folder, keep=2) as saved:
-    with pytest.raises(UserError, match="damaged one of step 7"):
+    with pytest.raises(UserError, match=r"damaged ones of the steps \[7\]"):
       saved.restore_step(abstract().params, 7)
     state, _ = saved.restore(abstract())
     assert_equal(state, make_state(5))

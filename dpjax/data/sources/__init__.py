@@ -1,16 +1,10 @@
-"""The named corpora, one module each: their origin and the code that reads their text.
-
-def read(files: Files):
-path = files.get(File("https://host/text.zip"))
-for split in ("train", "valid", "test"):
-for piece in reading.zip_member(path, f"{split}.txt"):
-yield split, piece
-
-data.register_corpus("mine", Source("A text of mine", read, "public domain", "3 MB", "me"))
-"""
+"""The named corpora, one module each: their origin and the code that reads their text."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
+
+from dpjax.data.download import File as File
+from dpjax.data.download import Files as Files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993.
 import re
 from collections.abc import Iterator
 
-from dpjax.data.download import Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import Files, Source, reading
 from dpjax.errors import UserError
 
 ARCHIVE = "simple-examples.tgz"
