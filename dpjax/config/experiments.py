@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpjax import files
 from dpjax.config import saved
 from dpjax.errors import UserError
 from dpjax.registry import ConfigDict
@@ -32,11 +31,8 @@ def load(experiment: str) -> ConfigDict:
   packaged = _folder() / f"{path}.py"
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
-  if path and (file := Path(path, "config.json")).is_file():
-    try:
-      return saved.of_run(files.load_json(file), file.parent)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-      raise UserError(f"--config: expected the settings of a run in {file}, got {error}") from error
+  if path and Path(path, "config.json").is_file():
+    return saved.of_run(Path(path))
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
     raise UserError(

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from dpjax import registry
+from dpjax import files, registry
 from dpjax.config.checks import check
 from dpjax.config.sections import COMPONENTS, check_type, default, flatten, middle, place
 from dpjax.errors import UserError, unknown_setting
@@ -28,8 +29,19 @@ def from_dict(settings: Mapping) -> ConfigDict:
   return config
 
 
-def of_run(settings: Mapping, folder: object) -> ConfigDict:
-  """`from_dict` of a run's settings, with a message of its own for a missing plugin."""
+def read_settings(path: Path) -> dict:
+  """The settings in a file of a run; a `UserError` if it cannot be read."""
+  try:
+    if not isinstance(content := files.load_json(path), dict):
+      raise UserError(f"{type(content).__name__} for a dict of settings")
+    return content
+  except (OSError, ValueError) as error:
+    raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
+
+
+def of_run(folder: Path) -> ConfigDict:
+  """The configuration of a run, with a message of its own for a missing plugin."""
+  settings = read_settings(folder / "config.json")
   try:
     return from_dict(settings)
   except UserError as error:

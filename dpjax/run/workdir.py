@@ -27,7 +27,7 @@ from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import ConfigDict, saved, sections
 from dpjax.errors import UserError
-from dpjax.files import load_json, try_lock, write_json
+from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
@@ -98,7 +98,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
         "checkpoints and no config.json"
       )
     return False
-  differences = config_lib.differences(_read_json(path), config.to_dict())
+  differences = config_lib.differences(saved.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = " (the schedule ends with the length: to train on, take a new workdir and "
     hint += f"train.initial_run = {workdir})"
@@ -142,31 +142,21 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
 
 def read_config(workdir: Path) -> ConfigDict:
   """The settings of the run in a folder; a `UserError` if they cannot be read."""
-  path = workdir / "config.json"
-  if not path.exists():
+  if not (workdir / "config.json").exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  return saved.of_run(_read_json(path), workdir)
+  return saved.of_run(workdir)
 
 
 def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
+  return config_lib.from_dict({"model": saved.read_settings(workdir / "frozen.json")}).model
 
 
 def needs_run(config: ConfigDict) -> bool:
   """Whether the boundaries use the model of another run."""
   return registry.boundaries.component(config.model.boundaries.name).needs_run
-
-
-def _read_json(path: Path) -> dict:
-  try:
-    if not isinstance(content := load_json(path), dict):
-      raise UserError(f"{type(content).__name__} for a dict of settings")
-    return content
-  except (OSError, ValueError) as error:
-    raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 
 def on_first_process(work: Callable[[], None]) -> None:
