@@ -23,7 +23,7 @@ from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import evaluation, loop, losses, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
 
@@ -244,12 +244,9 @@ def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], di
     if folder:
       other = _load_other(folder, key, run.tokenizer, model)
       params = other.params
-      expected, found = optimizers.describe_arrays(shapes), optimizers.describe_arrays(params)
-      if wrong := [x for x in sorted(expected | found) if expected.get(x) != found.get(x)]:
-        raise UserError(
-          f"{key}: expected parameters of this model, {wrong[0]} as "
-          f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
-        )
+      message = f"{key}: expected parameters of this model, got others in {other.workdir}"
+      found, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
+      checkpoints.check_arrays(found, expected, message)
     return params if frozen is None else build.with_frozen(params, frozen.params)
 
   return read

@@ -280,19 +280,21 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   pairs = zip(leaves, meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
   found = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
-  expected = describe_arrays(target)
-  if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
-    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
-    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
-    raise UserError(
-      f"workdir: expected a checkpoint of this model, got another in {path}: "
-      f"{'; '.join(lines)}{'; ...' if wrong[4:] else ''}"
-    )
+  message = f"workdir: expected a checkpoint of this model, got another in {path}"
+  check_arrays(found, describe_arrays(target), message)
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
   layout = ocp.checkpoint_utils.construct_restore_args(target)
   how = ocp.args.PyTreeRestore(target, restore_args=layout, partial_restore=True)
   tree = handler.restore(path / "state", args=how)
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
+
+
+def check_arrays(found: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
+  """Raises a `UserError` that begins with `message` unless arrays, by name, are the model's."""
+  if wrong := [name for name in {**found, **expected} if found.get(name) != expected.get(name)]:
+    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
+    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
+    raise UserError(f"{message}: {'; '.join(lines)}{'; ...' if wrong[4:] else ''}")
 
 
 def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSError | None:
