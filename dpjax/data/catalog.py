@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpjax.data.build_once import read_record
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
 from dpjax.data.download import File, Files
 from dpjax.data.sources import (
@@ -20,6 +19,7 @@ from dpjax.data.sources import (
   wikitext,
 )
 from dpjax.errors import UserError, unknown
+from dpjax.files import read_record
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {

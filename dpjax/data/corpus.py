@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from dpjax.data.build_once import build_once
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
+from dpjax.files import build_once
 from dpjax.text.tokenizer import is_clean_cut
 
 SPLITS = ("train", "valid", "test")

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from dpjax import files
-from dpjax.data import build_once
 from dpjax.data.corpus import SPLITS, Corpus, Text
 from dpjax.data.encoding import Encoder, encode_text
 from dpjax.errors import UserError
@@ -195,7 +193,7 @@ def tokenize(
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
-  build_once.build_once(folder, inputs, build)
+  files.build_once(folder, inputs, build)
   return open_tokens(folder, boundaries=boundaries)
 
 
@@ -272,11 +270,6 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
   An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
   folder = Path(folder).resolve()
-  build_once.check_replaceable(folder)
-  partial = folder.with_name(folder.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  _write_encoder(partial, data.tokenizer, data.learned)
   content = {
     "format": FORMAT,
     "name": data.name,
@@ -286,8 +279,9 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "checksums": dict(data.checksums),
     "tokens": data.folder.name if is_export else os.path.relpath(data.folder.resolve(), folder),
   }
-  files.write_json(partial / build_once.RECORD, content)
-  build_once.replace_folder(partial, folder)
+  with files.replacing(folder) as partial:
+    _write_encoder(partial, data.tokenizer, data.learned)
+    files.write_json(partial / files.RECORD, content)
 
 
 def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
@@ -302,7 +296,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
     UserError: a file is missing or damaged; the message names it.
   """
   folder = Path(folder)
-  path = folder / build_once.RECORD
+  path = folder / files.RECORD
   try:
     content = files.load_json(path)
     version, name, dtype = content["format"], str(content["name"]), np.dtype(content["dtype"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpjax.data.build_once import build_once, read_record
 from dpjax.errors import UserError
+from dpjax.files import build_once, read_record
 
 
 def build(calls):
