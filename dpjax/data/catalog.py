@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
-from dpjax.data.download import File, Files
 from dpjax.data.sources import (
+  File,
+  Files,
   Source,
   cc100,
   childrens_books,

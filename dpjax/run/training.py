@@ -143,12 +143,12 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
   if config.data.documents == "isolated":
     begins: Any = data.documents
     options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
-  if settings.batches == "random_windows":
-    return batches.RandomWindows(split, *size, config.seed, **options)
-  options["pad_id"] = build.pad_id(config.model)
-  if settings.batches == "shuffled_windows":
-    return batches.ShuffledWindows(split, *size, config.seed, **options)
-  return batches.ContiguousRows(split, *size, **options)
+  make = {
+    "contiguous": batches.ContiguousRows,
+    "random_windows": batches.RandomWindows,
+    "shuffled_windows": batches.ShuffledWindows,
+  }[settings.batches]
+  return make(split, *size, config.seed, pad_id=build.pad_id(config.model), **options)
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from dpjax.data.download import File, Files
+from dpjax.data.sources import File, Files
 from dpjax.errors import UserError
 
 PIECE = 2**20  # bytes
