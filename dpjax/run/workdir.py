@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.config import ConfigDict, saved, sections
+from dpjax.config import ConfigDict, reading, sections
 from dpjax.errors import UserError
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
@@ -98,7 +98,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
         "checkpoints and no config.json"
       )
     return False
-  differences = config_lib.differences(saved.read_settings(path), config.to_dict())
+  differences = config_lib.differences(reading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = " (the schedule ends with the length: to train on, take a new workdir and "
     hint += f"train.initial_run = {workdir})"
@@ -144,14 +144,14 @@ def read_config(workdir: Path) -> ConfigDict:
   """The settings of the run in a folder; a `UserError` if they cannot be read."""
   if not (workdir / "config.json").exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  return saved.of_run(workdir)
+  return reading.of_run(workdir)
 
 
 def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return config_lib.from_dict({"model": saved.read_settings(workdir / "frozen.json")}).model
+  return config_lib.from_dict({"model": reading.read_settings(workdir / "frozen.json")}).model
 
 
 def needs_run(config: ConfigDict) -> bool:
