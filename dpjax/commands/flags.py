@@ -140,10 +140,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
     for name in names[-1:]:
       is_none = name == "none" and place in config_lib.OPTIONAL
       section = None if is_none else config_lib.COMPONENTS[place].defaults(name, key)
-      try:
-        config_lib.get(config, parent)[last] = section
-      except KeyError as error:
-        raise unknown_setting(key, config_lib.flatten(config)) from error
+      config_lib.get(config, parent)[last] = section
   return others
 
 

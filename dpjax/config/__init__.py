@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
   from dpjax.config.sections import is_pooled as is_pooled
-  from dpjax.config.sections import known_keys as known_keys
   from dpjax.config.sections import middle as middle
   from dpjax.config.sections import mixer as mixer
   from dpjax.config.sections import mixers_in as mixers_in
