@@ -162,21 +162,14 @@ def test_archives(name, site, read, monkeypatch):
     assert len(site.asked) == 1
 
 
-@pytest.mark.parametrize("form", ["./", "", "files"])
+@pytest.mark.parametrize("form", ["./", ""])
 def test_penn_treebank_from_the_manual_folder(form, read, tmp_path):
-  members = ptb_members("" if form == "files" else form)
-  if form == "files":
-    for name, content in members.items():
-      if "/data/" in name:
-        give(tmp_path, name.split("/")[-1], content)
-  else:
-    give(tmp_path, "simple-examples.tgz", tarred(members))
+  give(tmp_path, "simple-examples.tgz", tarred(ptb_members(form)))
   assert read("penn_treebank") == SPLITS
 
 
 def test_penn_treebank_is_not_downloaded(read, tmp_path):
-  give(tmp_path, "ptb.train.txt", b"all alone")
-  with pytest.raises(UserError, match=f"simple-examples.tgz .or ptb.train.* {tmp_path}/manual"):
+  with pytest.raises(UserError, match=f"simple-examples.tgz .or a folder .* {tmp_path}/manual"):
     read("penn_treebank")
 
 
