@@ -103,6 +103,7 @@ class Run:
     stride: int = 0,
     documents: str = "",
     progress: bool = False,
+    folder: str | Path | None = None,
   ) -> dict[str, float]:
     """Scores a split of the run's corpus, every token once.
 
@@ -113,23 +114,33 @@ class Run:
       documents: "isolated" scores each document alone, after a start token; "joined" one text;
         "": `config.data.documents`.
       progress: whether to show a progress bar.
+      folder: where to write the scores, too, as JSON; None: nowhere.
 
     Raises:
       ValueError: there is no such split, its tokens have changed, or see `score`.
     """
-    data = self._data_with(split, self._documents(documents))
+    documents = documents or self.config.data.documents
+    config_lib.check_choice("data.documents", documents)
+    data = self._data_with(split, documents)
     data.check(split)
     size: Any = dict(window=window, stride=stride, progress=progress)
-    return self._score_split(self.params, split, data, documents, **size)
+    scores = self._score_split(self.params, split, data, documents, **size)
+    if folder is not None and jax.process_index() == 0:
+      used = window, stride = self._scorer.sizes(window, stride)
+      name = f"scores_{split}_{self.step}"
+      if used != self._scorer.sizes():
+        name += f"_window{window}_stride{stride}"
+      if documents != self.config.data.documents:
+        name += f"_{documents}"
+      content = {"split": split, "step": self.step, "window": window, "stride": stride}
+      content |= {"scores": metrics.for_json(scores), "documents": documents}
+      content["counts"] = dict(data.counts[split])
+      files.write_json(Path(folder, f"{name}.json"), content)
+    return scores
 
   def tokens(self, split: str = "test") -> np.ndarray:
     """The tokens of a split of the run's corpus, [N]; recreates missing files."""
     return self._data_with(split, "joined").splits[split]
-
-  def _documents(self, documents: str) -> str:
-    documents = documents or self.config.data.documents
-    config_lib.check_choice("data.documents", documents)
-    return documents
 
   def _data_with(self, split: str, documents: str) -> Tokens:
     if self.data is None or split not in self.data.splits:
@@ -140,36 +151,6 @@ class Run:
     if self.workdir is None or self.data.has_tokens:
       return self.data
     return tokens_lib.find_tokens(self.config, self.workdir / "data")
-
-  def write_scores(
-    self,
-    split: str,
-    scores: Mapping[str, float],
-    *,
-    window: int = 0,
-    stride: int = 0,
-    documents: str = "",
-    folder: str | Path | None = None,
-  ) -> None:
-    """Writes the scores of `score_split` into a folder, by default the run's, as JSON."""
-    folder = folder or self.workdir
-    if folder is None or self.data is None:
-      return
-    documents, data = self._documents(documents), self.data
-    if documents == "isolated" and data.documents is None:
-      data = tokens_lib.with_documents(self.config, data)  # By all processes together.
-    if jax.process_index() != 0:
-      return
-    used = window, stride = self._scorer.sizes(window, stride)
-    name = f"scores_{split}_{self.step}"
-    if used != self._scorer.sizes():
-      name += f"_window{window}_stride{stride}"
-    if documents != self._documents(""):
-      name += f"_{documents}"
-    content = {"split": split, "step": self.step, "window": window, "stride": stride}
-    content |= {"scores": metrics.for_json(scores), "documents": documents}
-    content["counts"] = dict(data.counts[split])
-    files.write_json(Path(folder, f"{name}.json"), content)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
@@ -255,7 +236,7 @@ class Run:
     return self._score_split(params, "valid", self.data, max_tokens=most)
 
   def _score_split(self, params, split: str, data: Any, documents: str = "", **size):
-    is_isolated = self._documents(documents) == "isolated"
+    is_isolated = (documents or self.config.data.documents) == "isolated"
     size["documents"] = data.documents[split] if is_isolated else None
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]

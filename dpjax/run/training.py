@@ -101,9 +101,7 @@ def train(
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
-    scores = best.score_split("test", progress=True)
-    best.write_scores("test", scores)
-    return best, scores
+    return best, best.score_split("test", progress=True, folder=workdir)
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
