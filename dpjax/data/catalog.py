@@ -63,8 +63,6 @@ def register_corpus(name: str, source: Source) -> None:
 
 def find(name: str, language: str = "") -> Source:
   """The corpus of a registered name; a `UserError` for an unknown language too."""
-  if name == PYTHON_MANUAL:
-    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name not in ENTRIES:
     raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES), name, " (or give a data.path)")
   entry = ENTRIES[name]
@@ -92,7 +90,8 @@ def open_named(
   entry = find(name, language)
   language = language if entry.languages else ""
   # The whole text begins alike.
-  is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
+  whole = Path(data_dir, "texts", _join(name, language))
+  is_head = is_head and bool(entry.head) and not read_record(whole, {"version": entry.version})
   about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
   folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
 
@@ -114,12 +113,6 @@ def open_named(
 
   splits, about["texts"] = build_texts(folder, about, read)
   return Corpus(_join(name, language), splits, about)
-
-
-def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
-  """Whether the text of a corpus has been made."""
-  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
-  return bool(read_record(folder, {"version": find(name, language).version}))
 
 
 def _join(*parts: str) -> str:
