@@ -2,8 +2,8 @@
 
 import inspect
 import math
-import numbers
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from dpjax import registry
@@ -177,16 +177,12 @@ def check_seed(seed: int) -> None:
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
   """Checks `config.sample`, as `check`; messages begin with `prefix`."""
+  most = registry.LARGEST_FLOAT
   for name, kind, is_valid, expected in (
     ("length", int, lambda x: 1 <= x < 2**31, "an integer of at least 1 below 2**31"),
-    (
-      "temperature",
-      numbers.Real,
-      lambda x: 0 <= x <= registry.LARGEST_FLOAT,
-      "a finite number of at least 0 (0 is greedy)",
-    ),
+    ("temperature", Real, lambda x: 0 <= x <= most, "a finite number of at least 0 (0 is greedy)"),
     ("top_k", int, lambda x: x >= 0, "an integer of at least 0 (0 is all)"),
-    ("top_p", numbers.Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    ("top_p", Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
   ):
     x = sample[name]
     is_number = isinstance(x, kind) and not isinstance(x, bool)
