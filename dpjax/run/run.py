@@ -14,6 +14,7 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
+from dpjax.config import sections
 from dpjax.data.encoding import count_text
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
@@ -279,6 +280,64 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
   return Run(config, built, params, data.tokenizer, at, data, workdir)
+
+
+def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
+  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
+
+  These files hold no vocabulary: `config.data` must make the authors', as
+  configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
+  frequency: read their files with `dpjax.interop.from_torch`.
+
+  Args:
+    file: a file that the authors' scripts saved.
+    config: names mixer, heads, longest input, data and tokenizer.
+    folder: the folder of the tokens, made if missing.
+
+  Raises:
+    ValueError: PyTorch is missing, or the file does not match the configuration.
+  """
+  from dpjax.interop.torch_checkpoints import from_torch
+
+  try:
+    import torch  # pyright: ignore[reportMissingImports]  (optional)
+  except ImportError as error:
+    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    raise UserError(message) from error
+  try:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+  except (MemoryError, OSError):
+    raise
+  except Exception as error:  # A damaged file shows as any of several types.
+    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    raise UserError(message) from error
+  config = sections.expand_paths(config)
+  config_lib.check(config)
+  settings = config.model
+  if settings.mixer.name == "relative_attention":
+    raise UserError(
+      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
+      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
+      "characters are in no file"
+    )
+  model_config, params = from_torch(
+    content,
+    num_heads=settings.mixer.get("num_heads"),
+    variant="multihead" if settings.mixer.name == "dispatcher_multihead" else "paper",
+    max_length=settings.max_length,
+  )
+  if model_config.mixer.name != settings.mixer.name:
+    raise UserError(
+      f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
+    )
+  data = tokens_lib.open_tokens(config, Path(folder) / "data")
+  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
+  if "implementation" in model_config.mixer:
+    model_config.mixer.implementation = settings.mixer.implementation
+  config = config.copy_and_resolve_references()
+  config.model = model_config
+  config = build.with_vocabulary(config, data.tokenizer)
+  return Run(config, build.assemble(config.model), params, data.tokenizer, 0, data)
 
 
 _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())

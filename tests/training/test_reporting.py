@@ -160,17 +160,17 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
   assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
 
 
-def test_a_file_in_the_place_of_tensorboards_folder_is_a_warning(tmp_path, caplog):
-  (tmp_path / "tensorboard").write_text("mine")
-  write(tmp_path, [2, 3])
-  assert steps(tmp_path) == [2, 3] and (tmp_path / "tensorboard").read_text() == "mine"
-  (record,) = caplog.records
-  assert record.getMessage().startswith(f"{tmp_path / 'tensorboard'}: ")
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", reporting.LOSSES])
 def test_a_folder_in_the_place_of_a_file_is_told_in_one_line(tmp_path, name):
   (tmp_path / name).mkdir()
   with pytest.raises(SystemExit, match=f"^{tmp_path / name}: expected .* Is a directory$"):
     with exit_on_user_error():
       reporting.Reporter(tmp_path, 2, 7)
+
+
+def test_a_file_in_the_place_of_tensorboards_folder_is_told_in_one_line(tmp_path):
+  (tmp_path / "tensorboard").write_text("mine")
+  with pytest.raises(SystemExit, match=f"^{tmp_path / 'tensorboard'}.*: expected to read or"):
+    with exit_on_user_error():
+      reporting.Reporter(tmp_path, 2, 7)
+  assert (tmp_path / "tensorboard").read_text() == "mine"
