@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 
 MOST_BYTES = 2**27
 RECORD = "data.json"  # of a folder that `build_once` built
@@ -130,10 +130,7 @@ def build_once(
           write_json(partial / RECORD, record)
       return record
   except OSError as error:
-    raise UserError(
-      f"data.data_dir: expected a folder that can be written, got {folder.parent} "
-      f"({error.strerror or error})"
-    ) from error
+    raise not_writable("data.data_dir", folder.parent, error) from error
 
 
 def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:

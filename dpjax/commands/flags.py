@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.errors import UserError, exit_on_user_error, unknown_setting
+from dpjax.errors import UserError, exit_on_user_error, not_writable, unknown_setting
 
 _ABOUT_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
 _ABOUT_CACHE = (
@@ -235,9 +235,8 @@ def _set_compilation_cache() -> None:
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
-    got = f"{folder} ({getattr(error, 'strerror', None) or error}); what is compiled is not kept"
-    expected = "expected a folder that can be written"
-    print(f"compilation_cache: {expected}, got {got}", file=sys.stderr)
+    told = not_writable("compilation_cache", folder, error)
+    print(f"{told}; what is compiled is not kept", file=sys.stderr)
     folder = ""
   if not folder:
     jax.config.update("jax_enable_compilation_cache", False)

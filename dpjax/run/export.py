@@ -23,7 +23,7 @@ from safetensors.flax import save_file
 
 from dpjax import files
 from dpjax.data.tokens import write_reference
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
 from dpjax.run import card
 from dpjax.run import workdir as workdir_lib
@@ -62,8 +62,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
     else:
       os.replace(partial, folder)
   except (OSError, SafetensorError) as error:
-    reason = getattr(error, "strerror", None) or error
-    raise UserError(f"folder: expected one that can be written, got {folder} ({reason})") from error
+    raise not_writable("folder", folder, error) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 

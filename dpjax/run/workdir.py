@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.config import ConfigDict, reading, sections
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
@@ -52,7 +52,7 @@ def lock(workdir: Path) -> Iterator[None]:
       yield
     except OSError as error:  # Writing to an open file names none.
       if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise not_writable(workdir, error) from error
+        raise not_writable("workdir", workdir, error) from error
       raise
 
 
@@ -62,7 +62,7 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
-    raise not_writable(workdir, error) from error
+    raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
     file.seek(0)
     owner = file.read().strip() or "another process"
@@ -135,7 +135,7 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
       plugins = {"plugins": sections.plugins_in(config)}
       write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
-      raise not_writable(workdir, error) from error
+      raise not_writable("workdir", workdir, error) from error
 
   on_first_process(write)
 
@@ -180,9 +180,3 @@ def on_first_process(work: Callable[[], None]) -> None:
     raise own
   if message:
     raise UserError(message)
-
-
-def not_writable(folder: Path, error: OSError) -> UserError:
-  """The error for a run's folder that cannot be written."""
-  reason = error.strerror
-  return UserError(f"workdir: expected a folder that can be written, got {folder} ({reason})")

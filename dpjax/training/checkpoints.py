@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
 
@@ -110,10 +110,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager.wait_until_finished()
       for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)
-      raise UserError(
-        f"workdir: expected a folder that can be written, got {self._folder} "
-        f"({cause.strerror or cause})"
-      ) from error
+      raise not_writable("workdir", self._folder, cause) from error
 
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
