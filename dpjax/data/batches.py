@@ -1,4 +1,4 @@
-"""Batches as pure functions of the step, so that the data need no other state.
+"""Batches for training and evaluation, pure functions of the step: the data need no other state.
 
 Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32 [b, T]; a
 target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
