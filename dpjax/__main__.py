@@ -12,7 +12,7 @@ COMMANDS = {
   "evaluate": ("dpjax.commands.evaluate", "score a split with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
-  "data": ("dpjax.commands.data", "list, prepare and clean corpora"),
+  "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
   "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),

@@ -117,7 +117,7 @@ def test_what_is_wrong(run, tmp_path, capsys):
   config["model"]["width"] = 24
   shutil.copytree(tmp_path / "out", tmp_path / "wider")
   (tmp_path / "wider/config.json").write_text(json.dumps(config))
-  with pytest.raises(dpjax.UserError, match=r"of the shape \(18, 24\), got \(18, 12\)"):
+  with pytest.raises(dpjax.UserError, match=r"is \(18, 12\), in the model \(18, 24\)"):
     dpjax.load(tmp_path / "wider")
   with pytest.raises(SystemExit):
     export.main([str(tmp_path / "none"), str(tmp_path / "new")])

@@ -107,7 +107,6 @@ MODULES = helpers.cases(r"""
   {compare} --score=beauty | --score: expected one of .* got beauty
   {compare} --score=endless | --score: .*got endless
   data | command
-  data clean --language=en {text} {text}/a | text.txt/a
 """)
 
 # What needs a process of its own: the environment, the command, and the message. On {free}

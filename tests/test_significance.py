@@ -14,7 +14,7 @@ SCORES = {"none": NONE, "better": {2: 0.5, 0: 0.76, 1: 0.98}, "worse": {0: 1.5, 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """Writes the scores of runs, as `Run.write_scores` does, and names their folder."""
+  """Writes the scores of runs, as `Run.score_split` does, and names their folder."""
   monkeypatch.chdir(tmp_path)
 
   def write(name, by_seed, step=12, kind="bits_per_character"):

@@ -82,11 +82,10 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
   pieces = run.stream(prompt, **settings)
   if is_text:
     print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
-  begin, times, rows = time.perf_counter(), [], [[] for _ in range(settings["num_samples"])]
+  begin, times, seen = time.perf_counter(), [], []
   for new in pieces:
     times.append(time.perf_counter())
-    for row, piece in zip(rows, new, strict=True):
-      row.append(piece)
+    seen.append(new)
     if is_text:
       print(new[0].text, end="", flush=True)
   samples = [
@@ -95,9 +94,9 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
       "num_tokens": sum(piece.num_tokens for piece in row),
       "is_stopped": row[-1].is_stopped,
     }
-    for row in rows
+    for row in zip(*seen, strict=True)
   ]
-  counts = [sum(piece.num_tokens for piece in new) for new in zip(*rows, strict=True)]
+  counts = [sum(piece.num_tokens for piece in new) for new in seen]
   seconds, to_first = times[-1] - begin, times[0] - begin
   speed = sum(counts[1:]) / (seconds - to_first) if len(counts) > 1 else None
   if not is_text:

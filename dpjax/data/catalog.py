@@ -1,14 +1,13 @@
 """Corpora and vocabularies by name."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpjax.data.build_once import read_record
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
-from dpjax.data.download import File, Files
 from dpjax.data.sources import (
+  File,
+  Files,
   Source,
   cc100,
   childrens_books,
@@ -17,11 +16,11 @@ from dpjax.data.sources import (
   penn_treebank,
   reading,
   text8,
-  tfds,
   wiki40b,
   wikitext,
 )
 from dpjax.errors import UserError, unknown
+from dpjax.files import read_record
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
@@ -63,14 +62,9 @@ def register_corpus(name: str, source: Source) -> None:
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
-  if name == PYTHON_MANUAL:
-    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
-  if name.startswith(tfds.PREFIX):
-    return tfds.source(name)
+  """The corpus of a registered name; a `UserError` for an unknown language too."""
   if name not in ENTRIES:
-    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
-    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES), name, " (or give a data.path)")
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
@@ -96,7 +90,8 @@ def open_named(
   entry = find(name, language)
   language = language if entry.languages else ""
   # The whole text begins alike.
-  is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
+  whole = Path(data_dir, "texts", _join(name, language))
+  is_head = is_head and bool(entry.head) and not read_record(whole, {"version": entry.version})
   about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
   folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
 
@@ -120,14 +115,8 @@ def open_named(
   return Corpus(_join(name, language), splits, about)
 
 
-def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
-  """Whether the text of a corpus has been made."""
-  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
-  return bool(read_record(folder, {"version": find(name, language).version}))
-
-
-def _join(name: str, *parts: str) -> str:
-  return "_".join(filter(None, (re.sub(r"[^\w.-]", "_", name), *parts)))
+def _join(*parts: str) -> str:
+  return "_".join(filter(None, parts))
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:

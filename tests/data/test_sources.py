@@ -7,14 +7,12 @@ import hashlib
 import io
 import itertools
 import lzma
-import re
 import tarfile
 import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tensorflow_datasets as tfds
 
 from dpjax.data import catalog
 from dpjax.data.sources import (
@@ -164,21 +162,14 @@ def test_archives(name, site, read, monkeypatch):
     assert len(site.asked) == 1
 
 
-@pytest.mark.parametrize("form", ["./", "", "files"])
+@pytest.mark.parametrize("form", ["./", ""])
 def test_penn_treebank_from_the_manual_folder(form, read, tmp_path):
-  members = ptb_members("" if form == "files" else form)
-  if form == "files":
-    for name, content in members.items():
-      if "/data/" in name:
-        give(tmp_path, name.split("/")[-1], content)
-  else:
-    give(tmp_path, "simple-examples.tgz", tarred(members))
+  give(tmp_path, "simple-examples.tgz", tarred(ptb_members(form)))
   assert read("penn_treebank") == SPLITS
 
 
 def test_penn_treebank_is_not_downloaded(read, tmp_path):
-  give(tmp_path, "ptb.train.txt", b"all alone")
-  with pytest.raises(UserError, match=f"simple-examples.tgz .or ptb.train.* {tmp_path}/manual"):
+  with pytest.raises(UserError, match=f"simple-examples.tgz .or a folder .* {tmp_path}/manual"):
     read("penn_treebank")
 
 
@@ -206,12 +197,10 @@ DAMAGED = {
     zipped(WIKI2 | {"wikitext-2/wiki.test.tokens": b"a\xe9\n"}),
     "archive with wikitext-2/wiki.test.tokens in UTF-8",
   ),
-  "wikitext, leads out": ("wikitext2", zipped({"../a": b"a"} | WIKI2), r"\.\./a, which leads out"),
   "wikitext, cut": ("wikitext2", CASES["wikitext2"][0][:-97], TRAIN),
   "lm1b, bytes changed": ("lm1b", spoil(CASES["lm1b"][0]), "expected a tar.gz archive"),
   "lm1b, no tar in it": ("lm1b", gzip.compress(b"a" * 9973), "expected a tar.gz archive"),
   "lm1b, cut": ("lm1b", CASES["lm1b"][0][:-997], "expected a tar.gz archive"),
-  "lm1b, leads out": ("lm1b", tarred({"a/../../b": b"a"}), "b, which leads out"),
   "wikitext, no valid": (
     "wikitext2",
     zipped(WIKI2 | {"wikitext-2/wiki.valid.tokens": b""}),
@@ -276,7 +265,7 @@ def test_wiki40b(site, read, as_printed):
   assert sorted(parquet_names(site)) == sorted(files)  # each file once
 
 
-def test_the_head_of_wiki40b_needs_no_more_files(site, read, monkeypatch, tmp_path):
+def test_the_head_of_wiki40b_needs_no_more_files(site, read, monkeypatch):
   site.publish(REPOSITORY, "en", WIKI_FILES)
   most = {"train": len(PLAIN[0]) + 1, "valid": 10**6, "test": 1}
   monkeypatch.setattr(wiki40b, "HEAD_CHARACTERS", most)
@@ -284,7 +273,7 @@ def test_the_head_of_wiki40b_needs_no_more_files(site, read, monkeypatch, tmp_pa
   assert text == WIKI_TEXT | {"train": PLAIN[0] + PLAIN[1]}  # whole articles
   assert parquet_names(site) == [name for name in WIKI if "0000-of" in name]
   assert read("wiki40b", "en") == WIKI_TEXT
-  assert len(parquet_names(site)) == 5 and catalog.is_made("wiki40b", tmp_path / "data", "en")
+  assert len(parquet_names(site)) == 5
   # Where all of it is there, the head is not made.
   monkeypatch.setattr(wiki40b, "HEAD_CHARACTERS", None)
   assert read("wiki40b", "en", is_head=True) == WIKI_TEXT
@@ -512,65 +501,13 @@ def test_an_own_source(read, tmp_path):
     assert read("mine", "la") == {"train": "vale train\nvale train\n", "test": "vale test\n"}
   finally:
     del catalog.ENTRIES["mine"]
-  for name in ("text8", "python_manual", "a/b", "tfds:x"):
+  for name in ("text8", "python_manual", "a/b"):
     with pytest.raises(UserError, match="name: expected a new one"):
       catalog.register_corpus(name, source)
 
 
-class SmallTextForTests(tfds.core.GeneratorBasedBuilder):
-  """A corpus of TensorFlow Datasets, which registers itself."""
-
-  VERSION = tfds.core.Version("1.0.0")
-  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("whole", "train", "image")]
-
-  def _info(self):
-    kinds = {"image": "label"}
-    name = kinds.get(self.builder_config.name, "text")
-    features = tfds.features.FeaturesDict({name: tfds.features.Text()})
-    return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-  def _split_generators(self, dl_manager):
-    splits = ["train", "validation", "test", "unsupervised"]
-    return {split: self._generate_examples(split) for split in splits[: 1 + 3 * self._is_whole]}
-
-  @property
-  def _is_whole(self):
-    return self.builder_config.name == "whole"
-
-  def _generate_examples(self, split):
-    (name,) = self.info.features
-    for i in range(1100 if split == "train" else 3):
-      yield i, {name: f"{split} {i} ä" + "\n" * (i % 2)}
-
-
 def lines(split, numbers):
   return "".join(f"{split} {i} ä\n" for i in numbers)
-
-
-def test_tensorflow_datasets(read, tmp_path):
-  text = read("tfds:small_text_for_tests/whole")
-  assert text == {
-    "train": lines("train", range(1100)),
-    "valid": lines("validation", range(3)),
-    "test": lines("test", range(3)),
-  }
-  text = load_corpus(
-    "tfds:small_text_for_tests/train", split_fractions=(0.7, 0.2, 0.1), data_dir=tmp_path / "data"
-  ).splits
-  parts = ["".join(text[split]) for split in SPLITS]
-  assert "".join(parts) == lines("train", range(1100))
-  assert all(part.endswith("\n") for part in parts)
-  assert len(parts[1]) / len("".join(parts)) == pytest.approx(0.2, abs=0.01)
-
-
-@pytest.mark.parametrize(
-  "name, message",
-  [("small_text_for_tests/image", "the features label, and no text"), ("none_of_these", "none_of")],
-)
-def test_what_tensorflow_datasets_cannot_make(read, name, message):
-  with pytest.raises(UserError, match=f"^data.name: .*{re.escape(message)}.*$") as error:
-    read(f"tfds:{name}")
-  assert "\n" not in str(error.value)
 
 
 def test_missing_splits_are_cut_from_the_end_of_train(tmp_path, monkeypatch):

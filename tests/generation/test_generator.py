@@ -198,12 +198,12 @@ def test_models_that_end_with_their_window_say_so():
 
 def test_from_a_folder_with_the_settings_of_the_run(finished):
   workdir, run, _ = finished
-  texts = dpjax.generate(workdir, "the ", num_samples=2)
+  texts = dpjax.load(workdir).generate("the ", num_samples=2)
   settings = dict(run.config.sample)
   assert settings.pop("prompt") and settings["length"] == 9
   assert texts == run.generate("the ", num_samples=2)
   assert texts == run.generate("the ", num_samples=2, **settings)
-  assert texts == dpjax.generate(run, ["the ", "a"], num_samples=2)[0]
+  assert texts == run.generate(["the ", "a"], num_samples=2)[0]
   assert "".join(x[0].text for x in run.stream("the ", length=9)) == texts[0]
 
 
