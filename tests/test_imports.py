@@ -32,7 +32,7 @@ READS_CONFIG |= {"reproduce", "scripts"}
 BASE = ["lazy", "errors", "files", "registry", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
 # (tensorboardX imports PyTorch where there is one.)
-INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboardX"
+INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboardX tensorflow_datasets"
 ONLY_INSIDE_FUNCTIONS = {*INSIDE.split(), "tokenizers", "torch"}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
 FILES = [path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"]
@@ -92,7 +92,7 @@ def test_imports_go_down(path):
     ),
     (
       "dpjax.run",
-      ("tensorflow", "torch", "chex", "sentencepiece", "tokenizers"),
+      ("tensorflow", "tensorflow_datasets", "torch", "chex", "sentencepiece", "tokenizers"),
     ),
   ],
 )

@@ -1,5 +1,6 @@
 """Corpora and vocabularies by name."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dpjax.data.sources import (
   penn_treebank,
   reading,
   text8,
+  tfds,
   wiki40b,
   wikitext,
 )
@@ -62,9 +64,12 @@ def register_corpus(name: str, source: Source) -> None:
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name; a `UserError` for an unknown language too."""
+  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
+  if name.startswith(tfds.PREFIX):
+    return tfds.source(name)
   if name not in ENTRIES:
-    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES), name, " (or give a data.path)")
+    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
@@ -115,8 +120,8 @@ def open_named(
   return Corpus(_join(name, language), splits, about)
 
 
-def _join(*parts: str) -> str:
-  return "_".join(filter(None, parts))
+def _join(name: str, *parts: str) -> str:
+  return "_".join(filter(None, (re.sub(r"[^\w.-]", "_", name), *parts)))
 
 
 def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = "") -> str:

@@ -7,12 +7,14 @@ import hashlib
 import io
 import itertools
 import lzma
+import re
 import tarfile
 import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tensorflow_datasets as tfds
 
 from dpjax.data import catalog
 from dpjax.data.sources import (
@@ -501,13 +503,65 @@ def test_an_own_source(read, tmp_path):
     assert read("mine", "la") == {"train": "vale train\nvale train\n", "test": "vale test\n"}
   finally:
     del catalog.ENTRIES["mine"]
-  for name in ("text8", "python_manual", "a/b"):
+  for name in ("text8", "python_manual", "a/b", "tfds:x"):
     with pytest.raises(UserError, match="name: expected a new one"):
       catalog.register_corpus(name, source)
 
 
+class SmallTextForTests(tfds.core.GeneratorBasedBuilder):
+  """A corpus of TensorFlow Datasets, which registers itself."""
+
+  VERSION = tfds.core.Version("1.0.0")
+  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("whole", "train", "image")]
+
+  def _info(self):
+    kinds = {"image": "label"}
+    name = kinds.get(self.builder_config.name, "text")
+    features = tfds.features.FeaturesDict({name: tfds.features.Text()})
+    return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+  def _split_generators(self, dl_manager):
+    splits = ["train", "validation", "test", "unsupervised"]
+    return {split: self._generate_examples(split) for split in splits[: 1 + 3 * self._is_whole]}
+
+  @property
+  def _is_whole(self):
+    return self.builder_config.name == "whole"
+
+  def _generate_examples(self, split):
+    (name,) = self.info.features
+    for i in range(1100 if split == "train" else 3):
+      yield i, {name: f"{split} {i} ä" + "\n" * (i % 2)}
+
+
 def lines(split, numbers):
   return "".join(f"{split} {i} ä\n" for i in numbers)
+
+
+def test_tensorflow_datasets(read, tmp_path):
+  text = read("tfds:small_text_for_tests/whole")
+  assert text == {
+    "train": lines("train", range(1100)),
+    "valid": lines("validation", range(3)),
+    "test": lines("test", range(3)),
+  }
+  text = load_corpus(
+    "tfds:small_text_for_tests/train", split_fractions=(0.7, 0.2, 0.1), data_dir=tmp_path / "data"
+  ).splits
+  parts = ["".join(text[split]) for split in SPLITS]
+  assert "".join(parts) == lines("train", range(1100))
+  assert all(part.endswith("\n") for part in parts)
+  assert len(parts[1]) / len("".join(parts)) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+  "name, message",
+  [("small_text_for_tests/image", "(KeyError: 'text')"), ("none_of_these", "none_of")],
+)
+def test_what_tensorflow_datasets_cannot_make(read, name, message):
+  with pytest.raises(UserError, match=f"^data.name: .*{re.escape(message)}.*$") as error:
+    read(f"tfds:{name}")
+  assert "\n" not in str(error.value)
 
 
 def test_missing_splits_are_cut_from_the_end_of_train(tmp_path, monkeypatch):

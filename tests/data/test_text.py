@@ -291,13 +291,14 @@ def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
   assert catalog.find_vocabulary("mine.txt", tmp_path, manual) == "mine.txt"
 
 
-def test_two_that_begin_at_once(data_dir):
+def test_two_that_begin_at_once_and_never_import_tensorflow(data_dir):
   code = (
     "import dataclasses, sys; from dpjax.data.sources import text8; "
     "from dpjax.data.text import load_corpus; "
     "text8.ARCHIVE = dataclasses.replace(text8.ARCHIVE, checksum=''); "
     "sys.stdin.readline(); corpus = load_corpus('text8', data_dir=sys.argv[1]); "
-    "print(len(''.join(corpus.splits['train']))); assert 'pyarrow' not in sys.modules"
+    "print(len(''.join(corpus.splits['train']))); "
+    "assert not {'tensorflow', 'tensorflow_datasets', 'pyarrow'} & {*sys.modules}"
   )
   pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
   command = [sys.executable, "-c", code, str(data_dir)]
