@@ -29,13 +29,15 @@ def result(name: str) -> dict:
 
 
 def test_the_page_on_probes_has_their_accuracies():
-  content = result("probes")
-  mixers = {}
-  for row in content["rows"]:
-    if row["length"] == 2 * content["settings"]["length"]:
-      about = row["mixer"].replace("_", " "), f"{row['parameters']:,}", str(row["reach"] or "all")
-      mixers.setdefault(about, []).extend(f"{row[part]:.2f}" for part in ("near", "far"))
-  rows = [f"| {' | '.join([*about, *cells])} |" for about, cells in mixers.items()]
+  found, cells = result("probes"), {}
+  for row in found["results"]:
+    if row["length"] == 2 * found["settings"]["length"]:
+      near, far = row["near"][0], row["far"][0]
+      cells[row["mixer"]] = [*cells.get(row["mixer"], []), f"{near:.2f}", f"{far:.2f}"]
+  rows = []
+  for mixer, about in found["mixers"].items():
+    shown = mixer.replace("_", " "), f"{about['parameters']:,}", str(about["reach"] or "all")
+    rows.append(f"| {' | '.join([*shown, *cells[mixer]])} |")
   assert_said(*rows, page=(DOCS / "probes.md").read_text(encoding="utf-8"))
 
 
