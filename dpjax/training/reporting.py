@@ -31,8 +31,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
   1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
-  unknown). A run that resumes at `step` first drops later ones, and lines that cannot be read.
-  Without a terminal, reports of training are lines, not a progress bar.
+  unknown). A run that resumes at `step` first drops later ones; lines that cannot be read move to
+  `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -112,7 +112,11 @@ def _open_losses(path: Path, step: int):
 
 def _drop_lines_after(path: Path, step: int) -> None:
   lines = path.read_bytes().split(b"\n") if path.exists() else []
-  kept = [line + b"\n" for line in lines if (found := _step_of(line)) is not None and found <= step]
+  known = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
+  if damaged := [line for line, found in known if found is None]:
+    with path.with_name(path.name + ".damaged").open("ab") as file:
+      file.writelines(damaged)
+  kept = [line for line, found in known if found is not None and found <= step]
   temporary = path.with_suffix(".tmp")
   temporary.write_bytes(b"".join(kept))
   os.replace(temporary, path)

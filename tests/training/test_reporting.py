@@ -118,15 +118,18 @@ def test_a_cut_last_line_is_dropped(tmp_path, last, expected):
     file.write(last)
   write(tmp_path, [5], begin=4)
   assert steps(tmp_path) == expected
+  assert (tmp_path / "metrics.jsonl.damaged").exists() == (expected == [2, 5])
 
 
-def test_damaged_lines_are_dropped(tmp_path):
+def test_damaged_lines_are_set_aside(tmp_path):
   damage = b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"a": "\xff"}', bytes(5)
   write(tmp_path, [2, 3])
   path = tmp_path / "metrics.jsonl"
-  path.write_bytes(b"".join(line + b"\n" for line in damage) + path.read_bytes())
+  damaged = b"".join(line + b"\n" for line in damage)
+  path.write_bytes(damaged + path.read_bytes())
   write(tmp_path, [5], begin=4)
   assert steps(tmp_path) == [2, 3, 5]
+  assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
 
 
 def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path):
