@@ -199,10 +199,12 @@ DAMAGED = {
     zipped(WIKI2 | {"wikitext-2/wiki.test.tokens": b"a\xe9\n"}),
     "archive with wikitext-2/wiki.test.tokens in UTF-8",
   ),
+  "wikitext, leads out": ("wikitext2", zipped({"../a": b"a"} | WIKI2), r"\.\./a, which leads out"),
   "wikitext, cut": ("wikitext2", CASES["wikitext2"][0][:-97], TRAIN),
   "lm1b, bytes changed": ("lm1b", spoil(CASES["lm1b"][0]), "expected a tar.gz archive"),
   "lm1b, no tar in it": ("lm1b", gzip.compress(b"a" * 9973), "expected a tar.gz archive"),
   "lm1b, cut": ("lm1b", CASES["lm1b"][0][:-997], "expected a tar.gz archive"),
+  "lm1b, leads out": ("lm1b", tarred({"a/../../b": b"a"}), "b, which leads out"),
   "wikitext, no valid": (
     "wikitext2",
     zipped(WIKI2 | {"wikitext-2/wiki.valid.tokens": b""}),

@@ -87,13 +87,21 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
   """The text of a member of a zip archive, which is checked at the end.
 
   Raises:
-    UserError: the archive is damaged or lacks the member, or the text is not UTF-8.
+    UserError: the archive is damaged, lacks the member or has one whose name leads out of it, or
+      the text is not UTF-8.
   """
   try:
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+      _check_names(archive.namelist())
       yield from _pieces(file)
   except _DAMAGES as error:
     raise damage(path, f"a zip archive with {member} in UTF-8", error) from error
+
+
+def _check_names(names: Iterable[str]) -> None:
+  for name in names:
+    if name.startswith("/") or ".." in name.split("/"):
+      raise KeyError(f"the name {name}, which leads out of it")
 
 
 def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
@@ -106,6 +114,7 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
     # The module gzip notices a cut archive, tarfile by itself does not.
     with gzip.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
       for member in archive:
+        _check_names([member.name])
         for split, (pattern, _) in wanted.items():
           if left[split] and re.fullmatch(f"(.*/)?{pattern}", member.name):
             if content := archive.extractfile(member):
