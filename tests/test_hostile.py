@@ -96,7 +96,7 @@ MODULES = helpers.cases(r"""
   plots {run} --out={text}/x.png | expected to read or write it, got
   {plot} --every=13 | --every: .* at most the 12 updates of .* got 13
   {plot} --labels=a,b | --labels: .* each of the 1 runs, got 2
-  plots {folder} --out={new}.png | config.json: expected to read or write it, got: No
+  plots {folder} --out={new}.png | workdir: expected a readable .*config.json, got: .*No such
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
   segmentation | run_folder

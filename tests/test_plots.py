@@ -183,9 +183,9 @@ def test_medians_are_of_as_many_as_the_runs_report_or_a_tenth(folder):
 def test_wrong_settings(folder, tmp_path):
   run = folder("a", COSTS)
   for text, message in (
-    ("\xff", "workdir: expected JSON in a/config.json, got: "),
-    ('{"model": 3}', "workdir: expected the settings of a run in a/config.json, got others"),
-    ('{"model": {}}', "model.mixer: expected the name of a token mixer, got None"),
+    ("\xff", "workdir: expected a readable a/config.json, got: "),
+    ("[3]", "workdir: expected a readable a/config.json, got: list for a dict of settings"),
+    ('{"model": 3}', "model.mixer: expected the name of a token mixer, got None"),
   ):
     (tmp_path / run / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit, match=f"^{message}"):

@@ -87,7 +87,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.theta_add:
       settings[".theta_add"] = given.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))
-
-
-if __name__ == "__main__":
-  main()

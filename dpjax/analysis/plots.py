@@ -234,7 +234,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
       print("\nTo be compared with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")
-
-
-if __name__ == "__main__":
-  main()

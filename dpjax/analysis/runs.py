@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpjax import files
+from dpjax import config as config_lib
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
@@ -53,13 +53,16 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 
   Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
+  from dpjax.config.reading import read_settings  # slow to import
+
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):
     raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
-  return [
-    Record(str(path), read_config(path), read_losses(path), read_scores(path), label)
-    for path, label in zip(workdirs, labels, strict=True)
-  ]
+  runs = []
+  for path, label in zip(workdirs, labels, strict=True):
+    config = read_settings(Path(path, "config.json"))
+    runs.append(Record(str(path), config, read_losses(path), read_scores(path), label))
+  return runs
 
 
 def read_losses(workdir: str | Path) -> np.ndarray:
@@ -72,18 +75,6 @@ def read_losses(workdir: str | Path) -> np.ndarray:
   if len(content) % 4:
     raise UserError(f"workdir: expected 4 bytes an update in {path}, got {len(content)} bytes")
   return np.frombuffer(content, "<f4").astype(np.float32)
-
-
-def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings in a run's folder; a `ValueError` if the file has none."""
-  path = Path(workdir, "config.json")
-  try:
-    config = files.load_json(path)
-  except (ValueError, RecursionError) as error:
-    raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
-  if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-    raise UserError(f"workdir: expected the settings of a run in {path}, got others")
-  return config
 
 
 def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
@@ -191,7 +182,7 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
-  flat, sections = [*map(_flatten, configs)], ("seed", "model", "data", "train")
+  flat, sections = [*map(config_lib.flatten, configs)], ("seed", "model", "data", "train")
   keys = sorted({key for config in flat for key in config if lies_in(key, sections)})
   keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
   columns = {key: [config.get(key) for config in flat] for key in keys}
@@ -279,12 +270,3 @@ def _describe(key: str, value: Any) -> str:
   name = (key.partition(".")[2] or key).removesuffix(".name").removeprefix("mixer.")
   text = value if isinstance(value, str) else json.dumps(value)
   return f"{name.replace('.', ' ').replace('_', ' ')} {'unset' if value is None else text}"
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Settings by their full names; `dpjax.config.flatten` would load JAX."""
-  flat = {}
-  for key, value in settings.items():
-    is_section = isinstance(value, Mapping)
-    flat |= _flatten(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
-  return flat

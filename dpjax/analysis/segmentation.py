@@ -162,7 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if given.out:
       plots.write(draw(found), given.out)
-
-
-if __name__ == "__main__":
-  main()

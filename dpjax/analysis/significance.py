@@ -93,7 +93,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
       rows.append([folder, f"{mean:.4f}", f"{deviation:.4f}", f"{difference:+.4f}", f"{p:.4f}"])
     print(f"{given.score} of the {given.split} split, seeds {[*baseline]}\n")
     print(style.table(["", "mean", "deviation", "difference", "p"], rows))
-
-
-if __name__ == "__main__":
-  main()

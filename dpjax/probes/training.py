@@ -294,7 +294,3 @@ def _train(settings: Settings, work: Path, jobs: Iterable) -> list[dict[str, Any
       print(f"{file.stem}: loss {result['loss']:.3f}", flush=True)
     results.append(result)
   return results
-
-
-if __name__ == "__main__":
-  main()
