@@ -31,7 +31,6 @@ if TYPE_CHECKING:
   from dpjax.registry import register_mixer as register_mixer
   from dpjax.registry import register_optimizer as register_optimizer
   from dpjax.registry import register_schedule as register_schedule
-  from dpjax.run import generate as generate
   from dpjax.run import load as load
   from dpjax.run import train as train
 else:

@@ -12,12 +12,12 @@ COMMANDS = {
   "evaluate": ("dpjax.commands.evaluate", "score a split with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
-  "data": ("dpjax.commands.data", "list, prepare and clean corpora"),
+  "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
   "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),
   "complexity": ("dpjax.analysis.complexity", "count a mixer's operations and parameters"),
-  "probes": ("dpjax.probes.__main__", "find how far back mixers, or a run, recall"),
+  "probes": ("dpjax.probes.training", "find how far back mixers, or a run, recall"),
   "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
 }
 

@@ -32,6 +32,12 @@ def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserErro
   return UserError(f"{key}: expected {expected}, got an unknown one{hint}")
 
 
+def not_writable(key: str, folder: Any, error: Any) -> UserError:
+  """The error for a folder that cannot be written."""
+  reason = getattr(error, "strerror", None) or error
+  return UserError(f"{key}: expected a folder that can be written, got {folder} ({reason})")
+
+
 class Interrupted(Exception):  # noqa: N818
   """The run was asked to stop, by a signal or `should_stop` (None), and has saved a checkpoint."""
 

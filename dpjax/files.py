@@ -1,13 +1,22 @@
-"""Small files: read within a limit, and written completely or not at all."""
+"""Small files, read within a limit; files and folders written completely or not at all; locks."""
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from dpjax.errors import UserError, not_writable
 
 MOST_BYTES = 2**27
+RECORD = "data.json"  # of a folder that `build_once` built
+_log = logging.getLogger(__name__)
 
 
 def read_file(path: str | Path) -> bytes:
@@ -70,3 +79,88 @@ def checksum(path: Path, kind: str = "sha256") -> str:
   """The checksum of a file, as hexadecimal digits."""
   with path.open("rb") as file:
     return hashlib.file_digest(file, kind).hexdigest()
+
+
+def try_lock(file: IO) -> bool:
+  """Locks an open file until it is closed; False if another process holds its lock."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+      return False
+    _log.warning("%s: this file system has no locks (%s)", file.name, error.strerror)
+  return True
+
+
+def build_once(
+  folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any]:
+  """Builds a folder once for all processes, unless it was built from the same inputs.
+
+  For a folder text8 there are
+
+    text8/            the complete folder with its record, data.json
+    text8.partial/    the unfinished folder, perhaps of a process that was killed: built anew
+    text8.lock        locked by the process that builds it; stays, and is empty
+
+  Args:
+    folder: the folder; one built from other inputs is replaced.
+    inputs: JSON values.
+    build: fills a given empty folder, and returns what else to record.
+
+  Returns the record: `inputs`, the result of `build`, and the sizes of the files.
+
+  Raises:
+    UserError: from `build` or `replacing`; or data_dir cannot be written, or its disk is full.
+  """
+  inputs = json.loads(json.dumps(inputs))
+  if record := read_record(folder, inputs):
+    return record
+  path = folder.with_name(folder.name + ".lock")
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+      if not try_lock(file):
+        _log.warning("%s: waiting for another process that builds this", path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+      if not (record := read_record(folder, inputs)):
+        with replacing(folder) as partial:
+          record = {**inputs, **build(partial)}
+          record["files"] = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+          write_json(partial / RECORD, record)
+      return record
+  except OSError as error:
+    raise not_writable("data.data_dir", folder.parent, error) from error
+
+
+def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
+  """The record of a folder; {} if it is missing, incomplete or built from other inputs."""
+  record = read_json(folder / RECORD)
+  if any(record.get(key) != value for key, value in inputs.items()):
+    return {}
+  sizes = {folder / name: size for name, size in record.get("files", {}).items()}
+  is_whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+  return record if is_whole else {}
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+  """Gives an empty folder to fill, which then takes the place of `folder`.
+
+  A `UserError` if that has no `RECORD`, and so is not dpjax's.
+  """
+  if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
+    raise UserError(
+      f"{folder}: expected a folder that dpjax can replace, got one that holds something else; "
+      "move it away"
+    )
+  partial = folder.with_name(folder.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  try:
+    partial.mkdir(parents=True)
+    yield partial
+    if folder.exists():
+      shutil.rmtree(folder)
+    os.replace(partial, folder)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)

@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-import os
 import sys
 import types
 import typing
@@ -197,8 +196,6 @@ def import_plugin(module: str) -> None:
   try:
     importlib.import_module(module)
   except Exception as error:  # A program of the user's, with errors of any type.
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     expected = "expected a module that can be imported"
     raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error

@@ -102,7 +102,7 @@ def _close(found: Any, expected: Any, message: str) -> None:
 
 
 def _causality(case: _Case) -> None:
-  """An output depends only on inputs up to its position, as far back as `reach` says.
+  """An output depends only on its row's inputs up to its position, as far back as `reach` says.
 
   Look at shifts, masks, sums and norms over positions or rows, and at `reach`, an
   argument of `check_mixer`: a field of that name has no effect.
@@ -121,21 +121,11 @@ def _causality(case: _Case) -> None:
     _expect((others == 0).all(), "an output depends on another row")
 
 
-def _rows(case: _Case) -> None:
-  """A change of one row changes only that row's outputs.
-
-  Look at sums and normalisation over the batch.
-  """
-  mix, inputs = jax.jit(case.with_params(case())), case.draw()
-  output, changed = mix(inputs), mix(inputs.at[1].set(case.draw(seed=2)[1]))
-  np.testing.assert_array_equal(output[0], changed[0], "row 0, after row 1 has changed")
-  _expect((output[1] != changed[1]).any(), "row 1 has not changed")
-
-
 def _lengths(case: _Case) -> None:
   """A shorter input gives the beginning of the longest input's outputs, with the shape [B, T, D].
 
-  Look at padding to a size, at divisions by T, and at positions counted from the end.
+  Look at padding to a size, at divisions by T, at positions counted from the end, and at shapes of
+  parameters, which may depend on `max_length`, but not on T.
   """
   mix, inputs = case.with_params(case()), case.draw(case.max_length)
   lengths = (1, 2, 7, case.max_length)
@@ -144,16 +134,6 @@ def _lengths(case: _Case) -> None:
     shape = _BATCH, length, case.width
     _expect(output.shape == shape, f"expected the shape {shape}, got {output.shape}")
     _close(output, outputs[-1][:, :length], f"T = {length}")
-
-
-def _parameters(case: _Case) -> None:
-  """Parameters do not depend on the length of the input.
-
-  Look at their shapes, which may depend on `max_length`, but not on T.
-  """
-  key = jax.random.key(0)
-  short, long = (jax.eval_shape(case().init, key, case.draw(length)) for length in (1, _LENGTH))
-  _expect(short == long, f"expected the same, got {short} and {long}")
 
 
 def _single_position(case: _Case) -> None:
@@ -381,7 +361,7 @@ def _has(case: _Case, name: str) -> bool:
 RELATIONS: dict[str, Callable[[_Case], None]] = {
   relation.__name__[1:]: relation
   for relation in (
-    *(_causality, _rows, _lengths, _parameters, _single_position, _refusals, _bfloat16),
+    *(_causality, _lengths, _single_position, _refusals, _bfloat16),
     *(_dropout, _no_key, _gradients, _chunks, _tokens, _documents),
   )
 }

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax.data import evaluation_batches
+from dpjax.data import batches
 from dpjax.errors import Interrupted
 from dpjax.training import checkpoints
 from dpjax.training import step as step_lib
@@ -132,7 +132,7 @@ def test_a_part_of_the_split_stands_for_it_in_training_alone(plain, text, tmp_pa
   config.eval.max_tokens = 150
   run = train(config, tmp_path / "run")
   data = run.data
-  windows = evaluation_batches.EvaluationWindows(
+  windows = batches.EvaluationWindows(
     data.splits["valid"], 19, 19, 8, run.tokenizer.start_id, max_tokens=150
   )
   nats = count = 0

@@ -342,13 +342,13 @@ def test_only_what_changes_no_trained_number_may_differ():
   ]
   ends = "train.schedule.name"  # It decides whether the length matters.
   other = config_lib.default().to_dict()
-  for key in {*config_lib.known_keys()} - {ends}:
+  for key in {*config_lib.flatten(config_lib.default())} - {ends}:
     section, _, name = key.rpartition(".")
     (config_lib.get(other, section) if section else other)[name] = "other"
   free = config_lib.FREE_KEYS + config_lib.LENGTH_KEYS
   assert [line.partition(":")[0] for line in config_lib.differences(config, other)] == [
     key
-    for key in config_lib.known_keys()
+    for key in config_lib.flatten(config_lib.default())
     if not key.startswith(free)
     and key.rpartition(".")[2] not in config_lib.FREE_NAMES
     and key != ends

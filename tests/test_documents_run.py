@@ -76,7 +76,7 @@ def test_scores_say_what_they_are_of(isolated):
   content = json.loads((folder / f"run/scores_test_{run.step}.json").read_text())
   assert content["documents"] == "isolated" and content["scores"] == scores
   assert content["counts"]["documents"] == len(run.data.documents["test"])
-  run.write_scores("test", scores, documents="joined")
+  run.score_split("test", documents="joined", folder=folder / "run")
   content = json.loads((folder / f"run/scores_test_{run.step}_joined.json").read_text())
   assert content["documents"] == "joined"
 

@@ -117,7 +117,7 @@ def test_what_is_wrong(run, tmp_path, capsys):
   config["model"]["width"] = 24
   shutil.copytree(tmp_path / "out", tmp_path / "wider")
   (tmp_path / "wider/config.json").write_text(json.dumps(config))
-  with pytest.raises(dpjax.UserError, match=r"of the shape \(18, 24\), got \(18, 12\)"):
+  with pytest.raises(dpjax.UserError, match=r"is \(18, 12\), in the model \(18, 24\)"):
     dpjax.load(tmp_path / "wider")
   with pytest.raises(SystemExit):
     export.main([str(tmp_path / "none"), str(tmp_path / "new")])
@@ -168,13 +168,7 @@ def test_a_damaged_file_is_named(run, name, content, message, tmp_path):
     dpjax.load(tmp_path / "out")
 
 
-def test_damaged_scores_and_numbers_that_are_not_finite_are_named(run, tmp_path):
-  shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
-  loaded = dpjax.load(tmp_path / "run")
-  (tmp_path / f"run/scores_test_{run.step}.json").write_text('{"split": "test"}')
-  with pytest.raises(dpjax.UserError, match=f"scores_test_{run.step}.json: expected scores"):
-    loaded.save(tmp_path / "out")
-  assert not (tmp_path / "out").exists()
+def test_numbers_that_are_not_finite_are_named(run, tmp_path):
   run.save(tmp_path / "out")
   arrays = load_file(tmp_path / "out/model.safetensors")
   arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf

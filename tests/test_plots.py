@@ -116,8 +116,6 @@ def test_lines_over_a_size_of_the_model(folder):
   ]
   drawn = plots.draw(runs_lib.read_runs(names), figure="by_layers", every=2)
   (axes,) = drawn.axes
-  (both,) = axes.collections
-  assert both.get_offsets().tolist() == [[8, 5], [8, 8.5]]  # They share a place.
   expected = {"SHE": [[8, 6.75], [16, 2]], "attention, 32 heads": [[8, 8.5]]}
   assert lines(drawn) == expected | {"attention, 1 head": [[8, 6]]}
   assert axes.get_xlabel() == "layers"
@@ -127,14 +125,13 @@ def test_lines_over_a_size_of_the_model(folder):
 def test_table(folder):
   he = dict(model__mixer=mixer("he"), model__max_length=7)
   runs = runs_lib.read_runs([folder("a", COSTS), folder("b", [2, 4, 6], **he)])
-  found = runs_lib.table(runs, 3)
-  common = {"num_layers": 2, "last": 4.0, "scores": []}
-  assert found["runs"] == [
-    dict(name="SHE", folder="a", updates=8, unknown=1, max_length=32, medians=[4.0, 5.5], **common),
-    dict(name="HE", folder="b", updates=3, unknown=0, max_length=7, medians=[4.0], **common),
+  rows = [line.split() for line in runs_lib.cost_table(runs, 3).splitlines()[2:]]
+  assert rows == [
+    ["3", "6", "last"],
+    ["SHE", "4.0000", "5.5000", "4.0000"],
+    ["HE", "4.0000", "4.0000"],
   ]
-  assert (found["every"], found["updates"]) == (3, [3, 6])
-  assert found["notes"] == [
+  assert runs_lib.notes(runs, ["model.mixer"]) == [
     "model.max_length: 32 for SHE | 7 for HE",
     "updates: 8 for SHE | 3 for HE",
     "SHE: 1 of 8 losses are not known, and left out",
@@ -142,40 +139,30 @@ def test_table(folder):
 
 
 @pytest.mark.parametrize(
-  "figure, settings, key",
+  "settings, key",
   [
-    ("curves", dict(train__batch_size=7), "train.batch_size"),
-    ("curves", dict(data__tokenizer="bpe"), "data.tokenizer"),
-    ("by_layers", dict(model__max_length=16), "model.max_length"),
-    ("by_length", dict(model__num_layers=5), "model.num_layers"),
-    ("curves", dict(model__boundaries={"name": "none"}), "model.boundaries.name"),
-    ("curves", dict(train__optimizer={"b1": 0.8}), "train.optimizer.b1"),
+    (dict(train__batch_size=7), "train.batch_size"),
+    (dict(data__tokenizer="bpe"), "data.tokenizer"),
+    (dict(model__max_length=16), "model.max_length"),
+    (dict(model__boundaries={"name": "none"}), "model.boundaries.name"),
+    (dict(train__optimizer={"b1": 0.8}), "train.optimizer.b1"),
     # What is meant to differ.
-    ("curves", dict(model__mixer=mixer("attention", num_heads=8)), None),
-    ("curves", dict(train__log_every_steps=7), None),
-    ("by_layers", dict(model__num_layers=5), None),
-    ("by_length", dict(model__max_length=16), None),
+    (dict(model__mixer=mixer("attention", num_heads=8)), None),
+    (dict(train__log_every_steps=7), None),
+    (dict(model__num_layers=5), None),
+    (dict(seed=4), None),
   ],
 )
-def test_what_differs_is_told(folder, figure, settings, key):
+def test_what_differs_is_told(folder, settings, key):
   runs = runs_lib.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
-  notes = runs_lib.table(runs, 2, figure)["notes"]
+  notes = runs_lib.notes(runs, ["model.mixer", "model.num_layers"])
   assert [note.split(":")[0] for note in notes] == ([key] if key else [])
-
-
-def test_a_seed_is_told_where_other_settings_differ(folder):
-  runs = [folder("a", [4]), folder("b", [4], seed=4, train__batch_size=7)]
-  notes = runs_lib.table(runs_lib.read_runs(runs), 1)["notes"]
-  assert [note.split(":")[0] for note in notes] == ["seed", "train.batch_size"]
-  runs += [folder("c", [4], seed=4), folder("d", [4], train__batch_size=7)]
-  notes = runs_lib.table(runs_lib.read_runs(runs), 1)["notes"]
-  assert [note.split(":")[0] for note in notes] == ["train.batch_size"]
 
 
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
   a, b = folder("a", [NAN, NAN, 5, 3]), folder("b", [2, 4, 6], train__batch_size=7)
-  files = ["--out=made/figure.png", "--json=tables/medians.json"]
-  plots.main([a, b, "--figure=curves", "--every=2", "--labels=one,the other", *files])
+  out = "--out=made/figure.png"
+  plots.main([a, b, "--figure=curves", "--every=2", "--labels=one,the other", out])
   printed = capsys.readouterr().out.splitlines()
   rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed]
   assert rows[0] == ["Median training cost of 2 batches, nats per token; up to batch:"]
@@ -184,26 +171,21 @@ def test_the_command_prints_and_writes(folder, tmp_path, capsys):
   assert ["the other", "3.0000", "5.0000"] in rows
   assert ["train.batch_size: 64 for one | 7 for the other"] in rows
   assert (tmp_path / "made/figure.png").read_bytes().startswith(b"\x89PNG")
-  found = json.loads((tmp_path / "tables/medians.json").read_text())
-  assert found["runs"][0]["medians"] == [None, 4.0]
-  assert found["runs"][1]["name"] == "the other"
 
 
-def test_medians_are_of_as_many_as_the_runs_report(folder):
-  runs = [folder("a", COSTS, train__median_every_steps=3), folder("b", COSTS)]
-  runs += [folder("c", COSTS * 5, train__median_every_steps=9), folder("d", COSTS * 5)]
-  a, b, c, d = runs_lib.read_runs(runs)
-  assert plots.default_every([a], "curves") == 3
-  assert plots.default_every([b, c], "curves") == 1
-  assert plots.default_every([d], "curves") == 4  # a tenth, as of the quickstart's 400 updates
+def test_medians_are_of_as_many_as_the_runs_report_or_a_tenth(folder):
+  runs = [folder("a", COSTS), folder("b", COSTS * 5, train__median_every_steps=3)]
+  a, b = runs_lib.read_runs(runs)
+  c = b._replace(config={})
+  assert [plots.default_every(some) for some in ([a], [b], [c], [b, c], [a, c])] == [1, 3, 4, 4, 1]
 
 
 def test_wrong_settings(folder, tmp_path):
   run = folder("a", COSTS)
   for text, message in (
-    ("\xff", "workdir: expected JSON in a/config.json, got: "),
-    ('{"model": 3}', "workdir: expected the settings of a run in a/config.json, got others"),
-    ('{"model": {}}', "model.mixer: expected the name of a token mixer, got None"),
+    ("\xff", "workdir: expected a readable a/config.json, got: "),
+    ("[3]", "workdir: expected a readable a/config.json, got: list for a dict of settings"),
+    ('{"model": 3}', "model.mixer: expected the name of a token mixer, got None"),
   ):
     (tmp_path / run / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit, match=f"^{message}"):
@@ -308,19 +290,17 @@ def test_progress_of_a_short_run_and_of_one_that_has_begun(folder, tmp_path, cap
   assert (tmp_path / "progress.png").exists()
   plots.main([begun])  # Nothing was evaluated.
   assert ["SHE", "2", "8.0000"] in [x.split() for x in capsys.readouterr().out.splitlines()]
-  plots.main([short, begun, "--metric=valid/bits_per_character", "--json=x.json"])
-  content = json.loads((tmp_path / "x.json").read_text())
-  assert [row["scores"] for row in content["runs"]] == [[[20, 4.5], [40, 2.5], [57, 3.5]], []]
+  plots.main([short, begun, "--metric=valid/bits_per_character"])
   assert (tmp_path / "metric.png").exists()
 
 
-@pytest.mark.parametrize("width, inches, font_size", [("8.4cm", 3.307, 8), ("150mm", 5.906, 10)])
-def test_widths_for_papers(folder, tmp_path, width, inches, font_size):
+@pytest.mark.parametrize("width, font_size", [(3.3, 8), (5.9, 10)])
+def test_widths_for_papers(folder, tmp_path, width, font_size):
   run = folder("a", COSTS)
   plots.main([run, f"--width={width}", "--out=x.svg", "--log=y"])
   found = (tmp_path / "x.svg").read_text().partition('width="')[2].partition("pt")[0]
-  np.testing.assert_allclose(float(found) / 72, inches, rtol=1e-3)
-  drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=inches)
+  np.testing.assert_allclose(float(found) / 72, width, rtol=1e-3)
+  drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=width)
   assert drawn.axes[0].yaxis.label.get_size() == font_size
 
 

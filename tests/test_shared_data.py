@@ -12,8 +12,7 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
-from dpjax.data.download import File
-from dpjax.data.sources import text8
+from dpjax.data.sources import File, text8
 from dpjax.errors import UserError
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib

@@ -14,7 +14,7 @@ SCORES = {"none": NONE, "better": {2: 0.5, 0: 0.76, 1: 0.98}, "worse": {0: 1.5, 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """Writes the scores of runs, as `Run.write_scores` does, and names their folder."""
+  """Writes the scores of runs, as `Run.score_split` does, and names their folder."""
   monkeypatch.chdir(tmp_path)
 
   def write(name, by_seed, step=12, kind="bits_per_character"):
@@ -74,9 +74,10 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
   assert significance.read_scores(a, split="valid") == {2: 9.0, 11: 9.0}
   # Where checkpoints were thrown away, scores of one step are as good.
   shutil.rmtree(tmp_path / "a/seed_11/checkpoints")
-  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 2 of"):
+  with pytest.raises(ValueError, match="scores_test_<best step>.json in .*11, got 3 of"):
     significance.read_scores(a)
-  (tmp_path / "a/seed_11/scores_test_12.json").unlink()
+  for name in ("scores_test_12", "scores_test_7_window5_stride3"):
+    (tmp_path / f"a/seed_11/{name}.json").unlink()
   assert significance.read_scores(a) == {2: 1.5, 11: 2.5}
   # Those of another step are not.
   (tmp_path / "a/seed_2/scores_test_7.json").unlink()
@@ -84,9 +85,9 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
     significance.read_scores(a)
 
 
-@pytest.mark.parametrize("text", ["{", "[3]", "{}", '{"scores": 3}', '{"scores": [3]}'])
+@pytest.mark.parametrize("text", ["{", "[3]", "{}"])
 def test_damaged_scores(folder, tmp_path, text):
   a = folder("a", {0: 1.0, 1: 2.0})
   (tmp_path / "a/seed_1/scores_test_12.json").write_text(text)
-  with pytest.raises(ValueError, match="^split: expected scores in a/seed_1/scores_test"):
+  with pytest.raises(ValueError, match="^score: expected one of none .of a/seed_1/scores_test"):
     significance.read_scores(a)

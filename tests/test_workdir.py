@@ -78,10 +78,10 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
   workdir_lib.write_config(tmp_path, config)
   config.train.batch_size = 10
   # As a kill in the first save leaves them.
-  (tmp_path / "checkpoints" / "last" / "30.orbax-checkpoint-tmp").mkdir(parents=True)
+  (tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp").mkdir(parents=True)
   (tmp_path / "checkpoints" / "best" / "30.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
   assert not workdir_lib.resumes(tmp_path, config)
-  (tmp_path / "checkpoints" / "last" / "30").mkdir()
+  (tmp_path / "checkpoints" / "30").mkdir()
   with pytest.raises(UserError, match="train.batch_size: 20 there, 10 here"):
     workdir_lib.resumes(tmp_path, config)
 

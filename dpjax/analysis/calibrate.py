@@ -62,34 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
   about = "second threshold in nats, for combined"
   parser.add_argument("--theta_add", type=float, default=0.0, help=about)
   parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
-  about = "a UTF-8 text to read instead"
-  parser.add_argument("--text", metavar="FILE", type=path.expanduser, help=about)
   about = "tokens read at once: model.max_length of the run to train; default: this run's"
   parser.add_argument("--window", type=int, help=about)
-  parser.add_argument("--length", type=int, help="number of tokens to read; default: all")
   with command_line.parsed(parser, arguments) as given:
     from dpjax import ops
     from dpjax import run as run_lib
-    from dpjax.data.sources import reading
-    from dpjax.ops.entropies import check_rule
 
-    rule = given.rule, given.theta_add
-    check_rule(*rule)  # before anything is read
-    if given.text is not None and not path.isfile(given.text):
-      raise UserError(f"text: expected a file with a text, got {given.text}")
     command_line.check_platform()
     run = run_lib.load(given.run)
     run_lib.check_frozen(run)
     window = run.window if given.window is None else given.window
     if not 1 <= window <= run.window:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    if given.length is not None and given.length < 1:
-      raise UserError(f"length: expected at least 1, got {given.length}")
-    text = None if given.text is None else reading.read_text(given.text, "text")
-    tokens = run.tokens(given.split) if text is None else run.tokenizer.encode(text)
-    if not len(tokens):
-      raise UserError(f"text: expected at least one token, got none in {given.text}")
-    found = entropies(run, tokens[: given.length], window)
+    found, rule = entropies(run, run.tokens(given.split), window), (given.rule, given.theta_add)
     theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
     ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
     kind = run.tokenizer.kind
@@ -102,7 +87,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.theta_add:
       settings[".theta_add"] = given.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))
-
-
-if __name__ == "__main__":
-  main()

@@ -187,7 +187,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
   names.insert(-1, "operations")
   cells = [[row, *(f"{getattr(x, name):,}" for name in names)] for row, x in rows.items()]
   print(f"{title}\n\n{style.table(['', *names], cells)}")
-
-
-if __name__ == "__main__":
-  main()

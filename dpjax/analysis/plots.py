@@ -2,7 +2,7 @@
 
   dpjax plots runs/she runs/attention                     writes progress.png here
   dpjax plots runs/she --metric=train/grad_norm --log=y
-  dpjax plots runs/* --figure=curves --every=2000 --width=3.3in --out=costs.pdf
+  dpjax plots runs/* --figure=curves --every=2000 --width=3.3 --out=costs.pdf
 
 A run folder has config.json; losses.f32, the loss of every update in nats per token, little-endian
 float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
@@ -25,7 +25,6 @@ label or mixer form a line, through the mean if several share a place. A table i
 
 import argparse
 import os
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpjax import files
 from dpjax.analysis import runs as runs_lib
 from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
@@ -48,7 +46,6 @@ SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 _SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
 _VALIDATION = tuple(f"valid/{name}" for name in _SCORES)
-_UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4}
 _NARROW = 5.0  # inches; of one column of a paper
 
 
@@ -147,12 +144,9 @@ def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, nam
   for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
     medians = [runs_lib.last_median(run.losses, every) for run in group]
     points = runs_lib.group([setting(run.config, key) for run in group], medians)
-    places, look = sorted(points), style.line(i)
+    places = sorted(points)
     means = [np.mean(points[place]) for place in places]
-    axes.plot(places, means, **look, label=text, marker="o")
-    shared = [(x, y) for x in places if len(points[x]) > 1 for y in points[x]]
-    if shared:
-      axes.scatter(*zip(*shared, strict=True), color=look["color"], marker="x")
+    axes.plot(places, means, **style.line(i), label=text, marker="o")
     everywhere |= {*places}
   axes.set_xscale("log", base=2)
   axes.set_xticks(sorted(everywhere), [*map(str, sorted(everywhere))])
@@ -175,17 +169,14 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
   return metric
 
 
-def default_every(runs: Sequence[Record], figure: str) -> int:
-  """The updates in a median: as the runs report them, or fewer for short runs."""
+def default_every(runs: Sequence[Record]) -> int:
+  """The updates in a median: as the runs report them, or a tenth of the shortest run."""
   lengths = [len(run.losses) for run in runs]
   if not all(lengths):
     folder = runs[lengths.index(0)].folder
     raise UserError(f"workdir: expected a run with updates, got {folder} with none")
-  tenth = -(-min(lengths) // 10)
   reported = [setting(run.config, "train.median_every_steps") or 2000 for run in runs]
-  every = max((x for x in reported if x <= min(lengths)), default=tenth)
-  # A curve of progress has more points than the paper's.
-  return min(every, max(tenth, max(lengths) // 200)) if figure in ("progress", "metric") else every
+  return min(max(reported), -(-min(lengths) // 10))
 
 
 def write(figure: "Figure", path: str | Path) -> None:
@@ -213,21 +204,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", type=path, help=about)
   parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
   parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
-  about = "batches of a median; by default as the runs report them, or fewer where runs are short"
+  about = "batches of a median; by default as the runs report them, or a tenth of the shortest run"
   parser.add_argument("--every", type=int, help=about)
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
-  parser.add_argument("--width", default="9in", help="of the figure, as 3.3in, 8.4cm or 84mm")
-  parser.add_argument("--json", type=path, help="a file for the table")
+  parser.add_argument("--width", type=float, default=9.0, help="of the figure, in inches")
   with command_line.parsed(parser, arguments) as given:
     figure = given.figure or ("metric" if given.metric else "progress")
     out = given.out or f"{figure}.png"
     check_suffix(out)
-    log, width = [axis for axis in given.log.split(",") if axis], _inches(given.width)
+    log = [axis for axis in given.log.split(",") if axis]
     if not {*log} <= {"x", "y"}:
       raise UserError(f"log: expected x, y or x,y, got {given.log}")
+    if not 1.5 <= given.width <= 40:
+      raise UserError(f"width: expected 1.5 to 40 inches, got {given.width}")
     runs = runs_lib.read_runs(given.run_folder, given.labels and given.labels.split(","))
-    every = default_every(runs, figure) if given.every is None else given.every
+    every = default_every(runs) if given.every is None else given.every
     is_paper, metric = figure not in ("progress", "metric"), None
     if not is_paper:
       metric = find_metric(runs, given.metric)
@@ -235,22 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    content = runs_lib.table(runs, every, figure, metric)
-    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=width)
-    print(runs_lib.format_table(content) if is_paper else runs_lib.format_scores(content))
-    if given.json:
-      files.write_json(Path(given.json), content)
+    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=given.width)
+    scores = runs_lib.score_table(runs, every, metric)
+    print(runs_lib.cost_table(runs, every) if is_paper else scores)
+    if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.PLACES.get(figure, ())[:1])):
+      print("\nTo be compared with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")
-
-
-def _inches(text: str) -> float:
-  found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(in|cm|mm)", text)
-  inches = float(found[1]) * _UNITS[found[2]] if found else 0.0
-  if not 1.5 <= inches <= 40:
-    raise UserError(f"width: expected 1.5in to 40in, or as much in cm or mm, got {text}")
-  return inches
-
-
-if __name__ == "__main__":
-  main()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpjax import config as config_lib
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
@@ -50,40 +51,30 @@ class Record(NamedTuple):
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
   """Reads run folders, with a label for each if given; otherwise `names` finds them.
 
-  Raises a `ValueError` if a folder cannot be read, or the number of labels differs.
+  Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
+  from dpjax.config.reading import read_settings  # slow to import
+
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):
     raise UserError(f"labels: expected one for each of the {len(workdirs)} runs, got {len(labels)}")
-  return [
-    Record(str(path), read_config(path), read_losses(path), read_scores(path), label)
-    for path, label in zip(workdirs, labels, strict=True)
-  ]
+  runs = []
+  for path, label in zip(workdirs, labels, strict=True):
+    config = read_settings(Path(path, "config.json"))
+    runs.append(Record(str(path), config, read_losses(path), read_scores(path), label))
+  return runs
 
 
 def read_losses(workdir: str | Path) -> np.ndarray:
   """Reads the loss of every update, float32 [N], nats per token; NaN if unknown.
 
-  Raises a `ValueError` if the file is missing or damaged.
+  Raises a `ValueError` if the file is damaged.
   """
   path = Path(workdir, "losses.f32")
-  content = _read(path)
+  content = path.read_bytes()
   if len(content) % 4:
     raise UserError(f"workdir: expected 4 bytes an update in {path}, got {len(content)} bytes")
   return np.frombuffer(content, "<f4").astype(np.float32)
-
-
-def read_config(workdir: str | Path) -> dict[str, Any]:
-  """Reads the settings in a run's folder; a `ValueError` if there are none."""
-  path = Path(workdir, "config.json")
-  content = _read(path)
-  try:
-    config = json.loads(content)
-  except (ValueError, RecursionError) as error:
-    raise UserError(f"workdir: expected JSON in {path}, got: {error}") from error
-  if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-    raise UserError(f"workdir: expected the settings of a run in {path}, got others")
-  return config
 
 
 def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
@@ -106,15 +97,6 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
       if name not in ("step", "time") and type(value) in (int, float):
         scores.setdefault(f"{split}/{name}", {})[step] = value
   return scores
-
-
-def _read(path: Path) -> bytes:
-  if not path.parent.is_dir():
-    raise UserError(f"workdir: expected the folder of a run, got {path.parent}")
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise UserError(f"workdir: expected to read {path}, got: {error.strerror}") from error
 
 
 def mixer_name(config: Mapping[str, Any]) -> str:
@@ -151,46 +133,41 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
   """
   found = [run.label or mixer_name(run.config) for run in runs]
 
-  def tell_apart(same: list[int]) -> None:
-    columns = differences([runs[i].config for i in same])
-    column = columns.pop("seed", [])
-    # Another component has other settings; its name says it all.
-    sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
-    own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
-    chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
-    if not chosen and len({*column}) == len(same) and not seeds:
-      return
-    chosen = chosen or ({"seed": column} if column else own)
-    keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
-    for place, i in enumerate(same):
-      found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
-    if len({found[i] for i in same}) == 1:
-      for i in same:
-        found[i] += f" ({runs[i].folder})"
-    else:
-      tell_all_apart(same)
-
-  def tell_all_apart(some: Sequence[int]) -> None:
+  def tell_apart(some: Sequence[int]) -> None:
     for same in group([found[i] for i in some], some).values():
-      if len(same) > 1 and not runs[same[0]].label:
+      if len(same) == 1 or runs[same[0]].label:
+        continue
+      columns = differences([runs[i].config for i in same])
+      column = columns.pop("seed", [])
+      # Another component has other settings; its name says it all.
+      sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
+      own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
+      chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
+      if not chosen and len({*column}) == len(same) and not seeds:
+        continue
+      chosen = chosen or ({"seed": column} if column else own)
+      keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
+      for place, i in enumerate(same):
+        found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
+      if len({found[i] for i in same}) > 1:
         tell_apart(same)
+      else:
+        for i in same:
+          found[i] += f" ({runs[i].folder})"
 
-  tell_all_apart(range(len(runs)))
+  tell_apart(range(len(runs)))
   return found
 
 
 def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
 
-  Settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are left out.
+  The seed, settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are
+  left out.
   """
   labels, sentences = names(runs), []
   columns = differences([run.config for run in runs])
-  columns = {k: v for k, v in columns.items() if not lies_in(k, (*allowed, *REPORTING))}
-  if "seed" in columns:
-    of_name = group(names(runs, seeds=False), [str(seed) for seed in columns["seed"]])
-    if len({tuple(sorted(some)) for some in of_name.values()}) == 1:  # as many runs of each
-      del columns["seed"]
+  columns = {k: v for k, v in columns.items() if not lies_in(k, ("seed", *allowed, *REPORTING))}
   counts = [len(run.losses) for run in runs]
   for key, column in (columns | {"updates": counts}).items():
     who = group(map(json.dumps, column), labels)
@@ -205,7 +182,7 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
-  flat, sections = [*map(_flatten, configs)], ("seed", "model", "data", "train")
+  flat, sections = [*map(config_lib.flatten, configs)], ("seed", "model", "data", "train")
   keys = sorted({key for config in flat for key in config if lies_in(key, sections)})
   keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
   columns = {key: [config.get(key) for config in flat] for key in keys}
@@ -235,71 +212,36 @@ def last_median(losses: np.ndarray, every: int) -> float:
   return float(medians(losses[-every:], every)[-1])
 
 
-def table(
-  runs: Sequence[Record], every: int, figure: str = "curves", metric: str | None = None
-) -> dict[str, Any]:
-  """Collects the medians of runs, and notes on differences that make them hard to compare.
-
-  JSON values, None for unknown numbers: "every", "updates" (the last one of each window of
-  `every`), "metric", "notes", and "runs", whose "scores" are pairs of an update and the metric,
-  such as "valid/perplexity". What the figures "by_length" and "by_layers" draw over may differ.
-  """
-  rows = [
-    {
-      "name": name,
-      "folder": run.folder,
-      "updates": len(run.losses),
-      "unknown": int(np.isnan(run.losses).sum()),
-      "max_length": setting(run.config, "model.max_length"),
-      "num_layers": setting(run.config, "model.num_layers"),
-      "medians": [*map(_number, medians(run.losses, every))],
-      "last": _number(last_median(run.losses, every)),
-      "scores": [[*pair] for pair in sorted(run.scores.get(metric or "", {}).items())],
-    }
-    for run, name in zip(runs, names(runs), strict=True)
-  ]
-  updates = [*range(every, every * max(len(row["medians"]) for row in rows) + 1, every)]
-  told = notes(runs, ("model.mixer", *PLACES.get(figure, ())[:1]))
-  return {"every": every, "updates": updates, "metric": metric, "runs": rows, "notes": told}
+def cost_table(runs: Sequence[Record], every: int) -> str:
+  """A table of medians: a line for each run, a column for each window of `every` updates."""
+  columns = [medians(run.losses, every) for run in runs]
+  count, rows = max(map(len, columns)), []
+  for name, run, column in zip(names(runs), runs, columns, strict=True):
+    missing = [""] * (count - len(column))
+    rows.append([name, *map(_cell, column), *missing, _cell(last_median(run.losses, every))])
+  heads = ["", *(every * i for i in range(1, count + 1)), "last"]
+  title = f"Median training cost of {every} batches, nats per token; up to batch"
+  return f"{title}:\n\n{style.table(heads, rows)}"
 
 
-def format_table(content: Mapping[str, Any]) -> str:
-  """Formats the result of `table`: a line for each run, a column for each window, then notes."""
-  updates, rows = content["updates"], []
-  for row in content["runs"]:
-    missing = [""] * (len(updates) - len(row["medians"]))
-    rows.append([row["name"], *map(_cell, row["medians"]), *missing, _cell(row["last"])])
-  title = f"Median training cost of {content['every']} batches, nats per token; up to batch"
-  return _format(title, ["", *updates, "last"], rows, content["notes"])
-
-
-def format_scores(content: Mapping[str, Any]) -> str:
-  """Formats the metric in the result of `table` beside the last costs: one line for each run."""
-  title = f"Median cost of the last {content['every']} batches, nats per token"
+def score_table(runs: Sequence[Record], every: int, metric: str | None) -> str:
+  """A table of a metric, such as "valid/perplexity", beside the last costs: a line for each run."""
+  title = f"Median cost of the last {every} batches, nats per token"
   heads, rows = ["", "batches", "cost"], []
-  if content["metric"]:
-    title += f"; {content['metric']}"
+  if metric:
+    title += f"; {metric}"
     heads += ["last", "lowest", "at batch"]
-  for row in content["runs"]:
-    cells = [row["name"], f"{row['updates']:,}", _cell(row["last"])]
-    if scores := row["scores"]:
-      lowest_at, lowest = min(scores, key=lambda pair: pair[1])
-      cells += [_cell(scores[-1][1]), _cell(lowest), f"{lowest_at:,}"]
+  for name, run in zip(names(runs), runs, strict=True):
+    cells = [name, f"{len(run.losses):,}", _cell(last_median(run.losses, every))]
+    if scores := run.scores.get(metric or "", {}):
+      lowest = min(scores, key=lambda step: scores[step])
+      cells += [_cell(scores[max(scores)]), _cell(scores[lowest]), f"{lowest:,}"]
     rows.append([*cells, *[""] * (len(heads) - len(cells))])
-  return _format(title, heads, rows, content["notes"])
+  return f"{title}:\n\n{style.table(heads, rows)}"
 
 
-def _format(title: str, heads: Sequence, rows: Sequence[Sequence], notes: Sequence[str]) -> str:
-  care = ["", "To be compared with care:", *(f"  {note}" for note in notes)] if notes else []
-  return "\n".join([f"{title}:", "", style.table(heads, rows), *care])
-
-
-def _number(value: float) -> float | None:
-  return float(value) if math.isfinite(value) else None
-
-
-def _cell(value: float | None) -> str:
-  return "-" if value is None else f"{value:.4f}"
+def _cell(value: float) -> str:
+  return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
@@ -328,12 +270,3 @@ def _describe(key: str, value: Any) -> str:
   name = (key.partition(".")[2] or key).removesuffix(".name").removeprefix("mixer.")
   text = value if isinstance(value, str) else json.dumps(value)
   return f"{name.replace('.', ' ').replace('_', ' ')} {'unset' if value is None else text}"
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Settings by their full names; `dpjax.config.flatten` would load JAX."""
-  flat = {}
-  for key, value in settings.items():
-    is_section = isinstance(value, Mapping)
-    flat |= _flatten(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
-  return flat

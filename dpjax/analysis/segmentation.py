@@ -3,7 +3,7 @@ r"""Shows where a model ends its segments in a text, beside the entropy of its p
   dpjax segmentation runs/gumbel --text="the quick brown fox" --out=segments.png
 
 Prints the text with a mark at the end of each segment, and draws it with --out. The default
-text is the beginning of the run's test split.
+text is the beginning of the run's test split, of up to 120 tokens.
 
   the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
   the·␣quick·␣brow·n·␣fox     · between tokens, where some are longer than a character
@@ -21,6 +21,7 @@ import numpy as np
 
 from dpjax.analysis import plots, style
 from dpjax.errors import UserError
+from dpjax.text.streaming import TextStream
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -78,14 +79,9 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
-  """The text that each token adds, or the token's own text if that is unknown."""
-  pieces, before = [], ""
-  for i in range(len(tokens)):
-    after = tokenizer.decode(tokens[: i + 1])
-    added = after[len(before) :] if after.startswith(before) else ""
-    pieces.append(added or tokenizer.decode(tokens[i : i + 1]))
-    before = after
-  return pieces
+  """The text that each token adds, or the token's own text if it adds none."""
+  stream = TextStream(tokenizer)
+  return [stream.push([i]) or tokenizer.decode([i]) for i in tokens]
 
 
 def render(segmentation: Segmentation) -> str:
@@ -148,8 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser, path = argparse.ArgumentParser(prog="dpjax segmentation", description=about), os.path
   parser.add_argument("run_folder", type=path.expanduser, help="of dpjax train")
   parser.add_argument("--text", help="else the beginning of the test split")
-  about = "tokens to show; else all of --text, or up to 120 of the split"
-  parser.add_argument("--length", type=int, help=about)
   about = f"a file: {', '.join(plots.SUFFIXES)}"
   parser.add_argument("--out", type=path.expanduser, help=about)
   with command_line.parsed(parser, arguments) as given:
@@ -158,13 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out:
       plots.check_suffix(given.out)
     command_line.check_platform()
-    run, length = run_lib.load(given.run_folder), given.length
-    if length is not None and not 1 <= length <= run.window:
-      raise UserError(f"length: expected 1 to model.max_length = {run.window}, got {length}")
-    tokens = run.tokens("test") if given.text is None else run.tokenizer.encode(given.text)
-    if given.text is None:
-      length = length or min(120, run.window)
-    found = segment(run, tokens[:length])
+    run = run_lib.load(given.run_folder)
+    beginning = run.tokens("test")[: min(120, run.window)] if given.text is None else given.text
+    found = segment(run, beginning)
     print(render(found))
     print(
       f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
@@ -172,7 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if given.out:
       plots.write(draw(found), given.out)
-
-
-if __name__ == "__main__":
-  main()

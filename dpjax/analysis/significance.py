@@ -12,7 +12,6 @@ two-sided, without a correction for the number of folders.
 import argparse
 import math
 import os
-import re
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from dpjax.analysis import style
 from dpjax.errors import UserError
-from dpjax.files import load_json
+from dpjax.files import read_json
 
 
 def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, float]:
@@ -61,20 +60,17 @@ def _read_score(run: Path, score: str, split: str) -> float:
   from dpjax.training import checkpoints  # Comparing needs no JAX otherwise.
 
   best = checkpoints.Checkpoints(run / "checkpoints").best_step()
-  pattern = rf"scores_{split}_({best or '[0-9]+'})\.json"
-  files = [path for path in run.glob("*.json") if re.fullmatch(pattern, path.name)]
+  files = [*run.glob(f"scores_{split}_{best or '*'}.json")]
   if len(files) != 1:
     raise UserError(
       f"split: expected scores_{split}_<best step>.json in {run}, got "
       f"{len(files)} of them; dpjax evaluate --split={split} writes one"
     )
-  try:
-    scores = load_json(files[0])["scores"].items()
-  except (ValueError, LookupError, TypeError, AttributeError) as error:
-    raise UserError(f"split: expected scores in {files[0]}, got {error!r}") from error
-  known = {name: x for name, x in scores if type(x) is float and math.isfinite(x)}
+  scores = read_json(files[0]).get("scores", {})
+  known = {name: x for name, x in scores.items() if type(x) is float and math.isfinite(x)}
   if score not in known:
-    raise UserError(f"score: expected one of {', '.join(known)} (of {files[0]}), got {score}")
+    names = ", ".join(known) or "none"
+    raise UserError(f"score: expected one of {names} (of {files[0]}), got {score}")
   return known[score]
 
 
@@ -97,7 +93,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
       rows.append([folder, f"{mean:.4f}", f"{deviation:.4f}", f"{difference:+.4f}", f"{p:.4f}"])
     print(f"{given.score} of the {given.split} split, seeds {[*baseline]}\n")
     print(style.table(["", "mean", "deviation", "difference", "p"], rows))
-
-
-if __name__ == "__main__":
-  main()

@@ -67,23 +67,19 @@ def finish(figure: "Figure") -> None:
 
   Call it last, within `applied`. Ticks given as a list stay as they are.
   """
-  for axes in figure.axes:
-    _plain_ticks(axes.xaxis)
-    _plain_ticks(axes.yaxis)
-
-
-def _plain_ticks(axis: Any) -> None:
   from matplotlib import ticker
 
-  low, high = sorted(map(abs, axis.get_view_interval()))
-  locator = axis.get_major_locator()
-  is_log = isinstance(locator, ticker.LogLocator)
-  if is_log and low > 0 and axis.get_transform().base == 10:
-    is_x = axis.axis_name == "x"  # Where labels stand beside one another.
-    axis.set_minor_locator(ticker.NullLocator())
-    if high < 10 * low:
-      axis.set_major_locator(ticker.MaxNLocator(4 if is_x else 6, steps=[1, 2, 5, 10]))
-    elif high < (30 if is_x else 1000) * low:
-      axis.set_major_locator(ticker.LogLocator(subs=(1, 3) if is_x else (1, 2, 5)))
-  if is_log or (isinstance(locator, ticker.AutoLocator) and high >= 10_000):
-    axis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+  every_axis: list[Any] = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+  for axis in every_axis:
+    low, high = sorted(map(abs, axis.get_view_interval()))
+    locator = axis.get_major_locator()
+    is_log = isinstance(locator, ticker.LogLocator)
+    if is_log and low > 0 and axis.get_transform().base == 10:
+      is_x = axis.axis_name == "x"  # Where labels stand beside one another.
+      axis.set_minor_locator(ticker.NullLocator())
+      if high < 10 * low:
+        axis.set_major_locator(ticker.MaxNLocator(4 if is_x else 6, steps=[1, 2, 5, 10]))
+      elif high < (30 if is_x else 1000) * low:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 3) if is_x else (1, 2, 5)))
+    if is_log or (isinstance(locator, ticker.AutoLocator) and high >= 10_000):
+      axis.set_major_formatter(lambda x, _: f"{x:,.10g}")

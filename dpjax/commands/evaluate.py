@@ -52,12 +52,17 @@ def _evaluate(given) -> None:
       run = run_lib.load_torch(torch, given.config, scratch)
     else:
       run = run_lib.load(given.workdir, given.step)
-    size = dict(window=given.window, stride=given.stride, documents=given.documents)
-    scores = run.score_split(split, progress=True, **size)
+    is_own = run.workdir is not None and not workdir_lib.is_exported(run.workdir)
+    scores = run.score_split(
+      split,
+      window=given.window,
+      stride=given.stride,
+      documents=given.documents,
+      progress=True,
+      folder=given.out or (run.workdir if is_own else None),
+    )
   if jax.process_index() == 0:
     is_isolated = (given.documents or run.config.data.documents) == "isolated"
     alone = ", each document as if it stood alone" if is_isolated else ""
     print(f"The {split} split, by {torch or f'step {run.step}'}{alone}:")
     print(run_lib.table(scores))
-  if given.out or run.workdir is None or not workdir_lib.is_exported(run.workdir):
-    run.write_scores(split, scores, folder=given.out, **size)

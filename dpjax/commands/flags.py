@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import logging as std_logging
 import os
 import re
@@ -19,7 +18,7 @@ from ml_collections import config_flags
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.errors import UserError, exit_on_user_error, unknown_setting
+from dpjax.errors import UserError, exit_on_user_error, not_writable, unknown_setting
 
 _ABOUT_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
 _ABOUT_CACHE = (
@@ -59,13 +58,13 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
     print(about or sys.modules["__main__"].__doc__)
     print(*map(flags.FLAGS.module_help, modules), sep="\n")
     return
-  argv = _parse(sys.argv)
-  logging.use_absl_handler()
-  # Orbax tells its every move at INFO.
-  logging.set_verbosity(logging.WARNING)
-  std_logging.getLogger("jax").setLevel(std_logging.WARNING)
   try:
     with exit_on_user_error():
+      argv = _parse(sys.argv)
+      logging.use_absl_handler()
+      # Orbax tells its every move at INFO.
+      logging.set_verbosity(logging.WARNING)
+      std_logging.getLogger("jax").setLevel(std_logging.WARNING)
       _join_processes()
       check_platform()
       _set_compilation_cache()
@@ -97,13 +96,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     for module in plugins:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
-    if len(rest) > 1:
-      raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-    return rest
   except (UserError, flags.Error) as error:
-    if os.environ.get("DPJAX_TRACEBACK"):
-      raise
-    sys.exit(" ".join(str(error).split()))
+    raise UserError(" ".join(str(error).split())) from error
+  if len(rest) > 1:
+    raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
+  return rest
 
 
 def _with_config(argv: list[str]) -> list[str]:
@@ -143,10 +140,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
     for name in names[-1:]:
       is_none = name == "none" and place in config_lib.OPTIONAL
       section = None if is_none else config_lib.COMPONENTS[place].defaults(name, key)
-      try:
-        config_lib.get(config, parent)[last] = section
-      except KeyError as error:
-        raise unknown_setting(key, config_lib.flatten(config)) from error
+      config_lib.get(config, parent)[last] = section
   return others
 
 
@@ -210,9 +204,7 @@ def _join_processes() -> None:
   timer.start()
   try:
     if index == 0 and not missing:  # Where JAX cannot listen, it may crash (signal 11).
-      six = socket.has_dualstack_ipv6()
-      family = socket.AF_INET6 if six else socket.AF_INET
-      socket.create_server(("", int(port)), family=family, dualstack_ipv6=six).close()
+      socket.create_server(("", int(port))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
   except (KeyError, OSError, RuntimeError, ValueError) as error:
@@ -235,8 +227,7 @@ def _set_compilation_cache() -> None:
     # Code for a CPU may be another machine's, and crash (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = (home if home.is_absolute() else Path("~/.cache")) / "dpjax" / "compiled"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dpjax", "compiled")
   try:
     if folder:
       folder = Path(folder).expanduser().absolute()
@@ -244,15 +235,12 @@ def _set_compilation_cache() -> None:
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
-    got = f"{folder} ({getattr(error, 'strerror', None) or error}); what is compiled is not kept"
-    expected = "expected a folder that can be written"
-    print(f"compilation_cache: {expected}, got {got}", file=sys.stderr)
+    told = not_writable("compilation_cache", folder, error)
+    print(f"{told}; what is compiled is not kept", file=sys.stderr)
     folder = ""
   if not folder:
     jax.config.update("jax_enable_compilation_cache", False)
     return
   jax.config.update("jax_compilation_cache_dir", str(folder))
-  is_unlimited = jax.config.values["jax_compilation_cache_max_size"] == -1
-  # JAX locks a limited folder by a package that it does not itself bring.
-  if is_unlimited and importlib.util.find_spec("filelock"):
+  if jax.config.values["jax_compilation_cache_max_size"] == -1:
     jax.config.update("jax_compilation_cache_max_size", 2**31)

@@ -76,19 +76,16 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
 
 
 def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
-  from dpjax.generation import generator as generation
-
   is_one = settings["num_samples"] == 1
   if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack what a model writes.
     sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
   if is_text:
     print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
-  begin, times, rows = time.perf_counter(), [], [[] for _ in range(settings["num_samples"])]
+  begin, times, seen = time.perf_counter(), [], []
   for new in pieces:
     times.append(time.perf_counter())
-    for row, piece in zip(rows, new, strict=True):
-      row.append(piece)
+    seen.append(new)
     if is_text:
       print(new[0].text, end="", flush=True)
   samples = [
@@ -97,11 +94,11 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
       "num_tokens": sum(piece.num_tokens for piece in row),
       "is_stopped": row[-1].is_stopped,
     }
-    for row in rows
+    for row in zip(*seen, strict=True)
   ]
-  counts = [sum(piece.num_tokens for piece in new) for new in zip(*rows, strict=True)]
+  counts = [sum(piece.num_tokens for piece in new) for new in seen]
   seconds, to_first = times[-1] - begin, times[0] - begin
-  speed = generation.tokens_per_second(counts, times)
+  speed = sum(counts[1:]) / (seconds - to_first) if len(counts) > 1 else None
   if not is_text:
     content = {"prompt": prompt, **settings, "samples": samples, "seconds": seconds}
     content |= {"seconds_to_first": to_first, "tokens_per_second": speed}

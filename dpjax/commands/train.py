@@ -15,29 +15,22 @@ from dpjax.errors import UserError
 
 def main() -> None:
   """Trains what the command line describes."""
-  config = command_line.define_config()
-  folder = flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
-  about = "make the tokens that the run needs, and stop"
-  tokenize_only = flags.DEFINE_bool("tokenize_only", False, about)
+  command_line.define_config()
+  flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
+  flags.DEFINE_bool("tokenize_only", False, "make the tokens that the run needs, and stop")
   about = "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
-  profile = flags.DEFINE_string("profile", None, about)
-  about = "measure the speed of matrix products for a second, to report training's share of it"
-  measure_products = flags.DEFINE_bool("measure_products", True, about)
-
-  def start(_) -> None:
-    options = dict(profile=_parse_profile(profile.value), measure_products=measure_products.value)
-    _train(config.value, folder.value, tokenize_only.value, options)
-
-  command_line.start(start, __doc__)
+  flags.DEFINE_string("profile", None, about)
+  command_line.start(lambda _: _train(flags.FLAGS), __doc__)
 
 
-def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
+def _train(given) -> None:
   import jax
 
   from dpjax import run as run_lib
   from dpjax.run import workdir as workdir_lib
   from dpjax.training import loop
 
+  profile, config, folder = _parse_profile(given.profile), given.config, given.workdir
   if not folder:
     raise UserError("--workdir: expected a folder, got none")
   if config is None:
@@ -45,12 +38,12 @@ def _train(config, folder: str, tokenize_only: bool, options: dict) -> None:
       expected = "expected an experiment, or a --workdir with a run to go on with"
       raise UserError(f"--config: {expected}, got none, and {folder}")
     config = workdir_lib.read_config(Path(folder))
-  if tokenize_only:
+  if given.tokenize_only:
     for split, counts in run_lib.tokenize(config, folder).counts.items():
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     return
   try:
-    run, scores = run_lib.train(config, folder, **options)
+    run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first, prompt = jax.process_index() == 0, run.config.sample.prompt

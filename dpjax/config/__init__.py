@@ -11,12 +11,12 @@ if TYPE_CHECKING:
   from dpjax.config.checks import check_sampling as check_sampling
   from dpjax.config.checks import check_seed as check_seed
   from dpjax.config.checks import steps_in as steps_in
-  from dpjax.config.experiments import load as load
-  from dpjax.config.saved import FREE_KEYS as FREE_KEYS
-  from dpjax.config.saved import FREE_NAMES as FREE_NAMES
-  from dpjax.config.saved import LENGTH_KEYS as LENGTH_KEYS
-  from dpjax.config.saved import differences as differences
-  from dpjax.config.saved import from_dict as from_dict
+  from dpjax.config.reading import FREE_KEYS as FREE_KEYS
+  from dpjax.config.reading import FREE_NAMES as FREE_NAMES
+  from dpjax.config.reading import LENGTH_KEYS as LENGTH_KEYS
+  from dpjax.config.reading import differences as differences
+  from dpjax.config.reading import from_dict as from_dict
+  from dpjax.config.reading import load as load
   from dpjax.config.sections import COMPONENTS as COMPONENTS
   from dpjax.config.sections import OPTIONAL as OPTIONAL
   from dpjax.config.sections import apply_variant as apply_variant
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
   from dpjax.config.sections import is_pooled as is_pooled
-  from dpjax.config.sections import known_keys as known_keys
   from dpjax.config.sections import middle as middle
   from dpjax.config.sections import mixer as mixer
   from dpjax.config.sections import mixers_in as mixers_in

@@ -2,20 +2,12 @@
 
 import inspect
 import math
-import numbers
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from dpjax import registry
-from dpjax.config.sections import (
-  check_keys,
-  default,
-  default_model,
-  get,
-  is_pooled,
-  mixers_in,
-  stages_in,
-)
+from dpjax.config import sections
 from dpjax.errors import UserError, unknown
 from dpjax.registry import ConfigDict
 
@@ -42,7 +34,7 @@ _AT_LEAST_0 = """model.vocab_size model.init_std model.norm_init_std train.windo
 
 def check(config: ConfigDict) -> None:
   """A `UserError` for the first key that is unknown, has a wrong type, or contradicts another."""
-  check_keys(config, default(), "")
+  sections.check_keys(config, sections.default(), "")
   check_model(config.model)
   for section in ("data.", "train.", "eval."):
     _check_ranges(config, section)
@@ -50,13 +42,13 @@ def check(config: ConfigDict) -> None:
   _check_training(config.train)
   longest = config.model.max_length
   # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
-  levels = max(1, (longest - (not is_pooled(config.model))).bit_length())
-  for key, section in mixers_in(config.model).items():
+  levels = max(1, (longest - (not sections.is_pooled(config.model))).bit_length())
+  for key, section in sections.mixers_in(config.model).items():
     found, expected = section.get("num_levels"), f"at most {levels}, which reach over the window"
     is_ours = registry.mixers.component(section.name).__module__.startswith("dpjax.")
     _expect(not is_ours or (found or 1) <= levels, f"{key}.num_levels", expected, found)
   for key in ("train.window", "eval.window"):
-    window = get(config, key)
+    window = sections.get(config, key)
     _expect(window <= longest, key, f"at most model.max_length = {longest}", window)
   window, stride = config.eval.window or longest, config.eval.stride
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
@@ -70,7 +62,7 @@ def check(config: ConfigDict) -> None:
 def check_model(model: Mapping) -> None:
   """Checks the settings of a model, as `check`."""
   config = ConfigDict({"model": dict(model)})
-  check_keys(config.model, default_model(), "model.")
+  sections.check_keys(config.model, sections.default_model(), "model.")
   _check_ranges(config, "model.")
   epsilon = config.model.norm_epsilon
   _expect(epsilon > 0, "model.norm_epsilon", "a number above 0", epsilon)
@@ -79,9 +71,9 @@ def check_model(model: Mapping) -> None:
     _expect(0 <= rate < 1, f"model.{key}", "a probability in [0, 1)", rate)
   given = dict(init_std=config.model.init_std, dtype=config.model.dtype)
   given |= dict(max_length=config.model.max_length, position_dropout=config.model.dropout)
-  for key, section in mixers_in(config.model).items():
+  for key, section in sections.mixers_in(config.model).items():
     registry.mixers.build(section, key, **given)
-  for key, section in stages_in(config.model).items():
+  for key, section in sections.stages_in(config.model).items():
     _check_stage(key, section)
   check_ids(config.model)
 
@@ -111,12 +103,13 @@ def _check_stage(key: str, stage: Mapping) -> None:
   expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
   is_valid = key == "model" or name in suited and not kind.draws_in_evaluation
   _expect(is_valid, f"{key}.boundaries", expected, name)
-  mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled(stage)}
+  is_pooled = sections.is_pooled(stage)
+  mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
   for name, section in mixers.items():
     _check_mixer(name, section, f"{key}.width", stage["width"])
-  if is_pooled(stage):
+  if is_pooled:
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
   unused |= {f"{x}.mixer": (stage[x]["mixer"], None) for x in ("first", "last")}
@@ -185,16 +178,12 @@ def check_seed(seed: int) -> None:
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
   """Checks `config.sample`, as `check`; messages begin with `prefix`."""
+  most = registry.LARGEST_FLOAT
   for name, kind, is_valid, expected in (
     ("length", int, lambda x: 1 <= x < 2**31, "an integer of at least 1 below 2**31"),
-    (
-      "temperature",
-      numbers.Real,
-      lambda x: 0 <= x <= registry.LARGEST_FLOAT,
-      "a finite number of at least 0 (0 is greedy)",
-    ),
+    ("temperature", Real, lambda x: 0 <= x <= most, "a finite number of at least 0 (0 is greedy)"),
     ("top_k", int, lambda x: x >= 0, "an integer of at least 0 (0 is all)"),
-    ("top_p", numbers.Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    ("top_p", Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
   ):
     x = sample[name]
     is_number = isinstance(x, kind) and not isinstance(x, bool)
@@ -230,11 +219,12 @@ def check_choice(key: str, value, shown: str = "") -> None:
 def _check_ranges(config, section: str) -> None:
   for key in CHOICES:
     if key.startswith(section):
-      check_choice(key, get(config, key))
+      check_choice(key, sections.get(config, key))
   for least, keys in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
     for key in keys:
       if key.startswith(section):
-        _expect(get(config, key) >= least, key, f"at least {least}", get(config, key))
+        value = sections.get(config, key)
+        _expect(value >= least, key, f"at least {least}", value)
 
 
 def _expect(is_true: Any, key: str, expected: str, got: Any) -> None:

@@ -264,19 +264,11 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
   return {key: section for key, section in sections.items() if section is not None}
 
 
-def known_keys() -> list[str]:
-  """The full names of all settings."""
-  return sorted(flatten(default()))
-
-
-def plugins_in(config: Mapping) -> tuple[str, ...]:
+def plugins_in(config: ConfigDict) -> tuple[str, ...]:
   """The modules that registered the components of a configuration, for --plugin."""
-  found = set()
-  for key, name in flatten(config).items():
-    section, _, last = key.rpartition(".")
-    if last == "name" and place(section) in COMPONENTS:
-      found.add(COMPONENTS[place(section)].origin(name))
-  return tuple(sorted(found - {None}))
+  given = {key: section for key in component_keys(config) if (section := get(config, key))}
+  found = {COMPONENTS[place(key)].origin(section["name"]) for key, section in given.items()}
+  return tuple(sorted(filter(None, found)))
 
 
 def expand_paths(config: ConfigDict) -> ConfigDict:
@@ -312,16 +304,15 @@ def place(key: str) -> str:
   return key.replace("middle.", "")
 
 
-def component_keys(config: ConfigDict) -> list[str]:
-  """The names of all sections that may hold a component, with those of middles."""
-  keys = list(COMPONENTS)
-  is_known = "middle" in config.get("model", {})  # A file may give any settings.
-  for stage in stages_in(config.model) if is_known else ():
-    keys += [
-      f"{stage}.{key.removeprefix('model.')}"
-      for key in COMPONENTS
-      if stage != "model" and key.startswith("model.") and key != "model.mixer"
-    ]
+def component_keys(config: Mapping, prefix: str = "") -> list[str]:
+  """The full names of all sections that may hold a component, with those of middles."""
+  keys = []
+  for name, value in config.items():
+    key = f"{prefix}{name}"
+    if place(key) in COMPONENTS:
+      keys.append(key)
+    elif isinstance(value, ConfigDict):
+      keys += component_keys(value, f"{key}.")
   return keys
 
 

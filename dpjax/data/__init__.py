@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.data.batches import ContiguousRows as ContiguousRows
   from dpjax.data.batches import DocumentStarts as DocumentStarts
+  from dpjax.data.batches import EvaluationDocuments as EvaluationDocuments
+  from dpjax.data.batches import EvaluationWindows as EvaluationWindows
   from dpjax.data.batches import RandomWindows as RandomWindows
   from dpjax.data.batches import ShuffledWindows as ShuffledWindows
   from dpjax.data.catalog import register_corpus as register_corpus
   from dpjax.data.corpus import Corpus as Corpus
-  from dpjax.data.evaluation_batches import EvaluationDocuments as EvaluationDocuments
-  from dpjax.data.evaluation_batches import EvaluationWindows as EvaluationWindows
   from dpjax.data.sources import Source as Source
   from dpjax.data.text import load_corpus as load_corpus
   from dpjax.data.tokens import Tokens as Tokens

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpjax.data.build_once import read_record
 from dpjax.data.corpus import SPLITS, Corpus, build_texts
-from dpjax.data.download import File, Files
 from dpjax.data.sources import (
+  File,
+  Files,
   Source,
   cc100,
   childrens_books,
@@ -22,6 +22,7 @@ from dpjax.data.sources import (
   wikitext,
 )
 from dpjax.errors import UserError, unknown
+from dpjax.files import read_record
 
 PYTHON_MANUAL = "python_manual"  # which comes with Python
 ENTRIES: dict[str, Source] = {
@@ -64,8 +65,6 @@ def register_corpus(name: str, source: Source) -> None:
 
 def find(name: str, language: str = "") -> Source:
   """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
-  if name == PYTHON_MANUAL:
-    raise UserError(f"data.name: expected a corpus to prepare, got {name}, which comes with Python")
   if name.startswith(tfds.PREFIX):
     return tfds.source(name)
   if name not in ENTRIES:
@@ -96,7 +95,8 @@ def open_named(
   entry = find(name, language)
   language = language if entry.languages else ""
   # The whole text begins alike.
-  is_head = is_head and bool(entry.head) and not is_made(name, data_dir, language)
+  whole = Path(data_dir, "texts", _join(name, language))
+  is_head = is_head and bool(entry.head) and not read_record(whole, {"version": entry.version})
   about = {"name": name, "language": language, "is_head": is_head, "version": entry.version}
   folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
 
@@ -118,12 +118,6 @@ def open_named(
 
   splits, about["texts"] = build_texts(folder, about, read)
   return Corpus(_join(name, language), splits, about)
-
-
-def is_made(name: str, data_dir: str | Path, language: str = "", is_head: bool = False) -> bool:
-  """Whether the text of a corpus has been made."""
-  folder = Path(data_dir, "texts", _join(name, language, "head" * is_head))
-  return bool(read_record(folder, {"version": find(name, language).version}))
 
 
 def _join(name: str, *parts: str) -> str:

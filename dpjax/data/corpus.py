@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from dpjax.data.build_once import build_once
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
+from dpjax.files import build_once
 from dpjax.text.tokenizer import is_clean_cut
 
 SPLITS = ("train", "valid", "test")
@@ -240,8 +240,6 @@ def build_texts(
   """
 
   def build(partial: Path) -> dict[str, Any]:
-    for path in partial.glob("*.txt"):  # of an interrupted call
-      path.unlink()
     opened, sums, texts = {}, {}, {}
     bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
     with contextlib.ExitStack() as stack, bar:

@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dpjax import files
 from dpjax.data import corpus
 from dpjax.data.corpus import Documents, Text
 from dpjax.errors import UserError
@@ -112,14 +111,11 @@ class Encoder:
 
 
 def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
-  """Encodes a text into files of `dpjax.data.tokens`, unless an earlier call has done so.
+  """Encodes a text into files of `dpjax.data.tokens`.
 
   Returns "tokens", the counts of `count_text` and, for `Documents`, "documents", which does not
-  count those without tokens. All of it is in <split>.json once the files are complete.
+  count those without tokens.
   """
-  note = folder / f"{split}.json"
-  if done := files.read_json(note):
-    return done
   counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
   has_documents = isinstance(text, Documents)
   has_boundaries = encoder.segment is not None
@@ -152,10 +148,8 @@ def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
     for file in opened:
       file.flush()
       os.fsync(file.fileno())
-  done = {"tokens": tokens, **counter.result()}
-  done |= {"documents": num_documents} if has_documents else {}
-  files.write_json(note, done)
-  return done
+  counts = {"tokens": tokens, **counter.result()}
+  return counts | ({"documents": num_documents} if has_documents else {})
 
 
 def map_in_order(

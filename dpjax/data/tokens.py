@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from dpjax import files
-from dpjax.data import build_once
 from dpjax.data.corpus import SPLITS, Corpus, Text
 from dpjax.data.encoding import Encoder, encode_text
 from dpjax.errors import UserError
@@ -139,8 +137,8 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  Opens existing tokens of the same text and settings, and replaces others. A killed call goes on
-  from its complete splits. A vocabulary is learned from at most 1 GiB, spread over the train split.
+  Opens existing tokens of the same text and settings, and replaces others. A vocabulary is learned
+  from at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -182,13 +180,10 @@ def tokenize(
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
   def build(partial: Path) -> dict[str, Any]:
-    try:  # The encoder of an interrupted call.
-      encoder = _encoder(*_open_encoder(partial, boundaries))
-    except UserError:
-      given = kind if known is None or settings.get("restrict") else known
-      tokenizer, learned = _learn(corpus, given, boundaries, settings)
-      _write_encoder(partial, tokenizer, learned)
-      encoder = _encoder(tokenizer, boundaries, learned)
+    given = kind if known is None or settings.get("restrict") else known
+    tokenizer, learned = _learn(corpus, given, boundaries, settings)
+    _write_encoder(partial, tokenizer, learned)
+    encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
     for split, text in corpus.splits.items():
       counts[split] = encode_text(text, encoder, partial, split)
@@ -196,11 +191,9 @@ def tokenize(
         where = f"the {split} split of {corpus.name}"
         raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
-    for split in corpus.splits:
-      (partial / f"{split}.json").unlink()
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
-  build_once.build_once(folder, inputs, build)
+  files.build_once(folder, inputs, build)
   return open_tokens(folder, boundaries=boundaries)
 
 
@@ -257,8 +250,8 @@ def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
   (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
 
 
-def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]:
-  """The arguments of `_encoder`, as `_write_encoder` wrote them."""
+def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
+  """The tokenizer and what boundaries learned, as `_write_encoder` wrote them."""
   path = folder / "tokenizer.json"
   try:
     tokenizer = tokenizer_from_json(files.read_file(path).decode())
@@ -268,7 +261,7 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, Any, bytes]
       _encoder(tokenizer, boundaries, learned)("")
   except (OSError, ValueError) as error:
     raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
-  return tokenizer, boundaries, learned
+  return tokenizer, learned
 
 
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
@@ -277,11 +270,6 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
   An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
   folder = Path(folder).resolve()
-  build_once.check_replaceable(folder)
-  partial = folder.with_name(folder.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  _write_encoder(partial, data.tokenizer, data.learned)
   content = {
     "format": FORMAT,
     "name": data.name,
@@ -291,8 +279,9 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "checksums": dict(data.checksums),
     "tokens": data.folder.name if is_export else os.path.relpath(data.folder.resolve(), folder),
   }
-  files.write_json(partial / build_once.RECORD, content)
-  build_once.replace_folder(partial, folder)
+  with files.replacing(folder) as partial:
+    _write_encoder(partial, data.tokenizer, data.learned)
+    files.write_json(partial / files.RECORD, content)
 
 
 def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
@@ -307,7 +296,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
     UserError: a file is missing or damaged; the message names it.
   """
   folder = Path(folder)
-  path = folder / build_once.RECORD
+  path = folder / files.RECORD
   try:
     content = files.load_json(path)
     version, name, dtype = content["format"], str(content["name"]), np.dtype(content["dtype"])
@@ -336,7 +325,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
     ) from error
   if version != FORMAT:
     raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another dpjax")
-  tokenizer, _, learned = _open_encoder(folder, kind)
+  tokenizer, learned = _open_encoder(folder, kind)
   return Tokens(
     name, tokenizer, splits, counts, arrays, learned, kind, tokens, checksums, documents
   )

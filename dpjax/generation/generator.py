@@ -143,7 +143,10 @@ class Generator:
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
       own_params = self._by_layer(params)  # a step of one token then copies none
-      state = self._begin(own_params, *_pad(rows, self._bucket(rows)), keys)
+      longest = max(map(len, rows))
+      size = 1 << (longest - 1).bit_length()  # few sizes are few programs
+      size = min(size, self._window) if longest <= self._window else size
+      state = self._begin(own_params, *_pad(rows, size), keys)
     else:
       own_params, state = params, self._slide(rows)
     while living := [n for n, row in enumerate(rows) if not is_stopped[n] and len(row) < ends[n]]:
@@ -181,13 +184,6 @@ class Generator:
       found |= ids
     return found
 
-  def _bucket(self, rows: Sequence[Sequence[int]]) -> int:
-    """A size for the rows: a power of two up to the window, or times the window."""
-    longest, window = max(map(len, rows)), self._window
-    if longest <= window:
-      return min(_round_up(longest), window)
-    return window * _round_up(-(-longest // window))
-
   def _slide(self, rows: Sequence[Sequence[int]]) -> loop.State:
     """The state of rows of which only the last window is known."""
     known = [row[-self._window : -1] for row in rows]
@@ -221,18 +217,6 @@ class Generator:
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
     return loop.advance(step, state, keys, num_tokens=num_tokens, **draw)
-
-
-def tokens_per_second(counts: Sequence[int], times: Sequence[float]) -> float | None:
-  """The speed of chunks as large as the one before; others' time may include compilation.
-
-    16, 16 and 9 tokens, complete at 5, 6 and 8 s  ->  16
-
-  None without such chunks.
-  """
-  same = [i for i in range(1, len(counts)) if counts[i] == counts[i - 1]]
-  seconds = sum(times[i] - times[i - 1] for i in same)
-  return sum(counts[i] for i in same) / seconds if seconds > 0 else None
 
 
 def check_prompt(
@@ -281,11 +265,6 @@ def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.nd
   for number, row in enumerate(rows):
     padded[number, : len(row)] = row
   return padded, np.array([*map(len, rows)], np.int32)
-
-
-def _round_up(number: int) -> int:
-  """The smallest power of two that is at least `number`."""
-  return 1 << (number - 1).bit_length()
 
 
 def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """Samples the next token. B batch, V vocabulary."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,25 +54,13 @@ def sample(
 
   def draw(logits_bv: jax.Array) -> jax.Array:
     scaled_bv = logits_bv.astype(jnp.float32) / jnp.asarray(temperature, jnp.float32)
-    scaled_bv = _if((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, scaled_bv)
-    scaled_bv = _if(top_p < 1, cut_to_p, lambda x: x, scaled_bv)
+    scaled_bv = jax.lax.cond((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, scaled_bv)
+    scaled_bv = jax.lax.cond(top_p < 1, cut_to_p, lambda x: x, scaled_bv)
     # The draws of `jax.random.categorical`, which takes twice the time on a CPU.
     noise_bv = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
     return _first_largest(noise_bv + scaled_bv)
 
-  return _if(temperature < _COLDEST, _first_largest, draw, logits)
-
-
-def _if(
-  condition: bool | jax.Array,
-  then: Callable[[jax.Array], jax.Array],
-  otherwise: Callable[[jax.Array], jax.Array],
-  operand: jax.Array,
-) -> jax.Array:
-  """`jax.lax.cond`, which does not compile the other branch if the condition is known."""
-  if is_known(condition):
-    return then(operand) if condition else otherwise(operand)
-  return jax.lax.cond(condition, then, otherwise, operand)
+  return jax.lax.cond(temperature < _COLDEST, _first_largest, draw, logits)
 
 
 def _first_largest(x_bv: jax.Array) -> jax.Array:

@@ -38,12 +38,8 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  names = (
-    "vocab_size width max_length positions dropout init_std norm_init_std norm_kind use_bias "
-    "tie_embeddings norm_epsilon"
-  )
-  common: dict[str, Any] = {name: model[name] for name in names.split()}
-  common |= dict(final_norm=model["norm"] == "pre", dtype=jnp.dtype(model["dtype"]))
+  names = ("vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings")
+  common = _common(model, *names) | dict(final_norm=model["norm"] == "pre")
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
     return LanguageModel(layers=core, make_positions=_make_positions([core]), **common)
@@ -66,7 +62,6 @@ def _core(
   has_own_width = inner[0]["width"] != model["width"]
   blocks_within = [middle] if isinstance(middle, Stack) else []
   shares = [first, last, *([] if has_own_width else blocks_within)]
-  names = ("norm_init_std", "init_std", "norm_kind", "use_bias", "norm_epsilon")
   make_hourglass = partial(
     Hourglass,
     first=first,
@@ -76,10 +71,15 @@ def _core(
     make_positions=_make_positions(shares),
     middle_width=inner[0]["width"] if has_own_width else None,
     make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
-    dtype=jnp.dtype(model["dtype"]),
-    **{name: model[name] for name in names},
+    **_common(model),
   )
   return PooledMiddle(make_hourglass)
+
+
+def _common(model: Mapping, *others: str) -> dict[str, Any]:
+  """The settings that all modules of a model share, and `others`, as arguments."""
+  names = ("norm_init_std", "init_std", "norm_kind", "use_bias", "norm_epsilon", *others)
+  return {**{name: model[name] for name in names}, "dtype": jnp.dtype(model["dtype"])}
 
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
@@ -120,21 +120,18 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
 
 
 def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length: int) -> Stack:
-  dtype = jnp.dtype(model["dtype"])
   make_mixer = registry.mixers.maker(
     mixer or model["mixer"],
     max_length=model["max_length"] + extra_length,
     position_dropout=model["dropout"],
     init_std=model["init_std"],
-    dtype=dtype,
+    dtype=jnp.dtype(model["dtype"]),
   )
-  names = ("norm", "activation", "dropout", "hidden_dropout", "init_std", "norm_init_std")
   make_block = partial(
     blocks.Block,
     make_mixer=make_mixer,
     hidden_width=model["feed_forward_width"],
-    dtype=dtype,
-    **{name: model[name] for name in (*names, "norm_kind", "use_bias", "norm_epsilon")},
+    **_common(model, "norm", "activation", "dropout", "hidden_dropout"),
   )
   return Stack(
     num_layers,

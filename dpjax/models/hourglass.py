@@ -173,7 +173,12 @@ class Hourglass(nn.Module):
       raise ValueError(f"capacity: expected 1 to {known} = {most_places}, got {capacity}")
     kind = self.make_boundaries(name="boundary_predictor")
     if is_start is not None:
-      _check_documents(kind)
+      check_takes_starts(kind)
+      if not kind.has_null_group and kind.pooling != "last":
+        raise UserError(
+          f"is_start: expected none for {type(kind).__name__}, whose segments are means but have "
+          "no null group, got some"
+        )
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
     make, make_middle = self.make_positions, self.make_middle_positions
@@ -324,15 +329,6 @@ class Hourglass(nn.Module):
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
       self.make_boundaries(parent=None).init_state(batch, width),
-    )
-
-
-def _check_documents(kind: Boundaries) -> None:
-  check_takes_starts(kind)
-  if not kind.has_null_group and kind.pooling != "last":
-    raise UserError(
-      f"is_start: expected none for {type(kind).__name__}, whose segments are means but have no "
-      "null group, got some"
     )
 
 

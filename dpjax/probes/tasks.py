@@ -10,9 +10,8 @@ back to t - R can only guess beyond R.
 
 Sources: Arora et al. 2023, arXiv:2312.04927 (multi-query associative recall); Jelassi et al.
 2024, arXiv:2402.01032 (copying); Olsson et al. 2022, arXiv:2209.11895, and Gu and Dao 2023,
-arXiv:2312.00752 (induction heads). Differences: a pair of recall is one token, because small
-models need far more updates to learn that a value belongs to the key before it than to look up a
-key; and rows of any length have `NUM_KEYS` pairs, so that longer ones have no more to remember.
+arXiv:2312.00752 (induction heads). Differences: a pair of recall is one token, and rows of any
+length have `NUM_KEYS` of them; docs/probes.md says why.
 """
 
 from typing import NamedTuple
@@ -33,19 +32,9 @@ class Examples(NamedTuple):
   distances: np.ndarray
 
 
-def num_contents(longest: int) -> int:
-  """The number of contents that suffices for all tasks with rows of up to `longest` tokens."""
-  return max(NUM_KEYS * (2 + NUM_KEYS), longest // 2)
-
-
 def chance(task: str, contents: int) -> float:
   """The accuracy of a guess among all possible answers of the task."""
   return 1 / {"recall": NUM_KEYS, "copying": contents, "induction": NUM_NOISE}[task]
-
-
-def draw(task: str, size: tuple[int, int], contents: int, seed: tuple[int, ...]) -> Examples:
-  """Draws rows of a task, of size B, T; T is even and at least 2 `NUM_KEYS`."""
-  return TASKS[task](np.random.default_rng(seed), *size, contents)
 
 
 def _recall(rng, num_rows: int, length: int, contents: int) -> Examples:
@@ -97,3 +86,8 @@ def _permutations(rng, num_rows: int, count: int) -> np.ndarray:
 
 
 TASKS = {"recall": _recall, "copying": _copying, "induction": _induction}
+
+
+def draw(task: str, size: tuple[int, int], contents: int, seed: tuple[int, ...]) -> Examples:
+  """Draws rows of a task, of size B, T; T is even and at least 2 `NUM_KEYS`."""
+  return TASKS[task](np.random.default_rng(seed), *size, contents)

@@ -1,6 +1,5 @@
 """The card of an exported model: scores, how to load it, and its equations as NumPy code."""
 
-import ast
 import inspect
 import math
 import re
@@ -10,7 +9,6 @@ from typing import Any
 
 from dpjax import __version__, files
 from dpjax import config as config_lib
-from dpjax.errors import UserError
 from dpjax.run import numpy_model
 
 _CARD = """# {name}
@@ -44,7 +42,7 @@ _DESCRIPTION = """
 _MODEL = """At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token
 {start_id} stands before a text. A matrix is [in, out], and heads lie side by side among the
 features. Arrays of a stack of layers have the layers as their first axis. This is the whole model
-in NumPy, without dropout{computes}:
+in NumPy, without dropout{computes}; branches for other settings may call what is not here:
 
 ```python
 {code}
@@ -52,13 +50,11 @@ in NumPy, without dropout{computes}:
 
 In PyTorch, `safetensors.torch.load_file` reads the arrays.
 """
-_LOGITS = """arrays = load_file("model.safetensors")
+_IMPORTS = "import numpy as np\nfrom safetensors.numpy import load_file"
+_LOADING = """arrays = load_file("model.safetensors")
 arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
-model = json.load(open("config.json"))["model"]
-"""
-_COMPUTE = """
-
-def logits(tokens):  # [T] -> [T, V]
+model = json.load(open("config.json"))["model"]"""
+_LOGITS = """def logits(tokens):  # [T] -> [T, V]
   return forward(tokens, arrays, model)"""
 
 
@@ -71,81 +67,26 @@ def _components(model: Mapping) -> set[str]:
 def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
   """A program with a function `logits`, [T] -> [T, V], that computes an exported model."""
   models = [model, frozen] if frozen else [model]
-  stages = [stage for each in models for stage in config_lib.stages_in(each).values()]
-  pooled = [stage for stage in stages if config_lib.is_pooled(stage)]
-  mixers = [section for each in models for section in config_lib.mixers_in(each).values()]
   names = sorted({name for each in models for name in _components(each)})
   table = {name: numpy_model.FUNCTIONS[name].__name__ for name in names}
   known = {name: x for name, x in vars(numpy_model).items() if inspect.isfunction(x)}
-
-  def settings_of(name: str) -> list[dict]:
-    """What `model`, `mixer` and `kind` may be in a function."""
-    if name == "hourglass":
-      return [{"model": stage, "kind": stage["boundaries"]} for stage in pooled]
-    if name in table.values():
-      sections = [*mixers, *(stage["boundaries"] for stage in pooled)]
-      mine = [section for section in sections if table[section["name"]] == name]
-      return [{"mixer": section, "kind": section} for section in mine]
-    activations = {each["activation"] for each in models}
-    activations |= {"gelu"} if "predicted" in table.values() else set()
-    if name == "feed_forward":
-      return [{"activation": each} for each in activations]
-    return [{"model": each, "mixer": mixer} for each in models for mixer in mixers]
-
-  sources, wanted = {}, ["forward"]
+  if not any(config_lib.is_pooled(each) for each in models):
+    del known["hourglass"]  # `forward` never comes to its call
+  sources, wanted = {}, {"forward", *table.values()}
   while wanted:
     name = wanted.pop()
-    sources[name] = _decide(inspect.getsource(known[name]).strip(), settings_of(name))
-    called = {*re.findall(r"(\w+)\(", sources[name])} & {*known}
-    called |= {*table.values()} if "FUNCTIONS[" in sources[name] else set()
-    wanted += called - {*sources, *wanted}
-  shown = ", ".join(f'"{name}": {function}' for name, function in table.items())
-  is_looked_up = any("FUNCTIONS[" in source for source in sources.values())
-  settings = f"FUNCTIONS = {{{shown}}}\n" * is_looked_up + _LOGITS
-  if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
-    settings += 'model["boundaries"] = json.load(open("boundaries.json"))\n'
-  if frozen:
-    settings += 'model["boundaries"]["frozen"] = json.load(open("frozen.json"))\n'
+    sources[name] = inspect.getsource(known[name]).strip()
+    wanted |= {*re.findall(r"(\w+)\(", sources[name])} & {*known} - {*sources}
   parts = [sources[name] for name in known if name in sources]
-  imports = ["import json", *["import math"] * any("math." in part for part in parts), ""]
-  imports += ["import ml_dtypes  # lets NumPy read bfloat16"] * (dtype == "bfloat16")
-  imports += ["import numpy as np", "from safetensors.numpy import load_file"]
-  return "\n\n\n".join(["\n".join(imports), *parts, f"{settings}{_COMPUTE}"])
-
-
-def _decide(source: str, settings: list[dict]) -> str:
-  """The source of a function with only the branches that any of the settings takes."""
-
-  def evaluate(node: ast.expr) -> set:
-    code = compile(ast.Expression(node), "card", "eval")
-    try:
-      return {eval(code, {**vars(numpy_model), **each}) for each in settings}
-    except (NameError, KeyError, TypeError):  # It depends on arrays, or on the component.
-      return set()
-
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.If | ast.IfExp):
-      found = evaluate(node.test)
-    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "FUNCTIONS":
-      found = evaluate(node)
-    else:
-      continue
-    lines, line = source.split("\n"), source.split("\n")[node.lineno - 1]
-    if len(found) != 1 or line.lstrip().startswith("elif"):
-      continue
-    (value,) = found
-    if isinstance(node, ast.If):
-      kept = node.body if value else node.orelse
-      new = lines[kept[0].lineno - 1 : kept[-1].end_lineno] if kept else []
-      is_chain = new and new[0].lstrip().startswith("elif")
-      new = [new[0].replace("elif", "if", 1), *new[1:]] if is_chain else [x[2:] for x in new]
-      lines[node.lineno - 1 : node.end_lineno] = new
-    else:
-      is_table = isinstance(node, ast.Subscript)
-      chosen = value.__name__ if is_table else ast.unparse(node.body if value else node.orelse)
-      lines[node.lineno - 1] = line[: node.col_offset] + chosen + line[node.end_col_offset :]
-    return _decide("\n".join(lines), settings)
-  return re.sub(r"^ *(\w+) = \1\n", "", source, flags=re.MULTILINE)
+  functions = ", ".join(f'"{name}": {function}' for name, function in table.items())
+  settings = f"FUNCTIONS = {{{functions}}}\n{_LOADING}"
+  if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
+    settings += '\nmodel["boundaries"] = json.load(open("boundaries.json"))'
+  if frozen:
+    settings += '\nmodel["boundaries"]["frozen"] = json.load(open("frozen.json"))'
+  bfloat16 = "import ml_dtypes  # lets NumPy read bfloat16\n" * (dtype == "bfloat16")
+  imports = f"import json\nimport math\n\n{bfloat16}{_IMPORTS}"
+  return "\n\n\n".join([imports, *parts, settings, _LOGITS])
 
 
 def describe(
@@ -187,15 +128,8 @@ def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **desc
 def _scores(run: Any) -> list[str]:
   rows = []
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
-    try:
-      content = files.load_json(path)
-      split = {x: x for x in run.data.counts}[content["split"]]
-      rows += [
-        f"| {split} | {name.replace('_', ' ')} | {float(value):.4g} |"
-        for name, value in content["scores"].items()
-        if value is not None
-      ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      expected = "expected scores of the run"
-      raise UserError(f"{path}: {expected}, got damaged JSON ({error!r})") from error
+    content = files.read_json(path)
+    for name, value in content.get("scores", {}).items():
+      if value is not None:
+        rows.append(f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |")
   return rows

@@ -23,10 +23,11 @@ from safetensors.flax import save_file
 
 from dpjax import files
 from dpjax.data.tokens import write_reference
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
 from dpjax.run import card
 from dpjax.run import workdir as workdir_lib
+from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
 
@@ -61,8 +62,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
     else:
       os.replace(partial, folder)
   except (OSError, SafetensorError) as error:
-    reason = getattr(error, "strerror", None) or error
-    raise UserError(f"folder: expected one that can be written, got {folder} ({reason})") from error
+    raise not_writable("folder", folder, error) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 
@@ -104,12 +104,8 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
       at = int((file.metadata() or {}).get("step", 0))
       if step not in (None, at):
         raise UserError(f"step: expected None or {at} of an exported run, got {step}")
-      ours = {name: x.shape for name, x in expected.items()}
-      if wrong := [x for x in sorted(ours | found) if ours.get(x) != found.get(x)]:
-        raise UserError(
-          f"{path}: expected parameters of this model, {wrong[0]} of the "
-          f"shape {ours.get(wrong[0], 'none')}, got {found.get(wrong[0], 'none')}"
-        )
+      message = f"{path}: expected parameters of this model, got others"
+      checkpoints.check_arrays(found, {name: x.shape for name, x in expected.items()}, message)
       params = {}
       for name, x in expected.items():  # Through the host, which holds one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)

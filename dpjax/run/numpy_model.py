@@ -1,4 +1,4 @@
-"""An exported model in NumPy. Its card shows the functions and branches that its settings need.
+"""An exported model in NumPy. Its card shows the functions that its settings need.
 
 `p` holds arrays by their names in model.safetensors, `model` the settings `config.model`.
 """
@@ -197,8 +197,7 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T
-  else:
-    return linear(part(p, "logits"), x)
+  return linear(part(p, "logits"), x)
 
 
 FUNCTIONS = {

@@ -14,6 +14,7 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
+from dpjax.config import sections
 from dpjax.data.encoding import count_text
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
@@ -103,6 +104,7 @@ class Run:
     stride: int = 0,
     documents: str = "",
     progress: bool = False,
+    folder: str | Path | None = None,
   ) -> dict[str, float]:
     """Scores a split of the run's corpus, every token once.
 
@@ -113,23 +115,33 @@ class Run:
       documents: "isolated" scores each document alone, after a start token; "joined" one text;
         "": `config.data.documents`.
       progress: whether to show a progress bar.
+      folder: where to write the scores, too, as JSON; None: nowhere.
 
     Raises:
       ValueError: there is no such split, its tokens have changed, or see `score`.
     """
-    data = self._data_with(split, self._documents(documents))
+    documents = documents or self.config.data.documents
+    config_lib.check_choice("data.documents", documents)
+    data = self._data_with(split, documents)
     data.check(split)
     size: Any = dict(window=window, stride=stride, progress=progress)
-    return self._score_split(self.params, split, data, documents, **size)
+    scores = self._score_split(self.params, split, data, documents, **size)
+    if folder is not None and jax.process_index() == 0:
+      used = window, stride = self._scorer.sizes(window, stride)
+      name = f"scores_{split}_{self.step}"
+      if used != self._scorer.sizes():
+        name += f"_window{window}_stride{stride}"
+      if documents != self.config.data.documents:
+        name += f"_{documents}"
+      content = {"split": split, "step": self.step, "window": window, "stride": stride}
+      content |= {"scores": metrics.for_json(scores), "documents": documents}
+      content["counts"] = dict(data.counts[split])
+      files.write_json(Path(folder, f"{name}.json"), content)
+    return scores
 
   def tokens(self, split: str = "test") -> np.ndarray:
     """The tokens of a split of the run's corpus, [N]; recreates missing files."""
     return self._data_with(split, "joined").splits[split]
-
-  def _documents(self, documents: str) -> str:
-    documents = documents or self.config.data.documents
-    config_lib.check_choice("data.documents", documents)
-    return documents
 
   def _data_with(self, split: str, documents: str) -> Tokens:
     if self.data is None or split not in self.data.splits:
@@ -140,36 +152,6 @@ class Run:
     if self.workdir is None or self.data.has_tokens:
       return self.data
     return tokens_lib.find_tokens(self.config, self.workdir / "data")
-
-  def write_scores(
-    self,
-    split: str,
-    scores: Mapping[str, float],
-    *,
-    window: int = 0,
-    stride: int = 0,
-    documents: str = "",
-    folder: str | Path | None = None,
-  ) -> None:
-    """Writes the scores of `score_split` into a folder, by default the run's, as JSON."""
-    folder = folder or self.workdir
-    if folder is None or self.data is None:
-      return
-    documents, data = self._documents(documents), self.data
-    if documents == "isolated" and data.documents is None:
-      data = tokens_lib.with_documents(self.config, data)  # By all processes together.
-    if jax.process_index() != 0:
-      return
-    used = window, stride = self._scorer.sizes(window, stride)
-    name = f"scores_{split}_{self.step}"
-    if used != self._scorer.sizes():
-      name += f"_window{window}_stride{stride}"
-    if documents != self._documents(""):
-      name += f"_{documents}"
-    content = {"split": split, "step": self.step, "window": window, "stride": stride}
-    content |= {"scores": metrics.for_json(scores), "documents": documents}
-    content["counts"] = dict(data.counts[split])
-    files.write_json(Path(folder, f"{name}.json"), content)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
@@ -255,7 +237,7 @@ class Run:
     return self._score_split(params, "valid", self.data, max_tokens=most)
 
   def _score_split(self, params, split: str, data: Any, documents: str = "", **size):
-    is_isolated = self._documents(documents) == "isolated"
+    is_isolated = (documents or self.config.data.documents) == "isolated"
     size["documents"] = data.documents[split] if is_isolated else None
     boundaries = None if data.boundaries is None else data.boundaries[split]
     tokens, counts = data.splits[split], data.counts[split]
@@ -300,6 +282,64 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   return Run(config, built, params, data.tokenizer, at, data, workdir)
 
 
+def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
+  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
+
+  These files hold no vocabulary: `config.data` must make the authors', as
+  configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
+  frequency: read their files with `dpjax.interop.from_torch`.
+
+  Args:
+    file: a file that the authors' scripts saved.
+    config: names mixer, heads, longest input, data and tokenizer.
+    folder: the folder of the tokens, made if missing.
+
+  Raises:
+    ValueError: PyTorch is missing, or the file does not match the configuration.
+  """
+  from dpjax.interop.torch_checkpoints import from_torch
+
+  try:
+    import torch  # pyright: ignore[reportMissingImports]  (optional)
+  except ImportError as error:
+    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
+    raise UserError(message) from error
+  try:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+  except (MemoryError, OSError):
+    raise
+  except Exception as error:  # A damaged file shows as any of several types.
+    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
+    raise UserError(message) from error
+  config = sections.expand_paths(config)
+  config_lib.check(config)
+  settings = config.model
+  if settings.mixer.name == "relative_attention":
+    raise UserError(
+      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
+      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
+      "characters are in no file"
+    )
+  model_config, params = from_torch(
+    content,
+    num_heads=settings.mixer.get("num_heads"),
+    variant="multihead" if settings.mixer.name == "dispatcher_multihead" else "paper",
+    max_length=settings.max_length,
+  )
+  if model_config.mixer.name != settings.mixer.name:
+    raise UserError(
+      f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
+    )
+  data = tokens_lib.open_tokens(config, Path(folder) / "data")
+  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
+  if "implementation" in model_config.mixer:
+    model_config.mixer.implementation = settings.mixer.implementation
+  config = config.copy_and_resolve_references()
+  config.model = model_config
+  config = build.with_vocabulary(config, data.tokenizer)
+  return Run(config, build.assemble(config.model), params, data.tokenizer, 0, data)
+
+
 _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 
@@ -307,22 +347,6 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   """The frozen model of a saved run's boundaries, if any."""
   settings = workdir_lib.read_frozen(config, workdir)
   return None if settings is None else build.assemble(settings)
-
-
-@overload
-def generate(run: Run | str | Path, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
-
-
-@overload
-def generate(
-  run: Run | str | Path, prompt: Sequence[str], **settings: Unpack[Sampling]
-) -> list[list[str]]: ...
-
-
-def generate(run, prompt, **settings):
-  """`Run.generate` of a run, or of the run in a folder."""
-  run = run if isinstance(run, Run) else load(run)
-  return run.generate(prompt, **settings)
 
 
 def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:

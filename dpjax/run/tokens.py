@@ -8,10 +8,10 @@ from dpjax.data import catalog
 from dpjax.data import tokens as data_tokens
 from dpjax.data.text import load_corpus
 from dpjax.data.tokens import Tokens, write_reference
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
 from dpjax.registry import ConfigDict
-from dpjax.run.workdir import not_writable, on_first_process
+from dpjax.run.workdir import on_first_process
 from dpjax.text.tokens import Tokenizer, load_tokenizer
 
 
@@ -33,7 +33,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tok
       try:
         write_reference(made, folder)
       except OSError as error:
-        raise not_writable(folder, error) from error
+        raise not_writable("workdir", folder, error) from error
     read_data(config, folder).check()
 
   on_first_process(make)

@@ -23,7 +23,7 @@ from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import evaluation, loop, losses, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
 
@@ -80,24 +80,28 @@ def train(
     shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
     workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
     _print_start(run, data, shapes, durations.num_steps)
+    validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
+    if config.eval.max_tokens:
+      validation["max_tokens"] = config.eval.max_tokens
     loop.fit(
       trainer,
       train_batches,
       run._validate,
       durations,
       workdir=workdir,
+      keep_checkpoints=config.train.keep_checkpoints,
+      patience=config.train.patience,
       initial=_initial(run, shapes, frozen, model),
+      meta={"config": config.to_dict(), "validation": validation},
+      origin=_origin(data),
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
       measure_products=measure_products,
-      **_checkpoint_options(run, data),
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
-    scores = best.score_split("test", progress=True)
-    best.write_scores("test", scores)
-    return best, scores
+    return best, best.score_split("test", progress=True, folder=workdir)
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
@@ -137,12 +141,12 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
   if config.data.documents == "isolated":
     begins: Any = data.documents
     options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
-  if settings.batches == "random_windows":
-    return batches.RandomWindows(split, *size, config.seed, **options)
-  options["pad_id"] = build.pad_id(config.model)
-  if settings.batches == "shuffled_windows":
-    return batches.ShuffledWindows(split, *size, config.seed, **options)
-  return batches.ContiguousRows(split, *size, **options)
+  make = {
+    "contiguous": batches.ContiguousRows,
+    "random_windows": batches.RandomWindows,
+    "shuffled_windows": batches.ShuffledWindows,
+  }[settings.batches]
+  return make(split, *size, config.seed, pad_id=build.pad_id(config.model), **options)
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
@@ -167,10 +171,8 @@ def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
 
 def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
   """The shapes of the parameters; a `UserError` if the run cannot train."""
-  config = run.config
-  sharding.check_rows(config.train.batch_size, trainer.accumulate_steps)
-  prompt = config.sample.prompt
-  generator.check_prompt(config.model, run.tokenizer, prompt, "sample.prompt", config.sample)
+  config, sample = run.config, run.config.sample
+  generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
   ids = jnp.zeros((1, 1), jnp.int32)
 
   def init(**known):
@@ -204,22 +206,12 @@ def _check_memory(state: Any, parameters: str) -> None:
     )
 
 
-def _checkpoint_options(run: Run, data: Tokens) -> dict[str, Any]:
-  """What checkpoints hold, and which are kept."""
-  config = run.config
-  validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
-  if config.eval.max_tokens:
-    validation["max_tokens"] = config.eval.max_tokens
-  # What must not change on resume, besides the settings.
+def _origin(data: Tokens) -> dict[str, str]:
+  """What must not change on resume, besides the settings."""
   origin = {"tokenizer": data.tokenizer.to_json(), "training text": data.counts["train"]["sha256"]}
   if data.learned:
     origin["unigram model"] = hashlib.sha256(data.learned).hexdigest()
-  return dict(
-    keep_checkpoints=config.train.keep_checkpoints,
-    patience=config.train.patience,
-    meta={"config": config.to_dict(), "validation": validation},
-    origin=origin,
-  )
+  return origin
 
 
 def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
@@ -245,21 +237,14 @@ def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], di
   if frozen is None and not folder:
     return None
 
-  def shapes_by_name(params) -> dict[str, tuple]:
-    leaves = jax.tree.leaves_with_path(params)
-    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
-
   def read(drawn: dict) -> dict:
     params = drawn
     if folder:
       other = _load_other(folder, key, run.tokenizer, model)
-      params, expected, found = other.params, shapes_by_name(shapes), shapes_by_name(other.params)
-      wrong = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
-      if wrong:
-        raise UserError(
-          f"{key}: expected parameters of this model, {wrong[0]} of the shape "
-          f"{expected.get(wrong[0])}, got {found.get(wrong[0])} in {other.workdir}"
-        )
+      params = other.params
+      message = f"{key}: expected parameters of this model, got others in {other.workdir}"
+      found, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
+      checkpoints.check_arrays(found, expected, message)
     return params if frozen is None else build.with_frozen(params, frozen.params)
 
   return read

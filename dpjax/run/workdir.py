@@ -13,8 +13,6 @@ lock             locked by the training process; names its host and number
 
 import contextlib
 import errno
-import fcntl
-import logging
 import os
 import re
 import socket
@@ -27,12 +25,11 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.config import ConfigDict, saved, sections
-from dpjax.errors import UserError
-from dpjax.files import load_json, write_json
+from dpjax.config import ConfigDict, reading, sections
+from dpjax.errors import UserError, not_writable
+from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
-_log = logging.getLogger(__name__)
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
@@ -55,7 +52,7 @@ def lock(workdir: Path) -> Iterator[None]:
       yield
     except OSError as error:  # Writing to an open file names none.
       if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise not_writable(workdir, error) from error
+        raise not_writable("workdir", workdir, error) from error
       raise
 
 
@@ -65,17 +62,12 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
   except OSError as error:
-    raise not_writable(workdir, error) from error
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError as error:
-    if error.errno in (errno.EAGAIN, errno.EACCES):
-      file.seek(0)
-      owner = file.read().strip() or "another process"
-      expected = "expected a folder in which no other process trains"
-      raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does") from error
-    message = "%s: this file system has no locks (%s); make sure that no other process trains here"
-    _log.warning(message, workdir, error.strerror)
+    raise not_writable("workdir", workdir, error) from error
+  if not try_lock(file):
+    file.seek(0)
+    owner = file.read().strip() or "another process"
+    expected = "expected a folder in which no other process trains"
+    raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does")
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -106,7 +98,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
         "checkpoints and no config.json"
       )
     return False
-  differences = config_lib.differences(_read_json(path), config.to_dict())
+  differences = config_lib.differences(reading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = " (the schedule ends with the length: to train on, take a new workdir and "
     hint += f"train.initial_run = {workdir})"
@@ -143,38 +135,28 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
       plugins = {"plugins": sections.plugins_in(config)}
       write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
-      raise not_writable(workdir, error) from error
+      raise not_writable("workdir", workdir, error) from error
 
   on_first_process(write)
 
 
 def read_config(workdir: Path) -> ConfigDict:
   """The settings of the run in a folder; a `UserError` if they cannot be read."""
-  path = workdir / "config.json"
-  if not path.exists():
+  if not (workdir / "config.json").exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  return saved.of_run(_read_json(path), workdir)
+  return reading.of_run(workdir)
 
 
 def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return config_lib.from_dict({"model": _read_json(workdir / "frozen.json")}).model
+  return config_lib.from_dict({"model": reading.read_settings(workdir / "frozen.json")}).model
 
 
 def needs_run(config: ConfigDict) -> bool:
   """Whether the boundaries use the model of another run."""
   return registry.boundaries.component(config.model.boundaries.name).needs_run
-
-
-def _read_json(path: Path) -> dict:
-  try:
-    if not isinstance(content := load_json(path), dict):
-      raise UserError(f"{type(content).__name__} for a dict of settings")
-    return content
-  except (OSError, ValueError) as error:
-    raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
 
 
 def on_first_process(work: Callable[[], None]) -> None:
@@ -198,9 +180,3 @@ def on_first_process(work: Callable[[], None]) -> None:
     raise own
   if message:
     raise UserError(message)
-
-
-def not_writable(folder: Path, error: OSError) -> UserError:
-  """The error for a run's folder that cannot be written."""
-  reason = error.strerror
-  return UserError(f"workdir: expected a folder that can be written, got {folder} ({reason})")

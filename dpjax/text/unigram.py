@@ -21,7 +21,6 @@ from dpjax.errors import UserError
 from dpjax.text.subwords import SPACE_MARK, learn_pieces
 from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, file_error, size_error
 
-_MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _LONGEST_WORD = 2**14
 _MOST_WORDS = 2**21  # that are remembered
 
@@ -49,12 +48,8 @@ class UnigramBoundaries:
       content = proto.ModelProto.FromString(model)
     except DecodeError:
       content = proto.ModelProto()
-    if not content.pieces:
-      raise UserError("model: expected a SentencePiece model, got something else")
-    kind = content.trainer_spec.model_type
-    if kind != 1:
-      expected = "model: expected a SentencePiece model of the type unigram"
-      raise UserError(f"{expected}, got one of the type {_MODEL_TYPES.get(kind, kind)}")
+    if not content.pieces or content.trainer_spec.model_type != content.trainer_spec.UNIGRAM:
+      raise UserError("model: expected a SentencePiece model of the type unigram, got another file")
     self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     self._found: dict[str, bytes] = {}  # of words met before, a byte a character
 

@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import zlib
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
-from dpjax.errors import UserError
+from dpjax.errors import UserError, not_writable
 from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
 
@@ -29,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 def _is_news(line: logging.LogRecord) -> bool:
-  """Whether to log a line: Orbax logs each error it raises, and asyncio those of its tasks."""
-  text = f"{line.pathname} {line.exc_info[1]}" if line.exc_info else ""
-  return "orbax" not in text and "tensorstore" not in text
+  """False for the errors of Orbax: it logs each that it raises, and asyncio those of its tasks."""
+  error = line.exc_info and line.exc_info[1]
+  return not (error and re.search("orbax|tensorstore", f"{line.pathname} {error}"))
 
 
 for logger in ("absl", "asyncio"):
@@ -64,7 +65,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
-    return sorted({int(path.name) for path in find_complete(self._folder)})
+    return [int(path.name) for path in reversed(find_complete(self._folder))]
 
   def best_step(self) -> int | None:
     """The best step by validation, if it was saved."""
@@ -109,10 +110,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager.wait_until_finished()
       for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)
-      raise UserError(
-        f"workdir: expected a folder that can be written, got {self._folder} "
-        f"({cause.strerror or cause})"
-      ) from error
+      raise not_writable("workdir", self._folder, cause) from error
 
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
@@ -131,13 +129,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     paths = self._list_alike()
     if not paths:
       return None
-    found, damaged = _read_first(paths, _parts(abstract), origin or {})
-    if found is None:
-      raise UserError(
-        f"workdir: expected a whole checkpoint in {self._folder}, got damaged ones of the "
-        f"steps {[int(path.name) for path in damaged]}. Restore that folder from a backup, or "
-        "begin anew in another workdir (train.initial_run can name a run to begin with)"
-      )
+    (_, tree, meta), damaged = _read_first(paths, _parts(abstract), origin or {})
     if damaged and self._manager:
       if jax.process_index() == 0:
         (self._folder / "damaged").mkdir(exist_ok=True)
@@ -145,7 +137,6 @@ class Checkpoints(contextlib.AbstractContextManager):
           path.rename(self._folder / "damaged" / f"{path.name}_{time.time_ns()}")
       multihost_utils.sync_global_devices("damaged")
       self._manager.reload()
-    _, tree, meta = found
     return TrainState(**tree), meta
 
   def restore_step(
@@ -157,8 +148,7 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> tuple[int, dict]:
     """Reads the step and the parameters alone of one checkpoint; raises as `restore` does.
 
-    `step` None is the best by validation, or else the newest. `origin` may be a part of that
-    saved. `part` is "params", or "average" for a run that has one.
+    `step` None is the best by validation, or else the newest. `part` is "params" or "average".
     """
     paths = self._list_alike()
     if not paths:
@@ -168,13 +158,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       paths.sort(key=lambda path: path.name != best)
     elif not (paths := [path for path in paths if path.name == str(step)]):
       raise UserError(f"step: expected one of {self.steps()}, got {step}")
-    found, damaged = _read_first(paths, {part: abstract}, origin or {})
-    if found is None:
-      raise UserError(
-        f"step: expected a whole checkpoint in {self._folder}, got a damaged one of step "
-        f"{damaged[0].name}"
-      )
-    return found[0], found[1][part]
+    (found, tree, _), _ = _read_first(paths, {part: abstract}, origin or {})
+    return found, tree[part]
 
   def _list_alike(self) -> list[Path]:
     """The complete checkpoints, which all processes must see alike."""
@@ -188,14 +173,9 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def find_complete(folder: str | Path) -> list[Path]:
-  """The complete checkpoints in a run's folder of checkpoints, the newest first.
-
-  Each is a folder with the name of its step, in older runs within "last" or "best".
-  """
-  places = [Path(folder).absolute() / part for part in ("", "last", "best")]
-  names = ocp.path.step.standard_name_format()
-  found = [Path(each.path) for place in places for each in names.find_all(place)]
-  return sorted(found, key=lambda path: -int(path.name))
+  """The complete checkpoints in a folder, the newest first; each is named after its step."""
+  steps = ocp.path.step.standard_name_format().find_all(Path(folder).absolute())
+  return [Path(each.path) for each in sorted(steps, key=lambda each: -each.step)]
 
 
 @jax.jit
@@ -238,8 +218,8 @@ class _DamagedError(Exception):
 
 
 def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
-  """The step, tree and meta of the first checkpoint that is intact, and the damaged ones."""
-  damaged = []
+  """The step, tree and meta of the first intact checkpoint, and the damaged ones before it."""
+  damaged: list[Path] = []
   for path in paths:
     try:
       return (int(path.name), *_read(path, target, origin)), damaged
@@ -247,7 +227,11 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
       damaged.append(path)
       text = "The checkpoint of step %s is damaged (%s); trying the one before."
       _log.warning(text, path.name, error)
-  return None, damaged
+  raise UserError(
+    f"workdir: expected a whole checkpoint in {paths[0].parent}, got damaged ones of the steps "
+    f"{[int(path.name) for path in damaged]}. Restore that folder from a backup, or begin anew in "
+    "another workdir (train.initial_run can name a run to begin with)"
+  )
 
 
 def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
@@ -293,14 +277,8 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   pairs = zip(leaves, meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
   found = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
-  expected = describe_arrays(target)
-  if wrong := [name for name in found | expected if found.get(name) != expected.get(name)]:
-    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
-    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
-    raise UserError(
-      f"workdir: expected a checkpoint of this model, got another in {path}: "
-      f"{'; '.join(lines)}{'; ...' if wrong[4:] else ''}"
-    )
+  message = f"workdir: expected a checkpoint of this model, got another in {path}"
+  check_arrays(found, describe_arrays(target), message)
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
   layout = ocp.checkpoint_utils.construct_restore_args(target)
   how = ocp.args.PyTreeRestore(target, restore_args=layout, partial_restore=True)
@@ -308,17 +286,23 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
 
 
+def check_arrays(found: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
+  """Raises a `UserError` that begins with `message` unless arrays, by name, are the model's."""
+  if wrong := [name for name in {**found, **expected} if found.get(name) != expected.get(name)]:
+    wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
+    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
+    raise UserError(f"{message}: {'; '.join(lines)}{'; ...' if wrong[4:] else ''}")
+
+
 def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSError | None:
   """The error of the file system, except those in `but`, that led to an error of Orbax."""
   each: BaseException | None = error
   while each is not None:
-    if isinstance(each, OSError) and not isinstance(each, but):
-      return each if each.filename else OSError(each.errno, each.strerror, str(folder))
     # TensorStore, which is not of Python, names errors of the system in its text.
-    for number in errno.errorcode:
-      found = OSError(number, os.strerror(number), str(folder))
-      if os.strerror(number) in str(each) and not isinstance(found, but):
-        return found
+    named = (OSError(x, os.strerror(x)) for x in errno.errorcode if os.strerror(x) in str(each))
+    for found in [each] if isinstance(each, OSError) else named:
+      if not isinstance(found, but):
+        return OSError(found.errno, found.strerror, found.filename or str(folder))
     each = each.__cause__ or each.__context__
   return None
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from dpjax.data import batches, evaluation_batches
+from dpjax.data import batches
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import losses, metrics, sharding
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 def evaluate(
   eval_step: Callable[..., Mapping[str, jax.Array]],
   params: Mapping,
-  windows: evaluation_batches.EvaluationWindows | evaluation_batches.EvaluationDocuments,
+  windows: batches.EvaluationWindows | batches.EvaluationDocuments,
   counts: Mapping[str, int],
   mesh: Mesh,
   *,
@@ -127,13 +127,13 @@ class Scorer:
     if documents is None:
       start = document_starts(np.zeros(1, np.int64), self.tokenizer)
       given |= dict(start_boundary=start.start_boundary, max_tokens=max_tokens)
-      rows = evaluation_batches.EvaluationWindows(*size, start.start_id, **given)
+      rows = batches.EvaluationWindows(*size, start.start_id, **given)
       if rows.share < 1:
         units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
         counts = {unit: counts[unit] * rows.share for unit in units}
     else:
       starts = document_starts(documents, self.tokenizer)
-      rows = evaluation_batches.EvaluationDocuments(*size, starts, **given)
+      rows = batches.EvaluationDocuments(*size, starts, **given)
     return evaluate(
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,8 @@ from dpjax.training.reporting import NonFiniteError as NonFiniteError
 BEST_BY = "nats_per_token"  # what validation is judged by; the lower the better
 
 
-class TrainBatches(Protocol):
-  """Batches of rows of `window` tokens, functions of the step alone (`dpjax.data.batches`)."""
-
-  batch_size: int
-  window: int
-
-  def batch(self, step: int, rows: slice) -> Mapping[str, np.ndarray]:
-    """The given rows of the batch of update `step`."""
-    ...
-
-
-class Callback(Protocol):
-  """A function that receives each report: an experiment tracker, or early stopping."""
-
-  def __call__(
-    self, step: int, metrics: Mapping[str, float], state: step_lib.TrainState
-  ) -> bool | None:
-    """Takes the report of a step; returns True, in all processes, to end the training here.
-
-    `metrics` are as in metrics.jsonl, with the split before the name: "valid/nats_per_token".
-    `state` is the newest, of this step or the next one; the next update donates it. An ended run
-    is scored and saved, and trains no further unless with more steps or without callbacks.
-    """
-    ...
+# A function of each report, such as an experiment tracker or early stopping; see `fit`.
+Callback = Callable[[int, Mapping[str, float], step_lib.TrainState], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +71,7 @@ class Durations:
 
 def fit(
   trainer: Trainer,
-  batches: TrainBatches,
+  batches: Any,
   evaluate: Callable[[dict], Mapping[str, float]],
   durations: Durations,
   *,
@@ -117,7 +95,7 @@ def fit(
 
   Args:
     trainer: the model and the settings of an update.
-    batches: the training batches.
+    batches: with `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
     durations: the durations in updates.
     workdir: the run's folder, which exists.
@@ -127,7 +105,11 @@ def fit(
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
       differs from the checkpoint's, the search for the best restarts.
     origin: values saved with each checkpoint, which must match on resume.
-    callbacks: functions of each report, called in order.
+    callbacks: functions of each report's step, metrics and state, called in order. Metrics are as
+      in metrics.jsonl, with the split before the name: "valid/nats_per_token". The state is the
+      newest, of this step or the next one; the next update donates it. One that returns True, in
+      all processes, ends the training: the run is scored and saved, and trains no further unless
+      with more steps or without callbacks.
     should_stop: called after every update, with the same answer in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
     measure_products: whether to report training's share of the speed of matrix products.

@@ -1,6 +1,7 @@
 """Sums over the batches of a text, and the scores computed from them."""
 
 import math
+import sys
 from collections.abc import Mapping
 
 
@@ -109,7 +110,4 @@ def _ratio(above: float, below: float) -> float:
 
 
 def _exp(value: float) -> float:
-  try:
-    return math.exp(value)
-  except OverflowError:
-    return math.inf
+  return math.inf if value > math.log(sys.float_info.max) else math.exp(value)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import logging
 import math
 import os
 import sys
@@ -22,8 +21,6 @@ LOSSES = "losses.f32"
 # Over how many losses a mean or median is: of use beside it, and no curve.
 _NO_CURVES = ("mean_over_steps", "median_over_steps")
 
-_log = logging.getLogger(__name__)
-
 
 class NonFiniteError(RuntimeError):
   """The loss or the gradient of a step was not finite; the message names the step."""
@@ -34,15 +31,14 @@ class Reporter(contextlib.AbstractContextManager):
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
   1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
-  unknown). A run that resumes at `step` first drops later ones, and moves lines that cannot be read
-  to `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
+  unknown). A run that resumes at `step` first drops later ones; lines that cannot be read move to
+  `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
     self._is_first, self._new, self._num_steps = jax.process_index() == 0, [], num_steps
     hidden = None if self._is_first else True  # None: hidden where there is no terminal
     self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=hidden)
-    self._tensorboard = None
     if self._is_first:
       from tensorboardX import SummaryWriter
 
@@ -50,18 +46,13 @@ class Reporter(contextlib.AbstractContextManager):
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._file = path.open("a", encoding="utf-8")
-      folder = Path(workdir) / "tensorboard"
-      try:
-        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
-      except OSError as error:  # metrics.jsonl has the same numbers.
-        _log.warning("%s: %s; training goes on without it", folder, error.strerror)
+      self._tensorboard = SummaryWriter(str(Path(workdir) / "tensorboard"), purge_step=step + 1)
 
   def __exit__(self, *_) -> None:
     self._bar.close()
     if self._is_first:
       self._file.close()
       self._losses.close()
-    if self._tensorboard is not None:
       self._tensorboard.close()
 
   def advance(self, loss: float) -> None:
@@ -95,7 +86,7 @@ class Reporter(contextlib.AbstractContextManager):
       loss = f"loss {scores['loss']:.4f}{shown}"
       print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
     for name, value in curves.items():
-      if self._tensorboard is not None and math.isfinite(value):
+      if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
@@ -120,15 +111,12 @@ def _open_losses(path: Path, step: int):
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-  *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-  if _step_of(last) is not None:
-    lines.append(last)  # Else it was being written when the run was killed.
-  if damaged := [line + b"\n" for line in lines if _step_of(line) is None]:
-    aside = path.with_name(path.name + ".damaged")
-    with aside.open("ab") as file:
+  lines = path.read_bytes().split(b"\n") if path.exists() else []
+  known = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
+  if damaged := [line for line, found in known if found is None]:
+    with path.with_name(path.name + ".damaged").open("ab") as file:
       file.writelines(damaged)
-    _log.warning("%s: moved %d damaged line(s) into %s", path, len(damaged), aside.name)
-  kept = [line + b"\n" for line in lines if (found := _step_of(line)) is not None and found <= step]
+  kept = [line for line, found in known if found is not None and found <= step]
   temporary = path.with_suffix(".tmp")
   temporary.write_bytes(b"".join(kept))
   os.replace(temporary, path)

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from dpjax.data.batches import ContiguousRows, DocumentStarts, RandomWindows, ShuffledWindows
-from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
+from dpjax.data.batches import (
+  ContiguousRows,
+  DocumentStarts,
+  EvaluationDocuments,
+  EvaluationWindows,
+  RandomWindows,
+  ShuffledWindows,
+)
 from dpjax.errors import UserError
 
 DTYPES = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "boundaries": np.int32}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpjax.data.build_once import build_once, read_record
 from dpjax.errors import UserError
+from dpjax.files import build_once, read_record
 
 
 def build(calls):
@@ -52,8 +52,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, UserError])
-def test_what_is_done_stays_unless_the_user_must_change_something(tmp_path, error):
+def test_an_unfinished_folder_goes_and_a_killed_one_is_built_anew(tmp_path, error):
   target, calls = tmp_path / "text", []
+  partial = tmp_path / "text.partial"
 
   def fail(folder):
     build(calls)(folder)
@@ -61,9 +62,8 @@ def test_what_is_done_stays_unless_the_user_must_change_something(tmp_path, erro
 
   with pytest.raises((error, UserError), match="No space left"):
     build_once(target, {"version": 3}, fail)
-  left = tmp_path / "text.partial"
-  assert not target.exists() and left.exists() == (error is not UserError)
-  if left.exists():  # Of other inputs, it is of no use.
-    (left / "b.txt").touch()
-    build_once(target, {"version": 4}, build(calls))
-    assert not (target / "b.txt").exists()
+  assert not target.exists() and not partial.exists()
+  partial.mkdir()
+  (partial / "b.txt").touch()
+  build_once(target, {"version": 3}, build(calls))
+  assert not partial.exists() and not (target / "b.txt").exists()

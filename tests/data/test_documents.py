@@ -7,7 +7,6 @@ import lzma
 import numpy as np
 import pytest
 
-from dpjax import files
 from dpjax.data import catalog
 from dpjax.data import corpus as corpus_lib
 from dpjax.data.corpus import SPLITS, Chunks, Documents, Marked, line_pattern
@@ -234,31 +233,9 @@ def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
     np.testing.assert_array_equal(joined.splits[split], isolated.splits[split])
 
 
-def test_a_kill_in_the_middle_and_a_change(tmp_path, monkeypatch):
+def test_a_change_of_the_documents_is_named(tmp_path):
   (tmp_path / "x.jsonl").write_bytes(as_json(TEXTS * 3))
-  corpus = load_corpus(path=tmp_path / "x.jsonl", split_fractions=(0.5, 0.3, 0.2))
-  expected = tokenize(corpus, tmp_path / "expected", "bytes")
-  written = files.write_json
-
-  def fail(path, content):
-    if path.name == "valid.json":
-      raise KeyboardInterrupt
-    written(path, content)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(files, "write_json", fail)
-    with pytest.raises(KeyboardInterrupt):
-      tokenize(corpus, tmp_path / "data", "bytes")
-  left = tmp_path / "data.partial"
-  assert (left / "train.json").exists() and (left / "valid.documents.bin").exists()
-  with monkeypatch.context() as patch:  # train is not read again
-    train = corpus.splits["train"]
-    read = type(train).documents
-    patch.setattr(type(train), "documents", lambda text: 1 / 0 if text == train else read(text))
-    data = tokenize(corpus, tmp_path / "data", "bytes")
-  for split in SPLITS:
-    np.testing.assert_array_equal(data.documents[split], expected.documents[split])
-    np.testing.assert_array_equal(data.splits[split], expected.splits[split])
+  data = tokenize(load_corpus(path=tmp_path / "x.jsonl"), tmp_path / "data", "bytes")
   file = data.folder / "test.documents.bin"
   file.write_bytes(file.read_bytes()[:-8] + np.int64(3).tobytes())
   with pytest.raises(UserError, match="test.documents.bin: .* a file that was changed"):

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from dpjax.data.download import File, Files
+from dpjax.data.sources import File, Files
 from dpjax.errors import UserError
 
 CONTENT = np.random.default_rng(1).bytes(7919)

@@ -6,8 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from dpjax.data.batches import DocumentStarts
-from dpjax.data.evaluation_batches import EvaluationDocuments, EvaluationWindows
+from dpjax.data.batches import DocumentStarts, EvaluationDocuments, EvaluationWindows
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "I_eval_windows.json"
 

@@ -260,55 +260,20 @@ def data_dir(tmp_path, monkeypatch):
   return tmp_path / "data"
 
 
-def test_the_commands_list_and_prepare(data_dir, capsys):
-  command.main(["prepare", "text8", f"--data_dir={data_dir}"])
-  first, *lines = capsys.readouterr().out.splitlines()
-  assert first.startswith("preparing text8 in ")
-  assert [line.split()[0] for line in lines] == ["train", "valid", "test"]
-  (data_dir / "manual" / "text8.zip").unlink()  # not needed again
+def test_a_text_is_made_once_and_its_files_are_not_needed_again(data_dir, capsys):
   corpus = load_corpus("text8", data_dir=data_dir)
+  assert capsys.readouterr().out.startswith("preparing text8 in ")
+  (data_dir / "manual" / "text8.zip").unlink()
+  assert joined(load_corpus("text8", data_dir=data_dir)) == joined(corpus)
   assert "".join(joined(corpus).values()) == TEXT8 and corpus.about["name"] == "text8"
-  command.main(["list", f"--data_dir={data_dir}"])
+
+
+def test_the_command_lists_all_corpora(capsys):
+  command.main(["list"])
   blocks = capsys.readouterr().out.split("\n\n")
-  by_name = {block.partition(":")[0]: block.rstrip() for block in blocks}
+  by_name = {block.partition(":")[0]: block for block in blocks}
   assert by_name.keys() == {"python_manual", *catalog.ENTRIES}
-  for name in catalog.ENTRIES:
-    assert "licence" in by_name[name]
-    assert by_name[name].endswith("prepared   yes" if name == "text8" else "prepared   no")
-
-
-def test_the_command_that_cleans(tmp_path):
-  source, target = tmp_path / "raw.txt", tmp_path / "clean.txt"
-  source.write_text("Two: 2\nC\u0410T\n", encoding="utf-8")
-  command.main(["clean", "--language=en", str(source), str(target)])
-  latin = tmp_path / "latin.txt"
-  latin.write_bytes(b"Two\n" * 9 + b"\xff")
-  for arguments, message in (
-    (["clean", "--language=xx", str(source), str(target)], "data.language"),
-    (["clean", "--language=en", str(tmp_path / "none"), str(target)], "none: expected"),
-    (["clean", "--language=en", str(latin), str(target)], "latin.txt: expected a text in UTF-8"),
-    (["prepare", "texte8"], "data.name: .* did you mean text8"),
-    (["prepare", "python_manual"], "data.name: .* python_manual, which comes with"),
-  ):
-    with pytest.raises(SystemExit, match=message):
-      command.main(arguments)
-  assert target.read_text().split() == ["two", "two", "cat"]
-  # A text may be replaced by itself, under whatever name.
-  (tmp_path / "link.txt").symlink_to(source)
-  command.main(["clean", "--language=en", str(tmp_path / "link.txt"), str(source)])
-  assert source.read_text().split() == ["two", "two", "cat"]
-  assert not list(tmp_path.glob("*.partial"))
-
-
-def test_the_command_that_cleans_in_a_pipe():
-  code = "from dpjax.commands.data import main; main(['clean', '--language=fi', '-', '-'])"
-  run = functools.partial(
-    subprocess.run, [sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True
-  )
-  done = run(input="Älä 1!\n".encode(), check=True)
-  assert done.stdout.decode().strip() == "älä yksi"
-  done = run(input=b"\xff")
-  assert done.returncode == 1 and b"-: expected a text in UTF-8" in done.stderr
+  assert all("licence" in by_name[name] for name in catalog.ENTRIES)
 
 
 def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):

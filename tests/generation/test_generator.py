@@ -15,7 +15,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.generation import generator as generator_lib
-from dpjax.generation.generator import Generator, _noise, tokens_per_second
+from dpjax.generation.generator import Generator, _noise
 from dpjax.models.build import build_model, pad_id
 from dpjax.text.tokens import Bytes, train_tokenizer
 from tests import helpers
@@ -196,22 +196,14 @@ def test_models_that_end_with_their_window_say_so():
     generator.stream(params, ["abc"], length=9, beyond_window="continue")
 
 
-def test_the_speed_is_that_of_whole_chunks():
-  # Of the first of each size, and of what is cut, nothing is known.
-  times = [5.0, 6.0, 8.0, 8.5, 20.0, 21.0, 22.0]
-  assert tokens_per_second([16, 16, 16, 9, 4, 4, 1], times) == 9
-  assert tokens_per_second([16], [5.0]) is None
-  assert tokens_per_second([16, 3], [5.0, 6.0]) is None
-
-
 def test_from_a_folder_with_the_settings_of_the_run(finished):
   workdir, run, _ = finished
-  texts = dpjax.generate(workdir, "the ", num_samples=2)
+  texts = dpjax.load(workdir).generate("the ", num_samples=2)
   settings = dict(run.config.sample)
   assert settings.pop("prompt") and settings["length"] == 9
   assert texts == run.generate("the ", num_samples=2)
   assert texts == run.generate("the ", num_samples=2, **settings)
-  assert texts == dpjax.generate(run, ["the ", "a"], num_samples=2)[0]
+  assert texts == run.generate(["the ", "a"], num_samples=2)[0]
   assert "".join(x[0].text for x in run.stream("the ", length=9)) == texts[0]
 
 

@@ -56,8 +56,6 @@ def test_a_file_is_scored(torch, config, tmp_path):
   text = run.tokenizer.decode(ids)
   assert run.score(text)["nats_per_token"] == pytest.approx(float(nats), rel=1e-5)
   assert scores["perplexity"] > 1
-  # It has no folder to write into.
-  run.write_scores("test", scores)
 
 
 def test_refusals(torch, config, tmp_path, monkeypatch):

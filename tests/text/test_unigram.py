@@ -171,9 +171,11 @@ def test_model_from_a_file(tmp_path, model):
     load_unigram(tmp_path / "none.model")
   for content in (b"", b"\xff\xfe\0 not a model", model[:-1], model[:3]):
     (tmp_path / "other.model").write_bytes(content)
-    with pytest.raises(ValueError, match="^model.boundaries.file: .*other.model .*something else"):
+    with pytest.raises(ValueError, match="^model.boundaries.file: .*other.model .*another file"):
       load_unigram(tmp_path / "other.model")
   tokenizer = train_tokenizer("sentencepiece_bpe", [TEXT], vocab_size=307)
   (tmp_path / "bpe.model").write_bytes(tokenizer._model)
-  with pytest.raises(ValueError, match="^model.boundaries.file: .*bpe.model .*of the type bpe"):
+  with pytest.raises(
+    ValueError, match="^model.boundaries.file: .*bpe.model .*unigram, got another file"
+  ):
     load_unigram(tmp_path / "bpe.model")

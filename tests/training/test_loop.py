@@ -42,6 +42,12 @@ def fit(workdir, num_steps=4, *, trainer=None, evaluate=lambda params: SCORES, e
   loop.fit(trainer, Batches(), evaluate, durations, workdir=workdir, **given)
 
 
+def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
+  trainer = loop.Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5), accumulate_steps=3)
+  with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
+    fit(tmp_path, trainer=trainer)
+
+
 def from_spaces(batch):
   """The capacity as the run's configuration has it told by the tokens."""
   needed = int((batch["tokens"] == SPACE).sum(axis=1).max()) + 1

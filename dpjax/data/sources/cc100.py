@@ -11,8 +11,7 @@ import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpjax.data.download import File, Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import File, Files, Source, reading
 
 BASE_URL = "https://data.statmt.org/cc-100"
 HEAD_BYTES = 2**28

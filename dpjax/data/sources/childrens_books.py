@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpjax.data.corpus import line_pattern
-from dpjax.data.download import File, Files
-from dpjax.data.sources import Source
+from dpjax.data.sources import File, Files, Source
 from dpjax.errors import UserError
 
 # Project Gutenberg asks programs to use its mirrors; the site itself blocks them.

@@ -7,8 +7,7 @@ the papers name none. Source: Chelba et al. 2013, arxiv.org/abs/1312.3005; statm
 
 from collections.abc import Iterator
 
-from dpjax.data.download import File, Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import File, Files, Source, reading
 
 ARCHIVE = File(
   "http://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz",

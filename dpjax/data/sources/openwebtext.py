@@ -10,8 +10,7 @@ is followed by a line end and the line <|endoftext|>, GPT-2's mark.
 from collections.abc import Iterator
 
 from dpjax.data.corpus import line_pattern
-from dpjax.data.download import Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import Files, Source, reading
 
 REPOSITORY = "Skylion007/openwebtext"
 SEPARATOR = "<|endoftext|>"

@@ -10,32 +10,26 @@ fit.vutbr.cz/~imikolov/rnnlm; Marcus et al. 1993.
 import re
 from collections.abc import Iterator
 
-from dpjax.data.download import Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import Files, Source, reading
 from dpjax.errors import UserError
 
 ARCHIVE = "simple-examples.tgz"
-NAMES = {split: f"ptb.{split}.txt" for split in ("train", "valid", "test")}
 
 
 def read(files: Files) -> Iterator[tuple[str, str]]:
-  """The three files, from the archive or the manual folder."""
+  """The three files of the archive."""
   archive = files.manual_dir / ARCHIVE
-  paths = {split: files.manual_dir / name for split, name in NAMES.items()}
-  if archive.exists():
-    wanted = {x: (re.escape(f"simple-examples/data/{name}"), 1) for x, name in NAMES.items()}
-    yield from reading.tar_members(archive, wanted)
-  elif all(path.exists() for path in paths.values()):
-    yield from reading.text_files(paths)
-  else:
+  if not archive.exists():
     raise UserError(
-      f"penn_treebank: expected {ARCHIVE} (or {', '.join(NAMES.values())}, or a folder "
-      f"penn_treebank with train.txt, valid.txt, test.txt) in the folder {files.manual_dir}, "
-      "got none of them. The corpus may not be downloaded for you: "
-      "with a licence of the Linguistic Data Consortium (catalog.ldc.upenn.edu/LDC99T42) "
+      f"penn_treebank: expected {ARCHIVE} (or a folder penn_treebank with train.txt, valid.txt, "
+      f"test.txt) in the folder {files.manual_dir}, got neither. The corpus may not be downloaded "
+      "for you: with a licence of the Linguistic Data Consortium (catalog.ldc.upenn.edu/LDC99T42) "
       f"take the archive from Mikolov's page, www.fit.vutbr.cz/~imikolov/rnnlm/{ARCHIVE}, "
       "and put it there."
     )
+  name = "simple-examples/data/ptb.{}.txt"
+  splits = ("train", "valid", "test")
+  return reading.tar_members(archive, {x: (re.escape(name.format(x)), 1) for x in splits})
 
 
 SOURCE = Source(

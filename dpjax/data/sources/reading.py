@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from dpjax.data.download import File, Files
+from dpjax.data.sources import File, Files
 from dpjax.errors import UserError
 
 PIECE = 2**20  # bytes
@@ -98,7 +98,7 @@ def zip_member(path: Path, member: str) -> Iterator[str]:
     raise damage(path, f"a zip archive with {member} in UTF-8", error) from error
 
 
-def _check_names(names: list[str]) -> None:
+def _check_names(names: Iterable[str]) -> None:
   for name in names:
     if name.startswith("/") or ".." in name.split("/"):
       raise KeyError(f"the name {name}, which leads out of it")

@@ -6,8 +6,7 @@ Letters a to z and single spaces, digits spelt out, one line without an end. Spl
 
 from collections.abc import Iterator
 
-from dpjax.data.download import File, Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import File, Files, Source, reading
 
 ARCHIVE = File(
   "http://mattmahoney.net/dc/text8.zip",

@@ -1,4 +1,4 @@
-"""Any text corpus of TensorFlow Datasets, as the name tfds:NAME or tfds:NAME/CONFIG.
+"""Text corpora of TensorFlow Datasets, as the name tfds:NAME or tfds:NAME/CONFIG.
 
 Takes the feature "text" of each example of the dataset's train, validation and test, with a line
 end. Many builders need no TensorFlow (https://www.tensorflow.org/datasets/tfless_tfds).
@@ -7,8 +7,7 @@ end. Many builders need no TensorFlow (https://www.tensorflow.org/datasets/tfles
 from collections.abc import Iterator
 from typing import Any
 
-from dpjax.data.download import Files
-from dpjax.data.sources import Source
+from dpjax.data.sources import Files, Source
 from dpjax.errors import UserError
 
 PREFIX = "tfds:"
@@ -22,34 +21,27 @@ def source(name: str) -> Source:
   def read(files: Files) -> Iterator[tuple[str, str]]:
     import tensorflow_datasets as tfds
 
-    folder = files.folder / "tfds"
+    folder = str(files.folder / "tfds")
+    config = tfds.download.DownloadConfig(manual_dir=files.manual_dir, try_download_gcs=False)
     try:
       # array_record needs no TensorFlow.
       builder: Any = tfds.builder(
-        name.removeprefix(PREFIX), data_dir=str(folder), file_format="array_record"
+        name.removeprefix(PREFIX), data_dir=folder, file_format="array_record"
       )
-      config = tfds.download.DownloadConfig(
-        manual_dir=str(files.manual_dir) if files.manual_dir.is_dir() else None,
-        try_download_gcs=False,
-      )
-      builder.download_and_prepare(download_dir=str(folder / "downloads"), download_config=config)
-      features = builder.info.features
-      if "text" not in features:
-        raise KeyError(f"the features {', '.join(features)}, and no text")
+      builder.download_and_prepare(download_dir=f"{folder}/downloads", download_config=config)
       for split in (x for x in SPLITS if x in builder.info.splits):
         examples = builder.as_data_source(split)
         for begin in range(0, len(examples), BATCH):
           for example in examples.__getitems__(range(begin, min(begin + BATCH, len(examples)))):
-            text = example["text"].decode()
-            yield SPLITS[split], text if text.endswith("\n") else text + "\n"
+            yield SPLITS[split], example["text"].decode().removesuffix("\n") + "\n"
     # Builders raise anything; errors of the disk are reported elsewhere.
     except Exception as error:
       if isinstance(error, OSError) and error.errno:
         raise
       said = str(error).partition("\n")[0]  # The rest may list all known names.
       raise UserError(
-        "data.name: expected a text corpus that TensorFlow Datasets can make here, got "
-        f"{name} ({type(error).__name__}: {said})"
+        "data.name: expected a corpus with a feature text that TensorFlow Datasets can make here, "
+        f"got {name} ({type(error).__name__}: {said})"
       ) from error
 
   return Source(name, read, "its own", "not known", "tensorflow.org/datasets")

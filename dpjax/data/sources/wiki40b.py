@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpjax.data.download import Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import Files, Source, reading
 from dpjax.errors import UserError
 
 REPOSITORY = "google/wiki40b"

@@ -10,8 +10,7 @@ Models", arxiv.org/abs/1609.07843, Table 1.
 import functools
 from collections.abc import Iterator
 
-from dpjax.data.download import File, Files
-from dpjax.data.sources import Source, reading
+from dpjax.data.sources import File, Files, Source, reading
 
 # The first author's own address has the same files as Amazon S3 had. Their checksums are from
 # datasets/wikitext/dataset_infos.json of github.com/huggingface/datasets.
