@@ -346,6 +346,7 @@ def main(
     "--out", help=f"path without suffix; results/{name}, or nothing is written with --quick"
   )
   parser.add_argument("--quick", action="store_true", help="small cases, three rounds")
+  parser.add_argument("--rounds", type=int, default=rounds, help="of each condition")
   parser.add_argument("--parts", default=",".join(parts), help=",".join(parts))
   arguments = parser.parse_args()
   chosen = arguments.parts.split(",")
@@ -360,7 +361,7 @@ def main(
     command = " ".join(["python", *sys.orig_argv[1:]])
     report["parts"][part] = {"command": command, "machine": describe_machine(), "cases": []}
     for case in parts[part](arguments.quick):
-      rounds = LEAST_ROUNDS if arguments.quick else rounds
+      rounds = LEAST_ROUNDS if arguments.quick else arguments.rounds
       entry = compare(case, rounds=rounds, max_seconds=max_seconds, conditions=conditions())
       report["parts"][part]["cases"].append(entry)
       print(table(entry), flush=True)
