@@ -252,16 +252,27 @@ def compare(
 
 
 def describe_machine() -> dict[str, Any]:
-  """The device, the processor, its cores, the versions and the allocator."""
+  """The device, the processor and its rate, its cores, the versions and the allocator.
+
+  Processors of one name may be generations apart: the family, the model, and the rates of a large
+  product say which it is.
+  """
   import jax
 
-  model = platform.processor()
+  from dpjax.training import profiling
+
+  facts = {}
   with contextlib.suppress(OSError):
-    names = [x for x in pathlib.Path("/proc/cpuinfo").open() if x.startswith("model name")]
-    model = names[0].split(":")[1].strip()
+    lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    facts = dict([part.strip() for part in line.split(":", 1)] for line in lines)
+  flags = facts.get("flags", "").split()
+  rates = {x: round(profiling.product_rate(x) / 1e9) for x in ("float32", "bfloat16")}
   return {
     "device": jax.devices()[0].device_kind,
-    "processor": model,
+    "processor": facts.get("model name", platform.processor()),
+    "family_and_model": [facts.get(name) for name in ("cpu family", "model")],
+    "instructions": [x for x in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if x in flags],
+    "gflops_of_products": rates,
     "cores": os.cpu_count(),
     "jax": jax.__version__,
     "python": platform.python_version(),
