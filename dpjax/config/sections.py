@@ -203,8 +203,8 @@ def default() -> ConfigDict:
   train.patience = 0  # evaluations without a new best that end the run; 0: it goes on
   train.checkpoint_every_steps = 500  # updates between checkpoints
   train.keep_checkpoints = 2  # the number of last ones; the best is kept beside them
-  # What products multiply in; "bfloat16" is mixed precision: parameters, sums, norms and all that
-  # is not multiplied stay in model.dtype.
+  # The dtype of the factors of matrix products; bfloat16 is mixed precision: sums, norms, softmax
+  # and what layers pass on stay in model.dtype.
   train.products = "float32"
   train.parameters = "replicated"  # on all devices, or each divided over them
 

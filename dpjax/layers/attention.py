@@ -191,7 +191,7 @@ class RelativeAttention(nn.Module):
     biases = positions.content_bias, positions.position_bias
     if cache is None:
       r_rhe = project(positions.table[:length]).reshape(-1, *per_head)
-      q, k, v, r_rhe, *biases = (ops.as_factor(x) for x in (q, k, v, r_rhe, *biases))
+      k, v, r_rhe = (ops.as_factor(x) for x in (k, v, r_rhe))
       drop = _dropout(self, deterministic)
       y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
     else:

@@ -42,7 +42,6 @@ from dpjax.ops.entropies import entropy_theta as entropy_theta
 from dpjax.ops.entropies import entropy_threshold as entropy_threshold
 from dpjax.ops.products import as_factor as as_factor
 from dpjax.ops.products import dot_general as dot_general
-from dpjax.ops.products import product as product
 from dpjax.ops.products import product_dtype as product_dtype
 from dpjax.ops.routing import ratio_loss as ratio_loss
 from dpjax.ops.routing import route as route

@@ -102,7 +102,7 @@ def causal_convolution(
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
 # The fastest in training, on a CPU by results/causal_convolution.json, except "conv", which is
-# measured outside of a loop, on others by results/ops_h200.json. The first row that fits counts:
+# measured outside of a loop, elsewhere by results/ops_h200.json. The first row that fits counts:
 # rank of the filters, most B, most T, implementation.
 _FASTEST = {
   "cpu": (
@@ -146,7 +146,7 @@ def _lead(x, ndim):
 
 def _product(formula, dtype, a, b):
   """An einsum of float32 or float64 arrays whose values are those of `dtype`."""
-  return product(formula, a, b) if dtype == a.dtype else low_product(formula, dtype, a, b)
+  return product(formula, a, b) if dtype == a.dtype else low_product(a, b, formula, dtype)
 
 
 def _scan(x_btd, w, dtype, place_bt=None):

@@ -1,4 +1,4 @@
-"""What is computed in another way on another platform."""
+"""Chooses an implementation by the platform that is compiled for."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

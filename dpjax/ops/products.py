@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from dpjax.ops import checks
+from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.platforms import by_platform
 
 _LOW = (jnp.bfloat16, jnp.float16)
-_BFLOAT16 = "BF16_BF16_F32"  # JAX's name of bfloat16 factors with float32 sums
+_context = jax.make_user_context(default_value="float32")
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
@@ -23,33 +25,31 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 
 def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
-  """A context whose products of float32 arrays round their factors to a dtype.
+  """A context in which `product` and `dot_general` round float32 factors to a dtype.
 
-  "bfloat16" is JAX's `jax.default_matmul_precision("BF16_BF16_F32")`, which its compiler for CPUs
-  takes as float32, unlike `dot_general` and `product`; "float32" leaves JAX's settings.
+  `dtype` is "bfloat16", or "float32" for none. All layers and operators multiply by these two;
+  what is traced or runs in the context is affected, with its gradients.
   """
-  if dtype == "bfloat16":
-    return jax.default_matmul_precision(_BFLOAT16)
-  return contextlib.nullcontext()
+  checks.choice("dtype", dtype, ("float32", "bfloat16"))
+  return _context(dtype)
 
 
 def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """`jnp.einsum` of two arrays with the `sum_dtype` of both.
 
   Factors of bfloat16 or float16, and those of float32 within `product_dtype("bfloat16")`, are
-  multiplied in that dtype; so are those of the gradients, in reverse mode alone.
+  multiplied in that dtype; so are those of the gradients, in reverse mode alone. Then every axis of
+  a factor is one of the other or of the result.
   """
   dtype = factor_dtype(x, y)
   if dtype is None:
-    dtype = sum_dtype(x, y)
-    precision = "highest" if dtype == jnp.float64 else None
-    return jnp.einsum(spec, x, y, preferred_element_type=dtype, precision=precision)
-  return low_product(spec, dtype, x, y)
+    return jnp.einsum(spec, x, y, preferred_element_type=sum_dtype(x, y))
+  return low_product(x, y, spec, dtype)
 
 
 def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
   """The dtype of 16 bits in which `product` multiplies; None for that of the arrays."""
-  if jax.config.jax_default_matmul_precision == _BFLOAT16:
+  if _context.value == "bfloat16":
     is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return jnp.dtype(jnp.bfloat16) if is_low else None
   return x.dtype if x.dtype == y.dtype and x.dtype in _LOW else None
@@ -60,17 +60,22 @@ def as_factor(x: jax.Array) -> jax.Array:
   return x.astype(factor_dtype(x, x) or x.dtype)
 
 
-def low_product(spec: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+@automatic_axes
+def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
   """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
-  return _low_product(spec, dtype, x.dtype, x, y)
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    # Within `jax.shard_map` both vary over the same devices, or gradients would not be summed.
+    zero = jnp.zeros_like(x, jnp.float32, shape=()) + jnp.zeros_like(y, jnp.float32, shape=())
+    x, y = x + zero.astype(x.dtype), y + zero.astype(y.dtype)
+  with checks.reverse_mode("dtype: expected float32"):
+    return _low_product(spec, dtype, x.dtype, x, y)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _low_product(spec, dtype, _, x, y):
-  multiply = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
-  in_rows = functools.partial(_multiply_in_rows, spec)
-  runs = {"cpu": in_rows, "default": multiply}
-  return by_platform(runs, x.astype(dtype), y.astype(dtype))
+  runs = {"cpu": _multiply_in_rows, "default": _multiply}
+  factors = x.astype(dtype), y.astype(dtype)
+  return by_platform({key: functools.partial(run, spec) for key, run in runs.items()}, *factors)
 
 
 def _forward(spec, dtype, of_x, x, y):
@@ -87,12 +92,18 @@ def _backward(spec, dtype, of_x, factors, grad):
   x = lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
   terms, z = spec.split("->")
   a, b = terms.split(",")
-  by_x = low_product(f"{z},{b}->{a}", dtype, grad, y)
-  by_y = low_product(f"{a},{z}->{b}", dtype, x, grad)
+  by_x = low_product(grad, y, f"{z},{b}->{a}", dtype)
+  by_y = low_product(x, grad, f"{a},{z}->{b}", dtype)
   return by_x.astype(of_x), by_y.astype(y.dtype)
 
 
 _low_product.defvjp(_forward, _backward)
+
+_SUMS: Any = dict(preferred_element_type=jnp.float32, precision=lax.Precision.DEFAULT)
+
+
+def _multiply(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, x, y, **_SUMS)
 
 
 def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -111,7 +122,8 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
   axes = [order.index(c) for c in summed], [b.index(c) for c in summed]
   batch = [order.index(c) for c in shared], [b.index(c) for c in shared]
-  z = lax.dot_general(x, y, (axes, batch), preferred_element_type=jnp.float32)
+  # The result of a product that is transposed may become one that XLA:CPU does not have.
+  z = lax.optimization_barrier(lax.dot_general(x, y, (axes, batch), **_SUMS))
   return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
 
 
@@ -129,6 +141,7 @@ def dot_general(
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a `product` of two matrices.
 
   The gradients then sum over one axis: for a sum over two, XLA:CPU would first transpose a factor.
+  Products of 16 bits (`product_dtype`) have derivatives in reverse mode alone.
   Other products, or with options, go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
@@ -138,8 +151,6 @@ def dot_general(
   rows = lhs.reshape(math.prod(lead), lhs.shape[-1])
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
   if factor_dtype(rows, columns) is None or any(options.values()):
-    if sum_dtype(lhs, rhs) == jnp.float64:
-      options = {**options, "precision": lax.Precision.HIGHEST}
     flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
   else:
     flat = product("rk,kn->rn", rows, columns).astype(rhs.dtype)

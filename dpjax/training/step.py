@@ -99,41 +99,8 @@ def train_step(
     The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
     if given, and the objective's sums.
   """
-  key = jax.random.fold_in(state.key, state.step)
-
-  def total(params, part: Batch, part_key, counts=None):
-    output = _apply(model, params, part, part_key, capacity, deterministic=False)
-    sums = objective.sums(output, part, _output_layer(model, params), counts)
-    return sums["nats"] + sums.get("boundary_nats", 0.0), sums
-
-  def gradient(*arguments):
-    with ops.product_dtype(products):
-      return jax.grad(total, has_aux=True)(*arguments)
-
-  if accumulate_steps == 1:
-    grads, sums = gradient(state.params, batch, key)
-  else:
-    # Row b goes to part b % A, so that each part lies on all devices.
-    parts = jax.tree.map(
-      lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
-    )
-    keys, counts = jax.random.split(key, accumulate_steps), None
-    if objective.counts:
-
-      def count_part(_, part_and_key):
-        _, sums = total(state.params, *part_and_key)
-        return None, {name: sums[name] for name in objective.counts}
-
-      _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
-      counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
-    shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    def add_part(carry, part_and_key):
-      grads, sums = gradient(state.params, *part_and_key, counts)
-      return (jax.tree.map(jnp.add, carry[0], grads), losses.add_sums(carry[1], sums)), None
-
-    (grads, sums), _ = jax.lax.scan(add_part, zeros, (parts, keys))
+  with ops.product_dtype(products):
+    grads, sums = _summed_gradient(model, accumulate_steps, state, batch, objective, capacity)
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
   value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
@@ -147,6 +114,42 @@ def train_step(
   if average is not None:
     average = add_to_average(average, params, state.step, ema_decay)
   return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
+
+
+def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objective, capacity):
+  """The gradient of the loss, summed over the targets, and the objective's sums."""
+  key = jax.random.fold_in(state.key, state.step)
+
+  def total(params, part: Batch, part_key, counts=None):
+    output = _apply(model, params, part, part_key, capacity, deterministic=False)
+    sums = objective.sums(output, part, _output_layer(model, params), counts)
+    return sums["nats"] + sums.get("boundary_nats", 0.0), sums
+
+  gradient = jax.grad(total, has_aux=True)
+  if accumulate_steps == 1:
+    return gradient(state.params, batch, key)
+  # Row b goes to part b % A, so that each part lies on all devices.
+  parts = jax.tree.map(
+    lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
+  )
+  keys, counts = jax.random.split(key, accumulate_steps), None
+  if objective.counts:
+
+    def count_part(_, part_and_key):
+      _, sums = total(state.params, *part_and_key)
+      return None, {name: sums[name] for name in objective.counts}
+
+    _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
+    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
+  shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
+  zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+  def add_part(carry, part_and_key):
+    grads, sums = gradient(state.params, *part_and_key, counts)
+    return (jax.tree.map(jnp.add, carry[0], grads), losses.add_sums(carry[1], sums)), None
+
+  (grads, sums), _ = jax.lax.scan(add_part, zeros, (parts, keys))
+  return grads, sums
 
 
 def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> Any:

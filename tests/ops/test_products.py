@@ -6,11 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from dpjax import ops
 from dpjax.models.build import build_model
-from dpjax.ops import dot_general
+from dpjax.ops import dot_general, products
 from dpjax.training import losses
 from tests import helpers
 
@@ -74,7 +76,7 @@ def rounded(x) -> np.ndarray:
   return np.asarray(x.astype(jnp.bfloat16), np.float64)
 
 
-def product_and_gradients(spec, x, y, multiply=ops.product):
+def product_and_gradients(spec, x, y, multiply=products.product):
   def run(x, y):
     result, pull = jax.vjp(lambda x, y: multiply(spec, x, y), x, y)
     return result, *pull(jnp.cos(jnp.arange(result.size, dtype=x.dtype)).reshape(result.shape))
@@ -95,7 +97,7 @@ def test_bfloat16_factors_have_float32_sums(spec):
   x, y = (normal(*shape) for shape in SPECS[spec])
   with ops.product_dtype("bfloat16"):
     found = jax.jit(partial(product_and_gradients, spec))(x, y)
-    mapped = jax.jit(jax.vmap(partial(ops.product, spec), (0, None)))(jnp.stack([x, -x]), y)
+    mapped = jax.jit(jax.vmap(partial(products.product, spec), (0, None)))(jnp.stack([x, -x]), y)
   result = np.einsum(spec, rounded(x), rounded(y))
   grad = rounded(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape))
   terms, z = spec.split("->")
@@ -122,7 +124,7 @@ def test_what_bfloat16_products_leave():
     low = dot_general(x, w, OVER_LAST)
     assert ops.as_factor(x).dtype == jnp.bfloat16
     with jax.enable_x64(True):
-      wide = ops.product("btd,de->bte", x.astype(jnp.float64), w.astype(jnp.float64))
+      wide = products.product("btd,de->bte", x.astype(jnp.float64), w.astype(jnp.float64))
   np.testing.assert_allclose(exact, x @ w, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(wide, np.asarray(x, float) @ np.asarray(w, float), rtol=1e-12)
   assert low.dtype == jnp.float32 and float(jnp.abs(low - exact).max()) > 1e-4
@@ -141,7 +143,7 @@ def test_the_layout_is_for_a_cpu_alone(platform):
 
 @pytest.mark.parametrize("mixer", ["dispatcher", "attention", "relative_attention", "me"])
 def test_every_product_of_a_step_has_bfloat16_factors(mixer):
-  config = helpers.model_settings(mixer, max_length=11, positions="none")
+  config = helpers.model_settings(mixer, max_length=11, tie_embeddings=mixer == "me")
   model, tokens = build_model(config), jnp.zeros((3, 5), jnp.int32)
   params = helpers.draw_params(model, 1, 1.0)
   weights = jnp.ones(tokens.shape)
@@ -150,8 +152,14 @@ def test_every_product_of_a_step_has_bfloat16_factors(mixer):
     output = model.apply({"params": params}, tokens)
     return losses.output_nats(output.hidden, *model.output_layer(params), tokens, weights)
 
+  expected = jax.jit(jax.grad(loss))(params)
   with ops.product_dtype("bfloat16"):
+    found = jax.jit(jax.grad(loss))(params)
     text = str(jax.make_jaxpr(jax.grad(loss))(params))
+  error, size = (
+    optax.tree.norm(x) for x in (jax.tree.map(jnp.subtract, found, expected), expected)
+  )
+  assert 1e-5 < error / size < 0.03
   found = re.findall(r"f32\[[0-9,]*\] = dot_general\[.*?\] (\w+) (\w+)\n", text, re.DOTALL)
   types = dict(re.findall(r"\b(\w+):(\w+)\[", text))
   wide = [names for names in found if {types[name] for name in names} != {"bf16"}]
@@ -159,12 +167,44 @@ def test_every_product_of_a_step_has_bfloat16_factors(mixer):
   assert len(wide) <= (0 if mixer != "dispatcher" else len(found) // 2), wide
 
 
-def test_rows_on_several_devices():
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_rows_on_several_devices(kind):
   x, w = normal(16, 5), normal(5, 7)
-  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+  types = jax.sharding.AxisType
+  axis_type = types.Explicit if kind == "explicit" else types.Auto
+  mesh, rows = jax.make_mesh((8,), ("rows",), axis_types=(axis_type,)), PartitionSpec("rows")
+
+  def run(x, w):
+    def total(x, w):
+      return jnp.sum(jnp.sin(products.product("rk,kn->rn", x, w)))
+
+    gradients = jax.grad(total, (0, 1))
+    if kind != "shard_map" or x is whole:
+      return jax.jit(gradients)(x, w)
+    # The weights are the same everywhere, so their gradient is summed over the devices.
+    specs = rows, PartitionSpec()
+    return jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))(x, w)
+
   with ops.product_dtype("bfloat16"):
-    run = jax.jit(partial(product_and_gradients, "rk,kn->rn"))
-    expected, found = run(x, w), run(jax.device_put(x, rows), w)
+    whole, placed = x, jax.device_put(x, jax.sharding.NamedSharding(mesh, rows))
+    expected, found = run(whole, w), run(placed, w)
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_or_a_factor_that_is_transposed():
+  x, w = normal(70, 50), normal(50, 30)
+  with ops.product_dtype("bfloat16"):
+    result = jax.jit(lambda x, w: products.product("rk,kn->rn", x, w).T + 1)(x, w)
+    swapped = jax.jit(lambda x, w: products.product("rk,nk->rn", w.T, x) + 1)(x, w)
+    column = jax.jit(lambda x, w: products.product("rk,kn->rn", x, w[:, :1]))(x, w)
+  expected = rounded(x) @ rounded(w)
+  np.testing.assert_allclose(result.T - 1, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(swapped.T - 1, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(column, expected[:, :1], rtol=1e-4, atol=1e-4)
+
+
+def test_derivatives_in_forward_mode_are_refused_with_advice():
+  x, w = normal(3, 5).astype(jnp.bfloat16), normal(5, 7).astype(jnp.bfloat16)
+  with pytest.raises(TypeError, match="expected float32 for forward-mode"):
+    jax.jvp(lambda x: dot_general(x, w, (((1,), (0,)), ((), ()))), (x,), (x,))

@@ -153,8 +153,8 @@ def _of_rows(run, rule, options):
     pairs = zip(arrays, are_mapped, strict=True)
     arrays = [x if is_ else jnp.broadcast_to(x, (size, *x.shape)) for x, is_ in pairs]
     results = mapped(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-    shared = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
-    return shared, jax.tree.map(lambda _: True, results)
+    apart = jax.tree.map(lambda x: x.reshape(arrays[0].shape[:2] + x.shape[1:]), results)
+    return apart, jax.tree.map(lambda _: True, results)
 
   return mapped
 
