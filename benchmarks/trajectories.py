@@ -300,14 +300,19 @@ class Bench:
     import jax
 
     import dpjax
+    from dpjax.models.build import build_model
 
     workdir = self.texts.work / f"run-{cell.stem}"
     shutil.rmtree(workdir, ignore_errors=True)
     run, _ = dpjax.train(self.texts.config(cell), workdir)
-    valid = math.log(run.score_split("valid")["perplexity"])
-    shutil.rmtree(workdir)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-    return {"valid": valid, "parameters": parameters}
+    found = {"valid": math.log(run.score_split("valid")["perplexity"]), "parameters": parameters}
+    if cell.side == "dtype":
+      run.config.model.dtype = "float32"
+      alike = dataclasses.replace(run, model=build_model(run.config.model))
+      found["valid_in_float32"] = math.log(alike.score_split("valid")["perplexity"])
+    shutil.rmtree(workdir)
+    return found
 
   def _model_of_authors(self, cell: Cell, data: Any, dropout: float) -> Any:
     import authors
