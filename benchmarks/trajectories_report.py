@@ -31,7 +31,7 @@ LAST_BIT = 2.0**-24  # of a loss in float32, relative: no floor is lower
 MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats a token: 2% of perplexity
 BITS_MARGIN = 0.02 * math.log(2)  # nats a character
 SIDES = ("authors", "dpjax")
-PRODUCTS = ("float32", *BFLOAT16)
+PRODUCTS = ("float32", *BFLOAT16, "dtype_in_float32")  # the last: scored so
 # Of the test split: nats a token on Penn Treebank, bits a character on text8.
 BASELINES = {"dispatcher": "msa"}
 PAPER = {
@@ -138,7 +138,7 @@ def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
   """Of each model the validation losses by seed of each setting, and bfloat16's less float32's.
 
   The standard deviation and range are those of our float32 seeds in seeds.json. A model without
-  float32 runs is compared with the same seeds there.
+  float32 runs takes the same seeds from there. The weights of dtype are scored in both.
   """
   file = Path(__file__).parents[1] / "results/trajectories/seeds.json"
   known = json.loads(file.read_text(encoding="utf-8"))["models"]
@@ -146,13 +146,17 @@ def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
   for row in done:
     sides = models.setdefault(row["name"], {side: [] for side in PRODUCTS})
     sides[row["side"]].append(row["valid"])
+    if "valid_in_float32" in row:
+      sides["dtype_in_float32"].append(row["valid_in_float32"])
   for name, sides in models.items():
     seeds = known.get(name, {}).get("dpjax", [])
     limits = {"margin": MARGIN.get(name, BITS_MARGIN)}
     if seeds:
       limits |= {"standard_deviation": float(np.std(seeds, ddof=1)), "range": float(np.ptp(seeds))}
-    alone = sides["float32"] or seeds
-    away = {side: [x - y for x, y in zip(sides[side], alone, strict=False)] for side in BFLOAT16}
+    sides["float32_of"] = "products" if sides["float32"] else "seeds"
+    sides["float32"] = sides["float32"] or seeds[: len(sides["products"])]
+    pairs = {side: zip(sides[side], sides["float32"], strict=False) for side in PRODUCTS[1:]}
+    away = {side: [x - y for x, y in pair] for side, pair in pairs.items()}
     sides |= {"difference": away, **limits}
     for side, values in away.items():
       most = max(map(abs, values), default=math.inf)
