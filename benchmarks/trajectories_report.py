@@ -137,8 +137,8 @@ def report_seeds(done: Sequence[Mapping]) -> dict[str, Any]:
 def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
   """Of each model the validation losses by seed of each setting, and bfloat16's less float32's.
 
-  The standard deviation and range are those of our float32 seeds in seeds.json. A model without
-  float32 runs takes the same seeds from there. The weights of dtype are scored in both.
+  The standard deviation and range are those of our float32 seeds in seeds.json. The weights
+  of dtype are scored in both dtypes.
   """
   file = Path(__file__).parents[1] / "results/trajectories/seeds.json"
   known = json.loads(file.read_text(encoding="utf-8"))["models"]
@@ -153,8 +153,6 @@ def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
     limits = {"margin": MARGIN.get(name, BITS_MARGIN)}
     if seeds:
       limits |= {"standard_deviation": float(np.std(seeds, ddof=1)), "range": float(np.ptp(seeds))}
-    sides["float32_of"] = "products" if sides["float32"] else "seeds"
-    sides["float32"] = sides["float32"] or seeds[: len(sides["products"])]
     pairs = {side: zip(sides[side], sides["float32"], strict=False) for side in PRODUCTS[1:]}
     away = {side: [x - y for x, y in pair] for side, pair in pairs.items()}
     sides |= {"difference": away, **limits}
@@ -266,7 +264,7 @@ def draw_seeds(models: Mapping[str, Any], sides: Sequence[str] = SIDES) -> Any:
       middle = np.mean(model[sides[0]])
       axis.axhspan(middle - model["margin"], middle + model["margin"], color="0.92", zorder=0)
     axis.set(title=name, xlim=(-0.5, len(sides) - 0.5))
-    axis.set_xticks(range(len(sides)), sides)
+    axis.set_xticks(range(len(sides)), sides, rotation=20 * (len(sides) > 2))
   axes[0, 0].set_ylabel("validation loss, nats a token")
   style.finish(figure)
   return figure
