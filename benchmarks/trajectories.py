@@ -8,7 +8,7 @@ FOLDER of --reference has the authors' repositories (`benchmarks/authors.py` say
 --ptb train.txt, valid.txt and test.txt of Penn Treebank; --vocabulary that of
 bert-base-cased; --text8 the beginning of text8. What is not done yet is done, a file in
 --work for each run, so that it may be killed; --part=0/2 and --part=1/2 share it between
-two processes, --list shows it. There are three experiments:
+two processes, --list shows it. There are four experiments:
 
   same   Their initial weights, their batches in their order, their rates, no dropout, and
          for Gumbel boundaries the same noise: the loss of every update, theirs and ours.
@@ -21,6 +21,8 @@ two processes, --list shows it. There are three experiments:
          margin of 2% of perplexity, or of 0.02 bits a character.
   sizes  Ours alone: the difference between variants over sizes, at equal tokens. The largest
          Dispatcher and self-attention also at a lower rate, and the authors' Dispatcher.
+  products  Ours alone, without --reference: "seeds" in float32, with train.products=bfloat16,
+         and with model.dtype=bfloat16, from the same weights on the same batches.
 
 Models are 48 to 128 wide, with windows of 256 tokens; --small makes them, and the runs,
 small enough to try the program.
@@ -62,6 +64,7 @@ LENGTH, BATCH = 256, 4
 SIZES = ((48, 3), (64, 3), (96, 4), (128, 6))  # width, layers
 SEEDS = 5
 PLATEAU_SEEDS = 8  # how long a plateau is differs far more than a loss does
+BFLOAT16 = {"products": "train.products", "dtype": "model.dtype"}  # side, setting
 PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # of "same": the papers'
 OWN_PEAK = 1e-3  # of the others, which have few updates
 LOWER_PEAK = 3e-4  # beside it, where the Dispatcher of 6 layers rests on a plateau at OWN_PEAK
@@ -73,14 +76,15 @@ class Cell:
   """One training run.
 
   Attributes:
-    experiment: "same", "seeds" or "sizes".
+    experiment: "same", "seeds", "sizes" or "products".
     name: of the model.
-    side: "authors", "again" (other threads), "dpjax", "exact_adam", or a fault of theirs.
+    side: "authors", "again" (other threads), "dpjax", "exact_adam", a fault of theirs;
+      "float32" or a key of BFLOAT16.
     seed: of everything that is drawn.
     width: D.
     num_layers: of all stacks together.
     num_steps: updates.
-    peak: the rate's, of "seeds" and "sizes".
+    peak: the rate's, but for "same".
   """
 
   experiment: str
@@ -135,6 +139,12 @@ def cells(small: bool = False) -> list[Cell]:
     )
     for seed in range(seeds)
   ]
+  found += [
+    Cell("products", name, side, seed, num_layers=depth, num_steps=SEED_STEPS)
+    for seed in range(2)
+    for name, depth in layers.items()
+    for side in ("float32", *BFLOAT16)
+  ]
   if small:
     found = [
       dataclasses.replace(cell, width=32 * (1 + (cell.width > 100)), num_layers=4, num_steps=40)
@@ -183,6 +193,8 @@ class Texts:
     train.checkpoint_every_steps = cell.num_steps
     train.log_every_steps = train.median_every_steps = cell.num_steps
     config.eval.batch_size, config.eval.stride = 8, LENGTH // 2
+    if cell.side in BFLOAT16:
+      config.update_from_flattened_dict({BFLOAT16[cell.side]: "bfloat16"})
     return config
 
   def prepared(self, cell: Cell):
@@ -288,14 +300,19 @@ class Bench:
     import jax
 
     import dpjax
+    from dpjax.models.build import build_model
 
     workdir = self.texts.work / f"run-{cell.stem}"
     shutil.rmtree(workdir, ignore_errors=True)
     run, _ = dpjax.train(self.texts.config(cell), workdir)
-    valid = math.log(run.score_split("valid")["perplexity"])
-    shutil.rmtree(workdir)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-    return {"valid": valid, "parameters": parameters}
+    found = {"valid": math.log(run.score_split("valid")["perplexity"]), "parameters": parameters}
+    if cell.side == "dtype":
+      run.config.model.dtype = "float32"
+      alike = dataclasses.replace(run, model=build_model(run.config.model))
+      found["valid_in_float32"] = math.log(alike.score_split("valid")["perplexity"])
+    shutil.rmtree(workdir)
+    return found
 
   def _model_of_authors(self, cell: Cell, data: Any, dropout: float) -> Any:
     import authors
@@ -393,7 +410,8 @@ def train_dpjax(
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   for name in ("reference", "ptb", "vocabulary", "text8", "work"):
-    parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=True)
+    is_required = name != "reference"
+    parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=is_required)
   parser.add_argument("--only", default="", help="of the runs, those whose name has this")
   parser.add_argument("--part", default="0/1", help="I/N: of them, every N-th from the I-th on")
   parser.add_argument("--list", action="store_true", help="name them, and train none")
@@ -407,6 +425,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for i, cell in enumerate(todo):
     print(f"{i + 1} of {len(todo)}: {cell.stem}", flush=True)
     if not given.list:
+      if not given.reference and (cell.experiment == "same" or cell.side == "authors"):
+        parser.error("reference: expected a folder with the authors' repositories, got nothing")
       with exit_on_user_error(vars(given)):
         found = json.dumps(bench(cell))
       (given.work / f"{cell.stem}.json").write_text(found, encoding="utf-8")

@@ -2,7 +2,7 @@ r"""Reports the runs of `benchmarks/trajectories.py` as JSON and pictures.
 
   python benchmarks/trajectories_report.py runs/trajectories --out=results/trajectories
 
-Writes OUT/same.json, seeds.json and sizes.json for the runs so far, and a picture of each.
+Writes OUT/same.json, seeds.json, sizes.json, products.json for the runs so far, and pictures.
 Models of an earlier report stay unless their runs are in the folder. Losses are in nats per
 token; differences of losses are relative, and the root mean square of every 20 updates.
 """
@@ -11,13 +11,14 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
 import matplotlib
 import numpy as np
-from trajectories import ATTENTION, BATCH, LENGTH, LOWER_PEAK, OWN_PEAK, POOLING, SIZES
+from trajectories import ATTENTION, BATCH, BFLOAT16, LENGTH, LOWER_PEAK, OWN_PEAK, POOLING, SIZES
 
 from dpjax.analysis import style
 
@@ -30,6 +31,7 @@ LAST_BIT = 2.0**-24  # of a loss in float32, relative: no floor is lower
 MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats a token: 2% of perplexity
 BITS_MARGIN = 0.02 * math.log(2)  # nats a character
 SIDES = ("authors", "dpjax")
+PRODUCTS = ("float32", *BFLOAT16, "dtype_in_float32")  # the last: scored so
 # Of the test split: nats a token on Penn Treebank, bits a character on text8.
 BASELINES = {"dispatcher": "msa"}
 PAPER = {
@@ -132,6 +134,34 @@ def report_seeds(done: Sequence[Mapping]) -> dict[str, Any]:
   return models
 
 
+def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
+  """Of each model the validation losses by seed of each setting, and bfloat16's less float32's.
+
+  The standard deviation and range are those of our float32 seeds in seeds.json. The weights
+  of dtype are scored in both dtypes.
+  """
+  file = Path(__file__).parents[1] / "results/trajectories/seeds.json"
+  known = json.loads(file.read_text(encoding="utf-8"))["models"]
+  models: dict[str, Any] = {}
+  for row in done:
+    sides = models.setdefault(row["name"], {side: [] for side in PRODUCTS})
+    sides[row["side"]].append(row["valid"])
+    if "valid_in_float32" in row:
+      sides["dtype_in_float32"].append(row["valid_in_float32"])
+  for name, sides in models.items():
+    seeds = known.get(name, {}).get("dpjax", [])
+    limits = {"margin": MARGIN.get(name, BITS_MARGIN)}
+    if seeds:
+      limits |= {"standard_deviation": float(np.std(seeds, ddof=1)), "range": float(np.ptp(seeds))}
+    pairs = {side: zip(sides[side], sides["float32"], strict=False) for side in PRODUCTS[1:]}
+    away = {side: [x - y for x, y in pair] for side, pair in pairs.items()}
+    sides |= {"difference": away, **limits}
+    for side, values in away.items():
+      most = max(map(abs, values), default=math.inf)
+      sides[f"{side}_is_within"] = [limit for limit, x in limits.items() if most <= x]
+  return models
+
+
 def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
   """Of each variant the difference to its baseline at each size, and a line through them.
 
@@ -222,19 +252,19 @@ def draw_same(models: Mapping[str, Any]) -> Any:
   return figure
 
 
-def draw_seeds(models: Mapping[str, Any]) -> Any:
-  """The validation losses of both sides, and the margin about the authors' mean."""
+def draw_seeds(models: Mapping[str, Any], sides: Sequence[str] = SIDES) -> Any:
+  """The validation losses of the sides, and the margin about the first's mean."""
   figure, axes = plt.subplots(
     1, len(models), figsize=(3 * len(models), 3.5), layout="constrained", squeeze=False
   )
   for axis, (name, model) in zip(axes[0], models.items(), strict=True):
-    for i, side in enumerate(SIDES):
+    for i, side in enumerate(sides):
       axis.plot([i] * len(model[side]), model[side], "o", alpha=0.6)
     if "margin" in model:
-      middle = np.mean(model["authors"])
+      middle = np.mean(model[sides[0]])
       axis.axhspan(middle - model["margin"], middle + model["margin"], color="0.92", zorder=0)
-    axis.set(title=name, xlim=(-0.5, 1.5))
-    axis.set_xticks(range(2), SIDES)
+    axis.set(title=name, xlim=(-0.5, len(sides) - 0.5))
+    axis.set_xticks(range(len(sides)), sides, rotation=20 * (len(sides) > 2))
   axes[0, 0].set_ylabel("validation loss, nats a token")
   style.finish(figure)
   return figure
@@ -275,6 +305,7 @@ EXPERIMENTS = {
   "same": (report_same, draw_same),
   "seeds": (report_seeds, draw_seeds),
   "sizes": (report_sizes, draw_sizes),
+  "products": (report_products, partial(draw_seeds, sides=PRODUCTS)),
 }
 
 

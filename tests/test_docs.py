@@ -87,6 +87,10 @@ def rows_of_trajectories():
     yield name, *cells, slope, f"{model['paper']:+.3f}"
   for run, by_seed in sizes["dispatcher"]["largest"].items():
     yield *run.split(", "), ", ".join(f"{x:.2f}" for x in sorted(by_seed.values()))
+  for name, model in result("trajectories/products")["models"].items():
+    away = [f"{np.mean(x):+.4f}" if x else "-" for x in model["difference"].values()]
+    limits = [f"{model[limit]:.4f}" for limit in ("standard_deviation", "range", "margin")]
+    yield name, f"{np.mean(model['float32']):.4f}", *away, *limits
 
 
 def test_the_page_on_faithfulness_has_the_tables_of_the_trajectories():
