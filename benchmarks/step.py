@@ -152,8 +152,10 @@ def torch_ways() -> dict[str, dict[str, Any]]:
   return ways | {f"{name}, bfloat16": way | {"dtype": "bfloat16"} for name, way in ways.items()}
 
 
-def programs(settings: Mapping, stack: contextlib.ExitStack) -> dict[str, harness.Program]:
-  """Both libraries in all their ways: the same model in processes of their own."""
+def programs(
+  settings: Mapping, stack: contextlib.ExitStack, dtype: str = ""
+) -> dict[str, harness.Program]:
+  """Both libraries in all their ways, or those of a dtype: a model in processes of their own."""
   import jax
 
   device = jax.default_backend()
@@ -167,6 +169,9 @@ def programs(settings: Mapping, stack: contextlib.ExitStack) -> dict[str, harnes
       told[f"{name}, {form}".strip(", ")] = "torch", way | {"extraction": form}
   started, found = {}, {}
   for name, (side, way) in told.items():
+    is_low = "bfloat16" in way.values()
+    if name != "dpjax" and dtype and is_low != (dtype == "bfloat16"):
+      continue
     way = dict(way)
     form = {"extraction": way.pop("extraction")} if way.get("extraction") else {}
     text = json.dumps(settings | way | {"model": settings["model"] | form})
@@ -200,10 +205,10 @@ def as_program(process: harness.Process) -> harness.Program:
   return harness.Program(run, facts)
 
 
-def case(name: str, settings: Mapping) -> Iterator[harness.Case]:
+def case(name: str, settings: Mapping, dtype: str = "") -> Iterator[harness.Case]:
   """One case; its processes end after it was measured."""
   with contextlib.ExitStack() as stack:
-    yield harness.Case(name, "dpjax", programs(settings, stack))
+    yield harness.Case(name, "dpjax", programs(settings, stack, dtype))
 
 
 def beside(name: str, base: str, models: Mapping[str, Mapping]) -> Iterator[harness.Case]:
@@ -217,8 +222,9 @@ def beside(name: str, base: str, models: Mapping[str, Mapping]) -> Iterator[harn
 
 
 def paper(quick: bool) -> Iterator[harness.Case]:
-  mixer = DISPATCHER_MIXERS["dispatcher"]
-  yield from case("Dispatcher, 20 x 512", settings_of(DISPATCHER, 20, quick, mixer=mixer))
+  settings = settings_of(DISPATCHER, 20, quick, mixer=DISPATCHER_MIXERS["dispatcher"])
+  for dtype in ("float32", "bfloat16"):  # All at once would need more than 24 GiB.
+    yield from case(f"Dispatcher, 20 x 512, {dtype}", settings, dtype)
 
 
 def dispatcher(quick: bool) -> Iterator[harness.Case]:
