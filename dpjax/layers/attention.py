@@ -14,7 +14,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import mixer
 from dpjax.layers.blocks import Dropout
-from dpjax.layers.initializers import linear, linear_kernel, weights
+from dpjax.layers.initializers import PRODUCTS, linear, linear_kernel, weights
 from dpjax.ops import checks
 
 
@@ -228,8 +228,7 @@ def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list
     use_bias=use_bias,
     dtype=module.dtype,
     kernel_init=weights(module.init_std, default),
-    dot_general=ops.dot_general,
-    promote_dtype=ops.products.promote,
+    **PRODUCTS,
     name="queries_keys_values",
   )(ops.as_factor(inputs))
   per_head = module.num_heads, inputs.shape[-1] // module.num_heads

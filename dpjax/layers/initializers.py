@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
+from dpjax.ops.products import promote
 
+# How linear layers multiply.
+PRODUCTS: Any = dict(dot_general=ops.dot_general, promote_dtype=promote)
 # U(-1/sqrt(fan_in), 1/sqrt(fan_in)), the weights of torch.nn.Linear.
 linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
@@ -41,8 +44,7 @@ def linear(module: Any, features: int, name: str, **options: Any) -> nn.Dense:
     features,
     dtype=module.dtype,
     kernel_init=weights(module.init_std, linear_kernel),
-    dot_general=ops.dot_general,
-    promote_dtype=ops.products.promote,
+    **PRODUCTS,
     name=name,
     **{"use_bias": False, **options},
   )

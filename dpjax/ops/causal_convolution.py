@@ -74,7 +74,7 @@ def causal_convolution(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
   checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
-  names = {"default": implementation}
+  names: dict[str, str] = {"default": implementation or ""}
   if implementation is None:
     sizes, devices = (filters.ndim, batch, length), jax.device_count()
     chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]

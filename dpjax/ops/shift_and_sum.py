@@ -8,7 +8,7 @@ fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut po
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -261,7 +261,7 @@ def _pallas(values, gates, level_keep, platform=None):
 
 def _run_default(values, gates, level_keep):
   # By results/shift_and_sum.json on a CPU, results/ops_h200.json on a GPU.
-  runs = {"default": lambda *x: _recompute(*x, level_keep)}
+  runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
   if has_triton() and not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):

@@ -144,8 +144,8 @@ def _of_rows(run, rule, options):
     rows = arrays[0].sharding  # All arrays have four axes.
     return mesh, run_local, jax.tree.map(lambda _: rows, results), (rows,) * len(arrays)
 
-  whole = dict(need_replication_factors=("t", "h", "e", "k"))
-  distributed.def_partition(partition, sharding_rule=rule, **whole)
+  whole = ("t", "h", "e", "k")
+  distributed.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
   mapped = jax.custom_batching.custom_vmap(distributed)
 
   @mapped.def_vmap
