@@ -7,7 +7,7 @@ otherwise. An accelerator gets larger batches, and the gradients alone. "default
 operator chooses. The parts:
 
   products       the three products of a linear layer, base "float32": bfloat16 factors with sums
-                 in float32 as XLA takes them, and `ops.product`, which moves a factor
+                 in float32 as XLA takes them, and `ops.products.product`, which moves a factor
   shift_and_sum  each implementation, base "unrolled" (static shifts with JAX's own gradient);
                  "copy" is one read and one write of the values, a kernel's physical limit. Beside
                  attention of one head; and with levels dropped at a rate, averaged over draws
@@ -82,8 +82,8 @@ def products(quick: bool) -> Iterator[harness.Case]:
       wide = functools.partial(jnp.einsum, spec)
       programs = harness.compile_all({"float32": wide}, x, y)
       x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-      ours = functools.partial(ops.product, spec)
-      programs |= harness.compile_all({"bfloat16": low, "ops.product": ours}, x, y)
+      ours = functools.partial(ops.products.product, spec)
+      programs |= harness.compile_all({"bfloat16": low, "product": ours}, x, y)
       yield harness.Case(f"{name}, {rows} x {width} x {columns}", "float32", programs)
 
 
