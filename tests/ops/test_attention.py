@@ -186,5 +186,5 @@ def test_memory_grows_as_the_length(name):
   assert long < 2.6 * short and long < at_once / 5
   # By default, of 600 positions, there are five blocks, all alike.
   arguments, weights = draw(name, 600, heads=2, features=8)
-  text = jax.jit(with_gradients(name)).lower(arguments, weights).as_text()
-  assert "2x2x120x120" in text and "600x600" not in text
+  text = jax.jit(with_gradients(name)).lower(arguments, weights).compile().as_text()
+  assert "2,2,120,120" in text and "600,600" not in text
