@@ -209,6 +209,7 @@ def _has_cudnn(*arrays: jax.Array) -> bool:
   """Whether JAX is installed with cuDNN's attention, and it takes these arrays."""
   try:
     return has_cuda() and bool(jax.eval_shape(_attend_by_cudnn, *arrays))
+  # How JAX says that cuDNN is missing, or lacks a kernel for a size or a dtype.
   except (RuntimeError, NotImplementedError, ValueError):
     return False
 

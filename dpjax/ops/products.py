@@ -27,8 +27,9 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
 def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
   """A context in which `product` and `dot_general` round float32 factors to a dtype.
 
-  `dtype` is "bfloat16", or "float32" for none. All layers and operators multiply by these two;
-  what is traced or runs in the context is affected, with its gradients.
+  `dtype` is "bfloat16", or "float32" for none. What is traced or runs in the context is affected,
+  with its gradients. Of dpjax's products only Fourier transforms, the similarity of `route`, sums
+  of gradients of gates and projections between stages of different widths stay in float32.
   """
   checks.choice("dtype", dtype, ("float32", "bfloat16"))
   return _context(dtype)

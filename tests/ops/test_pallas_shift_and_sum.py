@@ -159,3 +159,33 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
   for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
     scale = float(jnp.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kind", ["vmap", "auto", "explicit"])
+def test_rows_are_mapped_or_on_several_devices(kind):
+  draw = np.random.default_rng(0).standard_normal
+  values, gates = (jnp.asarray(draw((8, 13, 2, size)), jnp.float32) for size in (3, 4))
+
+  def run(implementation, values, gates):
+    def total(values, gates):
+      return jnp.sum(jnp.sin(shift_and_sum(values, gates, implementation=implementation)))
+
+    return jax.grad(total, (0, 1))(values, gates)
+
+  expected = run("unrolled", values, gates)
+  if kind == "vmap":
+    mapped = jax.vmap(functools.partial(run, "pallas"), (0, None))(
+      jnp.stack([-values, values]), gates
+    )
+    found = jax.tree.map(lambda x: x[1], mapped)
+  else:
+    axis = getattr(jax.sharding.AxisType, kind.title())
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    placed = jax.device_put((values, gates), rows)
+    with jax.set_mesh(mesh):
+      compiled = jax.jit(functools.partial(run, "pallas")).lower(*placed).compile()
+    found = compiled(*placed)
+    assert kind == "explicit" or "all-gather" not in compiled.as_text()
+  for ours, theirs in zip(found, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
