@@ -16,7 +16,7 @@ from jax import lax
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform
+from dpjax.ops.platforms import by_platform, num_devices
 from dpjax.ops.products import low_product, product, sum_dtype
 
 
@@ -76,7 +76,7 @@ def causal_convolution(
   checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
   names: dict[str, str] = {"default": implementation or ""}
   if implementation is None:
-    sizes, devices = (filters.ndim, batch, length), jax.device_count()
+    sizes, devices = (filters.ndim, batch, length), num_devices()
     chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]
     names = {"default": chosen[1]} | ({} if chosen[0] == chosen[1] else {"cpu": chosen[0]})
   place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))

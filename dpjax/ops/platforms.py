@@ -1,10 +1,17 @@
-"""Chooses an implementation by the platform that is compiled for."""
+"""Chooses an implementation by the platform and the devices that are compiled for."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax import lax
+
+
+def num_devices() -> int:
+  """The devices of the mesh in use (`jax.sharding.use_abstract_mesh`), without one all of JAX's."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return jax.device_count() if mesh.empty else mesh.size
 
 
 def has_cuda() -> bool:
@@ -15,6 +22,11 @@ def has_cuda() -> bool:
 def has_triton() -> bool:
   """Whether JAX can compile Pallas kernels for GPUs by Triton, which it will give up."""
   return has_cuda() and bool(importlib.util.find_spec("jax.experimental.pallas.triton"))
+
+
+def has_libtpu() -> bool:
+  """Whether the compiler for TPUs is installed, though perhaps without one."""
+  return bool(importlib.util.find_spec("libtpu"))
 
 
 def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:

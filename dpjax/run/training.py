@@ -76,7 +76,7 @@ def train(
     run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
     durations = _durations(config.train, train_batches.steps_per_epoch)
-    trainer = _trainer(run, optimizer, durations.num_steps)
+    trainer = make_trainer(run.config, run.model, durations.num_steps, optimizer)
     shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
     workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
     _print_start(run, data, shapes, durations.num_steps)
@@ -158,15 +158,18 @@ def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
   return loop.Durations(num, every_eval, *every)
 
 
-def _trainer(run: Run, optimizer, num_steps: int) -> loop.Trainer:
-  settings, model, rate = run.config.train, run.config.model, None
+def make_trainer(
+  config: ConfigDict, model: Any, num_steps: int, optimizer: Any = None
+) -> loop.Trainer:
+  """A model with `config.train`, and another optimizer if one is given."""
+  settings, rate = config.train, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
-  objective = losses.Objective(build.build_boundaries(model))
-  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(model)
-  rates = run.config.seed, settings.ema_decay, rate, settings.products
-  return loop.Trainer(run.model, optimizer, objective, *parts, *rates)
+  objective = losses.Objective(build.build_boundaries(config.model))
+  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(config.model)
+  rates = config.seed, settings.ema_decay, rate, settings.products
+  return loop.Trainer(model, optimizer, objective, *parts, *rates)
 
 
 def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import checkpoints, losses, reporting, sharding
@@ -52,6 +53,25 @@ class Trainer:
   ema_decay: float = 0.0
   learning_rate: optax.Schedule | None = None
   products: str = "float32"
+
+  def abstract_state(self, mesh: Mesh) -> step_lib.TrainState:
+    """The shapes, dtypes and shardings of its state."""
+    model, has_average = (self.model, self.optimizer, self.seed), self.ema_decay > 0
+    return step_lib.abstract_state(*model, mesh, self.parameters, has_average)
+
+  def jit_step(self, abstract: step_lib.TrainState, mesh: Mesh) -> Callable[..., Any]:
+    """`dpjax.training.jit_train_step` for a state like `abstract`."""
+    return step_lib.jit_train_step(
+      self.model,
+      self.optimizer,
+      jax.tree.map(lambda leaf: leaf.sharding, abstract),
+      mesh,
+      accumulate_steps=self.accumulate_steps,
+      objective=self.objective,
+      ema_decay=self.ema_decay,
+      learning_rate=self.learning_rate,
+      products=self.products,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +143,8 @@ def fit(
   """
   sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
   mesh, meta = sharding.make_mesh(), dict(meta or {})
-  of_state, has_average = (trainer.model, trainer.optimizer, trainer.seed), trainer.ema_decay > 0
-  abstract = step_lib.abstract_state(*of_state, mesh, trainer.parameters, has_average)
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  settings: dict[str, Any] = dict(objective=trainer.objective, learning_rate=trainer.learning_rate)
-  settings |= dict(accumulate_steps=trainer.accumulate_steps, ema_decay=trainer.ema_decay)
-  settings["products"] = trainer.products
-  train_step = step_lib.jit_train_step(*of_state[:2], shardings, mesh, **settings)
+  abstract = trainer.abstract_state(mesh)
+  train_step = trainer.jit_step(abstract, mesh)
   num_steps, rows = durations.num_steps, sharding.process_rows(batches.batch_size)
   best, tokens_seen = {"step": 0, BEST_BY: math.inf, "since": 0}, 0
 
@@ -143,10 +158,11 @@ def fit(
     stack.enter_context(saved)
     found, is_over = saved.restore(abstract, origin), False
     if found is None:
-      state = step_lib.jit_init(*of_state, abstract)
+      state = step_lib.jit_init(trainer.model, trainer.optimizer, trainer.seed, abstract)
       if initial:
-        params = jax.device_put(initial(state.params), shardings.params)
-        average = jax.tree.map(jnp.copy, params) if has_average else None
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
+        params = jax.device_put(initial(state.params), places)
+        average = None if abstract.average is None else jax.tree.map(jnp.copy, params)
         state = dataclasses.replace(state, params=params, average=average)
     else:
       state, known = found

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.layers.boundaries import Boundaries
+from dpjax.ops.platforms import by_platform, num_devices
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 
@@ -65,11 +66,17 @@ def _nats_backward(residuals, grad_bt):
   p_btv = jnp.exp(_wide(logits) - max_bt[..., None] - log_sum_bt[..., None])
   is_0_bt = grad_bt == 0  # Also where p is nan.
   grad_btv = jnp.where(is_0_bt[..., None], 0, p_btv * grad_bt[..., None]).astype(logits.dtype)
-  # In its place: with a comparison with every v, XLA would make the gradient for each reader.
   of_target_bt = jnp.expm1(_pick(logits, targets) - max_bt - log_sum_bt) * grad_bt
   of_target_bt = jnp.where(is_0_bt, 0, of_target_bt).astype(logits.dtype)
+  # In its place: with a comparison, XLA:CPU would make the gradient again for each reader.
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
-  return put(grad_btv, targets, of_target_bt), None
+  runs = {"cpu": put, "default": _put_by_comparison}
+  return by_platform(runs, grad_btv, targets, of_target_bt), None
+
+
+def _put_by_comparison(rows_btv, targets, values_bt) -> jax.Array:
+  is_target_btv = jnp.arange(rows_btv.shape[-1])[None, None] == targets[..., None]
+  return jnp.where(is_target_btv, values_bt[..., None], rows_btv)
 
 
 def _pick(logits, targets) -> jax.Array:
@@ -159,8 +166,11 @@ def _cut(hidden, kernel, targets, weights):
   # Pieces of positions, unlike rows, are distributed over the devices like the batch.
   batch, length = targets.shape
   logits_bytes = batch * length * kernel.shape[1] * hidden.dtype.itemsize
-  number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * jax.device_count()))))
+  number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * num_devices()))))
   size = -(-length // number)
+  if size > 8:  # A TPU has tiles of eight places, and would copy others to join rows and places.
+    size = min(length, -(-size // 8) * 8)
+  number = -(-length // size)
 
   def cut(x):
     pad = [(0, 0), (0, number * size - length)] + [(0, 0)] * (x.ndim - 2)

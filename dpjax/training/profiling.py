@@ -19,10 +19,11 @@ def count_products(function: Callable, *arguments: Any) -> int:
   A product of [p, q] and [q, r] takes p q r multiplications and as many additions. A loop
   counts all iterations, or one if their number is unknown; of branches, the largest counts.
   """
-  return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+  return count_products_in(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def _count(jaxpr) -> int:
+def count_products_in(jaxpr: Any) -> int:
+  """`count_products` of what JAX has traced."""
   total = 0
   for equation in jaxpr.eqns:
     if equation.primitive.name == "dot_general":
@@ -30,7 +31,7 @@ def _count(jaxpr) -> int:
       summed = math.prod(equation.invars[0].aval.shape[axis] for axis in sums)
       total += 2 * summed * math.prod(equation.outvars[0].aval.shape)
     else:
-      inner = [_count(part) for part in core.jaxprs_in_params(equation.params)]
+      inner = [count_products_in(part) for part in core.jaxprs_in_params(equation.params)]
       is_branch = equation.primitive.name == "cond"
       total += max(inner) if is_branch else sum(inner) * equation.params.get("length", 1)
   return total

@@ -34,9 +34,9 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   return jax.tree.map(place, state)
 
 
-def check_rows(batch_size: int, accumulate_steps: int = 1) -> None:
-  """Raises a `UserError` if a batch, or a part of it, does not divide over the devices."""
-  devices = jax.device_count()
+def check_rows(batch_size: int, accumulate_steps: int = 1, devices: int | None = None) -> None:
+  """Raises a `UserError` if a batch, or a part of it, does not divide over the devices (JAX's)."""
+  devices = devices or jax.device_count()
   if batch_size % (devices * accumulate_steps):
     raise UserError(
       f"train.batch_size: expected a multiple of {devices * accumulate_steps} ({devices} "

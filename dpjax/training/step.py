@@ -1,8 +1,8 @@
 """One update and one evaluation, pure and jitted. B batch, T position, V vocabulary."""
 
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -193,8 +193,9 @@ def jit_train_step(
 
   The input state is donated. Each capacity is compiled separately.
   """
+  step = functools.partial(train_step, model, optimizer, accumulate_steps, **settings)
   return jax.jit(
-    partial(train_step, model, optimizer, accumulate_steps, **settings),
+    _on_mesh(step, mesh),
     donate_argnums=0,
     static_argnames="capacity",
     out_shardings=(state_shardings, NamedSharding(mesh, PartitionSpec())),
@@ -215,7 +216,18 @@ def jit_eval_step(
     return objective.sums(output, batch, _output_layer(model, params))
 
   replicated = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(step, static_argnames="capacity", out_shardings=replicated)
+  return jax.jit(_on_mesh(step, mesh), static_argnames="capacity", out_shardings=replicated)
+
+
+def _on_mesh(function: Callable, mesh: Mesh) -> Callable:
+  """The function, told of the devices that it is compiled for."""
+
+  @functools.wraps(function)
+  def run(*args, **kwargs):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return function(*args, **kwargs)
+
+  return run
 
 
 def abstract_state(
@@ -239,5 +251,5 @@ def jit_init(
 ) -> TrainState:
   """`init_state`, computed on the devices of `abstract_state`."""
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  make = partial(init_state, model, optimizer, seed, abstract.average is not None)
+  make = functools.partial(init_state, model, optimizer, seed, abstract.average is not None)
   return jax.jit(make, out_shardings=places)()

@@ -86,12 +86,29 @@ def test_equals_the_algorithm(shape, tile, backward_tile):
   assert_close(run(operator, *arrays), run(LOOP, *arrays))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("features", [5, pytest.param(2 * 8 * 128 - 3, marks=pytest.mark.slow)])
-def test_blocks_of_a_tpu_equal_the_algorithm(features):
-  arrays = draw(2, 11, 3, features, 4)
-  operator = small("tpu", 4, 2)
-  assert_close(run(operator, *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
+@pytest.mark.parametrize(
+  "shape",
+  [
+    (2, 11, 3, 5, 4),  # One tile of 16 rows, padded.
+    pytest.param((1, 600, 2, 130, 10), marks=pytest.mark.slow),  # Three tiles, two blocks.
+    pytest.param((2, 256, 1, 20, 3), marks=pytest.mark.slow),  # Levels that stay in their tile.
+  ],
+  ids=str,
+)
+def test_the_kernels_of_a_tpu_equal_the_algorithm(shape):
+  values, gates, weights = draw(*shape)
+  arrays = values, 0.5 * gates, weights
+  assert_close(run(small("tpu"), *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
+
+
+def test_a_sequence_that_a_tpu_cannot_hold_is_for_xla():
+  values, gates, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(1, 5000, 1, 3, 13))
+  with pytest.raises(ValueError, match="values: expected positions that fit .* got 5000"):
+    jax.eval_shape(small("tpu"), values, gates)
+  device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert jax.eval_shape(small("tpu"), values, gates).shape == values.shape
 
 
 @pytest.mark.slow
@@ -129,21 +146,19 @@ def lower(platform, shape, dtype):
 
 @OLD_BACKEND
 @pytest.mark.parametrize(
-  "platform, shape, dtype, passes",
+  "platform, shape, dtype, calls",
   [
-    ("gpu", (2, 37, 3, 20, 6), jnp.bfloat16, (2, 3)),
-    ("tpu", (1, 8, 2, 1100, 3), jnp.float32, (1, 2)),
+    # Two passes of three levels; backward, all but one of three again, and three.
+    ("gpu", (2, 37, 3, 20, 6), jnp.bfloat16, (2, 2 + 2 + 3)),
+    ("tpu", (1, 600, 2, 130, 10), jnp.float32, (1, 1 + 1)),
   ],
   ids=str,
 )
-def test_lowers_without_the_device(platform, shape, dtype, passes):
-  forward, both = lower(platform, shape, dtype)
-  name, (ahead, back) = CUSTOM_CALLS[platform], passes
-  assert forward.count(name) == ahead
-  # Forward, all of its passes but one again, and backward.
-  assert both.count(name) == ahead + (back - 1) + back
+def test_lowers_without_the_device(platform, shape, dtype, calls):
+  texts = lower(platform, shape, dtype)
+  assert tuple(text.count(CUSTOM_CALLS[platform]) for text in texts) == calls
   # Kernels are where the levels are: nothing else runs over the values.
-  assert "stablehlo.while" not in both and "stablehlo.case" not in both
+  assert "stablehlo.while" not in texts[1] and "stablehlo.case" not in texts[1]
 
 
 @ON_AN_ACCELERATOR

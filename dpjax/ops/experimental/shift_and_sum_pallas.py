@@ -1,4 +1,4 @@
-"""Shift-and-sum as Pallas kernels for GPUs (by Triton) and TPUs.
+"""Shift-and-sum as Pallas kernels: for GPUs by Triton; for TPUs see `.shift_and_sum_tpu`.
 
 B batch, T position, H head, E feature of a head, K level; in a pass, N row, G sequence, J level,
 C block of features.
@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.pallas import tpu as pltpu
 
 from dpjax.ops import checks
+from dpjax.ops.experimental import shift_and_sum_tpu as tpu
 from dpjax.ops.platforms import by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
 TILE, BACKWARD_TILE = 64, 16
-# Features of a block: the threads of a warp, which needs no barrier, or a TPU's lanes.
-_WARP, _LANES = 32, 128
+# Features of a block: the threads of a warp, which needs no barrier.
+_WARP = 32
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -58,11 +58,11 @@ def shift_and_sum(
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
     interpret: whether to run the kernels as JAX operations; None does so on a CPU.
     platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is that compiled for.
-    tile: the rows of a tile in the forward pass, a power of 2, at least 2.
-    backward_tile: the rows of a tile in the backward pass.
+    tile: the rows of a GPU's tile in the forward pass, a power of 2, at least 2.
+    backward_tile: the rows of a GPU's tile in the backward pass.
 
   Raises:
-    ValueError: there is no kernel for the platform or a dtype.
+    ValueError: there is no kernel for the platform, a dtype, or a TPU and T.
   """
   checks.choice("platform", platform, ("cpu", "gpu", "tpu"), or_none=True)
   for name, x in (("values", values), ("gates", gates)):
@@ -77,9 +77,14 @@ def shift_and_sum(
     options = _Options(is_interpreted, platform == "tpu", tile, backward_tile)
     return _shift_and_sum(values, gates, options)
 
+  is_short = tpu.fits(values.shape[1], gates.shape[3])
+  if platform == "tpu" and not is_short:
+    raise ValueError(
+      f"values: expected positions that fit the memory of a TPU's core, got {values.shape[1]}"
+    )
   if platform:
     return run(values, gates)
-  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"} | ({"tpu": "tpu"} if is_short else {})
   runs = {name: partial(run, platform=of_run) for name, of_run in names.items()}
   return by_platform(runs, values, gates)
 
@@ -97,9 +102,11 @@ def _shift_and_sum(values, gates, options):
 
 
 def _run(options, values, gates):
+  if options.is_tpu:
+    return tpu.forward(values, gates, interpret=options.interpret)
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
-  x = _cut(values, padded, options)
+  x = _cut(values, padded)
   for i, one in enumerate(passes):
     dtype = values.dtype if i == len(passes) - 1 else jnp.float32
     x = _forward(x, _pad(gates, 1, padded), one, dtype, options)
@@ -112,13 +119,15 @@ def _shift_and_sum_bwd(options, residuals, grad):
 
 
 def _pull(options, values, gates, grad):
+  if options.is_tpu:
+    return tpu.backward(values, gates, grad, interpret=options.interpret)
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.backward_tile)
   gates = _pad(gates, 1, padded)
-  inputs = [_cut(values, padded, options)]
+  inputs = [_cut(values, padded)]
   for one in passes[:-1]:
     inputs.append(_forward(inputs[-1], gates, one, jnp.float32, options))
-  g, by_gates = _cut(grad, padded, options), []
+  g, by_gates = _cut(grad, padded), []
   for i, one in reversed([*enumerate(passes)]):
     dtype = jnp.float32 if i else values.dtype
     g, dc = _backward(inputs[i], g, gates, one, dtype, options)
@@ -136,12 +145,16 @@ def _of_rows(run, rule, options):
   run = partial(run, options)
   distributed = custom_partitioning(run)
 
-  def run_local(*arrays):
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-      return run(*arrays)
-
   def partition(mesh, arrays, results):
     rows = arrays[0].sharding  # All arrays have four axes.
+    device = mesh.abstract_mesh.abstract_device
+
+    def run_local(*arrays):
+      # Of the mesh, Pallas may only know what its devices are.
+      alone = jax.sharding.AbstractMesh((), (), abstract_device=device)
+      with jax.sharding.use_abstract_mesh(alone):
+        return run(*arrays)
+
     return mesh, run_local, jax.tree.map(lambda _: rows, results), (rows,) * len(arrays)
 
   whole = ("t", "h", "e", "k")
@@ -182,10 +195,10 @@ def _split(length, levels, tile):
   return passes, padded
 
 
-def _cut(x_bthe, length, options):
+def _cut(x_bthe, length):
   """[B, T, H, E] padded, its features in blocks: [B, T, H, C, E / C]."""
   features = x_bthe.shape[3]
-  block = _LANES if options.is_tpu else min(_WARP, 2 ** (features - 1).bit_length())
+  block = min(_WARP, 2 ** (features - 1).bit_length())
   x_bthe = _pad(_pad(x_bthe, 1, length), 3, -(-features // block) * block)
   return x_bthe.reshape(*x_bthe.shape[:3], -1, block)
 
@@ -215,9 +228,7 @@ class _Plan:
     self.tiles = self.shape[1] // one.rows
     # Rows of the block in which a halo lies: one more than it needs.
     self.halo = 2**one.levels if self.tiles > 1 else one.rows
-    # Eight rows of lanes make a TPU's vector; None: one block, without an axis.
-    self.group = (8 if blocks % 8 == 0 else blocks) if options.is_tpu else None
-    self.grid = (blocks // (self.group or 1), self.shape[2], self.tiles, batch)
+    self.grid = (blocks, self.shape[2], self.tiles, batch)
     halos = one.rows // self.halo
     last = self.tiles * halos - 1
     # Of each side the first row from the tile's start, the rows, and the index of the block.
@@ -231,7 +242,7 @@ class _Plan:
     """Runs `kernel` on (array, BlockSpec)s."""
     arrays, in_specs = zip(*inputs, strict=True)
     compiler_params = None
-    if not self.options.is_tpu and not self.options.interpret:
+    if not self.options.interpret:
       from jax.experimental.pallas import triton as pltriton  # deprecated: may go
 
       compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)
@@ -251,7 +262,7 @@ class _Plan:
 
   def rows_spec(self, side):
     _, size, index = self.sides[side]
-    block = None, size, None, self.group, self.shape[4]
+    block = None, size, None, None, self.shape[4]
     return pl.BlockSpec(block, lambda e, g, i, b: (b, index(i), g, e, 0))
 
   def gates(self, gates, sides):
@@ -266,7 +277,6 @@ class _Plan:
       return pl.BlockSpec(
         (None, None, size // self.halo, 1, line),
         lambda e, g, i, b: (b, g, index(i), 0, 0),
-        memory_space=pltpu.SMEM if self.options.is_tpu else None,
       )
 
     return [(gates, spec(side)) for side in sides]
@@ -346,12 +356,9 @@ def _backward(x, g, gates, one, dtype, options):
     sides = ("own", "past"), ("own", "future"), ("own", "past", "future")
   else:
     sides = ("own",), ("own",), ("own",)
-  # A TPU leaves the sum over lanes to XLA.
-  lanes = plan.shape[4:] if options.is_tpu else ()
-  dc_shape = (plan.grid[0], *plan.shape[:3], one.levels, *lanes)
+  dc_shape = (plan.grid[0], *plan.shape[:3], one.levels)
   dc_spec = pl.BlockSpec(
-    (None, None, one.rows, None, one.levels, *lanes),
-    lambda e, g, i, b: (e, b, i, g, 0, *([0] * len(lanes))),
+    (None, None, one.rows, None, one.levels), lambda e, g, i, b: (e, b, i, g, 0)
   )
   dx, dc = plan.call(
     partial(_backward_kernel, sides=sides),
@@ -359,8 +366,7 @@ def _backward(x, g, gates, one, dtype, options):
     [jax.ShapeDtypeStruct(plan.shape, dtype), jax.ShapeDtypeStruct(dc_shape, jnp.float32)],
     [plan.rows_spec("own"), dc_spec],
   )
-  dc = dc.sum(axis=(0, *range(5, dc.ndim)))
-  return dx.reshape(x.shape), dc.reshape(*gates.shape[:3], one.levels)
+  return dx.reshape(x.shape), dc.sum(axis=0).reshape(*gates.shape[:3], one.levels)
 
 
 def _backward_kernel(plan, *refs, sides):
@@ -379,7 +385,7 @@ def _backward_kernel(plan, *refs, sides):
       if t - shift in v[k]:
         dc_ref[t, k] = jnp.sum(g[t] * v[k][t - shift], axis=0)
       else:
-        dc_ref[t, k] = jnp.zeros(dc_ref.shape[2:], jnp.float32)
+        dc_ref[t, k] = jnp.float32(0)
     g = {
       t: row + gate(t + shift, k) * g[t + shift] if t + shift in g else row
       for t, row in g.items()

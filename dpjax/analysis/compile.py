@@ -1,0 +1,315 @@
+"""Compiles a configuration for devices that need not be there, and tells what it would take.
+
+  dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
+  dpjax compile --config=pooling_text8:none --topology=h100:8 --config.train.parameters=sharded
+
+A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :NUMBER; or cpu.
+TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory and collectives are
+the compiler's. "floor" is the time that no run can beat: that of the bytes moved at the memory's
+bandwidth, or of the matrix products at the largest rate, whichever is longer.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from dpjax import config as config_lib
+from dpjax import files, ops
+from dpjax.analysis import devices, style, traffic
+from dpjax.commands import flags as command_line
+from dpjax.errors import UserError
+from dpjax.registry import ConfigDict
+
+STEPS = ("train", "evaluate", "generate")
+# The entries of vocabularies by name.
+_SIZES = {"gpt2": 50_257, "bert_base_cased": 28_996}
+
+
+def compile_steps(
+  config: ConfigDict, topology: str, *, steps: Sequence[str] = STEPS, segments: int = 0
+) -> dict[str, Any]:
+  """Compiles steps of a configuration for a topology, without its data.
+
+  A vocabulary that a run would learn has `data.tokenizer_size` entries; one that follows from a
+  text, as of characters, needs `model.vocab_size`.
+
+  Args:
+    config: from `dpjax.config`.
+    topology: see `dpjax.analysis.devices`.
+    steps: some of `STEPS`. Training and evaluation are for all devices; generation, of
+      `eval.batch_size` rows with their caches, for one.
+    segments: of a batch's longest row, for pooling at places that the tokens tell; 0 is the window.
+
+  Returns:
+    {"devices", "memory_gib", "steps": {step: {name: value}}}, of each device: "compile_seconds",
+    "arguments_gib", "temporary_gib", "needed_gib", "fits", "products" (operations of matrix
+    products), "bytes", "floor_seconds", "collectives", "custom_calls" and "unknown_loops" (see
+    `dpjax.analysis.traffic.Traffic`), "parameters". A program that the compiler refuses because
+    of its memory has "refused" instead.
+
+  Raises:
+    ValueError: a setting or the topology is wrong, or the compiler is not installed.
+  """
+  device, places = devices.find(topology)
+  programs, dtype = _Programs(_with_vocabulary(config), places, segments), _dtype(config)
+  found = {step: _measure(getattr(programs, step)(), device, dtype) for step in steps}
+  facts = {"devices": len(places), "memory_gib": device.memory / 2**30}
+  return facts | {"parameters": programs.parameters, "steps": found}
+
+
+def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0) -> int:
+  """The largest `train.batch_size` whose training step fits the devices, to 1 part in 16.
+
+  Compiles for a growing batch, then bisects; 0 if no batch fits.
+  """
+  device, places = devices.find(topology)
+  unit = len(places) * config.train.accumulate_steps
+
+  def fits(units: int) -> bool:
+    changed = _with_vocabulary(config)
+    changed.train.batch_size = units * unit
+    train = _Programs(changed, places, segments).train()
+    return _measure(train, device, _dtype(config))["fits"]
+
+  low, high = 0, 1
+  while fits(high):
+    low, high = high, 2 * high
+  while high - low > max(1, low // 16):
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return low * unit
+
+
+def _dtype(config: ConfigDict) -> str:
+  """In which training multiplies."""
+  low = "bfloat16" in (config.model.dtype, config.train.products)
+  return "bfloat16" if low else "float32"
+
+
+# A jitted function, its arguments without values, and its keywords.
+_Program = tuple[Callable[..., Any], tuple, dict[str, Any]]
+
+
+class _Programs:
+  """The steps of a configuration, by their names."""
+
+  def __init__(self, config: ConfigDict, places: Sequence[Any], segments: int):
+    import jax
+
+    from dpjax.models import build
+    from dpjax.run import training
+    from dpjax.training import sharding
+
+    config_lib.check(config)
+    sharding.check_rows(config.train.batch_size, config.train.accumulate_steps, len(places))
+    self._config, self._mesh = config, sharding.make_mesh(places)
+    self._one = sharding.make_mesh(places[:1])
+    self._model, self._kinds = build.build_model(config.model), build.build_boundaries(config.model)
+    self._trainer = training.make_trainer(config, self._model, config.train.num_steps or 10**6)
+    self._state = self._trainer.abstract_state(self._mesh)
+    self.parameters = sum(x.size for x in jax.tree.leaves(self._state.params))
+    hosts = {place.process_index for place in places}
+    self._segments = (segments or config.model.max_length) if len(hosts) == 1 else None
+
+  def train(self) -> _Program:
+    settings = self._config.train
+    step = self._trainer.jit_step(self._state, self._mesh)
+    batch = self._batch(settings.batch_size, settings.window)
+    return step, (self._state, batch), {"capacity": self._capacity(batch)}
+
+  def evaluate(self) -> _Program:
+    from dpjax.training import step as step_lib
+
+    settings = self._config.eval
+    step = step_lib.jit_eval_step(self._model, self._mesh, self._trainer.objective)
+    rows = -(-settings.batch_size // self._mesh.size) * self._mesh.size
+    batch = self._batch(rows, settings.window)
+    return step, (self._state.scored, batch, np.int32(0)), {"capacity": self._capacity(batch)}
+
+  def generate(self) -> _Program:
+    import jax
+    import jax.numpy as jnp
+
+    model, rows = self._model, self._config.eval.batch_size
+    params, cache, length = self._state.params, None, self._config.model.max_length
+    if model.has_cache:
+      params = jax.eval_shape(model.unstack, params)
+      cache = jax.eval_shape(lambda: model.init_cache(rows))
+      length = 1
+
+    def add_token(params, cache, tokens, noise):
+      known = {} if cache is None else {"cache": cache}
+      known |= {"boundary_noise": noise} if draws else {}
+      output = model.apply({"params": params}, tokens, deterministic=True, **known)
+      return output.logits[:, -1], output.cache
+
+    draws = any(kind.draws_in_evaluation for kind in self._kinds)
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    noise = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+    arguments = _placed((params, cache, tokens, noise), self._one, None)
+    return jax.jit(add_token, donate_argnums=1), arguments, {}
+
+  def _batch(self, rows: int, window: int) -> dict[str, Any]:
+    import jax
+
+    from dpjax.training import sharding
+
+    shape = rows, window or self._config.model.max_length
+    kinds = dict(tokens="int32", targets="int32", weights="float32")
+    if any(kind.needs_text for kind in self._kinds):
+      kinds["boundaries"] = "int32"
+    if self._config.data.documents == "isolated":
+      kinds["is_start"] = "int32"
+    batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
+    return _placed(batch, self._mesh, sharding.AXIS)
+
+  def _capacity(self, batch: Mapping[str, Any]) -> int | None:
+    """That of a batch whose longest row has `segments`, where training would know it."""
+    if not self._segments or not self._kinds or "is_start" in batch:
+      return None
+    shape, kind = batch["tokens"].shape, self._kinds[0]
+    if kind.count_in(np.zeros(shape, np.int32)) is None:
+      return None
+    sizes = ops.capacities(shape[1] + 1, kind.num_capacities)
+    return next(size for size in sizes if size > min(self._segments, shape[1]))
+
+
+def _placed(arrays: Any, mesh: Any, axis: str | None) -> Any:
+  """Arrays without values on a mesh, their first axis divided."""
+  import jax
+  from jax.sharding import NamedSharding, PartitionSpec
+
+  place = NamedSharding(mesh, PartitionSpec(axis))
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
+
+
+def _measure(program: _Program, device: devices.Device, dtype: str) -> dict[str, Any]:
+  """Compiles a program; what it takes of each device."""
+  import jax
+
+  from dpjax.training import profiling
+
+  step, arguments, known = program
+  traced = step.trace(*arguments, **known)
+  number = jax.tree.leaves(arguments)[0].sharding.mesh.size
+  products = profiling.count_products_in(traced.jaxpr.jaxpr) / number
+  found: dict[str, Any] = {"products": products}
+  start = time.perf_counter()
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    # The compiler of a TPU tells how much it would need.
+    needed = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+    sizes = dict(zip("KMGT", (2**-20, 2**-10, 1, 2**10), strict=True))
+    gib = float(needed[1]) * sizes[needed[2]] if needed else math.inf
+    return found | {"needed_gib": gib, "fits": False, "refused": str(error).splitlines()[0]}
+  memory, moved = compiled.memory_analysis(), traffic.count(compiled.as_text())
+  needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+  needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+  found |= {
+    "compile_seconds": time.perf_counter() - start,
+    "arguments_gib": memory.argument_size_in_bytes / 2**30,
+    "temporary_gib": memory.temp_size_in_bytes / 2**30,
+    "needed_gib": needed / 2**30,
+    "fits": needed <= device.memory,
+    **dataclasses.asdict(moved),
+  }
+  if device.rates:
+    found["floor_seconds"] = max(moved.bytes / device.bandwidth, products / device.rates[dtype])
+  return found
+
+
+def _with_vocabulary(config: ConfigDict) -> ConfigDict:
+  """A copy with what a run would learn from its tokenizer, as far as sizes depend on it."""
+  from dpjax.models import build
+
+  config, data = config.copy_and_resolve_references(), config.data
+  size = config.model.vocab_size or _SIZES.get(data.tokenizer_file, 0)
+  if not size and not data.tokenizer_file and data.tokenizer != "characters":
+    size = 256 if data.tokenizer == "bytes" else data.tokenizer_size
+  if not size:
+    raise UserError(
+      "model.vocab_size: expected the number of entries of the vocabulary, which a run gets from "
+      "its text or from data.tokenizer_file, got 0"
+    )
+  config.model.vocab_size = size
+  for kind in build.build_boundaries(config.model)[:1]:
+    for name in ("space_ids", "end_ids"):
+      if hasattr(kind, name) and not getattr(kind, name):
+        config.model.boundaries[name] = (0,)
+  return config
+
+
+def main() -> None:
+  """Compiles what the command line describes."""
+  command_line.define_config()
+  flags.DEFINE_string("topology", "cpu", "what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
+  flags.DEFINE_multi_enum("steps", STEPS, STEPS, "what to compile; given several times for several")
+  flags.DEFINE_integer("segments", 0, "segments of the longest row; 0: the window", lower_bound=0)
+  flags.DEFINE_bool("largest_batch", False, "find the largest train.batch_size that fits, too")
+  flags.DEFINE(command_line.PATH, "out", None, "a file for all of it as JSON")
+  devices.prepare()
+  command_line.start(lambda _: _compile(flags.FLAGS), __doc__)
+
+
+def _compile(given) -> None:
+  if given.config is None:
+    raise UserError("--config: expected an experiment, got none")
+  sizes = dict(topology=given.topology, segments=given.segments)
+  found = compile_steps(given.config, **sizes, steps=given.steps)
+  if given.largest_batch:
+    found["largest_batch"] = largest_batch(given.config, **sizes)
+  print(table(found))
+  if given.out:
+    files.write_json(Path(given.out), found)
+
+
+def table(found: Mapping[str, Any]) -> str:
+  """The result of `compile_steps` as a text."""
+  heads = ["", "compiled in", "arguments", "temporary", "needed", "products", "moved", "floor"]
+  rows, notes = [], []
+  for name, step in found["steps"].items():
+    if "refused" in step:
+      rows.append([name, *["-"] * 3, f"{step['needed_gib']:.2f} GiB", *["-"] * 3])
+      notes.append(f"{name}: the compiler refused it ({step['refused']})")
+      continue
+    floor = step.get("floor_seconds")
+    rows.append(
+      [
+        name,
+        f"{step['compile_seconds']:.1f} s",
+        *(f"{step[key]:.2f} GiB" for key in ("arguments_gib", "temporary_gib", "needed_gib")),
+        f"{step['products'] / 1e12:.3f} Tflop",
+        f"{step['bytes'] / 1e9:.2f} GB",
+        "-" if floor is None else f"{1e3 * floor:.2f} ms",
+      ]
+    )
+    for kind, (number, size) in step["collectives"].items():
+      notes.append(f"{name}: {number} {kind}, {size / 1e6:,.1f} MB")
+    for target, number in step["custom_calls"].items():
+      notes.append(f"{name}: {number} calls of {target}")
+    if step["unknown_loops"]:
+      notes.append(f"{name}: {step['unknown_loops']} loops of unknown length, counted once")
+  memory, worst = found["memory_gib"], max(x["needed_gib"] for x in found["steps"].values())
+  verdict = (
+    f"fits, {memory - worst:.2f} GiB to spare"
+    if worst <= memory
+    else (f"does not fit, by {worst - memory:.2f} GiB")
+  )
+  head = f"{found['devices']} x {memory:.2f} GiB: {verdict}"
+  if "largest_batch" in found:
+    notes.append(f"largest train.batch_size that fits: {found['largest_batch']}")
+  return "\n".join([head, "", style.table(heads, rows), "", *notes])
+
+
+if __name__ == "__main__":
+  main()
