@@ -107,9 +107,10 @@ def prepare() -> None:
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # A GPU's kernels are chosen by timing them, where there is one.
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
   }
+  known, flag = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"
+  if flag not in known:  # A GPU's kernels are else chosen by timing them there.
+    os.environ["XLA_FLAGS"] = f"{known} {flag}".strip()
 
 
 def find(topology: str) -> tuple[Device, list[Any]]:

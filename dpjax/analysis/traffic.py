@@ -6,10 +6,10 @@ result there; what happens within a fusion stays on the chip:
   bytes of a computation = sum over its operations of (operands + result)
   while: iterations x body; conditional: its largest branch; call: what is called
 
-Arrays take whole tiles where the compiler lays them out in such, as a TPU's. A slice reads and an update in place writes only the part that it touches, within fusions too, so a
-loop over stacked layers counts one layer an iteration. Arrays that XLA placed in the chip's own
-memory (S(1) in a TPU's text) count nothing. Caches are not modelled: what a program reads twice
-counts twice.
+A slice reads and an update in place writes only the part that it touches, within fusions too, so a
+loop over stacked layers counts one layer an iteration. Arrays take whole tiles where the compiler
+lays them out in such, as a TPU's. What XLA placed in the chip's own memory (S(1) in a TPU's text)
+counts nothing. Caches are not modelled: what a program reads twice counts twice.
 """
 
 import dataclasses

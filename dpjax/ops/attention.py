@@ -18,9 +18,15 @@ from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.platforms import by_platform, has_cuda
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
-# By results/attention.json on a CPU, by results/ops_h200.json on a GPU, which launches several
-# kernels for each tile.
-BLOCK_SIZES = {"cpu": 128, "default": 1024}
+
+def _block_sizes(length: int) -> dict[str, int]:
+  """The default sizes of tiles, by platform.
+
+  By results/attention.json on a CPU; by results/ops_h200.json on a GPU, which launches several
+  kernels for each tile; on a TPU, where tiles should stay in the core's memory, by the bytes that
+  compiled programs move.
+  """
+  return {"cpu": 128, "tpu": min(max(256, length // 16), 1024), "default": 1024}
 
 
 @automatic_axes
@@ -53,7 +59,8 @@ def causal_attention(
     dropout_key: its random key; the draw also depends on `block_size`.
     is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
       to its own document. None means that each row is one document.
-    block_size: the most queries and keys of a tile. None: 128 on a CPU, else 1,024 or cuDNN's.
+    block_size: the most queries and keys of a tile. None: 128 on a CPU, 256 to 1,024 by T on a
+      TPU, else 1,024 or cuDNN's.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -223,10 +230,11 @@ def _check(queries, dropout_rate, dropout_key, is_start, block_size) -> tuple:
   checks.rate("dropout_rate", dropout_rate)
   if dropout_rate:
     checks.key("dropout_key", dropout_key, f" for dropout_rate = {dropout_rate}")
-  chosen = (
-    BLOCK_SIZES if block_size is None else {"default": checks.integer("block_size", block_size)}
-  )
-  place_bt, length = None, queries.shape[1]
+  place_bt, length, chosen = None, queries.shape[1], {"default": block_size}
+  if block_size is None:
+    chosen = _block_sizes(length)
+  else:
+    checks.integer("block_size", block_size)
   if is_start is not None:
     place_bt = document_places(check_starts(is_start, queries.shape[:2]))
 

@@ -1,0 +1,122 @@
+"""What every configuration takes of an accelerator in training, by `dpjax compile`, without one.
+
+  python benchmarks/compiled.py --topologies=h100,v5e:2x2 --out=results/compiled.json
+  python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=results/compiled.json
+
+--scale takes the papers' largest models and one of a billion parameters instead, with
+train.parameters replicated and sharded, and a batch of 8 rows for each device. What is in the file
+already is not compiled again. Prints the table of docs/accelerators.md.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from dpjax import files
+
+# Vocabularies that a run gets from its text.
+VOCABULARIES = {
+  "dispatcher_ptb": 8_558,
+  "msa_ptb": 8_558,
+  "dispatcher_wikitext2": 20_044,
+  "msa_wikitext2": 20_044,
+  "dispatcher_finetuned": 50_257,
+  "quickstart": 100,
+}
+CHARACTERS = 28  # of a cleaned text
+CONFIGS = (
+  *("quickstart", "dispatcher_ptb", "dispatcher_wikitext2", "dispatcher_wikitext103"),
+  *("dispatcher_lm1b", "dispatcher_openwebtext", "dispatcher_finetuned"),
+  *("msa_ptb", "msa_wikitext2", "msa_wikitext103", "msa_lm1b", "extractors_childrens_books"),
+  *("pooling_text8:none", "pooling_text8:fixed4", "pooling_text8:whitespace"),
+  *("pooling_text8:gumbel", "pooling_cc100", "pooling_wiki40b"),
+  *("modern_transformer", "modern_dispatcher", "modern_we"),
+)
+BILLION = ("model.num_layers=24", "model.width=1792", "model.feed_forward_width=4864")
+BILLION += ("model.mixer.num_heads=14", "model.max_length=2048", "model.vocab_size=32000")
+LARGE = {
+  "dispatcher_openwebtext": (),
+  "pooling_text8:none": (),
+  "pooling_wiki40b": (),
+  "modern_transformer, 1B": (*BILLION, "model.remat=True"),
+}
+
+
+def settings_of(name: str) -> list[str]:
+  """The flags of a configuration whose vocabulary is not known without its text."""
+  stem = name.partition(":")[0]
+  size = VOCABULARIES.get(stem, CHARACTERS if stem.startswith("pooling") else 0)
+  return [f"model.vocab_size={size}"] if size else []
+
+
+def run(config: str, topology: str, settings: list[str]) -> dict:
+  """Compiles in a process of its own; what failed says why."""
+  with tempfile.TemporaryDirectory() as folder:
+    out = pathlib.Path(folder, "found.json")
+    command = [sys.executable, "-m", "dpjax", "compile", f"--config={config}", f"--out={out}"]
+    command += [f"--topology={topology}", "--steps=train"]
+    command += [f"--config.{setting}" for setting in settings]
+    try:
+      done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    except subprocess.TimeoutExpired:
+      return {"failed": "took more than 20 minutes"}
+    if done.returncode:
+      return {"failed": (done.stderr.strip().splitlines() or ["without a message"])[-1]}
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def row(case: str, found: dict) -> str:
+  """A row of the table."""
+  if "failed" in found:
+    return f"| {case} | {found['failed']} | | | | |"
+  train = found["steps"]["train"]
+  if "refused" in train:
+    return f"| {case} | {train['needed_gib']:.1f} | no | | | |"
+  floor = 1e3 * train["floor_seconds"]
+  moved = ", ".join(
+    f"{number} {kind} {size / 1e6:,.0f} MB" for kind, (number, size) in train["collectives"].items()
+  )
+  return (
+    f"| {case} | {train['needed_gib']:.2f} | {'yes' if train['fits'] else 'no'} | "
+    f"{train['compile_seconds']:.0f} | {floor:.1f} | {moved or '-'} |"
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--topologies", default="h100,v5e:2x2")
+  parser.add_argument("--scale", action="store_true", help="the largest models, distributed")
+  parser.add_argument("--only", default="", help="configurations whose name has this")
+  parser.add_argument("--out", default="results/compiled.json")
+  given = parser.parse_args()
+  path = pathlib.Path(given.out)
+  report = files.read_json(path)
+  print("| | GiB a device | fits | compiled in, s | floor, ms | collectives |")
+  print("|---|---:|---|---:|---:|---|")
+  for topology in given.topologies.split(","):
+    for name in LARGE if given.scale else CONFIGS:
+      ways = ("replicated", "sharded") if given.scale else ("",)
+      for way in ways:
+        case = ", ".join(filter(None, (name, topology, way)))
+        if given.only not in case:
+          continue
+        if case not in report:
+          config, settings = name.partition(",")[0], settings_of(name)
+          settings += LARGE[name] if given.scale else ()
+          if way:
+            shape = topology.partition(":")[2]
+            devices = 1
+            for size in shape.split("x"):
+              devices *= int(size)
+            settings += [f"train.parameters={way}", f"train.batch_size={8 * devices}"]
+          found = run(config, topology, settings)
+          report[case] = {"settings": settings, **found}
+          files.write_json(path, report)
+        print(row(case, report[case]), flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,164 @@
+"""`dpjax compile`: what steps take of devices that need not be there."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import optax
+import pytest
+
+from dpjax import config as config_lib
+from dpjax import registry
+from dpjax.analysis import compile as compile_lib
+from dpjax.analysis import devices
+from dpjax.errors import UserError
+from dpjax.models import build
+from dpjax.training import losses, sharding, step
+from tests import helpers
+
+SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=3, max_length=48)
+
+
+@pytest.fixture(autouse=True)
+def optax_mixes_dtypes():
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def small(boundaries="none", mixer="attention", **model):
+  config = config_lib.default()
+  config.model = helpers.model_settings(mixer, boundaries, **{**SIZES, **model})
+  config.train.batch_size, config.eval.batch_size = 8, 6
+  return config
+
+
+def test_counts_what_a_step_takes():
+  config = small()
+  found = compile_lib.compile_steps(config, "cpu")
+  assert found["devices"] == 1 and [*found["steps"]] == ["train", "evaluate", "generate"]
+  train, evaluate, generate = found["steps"].values()
+  assert all(x["fits"] and not x["collectives"] for x in (train, evaluate, generate))
+  # Adam has two moments; a batch has three arrays of 8 x 48.
+  expected = 4 * (3 * found["parameters"] + 3 * 8 * 48)
+  assert train["arguments_gib"] * 2**30 == pytest.approx(expected, rel=0.01)
+  # Six rows of 48 tokens through four linear layers of attention, two more, and the logits; a
+  # head's scores and sums of values are of all pairs.
+  tokens, (d, f, v) = 6 * 48, (24, 56, 41)
+  products = 2 * tokens * (3 * (4 * d * d + 2 * d * f + 2 * 48 * d) + d * v)
+  assert evaluate["products"] == products
+  assert generate["products"] < evaluate["products"] / 40
+  assert train["bytes"] > 3 * 4 * found["parameters"] > generate["bytes"] / 4
+
+
+def test_the_table_tells_what_fits_and_what_does_not():
+  found = compile_lib.compile_steps(small("fixed"), "cpu", steps=["evaluate"])
+  assert "1 x " in compile_lib.table(found) and ": fits, " in compile_lib.table(found)
+  found["memory_gib"] = 1e-5
+  assert "does not fit, by" in compile_lib.table(found)
+  refused = {"needed_gib": 20.5, "fits": False, "refused": "RESOURCE_EXHAUSTED: too large"}
+  shown = compile_lib.table({**found, "steps": {"train": refused}})
+  assert "20.50 GiB" in shown and "refused it (RESOURCE_EXHAUSTED: too large)" in shown
+
+
+def test_the_largest_batch_is_found_by_compiling(monkeypatch):
+  tried = []
+
+  def measure(program, device, dtype):
+    tried.append(program[1][1]["tokens"].shape[0])
+    return {"fits": tried[-1] <= 37}
+
+  monkeypatch.setattr(compile_lib, "_measure", measure)
+  assert compile_lib.largest_batch(small(), "cpu") in (35, 36, 37)
+  assert len(tried) < 14
+  monkeypatch.setattr(compile_lib, "_measure", lambda *_: {"fits": False})
+  assert compile_lib.largest_batch(small(), "cpu") == 0
+
+
+def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():
+  config = small("whitespace")
+  few, all_of_them = (
+    compile_lib.compile_steps(config, "cpu", steps=["evaluate"], segments=segments)
+    for segments in (5, 0)
+  )
+  assert few["steps"]["evaluate"]["products"] < all_of_them["steps"]["evaluate"]["products"]
+
+
+@pytest.mark.parametrize(
+  "changes, topology, expected",
+  [
+    ({}, "v99", "--topology: expected one of v4, .*h200, cpu, as v5e:2x2 or h100:8, got v99"),
+    ({}, "h100", r"--topology: expected the compiler .*pip install 'dpjax\[gpu-compile\]'"),
+    ({}, "v5e:2x2", r"--topology: expected the compiler .*pip install 'dpjax\[tpu-compile\]'"),
+    ({"vocab_size": 0}, "cpu", "model.vocab_size: expected the number of entries .* got 0"),
+  ],
+)
+def test_wrong_input_is_refused(changes, topology, expected, monkeypatch):
+  missing = SimpleNamespace(find_spec=lambda name: None)
+  monkeypatch.setattr(devices.importlib, "util", missing)
+  with pytest.raises(UserError, match=expected):
+    compile_lib.compile_steps(small(**changes), topology)
+
+
+def test_a_vocabulary_is_known_where_the_tokenizer_tells():
+  config = small(vocab_size=0)
+  for settings, size in (
+    (dict(tokenizer="bpe", tokenizer_size=77), 77),
+    (dict(tokenizer="bytes"), 256),
+    (dict(tokenizer="bpe", tokenizer_file="gpt2"), 50_257),
+  ):
+    config.data.update(settings)
+    assert compile_lib._with_vocabulary(config).model.vocab_size == size
+
+
+def train_step(config, mesh):
+  model, update = build.build_model(config.model), optax.adam(0.1)
+  state = step.abstract_state(model, update, 0, mesh)
+  objective = losses.Objective(build.build_boundaries(config.model))
+  places = jax.tree.map(lambda leaf: leaf.sharding, state)
+  run = step.jit_train_step(model, update, places, mesh, objective=objective)
+  shape = 2, config.model.max_length
+  batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+  batch |= {"weights": jax.ShapeDtypeStruct(shape, "float32")}
+  return run.trace(state, batch | {"boundaries": batch["tokens"]})
+
+
+BOUNDARIES = [x for x in registry.boundaries.names() if x not in ("none", "entropy_threshold")]
+MODELS = [(x, "none") for x in registry.mixers.names()] + [("attention", x) for x in BOUNDARIES]
+QUICK = [("dispatcher", "none"), ("attention", "gumbel")]
+
+
+@pytest.mark.parametrize(
+  "mixer, boundaries",
+  [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in MODELS],
+)
+def test_every_model_trains_on_every_platform(mixer, boundaries):
+  config = small(boundaries, mixer)
+  if boundaries == "whitespace":
+    config.model.boundaries.space_ids = (0,)
+  traced = train_step(config, sharding.make_mesh(jax.devices()[:1]))
+  texts = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "cuda", "tpu")}
+  assert len(set(texts.values())) == (2 if mixer == "attention" else len(set(texts.values())))
+  assert not any("callback" in text for text in texts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart:tiny", "extractors_childrens_books:tiny"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:2"])
+def test_compiles_for_an_accelerator(name, topology, tmp_path):
+  compiler = "libtpu" if topology.startswith("v") else "jax_cuda13_plugin"
+  if importlib.util.find_spec(compiler) is None:
+    pytest.skip(f"needs {compiler}: pip install 'dpjax[tpu-compile]' or 'dpjax[gpu-compile]'")
+  out, config = tmp_path / "found.json", f"--config={name}"
+  command = [sys.executable, "-m", "dpjax", "compile", config, "--config.model.vocab_size=90"]
+  command += [f"--topology={topology}", f"--out={out}"]
+  environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+  subprocess.run(command, check=True, env=environment)
+  found = json.loads(out.read_text())
+  train = found["steps"]["train"]
+  assert train["fits"] and train["floor_seconds"] > 0 and not train["unknown_loops"]
+  number, size = train["collectives"]["all-reduce"]
+  assert number and size >= 4 * found["parameters"]
