@@ -41,7 +41,7 @@ LARGE = {
   "dispatcher_openwebtext": (),
   "pooling_text8:none": (),
   "pooling_wiki40b": (),
-  "modern_transformer, 1B": (*BILLION, "model.remat=True"),
+  "modern_transformer, 1B": (*BILLION, "model.remat=True", "model.dtype=bfloat16"),
 }
 
 

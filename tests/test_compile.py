@@ -14,7 +14,7 @@ import pytest
 from dpjax import config as config_lib
 from dpjax import registry
 from dpjax.analysis import compile as compile_lib
-from dpjax.analysis import devices
+from dpjax.analysis import devices, traffic
 from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.training import losses, sharding, step
@@ -112,6 +112,18 @@ def test_a_vocabulary_is_known_where_the_tokenizer_tells():
   ):
     config.data.update(settings)
     assert compile_lib._with_vocabulary(config).model.vocab_size == size
+
+
+def test_sharded_parameters_are_gathered_and_activations_stay():
+  config = small(activation="swiglu", vocab_size=40)
+  config.train.parameters = "sharded"
+  programs = compile_lib._Programs(config, jax.devices(), 0)
+  step, arguments, known = programs.train()
+  found = traffic.count(step.lower(*arguments, **known).compile().as_text())
+  # Once forward and once backward; the gradients once, with the sums of the metrics.
+  most = {"all-gather": 2 * 4 * programs.parameters, "all-reduce": 4 * programs.parameters + 1000}
+  assert {*found.collectives} == {*most}
+  assert all(size <= most[kind] for kind, (_, size) in found.collectives.items())
 
 
 def train_step(config, mesh):

@@ -209,11 +209,11 @@ def _measure(program: _Program, device: devices.Device, dtype: str) -> dict[str,
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    # The compiler of a TPU tells how much it would need.
-    needed = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-    sizes = dict(zip("KMGT", (2**-20, 2**-10, 1, 2**10), strict=True))
-    gib = float(needed[1]) * sizes[needed[2]] if needed else math.inf
-    return found | {"needed_gib": gib, "fits": False, "refused": str(error).splitlines()[0]}
+    # A TPU's compiler tells how much it would need, of all or of temporary memory alone.
+    told = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", str(error))
+    powers = dict(zip("KMGT", (-20, -10, 0, 10), strict=True))
+    needed = float(told[1]) * 2.0 ** powers[told[2]] if told else math.inf
+    return found | {"needed_gib": needed, "fits": False, "refused": str(error).splitlines()[0]}
   memory, moved = compiled.memory_analysis(), traffic.count(compiled.as_text())
   needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
   needed += memory.output_size_in_bytes - memory.alias_size_in_bytes

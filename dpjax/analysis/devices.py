@@ -104,6 +104,7 @@ def prepare() -> None:
     "CUDA_VISIBLE_DEVICES": "-1",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # It needs a driver.
     "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",

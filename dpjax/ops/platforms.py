@@ -7,11 +7,25 @@ from typing import Any
 import jax
 from jax import lax
 
+AXIS = "data"  # of a run's devices
+
 
 def num_devices() -> int:
   """The devices of the mesh in use (`jax.sharding.use_abstract_mesh`), without one all of JAX's."""
   mesh = jax.sharding.get_abstract_mesh()
   return jax.device_count() if mesh.empty else mesh.size
+
+
+def divide_rows(x: jax.Array) -> jax.Array:
+  """Keeps the first axis of an activation divided over the devices of a run, as its batch is.
+
+  Else XLA may divide the features, like parameters (`train.parameters=sharded`), and move
+  activations at every layer. Does nothing outside of a run.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.axis_names != (AXIS,) or mesh.manual_axes or x.shape[0] % mesh.size or mesh.size == 1:
+    return x
+  return lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(AXIS))
 
 
 def has_cuda() -> bool:

@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform
+from dpjax.ops.platforms import by_platform, divide_rows
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
@@ -149,10 +149,10 @@ def dot_general(
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:
     return lax.dot_general(lhs, rhs, dimension_numbers, **options)
   lead, rest = lhs.shape[:-1], rhs.shape[1:]
-  rows = lhs.reshape(math.prod(lead), lhs.shape[-1])
+  rows = divide_rows(lhs.reshape(math.prod(lead), lhs.shape[-1]))
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
   if factor_dtype(rows, columns) is None or any(options.values()):
     flat = lax.dot_general(rows, columns, (((1,), (0,)), ((), ())), **options)
   else:
     flat = product("rk,kn->rn", rows, columns).astype(rhs.dtype)
-  return flat.reshape(*lead, *rest)
+  return divide_rows(flat).reshape(*lead, *rest)
