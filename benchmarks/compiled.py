@@ -27,6 +27,7 @@ VOCABULARIES = {
   "quickstart": 100,
 }
 CHARACTERS = 28  # of a cleaned text
+SEGMENTS = 512  # of a window of 2,048 characters, with words' boundaries
 CONFIGS = (
   *("quickstart", "dispatcher_ptb", "dispatcher_wikitext2", "dispatcher_wikitext103"),
   *("dispatcher_lm1b", "dispatcher_openwebtext", "dispatcher_finetuned"),
@@ -57,7 +58,7 @@ def run(config: str, topology: str, settings: list[str]) -> dict:
   with tempfile.TemporaryDirectory() as folder:
     out = pathlib.Path(folder, "found.json")
     command = [sys.executable, "-m", "dpjax", "compile", f"--config={config}", f"--out={out}"]
-    command += [f"--topology={topology}", "--steps=train"]
+    command += [f"--topology={topology}", "--steps=train", f"--segments={SEGMENTS}"]
     command += [f"--config.{setting}" for setting in settings]
     try:
       done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
@@ -86,7 +87,7 @@ def row(case: str, found: dict) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--topologies", default="h100,v5e:2x2")
   parser.add_argument("--scale", action="store_true", help="the largest models, distributed")
   parser.add_argument("--only", default="", help="configurations whose name has this")

@@ -39,7 +39,7 @@ class Device:
 
 def _tpu(memory: int, bandwidth: int, rate: int) -> Device:
   """Of GiB, GB/s and Tflop/s."""
-  rates = dict.fromkeys(("bfloat16", "float32"), rate * 1e12)
+  rates: dict[str, float] = {"bfloat16": rate * 1e12, "float32": rate * 1e12}
   return Device("tpu", memory * 2**30, bandwidth * GB, rates)
 
 
