@@ -14,6 +14,7 @@ import pytest
 
 from dpjax.ops.experimental import shift_and_sum_pallas as pallas
 from dpjax.ops.shift_and_sum import shift_and_sum
+from dpjax.training import sharding
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)
 LOOP = functools.partial(shift_and_sum, implementation="loop")
@@ -174,6 +175,22 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
   for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
     scale = float(jnp.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_rows_of_a_run_are_on_several_tpus():
+  values, gates, weights = draw(8, 13, 2, 3, 4)
+  mesh = sharding.make_mesh()
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(sharding.AXIS))
+
+  @jax.jit
+  def of_run(*arrays):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return run(small("tpu"), *arrays)
+
+  arrays = jax.device_put((values, gates, weights), rows)
+  compiled = of_run.lower(*arrays).compile()
+  assert "all-gather" not in compiled.as_text()
+  assert_close(compiled(*arrays), run(LOOP, values, gates, weights))
 
 
 @pytest.mark.parametrize("kind", ["vmap", "auto", "explicit"])

@@ -26,7 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from dpjax.ops import checks
 from dpjax.ops.experimental import shift_and_sum_tpu as tpu
-from dpjax.ops.platforms import by_platform
+from dpjax.ops.platforms import AXIS, by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
@@ -49,8 +49,8 @@ def shift_and_sum(
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
   Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
-  which store only `values` and `gates`. Rows may be distributed over devices; `jax.shard_map` needs
-  check_vma=False.
+  which store only `values` and `gates`. Rows may be distributed over devices (TPUs: over those of a
+  run, `dpjax.training`); `jax.shard_map` needs check_vma=False.
 
   Args:
     values: [B, T, H, E], floats, T at least 2.
@@ -143,7 +143,6 @@ _shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd
 def _of_rows(run, rule, options):
   """A function of arrays [B, ...] whose rows lie on several devices, or are mapped by `vmap`."""
   run = partial(run, options)
-  distributed = custom_partitioning(run)
 
   def partition(mesh, arrays, results):
     rows = arrays[0].sharding  # All arrays have four axes.
@@ -157,8 +156,12 @@ def _of_rows(run, rule, options):
 
     return mesh, run_local, jax.tree.map(lambda _: rows, results), (rows,) * len(arrays)
 
-  whole = ("t", "h", "e", "k")
-  distributed.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
+  if options.is_tpu:  # Its compiler knows no custom partitioning.
+    distributed = partial(_run_divided, run)
+  else:
+    whole = ("t", "h", "e", "k")
+    distributed = custom_partitioning(run)
+    distributed.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
   mapped = jax.custom_batching.custom_vmap(distributed)
 
   @mapped.def_vmap
@@ -170,6 +173,14 @@ def _of_rows(run, rule, options):
     return apart, jax.tree.map(lambda _: True, results)
 
   return mapped
+
+
+def _run_divided(run, *arrays):
+  """Runs a function of arrays [B, ...] on each device of a run."""
+  mesh, rows = jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec(AXIS)
+  if mesh.axis_names != (AXIS,) or mesh.size == 1:
+    return run(*arrays)
+  return jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
 
 
 class _Pass(NamedTuple):
