@@ -291,6 +291,7 @@ def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
   assert catalog.find_vocabulary("mine.txt", tmp_path, manual) == "mine.txt"
 
 
+@helpers.needs_locks
 def test_two_that_begin_at_once_and_never_import_tensorflow(data_dir):
   code = (
     "import dataclasses, sys; from dpjax.data.sources import text8; "
