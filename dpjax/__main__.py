@@ -9,7 +9,7 @@ import sys
 
 COMMANDS = {
   "train": ("dpjax.commands.train", "train an experiment, or go on with a run"),
-  "sweep": ("dpjax.commands.sweep", "train an experiment with several values of its settings"),
+  "sweep": ("dpjax.analysis.sweep", "train an experiment with several values of its settings"),
   "evaluate": ("dpjax.commands.evaluate", "score a split or a text with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),

@@ -75,7 +75,7 @@ def _memory() -> str:
 
 
 def _check_operators() -> str:
-  """Operators outside of `jax.jit`, each a program of its own; "" if they are right."""
+  """Operators outside of `jax.jit`, each a program of its own; a message if they are wrong."""
   import jax.numpy as jnp
   import numpy as np
 
@@ -84,7 +84,7 @@ def _check_operators() -> str:
 
 
 def _check_products() -> str:
-  """Products of matrices, of which one is so narrow that jaxlib 0.10.2 fails; "" or a message."""
+  """Products of matrices, one so narrow that jaxlib 0.10.2 fails; a message if they are wrong."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -109,7 +109,7 @@ def _check_products() -> str:
 
 
 def _check_attention() -> str:
-  """Causal attention, in tiles on a CPU; "" or a message."""
+  """Causal attention, in tiles on a CPU; a message if it is wrong."""
   import jax
   import numpy as np
 
@@ -135,7 +135,7 @@ def _draw(dtype: str, *shapes: tuple[int, ...]) -> list[Any]:
 
 
 def _compare(name: str, found: Any, expected: Any, most: float) -> str:
-  """ "" if the arrays are close, else a message."""
+  """A message unless the arrays are close."""
   import numpy as np
 
   away = np.max(np.abs(np.float64(found) - expected)) / np.max(np.abs(expected))
@@ -145,7 +145,7 @@ def _compare(name: str, found: Any, expected: Any, most: float) -> str:
 
 
 def _check_compilation_cache() -> str:
-  """Whether a program that was compiled before is found again; "" or a message."""
+  """A message unless a program that was compiled before is found again."""
   import jax
   import jax.numpy as jnp
   from jax import monitoring

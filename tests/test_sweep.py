@@ -1,0 +1,127 @@
+"""`dpjax sweep`: which runs it plans, and that the same command goes on."""
+
+import functools
+import json
+import re
+
+import pytest
+
+import dpjax
+from dpjax import run as run_lib
+from dpjax.analysis import sweep
+from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+EXPERIMENT = """
+from tests import helpers
+
+def get_config():
+  config = helpers.small_config({text!r})
+  config.sample.prompt = ""
+  return config
+"""
+
+
+@pytest.fixture
+def experiment(text, tmp_path):
+  """The argument of an experiment that trains in a second."""
+  (tmp_path / "experiment.py").write_text(EXPERIMENT.format(text=str(text)), encoding="utf-8")
+  return f"--config={tmp_path / 'experiment.py'}"
+
+
+def test_all_combinations_are_planned_in_order(experiment):
+  words = [experiment, "--config.model.width=6,24", "--config.train.learning_rate=1e-3,3e-3"]
+  runs = [*sweep.plan([*words, "--config.train.batch_size=7", "--noconfig.model.use_bias"], [5, 0])]
+  assert [run.folder for run in runs] == [
+    f"width={width},learning_rate={rate}/seed_{seed}"
+    for width in (6, 24)
+    for rate in ("1e-3", "3e-3")
+    for seed in (5, 0)
+  ]
+  seen = [(run.config.model.width, run.config.train.learning_rate, run.config.seed) for run in runs]
+  assert seen == [(w, r, s) for w in (6, 24) for r in (1e-3, 3e-3) for s in (5, 0)]
+  assert {(run.config.train.batch_size, run.config.model.use_bias) for run in runs} == {(7, False)}
+
+
+def test_semicolons_part_values_that_have_commas(experiment):
+  words = ["--config.sample.prompt=the cat, a;mat", "--config.data.split_fractions=(0.8,0.1,0.1);"]
+  runs = [*sweep.plan([experiment, *words], ())]
+  assert [run.folder for run in runs] == ["prompt=the-cat-a/seed_0", "prompt=mat/seed_0"]
+  assert [run.config.sample.prompt for run in runs] == ["the cat, a", "mat"]
+  assert {run.config.data.split_fractions for run in runs} == {(0.8, 0.1, 0.1)}
+
+
+def test_mixers_and_settings_of_one_name(experiment):
+  words = ["--config.model.mixer=we,he", "--config.model.width=6,8"]
+  words += ["--config.model.feed_forward_width=5", "--config.eval.batch_size=3,4"]
+  runs = [*sweep.plan([experiment, *words, "--config.train.batch_size=3,4"], [1])]
+  first = "mixer=we,width=6,config.eval.batch_size=3,config.train.batch_size=3/seed_1"
+  assert len(runs) == 16 and runs[0].folder == first
+  assert {run.config.model.mixer.name for run in runs} == {"we", "he"}
+  (alone,) = sweep.plan([experiment], ())
+  assert (alone.name, alone.folder) == ("", "seed_0")
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--config.train.learning_rate=1e-3,fast"], "fast"),
+    (["--config.train.learning_rat=1e-3"], "nearest known is train.learning_rate"),
+    (["--config.train.batch_size=3,-2"], "train.batch_size: expected .*-2"),
+    (["--config.model.width=6,6"], "expected values that differ, got width=6/seed_0 twice"),
+    (["--seeds=1,a"], "--seeds: expected integers with commas between them, got 1,a"),
+    (["--seeds=1,-1"], "seed: expected .*-1"),
+    (["rest"], "flags: expected --name=value, got rest"),
+  ],
+)
+def test_what_is_wrong_is_named_before_a_run_begins(experiment, words, message, tmp_path):
+  found = helpers.command("sweep", experiment, *words, f"--workdir={tmp_path / 'runs'}")
+  assert re.search(message, str(found)) and "\n" not in found
+  assert not (tmp_path / "runs").exists()
+  found = helpers.command("sweep", *words[1:], f"--workdir={tmp_path / 'runs'}")
+  assert found == "--config: expected an experiment, got none"
+
+
+def test_the_same_command_goes_on_and_ends_as_if_never_stopped(
+  experiment, tmp_path, monkeypatch, capsys
+):
+  begun, train = [], functools.partial(dpjax.train, model=helpers.bigrams)
+
+  def stopped(config, workdir):
+    begun.append(str(workdir))
+    if len(begun) < 5:
+      return train(config, workdir)
+    checks = iter(range(12))
+    return train(config, workdir, should_stop=lambda: next(checks) == 5)
+
+  def run(train, folder):
+    monkeypatch.setattr(run_lib, "train", train)
+    rates = "--config.train.learning_rate=3e-3,1e30,2e-2"
+    words = [experiment, rates, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
+    return helpers.command("sweep", *words, f"--workdir={tmp_path / folder}")
+
+  def losses(folder):
+    files = sorted((tmp_path / folder).rglob("losses.f32"))
+    return {str(file.relative_to(tmp_path / folder)): file.read_bytes() for file in files}
+
+  # 2 runs, 2 that diverge, and a fifth that is stopped.
+  assert run(stopped, "runs") == 1
+  assert len(begun) == 5 and len(losses("runs")) == 5
+  before = capsys.readouterr()
+  assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
+  assert run(train, "runs") is None
+  shown = capsys.readouterr().out
+  assert shown.count("has ended") == 4 and shown.count("Going on from") == 1
+  assert run(train, "others") is None
+  assert losses("runs") == losses("others") and len(losses("runs")) == 6
+  table = shown[shown.index("runs  valid") :].splitlines()
+  assert [line.split()[0] for line in table[1:5]] == [
+    *("learning_rate=2e-2", "learning_rate=3e-3"),
+    *("learning_rate=1e30/seed_3", "learning_rate=1e30/seed_0"),
+  ]
+  ended = json.loads((tmp_path / "runs/sweep.json").read_text())
+  tests = [ended[f"learning_rate=2e-2/seed_{i}"]["scores"]["bits_per_character"] for i in (0, 3)]
+  assert f"{sum(tests) / 2:.4f}" in table[1] and "not finite" in table[3]
+  assert "The best: learning_rate=2e-2\n" in shown
+  assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
