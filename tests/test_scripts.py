@@ -80,7 +80,7 @@ def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
     call("evaluate", f"--workdir={workdir}", *given, *size, f"--out={tmp_path / 'out'}") is None
   )
   shown = capsys.readouterr().out
-  found = json.loads((tmp_path / "out" / f"scores_of_texts_{run.step}.json").read_text())
+  found = json.loads((out / f"scores_of_texts_{run.step}.json").read_text())
   assert (found["window"], found["stride"], len(found["texts"])) == (11, 5, 2)
   for name, text in texts.items():
     scores = run.score(text.removeprefix("\ufeff"), window=11, stride=5)
