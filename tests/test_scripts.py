@@ -68,17 +68,13 @@ def test_evaluate_prints_and_writes(workdir, capsys):
 
 
 def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
-  run, texts = (
-    run_lib.load(workdir),
-    {"a.txt": "the cat sat on a hat\n" * 7, "b.txt.gz": "\ufeffa rat"},
-  )
+  texts = {"a.txt": "the cat sat on a hat\n" * 7, "b.txt.gz": "\ufeffa rat"}
+  run, out = run_lib.load(workdir), tmp_path / "out"
   (tmp_path / "a.txt").write_bytes(texts["a.txt"].encode())
   (tmp_path / "b.txt.gz").write_bytes(gzip.compress(texts["b.txt.gz"].encode()))
   before, given = sorted(workdir.rglob("*")), [f"--text={tmp_path / name}" for name in texts]
   size = ["--window=11", "--stride=5"]
-  assert (
-    call("evaluate", f"--workdir={workdir}", *given, *size, f"--out={tmp_path / 'out'}") is None
-  )
+  assert call("evaluate", f"--workdir={workdir}", *given, *size, f"--out={out}") is None
   shown = capsys.readouterr().out
   found = json.loads((out / f"scores_of_texts_{run.step}.json").read_text())
   assert (found["window"], found["stride"], len(found["texts"])) == (11, 5, 2)
