@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,12 @@ from tests import helpers
 EXAMPLES = helpers.ROOT / "examples"
 NOTEBOOKS = ["tour", "your_own"]
 FAMILIES = ["dispatcher", "extractor", "attention", "pooling"]
+
+
+def cells_of(name: str) -> dict[str, str]:
+  """The code of a notebook, by its cells' names."""
+  content = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
+  return {x["id"]: "".join(x["source"]) for x in content["cells"] if x["cell_type"] == "code"}
 
 
 def run_cells(name: str, folder: Path) -> None:
@@ -75,6 +83,58 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   assert kinds.count("display_data") >= 2 and "error" not in kinds
   assert len(written) < 1_000_000
   assert not re.search(r"/(work|tmp|home|Users|root)/|[A-Z]:\\", written)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_first_cell_installs_dpjax_where_it_is_missing(name, tmp_path, monkeypatch):
+  first, called = next(iter(cells_of(name).values())), []
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("DPJAX_SOURCE", raising=False)
+  monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(words))
+  exec(first, {})
+  assert not called
+  monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+  with pytest.raises(AssertionError, match="expected dpjax-.* beside the notebook"):
+    exec(first, {})
+  Path("dpjax-0.2.0-py3-none-any.whl").touch()
+  exec(first, {})
+  monkeypatch.setenv("DPJAX_SOURCE", "git+https://host.invalid/dpjax")
+  exec(first, {})
+  pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+  assert called == [[*pip, "dpjax-0.2.0-py3-none-any.whl"], [*pip, os.environ["DPJAX_SOURCE"]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebook_runs_with_the_wheel_outside_of_the_clone(name, tmp_path):
+  build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+  subprocess.run(build, cwd=helpers.ROOT, check=True, capture_output=True)
+  (wheel,) = tmp_path.glob("dpjax-*.whl")
+  with zipfile.ZipFile(wheel) as archive:  # as pip does, without what is installed already
+    archive.extractall(tmp_path / "site")
+  for part in ("run_notebook.py", f"{name}.ipynb"):
+    shutil.copy(EXAMPLES / part, tmp_path)
+  code = f"""
+import pathlib, run_notebook
+outputs, names = run_notebook.run(pathlib.Path("{name}.ipynb"))
+print(names["dpjax"].__file__)
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    env=helpers.environment(
+      DPJAX_TOUR_STEPS="8",
+      MPLBACKEND="agg",
+      PYTHONPATH=str(tmp_path / "site"),
+      XLA_FLAGS=os.environ["XLA_FLAGS"],
+    ),
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=900,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1] == str(tmp_path / "site/dpjax/__init__.py")
 
 
 @pytest.mark.slow

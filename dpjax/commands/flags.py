@@ -108,7 +108,7 @@ def read_config(arguments: Sequence[str]) -> config_lib.ConfigDict:
   own = flags.FlagValues()
   flags.DEFINE_string("config", None, "", flag_values=own)
   try:
-    own(["", *_with_config(list(arguments), own)])
+    own(_with_config(["", *arguments], own))
   except (UserError, flags.Error) as error:
     raise UserError(" ".join(str(error).split())) from error
   return own.config
