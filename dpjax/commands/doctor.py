@@ -89,7 +89,7 @@ def _check_products() -> str:
   import jax.numpy as jnp
   import numpy as np
 
-  from dpjax import ops
+  from dpjax.ops import products
 
   for shape, columns, dtype, most in (
     ((3, 3), 32_803, "float32", 1e-4),
@@ -98,7 +98,7 @@ def _check_products() -> str:
   ):
     x, y = _draw(dtype, shape, (columns, shape[1]))
     # With a sum after it: a product alone may take another path.
-    multiply = jax.jit(lambda x, y: jnp.sum(ops.product("ij,kj->ik", x, y) ** 2, axis=0))
+    multiply = jax.jit(lambda x, y: jnp.sum(products.product("ij,kj->ik", x, y) ** 2, axis=0))
     with jax.default_matmul_precision("highest"):  # not a GPU's TF32
       found = multiply(x, y)
     expected = np.sum((np.float64(x) @ np.float64(y).T) ** 2, axis=0)
