@@ -2,22 +2,29 @@
 
 import functools
 import json
+import math
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 import dpjax
 from dpjax import run as run_lib
 from dpjax.analysis import sweep
+from dpjax.errors import Interrupted
+from dpjax.run import workdir as workdir_lib
+from dpjax.training import loop
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 EXPERIMENT = """
+from pathlib import Path
 from tests import helpers
 
 def get_config():
-  config = helpers.small_config({text!r})
+  config = helpers.small_config(Path({text!r}))
   config.sample.prompt = ""
   return config
 """
@@ -83,31 +90,87 @@ def test_what_is_wrong_is_named_before_a_run_begins(experiment, words, message, 
   assert found == "--config: expected an experiment, got none"
 
 
-def test_the_same_command_goes_on_and_ends_as_if_never_stopped(
-  experiment, tmp_path, monkeypatch, capsys
-):
+RATES = "--config.train.learning_rate=3e-3,1e30,2e-2"
+
+
+@pytest.fixture
+def run(experiment, tmp_path, monkeypatch):
+  """Runs a sweep of three rates and two seeds by a function in the place of `dpjax.train`."""
+
+  def run(train, folder, rates=RATES):
+    monkeypatch.setattr(run_lib, "train", train)
+    words = [experiment, rates, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
+    return helpers.command("sweep", *words, f"--workdir={tmp_path / folder}")
+
+  return run
+
+
+def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
+  begun = []
+
+  def train(config, workdir):
+    """As far as a sweep can tell: bits are 9 less the rate, a hundredth less by seed."""
+    begun.append(str(workdir.relative_to(tmp_path / "runs")))
+    workdir_lib.write_config(workdir, config)
+    if len(begun) == 5:
+      raise Interrupted(6, 12)
+    if config.train.learning_rate > 1:
+      raise loop.NonFiniteError("Step 2: expected a finite loss")
+    bits = 9 - config.train.learning_rate - config.seed / 100
+    line = {"step": 12, "split": "valid", "bits_per_character": bits}
+    (workdir / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    (workdir / "losses.f32").write_bytes(b"\0\0\x80?" * 12)
+    return SimpleNamespace(step=12), {"bits_per_character": bits + 1, "perplexity": math.inf}
+
+  assert run(train, "runs") == 1
+  assert "Stopped at step 6 of 12" in capsys.readouterr().out
+  folders = [f"learning_rate={rate}/seed_{i}" for rate in ("3e-3", "1e30", "2e-2") for i in (3, 0)]
+  assert begun == folders[:5]
+  assert run(train, "runs") is None
+  assert begun[5:] == folders[4:]
+  printed = capsys.readouterr()
+  table = [line.split() for line in printed.out[printed.out.index("runs  valid") :].splitlines()]
+  assert table[0] == ["runs", "valid/bits_per_character", "test/bits_per_character", "deviation"]
+  assert table[1] == ["learning_rate=2e-2", "2", "8.9650", "9.9650", "0.0212"]
+  assert table[2][:3] == ["learning_rate=3e-3", "2", "8.9820"]
+  assert table[3:5] == [[folders[i], "1", "not", "finite"] for i in (2, 3)]
+  assert "The best: learning_rate=2e-2\n" in printed.out
+  assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
+  # Another value is trained, and so are runs of other settings, or without a folder.
+  del begun[:]
+  assert run(train, "runs", "--config.train.learning_rate=2e-2,4e-2") is None
+  assert begun == [f"learning_rate=4e-2/seed_{i}" for i in (3, 0)]
+  del begun[:]
+  shutil.rmtree(tmp_path / "runs" / folders[0])
+  (tmp_path / "runs" / folders[1] / "config.json").write_text("{}")
+  assert run(train, "runs") is None
+  assert begun == folders[:2]
+
+
+def test_only_runs_that_diverge_are_an_error(run, tmp_path):
+  def train(config, workdir):
+    raise loop.NonFiniteError("Step 2: expected a finite loss")
+
+  message = "train.learning_rate: expected a finite loss of a run, got none in "
+  assert run(train, "runs") == f"{message}{tmp_path / 'runs'}"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys):
   begun, train = [], functools.partial(dpjax.train, model=helpers.bigrams)
 
   def stopped(config, workdir):
-    begun.append(str(workdir))
-    if len(begun) < 5:
-      return train(config, workdir)
-    checks = iter(range(12))
-    return train(config, workdir, should_stop=lambda: next(checks) == 5)
-
-  def run(train, folder):
-    monkeypatch.setattr(run_lib, "train", train)
-    rates = "--config.train.learning_rate=3e-3,1e30,2e-2"
-    words = [experiment, rates, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
-    return helpers.command("sweep", *words, f"--workdir={tmp_path / folder}")
+    begun.append(workdir)
+    checks = iter(range(99))
+    stops = len(begun) == 5
+    return train(config, workdir, should_stop=lambda: stops and next(checks) == 5)
 
   def losses(folder):
     files = sorted((tmp_path / folder).rglob("losses.f32"))
     return {str(file.relative_to(tmp_path / folder)): file.read_bytes() for file in files}
 
-  # 2 runs, 2 that diverge, and a fifth that is stopped.
-  assert run(stopped, "runs") == 1
-  assert len(begun) == 5 and len(losses("runs")) == 5
+  # Two runs, two that diverge, and one that is stopped.
+  assert run(stopped, "runs") == 1 and len(losses("runs")) == 5
   before = capsys.readouterr()
   assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
   assert run(train, "runs") is None
@@ -115,13 +178,3 @@ def test_the_same_command_goes_on_and_ends_as_if_never_stopped(
   assert shown.count("has ended") == 4 and shown.count("Going on from") == 1
   assert run(train, "others") is None
   assert losses("runs") == losses("others") and len(losses("runs")) == 6
-  table = shown[shown.index("runs  valid") :].splitlines()
-  assert [line.split()[0] for line in table[1:5]] == [
-    *("learning_rate=2e-2", "learning_rate=3e-3"),
-    *("learning_rate=1e30/seed_3", "learning_rate=1e30/seed_0"),
-  ]
-  ended = json.loads((tmp_path / "runs/sweep.json").read_text())
-  tests = [ended[f"learning_rate=2e-2/seed_{i}"]["scores"]["bits_per_character"] for i in (0, 3)]
-  assert f"{sum(tests) / 2:.4f}" in table[1] and "not finite" in table[3]
-  assert "The best: learning_rate=2e-2\n" in shown
-  assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -157,7 +157,7 @@ def _check_compilation_cache() -> str:
 
   monitoring.register_event_listener(listen)
   try:
-    with tempfile.TemporaryDirectory() as folder, _cache_in(folder):
+    with tempfile.TemporaryDirectory() as folder, _cache_in(folder), _without_stderr():
       for _ in range(2):  # A new function each time, which the process does not know yet.
         jax.jit(lambda x: jnp.cos(x) * 3)(jnp.ones(7)).block_until_ready()
   except OSError as error:
@@ -193,3 +193,17 @@ def _cache_in(folder: str) -> Iterator[None]:
     yield
   finally:
     choose(before)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+  """Hides what XLA writes of each program that it reads for a CPU (jax-ml/jax#38445)."""
+  sys.stderr.flush()
+  kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(null, 2)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(null)
