@@ -155,6 +155,7 @@ def pointers(tree) -> set[int]:
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
+make_pipe = getattr(os, "mkfifo", os.mkdir)  # Windows has none: there, a folder.
 needs_locks = pytest.mark.skipif(
   not filelock.has_fcntl and sys.platform != "win32", reason="a system without locks"
 )

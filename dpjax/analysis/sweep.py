@@ -175,7 +175,7 @@ def _report(runs: Sequence[Planned], folder: Path, ended: Mapping[str, Any]) -> 
   metric = plots.find_metric(records)
   assert metric  # Training ends with an evaluation.
   score = metric.partition("/")[2]
-  groups = runs_lib.group(labels, zip(finite, records, strict=True))
+  groups = runs_lib.group(labels, [*zip(finite, records, strict=True)])
   best = {
     name: statistics.fmean(min(record.scores[metric].values()) for _, record in group)
     for name, group in groups.items()

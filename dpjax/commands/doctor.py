@@ -101,7 +101,7 @@ def _check_products() -> str:
     multiply = jax.jit(lambda x, y: jnp.sum(products.product("ij,kj->ik", x, y) ** 2, axis=0))
     with jax.default_matmul_precision("highest"):  # not a GPU's TF32
       found = multiply(x, y)
-    expected = np.sum((np.float64(x) @ np.float64(y).T) ** 2, axis=0)
+    expected = np.sum((np.asarray(x, np.float64) @ np.asarray(y, np.float64).T) ** 2, axis=0)
     name = f"of {[*shape]} and {[shape[1], columns]} in {dtype}"
     if message := _compare(name, found, expected, most):
       return message
