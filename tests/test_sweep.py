@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import dpjax
+from dpjax import files
 from dpjax import run as run_lib
 from dpjax.analysis import sweep
 from dpjax.errors import Interrupted
@@ -142,7 +143,9 @@ def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
   assert begun == [f"learning_rate=4e-2/seed_{i}" for i in (3, 0)]
   del begun[:]
   shutil.rmtree(tmp_path / "runs" / folders[0])
-  (tmp_path / "runs" / folders[1] / "config.json").write_text("{}")
+  settings = files.read_json(tmp_path / "runs" / folders[1] / "config.json")
+  settings["train"]["batch_size"] += 1
+  files.write_json(tmp_path / "runs" / folders[1] / "config.json", settings)
   assert run(train, "runs") is None
   assert begun == folders[:2]
 
@@ -166,8 +169,8 @@ def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys
     return train(config, workdir, should_stop=lambda: stops and next(checks) == 5)
 
   def losses(folder):
-    files = sorted((tmp_path / folder).rglob("losses.f32"))
-    return {str(file.relative_to(tmp_path / folder)): file.read_bytes() for file in files}
+    paths = sorted((tmp_path / folder).rglob("losses.f32"))
+    return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in paths}
 
   # Two runs, two that diverge, and one that is stopped.
   assert run(stopped, "runs") == 1 and len(losses("runs")) == 5
