@@ -53,8 +53,10 @@ def test_a_wrong_product_is_found_and_named(monkeypatch):
 
   monkeypatch.setattr(jnp, "einsum", wrong)
   message = helpers.command("doctor")
-  expected = r"product: of \[3, 3\] and \[3, 32803\] in float32: expected NumPy's numbers to 0.0001"
-  assert re.fullmatch(rf"\nwrong:\n{expected}, got others by 0\.\d+; try another .*", message)
+  expected = (
+    r"product: of \[3, 3\] and \[3, 32803\] in float32: expected NumPy's numbers within 0.0001"
+  )
+  assert re.fullmatch(rf"\nwrong:\n{expected}, got numbers 0\.\d+ away; try another .*", message)
 
 
 def test_wrong_operators_and_attention_are_found_and_named(monkeypatch):
@@ -63,7 +65,7 @@ def test_wrong_operators_and_attention_are_found_and_named(monkeypatch):
   monkeypatch.setattr("dpjax.ops.causal_attention", lambda queries, keys, values: values)
   _, _, *lines = helpers.command("doctor").splitlines()
   names = [line.partition(":")[0] for line in lines]
-  assert names == ["operators", "attention"] and "got others by nan" in lines[0]
+  assert names == ["operators", "attention"] and "got numbers nan away" in lines[0]
 
 
 def test_a_cache_that_finds_nothing_again_is_found(monkeypatch):

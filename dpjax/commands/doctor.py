@@ -141,7 +141,8 @@ def _compare(name: str, found: Any, expected: Any, most: float) -> str:
   away = np.max(np.abs(np.float64(found) - expected)) / np.max(np.abs(expected))
   if away <= most:
     return ""
-  return f"{name}: expected NumPy's numbers to {most:g}, got others by {away:.2g}; {_OTHER_JAX}"
+  said = f"expected NumPy's numbers within {most:g}, got numbers {away:.2g} away"
+  return f"{name}: {said}; {_OTHER_JAX}"
 
 
 def _check_compilation_cache() -> str:
