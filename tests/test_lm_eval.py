@@ -78,7 +78,8 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
   import dpjax_lm
 
   file = tmp_path / "pairs.jsonl"
-  rows = [("the cat", " sat", " dog"), ("a", " mat", " on")]
+  # An odd number: the wrong order of two sentences gives another share.
+  rows = [("the cat", " sat", " dog"), ("a", " mat", " on"), ("in its", " hat", " no")]
   # Whole sentences, too, as BLiMP has them.
   names = "context", "good", "bad", "sentence_good", "sentence_bad"
   rows = [(context, *ends, *(context + end for end in ends)) for context, *ends in rows]
