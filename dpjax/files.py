@@ -121,7 +121,7 @@ def build_once(
   path = folder.with_name(folder.name + ".lock")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("ab") as file:
       if not try_lock(file):
         _log.warning("%s: waiting for another process that builds this", path)
         try_lock(file, wait=True)
