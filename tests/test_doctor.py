@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import metadata
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -66,6 +67,17 @@ def test_wrong_operators_and_attention_are_found_and_named(monkeypatch):
   _, _, *lines = helpers.command("doctor").splitlines()
   names = [line.partition(":")[0] for line in lines]
   assert names == ["operators", "attention"] and "got numbers nan away" in lines[0]
+
+
+def test_what_cannot_run_is_named_and_the_others_are_looked_at(monkeypatch, capsys):
+  def fail(*_):
+    raise jax.errors.JaxRuntimeError("INTERNAL: no cuDNN\nmore of it")
+
+  monkeypatch.setattr("dpjax.ops.causal_attention", fail)
+  message = helpers.command("doctor")
+  expected = "attention: expected a result, got: INTERNAL: no cuDNN; try another version of jax"
+  assert message == f"\nwrong:\n{expected}"
+  assert re.search("^compilation cache +right$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_cache_that_finds_nothing_again_is_found(monkeypatch):

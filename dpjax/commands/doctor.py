@@ -42,7 +42,10 @@ def _look() -> None:
     ("attention", _check_attention),
     ("compilation cache", _check_compilation_cache),
   ):
-    message = check()
+    try:
+      message = check()
+    except RuntimeError as error:  # XLA's are of this type.
+      message = f"expected a result, got: {(str(error).splitlines() or [error])[0]}; {_OTHER_JAX}"
     _show(name, message or "right")
     wrong += [f"{name}: {message}"] * bool(message)
   for dtype in ("float32", "bfloat16"):
