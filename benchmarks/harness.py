@@ -22,7 +22,6 @@ import json
 import os
 import pathlib
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -167,6 +166,8 @@ def serve(facts: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]) -> Non
 
 def peak_mib() -> float:
   """The most that this process has had in memory, MiB."""
+  import resource  # of Unix alone
+
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -9,9 +9,11 @@ import sys
 
 COMMANDS = {
   "train": ("dpjax.commands.train", "train an experiment, or go on with a run"),
-  "evaluate": ("dpjax.commands.evaluate", "score a split with a run"),
+  "sweep": ("dpjax.analysis.sweep", "train an experiment with several values of its settings"),
+  "evaluate": ("dpjax.commands.evaluate", "score a split or a text with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
+  "doctor": ("dpjax.commands.doctor", "see whether JAX computes rightly here, and how fast"),
   "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),

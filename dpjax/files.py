@@ -1,8 +1,6 @@
 """Small files, read within a limit; files and folders written completely or not at all; locks."""
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -11,6 +9,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from filelock import lock_descriptor
 
 from dpjax.errors import UserError, not_writable
 
@@ -81,13 +81,15 @@ def checksum(path: Path, kind: str = "sha256") -> str:
     return hashlib.file_digest(file, kind).hexdigest()
 
 
-def try_lock(file: IO) -> bool:
-  """Locks an open file until it is closed; False if another process holds its lock."""
+def try_lock(file: IO, *, wait: bool = False) -> bool:
+  """Locks an open file until it is closed; False if another process holds its lock.
+
+  With `wait`, waits for that process. Where there are no locks, warns and returns True. On Windows,
+  no other process can read the first byte of a locked file.
+  """
   try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock_descriptor(file.fileno(), blocking=wait)
   except OSError as error:
-    if error.errno in (errno.EAGAIN, errno.EACCES):
-      return False
     _log.warning("%s: this file system has no locks (%s)", file.name, error.strerror)
   return True
 
@@ -119,10 +121,10 @@ def build_once(
   path = folder.with_name(folder.name + ".lock")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("ab") as file:
       if not try_lock(file):
         _log.warning("%s: waiting for another process that builds this", path)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try_lock(file, wait=True)
       if not (record := read_record(folder, inputs)):
         with replacing(folder) as partial:
           record = {**inputs, **build(partial)}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +153,12 @@ def assert_sure(logits) -> None:
 def pointers(tree) -> set[int]:
   """The addresses of its arrays."""
   return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
+
+
+make_pipe = getattr(os, "mkfifo", os.mkdir)  # Windows has none: there, a folder.
+needs_locks = pytest.mark.skipif(
+  not filelock.has_fcntl and sys.platform != "win32", reason="a system without locks"
+)
 
 
 def slow_unless(is_default: bool, *values, id: str | None = None):

@@ -1,5 +1,6 @@
 """The `dpjax` command, and experiments by name."""
 
+import ntpath
 import os
 import shutil
 import subprocess
@@ -53,6 +54,12 @@ def test_a_file_comes_before_a_name_and_may_begin_with_an_experiment(tmp_path, m
     "  return config\n"
   )
   assert config_lib.load("quickstart").seed == 17
+
+
+def test_the_letter_of_a_drive_begins_no_variant(monkeypatch):
+  monkeypatch.setattr("os.path.splitdrive", ntpath.splitdrive)
+  with pytest.raises(dpjax.UserError, match=r"got D:\\mine\.py$"):
+    config_lib.load(r"D:\mine.py:tiny")
 
 
 def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from tests import helpers, test_imports
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = helpers.ROOT / "docs"
 RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
+CI = (helpers.ROOT / ".ci/run").read_text(encoding="utf-8")
 FAITHFUL = (DOCS / "faithful.md").read_text(encoding="utf-8")
 
 
@@ -103,6 +104,27 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   beside = result("trajectories/same")["models"].values()
   most = max(model["most_of_first_100"] for model in beside)
   assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", f"equal to {most:.2e}", page=README)
+
+
+def test_numbers_of_a_version_that_is_excluded_say_so():
+  known = [
+    (paragraph, name)
+    for paragraph in RESULTS.split("\n\n")
+    for name in re.findall(r"`results/(\w+)\.json`", paragraph)
+    if '"jax": "0.10.2"' in (helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8")
+  ]
+  assert len(known) >= 8
+  assert [name for paragraph, name in known if "JAX 0.10.2" not in paragraph] == []
+
+
+def test_the_same_pythons_are_tested_and_named():
+  def found(name: str, pattern: str) -> set[str]:
+    return {*re.findall(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"))}
+
+  classified = found("pyproject.toml", r"Python :: (3\.\d+)")
+  workflow = found(".github/workflows/tests.yml", r'python: "(3\.\d+)"')
+  ci = {*re.search(r"for version in (.*);", CI)[1].split()}
+  assert classified == workflow | ci and ci == {*re.findall(r"3\.1\d(?= \()", README)}
 
 
 def test_one_version_stands_everywhere():

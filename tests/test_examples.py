@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,45 +19,65 @@ NOTEBOOKS = ["tour", "your_own"]
 FAMILIES = ["dispatcher", "extractor", "attention", "pooling"]
 
 
-def run_cells(name: str, folder: Path) -> None:
-  """Runs a notebook, and writes the figures it shows, and some values."""
-  sys.path.insert(0, str(EXAMPLES))
-  import run_notebook
-
-  # What the notebook imports it has to find by itself.
-  sys.path[:] = [path for path in sys.path if Path(path).resolve() != helpers.ROOT]
-  outputs, names = run_notebook.run(EXAMPLES / f"{name}.ipynb")
-  shown = [output for cell in outputs for output in cell]
-  figures = [x["data"]["image/png"] for x in shown if x["output_type"] == "display_data"]
-  text = "".join("".join(x["text"]) for x in shown if x["output_type"] == "stream")
-  keys = ("LINE", "texts", "rendered", "differences", "message")
-  values = {"figures": figures, "text": text} | {key: names.get(key) for key in keys}
-  (folder / "values.json").write_text(json.dumps(values), encoding="utf-8")
-  np.savez(folder / "matrices.npz", *names.get("matrices", ()))
+def cells_of(name: str) -> dict[str, str]:
+  """The code of a notebook, by its cells' names."""
+  content = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
+  return {x["id"]: "".join(x["source"]) for x in content["cells"] if x["cell_type"] == "code"}
 
 
-def run(name: str, folder: Path) -> dict:
-  call = "import pathlib, sys; from tests import test_examples as t; "
+# Runs a notebook, and writes the figures it shows, and some values.
+RUN = """
+import json, pathlib, sys
+import numpy as np
+import run_notebook
+
+outputs, names = run_notebook.run(pathlib.Path(sys.argv[1]))
+shown = [output for cell in outputs for output in cell]
+figures = [x["data"]["image/png"] for x in shown if x["output_type"] == "display_data"]
+text = "".join("".join(x["text"]) for x in shown if x["output_type"] == "stream")
+keys = ("LINE", "texts", "rendered", "differences", "message")
+values = {"figures": figures, "text": text} | {key: names.get(key) for key in keys}
+values["package"] = names["dpjax"].__file__
+pathlib.Path("values.json").write_text(json.dumps(values), encoding="utf-8")
+np.savez("matrices.npz", *names.get("matrices", ()))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+  """A folder with what the wheel installs."""
+  folder = tmp_path_factory.mktemp("wheel")
+  build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+  subprocess.run(build, cwd=helpers.ROOT, check=True, capture_output=True)
+  (wheel,) = folder.glob("dpjax-*.whl")
+  with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(folder / "site")
+  return folder / "site"
+
+
+def run(name: str, folder: Path, site: Path) -> dict:
+  """Runs a notebook with the wheel, in a folder outside of the clone."""
+  for part in ("run_notebook.py", f"{name}.ipynb"):
+    shutil.copy(EXAMPLES / part, folder)
   done = subprocess.run(
-    [
-      sys.executable,
-      "-c",
-      f"{call}t.run_cells(sys.argv[1], pathlib.Path(sys.argv[2]))",
-      name,
-      folder,
-    ],
+    [sys.executable, "-c", RUN, f"{name}.ipynb"],
     # Quick to compile, as what the tests themselves do.
     env=helpers.environment(
-      DPJAX_TOUR_STEPS="12", MPLBACKEND="agg", XLA_FLAGS=os.environ["XLA_FLAGS"]
+      DPJAX_TOUR_STEPS="12",
+      MPLBACKEND="agg",
+      PYTHONPATH=str(site),
+      XLA_FLAGS=os.environ["XLA_FLAGS"],
     ),
-    cwd=helpers.ROOT,
+    cwd=folder,
     capture_output=True,
     text=True,
     timeout=900,
     check=False,
   )
   assert done.returncode == 0, done.stderr
-  return json.loads((folder / "values.json").read_text(encoding="utf-8"))
+  values = json.loads((folder / "values.json").read_text(encoding="utf-8"))
+  assert values["package"] == str(site / "dpjax/__init__.py")
+  return values
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -77,9 +99,28 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   assert not re.search(r"/(work|tmp|home|Users|root)/|[A-Z]:\\", written)
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_first_cell_installs_dpjax_where_it_is_missing(name, tmp_path, monkeypatch):
+  first, called = next(iter(cells_of(name).values())), []
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("DPJAX_SOURCE", raising=False)
+  monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(words))
+  exec(first, {})
+  assert not called
+  monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+  with pytest.raises(AssertionError, match="expected dpjax-.* beside the notebook"):
+    exec(first, {})
+  Path("dpjax-0.2.0-py3-none-any.whl").touch()
+  exec(first, {})
+  monkeypatch.setenv("DPJAX_SOURCE", "git+https://host.invalid/dpjax")
+  exec(first, {})
+  pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+  assert called == [[*pip, "dpjax-0.2.0-py3-none-any.whl"], [*pip, os.environ["DPJAX_SOURCE"]]]
+
+
 @pytest.mark.slow
-def test_every_cell_of_the_tour_runs(tmp_path):
-  values = run("tour", tmp_path)
+def test_every_cell_of_the_tour_runs(tmp_path, site):
+  values = run("tour", tmp_path, site)
   # The costs, the Dispatcher's matrices, the segments.
   assert len(values["figures"]) == 3 and min(map(len, values["figures"])) > 8_000
   assert [*values["texts"]] == [*values["differences"]] == FAMILIES
@@ -99,8 +140,8 @@ def test_every_cell_of_the_tour_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_cell_of_the_own_mixer_runs(tmp_path):
-  values = run("your_own", tmp_path)
+def test_every_cell_of_the_own_mixer_runs(tmp_path, site):
+  values = run("your_own", tmp_path, site)
   assert len(values["figures"]) == 2 and min(map(len, values["figures"])) > 8_000
   assert "an output depends on later inputs" in values["message"]
   assert "keeps the contract: causality" in values["text"]

@@ -78,24 +78,33 @@ def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
   import dpjax_lm
 
   file = tmp_path / "pairs.jsonl"
-  rows = [("the cat", " sat", " dog"), ("a", " mat", " on")]
-  lines = [json.dumps(dict(zip(("context", "good", "bad"), row, strict=True))) for row in rows]
+  # An odd number: the wrong order of two sentences gives another share.
+  rows = [("the cat", " sat", " dog"), ("a", " mat", " on"), ("in its", " hat", " no")]
+  # Whole sentences, too, as BLiMP has them.
+  names = "context", "good", "bad", "sentence_good", "sentence_bad"
+  rows = [(context, *ends, *(context + end for end in ends)) for context, *ends in rows]
+  lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
   file.write_text("\n".join(lines) + "\n")
   keys = "name kind text target more metric".split()
   choices = 'doc_to_choice: "{{[good, bad]}}"'
+  sentences = 'doc_to_choice: "{{[sentence_good, sentence_bad]}}"'
   for row in (
     ("pairs", "multiple_choice", '"{{context}}"', "0", choices, "acc"),
+    ("minimal", "multiple_choice", '""', "0", sentences, "acc"),
     ("rolling", "loglikelihood_rolling", '""', '"{{context}}"', "", "bits_per_byte"),
   ):
     task = TASK.format(file=file, **dict(zip(keys, row, strict=True)))
     (tmp_path / f"{row[0]}.yaml").write_text(task)
   folder, run, _ = finished
-  dpjax_lm.main([str(folder), "--tasks=pairs,rolling", f"--include_path={tmp_path}"])
+  dpjax_lm.main([str(folder), "--tasks=pairs,minimal,rolling", f"--include_path={tmp_path}"])
   printed = capsys.readouterr().out
   found = json.loads(printed[printed.index("{") :])
-  pairs = [(context, end) for context, *ends in rows for end in ends]
-  nats = [x for x, _ in dpjax_lm.DpjaxLM(run).loglikelihood(requests(*pairs))]
-  assert found["pairs"]["acc,none"] == np.mean(np.greater(nats[::2], nats[1::2]))
+  for name, pairs in (
+    ("pairs", [(row[0], end) for row in rows for end in row[1:3]]),
+    ("minimal", [("", sentence) for row in rows for sentence in row[3:]]),
+  ):
+    nats = [x for x, _ in dpjax_lm.DpjaxLM(run).loglikelihood(requests(*pairs))]
+    assert found[name]["acc,none"] == np.mean(np.greater(nats[::2], nats[1::2]))
   contexts = [context for context, *_ in rows]
   nats = [run.score(x)["nats_per_token"] * len(run.tokenizer.encode(x)) for x in contexts]
   bits = sum(nats) / sum(map(len, contexts)) / np.log(2)

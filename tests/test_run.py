@@ -181,6 +181,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
   assert run.step == best
 
 
+@helpers.needs_locks
 def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
   config = helpers.small_config(text, num_steps=3)
   message = "workdir: .* no other process trains"

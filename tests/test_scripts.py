@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import io
 import json
 import os
@@ -64,6 +65,47 @@ def test_evaluate_prints_and_writes(workdir, capsys):
   assert "The valid split, by step 12" in printed
   scores = json.loads((workdir / "scores_valid_12.json").read_text())["scores"]
   assert f"{scores['perplexity']:.6g}" in printed
+
+
+def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
+  texts = {"a.txt": "the cat sat on a hat\n" * 7, "b.txt.gz": "\ufeffa rat"}
+  run, out = run_lib.load(workdir), tmp_path / "out"
+  (tmp_path / "a.txt").write_bytes(texts["a.txt"].encode())
+  (tmp_path / "b.txt.gz").write_bytes(gzip.compress(texts["b.txt.gz"].encode()))
+  before, given = sorted(workdir.rglob("*")), [f"--text={tmp_path / name}" for name in texts]
+  size = ["--window=11", "--stride=5"]
+  assert call("evaluate", f"--workdir={workdir}", *given, *size, f"--out={out}") is None
+  shown = capsys.readouterr().out
+  found = json.loads((out / f"scores_of_texts_{run.step}.json").read_text())
+  assert (found["window"], found["stride"], len(found["texts"])) == (11, 5, 2)
+  for name, text in texts.items():
+    scores = run.score(text.removeprefix("\ufeff"), window=11, stride=5)
+    assert found["texts"][str(tmp_path / name)] == scores
+    table = shown[shown.index(f"{tmp_path / name}, by step 12:") :]
+    assert f"bits per byte         {scores['bits_per_byte']:12.6g}\n" in table
+  assert sorted(workdir.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--text={empty}"], "--text: expected a text, got the empty file {empty}"),
+    (["--text={latin}"], "--text: expected a text in UTF-8, got {latin} .*"),
+    (["--text={none}"], "{none}: expected to read or write it, got: No such file or directory"),
+    (["--text={latin}", "--split=test"], "--split: expected none with --text, got test"),
+    (
+      ["--text={latin}", "--documents=joined"],
+      "--documents: expected none with --text, got joined",
+    ),
+  ],
+)
+def test_texts_that_are_none_are_refused(words, message, workdir, tmp_path):
+  places = {name: tmp_path / name for name in ("empty", "latin", "none")}
+  places["empty"].touch()
+  places["latin"].write_bytes(b"na\xefve")
+  words = [word.format(**places) for word in words]
+  found = call("evaluate", f"--workdir={workdir}", *words)
+  assert re.fullmatch(message.format(**places), found)
 
 
 def test_generate_prints_samples(workdir, capsys):

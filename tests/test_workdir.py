@@ -1,7 +1,6 @@
 """One process at a time trains in a run's folder."""
 
 import errno
-import fcntl
 import os
 import socket
 import subprocess
@@ -42,6 +41,7 @@ def owner(tmp_path):
     process.kill()
 
 
+@helpers.needs_locks
 def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(owner, tmp_path):
   message = (
     f"workdir: expected a folder in which no other process trains, got {tmp_path}, in "
@@ -59,15 +59,43 @@ def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(own
   owner.wait()
   for _ in range(2):  # and with the block
     with workdir_lib.lock(tmp_path):
-      own = f"process {os.getpid()} on {socket.gethostname()}\n"
-      assert (tmp_path / "lock").read_text() == own
+      pass
+    own = f"\nprocess {os.getpid()} on {socket.gethostname()}\n"
+    assert (tmp_path / "lock").read_text() == own
+
+
+BARE = """
+import importlib, pathlib, pkgutil, sys
+for name in ("fcntl", "grp", "pwd", "resource"):
+  sys.modules[name] = None
+import dpjax
+for found in pkgutil.walk_packages(dpjax.__path__, "dpjax."):
+  importlib.import_module(found.name)
+from dpjax.run import workdir
+with workdir.lock(pathlib.Path(sys.argv[1])):
+  print("locked")
+"""
+
+
+def test_without_what_unix_alone_has_all_modules_load_and_a_run_takes_its_folder(tmp_path):
+  done = subprocess.run(
+    [sys.executable, "-c", BARE, str(tmp_path)],
+    cwd=helpers.ROOT,
+    capture_output=True,
+    text=True,
+    env=helpers.environment(),
+  )
+  assert done.stdout == "locked\n", done.stderr
+  if sys.platform != "win32":  # which has locks of its own
+    assert f"{tmp_path / 'lock'}: this file system has no locks (fcntl" in done.stderr
+  assert "process " in (tmp_path / "lock").read_text()
 
 
 def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
-  def refuse(*_):
+  def refuse(*_, **__):
     raise OSError(errno.ENOLCK, "No locks available")
 
-  monkeypatch.setattr(fcntl, "flock", refuse)
+  monkeypatch.setattr(files, "lock_descriptor", refuse)
   with workdir_lib.lock(tmp_path / "run"):
     assert (tmp_path / "run").is_dir()
   assert "has no locks (No locks available)" in caplog.text

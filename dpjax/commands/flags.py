@@ -103,9 +103,20 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
   return rest
 
 
-def _with_config(argv: list[str]) -> list[str]:
+def read_config(arguments: Sequence[str]) -> config_lib.ConfigDict:
+  """The configuration of --config and --config.KEY=VALUE, which are no flags of the command."""
+  own = flags.FlagValues()
+  flags.DEFINE_string("config", None, "", flag_values=own)
+  try:
+    own(_with_config(["", *arguments], own))
+  except (UserError, flags.Error) as error:
+    raise UserError(" ".join(str(error).split())) from error
+  return own.config
+
+
+def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
   """Turns --config into a flag; returns the arguments without it."""
-  if "config" not in flags.FLAGS:
+  if "config" not in values:
     return argv
   others, files = _take(argv, "config")
   if not files:
@@ -121,9 +132,9 @@ def _with_config(argv: list[str]) -> list[str]:
       if registry is not None and (section := config_lib.get(config, key)):
         registry.check({**section, name: None}, key)  # Names it.
       raise unknown_setting(setting[1], known)
-  delattr(flags.FLAGS, "config")
+  delattr(values, "config")
   settings: Any = config
-  config_flags.DEFINE_config_dict("config", settings, sys_argv=others)
+  config_flags.DEFINE_config_dict("config", settings, flag_values=values, sys_argv=others)
   return others
 
 

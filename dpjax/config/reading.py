@@ -40,7 +40,9 @@ def load(experiment: str) -> ConfigDict:
   Raises:
     UserError: there is no such experiment, or it raises an error.
   """
-  path, _, variant = os.path.expanduser(experiment).partition(":")
+  drive, path = os.path.splitdrive(os.path.expanduser(experiment))
+  path, _, variant = path.partition(":")
+  path = drive + path
   packaged = _folder() / f"{path}.py"
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)

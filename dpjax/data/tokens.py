@@ -269,7 +269,8 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
 
   An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
-  folder = Path(folder).resolve()
+  folder, tokens = Path(folder).resolve(), data.folder.resolve()
+  path = os.path.relpath(tokens, folder) if tokens.drive == folder.drive else str(tokens)
   content = {
     "format": FORMAT,
     "name": data.name,
@@ -277,7 +278,7 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "dtype": Encoder(data.tokenizer).dtype.name,
     "splits": dict(data.counts),
     "checksums": dict(data.checksums),
-    "tokens": data.folder.name if is_export else os.path.relpath(data.folder.resolve(), folder),
+    "tokens": data.folder.name if is_export else path,
   }
   with files.replacing(folder) as partial:
     _write_encoder(partial, data.tokenizer, data.learned)

@@ -5,6 +5,7 @@ Other arguments than described raise a `ValueError`; values are checked only out
 
 from inspect import ismodule as _ismodule
 
+from dpjax import versions as _versions
 from dpjax.ops.attention import causal_attention as causal_attention
 from dpjax.ops.attention import relative_attention as relative_attention
 from dpjax.ops.attention import relative_positions as relative_positions
@@ -66,3 +67,5 @@ from dpjax.ops.shift_and_sum import shift_and_sum_cached as shift_and_sum_cached
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
   name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)
 ]
+
+_versions.warn()

@@ -71,13 +71,16 @@ class Run:
     """The most tokens that the model sees at once, `config.model.max_length`."""
     return self.config.model.max_length
 
-  def score(self, text: str, *, window: int = 0, stride: int = 0) -> dict[str, float]:
+  def score(
+    self, text: str, *, window: int = 0, stride: int = 0, progress: bool = False
+  ) -> dict[str, float]:
     """Scores a text, including its first token.
 
     Args:
       text: a text.
       window: tokens that the model sees at once; 0: `config.eval.window`.
       stride: how many of these are scored, with the others as context; 0: `config.eval.stride`.
+      progress: whether to show a progress bar.
 
     Returns:
       See `dpjax.training.metrics.text_scores`, and with token pooling `boundary_scores`.
@@ -92,9 +95,8 @@ class Run:
     boundaries = None
     if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)
-    return self._scorer.score(
-      self.params, tokens, counts, boundaries=boundaries, window=window, stride=stride
-    )
+    size: Any = dict(window=window, stride=stride, progress=progress)
+    return self._scorer.score(self.params, tokens, counts, boundaries=boundaries, **size)
 
   def score_split(
     self,

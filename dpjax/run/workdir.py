@@ -64,13 +64,13 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
   except OSError as error:
     raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
-    file.seek(0)
+    file.seek(1)  # Windows refuses to read the byte that is locked.
     owner = file.read().strip() or "another process"
     expected = "expected a folder in which no other process trains"
     raise UserError(f"workdir: {expected}, got {workdir}, in which {owner} does")
   with contextlib.suppress(OSError):  # Who trains is of use to people alone.
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
 
 

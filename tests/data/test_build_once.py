@@ -1,11 +1,11 @@
 """Folders in data_dir: built once, complete, and again where they are not."""
 
 import errno
-import fcntl
 from pathlib import Path
 
 import pytest
 
+from dpjax import files
 from dpjax.errors import UserError
 from dpjax.files import build_once, read_record
 
@@ -43,10 +43,10 @@ def test_a_folder_of_something_else_stays(tmp_path):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
-  def fail(*_):
+  def fail(*_, **__):
     raise OSError(errno.ENOLCK, "No locks available")
 
-  monkeypatch.setattr(fcntl, "flock", fail)
+  monkeypatch.setattr(files, "lock_descriptor", fail)
   assert build_once(tmp_path / "text", {}, build([]))["words"] == 2
   assert "this file system has no locks (No locks available)" in caplog.text
 

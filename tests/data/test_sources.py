@@ -541,6 +541,7 @@ def lines(split, numbers):
 
 
 def test_tensorflow_datasets(read, tmp_path):
+  pytest.importorskip("array_record")
   text = read("tfds:small_text_for_tests/whole")
   assert text == {
     "train": lines("train", range(1100)),

@@ -89,7 +89,7 @@ def test_packed_texts_and_marks_are_read_everywhere_as_data_path_reads_them(tmp_
     assert corpus.name == "text"
     expected = "".join(joined(corpus).values())
     assert reading.read_text(tmp_path / name) == expected == content[3:].decode()
-  os.mkfifo(tmp_path / "pipe")
+  helpers.make_pipe(tmp_path / "pipe")
   with pytest.raises(UserError, match="^text: expected .*no regular file"):
     reading.read_text(tmp_path / "pipe", "text")
 
@@ -114,10 +114,14 @@ def replaced(split, make):
     (None, dict(path="valid.txt"), "data.path: .*three splits, got 3 bytes"),
     # A pipe would be waited for, and /dev/zero never ends.
     (None, dict(path="/dev/zero"), r"data.path: .*/dev/zero \(no regular file\)"),
-    (replaced("test", os.mkfifo), dict(path="test.txt"), r"data.path: .*\(no regular file\)"),
+    (
+      replaced("test", helpers.make_pipe),
+      dict(path="test.txt"),
+      r"data.path: .*\(no regular file\)",
+    ),
     *(
       (replaced("test", make), dict(path="."), r"data.path: .*test.txt \(no regular file\)")
-      for make in (os.mkfifo, os.mkdir)
+      for make in (helpers.make_pipe, os.mkdir)
     ),
     (None, dict(name="python_manuel"), "data.name: .*did you mean python_manual"),
     (None, dict(name="wikitext-2"), "data.name: .*did you mean wikitext2"),
@@ -291,6 +295,7 @@ def test_a_vocabulary_lies_in_one_folder(tmp_path, monkeypatch):
   assert catalog.find_vocabulary("mine.txt", tmp_path, manual) == "mine.txt"
 
 
+@helpers.needs_locks
 def test_two_that_begin_at_once_and_never_import_tensorflow(data_dir):
   code = (
     "import dataclasses, sys; from dpjax.data.sources import text8; "

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import shutil
 from pathlib import Path
 
@@ -251,6 +250,7 @@ def test_fingerprints_notice_a_bit_and_a_swap():
 
 
 def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, capfd, caplog):
+  resource = pytest.importorskip("resource")
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   try:
     resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))  # less than one of its files

@@ -1,0 +1,183 @@
+"""`dpjax sweep`: which runs it plans, and that the same command goes on."""
+
+import functools
+import json
+import math
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+import dpjax
+from dpjax import files
+from dpjax import run as run_lib
+from dpjax.analysis import sweep
+from dpjax.errors import Interrupted
+from dpjax.run import workdir as workdir_lib
+from dpjax.training import loop
+from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+EXPERIMENT = """
+from pathlib import Path
+from tests import helpers
+
+def get_config():
+  config = helpers.small_config(Path({text!r}))
+  config.sample.prompt = ""
+  return config
+"""
+
+
+@pytest.fixture
+def experiment(text, tmp_path):
+  """The argument of an experiment that trains in a second."""
+  (tmp_path / "experiment.py").write_text(EXPERIMENT.format(text=str(text)), encoding="utf-8")
+  return f"--config={tmp_path / 'experiment.py'}"
+
+
+def test_all_combinations_are_planned_in_order(experiment):
+  words = [experiment, "--config.model.width=6,24", "--config.train.learning_rate=1e-3,3e-3"]
+  runs = [*sweep.plan([*words, "--config.train.batch_size=7", "--noconfig.model.use_bias"], [5, 0])]
+  assert [run.folder for run in runs] == [
+    f"width={width},learning_rate={rate}/seed_{seed}"
+    for width in (6, 24)
+    for rate in ("1e-3", "3e-3")
+    for seed in (5, 0)
+  ]
+  seen = [(run.config.model.width, run.config.train.learning_rate, run.config.seed) for run in runs]
+  assert seen == [(w, r, s) for w in (6, 24) for r in (1e-3, 3e-3) for s in (5, 0)]
+  assert {(run.config.train.batch_size, run.config.model.use_bias) for run in runs} == {(7, False)}
+
+
+def test_semicolons_part_values_that_have_commas(experiment):
+  words = ["--config.sample.prompt=the cat, a;mat", "--config.data.split_fractions=(0.8,0.1,0.1);"]
+  runs = [*sweep.plan([experiment, *words], ())]
+  assert [run.folder for run in runs] == ["prompt=the-cat-a/seed_0", "prompt=mat/seed_0"]
+  assert [run.config.sample.prompt for run in runs] == ["the cat, a", "mat"]
+  assert {run.config.data.split_fractions for run in runs} == {(0.8, 0.1, 0.1)}
+
+
+def test_mixers_and_settings_of_one_name(experiment):
+  words = ["--config.model.mixer=we,he", "--config.model.width=6,8"]
+  words += ["--config.model.feed_forward_width=5", "--config.eval.batch_size=3,4"]
+  runs = [*sweep.plan([experiment, *words, "--config.train.batch_size=3,4"], [1])]
+  first = "mixer=we,width=6,config.eval.batch_size=3,config.train.batch_size=3/seed_1"
+  assert len(runs) == 16 and runs[0].folder == first
+  assert {run.config.model.mixer.name for run in runs} == {"we", "he"}
+  (alone,) = sweep.plan([experiment], ())
+  assert (alone.name, alone.folder) == ("", "seed_0")
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--config.train.learning_rate=1e-3,fast"], "fast"),
+    (["--config.train.learning_rat=1e-3"], "nearest known is train.learning_rate"),
+    (["--config.train.batch_size=3,-2"], "train.batch_size: expected .*-2"),
+    (["--config.model.width=6,6"], "expected values that differ, got width=6/seed_0 twice"),
+    (["--seeds=1,a"], "--seeds: expected integers with commas between them, got 1,a"),
+    (["--seeds=1,-1"], "seed: expected .*-1"),
+    (["rest"], "flags: expected --name=value, got rest"),
+  ],
+)
+def test_what_is_wrong_is_named_before_a_run_begins(experiment, words, message, tmp_path):
+  found = helpers.command("sweep", experiment, *words, f"--workdir={tmp_path / 'runs'}")
+  assert re.search(message, str(found)) and "\n" not in found
+  assert not (tmp_path / "runs").exists()
+  found = helpers.command("sweep", *words[1:], f"--workdir={tmp_path / 'runs'}")
+  assert found == "--config: expected an experiment, got none"
+
+
+RATES = "--config.train.learning_rate=3e-3,1e30,2e-2"
+
+
+@pytest.fixture
+def run(experiment, tmp_path, monkeypatch):
+  """Runs a sweep of three rates and two seeds by a function in the place of `dpjax.train`."""
+
+  def run(train, folder, rates=RATES):
+    monkeypatch.setattr(run_lib, "train", train)
+    words = [experiment, rates, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
+    return helpers.command("sweep", *words, f"--workdir={tmp_path / folder}")
+
+  return run
+
+
+def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
+  begun = []
+
+  def train(config, workdir):
+    """As far as a sweep can tell: bits are 9 less the rate, a hundredth less by seed."""
+    begun.append(str(workdir.relative_to(tmp_path / "runs")))
+    workdir_lib.write_config(workdir, config)
+    if len(begun) == 5:
+      raise Interrupted(6, 12)
+    if config.train.learning_rate > 1:
+      raise loop.NonFiniteError("Step 2: expected a finite loss")
+    bits = 9 - config.train.learning_rate - config.seed / 100
+    line = {"step": 12, "split": "valid", "bits_per_character": bits}
+    (workdir / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    (workdir / "losses.f32").write_bytes(b"\0\0\x80?" * 12)
+    return SimpleNamespace(step=12), {"bits_per_character": bits + 1, "perplexity": math.inf}
+
+  assert run(train, "runs") == 1
+  assert "Stopped at step 6 of 12" in capsys.readouterr().out
+  folders = [f"learning_rate={rate}/seed_{i}" for rate in ("3e-3", "1e30", "2e-2") for i in (3, 0)]
+  assert begun == folders[:5]
+  assert run(train, "runs") is None
+  assert begun[5:] == folders[4:]
+  printed = capsys.readouterr()
+  table = [line.split() for line in printed.out[printed.out.index("runs  valid") :].splitlines()]
+  assert table[0] == ["runs", "valid/bits_per_character", "test/bits_per_character", "deviation"]
+  assert table[1] == ["learning_rate=2e-2", "2", "8.9650", "9.9650", "0.0212"]
+  assert table[2][:3] == ["learning_rate=3e-3", "2", "8.9820"]
+  assert table[3:5] == [[folders[i], "1", "not", "finite"] for i in (2, 3)]
+  assert "The best: learning_rate=2e-2\n" in printed.out
+  assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
+  # Another value is trained, and so are runs of other settings, or without a folder.
+  del begun[:]
+  assert run(train, "runs", "--config.train.learning_rate=2e-2,4e-2") is None
+  assert begun == [f"learning_rate=4e-2/seed_{i}" for i in (3, 0)]
+  del begun[:]
+  shutil.rmtree(tmp_path / "runs" / folders[0])
+  settings = files.read_json(tmp_path / "runs" / folders[1] / "config.json")
+  settings["train"]["batch_size"] += 1
+  files.write_json(tmp_path / "runs" / folders[1] / "config.json", settings)
+  assert run(train, "runs") is None
+  assert begun == folders[:2]
+
+
+def test_only_runs_that_diverge_are_an_error(run, tmp_path):
+  def train(config, workdir):
+    raise loop.NonFiniteError("Step 2: expected a finite loss")
+
+  message = "train.learning_rate: expected a finite loss of a run, got none in "
+  assert run(train, "runs") == f"{message}{tmp_path / 'runs'}"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys):
+  begun, train = [], functools.partial(dpjax.train, model=helpers.bigrams)
+
+  def stopped(config, workdir):
+    begun.append(workdir)
+    checks = iter(range(99))
+    stops = len(begun) == 5
+    return train(config, workdir, should_stop=lambda: stops and next(checks) == 5)
+
+  def losses(folder):
+    paths = sorted((tmp_path / folder).rglob("losses.f32"))
+    return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in paths}
+
+  # Two runs, two that diverge, and one that is stopped.
+  assert run(stopped, "runs") == 1 and len(losses("runs")) == 5
+  before = capsys.readouterr()
+  assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
+  assert run(train, "runs") is None
+  shown = capsys.readouterr().out
+  assert shown.count("has ended") == 4 and shown.count("Going on from") == 1
+  assert run(train, "others") is None
+  assert losses("runs") == losses("others") and len(losses("runs")) == 6
