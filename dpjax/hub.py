@@ -13,7 +13,6 @@ from typing import Any
 from dpjax.errors import UserError
 
 PREFIX = "hf://"
-_READABLE = "a repository that can be read"
 _LOGIN = "HF_TOKEN or `hf auth login` gives a token"
 # Errors of the library, those of a narrower class first.
 _SAID = {
@@ -38,7 +37,7 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 
 @contextlib.contextmanager
-def one_line(place: str, expected: str = _READABLE) -> Iterator[None]:
+def one_line(key: str, expected: str = "a repository that can be read") -> Iterator[None]:
   """Turns errors of `huggingface_hub` into a `UserError`; those of the disk stay."""
   from huggingface_hub import utils
 
@@ -47,14 +46,18 @@ def one_line(place: str, expected: str = _READABLE) -> Iterator[None]:
   except Exception as error:  # Of several libraries.
     if isinstance(error, OSError) and error.errno:
       raise
-    # A refused request shows as a missing copy.
-    is_http = isinstance(error.__cause__, utils.HfHubHTTPError)
-    cause = error.__cause__ if is_http else error
-    names = (name for name in _SAID if isinstance(cause, getattr(utils, name)))
-    said = _SAID.get(next(names, ""), " ".join(str(cause).split()).rstrip("."))
-    if getattr(getattr(cause, "response", None), "status_code", 0) in (401, 403):
-      said = said if "none that" in said or "gated" in said else f"a refusal ({_LOGIN}): {said}"
-    raise UserError(f"{place}: expected {expected}, got {said}") from error
+    cause = error
+    if isinstance(error, utils.LocalEntryNotFoundError):
+      # Whatever the server answers, a copy is looked for.
+      is_refused = isinstance(error.__cause__, utils.HfHubHTTPError)
+      cause = error.__cause__ if is_refused else error
+    said = " ".join(str(cause).split()).rstrip(".")
+    known = next((name for name in _SAID if isinstance(cause, getattr(utils, name))), "")
+    if known:
+      said = _SAID[known]
+    elif getattr(getattr(cause, "response", None), "status_code", 0) in (401, 403):
+      said = f"a refusal ({_LOGIN}): {said}"
+    raise UserError(f"{key}: expected {expected}, got {said}") from error
 
 
 def download(address: str, names: Sequence[str]) -> Path:

@@ -59,9 +59,9 @@ def save(
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
   if hub.is_address(folder):
-    address, name = str(folder), hub.split_address(str(folder))[0]
+    address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
-      _write(run, Path(scratch), name, dtype, license)
+      _write(run, Path(scratch), f"{hub.PREFIX}{repository}", dtype, license)
       hub.upload(Path(scratch), address, workdir_lib.EXPORTED, private=private)
     return
   if private:
@@ -86,7 +86,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(run: Any, folder: Path, name: str, dtype: str, license: str) -> None:
+def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
   files.write_json(folder / "config.json", workdir_lib.read_config(run.workdir).to_dict())
   if frozen is not None:
@@ -103,7 +103,7 @@ def _write(run: Any, folder: Path, name: str, dtype: str, license: str) -> None:
   shapes = {name: x.shape for name, x in flat.items()}
   is_built = repr(run.model) == repr(built)
   about: Any = dict(is_built=is_built, frozen=frozen, dtype=dtype)
-  text = card.write(run, name, shapes, license=license, **about)
+  text = card.write(run, place, shapes, license=license, **about)
   (folder / "README.md").write_text(text, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)

@@ -150,7 +150,7 @@ def test_names():
 REFUSALS = helpers.cases("""
   hf:tales                | expected hf:OWNER/NAME.@REVISION..:CONFIG/SPLIT/COLUMN., got hf:tales
   hf:me/tales:a/b/c/d     | expected hf:OWNER/NAME
-  hf:me/none              | expected a repository that can be read, got none that is public
+  hf:me/none              | expected a dataset hf:me/none that can be read, got none that is pub
   hf:me/tales@v9          | got none of this revision
   hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG. of de, en, got hf:me/t
   hf:me/tales:fr          | expected a configuration .* of de, en, got hf:me/tales:fr

@@ -47,15 +47,15 @@ def source(name: str) -> Source:
   def read(files: Files) -> Iterator[tuple[str, str]]:
     from huggingface_hub import HfApi, hf_hub_download
 
-    place, kind = f"data.name: {name}", "dataset"
-    with hub.one_line(place):
+    expected = f"a dataset {name} that can be read"
+    with hub.one_line("data.name", expected):
       about = HfApi(library_name="dpjax").dataset_info(repository, revision=revision)
     card = about.card_data.to_dict() if about.card_data else {}
     names = sorted(x.rfilename for x in about.siblings or ())
     chosen = choose_files(name, names, card.get("configs") or (), config, split)
     for part, file in ((part, file) for part, found in chosen.items() for file in found):
-      with hub.one_line(place):
-        path = hf_hub_download(repository, file, repo_type=kind, revision=about.sha)
+      with hub.one_line("data.name", expected):
+        path = hf_hub_download(repository, file, repo_type="dataset", revision=about.sha)
       for text in reading.texts(path, [column] if column else COLUMNS):
         yield part, reading.json_line(text)
 
