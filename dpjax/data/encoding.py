@@ -168,7 +168,9 @@ def encode_text(
     counter, rest = Counter(), groups()
     for _, group in itertools.islice(rest, kept["groups"]):
       bar.update(sum(counter.add(part) for part, _ in group))
-    if kept["groups"] and counter.result() == kept["counts"]:
+    sizes = [os.fstat(file.fileno()).st_size for file in opened]
+    is_whole = all(size >= x for size, x in zip(sizes, kept["sizes"], strict=True))
+    if kept["groups"] and is_whole and counter.result() == kept["counts"]:
       state = dict(kept)
     else:  # None is kept, or its text has changed.
       counter, rest = Counter(), groups()

@@ -81,8 +81,8 @@ def choose_files(
     UserError: there is no such configuration, split, or file.
   """
   files = [file for file in files if _FILE.fullmatch(file)]
-  by_config = {x["config_name"]: _of_card(x, files) for x in configs if x.get("config_name")}
-  usual = next((x["config_name"] for x in configs if x.get("default")), "default")
+  by_config = {x.get("config_name", "default"): _of_card(x, files) for x in configs}
+  usual = next((x.get("config_name", "default") for x in configs if x.get("default")), "default")
   if not by_config:
     usual = ""
     for file in files:
