@@ -47,16 +47,16 @@ def one_line(key: str, expected: str = "a repository that can be read") -> Itera
     if isinstance(error, OSError) and error.errno:
       raise
     cause = error
-    if isinstance(error, utils.LocalEntryNotFoundError):
-      # Whatever the server answers, a copy is looked for.
-      is_refused = isinstance(error.__cause__, utils.HfHubHTTPError)
-      cause = error.__cause__ if is_refused else error
+    if type(error) is RuntimeError or isinstance(error.__cause__, utils.HfHubHTTPError):
+      # What the server answered is behind a failed upload, or a copy that is not there either.
+      cause = error.__cause__ or error
     said = " ".join(str(cause).split()).rstrip(".")
     known = next((name for name in _SAID if isinstance(cause, getattr(utils, name))), "")
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
     if known:
       said = _SAID[known]
-    elif getattr(getattr(cause, "response", None), "status_code", 0) in (401, 403):
-      said = f"a refusal ({_LOGIN}): {said}"
+    elif status in (401, 403):
+      said = f"a refusal ({status}) of the token, or of none ({_LOGIN})"
     raise UserError(f"{key}: expected {expected}, got {said}") from error
 
 

@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
   def answer_to(self, method):
     path = urllib.parse.unquote(self.path.partition("?")[0])
-    self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    self.body = self.read()
     self.server.asked.append(f"{method} {path}")
     token = self.headers.get("Authorization", "").removeprefix("Bearer ")
     if token not in ("", TOKEN):
@@ -89,6 +89,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
       if match := re.fullmatch(pattern, rest):
         return act(self, name, *match.groups())
     raise AssertionError(f"{method} {path}")
+
+  def read(self):
+    """The body, whole or in chunks, as of a file."""
+    if self.headers.get("Transfer-Encoding") != "chunked":
+      return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    body = b""
+    while size := int(self.rfile.readline(), 16):
+      body += self.rfile.read(size)
+      self.rfile.readline()
+    return body
 
   def refuse(self, status, **headers):
     self.answer(b'{"error": "no"}', status, **headers)
@@ -174,8 +184,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
       elif line["key"] == "deletedFile":
         del files[value["path"]]
     commits.append(files)
-    commit = self.server.files(name, branch)[1]
-    self.answer({"commitUrl": f"{self.server.url}/commit/{commit}", "commitOid": commit})
+    commit, place = self.server.files(name, branch)[1], name.removeprefix("models/")
+    url = f"{self.server.url}/{place}/commit/{commit}"
+    self.answer({"commitUrl": url, "commitOid": commit})
 
 
 def oid(content):

@@ -11,7 +11,11 @@ import pytest
 import dpjax
 from tests import helpers, hub
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+  pytest.mark.usefixtures("standard_promotion"),
+  # How the library sends files without Xet.
+  pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 PLACE, NAME = "hf://me/small", "models/me/small"
 
 
@@ -44,9 +48,9 @@ def test_a_model_comes_back_to_the_bit(run, site, capsys):
   loaded = dpjax.load(PLACE)
   chex.assert_trees_all_equal(loaded.params, run.params)
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
-  assert loaded.score("the cat sat") == run.score("the cat sat")
-  assert not helpers.command("generate", f"--workdir={PLACE}", "--prompt=the ", "--length=5")
-  assert run.generate("the ", length=5, seed=0)[0] in capsys.readouterr().out
+  assert loaded.tokenizer.to_json() == run.tokenizer.to_json() and repr(loaded.model) == repr(
+    run.model
+  )
 
 
 def test_the_card_has_what_the_hub_searches(run, site):
@@ -112,7 +116,7 @@ def test_without_a_network(run, site, monkeypatch, tmp_path):
 ERRORS = helpers.cases("""
   hf://me/none      | -        | expected a repository that can be read, got none that is public
   hf://me/small@v9  | -        | expected a repository that can be read, got none of this revision
-  hf://me/small     | hf_wrong | got a refusal .*HF_TOKEN.*
+  hf://me/small     | hf_wrong | got a refusal .401. of the token, or of none .HF_TOKEN or
   hf://me/hidden    | -        | got none that is public .for a private one, HF_TOKEN or `hf auth
   hf://me/other     | -        | expected a model that dpjax exported, got .* without data/data.json
   hf://me/cut       | -        | expected a model that dpjax exported, got .* without model.safetens

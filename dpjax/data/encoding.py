@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -131,7 +132,7 @@ class Progress:
 
   def keep(self, split: str, state: dict) -> None:
     """Writes how far a split is encoded, once that is on the disk."""
-    self.splits[split] = state
+    self.splits[split] = copy.deepcopy(state)
     files.write_json(self._path, {"inputs": self._inputs, "splits": self.splits})
 
 
@@ -171,7 +172,7 @@ def encode_text(
     sizes = [os.fstat(file.fileno()).st_size for file in opened]
     is_whole = all(size >= x for size, x in zip(sizes, kept["sizes"], strict=True))
     if kept["groups"] and is_whole and counter.result() == kept["counts"]:
-      state = dict(kept)
+      state = copy.deepcopy(kept)
     else:  # None is kept, or its text has changed.
       counter, rest = Counter(), groups()
     for file, size in zip(opened, state["sizes"], strict=True):

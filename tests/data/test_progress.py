@@ -20,7 +20,7 @@ from dpjax.layers import Unigram
 from tests import helpers
 
 TEXTS = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""]
-UNIGRAM = Unigram(1, size=30)
+UNIGRAM = Unigram(1, size=27)
 
 
 @pytest.fixture
