@@ -114,11 +114,11 @@ def _of_card(config: Mapping[str, Any], files: Sequence[str]) -> list[tuple[str,
   given, folder = config.get("data_files") or ["*"], config.get("data_dir", "")
   pairs = []
   for entry in [given] if isinstance(given, str) else given:
-    patterns = entry["path"] if isinstance(entry, Mapping) else entry
+    entry = entry if isinstance(entry, Mapping) else {"path": entry}
+    patterns, split = entry["path"], str(entry.get("split", ""))
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
       for file in fnmatch.filter(files, f"{folder}/{pattern}".strip("/")):
-        is_named = isinstance(entry, Mapping) and "split" in entry
-        pairs.append((str(entry["split"]) if is_named else (_words(file) or ["train"])[0], file))
+        pairs.append((split or (_words(file) or ["train"])[0], file))
   return pairs
 
 
