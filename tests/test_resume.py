@@ -27,7 +27,7 @@ def optimizer_with_moments():
   [
     (dict(accumulate_steps=2, batch_size=16), lambda: None),
     (dict(ema_decay=0.6, parameters="sharded"), optimizer_with_moments),
-    (dict(batches="random_windows"), lambda: None),
+    pytest.param(dict(batches="random_windows"), lambda: None, marks=pytest.mark.slow),
   ],
   ids=["accumulated", "average", "mixture"],
 )

@@ -155,8 +155,8 @@ def default() -> ConfigDict:
   data = config.data = ConfigDict()
   # A corpus by its name: `dpjax data list`, hf:OWNER/NAME of the Hugging Face Hub, or tfds:NAME.
   data.name = "python_manual"
-  # Several corpora: SOURCE=WEIGHT,SOURCE=WEIGHT, with names and paths; wins over data.name. A
-  # source has its share of the rows; with train.batches = random_windows.
+  # Several corpora: SOURCE=WEIGHT,SOURCE=WEIGHT, with names and paths; wins over data.path. Each
+  # has its share of the rows; with train.batches = random_windows.
   data.mixture = ""
   data.language = ""  # of a corpus that has several, or of the text for data.clean
   data.data_dir = "data"  # the folder of downloads, texts and tokens, shared by all runs

@@ -73,7 +73,7 @@ def load_corpus(
     documents: "isolated" makes each split `dpjax.data.corpus.Documents`, of the same text.
     text_field: the field of the text in .jsonl, or its column in .parquet.
     separator: the line between two documents in .txt.
-    mixture: "SOURCE=WEIGHT,...", names and paths instead of one; each split is then
+    mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
       `dpjax.data.corpus.Mixed`, and the other arguments are those of each source.
 
   Raises:
@@ -81,7 +81,7 @@ def load_corpus(
       or not readable, an unknown name or language, or a failed download.
   """
   if mixture:
-    each = {key: value for key, value in locals().items() if key not in ("name", "mixture")}
+    each = {key: x for key, x in locals().items() if key not in ("name", "path", "mixture")}
     return _mixed(mixture, **each)
   marks, texts = "", Path(data_dir, "texts")
   if path:
@@ -127,10 +127,8 @@ def load_corpus(
   return _with_documents(corpus, "" if clean else marks) if documents == "isolated" else corpus
 
 
-def _mixed(mixture: str, path: str | Path, **settings: Any) -> Corpus:
+def _mixed(mixture: str, **settings: Any) -> Corpus:
   """The corpus of the sources of a mixture."""
-  if path:
-    raise UserError(f"data.path: expected '' with data.mixture, which may name paths, got {path}")
   corpora = []
   for source in parse(mixture):
     place = {"name": source} if catalog.is_name(source) else {"path": os.path.expanduser(source)}

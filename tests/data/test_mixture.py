@@ -104,17 +104,17 @@ def test_weights_of_another_form(mixture):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
+  """Two files in the current folder."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / "one.txt").write_text("one two three\n" * 53)
   texts = [f"four {i} five" for i in range(47)]
   (tmp_path / "two.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in texts))
-  return "one.txt=2,two.jsonl=1,python_manual=1"
 
 
+@pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kind", ["characters", "bpe"])
-def test_tokens_of_sources_follow_each_other(tmp_path, sources, kind):
-  mixture = sources.rpartition(",")[0]
-  corpus = load_corpus(mixture=mixture, data_dir=tmp_path / "data")
+def test_tokens_of_sources_follow_each_other(tmp_path, kind):
+  corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
   tokens = tokenize(corpus, tmp_path / "tokens", kind, vocab_size=300)
   alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
   for split, ids in tokens.splits.items():
@@ -125,11 +125,12 @@ def test_tokens_of_sources_follow_each_other(tmp_path, sources, kind):
       np.testing.assert_array_equal(part, tokens.tokenizer.encode(text))
   assert tokens.documents is None and corpus.name == "one+two"
   # Weights do not change the tokens.
-  again = load_corpus(mixture="one.txt=9,two.jsonl=1", data_dir=tmp_path / "data")
+  again = load_corpus("none", "none.txt", mixture="one.txt=9,two.jsonl=1")
   assert again.about == corpus.about
 
 
-def test_documents_of_sources(tmp_path, sources):
+@pytest.mark.usefixtures("sources")
+def test_documents_of_sources(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
   given = dict(data_dir=tmp_path / "data", documents="isolated", split_fractions=(0.4, 0.3, 0.3))
   corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **given)
@@ -142,8 +143,7 @@ def test_documents_of_sources(tmp_path, sources):
     load_corpus(mixture="two.jsonl=1,one.txt=2", **given)
 
 
-def test_what_a_mixture_refuses(tmp_path, sources):
-  with pytest.raises(UserError, match="^data.path: expected '' with data.mixture"):
-    load_corpus(path="one.txt", mixture=sources)
+@pytest.mark.usefixtures("sources")
+def test_a_source_that_cannot_be_opened():
   with pytest.raises(UserError, match="^data.mixture: .* nothing.txt .data.path: .*nothing"):
     load_corpus(mixture="nothing.txt=1,one.txt=2")
