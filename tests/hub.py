@@ -11,6 +11,7 @@ import urllib.parse
 from pathlib import Path
 
 TOKEN = "hf_of_the_tests"
+NARROW = "hf_narrow"  # without any right
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -70,6 +71,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.body = self.read()
     self.server.asked.append(f"{method} {path}")
     token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+    if token == NARROW:
+      return self.refuse(403)
     if token not in ("", TOKEN):
       return self.refuse(401, X_Error_Message="Invalid credentials in Authorization header")
     is_reading = method in ("GET", "HEAD")

@@ -117,6 +117,7 @@ ERRORS = helpers.cases("""
   hf://me/none      | -        | expected a repository that can be read, got none that is public
   hf://me/small@v9  | -        | expected a repository that can be read, got none of this revision
   hf://me/small     | hf_wrong | got a refusal .401. of the token, or of none .HF_TOKEN or
+  hf://me/small     | hf_narrow | got a refusal .403. of the token, or of none
   hf://me/hidden    | -        | got none that is public .for a private one, HF_TOKEN or `hf auth
   hf://me/other     | -        | expected a model that dpjax exported, got .* without data/data.json
   hf://me/cut       | -        | expected a model that dpjax exported, got .* without model.safetens

@@ -128,7 +128,7 @@ CHOICES = {
     "train -",
   ),
   "of a card": (["p1.jsonl", "p2.jsonl", "q.jsonl"], CONFIGS, "x", "", "train train -"),
-  "a latest word": (["latest/test.jsonl", "latest/train.jsonl"], (), "", "", "test train"),
+  "the name first": (["latest/test.jsonl", "test/train.jsonl"], (), "", "", "- train"),
 }
 
 

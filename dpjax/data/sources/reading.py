@@ -169,7 +169,7 @@ def _json_texts(path: Path, columns: Sequence[str]) -> Iterator[str]:
   try:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
       for number, line in enumerate(file, 1):
-        if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+        if line := line.strip():
           record = json.loads(line)
           if not isinstance(record, dict):
             raise TypeError(f"line {number} of the type {type(record).__name__}")
