@@ -84,7 +84,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     # Addresses of models have no kind, but those of the API.
     kind = "" if path.startswith(("/api/", "/datasets/")) else "models/"
     place = kind + path.removeprefix("/api").removeprefix("/")
-    name, rest = re.match(r"(\w+/[^/]+/[\w-]+)(.*)", place).groups()
+    match = re.match(r"(\w+/[^/]+/[\w-]+)(.*)", place)
+    name, rest = match.groups() if match else ("", "")
     repository = self.server.repositories.get(name)
     if repository is None or repository["private"] and not token:
       return self.refuse(404 if token else 401, X_Error_Code="RepoNotFound")

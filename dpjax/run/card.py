@@ -158,7 +158,7 @@ def _metadata(run: Any, name: str, license: str, scores: Sequence) -> str:
   data, task = run.config.data, "text-generation"
   names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
   datasets = [hub.parse(name)[0] for name in names if name.startswith(hub.PREFIX)]
-  corpus = (datasets or [run.data.name])[0], run.data.name
+  corpus = datasets[0] if len(names) == 1 and datasets else run.data.name, run.data.name
   results = [EvalResult(task, *corpus, x, value, dataset_split=y) for y, x, value in scores]
   about = ModelCardData(
     library_name="dpjax",

@@ -152,14 +152,14 @@ REFUSALS = helpers.cases("""
   hf:me/tales:a/b/c/d     | expected hf:OWNER/NAME
   hf:me/none              | expected a dataset hf:me/none that can be read, got none that is pub
   hf:me/tales@v9          | got none of this revision
-  hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG. of de, en, got hf:me/t
-  hf:me/tales:fr          | expected a configuration .* of de, en, got hf:me/tales:fr
-  hf:me/tales:de          | expected a split .* of test, got hf:me/tales:de
-  hf:me/tales:en/valid    | expected a split .* of train, got hf:me/tales:en/valid
+  hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG., one of de, en, got hf:
+  hf:me/tales:fr          | expected a configuration .* one of de, en, got hf:me/tales:fr
+  hf:me/tales:de          | expected a split .* one of test, got hf:me/tales:de
+  hf:me/tales:en/valid    | expected a split .* one of train, got hf:me/tales:en/valid
   hf:me/tales:en          | a Parquet file with a column of strings named text or content, got
   hf:me/tales:en//id      | a Parquet file with a column of strings named id, got id of the type int
   hf:me/tales:de/test     | a JSON object with a string 'text' or 'content' on each line, got line 1
-  hf:me/notes             | expected a configuration .* of none
+  hf:me/notes             | expected a dataset of Parquet files or JSON lines, got hf:me/notes
 """)
 
 

@@ -90,9 +90,11 @@ def choose_files(
       if not file.endswith(".json") or _words(file):
         by_config.setdefault(_folder(file), []).append(((_words(file) or ["train"])[0], file))
   config = config or (usual if usual in by_config or len(by_config) != 1 else [*by_config][0])
+  if not by_config:
+    raise UserError(f"data.name: expected a dataset of Parquet files or JSON lines, got {name}")
   if config not in by_config:
-    known = ", ".join(sorted(by_config)) or "none"
-    expected = f"expected a configuration (hf:OWNER/NAME:CONFIG) of {known}"
+    known = ", ".join(name or "''" for name in sorted(by_config))
+    expected = f"expected a configuration (hf:OWNER/NAME:CONFIG), one of {known}"
     raise UserError(f"data.name: {expected}, got {name}")
   found = by_config[config]
   if any(file.endswith(".parquet") for _, file in found):  # the same in another form
@@ -104,8 +106,8 @@ def choose_files(
       chosen.setdefault("train" if split else _SPLITS[word], []).append(file)
   if "train" not in chosen:
     known = ", ".join(sorted({word for word, _ in found})) or "none"
-    expected = "expected a split (hf:OWNER/NAME:CONFIG/SPLIT) of Parquet files or JSON lines"
-    raise UserError(f"data.name: {expected}, of {known}, got {name}")
+    expected = f"expected a split (hf:OWNER/NAME:CONFIG/SPLIT), one of {known}"
+    raise UserError(f"data.name: {expected}, got {name}")
   return chosen
 
 
