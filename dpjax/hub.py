@@ -46,10 +46,10 @@ def one_line(key: str, expected: str = "a repository that can be read") -> Itera
   except Exception as error:  # Of several libraries.
     if isinstance(error, OSError) and error.errno:
       raise
-    cause = error
-    if type(error) is RuntimeError or isinstance(error.__cause__, utils.HfHubHTTPError):
-      # What the server answered is behind a failed upload, or a copy that is not there either.
-      cause = error.__cause__ or error
+    is_local = isinstance(error, utils.LocalEntryNotFoundError)
+    is_refused = is_local and isinstance(error.__cause__, utils.HfHubHTTPError)
+    # The server's answer is behind a failed upload, or a copy that is not there either.
+    cause = (is_refused or type(error) is RuntimeError) and error.__cause__ or error
     said = " ".join(str(cause).split()).rstrip(".")
     known = next((name for name in _SAID if isinstance(cause, getattr(utils, name))), "")
     status = getattr(getattr(cause, "response", None), "status_code", 0)

@@ -127,7 +127,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.answer({"url": f"{self.server.url}/{name}"}, 200 if is_new else 409)
 
   def check_card(self):
-    self.answer({"errors": [], "warnings": []})
+    errors = [{"message": "no such licence"}] * (b"license: my own" in self.body)
+    self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
   def store(self, digits):
     assert hashlib.sha256(self.body).hexdigest() == digits

@@ -145,6 +145,7 @@ def test_errors_without_a_network_and_of_uploads(run, site, monkeypatch, tmp_pat
   assert site.files(NAME)[0] == {}
   said = exported(run, str(tmp_path / "out"), "--private")
   assert said.startswith("--private: expected a folder hf://OWNER/NAME with it, got")
+  assert exported(run, PLACE, "--license=my own").endswith("in README.md. - no such licence")
   hub.use(monkeypatch, site.url, tmp_path / "cache")
   said = exported(run, PLACE)
   assert said.startswith(f"{PLACE}: expected a repository that can be written, got ")
